@@ -8,7 +8,9 @@
 Host to device is a load, device to host a save. The limit is one ``cudaMemcpyAsync`` of as many bytes between
 pinned memory and the device, in the same run. Blocks are in random order. ``copy_engines`` uses those of the
 GPU, ``kernel`` is one launch, and ``best`` is what the connector uses. A second table shows how much longer
-repeated matrix products on the engine's stream take while pages are copied continuously.
+repeated matrix products on the engine's stream take while pages are copied continuously. A third one shows
+how much longer steps of the engine take in which saves begin: if it waits for none, as with the connector
+unless a step may change blocks that are being saved, and if each step waits for the save before.
 """
 
 from __future__ import annotations
@@ -79,17 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(torch.cuda.get_device_name(), torch.version.cuda, native.summary(), sep="\n")
     length = 16 << 20 if options.small else int(options.gib * GIB)
     with MappedArena(length + (64 << 20)) as arena:
-        rows, slowdowns = [], []
+        rows, slowdowns, stepped = [], [], []
         for name, group in (PAGES | MODELS).items():
             work = prepare(group, arena, length)
             rows += [speeds(name, group, work, direction, options.runs) for direction in ("load", "save")]
             if name in MODELS:
                 slowdowns += [slowdown(name, work, direction, options.runs) for direction in ("load", "save")]
+                stepped.append(steps_with_saves(name, work, options.runs))
             del work
     columns = ("", "page KiB", "limit GB/s", *(method.lower() for method in METHODS), "begin us")
     show("copies: speed relative to one large pinned copy", columns, rows)
     columns = ("", "product alone ms", *(method.lower() for method in METHODS))
     show("slowdown of a matrix product while pages are copied", columns, slowdowns)
+    columns = ("", "step alone ms", "saves beside", "saves waited for")
+    show("slowdown of the engine's steps, each of which begins a save", columns, stepped)
 
 
 class MappedArena:
@@ -126,7 +131,7 @@ def prepare(group: GroupLayout, arena: MappedArena, max_bytes: int) -> Work:
         (index * chunk_bytes + HEADER_BYTES, [order[index * per_chunk : (index + 1) * per_chunk]])
         for index in range(count)
     ]
-    regions = [[(layer.data_ptr(), layer.shape[1], layer.shape[0]) for layer in layers]]
+    regions = [[(layer.data_ptr(), layer.shape[1], layer.shape[0], layer.stride(0)) for layer in layers]]
     length = count * layout.payload_bytes(CHUNK_TOKENS)
     return Work(
         arena.pinned,
@@ -218,6 +223,39 @@ def slowdown(name: str, work: Work, direction: str, runs: int) -> tuple[object, 
         statistics.median(products_ms),
         *(statistics.median(ratios[method]) for method in METHODS),
     )
+
+
+def steps_with_saves(name: str, work: Work, runs: int) -> tuple[object, ...]:
+    """Time steps on the engine's stream, without saves, with saves, and with waits for these."""
+    size = 8192 if work.length >= GIB // 2 else 1024
+    matrix = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(matrix)
+    stream = torch.cuda.current_stream().cuda_stream
+    steps = 8
+    part = max(1, len(work.chunks) // steps)
+    tickets: list[int] = []
+
+    def step(at: int, saves: bool, waits: bool) -> None:
+        for _ in range(4):
+            torch.matmul(matrix, matrix, out=out)
+        if saves:
+            tickets.append(work.pages.save(work.arena, work.chunks[at * part : (at + 1) * part], stream))
+        if waits:
+            work.pages.hold(stream, tickets[-1])
+
+    alone_ms: list[float] = []
+    ratios: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(-1, runs):
+        alone = timed_on_stream(lambda: [step(at, False, False) for at in range(steps)])
+        for waits, found in ratios.items():
+            took = timed_on_stream(lambda waits=waits: [step(at, True, waits) for at in range(steps)])
+            while tickets:
+                work.pages.wait(tickets.pop())
+            if turn >= 0:
+                found.append(took / alone)
+        if turn >= 0:
+            alone_ms.append(alone * 1e3 / steps)
+    return (name, statistics.median(alone_ms), *(statistics.median(found) for found in ratios.values()))
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ class Engine:
         self.worker.save(metadata.saves)
         saved, loaded, failed = self.worker.take_results()
         self.freed |= saved
-        results = SimpleNamespace(finished_recving=loaded, failed_recving=failed)
+        results = SimpleNamespace(finished_sending=saved, finished_recving=loaded, failed_recving=failed)
         self.scheduler.update_from_output(results)
         timestamps.append(_now())
         return StepTime(*(end - b + a - start for start, a, b, end in zip(*timestamps, strict=True)))

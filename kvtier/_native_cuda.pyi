@@ -45,12 +45,13 @@ class DevicePages:
         chunks: list[tuple[int, Sequence[Sequence[int]]]],
         engine: int,
         method: CopyMethod = ...,
+        after: Sequence[int] = ...,
     ) -> int:
         """Start to copy the pages of chunks into the engine's memory, after the current work on its stream.
 
-        ``engine``: that stream. Returns a ticket for :meth:`done`, without waiting for the device. Raises
-        ``IndexError``, before starting anything, if a block or a chunk is out of bounds, and
-        :class:`CudaError`.
+        ``engine``: that stream. ``after``: the tickets of copies to wait for, on the device. Returns a ticket
+        for :meth:`done`, without waiting for the device. Raises ``IndexError``, before starting anything, if
+        a block or a chunk is out of bounds, and :class:`CudaError`.
         """
 
     def save(
@@ -59,10 +60,17 @@ class DevicePages:
         chunks: list[tuple[int, Sequence[Sequence[int]]]],
         engine: int,
         method: CopyMethod = ...,
+        after: Sequence[int] = ...,
     ) -> int:
         """Start to copy pages out of the engine's memory. Otherwise like :meth:`load`.
 
-        Later work on ``engine`` waits for the copy.
+        Later work on ``engine`` does not wait for the copy: see :meth:`hold`.
+        """
+
+    def hold(self, engine: int, ticket: int) -> None:
+        """Let later work on the engine's stream wait for a copy.
+
+        Blocks only if CUDA fails, and never raises.
         """
 
     def done(self, ticket: int) -> bool:

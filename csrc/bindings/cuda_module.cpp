@@ -44,12 +44,15 @@ DevicePages* device_pages(int device, const std::vector<std::vector<RegionTuple>
 
 template <Direction direction>
 Ticket begin_copy(DevicePages& pages, const Pinned& arena, std::vector<ChunkTuple> chunks, std::uintptr_t engine,
-             CopyMethod method) {
+                  CopyMethod method, const std::vector<Ticket>& after) {
     const std::vector<ChunkPages> chunk_pages = bindings::chunk_pages(chunks);
     const nb::gil_scoped_release released;
-    const bool hold_engine = direction == Direction::out_of_engine;
-    return pages.begin(*arena.memory, chunk_pages, direction, reinterpret_cast<cudaStream_t>(engine), hold_engine,
-                       method);
+    return pages.begin(*arena.memory, chunk_pages, direction, reinterpret_cast<cudaStream_t>(engine), method, after);
+}
+
+void hold(DevicePages& pages, std::uintptr_t engine, Ticket ticket) {
+    const nb::gil_scoped_release released;
+    pages.hold(reinterpret_cast<cudaStream_t>(engine), ticket);
 }
 
 void wait_for(DevicePages& pages, Ticket ticket) {
@@ -78,9 +81,10 @@ NB_MODULE(_native_cuda, module) {
     nb::class_<DevicePages>(module, "DevicePages")
         .def(nb::new_(&device_pages), nb::arg("device"), nb::arg("groups"), nb::arg("skipped"))
         .def("load", &begin_copy<Direction::into_engine>, nb::arg("arena"), nb::arg("chunks"), nb::arg("engine"),
-             nb::arg("method") = CopyMethod::best)
+             nb::arg("method") = CopyMethod::best, nb::arg("after") = std::vector<Ticket>())
         .def("save", &begin_copy<Direction::out_of_engine>, nb::arg("arena"), nb::arg("chunks"), nb::arg("engine"),
-             nb::arg("method") = CopyMethod::best)
+             nb::arg("method") = CopyMethod::best, nb::arg("after") = std::vector<Ticket>())
+        .def("hold", &hold, nb::arg("engine"), nb::arg("ticket"))
         .def("done", &DevicePages::done, nb::arg("ticket"))
         .def("wait", &wait_for, nb::arg("ticket"));
 }

@@ -6,14 +6,31 @@ import ctypes
 import importlib.util
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-PACES = {"early": 0, "late": 1, "random": 2}
-"""When operations run: at once, only when the host needs them, or at random one or the other."""
+PACES = ("early", "late", "random", "stuck")
+"""When operations run: at once, only when the host needs them, or at random one or the other.
+
+If the device is stuck, only if the host waits for them, and not if it just keeps asking.
+"""
 OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700
 _ROOM = 1 << 20
+
+
+class Operation(NamedTuple):
+    """A kernel or a copy."""
+
+    number: int
+    stream: int
+    what: str
+    after: tuple[int, ...]
+    """The numbers of those in other streams that it waits for, unless the host knew that they were done."""
+
+
+KERNEL = "a kernel of the engine"
+COPIES = ("the copy kernel", "a copy by the copy engines")
 
 
 class StandIn:
@@ -26,7 +43,7 @@ class StandIn:
 
     def reset(self, pace: str, devices: int = 1) -> None:
         """Make a new machine, without streams, events and memory."""
-        self._library.stand_in_reset(PACES[pace], 1, devices)
+        self._library.stand_in_reset(PACES.index(pace), 1, devices)
 
     def finish(self) -> list[str]:
         """Finish all operations, and return what was wrong since the reset."""
@@ -35,6 +52,22 @@ class StandIn:
     def calls(self) -> list[str]:
         """Return the names of all calls of CUDA since the reset."""
         return self._lines(self._library.stand_in_calls)
+
+    def trace(self, first: int = 0) -> list[Operation]:
+        """Return the kernels and copies since the reset, from one on, in the order of their calls."""
+        found = []
+        for line in self._lines(self._library.stand_in_trace, ctypes.c_size_t(first)):
+            what, _, after = line.rpartition(":")
+            number, stream, name = what.split(" ", 2)
+            found.append(Operation(int(number), int(stream), name, tuple(map(int, after.split()))))
+        return found
+
+    def held(self) -> dict[int, set[int]]:
+        """Return for each of the engine's kernels that waits for copies: the number of it, and of these."""
+        trace = self.trace()
+        copies = {operation.number for operation in trace if operation.what in COPIES}
+        waits = {each.number: copies.intersection(each.after) for each in trace if each.what == KERNEL}
+        return {number: waited for number, waited in waits.items() if waited}
 
     def fail(self, call: int, error: int = OUT_OF_MEMORY, *, lasting: bool = False) -> None:
         """Let the call with this number since the reset fail; 0: none. ``lasting``: and all later ones."""
@@ -76,9 +109,27 @@ class StandIn:
         address, length = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes())
         self._library.stand_in_fill(ctypes.c_void_p(stream), address, length, value)
 
-    def _lines(self, function: Any) -> list[str]:
+    def write(self, tensor: torch.Tensor, value: int, stream: int = 0) -> int:
+        """Have a kernel of the engine write a value to a contiguous tensor; return its number."""
+        address, length = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+        self._library.stand_in_fill(ctypes.c_void_p(stream), address, length, value)
+        return self.trace()[-1].number
+
+    def put(self, tensor: torch.Tensor, source: torch.Tensor, *, alone: bool = True) -> None:
+        """Have a kernel of the engine copy ``source`` to a tensor of the same size, both contiguous.
+
+        ``alone``: report it if another operation may be reading these bytes at the same time.
+        """
+        target, data = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p(source.data_ptr())
+        self._library.stand_in_write(None, target, data, ctypes.c_size_t(tensor.nbytes), alone)
+
+    def wait_for_engine(self) -> None:
+        """Wait for the kernels of the engine, as it does for sampled tokens."""
+        self._library.stand_in_wait_for_stream(None)
+
+    def _lines(self, function: Any, *arguments: Any) -> list[str]:
         text = ctypes.create_string_buffer(_ROOM)
-        function(text, ctypes.c_size_t(_ROOM))
+        function(text, ctypes.c_size_t(_ROOM), *arguments)
         return text.value.decode().splitlines()
 
 

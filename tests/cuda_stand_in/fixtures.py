@@ -33,13 +33,8 @@ class Stream:
         loaded().synchronize()
 
 
-@pytest.fixture(params=PACES)
-def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """Return the stand-in, at each pace. In the end nothing may be wrong, and nothing may be left."""
-    if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("no C++ compiler")
-    machine = loaded()
-    machine.reset(request.param)
+def use(machine: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kvtier and torch use the stand-in as CUDA."""
     monkeypatch.setattr(native, "cuda", machine.module, raising=False)
     patched = SimpleNamespace(
         current_stream=lambda *_: Stream(),
@@ -48,6 +43,16 @@ def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     )
     for name, function in vars(patched).items():
         monkeypatch.setattr(torch.cuda, name, function)
+
+
+@pytest.fixture(params=[pace for pace in PACES if pace != "stuck"])
+def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """Return the stand-in, at each pace. In the end nothing may be wrong, and nothing may be left."""
+    if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler")
+    machine = loaded()
+    machine.reset(request.param)
+    use(machine, monkeypatch)
     yield machine
     gc.collect()
     if wrong := machine.finish():

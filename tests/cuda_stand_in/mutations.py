@@ -12,6 +12,8 @@ class Mutation(NamedTuple):
     path: str
     old: str
     new: str
+    in_worker: bool = False
+    """Whether the tests of the worker find it, instead of those of the copies."""
 
 
 PAGES, FLIGHT, CALLS, PINNED = (
@@ -32,10 +34,36 @@ CPP = (
         "",
     ),
     Mutation(
-        "the engine does not wait for a save",
+        "the engine does not wait for a save that is held",
         PAGES,
-        'if (hold_engine) check(cudaStreamWaitEvent(engine, flight->completed, 0), "cudaStreamWaitEvent");',
+        'check(cudaStreamWaitEvent(stream, found->second->completed, 0), "cudaStreamWaitEvent");',
         "",
+    ),
+    Mutation(
+        "the engine goes on if CUDA cannot hold it",
+        PAGES,
+        "        // What comes next may change the pages. done() still reports an error of the copy.\n"
+        "        ignore(found->second->wait());\n",
+        "",
+    ),
+    Mutation(
+        "a load does not wait for saves of its pages",
+        PAGES,
+        "for (const Ticket ticket : after) hold(flight->stream, ticket);",
+        "static_cast<void>(after);",
+    ),
+    Mutation(
+        "the engine waits for every save",
+        PAGES,
+        "        in_flight_.emplace(next_, std::move(flight));",
+        '        check(cudaStreamWaitEvent(engine, flight->completed, 0), "cudaStreamWaitEvent");\n'
+        "        in_flight_.emplace(next_, std::move(flight));",
+    ),
+    Mutation(
+        "a list of moves that is too short is freed",
+        PAGES,
+        "        lists_.push_back(moves);",
+        "        for (Move* const old : lists_) ignore(cudaFreeHost(old));\n        lists_ = {moves};",
     ),
     Mutation(
         "the end of a copy is not recorded",
@@ -148,8 +176,8 @@ CPP = (
     ),
 )
 
-COPIES, WORKER, STAGING = (
-    f"kvtier.integrations.vllm.{name}" for name in ("cuda_copies", "worker", "staging")
+COPIES, WORKER, STAGING, READS = (
+    f"kvtier.integrations.vllm.{name}" for name in ("cuda_copies", "worker", "staging", "reads")
 )
 
 PYTHON = (
@@ -184,6 +212,38 @@ PYTHON = (
         "if not all(self._copies.done(ticket) for ticket in batch.tickets):",
         "if False:",
     ),
+    Mutation(
+        "a step does not wait for saves of blocks that it writes", WORKER, "*self._reads.of(written), ", ""
+    ),
+    Mutation("a step does not wait for states", WORKER, ", *self._reads.of_states()", ""),
+    Mutation("a step waits for all saves", WORKER, "self._reads.of(written)", "self._reads._by_ticket"),
+    Mutation(
+        "a load does not wait for saves of its blocks",
+        WORKER,
+        "self._reads.of(blocks_of(chunks)) if self._copies.deferred else ()",
+        "()",
+    ),
+    Mutation(
+        "a finished request is reported during its copies",
+        WORKER,
+        "busy = {job.request_id for batch in self._saving for job in batch.jobs}",
+        "busy = set()",
+    ),
+    Mutation("saves in flight are not bounded", WORKER, "if not self._reads.admits(chunks):", "if False:"),
+    Mutation(
+        "what is not saved is not counted",
+        WORKER,
+        'self._stats.add("not_stored_chunks", sum(not chunk.staging for chunk in chunks))',
+        "pass",
+    ),
+    Mutation(
+        "hold() holds nothing", COPIES, "self._memory.hold(self._stream(), ticket)", "pass", in_worker=True
+    ),
+    Mutation("a load has no order", COPIES, ", after=list(after)", "", in_worker=True),
+    Mutation(
+        "states are copied last", READS, "part, length = states, MAX_PART_BYTES", "part, length = [], 0"
+    ),
+    Mutation("saves are copied as one", READS, "if length + size > MAX_PART_BYTES:", "if False:"),
     Mutation("shutdown does not wait for copies", WORKER, "self._copies.close()", "pass"),
     Mutation(
         "a staging buffer is closed during copies", STAGING, "            torch.cuda.synchronize()\n", ""

@@ -90,6 +90,7 @@ def test_save_and_load(
     copying = copies(layout, engine.pages, arena)
     engine.fill(1)
     ticket = copying.save(arena, selected)
+    copying.hold(ticket)
     engine.fill(2)
     finish(copying, ticket)
     stand_in.on_host(arena.tensor(), writes=True)

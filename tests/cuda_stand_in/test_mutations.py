@@ -14,7 +14,7 @@ import pytest
 
 from tests.cuda_stand_in.building import ROOT, build
 from tests.cuda_stand_in.mutated import VARIABLE
-from tests.cuda_stand_in.mutations import CPP, PYTHON, Mutation
+from tests.cuda_stand_in.mutations import CPP, PYTHON, READS, WORKER, Mutation
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,8 @@ def test_cpp(mutated: Path) -> None:
 @pytest.mark.parametrize("mutation", PYTHON, ids=[mutation.name for mutation in PYTHON])
 def test_python(mutation: Mutation) -> None:
     change = json.dumps([mutation.path, mutation.old, mutation.new])
-    tests = ["tests/integrations/cuda_side.py"] if "worker" in mutation.path else ["tests/cuda_stand_in"]
+    in_worker = mutation.path in (WORKER, READS) or mutation.in_worker
+    tests = ["tests/integrations/cuda_side.py"] if in_worker else ["tests/cuda_stand_in"]
     command = ["-m", "pytest", "-x", "-q", "-p", "tests.cuda_stand_in.mutated", "-p", "no:cacheprovider"]
     result = subprocess.run(
         [sys.executable, *command, "-o", "filterwarnings=", "--timeout=60", "-m", "not slow", *tests],

@@ -9,9 +9,12 @@ import pytest
 
 from kvtier import Settings
 from kvtier.bridge.client import Slot
+from kvtier.integrations.vllm.copies import NULL_BLOCK
+from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.request import RequestState
 from kvtier.integrations.vllm.saving import Saves
-from kvtier.memory.keys import ChunkKey
+from kvtier.integrations.vllm.written import written_blocks
+from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 
 LAYOUT = ChunkLayout(16, (GroupLayout(16, (64,), state=True), GroupLayout(16, (64,))))
@@ -35,7 +38,8 @@ class Bridge:
     def answer(self) -> None:
         for number, call in enumerate(self.calls, 1):
             if not call.settled:
-                call.settled, call.result = True, [[Slot(number, 4096)] for _ in call.runs]
+                call.settled = True
+                call.result = [[Slot(number, 4096)] * (len(run.keys) // KEY_BYTES) for run in call.runs]
 
     def await_reply(self, call: Any, wait: float) -> Any:
         self.waits.append(wait)
@@ -177,3 +181,96 @@ def test_step_waits_for_the_room_of_a_state(saves: Saves, bridge: Bridge, state:
     bridge.answer()
     saves.step(lambda _: None, 0.5)
     assert bridge.waits == [0.5]
+
+
+KV = ChunkLayout(16, (GroupLayout(16, (64,)),))
+
+
+def on_gpu(bridge: Bridge, blocks: int) -> tuple[Saves, dict[str, float]]:
+    """Return the saves of an engine with so many blocks on a GPU, and what is counted."""
+    counted: dict[str, float] = {}
+    any_bridge: Any = bridge
+    stats: Any = SimpleNamespace(add=counted.__setitem__)
+    return Saves(Settings(), KV, any_bridge, stats, blocks=blocks, deferred=True), counted
+
+
+def requests(count: int) -> list[RequestState]:
+    """Return requests whose prompt of three chunks is computed."""
+    made = []
+    for number in range(count):
+        request: Any = SimpleNamespace(
+            request_id=str(number),
+            num_preemptions=0,
+            num_prompt_tokens=48,
+            num_computed_tokens=48,
+            num_tokens=48,
+            all_token_ids=list(range(48)),
+        )
+        keys = [ChunkKey(bytes([number, at]) * 16) for at in range(3)]
+        made.append(RequestState(request, ChunkKey(bytes(32)), 16, keys=keys))
+    return made
+
+
+def test_blocks_are_kept_while_workers_may_be_copying(bridge: Bridge) -> None:
+    saves, _ = on_gpu(bridge, 100)
+    bridge.answers = True
+    [state] = requests(1)
+    assert saves.plan(state, 48, 3) == 3
+    saves.step(lambda _: ([1, 2, 3],), 0.5)
+    bridge.answer()
+    assert [job.leases for job in saves.step(lambda _: ([1, 2, 3],), 0.5)] == [[1, 1, 1]]
+    assert saves.finish(state, 48, ([1, 2, 3],)), "nothing is left to save, but its copies may be in flight"
+    [last] = saves.step(lambda _: None, 0.5)
+    assert last.last
+
+
+def test_blocks_are_not_kept_on_the_host(bridge: Bridge, state: RequestState) -> None:
+    """Copies are complete when their step ends."""
+    any_bridge: Any = bridge
+    stats: Any = SimpleNamespace(add=lambda *_: None)
+    saves = Saves(Settings(), KV, any_bridge, stats, blocks=100)
+    [state] = requests(1)
+    saves.plan(state, 48, 3)
+    saves.step(lambda _: ([1, 2, 3],), 0.5)
+    bridge.answer()
+    assert len(saves.step(lambda _: ([1, 2, 3],), 0.5)) == 1
+    assert not saves.finish(state, 48, ([1, 2, 3],))
+
+
+def test_finished_requests_keep_a_limited_number_of_blocks(bridge: Bridge) -> None:
+    saves, counted = on_gpu(bridge, 12)
+    first, second, third, fourth = requests(4)
+    for state in (first, second):
+        assert saves.finish(state, 48, ([1, 2, 3, NULL_BLOCK],))
+    assert not saves.finish(third, 48, ([7, 8, 9],)), "half of the blocks are kept"
+    assert counted["not_stored_chunks"] == 3
+    saves.freed(["0"])
+    assert saves.finish(fourth, 48, ([10, 11, 12],))
+
+
+def test_one_request_may_keep_more_than_that(bridge: Bridge) -> None:
+    saves, _ = on_gpu(bridge, 4)
+    [state] = requests(1)
+    assert saves.finish(state, 48, ([1, 2, 3],))
+
+
+def test_step_may_write_what_is_new_to_its_requests() -> None:
+    layout = ChunkLayout(32, (GroupLayout(16, (64,)), GroupLayout(32, (64,), state=True)))
+    model = ModelLayout(layout, bytes(32), (), (0, 2))
+    tables = ([1, 2, 3], [4, 5], [6, 7])
+    new = SimpleNamespace(block_ids=tables, num_computed_tokens=33)
+    running: Any = ([8], [], [9])
+    cached = SimpleNamespace(
+        req_ids=["running", "resumed", "nothing new"],
+        resumed_req_ids={"resumed"},
+        new_block_ids=[running, ([11, 12], [13], [14]), None],
+        num_computed_tokens=[64, 16, 5],
+    )
+    output: Any = SimpleNamespace(
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=cached,
+        new_block_ids_to_zero=[20],
+        kv_cache_block_copies=[SimpleNamespace(src_block_id=1, dst_block_id=21)],
+    )
+    # All but the blocks of full attention with computed tokens only: 1 and 2, and 11.
+    assert sorted(written_blocks(output, model)) == [3, 4, 5, 6, 7, 8, 9, 12, 13, 14, 20, 21]

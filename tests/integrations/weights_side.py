@@ -214,7 +214,9 @@ def test_load_in_flight_fails(engine: Engine, cache: Cache, pool: Pool) -> None:
     engine.scheduler.set_weight_version("step-1")
     assert cache.receive(Cancel).ticket == 1
     cache.receive(UseWeights)
-    failed = SimpleNamespace(finished_recving={request.request_id}, failed_recving={request.request_id})
+    failed = SimpleNamespace(
+        finished_sending=None, finished_recving={request.request_id}, failed_recving={request.request_id}
+    )
     engine.scheduler.update_from_output(failed)
     assert cache.nothing_received(), "no lease is released twice"
     assert len(engine.scheduler._loads) == 0

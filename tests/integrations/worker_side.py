@@ -86,7 +86,9 @@ class Copies:
         self.broken = False
         self.closed = False
 
-    def load(self, memory: object, chunks: Sequence[ChunkCopy]) -> int:
+    deferred = False
+
+    def load(self, memory: object, chunks: Sequence[ChunkCopy], after: Sequence[int] = ()) -> int:
         self.memories.append(memory)
         self.started.append(chunks)
         return len(self.started)

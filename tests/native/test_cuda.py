@@ -66,7 +66,9 @@ def copy_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     for verb in ("load", "save"):
         call: Callable[..., int] = getattr(native.cuda.DevicePages, verb)
         monkeypatch.setattr(
-            native.cuda.DevicePages, verb, lambda *given, call=call: call(*given, method=method)
+            native.cuda.DevicePages,
+            verb,
+            lambda *given, call=call, **named: call(*given, method=method, **named),
         )
 
 
@@ -119,6 +121,7 @@ def test_save_and_engine_are_ordered_on_the_stream(arena: ArenaMap) -> None:
         layer.fill_(1)
     ticket = saving.save(arena, chunks(layout, 2))
     assert not saving.done(ticket)  # The engine's work is still running, and the call did not block.
+    saving.hold(ticket)
     for layer in pages[0]:
         layer.fill_(2)
     saving.wait(ticket)
@@ -174,7 +177,7 @@ def test_many_batches_are_in_flight_concurrently(arena: ArenaMap) -> None:
     tickets = []
     for _ in range(50):
         tickets.append(copying.save(arena, selected))
-        tickets.append(copying.load(arena, selected))
+        tickets.append(copying.load(arena, selected, after=tickets[-1:]))
     for ticket in reversed(tickets):
         copying.wait(ticket)
     assert all(copying.done(ticket) for ticket in tickets)

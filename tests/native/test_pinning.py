@@ -48,7 +48,7 @@ class DevicePages:
         self.started = 0
         self.finished: set[int] = set()
 
-    def load(self, *_: object) -> int:
+    def load(self, *_: object, **__: object) -> int:
         self.started += 1
         return self.started
 

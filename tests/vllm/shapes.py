@@ -18,6 +18,7 @@ from zlib import crc32
 
 BLOCK = 16
 BLOCKS = 200
+ABORT_STEP = 5
 VOCABULARY = 512
 PRIME = 6364136223846793005
 MASK = (1 << 63) - 1
@@ -37,6 +38,9 @@ class Shape(NamedTuple):
     """Whether every second layer has sliding-window attention."""
     layers: int = 5
     hosts: int = 1
+    cuda: bool = False
+    """Whether the KV cache is on a GPU, with the stand-in for CUDA."""
+    blocks: int = BLOCKS
 
     @property
     def ranks(self) -> int:
@@ -56,7 +60,7 @@ def vllm_config(model: str, shape: Shape, settings: dict[str, Any]) -> Any:
         skip_tokenizer_init=True,
         dtype="float32",
         block_size=BLOCK,
-        max_model_len=2048,
+        max_model_len=640 if shape.cuda else 2048,  # Fits in few blocks.
         max_num_batched_tokens=256,
         tensor_parallel_size=shape.tp,
         pipeline_parallel_size=shape.pp,
@@ -77,8 +81,10 @@ def vllm_config(model: str, shape: Shape, settings: dict[str, Any]) -> Any:
     config.cache_config.enable_prefix_caching = True
     config.scheduler_config.enable_chunked_prefill = True
     config.scheduler_config.async_scheduling = False
-    config.cache_config.num_gpu_blocks_override = BLOCKS
+    config.cache_config.num_gpu_blocks_override = shape.blocks
     config.cache_config.kv_cache_layout = "LBHNC"
+    if shape.cuda:
+        config.device_config.device_type = "cuda"
     return config
 
 
@@ -158,14 +164,29 @@ class Worker:
         while (step := connection.recv()) is not None:
             connection.send(self._step(*step))
         self._connector.shutdown()
+        connection.send(self._report())
+
+    def _report(self) -> Any:
+        """Return what a test wants to know in the end."""
+
+    def _allocate(self, length: int) -> Any:
+        import torch
+
+        return torch.zeros(length, dtype=torch.int8)
+
+    def _put(self, memory: Any, block: int, slot: int, number: int) -> None:
+        """Write a number to the slot of a token of one layer."""
+        memory[block, slot].fill_(number)
+
+    def _computed(self) -> None:
+        """Called when all of a step is written."""
 
     def _open(self, cache: Any) -> None:
-        import torch
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
         from kvtier.integrations.vllm.connector import KVTierConnector
 
-        memory = torch.zeros(cache.kv_cache_tensors[0].size, dtype=torch.int8)
+        memory = self._allocate(cache.kv_cache_tensors[0].size)
         specs = specs_of(self._shape, self._rank)
         for tensor in cache.kv_cache_tensors:
             for index, name in enumerate(tensor.layers):
@@ -190,6 +211,7 @@ class Worker:
         wrong = 0
         for request in requests:
             wrong += self._compute(request)
+        self._computed()
         connector.start_load_kv(None)
         connector.wait_for_save()
         results = connector.get_transfer_results(finished)
@@ -220,12 +242,11 @@ class Worker:
                 pages = self._pages[name]
                 memory = pages.view(torch.int64).view(pages.shape[0], BLOCK, -1)
                 for token, slot in slots:
-                    place = memory[blocks[slot // BLOCK], slot % BLOCK]
-                    number = (numbers[token] ^ self._seed(name)) * PRIME & MASK
+                    block, number = blocks[slot // BLOCK], (numbers[token] ^ self._seed(name)) * PRIME & MASK
                     if token >= request.start:
-                        place.fill_(number)
+                        self._put(memory, block, slot % BLOCK, number)
                     else:
-                        wrong += not bool((place == number).all())
+                        wrong += not bool((memory[block, slot % BLOCK] == number).all())
         return wrong
 
     def _seed(self, layer: str) -> int:
@@ -254,6 +275,7 @@ class Engine:
     shape: Shape
     workers: list[Connection]
     wrong: int = 0
+    preemptions: int = 0
     cached: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -286,12 +308,15 @@ class Engine:
         self._hash_block = hash_block
         self._numbers = iter(range(1_000_000))
 
-    def generate(self, prompts: list[list[int]], new: int) -> list[int]:
-        """Run prompts together; return how many tokens of each were found in a cache."""
+    def generate(self, prompts: list[list[int]], new: int, aborted: int = 0) -> list[int]:
+        """Run prompts together; return how many tokens of each were found in a cache.
+
+        ``aborted``: how many requests are aborted after some steps.
+        """
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-        from vllm.v1.request import Request
+        from vllm.v1.request import Request, RequestStatus
 
         hasher = get_request_block_hasher(self._hash_block, sha256)
         names = []
@@ -302,15 +327,20 @@ class Engine:
             request = Request(name, prompt, sampling, None, block_hasher=hasher)
             self.scheduler.add_request(request)
             names.append(name)
+        steps = 0
         while self.scheduler.has_requests():
             self._step()
-        return [self.cached[name] for name in names]
+            steps += 1
+            if steps == ABORT_STEP:
+                self.scheduler.finish_requests(names[:aborted], RequestStatus.FINISHED_ABORTED)
+        return [self.cached.get(name, 0) for name in names]
 
     def _step(self) -> None:
         from vllm.v1.outputs import ModelRunnerOutput
 
         scheduler = self.scheduler
         output = scheduler.schedule()
+        self.preemptions += len(output.preempted_req_ids or ())
         cached = output.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -337,10 +367,13 @@ class Engine:
             outputs.append(result)
         scheduler.update_from_output(output, self._aggregator.aggregate(outputs))
 
-    def close(self) -> None:
+    def close(self) -> list[Any]:
+        """Stop. Return what the workers report."""
         for worker in self.workers:
             worker.send(None)
+        reports = [worker.recv() for worker in self.workers]
         self.scheduler.shutdown()
+        return reports
 
 
 def serve(connection: Connection, log: str, model: str, shape: Shape, settings: list[dict[str, Any]]) -> None:
@@ -359,7 +392,7 @@ def serve(connection: Connection, log: str, model: str, shape: Shape, settings: 
         config = configs[rank * shape.hosts // shape.ranks]
         config.kv_transfer_config.engine_id = engine_id
         process = fork.Process(
-            target=lambda *arguments: Worker(*arguments).run(),
+            target=lambda *arguments: worker_class(shape)(*arguments).run(),
             args=(there, config, shape, rank, rendezvous),
             daemon=True,
         )
@@ -369,11 +402,23 @@ def serve(connection: Connection, log: str, model: str, shape: Shape, settings: 
     connection.send("open")
     while message := _received(connection):
         if message["call"] == "generate":
-            hits = engine.generate(message["prompts"], message["new"])
-            connection.send({"hits": hits, "wrong": engine.wrong})
+            hits = engine.generate(message["prompts"], message["new"], message.get("aborted", 0))
+            connection.send({"hits": hits, "wrong": engine.wrong, "preemptions": engine.preemptions})
         elif message["call"] == "reset":
             connection.send(engine.scheduler.reset_prefix_cache())
+        elif message["call"] == "close":
+            connection.send(engine.close())
+            return
     engine.close()
+
+
+def worker_class(shape: Shape) -> type[Worker]:
+    """Return the kind of worker for the memory of this engine."""
+    if not shape.cuda:
+        return Worker
+    from tests.vllm.shapes_on_gpu import WorkerOnGPU
+
+    return WorkerOnGPU
 
 
 def _received(connection: Connection) -> dict[str, Any] | None:

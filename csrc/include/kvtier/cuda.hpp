@@ -1,7 +1,8 @@
 // Page copies between an engine's KV memory on a CUDA device and an arena in pinned host memory.
 //
 // Functions do not wait for the device unless documented, and never synchronize it: copies run on separate streams,
-// which wait for the engine's stream with an event, and record an event when done. CUDA errors are thrown as CudaError.
+// which wait for the engine's stream with an event, and record an event when done. The engine's stream waits for a copy
+// only where hold() is called. CUDA errors are thrown as CudaError.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -64,11 +65,16 @@ public:
     DevicePages& operator=(const DevicePages&) = delete;
 
     // Start to copy the pages of all chunks; does not wait. The copy runs after the work that is on `engine`, the
-    // engine's stream, at the time of the call. With `hold_engine`, later work on that stream waits for the copy.
-    // Throws std::out_of_range as KvMemory::copy does, before anything is copied. After a CudaError no copy is running,
-    // which may have taken a wait.
+    // engine's stream, at the time of the call, and after the copies `after`. Later work on that stream does not wait
+    // for it: the caller must leave the pages as they are until it is done, or hold the work that changes them. Throws
+    // std::out_of_range as KvMemory::copy does, before anything is copied. After a CudaError no copy is running, which
+    // may have taken a wait.
     Ticket begin(const PinnedMemory& arena, std::span<const ChunkPages> chunks, Direction direction,
-                 cudaStream_t engine, bool hold_engine, CopyMethod method = CopyMethod::best);
+                 cudaStream_t engine, CopyMethod method = CopyMethod::best, std::span<const Ticket> after = {});
+
+    // Let later work on a stream wait for a copy. Does not wait itself, unless CUDA fails, and does not throw. Unknown
+    // tickets, such as those of copies that are done, hold nothing.
+    void hold(cudaStream_t stream, Ticket ticket);
 
     // Whether the copy is done. Does not wait. An unknown ticket counts as done, as does one after its CudaError.
     bool done(Ticket ticket);

@@ -78,14 +78,14 @@ bool long_enough(std::span<const PageRun> runs) {
 
 std::span<Move> MoveList::room(std::size_t count) {
     if (count > size_) {
-        ignore(cudaFreeHost(std::exchange(moves_, nullptr)));
-        size_ = 0;
         const std::size_t size = std::max<std::size_t>(2 * count, 4096);
-        check(cudaHostAlloc(reinterpret_cast<void**>(&moves_), size * sizeof(Move), cudaHostAllocMapped),
+        Move* moves = nullptr;
+        check(cudaHostAlloc(reinterpret_cast<void**>(&moves), size * sizeof(Move), cudaHostAllocMapped),
               "cudaHostAlloc");
+        lists_.push_back(moves);
         size_ = size;
     }
-    return {moves_, count};
+    return {lists_.back(), count};
 }
 
 void DevicePages::DestroyStream::operator()(cudaStream_t stream) const { ignore(cudaStreamDestroy(stream)); }
@@ -108,7 +108,7 @@ DevicePages::~DevicePages() {
 }
 
 Ticket DevicePages::begin(const PinnedMemory& arena, std::span<const ChunkPages> chunks, Direction direction,
-                          cudaStream_t engine, bool hold_engine, CopyMethod method) {
+                          cudaStream_t engine, CopyMethod method, std::span<const Ticket> after) {
     // First, because it can throw. Computes addresses only; the memory may be on a device.
     const std::vector<PageRun> runs = memory_.runs(arena.on_host(), chunks, any_length);
     const OnDevice current(device_);
@@ -118,9 +118,9 @@ Ticket DevicePages::begin(const PinnedMemory& arena, std::span<const ChunkPages>
     // event waits for the state recorded at the time of the call.
     check(cudaEventRecord(flight->completed, engine), "cudaEventRecord");
     check(cudaStreamWaitEvent(flight->stream, flight->completed, 0), "cudaStreamWaitEvent");
+    for (const Ticket ticket : after) hold(flight->stream, ticket);
     try {
         start(arena, runs, direction, method, *flight);
-        if (hold_engine) check(cudaStreamWaitEvent(engine, flight->completed, 0), "cudaStreamWaitEvent");
         in_flight_.emplace(next_, std::move(flight));
     } catch (...) {
         flight->wait_for_stream();  // Without a ticket, nobody else would wait for what has been started.
@@ -139,6 +139,18 @@ void DevicePages::start(const PinnedMemory& arena, std::span<const PageRun> runs
         copy_by_kernel(moves, flight.moves.room(moves.size()), flight.stream);
     }
     check(cudaEventRecord(flight.completed, flight.stream), "cudaEventRecord");
+}
+
+void DevicePages::hold(cudaStream_t stream, Ticket ticket) {
+    const auto found = in_flight_.find(ticket);
+    if (found == in_flight_.end()) return;
+    try {
+        const OnDevice current(device_);
+        check(cudaStreamWaitEvent(stream, found->second->completed, 0), "cudaStreamWaitEvent");
+    } catch (const CudaError&) {
+        // What comes next may change the pages. done() still reports an error of the copy.
+        ignore(found->second->wait());
+    }
 }
 
 std::unique_ptr<DevicePages::Flight> DevicePages::acquire_flight() {

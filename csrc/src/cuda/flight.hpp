@@ -2,18 +2,21 @@
 #pragma once
 
 #include <span>
+#include <vector>
 
 #include "calls.hpp"
 #include "kernel.hpp"
 
 namespace kvtier::cuda {
 
-// A list of moves in pinned memory, which the kernel reads directly. It is reused and only grows, because freeing
-// pinned memory synchronizes the device.
+// A list of moves in pinned memory, which the kernel reads directly. It is reused and only grows. Shorter ones are kept
+// to the end, because freeing pinned memory waits for the whole device, the engine's kernels included.
 class MoveList {
 public:
     MoveList() = default;
-    ~MoveList() { ignore(cudaFreeHost(moves_)); }
+    ~MoveList() {
+        for (Move* const moves : lists_) ignore(cudaFreeHost(moves));
+    }
     MoveList(const MoveList&) = delete;
     MoveList& operator=(const MoveList&) = delete;
 
@@ -21,8 +24,8 @@ public:
     std::span<Move> room(std::size_t count);
 
 private:
-    Move* moves_ = nullptr;
-    std::size_t size_ = 0;
+    std::vector<Move*> lists_;  // the last one is in use
+    std::size_t size_ = 0;      // of the last one
 };
 
 struct DevicePages::Flight {

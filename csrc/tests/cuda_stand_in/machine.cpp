@@ -72,8 +72,10 @@ cudaError_t Machine::enqueue(Stream& stream, Work given) {
     if (work->waits_for) stream.order.join(work->waits_for->order);
     stream.order.include(work->stream, work->number);
     work->order = stream.order;
-    work->fails = work->run && ++works_ == failing_work;
-    check_order(*work);
+    if (work->run) work->operation = ++works_;
+    work->fails = work->run && work->operation == failing_work;
+    if (lost == cudaSuccess) check_order(*work);
+    record(*work);
     stream.queue.push_back(work);
     unknown_.push_back(work);
     if (pace_ == Pace::early || (pace_ == Pace::random && random() % 2)) demand(*work);
@@ -91,6 +93,18 @@ void Machine::check_order(const Work& work) {
             }
         }
     }
+}
+
+void Machine::record(const Work& work) {
+    if (!work.operation) return;
+    std::string line = std::to_string(work.operation) + " " + std::to_string(work.stream) + " " + work.what + ":";
+    for (const auto& earlier : unknown_) {
+        const bool other = earlier->operation && earlier->stream != work.stream;
+        if (other && work.order.includes(earlier->stream, earlier->number)) {
+            line += " " + std::to_string(earlier->operation);
+        }
+    }
+    trace.push_back(line);
 }
 
 void Machine::check_host(const Access& access, const std::string& what, std::unique_lock<std::mutex>& lock) {
@@ -134,7 +148,7 @@ cudaError_t Machine::synchronize(Stream& stream, std::unique_lock<std::mutex>& l
 
 bool Machine::query(Event& event) {
     if (!event.record) return true;
-    if (++event.queries > patience) demand(*event.record);
+    if (pace_ != Pace::stuck && ++event.queries > patience) demand(*event.record);
     if (!event.record->done) return false;
     known_.join(event.record->order);
     forget_known();
@@ -240,10 +254,17 @@ std::vector<std::string> finish() {
 
 std::vector<std::string> calls() { return Locked()->calls; }
 
+std::vector<std::string> trace() { return Locked()->trace; }
+
 void synchronize() {
     Locked machine;
     has_current_context() = true;
     for (Stream& stream : machine->all_streams) machine->synchronize(stream, machine.lock);
+}
+
+void wait_for_stream(cudaStream_t handle) {
+    Locked machine;
+    if (Stream* stream = machine->stream(handle)) machine->synchronize(*stream, machine.lock);
 }
 
 void fail(const Fault& fault) { Locked()->fault = fault; }

@@ -31,7 +31,8 @@ struct Work {
     std::function<void()> run = {};
     std::shared_ptr<Work> waits_for = nullptr;
     std::size_t stream = 0;
-    std::uint64_t number = 0;
+    std::uint64_t number = 0;   // in its stream
+    std::size_t operation = 0;  // of all kernels and copies; 0 for others
     Clock order = {};  // what happens before it, and itself
     bool fails = false;
     bool done = false;
@@ -96,6 +97,7 @@ public:
     std::map<cudaEvent_t, Event> events;
     std::set<int> contexts;  // the devices on which this process has one
     std::vector<std::string> calls;
+    std::vector<std::string> trace;  // see stand_in.hpp
     std::vector<std::string> violations;
     Fault fault;
     std::size_t failing_work = 0;  // the number of the operation that fails; 0: none
@@ -106,6 +108,7 @@ public:
 private:
     Stream* start_stream(int device);
     void check_order(const Work& work);
+    void record(const Work& work);
     void demand(const Work& work);
     bool runnable(const Stream& stream) const;
     void serve(Stream& stream);

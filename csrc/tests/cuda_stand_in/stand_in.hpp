@@ -15,8 +15,9 @@
 
 namespace cuda_stand_in {
 
-// When operations run: at once, only when the host needs them, or at random one or the other.
-enum class Pace { early, late, random };
+// When operations run: at once, only when the host needs them, or at random one or the other. A host that keeps asking
+// whether one is done needs it, unless the device is stuck: then only waiting makes it run.
+enum class Pace { early, late, random, stuck };
 
 // Make a new machine. Whatever was queued on the previous one is finished first.
 void reset(Pace pace, unsigned seed = 0, int devices = 1);
@@ -27,8 +28,15 @@ std::vector<std::string> finish();
 // Wait for all operations of all streams, and create a context if necessary, as cudaDeviceSynchronize() does.
 void synchronize();
 
+// Wait for the operations of one stream, as the engine does for sampled tokens. Not a call of CUDA.
+void wait_for_stream(cudaStream_t stream);
+
 // The names of all calls since the reset, in order.
 std::vector<std::string> calls();
+
+// The kernels and copies since the reset, in the order in which they were queued: "NUMBER STREAM WHAT: NUMBERS", the
+// last ones of those in other streams that it waits for, and of which the host does not know yet that they are done.
+std::vector<std::string> trace();
 
 // The call with this number since the reset, from 1 on, fails; 0: none. With `lasting`, the device is lost: so do all
 // later calls, and operations that have not run never will.

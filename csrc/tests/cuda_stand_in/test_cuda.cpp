@@ -51,7 +51,8 @@ void round_trip(CopyMethod method) {
     const PinnedMemory arena(memory.bytes());
     DevicePages copies(0, engine.kv());
     engine.fill(1);
-    const Ticket saved = copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), true, method);
+    const Ticket saved = copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), method);
+    copies.hold(engine.stream(), saved);
     engine.fill(2);  // Must not reach the arena.
     copies.wait(saved);
     CHECK(holds(memory.bytes().first(chunk_bytes), 1));
@@ -59,7 +60,7 @@ void round_trip(CopyMethod method) {
     on_host(memory.bytes(), true);
     std::ranges::fill(memory.bytes(), std::byte{3});
     const std::vector<ChunkPages> other = {{0, {{3, 4, 5, 6}}}};
-    const Ticket loaded = copies.begin(arena, other, Direction::into_engine, engine.stream(), false, method);
+    const Ticket loaded = copies.begin(arena, other, Direction::into_engine, engine.stream(), method);
     poll(copies, loaded);
     CHECK(engine.holds(3, 3, chunk_pages));
     CHECK(engine.holds(2, 0, 3) && engine.holds(2, 7, pages - 7));
@@ -86,7 +87,7 @@ TEST(nothing_waits_for_the_device) {
         DevicePages copies(0, engine.kv());
         bool ran = false;
         launch(engine.stream(), {}, false, [&ran] { ran = true; });
-        const Ticket ticket = copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), true);
+        const Ticket ticket = copies.begin(arena, chunk, Direction::out_of_engine, engine.stream());
         CHECK(!copies.done(ticket) && !ran);  // Nothing has demanded the engine's kernel.
         copies.wait(ticket);
         CHECK(ran && copies.done(ticket));
@@ -103,14 +104,89 @@ TEST(a_load_holds_only_kernels_after_its_end) {
             const Mapped memory(arena_bytes);
             const PinnedMemory arena(memory.bytes());
             DevicePages copies(0, engine.kv());
-            const Ticket ticket = copies.begin(arena, chunk, Direction::into_engine, engine.stream(), false);
+            const Ticket ticket = copies.begin(arena, chunk, Direction::into_engine, engine.stream());
             poll(copies, ticket);
             engine.fill(5);
-            copies.wait(copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), true));
+            copies.wait(copies.begin(arena, chunk, Direction::out_of_engine, engine.stream()));
             CHECK(holds(memory.bytes().first(chunk_bytes), 5));
         }
         check_clean();
     }
+}
+
+// The engine computes on in other pages: nothing waits for the copy, not even the host.
+TEST(a_save_holds_nothing_but_what_is_held) {
+    for (const CopyMethod method : methods) {
+        reset(Pace::late);
+        {
+            Engine engine;
+            const Mapped memory(arena_bytes);
+            const PinnedMemory arena(memory.bytes());
+            DevicePages copies(0, engine.kv());
+            const auto waits = [&] {
+                launch(engine.stream(), engine.memory().first(page_bytes), true, [] {});
+                return !trace().back().ends_with("a kernel of the engine:");
+            };
+            const Ticket ticket = copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), method);
+            CHECK(!waits());
+            copies.hold(engine.stream(), ticket);
+            CHECK(waits());
+            copies.wait(ticket);
+            copies.hold(engine.stream(), ticket);
+            CHECK(!waits());
+            synchronize();  // The engine, before it frees its blocks.
+        }
+        check_clean();
+    }
+}
+
+// Blocks of a save in flight that the engine gives to a request which is loaded.
+TEST(a_load_waits_for_saves_of_its_pages) {
+    for (const auto& [pace, seed] : orders()) {
+        for (const CopyMethod method : methods) {
+            reset(pace, seed);
+            {
+                Engine engine;
+                const Mapped memory(arena_bytes);
+                const PinnedMemory arena(memory.bytes());
+                DevicePages copies(0, engine.kv());
+                std::ranges::fill(memory.bytes(), std::byte{3});
+                engine.fill(1);
+                const auto save = copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), method);
+                const std::vector<ChunkPages> same = {{chunk_bytes, {{1, 2, 7, 8}}}};
+                const std::vector<Ticket> after = {save};
+                copies.wait(copies.begin(arena, same, Direction::into_engine, engine.stream(), method, after));
+                CHECK(engine.holds(3, 1, 2) && engine.holds(1, 3, 4) && engine.holds(3, 7, 2));
+                poll(copies, save);
+                CHECK(holds(memory.bytes().first(chunk_bytes), 1));
+            }
+            check_clean();
+        }
+    }
+}
+
+// Freeing pinned memory, or any other wait of the host, would stop the engine until all copies are done.
+TEST(batches_of_any_length_never_wait) {
+    reset(Pace::late);
+    {
+        constexpr std::size_t count = 12000;
+        Engine engine(16, 2 * count);
+        const Mapped memory(16 * count);
+        const PinnedMemory arena(memory.bytes());
+        DevicePages copies(0, engine.kv());
+        std::vector<std::int64_t> even;
+        for (std::size_t block = 0; block < count; ++block) even.push_back(static_cast<std::int64_t>(2 * block));
+        for (const std::size_t blocks : {std::size_t{10}, std::size_t{5000}, count}) {
+            const std::vector<ChunkPages> batch = {{0, {{even.begin(), even.begin() + blocks}}}};
+            const Ticket ticket = copies.begin(arena, batch, Direction::out_of_engine, engine.stream());
+            poll(copies, ticket);
+        }
+        for (const char* wait : {"cudaFreeHost", "cudaStreamSynchronize", "cudaEventSynchronize"}) {
+            CHECK(std::ranges::count(calls(), wait) == 0);
+        }
+        CHECK(alive().allocated == 3);
+    }
+    check_clean();
 }
 
 TEST(long_runs_use_the_copy_engines) {
@@ -122,7 +198,7 @@ TEST(long_runs_use_the_copy_engines) {
         const PinnedMemory arena(memory.bytes());
         DevicePages copies(0, engine.kv());
         const std::vector<ChunkPages> one = {{0, {{1}}}};
-        copies.wait(copies.begin(arena, one, Direction::out_of_engine, engine.stream(), true));
+        copies.wait(copies.begin(arena, one, Direction::out_of_engine, engine.stream()));
         return std::ranges::count(calls(), "kernel launch") == 0;
     };
     CHECK(used(long_page));
@@ -143,7 +219,7 @@ TEST(a_batch_of_many_moves_outgrows_its_list) {
             engine.fill(1);
             const auto save = [&](std::size_t blocks) {
                 const std::vector<ChunkPages> batch = {{0, {{even.begin(), even.begin() + blocks}}}};
-                return copies.begin(arena, batch, Direction::out_of_engine, engine.stream(), true);
+                return copies.begin(arena, batch, Direction::out_of_engine, engine.stream());
             };
             copies.wait(save(10));
             const Ticket first = save(count), second = save(10);
@@ -166,9 +242,10 @@ TEST(many_batches_in_flight_end_in_any_order) {
             for (int round = 1; round <= 3; ++round) {
                 std::vector<Ticket> tickets;
                 for (std::size_t at = 0; at < 4; ++at) {
+                    for (const Ticket ticket : tickets) copies.hold(engine.stream(), ticket);
                     engine.fill(round * 10 + static_cast<int>(at));
                     const std::vector<ChunkPages> one = {{at * chunk_bytes, {{1, 3, 5, 7}}}};
-                    tickets.push_back(copies.begin(arena, one, Direction::out_of_engine, engine.stream(), true,
+                    tickets.push_back(copies.begin(arena, one, Direction::out_of_engine, engine.stream(),
                                                    methods[at % 2]));
                 }
                 copies.wait(tickets[3]);
@@ -195,8 +272,8 @@ TEST(shutdown_with_copies_in_flight_waits_for_them) {
                 DevicePages copies(0, engine.kv());
                 engine.fill(1);
                 const std::vector<ChunkPages> other = {{chunk_bytes, {{3, 4, 5, 6}}}};
-                copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), true, method);
-                copies.begin(arena, other, Direction::into_engine, engine.stream(), false, method);
+                copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), method);
+                copies.begin(arena, other, Direction::into_engine, engine.stream(), method);
             }
             check_clean();
         }
@@ -211,7 +288,7 @@ TEST(another_device_gets_its_own_context_only) {
         Engine engine;
         const PinnedMemory arena(memory.bytes());
         DevicePages copies(1, engine.kv());
-        copies.wait(copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), true));
+        copies.wait(copies.begin(arena, chunk, Direction::out_of_engine, engine.stream()));
         int device = 0;
         cudaGetDevice(&device);
         CHECK(device == 1 && has_context(1) && !has_context(0));
@@ -230,7 +307,7 @@ TEST(copies_run_on_the_device_of_their_pages) {
             Engine engine;
             use_device(2);
             DevicePages copies(1, engine.kv());
-            copies.wait(copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), true, method));
+            copies.wait(copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), method));
             int device = 0;
             cudaGetDevice(&device);
             CHECK(device == 2);
@@ -265,7 +342,7 @@ TEST(invalid_blocks_start_nothing) {
         DevicePages copies(0, engine.kv());
         const std::size_t before = calls().size();
         const std::vector<ChunkPages> bad = {{0, {{1}}}, {0, {{pages}}}};
-        CHECK_THROWS(std::out_of_range, copies.begin(arena, bad, Direction::into_engine, engine.stream(), false));
+        CHECK_THROWS(std::out_of_range, copies.begin(arena, bad, Direction::into_engine, engine.stream()));
         CHECK(calls().size() == before);
     }
     check_clean();

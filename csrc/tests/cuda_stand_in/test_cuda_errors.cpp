@@ -17,7 +17,7 @@ constexpr Pace paces[] = {Pace::early, Pace::late, Pace::random};
 
 // All that kvtier calls: pin, copy by each method and in each direction, poll, wait, and shut down. The engine frees
 // its blocks as soon as a copy is reported to have ended, in success or in failure. Returns the errors. `used`: the
-// number of calls until the end of its use.
+// number of calls that report their errors.
 std::vector<std::string> use_everything(Engine& engine, std::span<std::byte> memory, std::size_t& used) {
     std::vector<std::string> errors;
     const auto attempt = [&](const auto& call) {
@@ -38,9 +38,8 @@ std::vector<std::string> use_everything(Engine& engine, std::span<std::byte> mem
                 const std::vector<ChunkPages> chunks = {{2 * page_bytes * chunk, {{block, block + 1}}}};
                 const auto bytes = engine.memory().subspan(2 * page_bytes * chunk, 2 * page_bytes);
                 attempt([&] {
-                    const bool hold = direction == Direction::out_of_engine;
-                    const Ticket ticket = copies.begin(arena, chunks, direction, engine.stream(), hold, method);
-                    if (hold) while (!copies.done(ticket)) continue;
+                    const Ticket ticket = copies.begin(arena, chunks, direction, engine.stream(), method);
+                    if (direction == Direction::out_of_engine) while (!copies.done(ticket)) continue;
                     copies.wait(ticket);
                 });
                 on_host(bytes, true);
@@ -48,11 +47,14 @@ std::vector<std::string> use_everything(Engine& engine, std::span<std::byte> mem
                 ++chunk;
             }
         }
-        // Still running when everything ends.
+        // Still running when everything ends. The engine overwrites its pages as soon as its stream allows.
         const std::vector<ChunkPages> last = {{0, {{1, 2}}}};
-        copies.begin(arena, last, Direction::out_of_engine, engine.stream(), true);
+        const Ticket ticket = copies.begin(arena, last, Direction::out_of_engine, engine.stream());
         used = calls().size();
+        copies.hold(engine.stream(), ticket);
+        engine.fill(7);
     });
+    synchronize();
     return errors;
 }
 

@@ -96,7 +96,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._pool is not None:
             weights.bind(self._pool)
         lookahead = lookahead_tokens(config)
-        return SchedulerSide(settings, model, bridge, weights=weights, lookahead=lookahead)
+        deferred = config.device_config.device_type != "cpu"
+        return SchedulerSide(settings, model, bridge, weights=weights, lookahead=lookahead, deferred=deferred)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -199,9 +200,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Use the KV memory again after vLLM has woken up."""
         self._worker_side.restore()
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Protect blocks that are still being saved. Called before every step, not just after preemptions."""
+        self._worker_side.protect(self._step(kv_connector_metadata).written)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Start the loads of this step."""
-        step = self._step()
+        step = self._step(self._get_connector_metadata())
         self._worker_side.load(step.loads)
         if not step.computes:
             self._worker_side.idle()
@@ -218,7 +223,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """Start the saves of this step."""
-        self._worker_side.save(self._step().saves)
+        self._worker_side.save(self._step(self._get_connector_metadata()).saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose transfers are done."""
@@ -265,8 +270,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker is not None, "worker hook called in the scheduler"
         return self._worker
 
-    def _step(self) -> StepMetadata:
-        metadata = self._get_connector_metadata()
+    def _step(self, metadata: KVConnectorMetadata) -> StepMetadata:
         if isinstance(metadata, PartedMetadata):
             return metadata.steps[self._model.part]
         assert isinstance(metadata, StepMetadata)

@@ -57,19 +57,28 @@ class PageCopies(ABC):
     All chunks of one call are in the same memory. By default, copies are complete when the call returns.
     """
 
+    deferred = False
+    """Whether copies may be in flight when a call returns."""
+
     @abstractmethod
-    def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
+    def load(self, memory: Memory, chunks: Sequence[ChunkCopy], after: Sequence[int] = ()) -> int:
         """Copy from ``memory`` to the engine's KV memory; return a ticket for :meth:`done`.
 
         On the host, blocks until the copy is complete. On a device, the copy is ordered after the work queued
-        on the engine's stream.
+        on the engine's stream, and after the copies whose tickets are in ``after``.
         """
 
     @abstractmethod
     def save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """Copy from the engine's KV memory to ``memory``; otherwise like :meth:`load`.
 
-        On a device, work queued on the engine's stream afterwards waits for the copy: no page changes.
+        On a device, the engine goes on during the copy: see :meth:`hold`.
+        """
+
+    def hold(self, ticket: int) -> None:  # noqa: B027 - has a default on purpose
+        """Let work queued on the engine's stream from now on wait for a copy. Does not block.
+
+        To be called before work is queued that changes pages of a save.
         """
 
     def done(self, ticket: int) -> bool:
@@ -115,7 +124,7 @@ class NativeCopies(PageCopies):
         self._pages = pages  # Keeps alive the memory that is referenced below by address only.
         self._memory = native.core.KvMemory(regions(pages), null_block)
 
-    def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
+    def load(self, memory: Memory, chunks: Sequence[ChunkCopy], after: Sequence[int] = ()) -> int:
         """See :meth:`PageCopies.load`."""
         slices = rank_slices(self._layout, self._rank, chunks)
         self._memory.load(_bytes_of(memory), slices, self._threads)
@@ -145,7 +154,7 @@ class TorchCopies(PageCopies):
         self._pages = pages
         self._null_block = null_block
 
-    def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
+    def load(self, memory: Memory, chunks: Sequence[ChunkCopy], after: Sequence[int] = ()) -> int:
         """See :meth:`PageCopies.load`."""
         for pages, blocks, held, kept in self._layers(memory.tensor(), chunks):
             pages.index_copy_(0, blocks.to(pages.device), held[kept].to(pages.device))

@@ -84,6 +84,8 @@ class CudaCopies(PageCopies):
     torch's current stream must be the engine's.
     """
 
+    deferred = True
+
     def __init__(self, layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -> None:
         self._layout = layout
         self._rank = rank
@@ -98,12 +100,14 @@ class CudaCopies(PageCopies):
         self._failed: dict[int, str] = {}
         """Errors of copies that :meth:`close` has waited for, until :meth:`done` raises them."""
 
-    def load(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
+    def load(self, memory: Memory, chunks: Sequence[ChunkCopy], after: Sequence[int] = ()) -> int:
         """See :meth:`PageCopies.load`. Does not block for copies from the arena."""
         if not isinstance(memory, ArenaMap) or (pinned := self._pinned(memory)) is None:
+            for ticket in after:  # torch copies on the engine's stream.
+                self.hold(ticket)
             return self._torch.load(memory, chunks)
         slices = rank_slices(self._layout, self._rank, chunks)
-        return self._track(self._memory.load(pinned, slices, self._stream()))
+        return self._track(self._memory.load(pinned, slices, self._stream(), after=list(after)))
 
     def save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """See :meth:`PageCopies.save`. Does not block for copies into the arena."""
@@ -111,6 +115,10 @@ class CudaCopies(PageCopies):
             return self._torch.save(memory, chunks)
         slices = rank_slices(self._layout, self._rank, chunks)
         return self._track(self._memory.save(pinned, slices, self._stream()))
+
+    def hold(self, ticket: int) -> None:
+        """See :meth:`PageCopies.hold`."""
+        self._memory.hold(self._stream(), ticket)
 
     def done(self, ticket: int) -> bool:
         """See :meth:`PageCopies.done`."""

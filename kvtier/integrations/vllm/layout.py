@@ -60,6 +60,11 @@ class ModelLayout(NamedTuple):
     """The number of this part of the engine, see ``parts.py``."""
     parts: int = 1
 
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks of vLLM's pool."""
+        return max((region.blocks for group in self.regions for region in group), default=0)
+
     def blocks(self, tables: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
         """Select the block tables of the groups in the layout."""
         return tuple(tables[group] for group in self.group_ids)

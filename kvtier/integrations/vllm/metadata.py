@@ -37,3 +37,5 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     saves: list[Job] = field(default_factory=list)
     computes: bool = True
     """Whether any token is computed in this step."""
+    written: list[int] = field(default_factory=list)
+    """The blocks that this step may change, if copies may be in flight during a step."""

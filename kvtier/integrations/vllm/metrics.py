@@ -25,7 +25,7 @@ COUNTERS: Mapping[str, str] = {
     "stored_tokens": "Tokens copied out of vLLM's KV cache, by each rank",
     "stored_bytes": "Bytes copied out of vLLM's KV cache, sum of all ranks",
     "store_seconds": "Seconds spent copying out of vLLM's KV cache",
-    "not_stored_chunks": "Chunks that were already held or found no room",
+    "not_stored_chunks": "Chunks that were already held, found no room, or were given up for a slow GPU",
     "transferred_tokens": "Prompt tokens transferred to decode instances",
     "failed_loads": "Requests that were computed because their load failed",
 }

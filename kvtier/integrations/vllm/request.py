@@ -62,6 +62,8 @@ class RequestState:
     """The numbers of chunks at whose end a state was planned to be stored."""
     held_blocks: tuple[Sequence[int], ...] | None = None
     """Block table of a finished request, if vLLM keeps the blocks until they are saved."""
+    copied: bool = False
+    """Whether workers were given its blocks to copy, and may still be copying."""
     load_failed: bool = False
     """Whether a load has failed: the request is then computed without further attempts."""
     hits_by_tier: dict[int, int] = field(default_factory=dict)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kvtier.integrations.vllm.kv_events import KVEvents
     from kvtier.integrations.vllm.metrics import TransferStats
 
+MAX_KEPT_SHARE = 2
+"""Finished requests keep at most one in so many of the engine's blocks, unless one alone has more."""
 MAX_BACKLOG_BYTES, MAX_BACKLOG_CHUNKS = 64 * MIB, 128
 """Limits of what one step stores of earlier steps: the backlog of an outage would block it for 1 s."""
 
@@ -115,7 +117,13 @@ class Saves:
         layout: ChunkLayout,
         bridge: SchedulerBridge,
         stats: TransferStats,
+        *,
+        blocks: int = 0,
+        deferred: bool = False,
     ) -> None:
+        """``blocks``: number of the engine's blocks. ``deferred``: see :class:`SchedulerSide`."""
+        self._deferred = deferred
+        self._max_kept = blocks // MAX_KEPT_SHARE
         self._tails = not layout.has_states
         self._loses_blocks = any(group.window for group in layout.groups)
         """Whether vLLM frees blocks of a running request: those outside its attention window."""
@@ -142,6 +150,8 @@ class Saves:
         """States to come, by request id and number of chunks."""
         self._held: list[RequestState] = []
         """Finished requests whose blocks vLLM keeps until they are saved."""
+        self._kept: dict[str, int] = {}
+        """The number of blocks that vLLM keeps of each finished request."""
 
     # Planning.
 
@@ -259,18 +269,38 @@ class Saves:
         """
         if not self._bridge.responsive:
             self.drop(state)
-            return False
+            return self.keep(state, blocks)
         if self.due(state, computed) or self._longer_tail(state, computed):
             fresh = self._fresh(state, computed, state.settled or 0)
             self.plan(state, computed, min(fresh + self.backlog, self.room), finished=True)
             left = computed // self._layout.chunk_tokens - state.next_chunk
             self._stats.add("not_stored_chunks", max(0, left))
         self._forget_states(state)
-        if id(state) not in self._unsettled():
+        return self.keep(state, blocks)
+
+    def keep(self, state: RequestState, blocks: Blocks) -> bool:
+        """Return whether vLLM must keep the blocks of a finished request until a worker reports its last job.
+
+        It must if chunks are left to save, which are given up if too many blocks are kept already. It should
+        if workers may still be copying: otherwise, their next use of these blocks waits for that.
+        """
+        if id(state) not in self._unsettled() and not state.copied:
+            return False
+        count = sum(len(ids) - ids.count(NULL_BLOCK) for ids in blocks)
+        if self._kept and sum(self._kept.values()) + count > self._max_kept:
+            left = sum(len(save.keys) for save in self._pending() if save.state is state and not save.void)
+            self._stats.add("not_stored_chunks", left)
+            self.drop(state)
             return False
         state.held_blocks = blocks
+        self._kept[state.request.request_id] = count
         self.hold(state)
         return True
+
+    def freed(self, request_ids: Iterable[str]) -> None:
+        """Note that vLLM frees the blocks of finished requests."""
+        for request_id in request_ids:
+            self._kept.pop(request_id, None)
 
     def hold(self, state: RequestState) -> None:
         """Give the workers a last job of a finished request, once nothing of it is left to save."""
@@ -403,7 +433,10 @@ class Saves:
         self._abandon(save, unusable)
         stored = sum(not copy.staging for copy in copies)
         self._stats.add("not_stored_chunks", len(save.keys) - stored)
-        return Job(state.request.request_id, save.epoch, copies) if copies else None
+        if not copies:
+            return None
+        state.copied = self._deferred
+        return Job(state.request.request_id, save.epoch, copies)
 
     def _plan_again(self, save: Save) -> None:
         """Have the chunks of a preempted request stored once they have been computed again."""

@@ -29,6 +29,7 @@ from kvtier.integrations.vllm.request import RequestState, cacheable, request_ro
 from kvtier.integrations.vllm.saving import Blocks, BlocksOf, Saves
 from kvtier.integrations.vllm.states import States
 from kvtier.integrations.vllm.weights import EngineWeights
+from kvtier.integrations.vllm.written import written_blocks
 from kvtier.logs import RateLimitedWarning
 from kvtier.settings import Settings
 
@@ -66,14 +67,19 @@ class SchedulerSide:
         *,
         weights: EngineWeights,
         lookahead: int = 0,
+        deferred: bool = False,
     ) -> None:
-        """``lookahead``: how many tokens after it the KV of a token depends on (``speculation.py``)."""
+        """``lookahead``: how many tokens after it the KV of a token depends on (``speculation.py``).
+
+        ``deferred``: whether workers may still be copying when a step ends.
+        """
         self._settings = settings
         self._model = model
         self._layout = model.layout
         self._bridge = bridge
         self._weights = weights
         self._lookahead = lookahead
+        self._deferred = deferred
         waits = settings.prefetch.policy == "wait"
         self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
         self._stats = TransferStats()
@@ -83,7 +89,9 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         self._loads = Loads(model, bridge)
         self._prefill = PrefillSpeed()
-        self._saves = Saves(settings, self._layout, bridge, self._stats)
+        self._saves = Saves(
+            settings, self._layout, bridge, self._stats, blocks=model.num_blocks, deferred=deferred
+        )
         self._states: States | None = None
         if self._layout.has_states:
             self._states = States(model, self._saves, save_decode=settings.save_decode)
@@ -283,7 +291,10 @@ class SchedulerSide:
             self._kv_transfers.end_finished()
         self._bridge.probe()
         self._waited_before = self._bridge.waited
-        return StepMetadata(self._loads.step(), saves, computes=output.total_num_scheduled_tokens > 0)
+        metadata = StepMetadata(self._loads.step(), saves, computes=output.total_num_scheduled_tokens > 0)
+        if self._deferred:
+            metadata.written = written_blocks(output, self._model)
+        return metadata
 
     def _blocks_of(self, output: SchedulerOutput) -> BlocksOf:
         """Return a function for the block tables of the requests that are scheduled in this step."""
@@ -338,6 +349,7 @@ class SchedulerSide:
 
         ``short``: the loads to repeat; by default :meth:`short_loads`.
         """
+        self._saves.freed(output.finished_sending or ())
         again = {
             request_id
             for request_id in (self.short_loads(output) if short is None else short)
@@ -369,7 +381,9 @@ class SchedulerSide:
             self._loads.stop(request.request_id)
             self._kv_transfers.give_up(state)
             self._saves.drop(state)
-            return False, self._kv_transfers.answer(request, 0)
+            loading = request.request_id in self._loads  # vLLM keeps the blocks until it has ended.
+            held = state.copied and not loading and self._saves.keep(state, self._model.blocks(block_ids))
+            return held, self._kv_transfers.answer(request, 0)
         computed = min(request.num_computed_tokens, request.num_tokens - max(1, self._lookahead))
         if not self._settings.save_decode:
             computed = min(computed, request.num_prompt_tokens)

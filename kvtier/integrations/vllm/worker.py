@@ -2,9 +2,9 @@
 
 Copies move batches of whole pages, as opaque bytes, without the GIL. A load is valid only if the cache
 process confirms, after the copy, that its leases were held throughout. On the host, saves run between two
-forward passes and are complete when the hook returns. On a GPU they are still in flight then, and the
-engine's stream waits for them, so that no block changes during a copy. No hook waits for a GPU copy, nor
-longer than :data:`CONFIRM_WAIT_SECONDS` for a confirmation: later hooks poll for both.
+forward passes and are complete when the hook returns. On a GPU they run beside the next steps: the engine's
+stream waits for one only if a step may change blocks that it reads. No hook waits for a GPU copy, nor longer
+than :data:`CONFIRM_WAIT_SECONDS` for a confirmation: later hooks poll for both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -25,6 +25,7 @@ from kvtier.integrations.vllm.layout import ModelLayout, page_views
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.page_copies import page_copies
+from kvtier.integrations.vllm.reads import Reads, blocks_of, parts
 from kvtier.integrations.vllm.staging import StagingBuffer
 from kvtier.integrations.vllm.store_log import StoreLog
 from kvtier.logs import RateLimitedWarning
@@ -106,7 +107,10 @@ class WorkerSide:
         self._saving: list[_Batch] = []
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
+        self._finished: set[str] = set()
+        """Requests without further saves, of which some may be in flight."""
         self._saved: set[str] = set()
+        self._reads = Reads(model.num_blocks)
         self._waited_before = 0.0
         """Value of ``bridge.waited`` when this step began."""
 
@@ -135,6 +139,16 @@ class WorkerSide:
     def _copies_of(self, pages: list[list[torch.Tensor]]) -> PageCopies:
         return page_copies(self._layout, self._rank, pages, NULL_BLOCK)
 
+    def protect(self, written: Collection[int]) -> None:
+        """Let the engine's stream wait for the saves that read blocks which the next step may change.
+
+        Those are ``written``, and the blocks of states. Does not block.
+        """
+        held = {*self._reads.of(written), *self._reads.of_states()}
+        for ticket in sorted(held):
+            self._copies.hold(ticket)
+        self._reads.remove(held)
+
     def load(self, jobs: Sequence[Job]) -> None:
         """Copy chunks into the engine's blocks. :meth:`take_results` reports the outcome."""
         self._bridge.update()
@@ -146,7 +160,7 @@ class WorkerSide:
 
     def _begin_load(self, jobs: Sequence[Job], *, more: bool) -> None:
         """Copy parts of loads, or the last parts: their batch also reports the earlier ones."""
-        batch = self._begin(jobs, self._copies.load)
+        batch = self._begin(jobs, self._load)
         self._loading.append(batch)
         for job in jobs:
             if more:
@@ -180,7 +194,7 @@ class WorkerSide:
                     self._bridge.abandon(job.leases, job.epoch)
         self._poll_copies()
 
-    def _begin(self, jobs: Sequence[Job], copy: Callable[[Memory, Sequence[ChunkCopy]], int]) -> _Batch:
+    def _begin(self, jobs: Sequence[Job], copy: Callable[[_Batch, Memory, list[ChunkCopy]], None]) -> _Batch:
         batch = _Batch(jobs, self._bridge.epoch, time.perf_counter())
         self._refresh()
         for job in jobs:
@@ -206,7 +220,7 @@ class WorkerSide:
             memory = self._memory(number)
             assert memory is not None
             try:
-                batch.tickets.append(copy(memory, list(run)))
+                copy(batch, memory, list(run))
             except RuntimeError as error:
                 self._fail_on_device(batch, error)
                 break
@@ -219,9 +233,25 @@ class WorkerSide:
         )  # Not the error: a log record would keep alive what its traceback refers to.
         batch.fail(reason)
 
-    def _save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
+    def _load(self, batch: _Batch, memory: Memory, chunks: list[ChunkCopy]) -> None:
+        after = self._reads.of(blocks_of(chunks)) if self._copies.deferred else ()
+        batch.tickets.append(self._copies.load(memory, chunks, after))
+
+    def _save(self, batch: _Batch, memory: Memory, chunks: list[ChunkCopy]) -> None:
         """Copy the chunks that this rank writes. The others commit them as well, and need not wait."""
-        return self._copies.save(memory, [chunk for chunk in chunks if self._writes(chunk)])
+        chunks = [chunk for chunk in chunks if self._writes(chunk)]
+        if not self._copies.deferred:
+            batch.tickets.append(self._copies.save(memory, chunks))
+            return
+        if not self._reads.admits(chunks):
+            batch.lost += chunks
+            batch.chunks = [chunk for chunk in batch.chunks if chunk not in chunks]
+            self._stats.add("not_stored_chunks", sum(not chunk.staging for chunk in chunks))
+            return
+        for part in parts(self._layout, chunks):
+            ticket = self._copies.save(memory, part)
+            batch.tickets.append(ticket)
+            self._reads.add(ticket, part)
 
     def _writes(self, chunk: ChunkCopy) -> bool:
         return bool(chunk.staging) or self._layout.writes(chunk.tokens, self._rank, chunk.lease)
@@ -230,6 +260,10 @@ class WorkerSide:
         """Report completed copies to the cache process. Does not wait for the others."""
         self._loading = [batch for batch in self._loading if not self._ended(batch, self._loaded_all)]
         self._saving = [batch for batch in self._saving if not self._ended(batch, self._saved_all)]
+        if self._finished:  # vLLM frees their blocks, which no copy may be reading.
+            busy = {job.request_id for batch in self._saving for job in batch.jobs}
+            self._saved |= self._finished - busy
+            self._finished &= busy
 
     def _ended(self, batch: _Batch, end: Callable[[_Batch], bool]) -> bool:
         try:
@@ -237,6 +271,7 @@ class WorkerSide:
                 return False
         except RuntimeError as error:
             self._fail_on_device(batch, error)
+        self._reads.remove(batch.tickets)
         if batch.epoch != self._bridge.epoch:  # The leases ended with their cache process.
             batch.fail("lost the connection to its cache process")
         return end(batch)
@@ -300,7 +335,7 @@ class WorkerSide:
 
     def _saved_all(self, batch: _Batch) -> bool:
         committed = self._bridge.commit([chunk.lease for chunk in batch.chunks])
-        self._saved.update(job.request_id for job in batch.jobs if job.last)
+        self._finished.update(job.request_id for job in batch.jobs if job.last)
         if not committed:
             batch.lost += batch.chunks
         if batch.lost:  # Chunks that are not staged are pushed from the first tier instead.
