@@ -235,10 +235,10 @@ def pool_tiers(kind: str | None) -> Iterator[list[dict[str, Any]]]:
 
 
 @contextmanager
-def cache_process(pools: Sequence[dict[str, Any]], listen: str) -> Iterator[Path]:
+def cache_process(pools: Sequence[dict[str, Any]], listen: str = "") -> Iterator[Path]:
     """Run `kvtier serve` with a memory tier and the pools below it; yield its socket.
 
-    ``listen``: its address for schedulers of other hosts.
+    ``listen``: its address for schedulers of other hosts, if any.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "socket")
@@ -247,9 +247,12 @@ def cache_process(pools: Sequence[dict[str, Any]], listen: str) -> Iterator[Path
             **os.environ,
             "KVTIER_TIERS": tiers,
             "KVTIER_SOCKET": str(path),
-            "KVTIER_PEER__LISTEN": listen,
-            "KVTIER_PEER__SECRET": "sixteen or more characters",
         }
+        if listen:
+            environment |= {
+                "KVTIER_PEER__LISTEN": listen,
+                "KVTIER_PEER__SECRET": "sixteen or more characters",
+            }
         command = [sys.executable, "-m", "kvtier", "serve", "--log-level", "WARNING"]
         process = subprocess.Popen(command, env=environment)
         try:

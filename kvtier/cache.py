@@ -361,7 +361,7 @@ class TieredCache:
         """Add a chunk that begins like the first one of ``keys`` that is not held."""
         if found.marks is None:
             return
-        parent, marks = found.marks.after(keys[: found.count])
+        parent, marks = found.marks.after(keys[: found.total])
         chunk = self.hierarchy.catalog.beginning_with(parent, marks) if marks else None
         if chunk is not None:
             before = found.count
@@ -415,8 +415,8 @@ class TieredCache:
         try:
             known = await self._discovering.ask(keys, expected)
             if found.unknown:
-                self._extend(found, keys[len(keys) - found.unknown :])
-                self._extend_partially(found, keys)
+                if self._extend(found, keys[len(keys) - found.unknown :]):
+                    self._extend_partially(found, keys)
             elif self.settings.prefetch.policy == "best_effort":
                 self._prefetching.start(Prefetch(keys=keys[:known], priority=Priority.AHEAD))
         finally:

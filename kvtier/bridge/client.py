@@ -73,6 +73,8 @@ class LookupState:
     """If the last chunk is to be used in part: how many tokens its blocks hold."""
     block_hashes: bytes = b""
     """The block hashes of that chunk, once it has arrived."""
+    parent: bytes = b""
+    """The key before that chunk, once it has arrived."""
     likely_blocks: int = 0
     """How many of its blocks are expected to be equal. Never more are."""
     updated_at: float = 0.0
@@ -175,7 +177,7 @@ class SchedulerBridge(Bridge):
         lookup.staging = found.staging
         lookup.held = found.held
         lookup.last_tokens, lookup.block_hashes = found.last_tokens, found.block_hashes
-        lookup.likely_blocks = found.likely_blocks
+        lookup.parent, lookup.likely_blocks = found.parent, found.likely_blocks
         lookup.updated_at = time.monotonic()
         self._in_use.update(found.leases)
 

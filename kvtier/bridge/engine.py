@@ -209,7 +209,9 @@ class Engine:
             chunk = None
         if chunk is None or not self._fits(chunk):
             return structs.replace(found, last_tokens=self.layout.chunk_tokens)
-        return structs.replace(found, block_hashes=chunk.block_hashes, last_tokens=chunk.tokens)
+        return structs.replace(
+            found, block_hashes=chunk.block_hashes, parent=chunk.parent, last_tokens=chunk.tokens
+        )
 
     def _fits(self, chunk: ChunkHeader) -> bool:
         """Return whether the number of tokens in a header, which may come from a peer, fits its payload."""

@@ -153,6 +153,8 @@ class Found(Reply, frozen=True, array_like=True, tag=11):
     """If the last chunk is not one of the prompt, but begins like it: how many tokens its blocks hold."""
     block_hashes: bytes = b""
     """The block hashes of that chunk, to compare with those of the prompt. Empty before the final answer."""
+    parent: bytes = b""
+    """The key before that chunk, to compare with the prompt's. Empty before the final answer."""
     likely_blocks: int = 0
     """How many of them are expected to be equal, and never more are, before the final answer."""
     coming: list[tuple[int, int]] = msgspec.field(default_factory=list)

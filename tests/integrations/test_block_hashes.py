@@ -81,9 +81,11 @@ def test_no_hashes_without_granularity() -> None:
     assert state.block_hashes(0, len(TOKENS)) == b""
 
 
-def found(chunks: int, last_tokens: int = 0, block_hashes: bytes = b"") -> LookupState:
-    call: Any = SimpleNamespace(result=None)
-    return LookupState(call, list(range(chunks)), last_tokens=last_tokens, block_hashes=block_hashes)
+def found(chunks: int, last_tokens: int = 0, block_hashes: bytes = b"", parent: bytes = b"") -> LookupState:
+    call: Any = SimpleNamespace(result=True, settled=True)
+    return LookupState(
+        call, list(range(chunks)), last_tokens=last_tokens, block_hashes=block_hashes, parent=parent
+    )
 
 
 def other(shared: int) -> list[int]:
@@ -97,9 +99,29 @@ def other(shared: int) -> list[int]:
     [(15, 0, 0), (16, 0, 16), (47, 0, 32), (64, 0, 64), (47, 1, 16), (16, 1, 0), (64, 1, 48)],
 )
 def test_as_many_blocks_are_used_as_are_equal(shared: int, lookahead: int, tokens: int) -> None:
-    lookup = found(2, CHUNK, block_hashes(other(shared), BLOCK))
-    hit = hit_of(lookup, state_of(request(), lookahead), LAYOUT)
-    assert hit == (Hit(CHUNK + tokens, 2, CHUNK) if tokens else Hit(CHUNK, 1))
+    state = state_of(request(), lookahead)
+    state.extend(len(TOKENS))
+    lookup = found(2, CHUNK, block_hashes(other(shared), BLOCK), state.parent(1))
+    assert hit_of(lookup, state, LAYOUT) == (Hit(CHUNK + tokens, 2, CHUNK) if tokens else Hit(CHUNK, 1))
+
+
+def test_the_same_tokens_after_others_are_not_used() -> None:
+    state = state_of(request())
+    state.extend(len(TOKENS))
+    lookup = found(2, CHUNK, block_hashes(other(CHUNK), BLOCK), state.root)
+    assert hit_of(lookup, state, LAYOUT) == Hit(CHUNK, 1)
+
+
+@pytest.mark.parametrize("chunks", range(2, 20))
+@pytest.mark.parametrize("final", [True, False])
+def test_a_hit_never_exceeds_the_prompt(chunks: int, final: bool) -> None:
+    """Whatever the cache process has answered: vLLM ends otherwise."""
+    state = state_of(request())
+    state.extend(len(TOKENS))
+    lookup = found(chunks, CHUNK, block_hashes(other(CHUNK), BLOCK), state.parent(1))
+    if not final:
+        lookup.fetching, lookup.coming, lookup.likely_blocks = 1, [1], 1000
+    assert hit_of(lookup, state, LAYOUT).tokens <= len(TOKENS)
 
 
 def test_an_answer_without_hashes_uses_nothing_of_the_chunk() -> None:

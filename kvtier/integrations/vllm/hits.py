@@ -47,11 +47,18 @@ def hit_of(lookup: LookupState, state: RequestState, layout: ChunkLayout) -> Hit
         chunks = max(0, chunks - layout.has_states)
         return Hit(min(chunks * chunk, tokens), chunks)
     start = (chunks - 1) * chunk
-    if lookup.final:
-        equal = equal_blocks(state.block_hashes(start, tokens), lookup.block_hashes)
-    else:
-        equal = lookup.likely_blocks
+    equal = 0 if start >= tokens else _equal(lookup, state, start)
     if state.lookahead:  # The KV of the last of these blocks depends on tokens after it.
         equal -= 1
-    used = layout.usable(lookup.last_tokens, max(0, equal) * layout.granularity)
-    return Hit(start + used, chunks, lookup.last_tokens) if used else Hit(start, chunks - 1)
+    used = layout.usable(lookup.last_tokens, min(max(0, equal) * layout.granularity, tokens - start))
+    return Hit(start + used, chunks, lookup.last_tokens) if used else Hit(min(start, tokens), chunks - 1)
+
+
+def _equal(lookup: LookupState, state: RequestState, start: int) -> int:
+    """Return how many blocks of the last chunk are the prompt's from ``start`` on, or will have been."""
+    if not lookup.final:
+        return lookup.likely_blocks
+    before = start // state.chunk_tokens
+    if before > len(state.keys) or lookup.parent != state.parent(before):
+        return 0  # The same tokens after others.
+    return equal_blocks(state.block_hashes(start, int(state.request.num_tokens)), lookup.block_hashes)
