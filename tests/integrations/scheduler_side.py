@@ -498,7 +498,8 @@ def test_load_that_lost_its_cache_process_fails(engine: Engine, cache: Cache) ->
 def finish_load(engine: Engine, request: Any, *, failed: bool = False) -> None:
     """Report a load as the workers do."""
     done = {request.request_id}
-    output: Any = SimpleNamespace(finished_recving=done, failed_recving=done if failed else set())
+    failures = done if failed else set()
+    output: Any = SimpleNamespace(finished_sending=set(), finished_recving=done, failed_recving=failures)
     engine.scheduler.update_from_output(output)
 
 
@@ -665,7 +666,8 @@ def test_chunk_that_only_begins_like_the_prompt_is_compared_before_it_is_loaded(
     assert streamed.sent() == [([1], True)]
     if not equal:
         hashes = bytes(len(hashes))
-    streamed.find([2], 0, last_tokens=CHUNK_TOKENS, block_hashes=hashes)
+    parent = state.parent(1)
+    streamed.find([2], 0, last_tokens=CHUNK_TOKENS, block_hashes=hashes, parent=parent)
     assert streamed.sent() == [([2] if equal else [], False)]
     finish_load(streamed.engine, streamed.request, failed=not equal)
     if not equal:
