@@ -24,7 +24,7 @@ from tests.vllm.conftest import MakeCache, StartEngine
 from tests.vllm.engine import ARGUMENTS, Engine
 from tests.vllm.models import prompt
 
-LENGTH = 1000
+LENGTH, NEW = 1000, 32
 CHUNKS = LENGTH // CHUNK
 BLOCK = ARGUMENTS["block_size"]
 TOKEN_BYTES = 4096
@@ -79,6 +79,11 @@ class Router:
         self._engine, self._cache, self._events = engine, cache, events
         self.index = RouterIndex()
         self.recorded: list[bytes] = []
+        self._texts: list[list[int]] = []
+
+    def generate(self, tokens: list[int]) -> None:
+        """Have a prompt computed whose blocks are compared."""
+        self._texts.append(tokens + self._engine.generate(tokens, NEW).tokens)
 
     def subscribe(self) -> None:
         """Wait until the subscription is active: what is published before that is lost."""
@@ -100,21 +105,23 @@ class Router:
             self._engine.generate(prompt(20))
             self.receive()
 
-    def held(self, prompts: Sequence[Sequence[int]]) -> dict[str, set[tuple[int, ...]]]:
+    def held(self) -> dict[str, set[tuple[int, ...]]]:
         """Return the prefixes whose last block the catalog of the cache process holds in each medium."""
         (listed,) = anyio.run(list_chunks, self._cache.disk, 1).described
-        namespace = bytes.fromhex(str(listed["namespace"]))
+        root = root_key(bytes.fromhex(str(listed["namespace"])))
         chunks = {
-            key: tokens[: (at + 1) * CHUNK]
-            for tokens in prompts
-            for at, key in enumerate(chunk_keys(root_key(namespace), list(tokens), CHUNK))
+            chunk_keys(root, text[:end], CHUNK, tail=True)[-1]: text[:end]
+            for text in self._texts
+            # Whole chunks, and the ends of prompt and answer.
+            for end in (*range(CHUNK, len(text), CHUNK), len(text) - NEW, len(text) - 1)
         }
         held: dict[str, set[tuple[int, ...]]] = {"CPU": set(), "STORAGE": set()}
         for key, tiers in self._tiers(list(chunks)).items():
+            text = chunks[key]
+            ends = range((len(text) - 1) // CHUNK * CHUNK + BLOCK, len(text) + 1, BLOCK)
             for bit, medium in ((1, "CPU"), (2, "STORAGE")):
                 if tiers & bit:
-                    ends = range(len(chunks[key]) - CHUNK + BLOCK, len(chunks[key]) + 1, BLOCK)
-                    held[medium] |= {tuple(chunks[key][:end]) for end in ends}
+                    held[medium] |= {tuple(text[:end]) for end in ends}
         return held
 
     def _tiers(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, int]:
@@ -132,14 +139,20 @@ class Router:
             bridge.close()
 
     def published(self) -> dict[str, set[tuple[int, ...]]]:
-        return {medium: self.index.prompts(medium) for medium in ("CPU", "STORAGE")}
+        """Return the same as routers know it."""
+        starts = {tuple(text[:BLOCK]) for text in self._texts}
+        return {
+            medium: {prefix for prefix in self.index.prompts(medium) if prefix[:BLOCK] in starts}
+            for medium in ("CPU", "STORAGE")
+        }
 
 
 def test_routers_see_what_the_tiers_hold(
     llama: Path, make_cache: MakeCache, start: StartEngine, events: zmq.Socket[bytes], tmp_path: Path
 ) -> None:
     """Under eviction from vLLM, memory and disk, after a reset, and after the cache process was killed."""
-    cache = make_cache(ram={"capacity": 6 * MIB}, ssd={"capacity": 12 * MIB, "write": "through"})
+    ssd = {"capacity": 12 * MIB, "write": "through"}
+    cache = make_cache(ram={"capacity": 6 * MIB}, ssd=ssd, partial_chunks=True)
     cache.start()
     prompts = [prompt(4 * CHUNK + 40, start=start) for start in range(0, 10 * LENGTH, LENGTH)]
     config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{tmp_path}/events"}
@@ -149,10 +162,10 @@ def test_routers_see_what_the_tiers_hold(
         router = Router(engine, cache, events)
         router.subscribe()
         for tokens in prompts:
-            engine.generate(tokens)
-        router.step_until(lambda: router.published() == router.held(prompts))
+            router.generate(tokens)
+        router.step_until(lambda: router.published() == router.held())
         held = router.published()
-        assert 0 < len(held["CPU"]) < len(held["STORAGE"]) < len(prompts) * 4 * CHUNK // BLOCK
+        assert 0 < len(held["CPU"]) < len(held["STORAGE"]) < len(prompts) * (4 * CHUNK + 64) // BLOCK
         assert router.index.ignored == []
         assert held["STORAGE"] - router.index.prompts("GPU"), "held by kvtier only"
         replayed = RouterIndex()
@@ -161,13 +174,13 @@ def test_routers_see_what_the_tiers_hold(
         assert {medium: replayed.prompts(medium) for medium in held} == held
 
         engine.reset_prefix_cache()
-        router.step_until(lambda: router.index.resets and router.published() == router.held(prompts))
+        router.step_until(lambda: router.index.resets and router.published() == router.held())
 
         cache.kill()
         router.step_until(lambda: router.published() == {"CPU": set(), "STORAGE": set()})
         cache.start()
         router.step_until(lambda: router.published() == {"CPU": set(), "STORAGE": held["STORAGE"]})
-        router.step_until(lambda: router.published() == router.held(prompts))
+        router.step_until(lambda: router.published() == router.held())
 
         engine.reset_prefix_cache(external=True)
         router.step_until(lambda: router.published() == {"CPU": set(), "STORAGE": set()})
