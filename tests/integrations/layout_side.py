@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -334,6 +336,20 @@ def test_ranks_that_vllm_cannot_place_are_refused() -> None:
         layout_of(MLA, engine=Engine(ranks=2, kv_heads=1, pcp=2, hosts=2))
 
 
+def divides_tokens(test: Callable[..., None]) -> Callable[..., None]:
+    """Expect a refusal of a test's engine if vLLM does not declare how ranks divide the tokens of a block."""
+    if hasattr(FULL, "dcp_sharded"):
+        return test
+
+    @wraps(test)
+    def refused(*arguments: Any, **named: Any) -> None:
+        with pytest.raises(LayoutError, match="install vLLM 0"):
+            test(*arguments, **named)
+
+    return refused
+
+
+@divides_tokens
 def test_divided_tokens_are_part_of_the_layout() -> None:
     """Decode context parallelism: a block holds the tokens of all ranks that divide it."""
     engine = Engine(ranks=4, kv_heads=1, dcp=4, interleave=16)
@@ -346,6 +362,7 @@ def test_divided_tokens_are_part_of_the_layout() -> None:
     assert layout_of(MLA, layers=2, engine=Engine(ranks=4, kv_heads=1)).namespace != model.namespace
 
 
+@divides_tokens
 def test_heads_on_ranks_that_divide_their_tokens() -> None:
     """Two KV heads on eight ranks, of which two each divide the tokens: two ranks hold the same."""
     spec = FullAttentionSpec(block_size=64, num_kv_heads=1, head_size=32, dtype=torch.float32)
@@ -354,11 +371,16 @@ def test_heads_on_ranks_that_divide_their_tokens() -> None:
     assert layout.payload_bytes(256) // 256 == 2 * 256
 
 
-@pytest.mark.parametrize(
-    ("dcp", "shares"), [(1, (0, 0, 0, 0)), (2, (0, 0, 1, 1)), (4, (0, 2, 1, 3))], ids=["1", "2", "4"]
-)
+def test_copies_for_prefill() -> None:
+    layout = layout_of(MLA, engine=Engine(ranks=2, kv_heads=1, pcp=2)).layout
+    assert layout.shares(256) == (0, 0, 0, 0)
+    assert layout.payload_bytes(256) // 256 == 576 * 2
+
+
+@pytest.mark.parametrize(("dcp", "shares"), [(2, (0, 0, 1, 1)), (4, (0, 2, 1, 3))], ids=["2", "4"])
+@divides_tokens
 def test_prefill_context_parallelism(dcp: int, shares: tuple[int, ...]) -> None:
-    """Two by two ranks: copies, unless they divide the tokens, along the prefill axis first."""
+    """Two by two ranks divide the tokens along the prefill axis first."""
     layout = layout_of(MLA, engine=Engine(ranks=2, kv_heads=1, pcp=2, dcp=dcp)).layout
     assert layout.ranks == 4
     numbers: dict[int, int] = {}
