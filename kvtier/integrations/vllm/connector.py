@@ -208,7 +208,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Start the loads of this step."""
         step = self._step(self._get_connector_metadata())
         self._worker_side.load(step.loads)
-        if not step.computes:
+        if not step.computes:  # In such a step, vLLM 0.30 does not call wait_for_save().
+            self._worker_side.save(step.saves)
             self._worker_side.idle()
             if self._spins:
                 self._worker_side.idle_wait()
@@ -222,8 +223,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Do nothing: whole chunks are saved after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Start the saves of this step."""
-        self._worker_side.save(self._step(self._get_connector_metadata()).saves)
+        """Start the saves of this step, unless it computes nothing: then :meth:`start_load_kv` has."""
+        step = self._step(self._get_connector_metadata())
+        if step.computes:
+            self._worker_side.save(step.saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose transfers are done."""
