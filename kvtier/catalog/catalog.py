@@ -37,8 +37,10 @@ _FASTEST = [(mask & -mask).bit_length() - 1 for mask in range(1 << MAX_TIERS)]
 """The lowest tier number in a bit mask of tiers; -1 for an empty mask."""
 
 
-_MAX_SINGLE_ROWS = 8
-"""After so many chunks that are not in the row after that of the chunk before, all others are looked up."""
+_SHORT_RUN = 8
+"""Looking up fewer chunks than this, one by one, takes no longer than finding out that they are in a row."""
+_MAX_SHORT_RUNS = 8
+"""After so many short runs, all other chunks are looked up one by one."""
 _NO_TIER = 255
 
 
@@ -46,19 +48,6 @@ _NO_TIER = 255
 def _fastest_of(among: int) -> bytes:
     """Return the lowest tier number of each bit mask of tiers, among those of another bit mask."""
     return bytes(_FASTEST[mask & among] % 256 for mask in range(1 << MAX_TIERS))
-
-
-def _equal_keys(keys: bytes | bytearray, others: bytes) -> int:
-    """Return how many leading keys are equal, at least one, given that the first is."""
-    equal, step = 1, 1
-    while step:
-        start, stop = equal * KEY_BYTES, (equal + step) * KEY_BYTES
-        if stop <= len(others) and keys[start:stop] == others[start:stop]:
-            equal += step
-            step *= 2
-        else:
-            step //= 2
-    return equal
 
 
 class State(IntEnum):
@@ -438,15 +427,15 @@ class Catalog:
         Chunks that were stored together are in consecutive rows, which are found with one comparison.
         """
         rows: list[int] = []
-        joined, masks, single = b"".join(keys), bytearray(), 0
+        joined, masks, short = b"".join(keys), bytearray(), 0
         with suppress(KeyError):  # The first chunk in no tier. What was found before it remains in ``rows``.
-            while len(rows) < len(keys) and single < _MAX_SINGLE_ROWS:
+            while len(rows) < len(keys) and short < _MAX_SHORT_RUNS:
                 key = keys[len(rows)]
                 row = self._rows[key[0]][key]
-                length = self._run(row, joined[len(rows) * KEY_BYTES :])
+                length = self._run(row, joined, len(rows))
                 rows += range(row, row + length)
                 masks += self._ready[row : row + length]
-                single += length == 1
+                short += length < _SHORT_RUN
             rest = keys[len(rows) :]
             rows.extend(map(getitem, map(self._rows.__getitem__, map(_FIRST_BYTE, rest)), rest))
         masks += bytes(map(self._ready.__getitem__, rows[len(masks) :]))
@@ -454,16 +443,21 @@ class Catalog:
         held = tiers.find(_NO_TIER)
         return (rows, tiers) if held < 0 else (rows[:held], tiers[:held])
 
-    def _run(self, row: int, keys: bytes) -> int:
-        """Return how many of the joined ``keys``, at least one, are those of the rows from ``row`` on.
+    def _run(self, row: int, keys: bytes, first: int) -> int:
+        """Return how many rows from ``row`` on, at least one, have the joined ``keys`` from ``first`` on.
 
         All but the first are READY in some tier: the row of a chunk that is in no tier may have its former
-        key.
+        key. Takes time proportional to the result.
         """
-        length = len(keys) // KEY_BYTES
-        column = self.columns.keys[row * KEY_BYTES : (row + length) * KEY_BYTES]
-        if column != keys:
-            length = _equal_keys(column, keys)
+        column, ahead = self.columns.keys, (row - first) * KEY_BYTES
+        last, stop, step = len(keys), (first + 1) * KEY_BYTES, KEY_BYTES
+        while step >= KEY_BYTES:
+            end = stop + step
+            if end <= last and column[stop + ahead : end + ahead] == keys[stop:end]:
+                stop, step = end, 2 * step
+            else:
+                step //= 2
+        length = stop // KEY_BYTES - first
         left = self._ready.find(0, row + 1, row + length)
         return length if left < 0 else left - row
 
