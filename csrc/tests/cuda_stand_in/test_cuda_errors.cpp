@@ -132,6 +132,26 @@ TEST(each_call_fails_once) {
     }
 }
 
+// Unlike above, what is running does not decide how many calls come before these.
+TEST(errors_of_releases_are_cleared) {
+    for (std::size_t at = 1, released = 1; at <= released; ++at) {
+        reset(Pace::early, 1);
+        const Mapped memory(16 << 10);
+        Engine engine;
+        auto arena = std::make_unique<PinnedMemory>(memory.bytes());
+        auto copies = std::make_unique<DevicePages>(0, engine.kv());
+        copies->wait(copies->begin(*arena, {{{0, {{0, 1}}}}}, Direction::into_engine, engine.stream()));
+        const std::size_t before = calls().size();
+        fail({before + at, cudaErrorMemoryAllocation, false});
+        copies.reset();
+        arena.reset();
+        released = calls().size() - before;
+        fail({});
+        CHECK(released >= 3);
+        CHECK(cudaGetLastError() == cudaSuccess);
+    }
+}
+
 TEST(each_call_loses_the_device) {
     for (const Pace pace : paces) {
         for (std::size_t at = 1;; ++at) {
