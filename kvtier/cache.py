@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 
 import anyio
 from anyio.abc import TaskGroup
 
 from kvtier.backends.base import Backend
-from kvtier.catalog.catalog import ALL_TIERS, Catalog, State
+from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.siblings import PromptMarks
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import SettingsError
-from kvtier.events import Move, Observer, Prefetch, Priority
+from kvtier.events import Move, Observer
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.host import total_bytes
@@ -32,15 +30,16 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import has_weights
 from kvtier.model import ModelCache
 from kvtier.pipeline.base import Hierarchy
-from kvtier.pipeline.boundaries import Boundaries, Boundary
+from kvtier.pipeline.boundaries import Boundaries
 from kvtier.pipeline.clear import Cleared, ClearStage
 from kvtier.pipeline.discover import DiscoverStage, Expected
 from kvtier.pipeline.evict import EvictStage
-from kvtier.pipeline.expect import Expectation, ExpectStage
+from kvtier.pipeline.expect import ExpectStage
 from kvtier.pipeline.forget import ForgetStage
-from kvtier.pipeline.found import FoundChunk, Lookup, ReportProgress, Staged
+from kvtier.pipeline.found import Lookup, ReportProgress, Staged
 from kvtier.pipeline.gather import Gathering, GatherStage
 from kvtier.pipeline.held import HeldChunk, parents_first
+from kvtier.pipeline.look_up import LookUpStage
 from kvtier.pipeline.move import MoveStage
 from kvtier.pipeline.prefetch import PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
@@ -73,8 +72,6 @@ class TieredCache:
         self._evicting = EvictStage(hierarchy)
         self._storing = StoreStage(hierarchy, self._evicting, queue_bytes)
         self._prefetching = PrefetchStage(hierarchy, self._evicting)
-        self.worth = Worth(hierarchy, self._prefetching)
-        """What to load and what to compute."""
         self._discovering = DiscoverStage(hierarchy)
         self._boundaries = Boundaries(hierarchy, self._discovering)
         self.expecting = ExpectStage(hierarchy)
@@ -83,7 +80,14 @@ class TieredCache:
         self._clearing = ClearStage(hierarchy, self._evicting)
         self._moving = MoveStage(hierarchy, self._evicting, self._prefetching)
         self._gathering = GatherStage(hierarchy, self._evicting, self._moving, self._discovering)
-        self._local = sum(1 << tier.index for tier in hierarchy.tiers if not tier.shared)
+        self._looking_up = LookUpStage(
+            hierarchy,
+            settings.prefetch,
+            self._prefetching,
+            self._discovering,
+            self.expecting,
+            self._boundaries,
+        )
         self._finished = False
 
     @classmethod
@@ -168,6 +172,11 @@ class TieredCache:
             tasks.start_soon(self._storing.run, tier.index)
 
     @property
+    def worth(self) -> Worth:
+        """What is loaded and what is computed."""
+        return self._looking_up.worth
+
+    @property
     def arena(self) -> Arena:
         """The memory of the first tier."""
         return self.hierarchy.memory.arena
@@ -214,30 +223,11 @@ class TieredCache:
         prompt is added at the end: see :attr:`Lookup.partial`. With ``compute``, the seconds in which a chunk
         is computed, only those are found that are worth waiting for.
         """
-        if not local:  # The hit rate is that of this host's engines, without lookups by peers.
-            self.hierarchy.counts["looked_up"] += len(keys)
-        found = Lookup(staged, hints, marks, self._compute(compute))
-        reached = self._extend(found, keys, self._local if local else ALL_TIERS)
-        rest = keys[found.count :]
-        if not reached:
-            return found
-        pushed = keys[found.count : expect_chunks]
-        if not rest:
-            self._extend_partially(found, keys)
-        elif expect > 0 and pushed and not self.expecting.is_abandoned(pushed[0]):
-            found.unknown = len(rest)
-            found.pushed = self.expecting.begin(pushed, partial(self._add_pushed, found))
-            self.hierarchy.tasks.start_soon(self._await_pushed, found.pushed, found, keys, expected, expect)
-        elif expected is not None and self._discovering.pools(expected.namespace):
-            found.unknown = len(rest)
-            self.hierarchy.tasks.start_soon(self._query_pools, found, keys, expected)
-        else:
-            self._extend_partially(found, keys)
+        found = Lookup(staged, hints, marks, compute)
+        self._looking_up.prefix(
+            found, keys, expected, local=local, expect=expect, expect_chunks=expect_chunks
+        )
         return found
-
-    def _compute(self, seconds: float) -> float:
-        prefetch = self.settings.prefetch
-        return seconds if prefetch.adaptive and prefetch.policy == "timeout" else 0.0
 
     def look_up_state(
         self,
@@ -253,14 +243,8 @@ class TieredCache:
         none is returned, and the state, an object of ``state_bytes``, is the last of them. Otherwise like
         :meth:`look_up`.
         """
-        self.hierarchy.counts["looked_up"] += len(keys)
-        found = Lookup(hints=hints, compute=self._compute(compute))
-        boundary = self._boundaries.last(keys)
-        if len(boundary.needed) <= len(keys) and self._discovering.pools(expected.namespace):
-            found.unknown = len(keys) + 1
-            self.hierarchy.tasks.start_soon(self._query_boundary, found, keys, expected, state_bytes)
-        else:
-            self._extend_to(found, boundary)
+        found = Lookup(hints=hints, compute=compute)
+        self._looking_up.boundary(found, keys, expected, state_bytes)
         return found
 
     def supersede_tails(self, chunk: ChunkKey, *, whole: bool) -> None:
@@ -284,175 +268,12 @@ class TieredCache:
         own = [tier.index for tier in self.hierarchy.tiers if not tier.shared]
         self.hierarchy.tasks.start_soon(self._clearing.clear, keys, own)
 
-    async def _query_boundary(
-        self, found: Lookup, keys: Sequence[ChunkKey], expected: Expected, state_bytes: int
-    ) -> None:
-        """Add the chunks and the state of the longest usable prefix to a lookup, also of shared pools."""
-        try:
-            await self._boundaries.ask(keys, expected, state_bytes)
-            boundary = self._boundaries.last(keys)
-            if found.unknown:
-                self._extend_to(found, boundary)
-            elif self.settings.prefetch.policy == "best_effort":
-                self._prefetching.start(Prefetch(keys=boundary.needed, priority=Priority.AHEAD))
-        finally:
-            found.unknown = 0
-            found.answered.set()
-
-    def _extend_to(self, found: Lookup, boundary: Boundary) -> None:
-        found.held = boundary.chunks
-        self._extend(found, boundary.needed, whole=True)
-        found.needed = len(boundary.needed)
-        if found.count < found.needed:
-            found.release()
-
-    def _add_pushed(self, found: Lookup, key: ChunkKey) -> bool:
-        lease = self.hierarchy.memory.lease(key)
-        if lease is not None:
-            self.hierarchy.catalog.touch([key])
-            found.add([FoundChunk(key, lease)])
-        elif not found.add_staged(key):
-            return False
-        self.hierarchy.counts["found_pushed"] += 1
-        found.unknown -= 1
-        return True
-
-    async def _await_pushed(
-        self,
-        pushed: Expectation,
-        found: Lookup,
-        keys: Sequence[ChunkKey],
-        expected: Expected | None,
-        seconds: float,
-    ) -> None:
-        """Add pushed chunks to a lookup, then chunks that only shared pools hold, until it is released."""
-
-        def extend() -> int:
-            before = found.count
-            self._extend(found, keys[len(keys) - found.unknown :])
-            found.unknown -= found.count - before
-            return found.count - before
-
-        try:
-            await pushed.wait(seconds, extend)
-            if found.unknown and expected is not None and self._discovering.pools(expected.namespace):
-                await self._query_pools(found, keys, expected)
-            elif found.unknown:
-                self._extend_partially(found, keys)
-        finally:
-            found.unknown = 0
-            found.answered.set()
-
-    def _extend(
-        self, found: Lookup, keys: Sequence[ChunkKey], among: int = ALL_TIERS, *, whole: bool = False
-    ) -> bool:
-        """Add the held prefix of ``keys``; ``whole``: it is of use only as a whole.
-
-        Return ``False`` if a known chunk could not be leased, or is not worth waiting for.
-        """
-        before = found.count
-        while self._extend_from_tiers(found, keys[found.count - before :], among, whole=whole):
-            rest = keys[found.count - before :]
-            if not rest or not found.add_staged(rest[0]):
-                return True
-        return False
-
-    def _extend_partially(self, found: Lookup, keys: Sequence[ChunkKey]) -> None:
-        """Add a chunk that begins like the first one of ``keys`` that is not held."""
-        if found.marks is None:
-            return
-        parent, marks = found.marks.after(keys[: found.total])
-        chunk = self.hierarchy.catalog.beginning_with(parent, marks) if marks else None
-        if chunk is not None:
-            before = found.count
-            self._extend_from_tiers(found, [chunk.key], ALL_TIERS)
-            found.partial = chunk if found.count > before else None
-
-    def _extend_from_tiers(
-        self, found: Lookup, keys: Sequence[ChunkKey], among: int, *, whole: bool = False
-    ) -> bool:
-        hierarchy, memory = self.hierarchy, self.hierarchy.memory
-        rows, sources = hierarchy.catalog.prefix_rows(keys, among)
-        known = len(rows)
-        if found.compute and sources.count(memory.index) < known:
-            worth, found.expected = self.worth.decide(
-                keys[:known], sources, among, found.compute, whole=whole
-            )
-            rows, sources = rows[:worth], sources[:worth]
-        held = keys[: len(rows)]
-        if found.hints is not None:
-            hierarchy.catalog.set_hints(rows, found.hints)
-        hierarchy.catalog.touch_rows(rows)
-        in_memory = sources.count(memory.index) == len(sources)
-        if in_memory and not found.count:
-            return self._extend_from_memory(found, held, rows, among) and len(held) == known
-        if not in_memory:
-            self._prefetching.start(Prefetch(keys=held, priority=Priority.REQUESTED, among=among))
-        chunks: list[FoundChunk] = []
-        for key, source in zip(held, sources, strict=True):
-            chunk = self._find(key, source, among)
-            if chunk is None:
-                break
-            chunks.append(chunk)
-        found.add(chunks)
-        if among == ALL_TIERS:
-            for source, count in Counter(chunk.source for chunk in chunks).items():
-                hierarchy.counts[f"found_{hierarchy.tiers[source].name}"] += count
-        return len(chunks) == known
-
-    def _extend_from_memory(
-        self, found: Lookup, held: Sequence[ChunkKey], rows: Sequence[int], among: int
-    ) -> bool:
-        """Lease a prefix that is entirely in memory, in one batch."""
-        leases = self.hierarchy.memory.lease_rows(rows)
-        found.set_head(held, leases)
-        if among == ALL_TIERS and len(leases):
-            self.hierarchy.counts[f"found_{self.hierarchy.memory.name}"] += len(leases)
-        return len(leases) == len(held)
-
-    async def _query_pools(self, found: Lookup, keys: Sequence[ChunkKey], expected: Expected) -> None:
-        """Add chunks that only shared pools hold to a lookup, if it is still open when they answer."""
-        try:
-            known = await self._discovering.ask(keys, expected)
-            if found.unknown:
-                if self._extend(found, keys[len(keys) - found.unknown :]):
-                    self._extend_partially(found, keys)
-            elif self.settings.prefetch.policy == "best_effort":
-                self._prefetching.start(Prefetch(keys=keys[:known], priority=Priority.AHEAD))
-        finally:
-            found.unknown = 0
-            found.answered.set()
-
-    def _find(self, key: ChunkKey, source: int, among: int) -> FoundChunk | None:
-        if source == self.hierarchy.memory.index:
-            lease = self.hierarchy.memory.lease(key)
-            return None if lease is None else FoundChunk(key, lease)
-        flight = self._prefetching.flights.get(key)
-        # Avoid a deadlock of two hosts that fetch the same chunk from each other.
-        if flight is None or not among >> flight.source & 1:
-            return None
-        return FoundChunk(key, flight.lease.share(), flight)
-
     async def settle(self, found: Lookup, progress: ReportProgress | None = None) -> None:
         """Wait for pushed chunks, then for fetched chunks according to ``prefetch.policy``; drop the rest.
 
         Calls ``progress`` when chunks have arrived and more are in flight; it may take those.
         """
-        prefetch = self.settings.prefetch
-        if found.pushed is not None:
-            await found.pushed.ended.wait()
-        if prefetch.policy == "best_effort":
-            found.keep(found.ready)
-            return
-        deadline = prefetch.deadline if prefetch.policy == "timeout" else None
-        total, started = found.total, time.monotonic()
-        await found.settle(deadline, progress)
-        missing = total - found.total
-        if found.expected and not missing:
-            self.worth.ended(found.expected, time.monotonic() - found.began_at)
-        if deadline is not None and time.monotonic() - started >= deadline and missing > 0:
-            message = "prefetch.deadline of %g s exceeded: %d of %d chunks did not arrive and are recomputed"
-            self.hierarchy.warn("deadline", message, deadline, missing, total)
+        await self._looking_up.settle(found, progress)
 
     def reserve(self, header: ChunkHeader, hints: ChunkHints | None = None) -> Reservation | None:
         """Reserve arena memory for one chunk. Return ``None`` if it is already held or memory is full."""
@@ -484,7 +305,7 @@ class TieredCache:
 
     def unpin(self, keys: Sequence[ChunkKey]) -> None:
         """Undo :meth:`pin`."""
-        self.hierarchy.catalog.unpin(keys)
+        self.hierarchy.catalog.pins.remove(keys)
 
     # Data path: asynchronous.
 

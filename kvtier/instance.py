@@ -18,7 +18,7 @@ from anyio import CancelScope
 from kvtier.agent.served import Served
 from kvtier.backends.base import Backend
 from kvtier.cache import TieredCache
-from kvtier.catalog.catalog import MAX_TIERS
+from kvtier.catalog.prefix import MAX_TIERS
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import PeerError, SettingsError
 from kvtier.memory.keys import ChunkKey

@@ -1,11 +1,11 @@
-"""Deduplicated and rate-limited warnings, and text from other processes made safe for logs."""
+"""Deduplicated warnings, rate-limited messages, and text from other processes made safe for logs."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from logging import Logger, getLogger
+from logging import WARNING, Logger, getLogger
 
 logger = getLogger("kvtier")
 
@@ -31,23 +31,29 @@ class ChangedWarnings:
             logger.warning(self._message, peer, error)
 
 
-class RateLimitedWarning:
-    """Logs at most one warning per ``interval`` seconds and counts the suppressed ones.
+class RateLimitedLog:
+    """Logs at most one message per ``interval`` seconds and counts the suppressed ones.
 
     Callable from any thread. Two concurrent calls may both log.
     """
 
     def __init__(
-        self, logger: Logger, *, interval: float = 60.0, clock: Callable[[], float] = time.monotonic
+        self,
+        logger: Logger,
+        *,
+        level: int = WARNING,
+        interval: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._logger = logger
+        self._level = level
         self._interval = interval
         self._clock = clock
         self._suppressed_until = float("-inf")
         self._suppressed = 0
 
     def __call__(self, message: str, *args: object) -> bool:
-        """Log the warning, or count it as suppressed. Return whether it was logged."""
+        """Log the message, or count it as suppressed. Return whether it was logged."""
         now = self._clock()
         if now < self._suppressed_until:
             self._suppressed += 1
@@ -55,20 +61,20 @@ class RateLimitedWarning:
         self._suppressed_until = now + self._interval
         suppressed, self._suppressed = self._suppressed, 0
         more = f" (and {suppressed} more since the last such message)" if suppressed else ""
-        self._logger.warning(message + more, *args)
+        self._logger.log(self._level, message + more, *args)
         return True
 
 
-class RateLimitedWarnings:
-    """A :class:`RateLimitedWarning` per kind, of which there must be few: none is forgotten."""
+class RateLimitedLogs:
+    """A :class:`RateLimitedLog` per kind, of which there must be few: none is forgotten."""
 
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
-        self._kinds: dict[str, RateLimitedWarning] = {}
+        self._kinds: dict[str, RateLimitedLog] = {}
 
     def __call__(self, kind: str, message: str, *args: object) -> bool:
-        """See :meth:`RateLimitedWarning.__call__`."""
-        return self._kinds.setdefault(kind, RateLimitedWarning(self._logger))(message, *args)
+        """See :meth:`RateLimitedLog.__call__`."""
+        return self._kinds.setdefault(kind, RateLimitedLog(self._logger))(message, *args)
 
 
 def printable(text: str) -> str:

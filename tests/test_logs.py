@@ -6,12 +6,12 @@ import logging
 
 import pytest
 
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 
 
 def test_logs_one_warning_per_interval(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    warn = RateLimitedWarning(logging.getLogger("kvtier"), interval=60, clock=lambda: now)
+    warn = RateLimitedLog(logging.getLogger("kvtier"), interval=60, clock=lambda: now)
     with caplog.at_level(logging.WARNING, "kvtier"):
         for second in (0, 1, 59.9, 60, 119, 500):
             now = second

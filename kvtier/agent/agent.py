@@ -30,7 +30,7 @@ from kvtier.agent.session import Session
 from kvtier.cache import TieredCache
 from kvtier.concurrency.backoff import Backoff
 from kvtier.errors import ChannelClosed, ChannelError, Rejected
-from kvtier.logs import RateLimitedWarning, printable
+from kvtier.logs import RateLimitedLog, printable
 from kvtier.memory.keys import ChunkKey
 from kvtier.rpc.frames import MAX_FRAME_BYTES
 from kvtier.settings import Settings
@@ -90,7 +90,7 @@ class Agent:
         self._incarnation = secrets.randbits(63)
         self._session: Session | None = None
         self._backoff = Backoff()
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
         self._last_error = ""
         self._refused: str | None = None
         self._lost = 0

@@ -8,46 +8,26 @@ arguments. See ``benchmarks/catalog.py`` for measurements.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from enum import IntEnum
-from functools import cache
 from itertools import compress, pairwise
-from operator import getitem, itemgetter
 from struct import Struct
 
 from kvtier.catalog.children import ChildCounts
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, MakePolicy, RemovalReason
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.pins import ChunkPins
+from kvtier.catalog.prefix import FASTEST, MAX_TIERS, held_prefix
 from kvtier.catalog.rows import Rows
 from kvtier.catalog.selection import select_victims
 from kvtier.catalog.siblings import Siblings, Similar
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
-MAX_TIERS = 8
-"""One bit per tier in a byte."""
 ALL_TIERS = (1 << MAX_TIERS) - 1
 
 _KEY = Struct(f"{KEY_BYTES}s")
-_FIRST_BYTE = itemgetter(0)
-_FASTEST = [(mask & -mask).bit_length() - 1 for mask in range(1 << MAX_TIERS)]
-"""The lowest tier number in a bit mask of tiers; -1 for an empty mask."""
-
-
-_SHORT_RUN = 8
-"""Looking up fewer chunks than this, one by one, takes no longer than finding out that they are in a row."""
-_MAX_SHORT_RUNS = 8
-"""After so many short runs, all other chunks are looked up one by one."""
-_NO_TIER = 255
-
-
-@cache
-def _fastest_of(among: int) -> bytes:
-    """Return the lowest tier number of each bit mask of tiers, among those of another bit mask."""
-    return bytes(_FASTEST[mask & among] % 256 for mask in range(1 << MAX_TIERS))
 
 
 class State(IntEnum):
@@ -87,7 +67,7 @@ class Catalog:
         self._generations, self.namespaces = self._index.generations, self._index.namespaces
         self._parents_only = 0
         """Number of rows of chunks that are in no tier, but the parent of one that is."""
-        self._pins: dict[ChunkKey, float] = {}
+        self.pins = ChunkPins()
         self._used = [0] * len(policies)
         self._count = [0] * len(policies)
 
@@ -305,7 +285,7 @@ class Catalog:
 
     def _leave(self, key: ChunkKey, row: int) -> None:
         """Free the row of a chunk that was removed from its last tier, unless chunks name it as parent."""
-        self._pins.pop(key, None)
+        self.pins.remove([key])
         self._siblings.remove(row)
         if row < len(self._hints):
             self._hints.reset(row)
@@ -402,64 +382,18 @@ class Catalog:
     def fastest(self, key: ChunkKey) -> int:
         """Return the fastest tier in which a chunk is READY, or -1."""
         row = self._rows[key[0]].get(key)
-        return -1 if row is None else _FASTEST[self._ready[row]]
+        return -1 if row is None else FASTEST[self._ready[row]]
 
     def prefix(self, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> list[int]:
         """Return the fastest tier of each leading chunk, up to the first that is READY in no tier.
 
         ``among`` is a bit mask of the tiers to consider.
         """
-        rows, ready, fastest = self._rows, self._ready, _FASTEST
-        found: list[int] = []
-        try:
-            for key in keys:
-                tier = fastest[ready[rows[key[0]][key]] & among]
-                if tier < 0:
-                    break
-                found.append(tier)
-        except KeyError:
-            pass  # The first chunk in no tier. Cheaper than a test for each chunk.
-        return found
+        return list(self.prefix_rows(keys, among)[1])
 
     def prefix_rows(self, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> tuple[list[int], bytes]:
-        """Return the rows of the chunks of :meth:`prefix`, and their fastest tiers.
-
-        Chunks that were stored together are in consecutive rows, which are found with one comparison.
-        """
-        rows: list[int] = []
-        joined, masks, short = b"".join(keys), bytearray(), 0
-        with suppress(KeyError):  # The first chunk in no tier. What was found before it remains in ``rows``.
-            while len(rows) < len(keys) and short < _MAX_SHORT_RUNS:
-                key = keys[len(rows)]
-                row = self._rows[key[0]][key]
-                length = self._run(row, joined, len(rows))
-                rows += range(row, row + length)
-                masks += self._ready[row : row + length]
-                short += length < _SHORT_RUN
-            rest = keys[len(rows) :]
-            rows.extend(map(getitem, map(self._rows.__getitem__, map(_FIRST_BYTE, rest)), rest))
-        masks += bytes(map(self._ready.__getitem__, rows[len(masks) :]))
-        tiers = bytes(masks).translate(_fastest_of(among))
-        held = tiers.find(_NO_TIER)
-        return (rows, tiers) if held < 0 else (rows[:held], tiers[:held])
-
-    def _run(self, row: int, keys: bytes, first: int) -> int:
-        """Return how many rows from ``row`` on, at least one, have the joined ``keys`` from ``first`` on.
-
-        All but the first are READY in some tier: the row of a chunk that is in no tier may have its former
-        key. Takes time proportional to the result.
-        """
-        column, ahead = self.columns.keys, (row - first) * KEY_BYTES
-        last, stop, step = len(keys), (first + 1) * KEY_BYTES, KEY_BYTES
-        while step >= KEY_BYTES:
-            end = stop + step
-            if end <= last and column[stop + ahead : end + ahead] == keys[stop:end]:
-                stop, step = end, 2 * step
-            else:
-                step //= 2
-        length = stop // KEY_BYTES - first
-        left = self._ready.find(0, row + 1, row + length)
-        return length if left < 0 else left - row
+        """Return the rows of the chunks of :meth:`prefix`, and their fastest tiers."""
+        return held_prefix(keys, self._rows, self.columns.keys, self._ready, among)
 
     def set_marks(self, key: ChunkKey, parent: ChunkKey, marks: bytes) -> None:
         """Record what a chunk begins with (:mod:`kvtier.catalog.siblings`), if it is in some tier."""
@@ -492,7 +426,7 @@ class Catalog:
         else:
             rows = self._siblings.superseded(row, equal=not whole)
         now = time.monotonic()
-        return [found for found in self.columns.keys_of(rows) if not self.pinned(found, now)]
+        return [found for found in self.columns.keys_of(rows) if not self.pins.holds(found, now)]
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Record the use of a prefix."""
@@ -514,30 +448,7 @@ class Catalog:
 
         Of two pins on one chunk the longer one counts. Chunks in no tier are ignored.
         """
-        end = math.inf if until is None else until
-        for key in keys:
-            if key in self:
-                self._pins[key] = max(end, self._pins.get(key, end))
-
-    def unpin(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove all pins on these chunks. Chunks that are not pinned are ignored."""
-        for key in keys:
-            self._pins.pop(key, None)
-
-    def pinned(self, key: ChunkKey, now: float) -> bool:
-        """Whether a chunk is pinned at ``now`` (``time.monotonic()``)."""
-        until = self._pins.get(key)
-        if until is None:
-            return False
-        if until <= now:
-            del self._pins[key]
-            return False
-        return True
-
-    @property
-    def pins(self) -> int:
-        """Number of pinned chunks. An expired pin counts until eviction visits its chunk."""
-        return len(self._pins)
+        self.pins.add((key for key in keys if key in self), until)
 
     def used(self, tier: int) -> int:
         """Return the bytes of chunk objects in a tier, READY or PENDING."""
@@ -565,7 +476,7 @@ class Catalog:
             self._children[tier],
             self._ready,
             1 << tier,
-            self._is_pinned() if self._pins else None,
+            self._is_pinned() if self.pins else None,
             is_leased,
             needed_bytes,
             limit,
@@ -574,7 +485,7 @@ class Catalog:
 
     def _is_pinned(self) -> Callable[[int], bool]:
         now = time.monotonic()
-        return lambda row: self.pinned(self.columns.key(row), now)
+        return lambda row: self.pins.holds(self.columns.key(row), now)
 
     @property
     def rows(self) -> range:

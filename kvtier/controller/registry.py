@@ -29,7 +29,7 @@ from kvtier.controller.holders import MAX_KEYS, Holders
 from kvtier.controller.member import Member
 from kvtier.controller.models import Models
 from kvtier.controller.settings import HEARTBEAT_SECONDS, IDLE_TIMEOUT_SECONDS
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
 from kvtier.rpc.endpoint import Endpoint
 
@@ -108,7 +108,7 @@ class Registry:
         """By place: members that serve that place to peers. Shared pools are excluded."""
         self._dropped_keys = 0
         self._to_sweep = anyio.Event()
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
 
     async def run(self) -> None:
         """Sample the instances' history and sweep the index, until cancelled."""

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import anyio
 
 from kvtier.concurrency.backoff import Backoff
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
 
 logger = logging.getLogger("kvtier")
@@ -49,7 +49,7 @@ class DirectoryClient:
         self._clock = clock
         self._backoff = Backoff()
         self._retry_at = 0.0
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
 
     async def holders(self, keys: Sequence[ChunkKey], until: float) -> list[Holder]:
         """Return who may hold a prefix of ``keys``, longest first. ``until`` is in the event loop's time."""

@@ -15,7 +15,7 @@ from anyio import CancelScope
 from kvtier.cache import TieredCache
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import PeerError, ProtocolError
-from kvtier.logs import RateLimitedWarning, printable
+from kvtier.logs import RateLimitedLog, printable
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.holdings import Holdings
 from kvtier.peers.protocol import VERSION, Hello, Welcome, decode_from_client
@@ -63,7 +63,7 @@ class PeerServer:
         self._holdings = Holdings(cache)
         self._reservations = reservations
         self._credentials = Credentials.from_settings(settings)
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
         self._address: tuple[str, int] | None = None
         self._unauthenticated: dict[CancelScope, None] = {}
         self._connections: Counter[str] = Counter()

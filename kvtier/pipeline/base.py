@@ -16,7 +16,7 @@ from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.events import Event, Observer, Report
-from kvtier.logs import RateLimitedWarnings
+from kvtier.logs import RateLimitedLogs
 from kvtier.memory.header import parent_and_marks
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
@@ -47,7 +47,7 @@ class Hierarchy:
 
     def __post_init__(self) -> None:
         self.tiers: Sequence[Level] = [self.memory, *self.lower]
-        self._warn = RateLimitedWarnings(logger)
+        self._warn = RateLimitedLogs(logger)
         self.memory.sealer.on_corrupt = self.discard_corrupt
 
     def tier(self, index: int) -> Tier:

@@ -2,6 +2,8 @@
 
 A chunk is computed if that gives the first token earlier than its arrival, as far as both are known. The
 engine reports how long it computes a prompt; each tier's throughput is measured (``tiers/speeds.py``).
+
+What is computed is stored by the engine, so it is in memory for the next request without being read as well.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from kvtier.events import Prefetch
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.prefetch import PrefetchStage
@@ -46,6 +49,7 @@ class Worth:
     def __init__(self, hierarchy: Hierarchy, prefetching: PrefetchStage) -> None:
         self._hierarchy = hierarchy
         self._prefetching = prefetching
+        self._log = RateLimitedLog(logger, level=logging.INFO)
         self.expected_seconds = 0.0
         """What was expected of the waits that have ended, as far as it was known."""
         self.actual_seconds = 0.0
@@ -65,7 +69,7 @@ class Worth:
         count = worth_loading(known, compute, whole=whole)
         if count < len(keys):
             self._hierarchy.counts["computed_instead"] += len(keys) - count
-            logger.info(
+            self._log(
                 "%d of %d chunks are computed: in %.2f s, instead of arriving in %.2f s",
                 len(keys) - count,
                 len(keys),

@@ -14,7 +14,7 @@ from typing import Any, Generic
 
 from kvtier.concurrency.backoff import Backoff
 from kvtier.errors import ChannelClosed, ChannelError
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.rpc.calls import Call, Calls, ReplyT, ResultT, Settle
 from kvtier.rpc.frames import Message, Reply, Request
 from kvtier.rpc.greeting import VersionedT
@@ -45,7 +45,7 @@ class Client(ABC, Generic[VersionedT]):
         self._start = start
         self._logger = logger or logging.getLogger("kvtier")
         self._health = Health(self._logger, server)
-        self._warn = RateLimitedWarning(self._logger)
+        self._warn = RateLimitedLog(self._logger)
         self._connection: UnixConnection[VersionedT] | None = None
         self._greeting: UnixConnection[VersionedT] | None = None
         """A connection whose welcome is outstanding."""

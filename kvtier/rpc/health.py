@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 
 UNRESPONSIVE_SECONDS = 1.0
 """Default of :attr:`Health.limit`. On a saturated machine a healthy process may wait 0.1 s for a CPU."""
@@ -26,7 +26,7 @@ class Health:
         self._logger = logger
         self._server = server
         self._clock = clock
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
         self._warned = False
         self.limit = UNRESPONSIVE_SECONDS
         """Seconds without any message, while an answer is outstanding, until the server is unresponsive."""

@@ -10,12 +10,12 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 
 RECOVERY_SECONDS = 0.1
 """Pause after a failed ``accept``, for example when file descriptors run out."""
 
-_warn = RateLimitedWarning(getLogger("kvtier"))
+_warn = RateLimitedLog(getLogger("kvtier"))
 
 
 async def accept_all(

@@ -23,7 +23,7 @@ from typing import TypeVar
 from kvtier.backends.base import Outcome
 from kvtier.concurrency.backoff import Backoff
 from kvtier.concurrency.breaker import Breaker
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 
 logger = logging.getLogger("kvtier")
 
@@ -63,8 +63,8 @@ class CircuitBreaker:
         """How often the breaker opened. A failed probe belongs to the current outage."""
         self._name = name
         self._breaker = Breaker(failures, Backoff(cooldown, max_cooldown, jitter=0.0), clock)
-        self._warn = RateLimitedWarning(logger)
-        self._warn_open = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
+        self._warn_open = RateLimitedLog(logger)
         self._epoch = 0
 
     @property

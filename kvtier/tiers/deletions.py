@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvtier.backends.base import Backend
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
 
 logger = logging.getLogger("kvtier")
@@ -34,7 +34,7 @@ class Deletions:
         self._clock = clock
         self._pending: set[ChunkKey] = set()
         self._retry_at = 0.0
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
 
     def add(self, keys: Sequence[ChunkKey]) -> None:
         """Delete these keys with the next :meth:`run` or :meth:`retry`."""

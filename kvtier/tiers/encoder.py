@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvtier.errors import CorruptChunk
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.header import HEADER_BYTES, IDENTITY, ChunkHeader, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout
@@ -58,7 +58,7 @@ class Encoder:
         self._layouts = layouts
         self._checksum = checksum
         self._kept: list[memoryview] = []
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
 
     def knows(self, code: int) -> bool:
         """Whether payloads with this code can be decoded."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import CorruptChunk
-from kvtier.logs import RateLimitedWarnings
+from kvtier.logs import RateLimitedLogs
 from kvtier.memory.header import IDENTITY, ChunkHeader, StoredHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.sealer import Sealer
@@ -51,7 +51,7 @@ class Seal:
         self._sealer = sealer or Sealer()
         self._verify = verify
         self._executor = WorkerThreads(PARTS_AT_ONCE)
-        self._warn = RateLimitedWarnings(logger)
+        self._warn = RateLimitedLogs(logger)
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Seal each chunk object and store it. See :meth:`Backend.put`."""

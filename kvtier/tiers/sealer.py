@@ -19,7 +19,7 @@ from kvtier.backends.base import PutItem
 from kvtier.concurrency.tasks import wait_shielded
 from kvtier.concurrency.threads import Call, WorkerThreads, spread
 from kvtier.errors import CorruptChunk
-from kvtier.logs import RateLimitedWarnings
+from kvtier.logs import RateLimitedLogs
 from kvtier.memory.arena import address_of
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
@@ -91,7 +91,7 @@ class Sealer:
         """Called in the event loop for each corrupt chunk object."""
         self._in_flight: dict[_Place, tuple[_Job, int]] = {}
         self._executor = WorkerThreads(SEALED_AT_ONCE)
-        self._warn = RateLimitedWarnings(logger)
+        self._warn = RateLimitedLogs(logger)
 
     async def seal(self, items: Sequence[PutItem]) -> list[SealedHeader | None]:
         """Validate each header and seal it if necessary. The result is ``None`` for a corrupt chunk object.

@@ -19,7 +19,7 @@ from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.concurrency.tasks import wait_for_event
 from kvtier.events import Priority
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
 from kvtier.tiers.batches import BATCH_BYTES
@@ -74,7 +74,7 @@ class Tier(Level):
         self._slots = Slots(settings.concurrency)
         self._batches_returned = 0
         """Number of batches that the medium completed."""
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
         self.reading = ReadCost()
         """The recent cost of reads."""
 

@@ -113,7 +113,7 @@ async def test_pin_expires(open_node: OpenNode) -> None:
         conversation = await controller.up_to_date()
         keys = await one.store(2)
         await conversation.done(lambda ticket: Pin(ticket, join_keys(keys), 60.0))
-        pinned, now = one.cache.hierarchy.catalog.pinned, anyio.current_time()
+        pinned, now = one.cache.hierarchy.catalog.pins.holds, anyio.current_time()
         assert all(pinned(key, now) for key in keys)
         assert not any(pinned(key, now + 60) for key in keys)
 
@@ -192,7 +192,7 @@ async def test_commands_are_read_while_the_controller_reads_nothing(open_node: O
         many = join_keys([make_key(number) for number in range(MAX_KEYS)])
         tickets = [await conversation.start_command(lambda ticket: Unpin(ticket, many)) for _ in range(24)]
         tickets.append(await conversation.start_command(lambda ticket: Pin(ticket, join_keys(keys), None)))
-        await until(lambda: one.cache.hierarchy.catalog.pinned(keys[0], anyio.current_time()))
+        await until(lambda: one.cache.hierarchy.catalog.pins.holds(keys[0], anyio.current_time()))
         conversation.socket.transport.resume_reading()
         answers = [await conversation.wait_for_answer(ticket) for ticket in tickets]
         assert [isinstance(answer, Done) and answer.chunks for answer in answers] == [MAX_KEYS] * 24 + [2]

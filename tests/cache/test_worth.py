@@ -14,7 +14,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.worth import CLEARLY_EARLIER, MIN_GAIN_SECONDS, worth_loading
 from kvtier.tiers.speeds import MIN_SAMPLES
 
-from .conftest import CHUNK_OBJECT_BYTES
+from .conftest import CHUNK_OBJECT_BYTES, rows
 from .faulty_sources import CacheHarness, MakeSettings, opened
 
 Prompt = Callable[..., list[int]]
@@ -118,6 +118,39 @@ async def test_lookup_finds_what_is_worth_waiting_for(
         assert ("4 of 8 chunks are computed" in caplog.text) == (found == 4)
         await harness.cache.settle(lookup)
         lookup.release()
+
+
+@pytest.mark.anyio
+async def test_what_was_computed_is_in_memory_for_the_next_request(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    """Without a read of the slow source: the engine stores what it computed, though that is held below."""
+    async with opened(settings, "near", prefetch={"deadline": "60s"}) as harness:
+        tokens = prompt(2048)
+        keys = await half_in_memory(harness, tokens)
+        set_speed(harness, "near", 1.0)
+        harness.sources["near"].delays.hang()
+        first = harness.cache.look_up(keys, compute=0.1)
+        assert first.count == 4
+        first.release()
+        assert await harness.model.store(tokens, rows(tokens)) == len(tokens)
+        second = harness.cache.look_up(keys, compute=0.1)
+        assert (second.ready, second.in_flight) == (8, 0)
+        second.release()
+
+
+@pytest.mark.anyio
+async def test_decisions_are_logged_once_a_minute(
+    settings: MakeSettings, prompt: Prompt, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(settings, "near", prefetch={"deadline": "60s"}) as harness:
+        keys = await half_in_memory(harness, prompt(2048))
+        set_speed(harness, "near", 1.0)
+        with caplog.at_level(logging.INFO, "kvtier"):
+            for _ in range(100):
+                harness.cache.look_up(keys, compute=0.1).release()
+        assert caplog.text.count("chunks are computed") == 1
+        assert harness.cache.hierarchy.counts["computed_instead"] == 400
 
 
 @pytest.mark.anyio

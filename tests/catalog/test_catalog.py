@@ -22,9 +22,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.catalog.catalog import ALL_TIERS, MAX_TIERS, Catalog, State
+from kvtier.catalog.catalog import ALL_TIERS, Catalog, State
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.lru import LruPolicy
+from kvtier.catalog.prefix import MAX_TIERS
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
 
 pytestmark = pytest.mark.usefixtures("either_core")
@@ -125,10 +126,10 @@ def test_reused_row_has_no_old_state(catalog: Catalog) -> None:
     catalog.remove(A, POOL)
     catalog.add(B, SSD, 4096, PENDING, namespace=b"two")
     assert [catalog.state(B, tier) for tier in (RAM, SSD, POOL)] == [ABSENT, PENDING, ABSENT]
-    assert (catalog.length(B), catalog.pinned(B, 0), len(catalog)) == (4096, False, 1)
+    assert (catalog.length(B), catalog.pins.holds(B, 0), len(catalog)) == (4096, False, 1)
     assert (catalog.keys(SSD, b"one"), catalog.keys(SSD, b"two")) == ([], [B])
     catalog.add(A, RAM, LENGTH, READY)
-    assert not catalog.pinned(A, 0)
+    assert not catalog.pins.holds(A, 0)
 
 
 def test_rows_are_iterated_in_slices(catalog: Catalog) -> None:
@@ -365,10 +366,10 @@ def test_pinned_chunk_is_not_a_victim(catalog: Catalog) -> None:
     store(catalog, [A, B], RAM)
     catalog.pin([A, B], None)
     assert list(catalog.victims(RAM)) == []
-    assert catalog.pinned(A, 1e18)
-    assert catalog.pins == 2
-    catalog.unpin([B, C])
-    assert catalog.pins == 1
+    assert catalog.pins.holds(A, 1e18)
+    assert len(catalog.pins) == 2
+    catalog.pins.remove([B, C])
+    assert len(catalog.pins) == 1
     assert list(catalog.victims(RAM)) == [B]
 
 
@@ -378,8 +379,8 @@ def test_pin_expires(catalog: Catalog) -> None:
     catalog.pin([A], now + 1000)
     catalog.pin([B], now - 1)
     assert list(catalog.victims(RAM)) == [B]
-    assert catalog.pinned(A, now + 999)
-    assert not catalog.pinned(A, now + 1000)
+    assert catalog.pins.holds(A, now + 999)
+    assert not catalog.pins.holds(A, now + 1000)
 
 
 @pytest.mark.parametrize(
@@ -389,14 +390,14 @@ def test_longer_pin_wins(catalog: Catalog, times: list[float | None], longest: f
     store(catalog, [A], RAM)
     for until in times:
         catalog.pin([A], until)
-    assert catalog.pinned(A, 8)
-    assert catalog.pinned(A, 1e18) is (longest is None)
+    assert catalog.pins.holds(A, 8)
+    assert catalog.pins.holds(A, 1e18) is (longest is None)
 
 
 def test_absent_chunk_cannot_be_pinned(catalog: Catalog) -> None:
     catalog.pin([A], None)
     store(catalog, [A], RAM)
-    assert not catalog.pinned(A, 0)
+    assert not catalog.pins.holds(A, 0)
 
 
 def test_pin_ends_with_the_last_copy(catalog: Catalog) -> None:
@@ -404,7 +405,7 @@ def test_pin_ends_with_the_last_copy(catalog: Catalog) -> None:
     store(catalog, [A], SSD)
     catalog.pin([A], None)
     catalog.remove(A, RAM)
-    assert catalog.pinned(A, 0)
+    assert catalog.pins.holds(A, 0)
     catalog.remove(A, SSD)
     store(catalog, [A], SSD)
     assert list(catalog.victims(SSD)) == [A]
@@ -668,7 +669,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule(node=nodes)
     def unpin(self, node: int) -> None:
-        self.catalog.unpin([TREE[node]])
+        self.catalog.pins.remove([TREE[node]])
         self.pins.discard(node)
 
     @invariant()
@@ -678,7 +679,7 @@ class CatalogMachine(RuleBasedStateMachine):
             assert (key in self.catalog) is self.held(node)
             assert self.catalog.tiers(key) == self.ready_tiers(node)
             assert self.catalog.fastest(key) == next(iter(self.ready_tiers(node)), -1)
-            assert self.catalog.pinned(key, self.now) is (node in self.pins)
+            assert self.catalog.pins.holds(key, self.now) is (node in self.pins)
             if self.held(node):
                 assert self.catalog.length(key) == self.length(node)
             for tier in range(TREE_TIERS):

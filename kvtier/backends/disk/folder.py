@@ -35,7 +35,7 @@ from anyio import CancelScope
 from kvtier.backends.base import GetItem, Outcome, PutItem, StoredObject
 from kvtier.concurrency.files import FileLocked, LockFile, holder_of
 from kvtier.errors import TierError
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.header import HEADER_BYTES, OBJECT_ALIGNMENT
 from kvtier.memory.keys import ChunkKey
 
@@ -87,7 +87,7 @@ class ObjectFolder:
         self._direct = direct
         self._token = secrets.token_hex(4)
         self._serial = itertools.count()
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
 
     @classmethod
     async def open(cls, tier: str, root: Path, *, direct: bool) -> ObjectFolder:

@@ -29,7 +29,7 @@ from kvtier.backends.infinistore.rdma import InfiniStoreRDMA
 from kvtier.backends.infinistore.settings import InfiniStoreSettings
 from kvtier.concurrency.threads import in_thread, spread
 from kvtier.errors import TierError
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
@@ -99,7 +99,7 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
         self._rdma = InfiniStoreRDMA(settings) if settings.connection == "rdma" else None
         self._orphans: deque[bytes] = deque(maxlen=MAX_ORPHANS)
         """Names of values that were only partly written: the server never evicts these by itself."""
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
 
     async def open(self) -> None:
         """Load the RDMA library, if needed. Does not connect. Raises :class:`TierError`."""

@@ -16,7 +16,7 @@ from kvtier.backends.mooncake.library import UNREACHED, Code
 from kvtier.backends.mooncake.settings import MooncakeSettings
 from kvtier.backends.mooncake.waits import KeyLocks, Threads
 from kvtier.errors import TierError
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.arena import Arena, address_of
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
@@ -49,7 +49,7 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
         self._locks = KeyLocks(settings.deadline)
         self._transfers = Threads(settings.concurrency, settings.deadline)
         self._lookups = Threads(LOOKUP_THREADS, settings.deadline)
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
 
     async def open(self) -> None:
         """Load the library. Joins the pool lazily. Raises :class:`TierError` if the library is missing."""

@@ -24,7 +24,7 @@ from kvtier.backends.redis.errors import (
 from kvtier.backends.redis.nodes import Node, Nodes
 from kvtier.backends.redis.resp import ErrorReply
 from kvtier.backends.redis.topology import Placement, Topology, slot_of
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.sockets.lanes import Lane
 from kvtier.sockets.pump import finished
@@ -103,9 +103,9 @@ class Pool:
         self._name = name
         self._nodes = nodes
         # Separate rate limits, so that an unreachable server does not suppress the warning about a full one.
-        self._warn_of_failure = RateLimitedWarning(logger)
-        self._warn_of_refusal = RateLimitedWarning(logger)
-        self._warn_of_room = RateLimitedWarning(logger)
+        self._warn_of_failure = RateLimitedLog(logger)
+        self._warn_of_refusal = RateLimitedLog(logger)
+        self._warn_of_room = RateLimitedLog(logger)
 
     def close(self) -> None:
         """Close every connection."""

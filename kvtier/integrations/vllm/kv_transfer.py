@@ -15,7 +15,7 @@ import msgspec
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.integrations.vllm.hints import NAME, NO_HINTS, Hints, has_hints, read_hints
 from kvtier.integrations.vllm.request import RequestState
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import Settings
 from kvtier.settings.kv_transfer import Role
@@ -70,7 +70,7 @@ class KVTransfers:
         self._chunk_tokens = layout.chunk_tokens
         self._bridge = bridge
         self._stats = stats
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
         self._finished: list[int] = []
         """Transfers to end as complete."""
 

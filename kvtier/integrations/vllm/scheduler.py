@@ -30,7 +30,7 @@ from kvtier.integrations.vllm.saving import Blocks, BlocksOf, Saves
 from kvtier.integrations.vllm.states import States
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.integrations.vllm.written import written_blocks
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.settings import Settings
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class SchedulerSide:
         waits = settings.prefetch.policy == "wait"
         self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
         self._stats = TransferStats()
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
         self._events: KVEvents | None = None
         self._kv_transfers = KVTransfers(settings, self._layout, bridge, self._stats, parts=model.parts)
         self._requests: dict[str, RequestState] = {}

@@ -28,7 +28,7 @@ from kvtier.integrations.vllm.page_copies import page_copies
 from kvtier.integrations.vllm.reads import Reads, blocks_of, parts
 from kvtier.integrations.vllm.staging import StagingBuffer
 from kvtier.integrations.vllm.store_log import StoreLog
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.rpc.calls import Call
 from kvtier.units import format_size
 
@@ -95,7 +95,7 @@ class WorkerSide:
         self._rank = rank
         self._confirm_timeout = confirm_timeout
         self._stats = TransferStats()
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
         self._store_log = StoreLog(logger)
         self._kv_caches: dict[str, torch.Tensor] | None = None
         self._copies = self._copies_of([])

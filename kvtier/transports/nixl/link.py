@@ -14,7 +14,7 @@ import anyio
 from kvtier.backends.base import Outcome
 from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.errors import PeerError
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.arena import Arena, address_of
 from kvtier.memory.slices import Lease
 from kvtier.sockets.connection import Deadline
@@ -72,7 +72,7 @@ class NixlLink(Link):
         self._connecting: asyncio.Task[NixlProcess] | None = None
         self._is_replaced = False
         """Whether another instance has replaced the peer: this link is useless."""
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
 
     async def connect(self) -> None:
         """Connect for the first time. Raises :class:`PeerError`."""

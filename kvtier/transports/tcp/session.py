@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.slices import Lease
 from kvtier.sockets.buffers import Buffers, advance, split_runs
 from kvtier.sockets.connection import ProtocolViolation, keep_alive
@@ -25,7 +25,7 @@ RECEIVE_BYTES = 4096
 """Size of one read of requests. Payload that arrives with them is copied, so this is small."""
 SCRATCH_BYTES = 1 << 18
 
-_warn = RateLimitedWarning(logging.getLogger("kvtier"))
+_warn = RateLimitedLog(logging.getLogger("kvtier"))
 
 
 class Session:

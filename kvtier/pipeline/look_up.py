@@ -1,0 +1,265 @@
+"""Look up: lease the held prefix of a prompt, in whatever tier, and wait for the part in flight.
+
+In this order: the tiers of this host, chunks that a peer pushes here, the shared pools, and at the end a
+chunk that only begins like the next one of the prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+from kvtier.catalog.catalog import ALL_TIERS
+from kvtier.events import Prefetch, Priority
+from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.base import Hierarchy
+from kvtier.pipeline.boundaries import Boundaries, Boundary
+from kvtier.pipeline.discover import DiscoverStage, Expected
+from kvtier.pipeline.expect import Expectation, ExpectStage
+from kvtier.pipeline.found import FoundChunk, Lookup, ReportProgress
+from kvtier.pipeline.prefetch import PrefetchStage
+from kvtier.pipeline.worth import Worth
+from kvtier.settings import PrefetchSettings
+
+
+class LookUpStage:
+    """Fills a :class:`Lookup`, at once as far as this host knows, then in tasks of the hierarchy."""
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        settings: PrefetchSettings,
+        prefetching: PrefetchStage,
+        discovering: DiscoverStage,
+        expecting: ExpectStage,
+        boundaries: Boundaries,
+    ) -> None:
+        self._hierarchy = hierarchy
+        self._settings = settings
+        self._prefetching = prefetching
+        self._discovering = discovering
+        self._expecting = expecting
+        self._boundaries = boundaries
+        self._local = sum(1 << tier.index for tier in hierarchy.tiers if not tier.shared)
+        self._adaptive = settings.adaptive and settings.policy == "timeout"
+        """Whether the time of computing a chunk is used; else it counts as unknown."""
+        self.worth = Worth(hierarchy, prefetching)
+        """What to load and what to compute."""
+
+    def prefix(
+        self,
+        found: Lookup,
+        keys: Sequence[ChunkKey],
+        expected: Expected | None,
+        *,
+        local: bool,
+        expect: float,
+        expect_chunks: int | None,
+    ) -> None:
+        """Add the longest held prefix of ``keys``. See :meth:`kvtier.TieredCache.look_up`."""
+        if not local:  # The hit rate is that of this host's engines, without lookups by peers.
+            self._hierarchy.counts["looked_up"] += len(keys)
+        found.compute *= self._adaptive
+        reached = self._extend(found, keys, self._local if local else ALL_TIERS)
+        rest = keys[found.count :]
+        if not reached:
+            return
+        pushed = keys[found.count : expect_chunks]
+        if not rest:
+            self._extend_partially(found, keys)
+        elif expect > 0 and pushed and not self._expecting.is_abandoned(pushed[0]):
+            found.unknown = len(rest)
+            found.pushed = self._expecting.begin(pushed, partial(self._add_pushed, found))
+            self._hierarchy.tasks.start_soon(self._await_pushed, found.pushed, found, keys, expected, expect)
+        elif expected is not None and self._discovering.pools(expected.namespace):
+            found.unknown = len(rest)
+            self._hierarchy.tasks.start_soon(self._query_pools, found, keys, expected)
+        else:
+            self._extend_partially(found, keys)
+
+    def boundary(self, found: Lookup, keys: Sequence[ChunkKey], expected: Expected, state_bytes: int) -> None:
+        """Add the longest prefix that ends with a state. See :meth:`kvtier.TieredCache.look_up_state`."""
+        self._hierarchy.counts["looked_up"] += len(keys)
+        found.compute *= self._adaptive
+        boundary = self._boundaries.last(keys)
+        if len(boundary.needed) <= len(keys) and self._discovering.pools(expected.namespace):
+            found.unknown = len(keys) + 1
+            self._hierarchy.tasks.start_soon(self._query_boundary, found, keys, expected, state_bytes)
+        else:
+            self._extend_to(found, boundary)
+
+    async def settle(self, found: Lookup, progress: ReportProgress | None) -> None:
+        """Wait for what is in flight, as the settings say; drop the rest."""
+        if found.pushed is not None:
+            await found.pushed.ended.wait()
+        if self._settings.policy == "best_effort":
+            found.keep(found.ready)
+            return
+        deadline = self._settings.deadline if self._settings.policy == "timeout" else None
+        total, started = found.total, time.monotonic()
+        await found.settle(deadline, progress)
+        missing = total - found.total
+        if found.expected and not missing:
+            self.worth.ended(found.expected, time.monotonic() - found.began_at)
+        if deadline is not None and time.monotonic() - started >= deadline and missing > 0:
+            message = "prefetch.deadline of %g s exceeded: %d of %d chunks did not arrive and are recomputed"
+            self._hierarchy.warn("deadline", message, deadline, missing, total)
+
+    # What this host holds.
+
+    def _extend(
+        self, found: Lookup, keys: Sequence[ChunkKey], among: int = ALL_TIERS, *, whole: bool = False
+    ) -> bool:
+        """Add the held prefix of ``keys``; ``whole``: it is of use only as a whole.
+
+        Return ``False`` if a known chunk could not be leased, or is not worth waiting for.
+        """
+        before = found.count
+        while self._extend_from_tiers(found, keys[found.count - before :], among, whole=whole):
+            rest = keys[found.count - before :]
+            if not rest or not found.add_staged(rest[0]):
+                return True
+        return False
+
+    def _extend_from_tiers(
+        self, found: Lookup, keys: Sequence[ChunkKey], among: int, *, whole: bool = False
+    ) -> bool:
+        hierarchy, memory = self._hierarchy, self._hierarchy.memory
+        rows, sources = hierarchy.catalog.prefix_rows(keys, among)
+        known = len(rows)
+        if found.compute and sources.count(memory.index) < known:
+            worth, found.expected = self.worth.decide(
+                keys[:known], sources, among, found.compute, whole=whole
+            )
+            rows, sources = rows[:worth], sources[:worth]
+        held = keys[: len(rows)]
+        if found.hints is not None:
+            hierarchy.catalog.set_hints(rows, found.hints)
+        hierarchy.catalog.touch_rows(rows)
+        in_memory = sources.count(memory.index) == len(sources)
+        if in_memory and not found.count:
+            return self._extend_from_memory(found, held, rows, among) and len(held) == known
+        if not in_memory:
+            self._prefetching.start(Prefetch(keys=held, priority=Priority.REQUESTED, among=among))
+        chunks: list[FoundChunk] = []
+        for key, source in zip(held, sources, strict=True):
+            chunk = self._find(key, source, among)
+            if chunk is None:
+                break
+            chunks.append(chunk)
+        found.add(chunks)
+        if among == ALL_TIERS:
+            for source, count in Counter(chunk.source for chunk in chunks).items():
+                hierarchy.counts[f"found_{hierarchy.tiers[source].name}"] += count
+        return len(chunks) == known
+
+    def _extend_from_memory(
+        self, found: Lookup, held: Sequence[ChunkKey], rows: Sequence[int], among: int
+    ) -> bool:
+        """Lease a prefix that is entirely in memory, in one batch."""
+        leases = self._hierarchy.memory.lease_rows(rows)
+        found.set_head(held, leases)
+        if among == ALL_TIERS and len(leases):
+            self._hierarchy.counts[f"found_{self._hierarchy.memory.name}"] += len(leases)
+        return len(leases) == len(held)
+
+    def _extend_partially(self, found: Lookup, keys: Sequence[ChunkKey]) -> None:
+        """Add a chunk that begins like the first one of ``keys`` that is not held."""
+        if found.marks is None:
+            return
+        parent, marks = found.marks.after(keys[: found.total])
+        chunk = self._hierarchy.catalog.beginning_with(parent, marks) if marks else None
+        if chunk is not None:
+            before = found.count
+            self._extend_from_tiers(found, [chunk.key], ALL_TIERS)
+            found.partial = chunk if found.count > before else None
+
+    def _extend_to(self, found: Lookup, boundary: Boundary) -> None:
+        found.held = boundary.chunks
+        self._extend(found, boundary.needed, whole=True)
+        found.needed = len(boundary.needed)
+        if found.count < found.needed:
+            found.release()
+
+    def _find(self, key: ChunkKey, source: int, among: int) -> FoundChunk | None:
+        if source == self._hierarchy.memory.index:
+            lease = self._hierarchy.memory.lease(key)
+            return None if lease is None else FoundChunk(key, lease)
+        flight = self._prefetching.flights.get(key)
+        # Avoid a deadlock of two hosts that fetch the same chunk from each other.
+        if flight is None or not among >> flight.source & 1:
+            return None
+        return FoundChunk(key, flight.lease.share(), flight)
+
+    # What is pushed here, or held by shared pools.
+
+    async def _await_pushed(
+        self,
+        pushed: Expectation,
+        found: Lookup,
+        keys: Sequence[ChunkKey],
+        expected: Expected | None,
+        seconds: float,
+    ) -> None:
+        """Add pushed chunks to a lookup, then chunks that only shared pools hold, until it is released."""
+
+        def extend() -> int:
+            before = found.count
+            self._extend(found, keys[len(keys) - found.unknown :])
+            found.unknown -= found.count - before
+            return found.count - before
+
+        try:
+            await pushed.wait(seconds, extend)
+            if found.unknown and expected is not None and self._discovering.pools(expected.namespace):
+                await self._query_pools(found, keys, expected)
+            elif found.unknown:
+                self._extend_partially(found, keys)
+        finally:
+            found.unknown = 0
+            found.answered.set()
+
+    def _add_pushed(self, found: Lookup, key: ChunkKey) -> bool:
+        lease = self._hierarchy.memory.lease(key)
+        if lease is not None:
+            self._hierarchy.catalog.touch([key])
+            found.add([FoundChunk(key, lease)])
+        elif not found.add_staged(key):
+            return False
+        self._hierarchy.counts["found_pushed"] += 1
+        found.unknown -= 1
+        return True
+
+    async def _query_pools(self, found: Lookup, keys: Sequence[ChunkKey], expected: Expected) -> None:
+        """Add chunks that only shared pools hold to a lookup, if it is still open when they answer."""
+        try:
+            known = await self._discovering.ask(keys, expected)
+            if not found.unknown:
+                self._bring_up(keys[:known])
+            elif self._extend(found, keys[len(keys) - found.unknown :]):
+                self._extend_partially(found, keys)
+        finally:
+            found.unknown = 0
+            found.answered.set()
+
+    async def _query_boundary(
+        self, found: Lookup, keys: Sequence[ChunkKey], expected: Expected, state_bytes: int
+    ) -> None:
+        """Add the chunks and the state of the longest usable prefix to a lookup, also of shared pools."""
+        try:
+            await self._boundaries.ask(keys, expected, state_bytes)
+            boundary = self._boundaries.last(keys)
+            if found.unknown:
+                self._extend_to(found, boundary)
+            else:
+                self._bring_up(boundary.needed)
+        finally:
+            found.unknown = 0
+            found.answered.set()
+
+    def _bring_up(self, keys: Sequence[ChunkKey]) -> None:
+        """Load chunks for the next request, because this one no longer waits."""
+        if self._settings.policy == "best_effort":
+            self._prefetching.start(Prefetch(keys=keys, priority=Priority.AHEAD))
