@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import repeat
 from operator import getitem, itemgetter
 
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
@@ -25,7 +24,7 @@ _FIRST_BYTE = itemgetter(0)
 
 def held_prefix(
     keys: Sequence[ChunkKey],
-    rows_by_key: Sequence[dict[ChunkKey, int]],
+    rows_by_key: list[dict[ChunkKey, int]],
     column: bytearray,
     ready: bytearray,
     among: int,
@@ -47,7 +46,7 @@ def held_prefix(
             masks += ready[row : row + length]
             short += length < _SHORT_RUN
         rest = keys[len(rows) :]
-        rows.extend(map(getitem, map(getitem, repeat(rows_by_key), map(_FIRST_BYTE, rest)), rest))
+        rows.extend(map(getitem, map(rows_by_key.__getitem__, map(_FIRST_BYTE, rest)), rest))
     masks += bytes(map(ready.__getitem__, rows[len(masks) :]))
     tiers = bytes(masks).translate(_fastest_of(among))
     held = tiers.find(NO_TIER)

@@ -22,7 +22,7 @@ from obstore.store import LocalStore, MemoryStore, from_url
 
 from kvtier import TierError
 from kvtier.backends.base import GetItem, Outcome, PutItem
-from kvtier.logs import RateLimitedWarning
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
 from kvtier_objectstore.faults import Refused, StoreError, explain, is_full, is_refused, is_shorter
 from kvtier_objectstore.settings import ObjectStoreSettings
@@ -57,7 +57,7 @@ class ChunkStore:
 
     def __init__(self, settings: ObjectStoreSettings, request_seconds: float) -> None:
         self._settings = settings
-        self._warn = RateLimitedWarning(logger)
+        self._warn = RateLimitedLog(logger)
         try:
             self._store = _make_store(settings, timedelta(seconds=request_seconds))
         except OSError as error:
