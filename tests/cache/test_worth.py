@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.catalog.catalog import ALL_TIERS
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.worth import CLEARLY_EARLIER, MIN_GAIN_SECONDS, worth_loading
 from kvtier.tiers.speeds import MIN_SAMPLES
@@ -64,8 +66,17 @@ def test_chunks_in_memory_are_always_used(held: int, arrivals: list[float], comp
         ([0.5, 1, 1.5, 2], 0.49, 4),
         ([0.01, 0.02], 0.001, 2),
         ([], 1.0, 0),
+        ([5, 1], 2.0, 0),
     ],
-    ids=["faster disk", "slower disk", "slow end", "hardly slower", "too short to matter", "nothing"],
+    ids=[
+        "faster disk",
+        "slower disk",
+        "slow end",
+        "hardly slower",
+        "too short to matter",
+        "nothing",
+        "the second arrives first",
+    ],
 )
 def test_examples(arrivals: list[float], compute: float, loaded: int) -> None:
     assert worth_loading(arrivals, compute) == loaded
@@ -115,9 +126,40 @@ async def test_lookup_finds_what_is_worth_waiting_for(
             lookup = harness.cache.look_up(keys, compute=compute)
         assert (lookup.count, lookup.in_flight) == (found, found - 4)
         assert harness.cache.hierarchy.counts["computed_instead"] == 8 - found
+        assert lookup.expected == 0 or found == 8
         assert ("4 of 8 chunks are computed" in caplog.text) == (found == 4)
         await harness.cache.settle(lookup)
         lookup.release()
+
+
+@pytest.mark.anyio
+async def test_chunks_in_flight_for_another_request_are_late_as_well(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    async with opened(settings, "near", prefetch={"deadline": "60s"}) as harness:
+        keys = await half_in_memory(harness, prompt(2048))
+        set_speed(harness, "near", 1.0)
+        harness.sources["near"].delays.hang()
+        patient = harness.cache.look_up(keys)
+        assert patient.in_flight == 4
+        hasty = harness.cache.look_up(keys, compute=0.1)
+        assert (hasty.count, hasty.in_flight) == (4, 0)
+        patient.release()
+        hasty.release()
+
+
+@pytest.mark.anyio
+async def test_state_is_loaded_with_all_chunks_before_it_or_computed(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    async with opened(settings, "near", prefetch={"deadline": "60s"}) as harness:
+        keys = await half_in_memory(harness, prompt(2048))
+        set_speed(harness, "near", 1.0)
+        _, sources = harness.cache.hierarchy.catalog.prefix_rows(keys)
+        decide = partial(harness.cache.worth.decide, keys, sources, ALL_TIERS)
+        assert decide(0.1, whole=False) == (4, 0.0)
+        assert decide(0.1, whole=True) == (0, 0.0)
+        assert decide(2.0, whole=True)[0] == 8
 
 
 @pytest.mark.anyio
