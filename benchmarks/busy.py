@@ -51,7 +51,7 @@ from benchmarks.look_up import is_ready, look_up
 from kvtier.bench.timing import percentile, rotated
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
-from kvtier.bridge.protocol import Hello, Role
+from kvtier.bridge.protocol import Hello, Role, Run
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
@@ -330,11 +330,7 @@ class Bench:
 
 
 def reserve(scheduler: SchedulerBridge, keys: Sequence[ChunkKey]) -> list[Any]:
-    """Reserve a chunk for each of many prompts, in one message if this version of the bridge can."""
-    try:
-        from kvtier.bridge.protocol import Run
-    except ImportError:
-        return [scheduler.reserve(ROOT, [key], CHUNK_TOKENS, seconds=LIMIT_SECONDS)[0] for key in keys]
+    """Reserve a chunk for each of many prompts, in one message."""
     call = scheduler.reserve([Run(ROOT, key, CHUNK_TOKENS) for key in keys])
     while call is not None and not call.settled:
         scheduler.poll(LIMIT_SECONDS)

@@ -165,7 +165,8 @@ def speedup_of(seconds: Sequence[Sequence[float]]) -> float | None:
     """Return the speed of the first side relative to the second, as the median over the turns."""
     if len(seconds) < 2:
         return None
-    return statistics.median(theirs / ours for ours, theirs in zip(*seconds, strict=True))
+    ours, theirs = seconds
+    return statistics.median(slow / fast for fast, slow in zip(ours, theirs, strict=True))
 
 
 def make_row(name: str, figures: Sequence[float], speedup: float | None) -> list[object]:

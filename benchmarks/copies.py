@@ -19,6 +19,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import anyio
 import torch
@@ -80,14 +81,16 @@ def measure(name: str, group: GroupLayout, max_bytes: int, runs: int) -> list[tu
     if native.available():
         contestants["native"] = NativeCopies(layout, 0, pages, NULL)
         contestants["one"] = NativeCopies(layout, 0, pages, NULL, threads=1)
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for verb in ("load", "save"):
         addresses = buffer.data_ptr(), address_of(memory)
         target, source = addresses if verb == "save" else addresses[::-1]
-        calls = {"memcpy": sync(lambda: ctypes.memmove(target, source, length))}  # noqa: B023 - called at once
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "memcpy": sync(lambda: ctypes.memmove(target, source, length))
+        }
         for title, copies in contestants.items():
-            calls[title] = sync(lambda copies=copies: getattr(copies, verb)(mapped, chunks))  # noqa: B023
-        seconds = anyio.run(interleave, calls, runs)
+            calls[title] = sync(partial(getattr(copies, verb), mapped, chunks))
+        seconds = anyio.run(partial(interleave, calls, runs))
         limit = seconds["memcpy"]
         figures = [
             ratio(seconds[title], limit) if title in seconds else "" for title in ("torch", "native", "one")

@@ -141,11 +141,11 @@ class Bench:
                 stack.push_async_callback(backend.close)
                 await backend.register(self._arena)
                 backends[side] = Seal(backend) if side == "sealed" else backend
-            writes = {
+            writes: dict[str, Callable[[], Awaitable[None]]] = {
                 "raw": self._raw_write,
                 **{side: partial(put, backends[side], self._chunks) for side in SIDES},
             }
-            reads = {
+            reads: dict[str, Callable[[], Awaitable[None]]] = {
                 "raw": self._raw_read,
                 **{side: partial(get, backends[side], self._chunks) for side in SIDES},
             }
@@ -235,6 +235,7 @@ async def timed(side: Callable[[], Awaitable[None]]) -> Run:
     """Time one run. A timer on the loop measures how long its thread computed between two ticks."""
     loop = asyncio.get_running_loop()
     longest, last = 0.0, time.thread_time()
+    timer: asyncio.Handle
 
     def tick() -> None:
         nonlocal longest, last, timer

@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -53,7 +54,7 @@ class Work:
 
     arena: native.cuda.PinnedMemory
     pages: native.cuda.DevicePages
-    chunks: list[tuple[int, list[list[int]]]]
+    chunks: list[tuple[int, Sequence[Sequence[int]]]]
     length: int
     host: torch.Tensor
     device: torch.Tensor
@@ -127,7 +128,7 @@ def prepare(group: GroupLayout, arena: MappedArena, max_bytes: int) -> Work:
         for page_bytes in group.page_bytes
     ]
     order = random.Random(1).sample(range(1, num_blocks), num_blocks - 1)
-    chunks = [
+    chunks: list[tuple[int, Sequence[Sequence[int]]]] = [
         (index * chunk_bytes + HEADER_BYTES, [order[index * per_chunk : (index + 1) * per_chunk]])
         for index in range(count)
     ]
@@ -152,7 +153,8 @@ def timed_on_stream(work: Callable[[], object]) -> float:
     work()
     ended.record()
     ended.synchronize()
-    return started.elapsed_time(ended) / 1e3
+    seconds: float = started.elapsed_time(ended) / 1e3
+    return seconds
 
 
 def timed_copy(work: Callable[[], int], pages: native.cuda.DevicePages) -> tuple[float, float]:
@@ -172,7 +174,7 @@ def speeds(name: str, group: GroupLayout, work: Work, direction: str, runs: int)
     for turn in range(-1, runs):
         limit = timed_on_stream(lambda: work.large(direction))
         for method in METHODS:
-            took, begin = timed_copy(lambda method=method: work.begin(direction, method), work.pages)
+            took, begin = timed_copy(partial(work.begin, direction, method), work.pages)
             if turn >= 0:
                 ratios[method].append(limit / took)
                 if method == "BEST":
@@ -235,20 +237,21 @@ def steps_with_saves(name: str, work: Work, runs: int) -> tuple[object, ...]:
     part = max(1, len(work.chunks) // steps)
     tickets: list[int] = []
 
-    def step(at: int, saves: bool, waits: bool) -> None:
-        for _ in range(4):
-            torch.matmul(matrix, matrix, out=out)
-        if saves:
-            tickets.append(work.pages.save(work.arena, work.chunks[at * part : (at + 1) * part], stream))
-        if waits:
-            work.pages.hold(stream, tickets[-1])
+    def run_steps(saves: bool, waits: bool) -> None:
+        for at in range(steps):
+            for _ in range(4):
+                torch.matmul(matrix, matrix, out=out)
+            if saves:
+                tickets.append(work.pages.save(work.arena, work.chunks[at * part : (at + 1) * part], stream))
+            if waits:
+                work.pages.hold(stream, tickets[-1])
 
     alone_ms: list[float] = []
     ratios: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(-1, runs):
-        alone = timed_on_stream(lambda: [step(at, False, False) for at in range(steps)])
+        alone = timed_on_stream(partial(run_steps, False, False))
         for waits, found in ratios.items():
-            took = timed_on_stream(lambda waits=waits: [step(at, True, waits) for at in range(steps)])
+            took = timed_on_stream(partial(run_steps, True, waits))
             while tickets:
                 work.pages.wait(tickets.pop())
             if turn >= 0:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -146,4 +146,5 @@ if __name__ == "__main__":
     end_with(int(sys.argv[1]))
     if sys.argv[2] != "fragment":
         print("ready", flush=True)
-    {"spin": spin, "write": write, "fragment": fragment}[sys.argv[2]](*sys.argv[3:])
+    loads: dict[str, Callable[..., None]] = {"spin": spin, "write": write, "fragment": fragment}
+    loads[sys.argv[2]](*sys.argv[3:])

@@ -96,7 +96,7 @@ def controller() -> Iterator[str]:
     port = free_port()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     with tempfile.TemporaryDirectory() as folder:
-        state = Path(folder) / "state"
+        state = str(Path(folder) / "state")
         command = [sys.executable, "-m", "kvtier", "controller", "--listen", address(port), "--state", state]
         process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
         try:

@@ -75,7 +75,7 @@ class Commands:
 
     async def clear(self, _: int) -> float:
         """Clear the cache; return the number of removed chunks."""
-        return await self._instance.cache.clear()
+        return (await self._instance.cache.clear()).chunks
 
     async def wait_for_link(self, _: int) -> float:
         """Wait for the link to the peer."""

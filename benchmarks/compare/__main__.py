@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -61,10 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.json.write_text(json.dumps([pair.as_json() for pair in pairs], indent=2) + "\n")
 
 
-def in_loop(measure: Callable[..., object], args: argparse.Namespace, **options: object) -> list[Pair]:
+def in_loop(
+    measure: Callable[..., Awaitable[list[Pair]]], args: argparse.Namespace, **options: object
+) -> list[Pair]:
     extent = tiers.Extent(args.size * MIB, args.chunks, args.pairs)
-    pairs: list[Pair] = anyio.run(partial(measure, extent, **options))
-    return pairs
+    return anyio.run(partial(measure, extent, **options))
 
 
 def tokens(args: argparse.Namespace) -> list[Pair]:

@@ -231,7 +231,7 @@ class Disk(Tier):
             os.close(descriptor)
 
 
-class CpuConnector(GPUConnectorInterface):
+class CpuConnector(GPUConnectorInterface):  # type: ignore[misc]
     """Copies between an engine's paged CPU tensors, ``[2, slots, width]`` per layer, and LMCache's memory."""
 
     def __init__(self, caches: list[torch.Tensor]) -> None:

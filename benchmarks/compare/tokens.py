@@ -24,10 +24,11 @@ from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.bridge.protocol import Hello
 from kvtier.demo.server import start_cache
+from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.layout import ModelLayout, Region
-from kvtier.integrations.vllm.metadata import ChunkCopy, Job
+from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.worker import WorkerSide
-from kvtier.memory.keys import chunk_keys, root_key
+from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
@@ -113,7 +114,7 @@ class Engine:
         self._scheduler.close()
         self._worker.close()
 
-    def _found(self, keys: Sequence[bytes]) -> int:
+    def _found(self, keys: Sequence[ChunkKey]) -> int:
         ticket = self._scheduler.look_up(keys, len(self._tokens))
         lookup = None if ticket is None else self._scheduler.found(ticket, wait=TIMEOUT_SECONDS)
         if ticket is None or lookup is None:

@@ -169,7 +169,8 @@ class Redis(Connector):
     """``redis://``: redis-py, with a second key for the metadata of a chunk."""
 
     async def _get_batch(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj]:
-        return await self._connector.batched_get_non_blocking("get", list(keys))
+        objects: list[MemoryObj] = await self._connector.batched_get_non_blocking("get", list(keys))
+        return objects
 
     async def _hold(self, names: Sequence[str]) -> None:
         client = self._connector.getWrappedConnector().connection
@@ -180,7 +181,8 @@ class Resp(Connector):
     """``resp://``: a client in C++ with its own threads."""
 
     async def _get_batch(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj]:
-        return await self._connector.batched_get(list(keys))
+        objects: list[MemoryObj] = await self._connector.batched_get(list(keys))
+        return objects
 
     async def _hold(self, names: Sequence[str]) -> None:
         client = self._connector.getWrappedConnector().client

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -59,7 +60,7 @@ def update_message(batch: int) -> bytes:
 class Commands:
     """Commands of the benchmark. Each method takes a number and returns one."""
 
-    def __init__(self, manager: object, port: int, pull: str) -> None:
+    def __init__(self, manager: Any, port: int, pull: str) -> None:  # noqa: ANN401 - of LMCache
         self._manager = manager
         self._kv = manager.kv_controller
         self._registry = manager.kv_controller.registry
@@ -133,6 +134,8 @@ class Commands:
         """Return the seconds until that many messages with new keys from another process are in the index."""
         command = [sys.executable, __file__, "--push", self.pull, str(batches)]
         pusher = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1)
+        assert pusher.stdin is not None
+        assert pusher.stdout is not None
         await pusher.stdout.readline()
         expected = self._registry.get_total_kv_count() + batches * BATCH_KEYS
         started = time.perf_counter()
@@ -170,7 +173,8 @@ def push(url: str, batches: int) -> None:
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
+        port: int = found.getsockname()[1]
+        return port
 
 
 def resident_bytes() -> int:
