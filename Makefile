@@ -147,6 +147,7 @@ lint: $(VENV)/.kvtier  ## Check style, types and dependencies
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks
 	$(BIN)/mypy $(PLUGINS:%=%/src)
 	$(BIN)/deptry kvtier
 	$(BIN)/deptry tests benchmarks soak fuzz --ignore DEP002,DEP004

@@ -18,7 +18,7 @@ import ctypes
 import os
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import anyio
@@ -85,9 +85,7 @@ def measure(name: str, group: GroupLayout, max_bytes: int, runs: int) -> list[tu
     for verb in ("load", "save"):
         addresses = buffer.data_ptr(), address_of(memory)
         target, source = addresses if verb == "save" else addresses[::-1]
-        calls: dict[str, Callable[[], Awaitable[object]]] = {
-            "memcpy": sync(lambda: ctypes.memmove(target, source, length))
-        }
+        calls = {"memcpy": sync(partial(ctypes.memmove, target, source, length))}
         for title, copies in contestants.items():
             calls[title] = sync(partial(getattr(copies, verb), mapped, chunks))
         seconds = anyio.run(partial(interleave, calls, runs))
@@ -105,7 +103,7 @@ def measure(name: str, group: GroupLayout, max_bytes: int, runs: int) -> list[tu
     return rows
 
 
-def sync(function: Callable[[], object]) -> Callable[[], object]:
+def sync(function: Callable[[], object]) -> Callable[[], Awaitable[object]]:
     async def call() -> None:
         function()
 
