@@ -104,7 +104,7 @@ test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take mi
 VERSIONS ?= 0.30.0 0.31.0
 
 test-versions: install $(VENV)/.pools system-packages  ## Run the tests of the connector with other versions of vLLM (VERSIONS=…)
-	$(BIN)/python tools/test_versions.py $(VERSIONS) -- $(RERUNS) $(PYTEST)
+	$(BIN)/python tools/test_versions.py $(VERSIONS) -- $(WORKERS) $(RERUNS) $(PYTEST)
 
 # For a machine with a GPU, torch for it, nanobind, scikit-build-core, cmake and ninja, without vLLM and network.
 # All other requirements come from build/gpu-wheels, which make gpu-wheels has filled on another machine.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,11 +19,13 @@ from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.rpc.calls import Call
 from kvtier.units import MIB
 
-__all__ = ["MIB", "confirm", "filled", "interleave", "ratio", "reserve", "show", "speed"]
+__all__ = ["MIB", "confidence", "confirm", "filled", "interleave", "ratio", "reserve", "show", "speed"]
 
 ANSWER_SECONDS = 60.0
+RESAMPLES = 4000
 
 ResultT = TypeVar("ResultT")
+SampleT = TypeVar("SampleT")
 Contestant = Callable[[], Awaitable[object]]
 Step = Callable[[], object]
 
@@ -54,6 +57,14 @@ def ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
 def speed(length: int, seconds: Sequence[float]) -> float:
     """Return the median throughput over the turns, in GB/s."""
     return length / statistics.median(seconds) / 1e9
+
+
+def confidence(samples: Sequence[SampleT], figure: Callable[[Sequence[SampleT]], float]) -> str:
+    """Return a figure with its 95 % confidence interval, from a bootstrap over the samples."""
+    generator = random.Random(0)
+    figures = sorted(figure(generator.choices(samples, k=len(samples))) for _ in range(RESAMPLES))
+    low, high = figures[round(0.025 * RESAMPLES)], figures[round(0.975 * RESAMPLES) - 1]
+    return f"{figure(samples):.3f} ({low:.3f} to {high:.3f})"
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

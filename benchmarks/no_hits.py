@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import states
-from benchmarks.common import show
+from benchmarks.common import confidence, show
 from benchmarks.loads import saturated
 from kvtier.demo.model import make_model
 from tests.vllm import models
@@ -48,7 +48,6 @@ HOST_BYTES = 256 << 20
 DISK_BYTES = 1 << 30
 BLOCKS = 4
 """How often each condition has its turn."""
-RESAMPLES = 4000
 CORES = len(os.sched_getaffinity(0))
 
 TIMED = {"kv_connector_module_path": "benchmarks.no_hits_timed", "kv_connector": "Timed"}
@@ -208,10 +207,10 @@ def report(name: str, model: Model, results: dict[str, Result]) -> None:
     for condition, result in results.items():
         for what, pairs in (("first token", result.first_token), (f"{AT_ONCE} at once", result.at_once)):
             off = statistics.median(without.seconds for _, without in pairs) * 1e3
-            speeds.append((condition, what, off, interval(pairs, median), interval(pairs, of_sums)))
+            speeds.append((condition, what, off, confidence(pairs, median), confidence(pairs, of_sums)))
             requests = len(pairs) * (1 if pairs is result.first_token else AT_ONCE)
             added = [sum(values) / requests * 1e3 for values in zip(*map(difference, pairs), strict=True)]
-            costs.append((condition, what, *added[1:], interval(pairs, by_what_is_added)))
+            costs.append((condition, what, *added[1:], confidence(pairs, by_what_is_added)))
     title = f"{name}: {model.prompt_tokens:,} tokens, {len(result.first_token)} pairs"
     columns = ("", "", "without, ms", "median (95 %)", "of sums (95 %)")
     show(f"{title}: speed relative to that without the cache", columns, speeds)
@@ -223,23 +222,15 @@ def difference(pair: tuple[Sample, Sample]) -> Sample:
     return pair[0].minus(pair[1])
 
 
-def interval(pairs: Pairs, figure: Callable[[Pairs], float]) -> str:
-    """Return a figure with its confidence interval."""
-    generator = random.Random(0)
-    samples = sorted(figure(generator.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
-    low, high = samples[round(0.025 * RESAMPLES)], samples[round(0.975 * RESAMPLES) - 1]
-    return f"{figure(pairs):.3f} ({low:.3f} to {high:.3f})"
-
-
-def median(pairs: Pairs) -> float:
+def median(pairs: Sequence[tuple[Sample, Sample]]) -> float:
     return statistics.median(off.seconds / on.seconds for on, off in pairs)
 
 
-def of_sums(pairs: Pairs) -> float:
+def of_sums(pairs: Sequence[tuple[Sample, Sample]]) -> float:
     return sum(off.seconds for _, off in pairs) / sum(on.seconds for on, _ in pairs)
 
 
-def by_what_is_added(pairs: Pairs) -> float:
+def by_what_is_added(pairs: Sequence[tuple[Sample, Sample]]) -> float:
     """Return the speed if the cache process takes its CPU time from all cores alike."""
     off = sum(off.seconds for _, off in pairs)
     added = sum(more.hooks + more.cache_cpu / CORES for more in map(difference, pairs))

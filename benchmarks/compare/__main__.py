@@ -26,7 +26,7 @@ from benchmarks.compare import tiers
 from benchmarks.compare.pairs import Pair, show_pairs
 from kvtier.units import MIB
 
-ENGINES = ("plain", "kvtier", "kvtier-partial", "lmcache", "offload")
+ENGINES = ("plain", "kvtier", "lmcache", "offload")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,12 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--engines", nargs="*", choices=ENGINES, help="measure in a real vLLM instead; default: all"
     )
+    parser.add_argument(
+        "--restarts", type=int, default=3, help="with --engines: restarts of each; default: %(default)s"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all seconds to a file")
     args = parser.parse_args(arguments)
     if args.engines is not None:
         from benchmarks.compare import engines
 
-        engines.compare(args.engines or ENGINES, args.pairs, args.json)
+        engines.compare(args.engines or ENGINES, args.pairs, args.restarts, args.json)
         return
     pairs: list[Pair] = []
     for row in args.rows or ROWS:

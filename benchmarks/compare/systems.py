@@ -1,0 +1,201 @@
+"""The systems that ``engines.py`` compares: a vLLM server each, and the process that keeps its KV cache.
+
+All with their default settings, but for the capacity of memory and a folder on disk. LMCache runs as its
+server process and its connector, the only way in a vLLM for CPUs. vLLM's own offloading
+(``offload_spec.py``) has no other process and no disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.peer import VERSION, python
+from kvtier.demo.client import Client
+from kvtier.demo.model import make_model
+from kvtier.demo.server import DemoFailed, Server, start_cache, start_vllm
+from kvtier.demo.work import LOCAL_MODEL_ARGUMENTS
+from kvtier.testing.servers import free_port
+
+MAX_TOKENS = 1536
+READY_SECONDS = 300
+HOST_BYTES, DISK_BYTES = 1 << 30, 8 << 30
+"""More than twice what one turn stores. Not more, because four servers share the memory of one machine."""
+
+
+@dataclass
+class Parts:
+    """What a connector needs: arguments and environment of vLLM, and how its cache process is started."""
+
+    arguments: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    start: Callable[[], Server] | None = None
+    persistent: bool = False
+    """Whether the cache outlives its process."""
+
+
+class System:
+    """A vLLM server with a connector."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.parts = SYSTEMS[name](folder)
+        self._folder = folder
+        self._port = free_port()
+        self.client = Client(self._port, str(folder.parent / "model"))
+        self._engine: Server | None = None
+        self._cache: Server | None = None
+
+    def start(self) -> None:
+        """Start what does not run. Raises :class:`DemoFailed`."""
+        if self._cache is None and self.parts.start is not None:
+            self._cache = self.parts.start()
+        self._engine = start_vllm(
+            str(self._folder.parent / "model"),
+            port=self._port,
+            config=None,
+            log=self._folder / "vllm.log",
+            max_tokens=MAX_TOKENS,
+            arguments=[*LOCAL_MODEL_ARGUMENTS, "--dtype", "float32", *self.parts.arguments],
+            connector=False,
+            name=f"vLLM with {self.name}",
+            variables=self.parts.variables,
+        )
+        self._engine.wait_until(self.client.healthy, READY_SECONDS)
+
+    def restart(self, *, cache: bool) -> None:
+        """Restart vLLM, and the cache process as well if ``cache``, as after an upgrade."""
+        if self._engine is not None:
+            self._engine.stop()
+        if cache and self._cache is not None:
+            self._cache.stop()
+            self._cache = None
+        self.start()
+
+    def close(self) -> None:
+        for server in filter(None, (self._engine, self._cache)):
+            server.kill()
+
+
+@contextmanager
+def running(names: Sequence[str]) -> Iterator[list[System]]:
+    """Start systems one after another, without those that cannot start. They idle in between."""
+    # By default, the second of two servers is bound to other cores than the first.
+    os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(os.cpu_count()))
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        make_model(folder / "model")
+        systems = []
+        for name in names:
+            (folder / name).mkdir()
+            system = System(name, folder / name)
+            stack.callback(system.close)
+            try:
+                system.start()
+            except DemoFailed as error:
+                print(f"{name}: skipped: {error}", file=sys.stderr, flush=True)
+            else:
+                print(f"{name}: ready", file=sys.stderr, flush=True)
+                systems.append(system)
+        yield systems
+
+
+def plain(_folder: Path) -> Parts:
+    return Parts()
+
+
+def kvtier(folder: Path) -> Parts:
+    path = folder / "socket"
+    disk = {"name": "ssd", "type": "disk", "path": str(folder / "ssd"), "capacity": DISK_BYTES}
+    settings = {
+        "socket": str(path),
+        "tiers": [{"name": "ram", "type": "cpu", "capacity": HOST_BYTES}, disk],
+    }
+    config = folder / "kvtier.yaml"
+    config.write_text(yaml.safe_dump(settings))
+
+    def start() -> Server:
+        cache = start_cache(config, folder / "cache.log")
+        cache.wait_until(path.exists, READY_SECONDS)
+        return cache
+
+    connector = connector_arguments(
+        "KVTierConnector", kv_connector_module_path="kvtier.integrations.vllm.connector"
+    )
+    return Parts(connector, {"KVTIER_CONFIG_FILE": str(config)}, start, persistent=True)
+
+
+def lmcache(folder: Path) -> Parts:
+    """Run LMCache's server in its own environment, for its connector in vLLM's environment."""
+    port = free_port()
+    command = [
+        *(str(python().with_name("lmcache")), "server", "--host", "127.0.0.1", "--port", str(port)),
+        *("--shm-name", f"kvtier-bench-{os.getpid()}", "--l1-size-gb", str(HOST_BYTES >> 30)),
+        *("--eviction-policy", "LRU", "--supported-transfer-mode", "auto"),
+        *("--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder / "l2")})),
+        *("--http-port", str(free_port()), "--prometheus-port", str(free_port())),
+    ]
+    quiet = {"LMCACHE_LOG_LEVEL": "WARNING", "LMCACHE_TRACK_USAGE": "false"}
+
+    def start() -> Server:
+        server = Server("LMCache", command, {**os.environ, **quiet}, folder / "lmcache.log")
+        server.wait_until(lambda: is_listening(port), READY_SECONDS)
+        return server
+
+    extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+    variables = {"PYTHONPATH": os.pathsep.join([*sys.path[:1], str(lmcache_for_vllm())]), **quiet}
+    connector = connector_arguments("LMCacheMPConnector", kv_connector_extra_config=extra)
+    return Parts(connector, variables, start, persistent=True)
+
+
+def is_listening(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def offload(_folder: Path) -> Parts:
+    """Use vLLM's own connector with an offloading spec for CPUs."""
+    extra = {
+        "spec_name": "CopyingOffloadingSpec",
+        "spec_module_path": "benchmarks.compare.offload_spec",
+        "cpu_bytes_to_use": HOST_BYTES,
+    }
+    root = str(Path(__file__).parents[2])
+    connector = connector_arguments("OffloadingConnector", kv_connector_extra_config=extra)
+    return Parts(connector, {"PYTHONPATH": root})
+
+
+SYSTEMS: dict[str, Callable[[Path], Parts]] = {
+    "plain": plain,
+    "kvtier": kvtier,
+    "lmcache": lmcache,
+    "offload": offload,
+}
+
+
+def connector_arguments(connector: str, **settings: Any) -> list[str]:  # noqa: ANN401 - JSON values
+    config = {"kv_connector": connector, "kv_role": "kv_both", **settings}
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
+def lmcache_for_vllm() -> Path:
+    """Return the folder with packages of LMCache's connector that vLLM lacks. Installs them if missing."""
+    folder = python().parents[1].with_name(f"lmcache-{VERSION}-beside-vllm")
+    done = folder / "installed"
+    if not done.exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        subprocess.run([*command, f"lmcache=={VERSION}", "aiofile", "caio", "sortedcontainers"], check=True)
+        done.touch()
+    return folder
