@@ -139,6 +139,7 @@ def kvtier(folder: Path) -> Parts:
 def lmcache(folder: Path) -> Parts:
     """Run LMCache's server in its own environment, for its connector in vLLM's environment."""
     port = free_port()
+    (folder / "l2").mkdir()
     command = [
         *(str(python().with_name("lmcache")), "server", "--host", "127.0.0.1", "--port", str(port)),
         *("--shm-name", f"kvtier-bench-{os.getpid()}", "--l1-size-gb", str(HOST_BYTES >> 30)),
