@@ -1,6 +1,6 @@
 """Models with states: prompts of all lengths around boundaries, cold and warm, against vLLM without kvtier.
 
-``PROMPTS=1000`` runs so many for each model instead of 70.
+``PROMPTS=1000`` runs so many for each model instead of 70, ``FIRST=600`` those from number 600 on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.vllm.test_states import BLOCK, MAMBA
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-PROMPTS = int(os.environ.get("PROMPTS", "70"))
+FIRST, PROMPTS = int(os.environ.get("FIRST", "0")), int(os.environ.get("PROMPTS", "70"))
 BATCH = 50
 """Prompts that fit into the tiers together."""
 OFFSETS = range(-3, 4)
@@ -29,7 +29,11 @@ NEW = 4
 
 def lengths(block: int) -> list[int]:
     """Return lengths around one to three blocks."""
-    return [block * (1 + at // len(OFFSETS) % 3) + OFFSETS[at % len(OFFSETS)] for at in range(PROMPTS)]
+    return [block * (1 + at // len(OFFSETS) % 3) + OFFSETS[at % len(OFFSETS)] for at in numbers()]
+
+
+def numbers() -> range:
+    return range(FIRST, FIRST + PROMPTS)
 
 
 def tokens_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -68,7 +72,9 @@ def test_prompts_around_boundaries(
     engines: Engines,
 ) -> None:
     model = make(tmp_path / "model")
-    prompts = [models.prompt(length, start=37 * at) for at, length in enumerate(lengths(block))]
+    prompts = [
+        models.prompt(length, start=37 * at) for at, length in zip(numbers(), lengths(block), strict=True)
+    ]
     with engines.engine(model, None, **MAMBA | arguments) as plain:
         expected = tokens_of(plain, prompts)
     hits = stored = 0
