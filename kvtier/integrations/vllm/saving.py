@@ -255,8 +255,8 @@ class Saves:
         self.expect_state(state, chunks).state_blocks = blocks
         del self._states[state.request.request_id, chunks]
 
-    def _forget_states(self, state: RequestState) -> None:
-        """Give up states that a finished request has not come to, such as those that were held already."""
+    def forget_states(self, state: RequestState) -> None:
+        """Give up states that a request has not come to, such as those that were held already."""
         request_id = state.request.request_id
         for key in [key for key in self._states if key[0] == request_id]:
             self._states.pop(key).void = True
@@ -275,7 +275,7 @@ class Saves:
             self.plan(state, computed, min(fresh + self.backlog, self.room), finished=True)
             left = computed // self._layout.chunk_tokens - state.next_chunk
             self._stats.add("not_stored_chunks", max(0, left))
-        self._forget_states(state)
+        self.forget_states(state)
         return self.keep(state, blocks)
 
     def keep(self, state: RequestState, blocks: Blocks) -> bool:
@@ -348,7 +348,10 @@ class Saves:
         # Answers to the last step first: room that is abandoned here can be reserved for others at once.
         jobs = self._use_answers(blocks_of)
         hurries = any(self._hurries(save) for save in self._planned)
-        call = self._request()
+        call = self.request()
+        for earlier, saves in self._requested:
+            if any(save.state_blocks is not None for save in saves):
+                call, hurries = earlier, True
         if hurries and self._bridge.await_reply(call, wait) is not None:
             jobs += self._use_answers(blocks_of)
         for save in self._pending():
@@ -369,7 +372,8 @@ class Saves:
         self._unusable = []
         return [job for job in jobs if job is not None]
 
-    def _request(self) -> Call[list[Slots]] | None:
+    def request(self) -> Call[list[Slots]] | None:
+        """Request room for what is planned, if that is :attr:`possible`. Does not block."""
         if not self._bridge.responsive:
             self._planned = []
         saves = self._planned = [save for save in self._planned if not save.void]

@@ -123,6 +123,11 @@ class SchedulerSide:
         # Before any chunk is promoted or stored, so that none is evicted before it is pushed.
         self._kv_transfers.begin(state)
         self._look_up(state)
+        if self._states is not None and state.stores and self._saves.possible:
+            # States are there for one step, perhaps the first, which must not wait for room. After a hit,
+            # those that continue it are needed instead.
+            self._states.expect(state)
+            self._saves.request()
 
     def _track(self, request: Request, hints: Hints) -> RequestState:
         root = request_root(self._weights.current.namespace, request)
@@ -236,6 +241,8 @@ class SchedulerSide:
         chunk, count = self._layout.chunk_tokens, hit.chunks
         state.hit_chunks = max(count, state.local_tokens // chunk)
         state.next_chunk = max(state.next_chunk, hit.tokens // chunk)
+        if state.hit_chunks:
+            self._saves.forget_states(state)
         if not external_tokens:
             self._cancel_lookup(state)
             return
