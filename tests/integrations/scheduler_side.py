@@ -35,7 +35,7 @@ from kvtier.bridge.protocol import (
 from kvtier.integrations.vllm import loading, prefill
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.metadata import Job
-from kvtier.memory.keys import split_keys
+from kvtier.memory.keys import BLOCK_HASH_BYTES, split_keys
 from kvtier.rpc.unix import UnixConnection
 from kvtier.tiers.speeds import MIN_SAMPLES
 from tests.bridge.conftest import wait_until
@@ -531,6 +531,9 @@ class Streamed:
     def begin(self, tokens: int = 4 * CHUNK_TOKENS) -> None:
         """Let vLLM allocate the blocks of a hit."""
         assert self.matched() == (tokens, True)
+        self.allocate(tokens)
+
+    def allocate(self, tokens: int) -> None:
         self.engine.scheduler.allocated(self.request, self.engine._blocks(list(range(1, 65))), tokens)
 
     def sent(self) -> list[tuple[list[int], bool]]:
@@ -610,6 +613,21 @@ def test_missing_chunk_costs_only_the_rest(streamed: Streamed, cache: Cache) -> 
     assert streamed.matched() == (0, False), "another failure is not retried"
 
 
+def test_chunk_that_is_lost_before_the_allocation_fails_the_load(streamed: Streamed, cache: Cache) -> None:
+    """vLLM takes what it was told for computed, unless the load fails."""
+    streamed.find([1, 2], 2)
+    assert streamed.matched() == (4 * CHUNK_TOKENS, True)
+    streamed.find([], 0)
+    streamed.allocate(4 * CHUNK_TOKENS)
+    assert streamed.sent() == [([], False)]
+    worker: Any = streamed.engine.worker
+    assert worker.loads[0].failure == "only 64 of 128 tokens have arrived"
+    finish_load(streamed.engine, streamed.request, failed=True)
+    streamed.begin(2 * CHUNK_TOKENS)
+    assert streamed.sent() == [([1, 2], False)]
+    assert cache.nothing_received()
+
+
 def test_cancelled_request_stops_its_load(streamed: Streamed, cache: Cache) -> None:
     """vLLM frees its blocks once the workers have reported the load, and until then copies may run."""
     streamed.find([1], 3)
@@ -653,26 +671,34 @@ def test_stalled_load_fails(streamed: Streamed, cache: Cache, monkeypatch: pytes
     assert cache.receive(Cancel).ticket == streamed.ticket
 
 
-@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("allocated", ["before", "after"])
+@pytest.mark.parametrize("equal", [2, 1, 0])
 def test_chunk_that_only_begins_like_the_prompt_is_compared_before_it_is_loaded(
-    streamed: Streamed, equal: bool
+    streamed: Streamed, equal: int, allocated: str
 ) -> None:
-    """Until it has arrived, only one byte of each of its block hashes is known."""
+    """Until it has arrived, only one byte of each of its block hashes is known.
+
+    If more blocks of it are equal than was reported, vLLM has allocated none for those.
+    """
     state = streamed.engine.scheduler._requests[streamed.request.request_id]
-    hashes = state.block_hashes(CHUNK_TOKENS, CHUNK_TOKENS + stepping.BLOCK_TOKENS)
+    hashes = state.block_hashes(CHUNK_TOKENS, 2 * CHUNK_TOKENS)
+    hashes = hashes[: equal * BLOCK_HASH_BYTES] + bytes(len(hashes) - equal * BLOCK_HASH_BYTES)
+    parent = state.parent(1)
     found = CHUNK_TOKENS + stepping.BLOCK_TOKENS
     streamed.find([1], 1, last_tokens=CHUNK_TOKENS, likely_blocks=1)
-    streamed.begin(found)
-    assert streamed.sent() == [([1], True)]
-    if not equal:
-        hashes = bytes(len(hashes))
-    parent = state.parent(1)
+    assert streamed.matched() == (found, True)
+    if allocated == "before":
+        streamed.allocate(found)
+        assert streamed.sent() == [([1], True)]
     streamed.find([2], 0, last_tokens=CHUNK_TOKENS, block_hashes=hashes, parent=parent)
-    assert streamed.sent() == [([2] if equal else [], False)]
-    finish_load(streamed.engine, streamed.request, failed=not equal)
-    if not equal:
-        streamed.begin(CHUNK_TOKENS)
-        assert streamed.sent() == [([1], False)]
+    if allocated == "after":
+        streamed.allocate(found)
+    first = [1] if allocated == "after" else []
+    assert streamed.sent() == [([*first, 2] if equal == 1 else [], False)]
+    finish_load(streamed.engine, streamed.request, failed=equal != 1)
+    if equal != 1:
+        streamed.begin(CHUNK_TOKENS + equal * stepping.BLOCK_TOKENS)
+        assert streamed.sent() == [([1, 2] if equal else [1], False)]
 
 
 def test_lookup_reports_how_long_the_prompt_takes_to_compute(

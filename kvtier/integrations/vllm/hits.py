@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvtier.bridge.client import LookupState
-from kvtier.integrations.vllm.request import RequestState
 from kvtier.memory.keys import equal_blocks
-from kvtier.memory.layout import ChunkLayout
+
+if TYPE_CHECKING:
+    from kvtier.bridge.client import LookupState
+    from kvtier.integrations.vllm.request import RequestState
+    from kvtier.memory.layout import ChunkLayout
 
 
 class Hit(NamedTuple):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtier.integrations.vllm.hints import NO_HINTS, Hints
+from kvtier.integrations.vllm.hits import NO_HIT, Hit
 from kvtier.memory.keys import (
     BLOCK_HASH_BYTES,
     TOKEN_BYTES,
@@ -47,6 +48,8 @@ class RequestState:
     """Whether the scheduler has already waited for the lookup's answer once."""
     local_tokens: int = 0
     """Tokens that vLLM's own cache held at the last query."""
+    hit: Hit = NO_HIT
+    """What vLLM was told at the last query. It computes these tokens only if their load fails."""
     settled: int | None = None
     """Tokens that had been computed before the last step in which the request was scheduled."""
     next_chunk: int = 0

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from kvtier.bridge.client import LookupState, SchedulerBridge
+from kvtier.bridge.client import SchedulerBridge
 from kvtier.catalog.siblings import marks_of
 from kvtier.integrations.vllm.engine_blocks import EngineBlocks, published_group
 from kvtier.integrations.vllm.hints import Hints
-from kvtier.integrations.vllm.hits import Hit, hit_of
+from kvtier.integrations.vllm.hits import hit_of
 from kvtier.integrations.vllm.kv_events import KVEvents
 from kvtier.integrations.vllm.kv_transfer import KVTransfers
 from kvtier.integrations.vllm.layout import ModelLayout
@@ -208,7 +208,8 @@ class SchedulerSide:
             self._cancel_lookup(state)
             return NOTHING
         state.local_tokens, state.branch = local_tokens, lookup.held
-        tokens = self._hit(state, lookup).tokens
+        state.hit = hit_of(lookup, state, self._layout)
+        tokens = state.hit.tokens
         return (tokens - local_tokens, True) if tokens > local_tokens else NOTHING
 
     def _wait_left(self, limit: float) -> float:
@@ -219,9 +220,6 @@ class SchedulerSide:
         if state.ticket is not None:
             self._bridge.cancel(state.ticket)
             state.ticket = None
-
-    def _hit(self, state: RequestState, lookup: LookupState) -> Hit:
-        return hit_of(lookup, state, self._layout)
 
     # Loading, after blocks have been allocated to a request.
 
@@ -236,8 +234,9 @@ class SchedulerSide:
             if external_tokens:
                 self._loads.fail(state, LOST)
             return
-        # Fewer than were found, if another part of the engine has fewer.
-        hit = self._hit(state, lookup).up_to(state.local_tokens + external_tokens, self._layout.chunk_tokens)
+        # What was reported, although chunks may have been lost since: only a failed load tells vLLM that. Or
+        # fewer, if another part of the engine has fewer.
+        hit = state.hit.up_to(state.local_tokens + external_tokens, self._layout.chunk_tokens)
         chunk, count = self._layout.chunk_tokens, hit.chunks
         state.hit_chunks = max(count, state.local_tokens // chunk)
         state.next_chunk = max(state.next_chunk, hit.tokens // chunk)
