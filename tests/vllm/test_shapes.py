@@ -158,15 +158,19 @@ def test_ends_of_prompts_of_every_length_with_windows(make_cache: MakeCache, sta
     cache = make_cache(partial_chunks=True)
     cache.start()
     engine = start(Shape(windows=True, layers=2), cache)
-    ends = {length: models.prompt(length, start=400 * length) for length in range(CHUNK // 2, CHUNK + 40)}
+    worse = dict.fromkeys(range(CHUNK // 2, CHUNK + 40), 0)
     deadline = time.monotonic() + TIMEOUT_SECONDS
     for attempt in itertools.count():
-        engine.generate(list(ends.values()), 1)
+        # Other prompts each time: a longer chunk replaces those that it begins with, but not in a window.
+        starts = {length: [attempt, *models.prompt(length - 1, start=400 * length)] for length in worse}
+        engine.generate(list(starts.values()), 1)
         cache.wait_until_idle()
         engine.reset()
-        hits = engine.generate([tokens + [attempt] * 50 for tokens in ends.values()], 1)
+        hits = engine.generate([tokens + [attempt] * 50 for tokens in starts.values()], 1)
         engine.reset()
-        worse = {length: hit for length, hit in zip(ends, hits, strict=True) if hit < length // BLOCK * BLOCK}
+        worse = {
+            length: hit for length, hit in zip(worse, hits, strict=True) if hit < length // BLOCK * BLOCK
+        }
         if not worse:
             break
         assert time.monotonic() < deadline, worse
