@@ -141,7 +141,8 @@ class Engine:
             num_scheduled_tokens=dict.fromkeys(requests, tokens),
             total_num_scheduled_tokens=tokens * len(requests),
             kv_connector_block_state=SimpleNamespace(
-                get_block_ids=lambda name: self.table(requests[name]) if name in requests else None
+                get_block_ids=lambda name: self.table(requests[name]) if name in requests else None,
+                boundary_state_offloads={},
             ),
         )
         metadata = self.scheduler.build_metadata(output)

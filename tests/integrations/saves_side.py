@@ -183,6 +183,19 @@ def test_step_waits_for_the_room_of_a_state(saves: Saves, bridge: Bridge, state:
     assert bridge.waits == [0.5]
 
 
+def test_step_waits_for_room_that_was_requested_before_it(
+    saves: Saves, bridge: Bridge, state: RequestState
+) -> None:
+    """The answer comes in the step that leaves the state."""
+    saves.expect_state(state, 2)
+    saves.request()
+    saves.plan_state(state, 2, BLOCKS)
+    bridge.answers = True
+    [job] = saves.step(lambda _: None, 0.5)
+    assert job.leases == [1]
+    assert (bridge.waits, bridge.abandoned) == ([0.5], [])
+
+
 KV = ChunkLayout(16, (GroupLayout(16, (64,)),))
 
 

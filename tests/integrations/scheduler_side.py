@@ -18,6 +18,7 @@ from vllm.v1.request import RequestStatus
 
 from benchmarks import stepping
 from benchmarks.stepping import CHUNK_TOKENS, Engine, make_request
+from kvtier import Settings
 from kvtier.bridge.protocol import (
     Abandon,
     Cancel,
@@ -34,8 +35,12 @@ from kvtier.bridge.protocol import (
 )
 from kvtier.integrations.vllm import loading, prefill
 from kvtier.integrations.vllm import scheduler as scheduler_module
+from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job
-from kvtier.memory.keys import BLOCK_HASH_BYTES, split_keys
+from kvtier.integrations.vllm.scheduler import SchedulerSide
+from kvtier.integrations.vllm.weights import EngineWeights
+from kvtier.memory.keys import BLOCK_HASH_BYTES, split_keys, state_key
+from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc.unix import UnixConnection
 from kvtier.tiers.speeds import MIN_SAMPLES
 from tests.bridge.conftest import wait_until
@@ -699,6 +704,45 @@ def test_chunk_that_only_begins_like_the_prompt_is_compared_before_it_is_loaded(
     if equal != 1:
         streamed.begin(CHUNK_TOKENS + equal * stepping.BLOCK_TOKENS)
         assert streamed.sent() == [([1, 2] if equal else [1], False)]
+
+
+@pytest.fixture
+def with_states(engine: Engine) -> SchedulerSide:
+    """The scheduler side of a model that keeps a state as well."""
+    groups = GroupLayout(stepping.BLOCK_TOKENS, (1024,)), GroupLayout(CHUNK_TOKENS, (1024,), state=True)
+    model = ModelLayout(ChunkLayout(CHUNK_TOKENS, groups), bytes(32), (), group_ids=(0, 1))
+    settings = Settings(chunk_tokens=CHUNK_TOKENS)
+    engine.scheduler = SchedulerSide(
+        settings, model, engine.bridges[0], weights=EngineWeights("", lambda _: bytes(32))
+    )
+    return engine.scheduler
+
+
+def test_room_for_states_is_requested_with_the_lookup(with_states: SchedulerSide, cache: Cache) -> None:
+    """The first step may be the only one that leaves them."""
+    request = make_request(4 * CHUNK_TOKENS + 1)
+    with_states.on_new_request(request)
+    look_up = cache.receive(Lookup)
+    ends = split_keys(look_up.keys)[2:]
+    assert {run.keys for run in cache.receive(Reserve).runs} == {state_key(key) for key in ends}
+
+
+def test_after_a_hit_room_is_requested_for_states_that_continue_it(
+    with_states: SchedulerSide, engine: Engine, cache: Cache
+) -> None:
+    request = make_request(4 * CHUNK_TOKENS + 1)
+    with_states.on_new_request(request)
+    look_up = cache.receive(Lookup)
+    early = cache.answer(cache.receive(Reserve))
+    cache.send(Found(look_up.ticket, [11, 12, 13], [0, 4096, 8192], [0, 0, 0], 0))
+    hit = 2 * CHUNK_TOKENS
+    wait_until(lambda: with_states.matched_tokens(request, 0) == (hit, True))
+    with_states.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1] * 8, [2] * 8)), hit)
+    engine.admit(request)
+    engine.step(0)
+    assert sorted(cache.receive(Abandon).leases) == early
+    runs = cache.receive(Reserve).runs
+    assert {run.continued for run in runs} == {split_keys(look_up.keys)[1]}
 
 
 def test_lookup_reports_how_long_the_prompt_takes_to_compute(
