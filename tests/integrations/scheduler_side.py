@@ -27,7 +27,6 @@ from kvtier.bridge.protocol import (
     Found,
     Held,
     Lookup,
-    Release,
     Reserve,
     Reserved,
     UseWeights,
@@ -471,7 +470,7 @@ def test_reset_waits_for_a_second_at_most_and_not_at_all_if_unresponsive(
 
 
 def test_fewer_tokens_than_were_found(engine: Engine, cache: Cache) -> None:
-    """Another part of the engine has fewer: what is not loaded is released at once, and not counted."""
+    """Another part of the engine has fewer: the rest is neither loaded nor counted."""
     request = make_request(4 * CHUNK_TOKENS)
     engine.scheduler.on_new_request(request)
     look_up = cache.receive(Lookup)
@@ -479,7 +478,6 @@ def test_fewer_tokens_than_were_found(engine: Engine, cache: Cache) -> None:
     found = 4 * CHUNK_TOKENS
     wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (found, True))
     engine.scheduler.allocated(request, engine._blocks([0] * 64), 2 * CHUNK_TOKENS)
-    assert cache.receive(Release).leases == [3, 4]
     engine.step()
     [load] = engine.worker.loads  # type: ignore[attr-defined]
     assert load.leases == [1, 2]

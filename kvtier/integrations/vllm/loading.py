@@ -70,10 +70,12 @@ class Loads:
         return len(self._loads)
 
     def begin(self, state: RequestState, lookup: LookupState, hit: Hit, blocks: Blocks) -> None:
-        """Start to load a hit into blocks, and use the state's lookup for it. Releases what is not needed."""
+        """Start to load a hit into blocks, and use the state's lookup for it.
+
+        All of its leases are kept: if the load has to be repeated, vLLM may have evicted what it had.
+        """
         assert state.ticket is not None
         first, stop = state.local_tokens // self._layout.chunk_tokens, hit.chunks + self._layout.has_states
-        self._bridge.release(lookup.leases[:first] + lookup.leases[stop:])
         load = Load(state, self._bridge.epoch, state.ticket, hit, blocks, first, stop)
         self._loads[state.request.request_id], state.ticket = load, None
 

@@ -1,0 +1,485 @@
+"""Whatever a cache process answers, and whenever: vLLM takes no token for computed that was not loaded.
+
+The scheduler's side of the connector runs between two models. That of vLLM's scheduler asks, allocates,
+computes, preempts and aborts. That of a cache process answers in pieces, late, or not at all, between any two
+hooks. See ``test_with_vllm.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.v1.request import RequestStatus
+
+from benchmarks.stepping import make_request
+from kvtier import Settings
+from kvtier.bridge import bridge as bridge_module
+from kvtier.bridge import protocol
+from kvtier.bridge.client import SchedulerBridge
+from kvtier.bridge.protocol import Abandon, Cancel, Found, Hello, Lookup, Release, Reserve, Reserved, Welcome
+from kvtier.errors import ChannelClosed
+from kvtier.integrations.vllm import scheduler as scheduler_module
+from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
+from kvtier.integrations.vllm.layout import ModelLayout
+from kvtier.integrations.vllm.metadata import Job
+from kvtier.integrations.vllm.scheduler import SchedulerSide
+from kvtier.integrations.vllm.weights import EngineWeights
+from kvtier.memory.keys import BLOCK_HASH_BYTES, ChunkKey, split_keys
+from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout
+from kvtier.rpc import client as client_module
+
+CHUNK, BLOCK, WINDOW = 64, 16, 40
+BLOCKS = CHUNK // BLOCK
+MAX_TOKENS = 6 * CHUNK
+STEPS = 60
+ATTENTION = GroupLayout(BLOCK, (64,))
+LAYOUTS = {
+    "attention": ChunkLayout(CHUNK, (ATTENTION,)),
+    "window": ChunkLayout(CHUNK, (ATTENTION, GroupLayout(BLOCK, (64,), window=WINDOW))),
+    "states": ChunkLayout(CHUNK, (ATTENTION, GroupLayout(CHUNK, (64,), state=True))),
+}
+
+
+class Content(NamedTuple):
+    """What a lease holds."""
+
+    prompt: str
+    """The request whose tokens these are."""
+    chunk: int
+    tokens: int
+    """How many of its tokens are those of the prompt; :data:`STATE_TOKENS` for the state at its end."""
+
+
+@dataclass(repr=False)
+class CacheModel:
+    """Answers each request as a cache process may, in messages that arrive one by one."""
+
+    random: Random
+    layout: ChunkLayout
+    epoch: int = 1
+    pending: list[Any] = field(default_factory=list)
+    leases: dict[int, Content] = field(default_factory=dict)
+    """What is leased for lookups."""
+    reserved: dict[int, ChunkKey] = field(default_factory=dict)
+    lookups: dict[int, list[int]] = field(default_factory=dict)
+    keys: dict[ChunkKey, tuple[str, int]] = field(default_factory=dict)
+    """The request and the number of each chunk that was looked up."""
+    asking: Any = None
+    """The state of the request for which the connector is called."""
+    last: int = 0
+
+    def lease(self) -> int:
+        self.last += 1
+        return self.last
+
+    def take(self, message: Any) -> None:
+        match message:
+            case Lookup():
+                self.pending += self.look_up(message)
+            case Reserve():
+                keys = [key for run in message.runs for key in split_keys(run.keys)]
+                leases = [self.random.choice((self.lease(), self.lease(), 0)) for _ in keys]
+                self.reserved.update((lease, key) for lease, key in zip(leases, keys, strict=True) if lease)
+                self.pending.append(Reserved(message.ticket, leases, [0] * len(leases)))
+            case Cancel():
+                for lease in self.lookups.pop(message.ticket, ()):
+                    self.leases.pop(lease, None)
+                self.pending = [
+                    answer
+                    for answer in self.pending
+                    if not (isinstance(answer, Found) and answer.ticket == message.ticket)
+                    or self.random.random() < 0.5  # It was under way.
+                ]
+            case Release():
+                for lease in message.leases:
+                    del self.leases[lease]
+            case Abandon():
+                for lease in message.leases:
+                    del self.reserved[lease]
+
+    def look_up(self, message: Lookup) -> Iterator[Found]:
+        """Yield the answers to a lookup: what is in memory, then what arrives, if it does."""
+        keys, name = split_keys(message.keys), self.asking.request.request_id
+        self.keys.update((key, (name, at)) for at, key in enumerate(keys))
+        held = self.random.randint(0, len(keys))
+        contents = [Content(name, at, min(CHUNK, message.tokens - at * CHUNK)) for at in range(held)]
+        more: dict[str, Any] = {}
+        last: dict[str, Any] = {}
+        if self.layout.has_states:
+            boundary = self.random.randint(0, held)
+            contents = contents[:boundary] + [Content(name, boundary, STATE_TOKENS)] * bool(boundary)
+            more = {"held": held, "needed": len(contents)}
+        elif similar := self._similar(message, keys, held):
+            content, more, last = similar
+            contents.append(content)
+        ready = self.random.randint(0, len(contents))
+        lost = self.random.random() < 0.4
+        end = self.random.randint(ready, len(contents)) if lost else len(contents)
+        at, first = 0, True
+        while first or at < end:
+            count = ready if first else self.random.randint(1, end - at)
+            # What is lost is known at the end, or in a message of its own.
+            final = at + count == end and (end == len(contents) or self.random.random() < 0.5)
+            if final and end == len(contents):
+                more = {**more, **last}
+            elif final and end < len(contents) and "last_tokens" in more:
+                more = {}
+            yield self._found(
+                message.ticket, contents[at : at + count], 0 if final else len(contents) - at - count, more
+            )
+            at, first = at + count, False
+            if final:
+                return
+        more = {name: value for name, value in more.items() if name in ("held", "needed")}
+        yield self._found(message.ticket, [], 0, more)
+
+    def _similar(
+        self, message: Lookup, keys: Sequence[ChunkKey], held: int
+    ) -> tuple[Content, dict[str, Any], dict[str, Any]] | None:
+        """Return a chunk that begins like the first one that is not held; ``None`` if there is none."""
+        start = held * CHUNK
+        blocks = min(BLOCKS, len(message.marks) - held * BLOCKS)
+        if blocks < 1 or self.random.random() < 0.5:
+            return None
+        likely = self.random.randint(1, blocks)
+        equal = self.random.choice((likely, self.random.randint(0, likely)))
+        stored = self.random.randint(likely * BLOCK, CHUNK)
+        hashes = self.asking.block_hashes(start, start + equal * BLOCK)
+        hashes += bytes((stored // BLOCK - equal) * BLOCK_HASH_BYTES)
+        parent = keys[held - 1] if held else message.root
+        content = Content(self.asking.request.request_id, held, equal * BLOCK)
+        return (
+            content,
+            {"last_tokens": stored, "likely_blocks": likely},
+            {"block_hashes": hashes, "parent": parent},
+        )
+
+    def _found(self, ticket: int, contents: Sequence[Content], fetching: int, more: dict[str, Any]) -> Found:
+        leases = [self.lease() for _ in contents]
+        self.leases.update(zip(leases, contents, strict=True))
+        self.lookups.setdefault(ticket, []).extend(leases)
+        # Not all of them may have been located, as far as anyone knows.
+        located = fetching if self.random.random() < 0.9 else self.random.randint(0, fetching)
+        offsets, sources = [0] * len(leases), [0] * len(leases)
+        return Found(
+            ticket, leases, offsets, sources, fetching, coming=[(1, located)] if located else [], **more
+        )
+
+
+class Connection:
+    """A connection to the model of a cache process. Any call may deliver some answers."""
+
+    congested = False
+
+    def __init__(self, cache: CacheModel) -> None:
+        self.cache = cache
+        self.greeted = False
+        self.welcome = Welcome(protocol.VERSION, cache.epoch, 1 << 20, ["ram", "ssd"], ["cpu", "disk"], None)
+
+    def send(self, message: Any) -> None:
+        self.cache.take(message)
+
+    def receive(self, wait: float = 0.0) -> list[Any]:
+        if not self.greeted:
+            self.greeted = True
+            return []
+        if self.cache.random.random() < 0.005:
+            self.cache.epoch += 1
+            for lost in (self.cache.pending, self.cache.leases, self.cache.reserved, self.cache.lookups):
+                lost.clear()
+            raise ChannelClosed("it was killed")
+        count = self.cache.random.choice((0, 0, 1, 1, len(self.cache.pending)))
+        arrived, self.cache.pending = self.cache.pending[:count], self.cache.pending[count:]
+        return arrived
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class Running:
+    """A request in the model of vLLM's scheduler."""
+
+    request: Any
+    tables: tuple[list[int], ...] = ()
+    local: int = 0
+    promised: int = 0
+    """The tokens that are there once the load is done; 0 if there is none."""
+    computed: int | None = None
+    """``None`` while it waits."""
+    aborted: bool = False
+
+
+class EngineModel:
+    """The part of vLLM's scheduler that trusts the connector, and workers whose copies are recorded."""
+
+    def __init__(self, random: Random, layout: ChunkLayout, connections: list[CacheModel]) -> None:
+        self.random = random
+        self.layout = layout
+        self.cache = CacheModel(random, layout)
+        connections[:] = [self.cache]
+        groups = tuple(range(len(layout.groups)))
+        model = ModelLayout(layout, bytes(32), (), group_ids=groups)
+        hello = Hello(protocol.VERSION, "engine", "scheduler", 0, layout, model.namespace)
+        self.bridge = SchedulerBridge(hello, SimpleNamespace())  # type: ignore[arg-type]
+        assert self.bridge.ready() or self.bridge.ready()
+        weights = EngineWeights("", lambda _: bytes(32))
+        self.side = SchedulerSide(Settings(chunk_tokens=CHUNK), model, self.bridge, weights=weights)
+        self.requests: dict[str, Running] = {}
+        self.blocks = 0
+        self.written: dict[int, tuple[Content, int]] = {}
+        """What was loaded into each block: the content of the lease, and which of its blocks."""
+        self.failed: set[str] = set()
+        """Loads with a failed part."""
+        self.loaded = self.saved = 0
+
+    def allocate(self, tokens: int) -> tuple[list[int], ...]:
+        tables = []
+        for group in self.layout.groups:
+            count = -(-tokens // group.block_tokens)
+            tables.append(list(range(self.blocks + 1, self.blocks + 1 + count)))
+            self.blocks += count
+        return tuple(tables)
+
+    def arrive(self) -> None:
+        request = make_request(self.random.randint(1, MAX_TOKENS), shared_prefix_boundary=0)
+        self.requests[request.request_id] = Running(request)
+        with self.asking(request):
+            self.side.on_new_request(request)
+
+    def asking(self, request: Any) -> Any:
+        """Tell the cache for which request the connector asks."""
+        cache, requests = self.cache, self.side._requests
+
+        class Asking:
+            def __enter__(self) -> None:
+                cache.asking = _Later(requests, request)
+
+            def __exit__(self, *_: object) -> None:
+                cache.asking = None
+
+        return Asking()
+
+    def step(self) -> None:
+        """Schedule, let the workers copy, and compute."""
+        for running in list(self.requests.values()):
+            if running.computed is None and not running.promised and not running.aborted:
+                self.admit(running)
+        preempted = self.preempt()
+        scheduled = {}
+        for name, running in self.requests.items():
+            if running.computed is not None:
+                left = running.request.num_tokens - running.computed
+                scheduled[name] = self.random.randint(1, min(left, 2 * CHUNK))
+        output = SimpleNamespace(
+            preempted_req_ids=preempted,
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            kv_connector_block_state=SimpleNamespace(
+                get_block_ids=lambda name: self.requests[name].tables if name in scheduled else None,
+                boundary_state_offloads=self.offers(scheduled),
+            ),
+        )
+        metadata = self.side.build_metadata(output)
+        for job in metadata.saves:
+            self.save(job, scheduled)
+        done, failed = self.load(metadata.loads)
+        for name, tokens in scheduled.items():
+            running = self.requests[name]
+            assert running.computed is not None
+            running.computed += tokens
+            running.request.num_computed_tokens = running.computed
+        self.finish_loads(done, failed)
+        for running in list(self.requests.values()):
+            if running.computed == running.request.num_tokens:
+                self.finish(running, RequestStatus.FINISHED_LENGTH_CAPPED)
+            elif self.random.random() < 0.02:
+                self.finish(running, RequestStatus.FINISHED_ABORTED)
+
+    def admit(self, running: Running) -> None:
+        """Ask for the hit of a waiting request, and allocate its blocks, if there are any."""
+        request = running.request
+        unit = CHUNK if self.layout.has_states else BLOCK
+        local = self.random.choice((0, self.random.randint(0, (request.num_tokens - 1) // unit) * unit))
+        with self.asking(request):
+            tokens, _ = self.side.matched_tokens(request, local)
+        if tokens is None or self.random.random() < 0.2:
+            return
+        stop = local + tokens
+        assert local <= stop <= request.num_tokens
+        running.tables, running.local = self.allocate(request.num_tokens), local
+        blocks = SimpleNamespace(get_block_ids=lambda: running.tables)
+        self.side.allocated(request, blocks, tokens)  # type: ignore[arg-type]
+        if tokens:
+            running.promised = stop
+        else:
+            self.run(running, local)
+
+    def run(self, running: Running, computed: int) -> None:
+        """Compute from there on. vLLM computes the last token of a prompt again."""
+        running.promised = 0
+        running.computed = min(computed, running.request.num_tokens - 1)
+        running.request.num_computed_tokens = running.computed
+
+    def preempt(self) -> set[str]:
+        preempted = {
+            name
+            for name, running in self.requests.items()
+            if running.computed is not None and self.random.random() < 0.02
+        }
+        for name in preempted:
+            running = self.requests[name]
+            running.computed, running.tables = None, ()
+            running.request.num_computed_tokens = 0
+            running.request.num_preemptions += 1
+        return preempted
+
+    def offers(self, scheduled: dict[str, int]) -> dict[str, list[tuple[int, int, int]]]:
+        """Return the states that this step leaves: those at the boundary after which it ends."""
+        offers: dict[str, list[tuple[int, int, int]]] = {}
+        for name, tokens in scheduled.items() if self.layout.has_states else ():
+            running = self.requests[name]
+            assert running.computed is not None
+            boundary = (running.computed + tokens) // CHUNK
+            if boundary * CHUNK > running.computed:
+                offers[name] = [(1, running.tables[1][boundary - 1], boundary * CHUNK)]
+        return offers
+
+    def save(self, job: Job, scheduled: dict[str, int]) -> None:
+        """Check that a chunk is copied from the blocks that hold it, once all of it is computed."""
+        running = self.requests.get(job.request_id)
+        for copy in job.chunks:
+            key = self.cache.reserved.pop(copy.lease, None)
+            if job.epoch != self.cache.epoch or running is None:
+                continue
+            assert key is not None, "its room was given back"
+            if key not in self.cache.keys:  # A state, or the end of a prompt that was not looked up.
+                continue
+            name, chunk = self.cache.keys[key]
+            assert name == job.request_id
+            assert running.computed is not None
+            assert running.computed + scheduled[name] >= chunk * CHUNK + copy.tokens
+            for table, ids, group in zip(running.tables, copy.blocks, self.layout.groups, strict=True):
+                first = chunk * CHUNK // group.block_tokens
+                assert ids == [table[first + at] for at in group.blocks(copy.tokens)]
+            self.saved += 1
+
+    def load(self, jobs: Sequence[Job]) -> tuple[set[str], set[str]]:
+        """Copy, and return the loads that are done, and those of them that have failed."""
+        done = set()
+        for job in jobs:
+            lost = job.epoch != self.cache.epoch or self.random.random() < 0.03
+            if job.failure or lost:
+                self.failed.add(job.request_id)
+            if not lost:
+                for copy in job.chunks:
+                    self.copy(copy)
+            if not job.more:
+                done.add(job.request_id)
+        failed, self.failed = self.failed & done, self.failed - done
+        return done, failed
+
+    def copy(self, copy: ChunkCopy) -> None:
+        content = self.cache.leases[copy.lease]  # It must be held.
+        for ids, group in zip(copy.blocks, self.layout.groups, strict=True):
+            for block, at in zip(ids, group.blocks(copy.tokens), strict=True):
+                if block != NULL_BLOCK:
+                    self.written[block] = content, at
+
+    def finish_loads(self, done: set[str], failed: set[str]) -> None:
+        output: Any = SimpleNamespace(finished_sending=set(), finished_recving=done, failed_recving=failed)
+        for name in done - failed:
+            if name in self.requests and not self.requests[name].aborted:
+                self.check(self.requests[name])
+        self.side.update_from_output(output)
+        for name in done:
+            running = self.requests[name]
+            if running.aborted:
+                del self.requests[name]
+            elif name in failed:
+                running.promised, running.tables = 0, ()
+            else:
+                self.run(running, running.promised)
+
+    def check(self, running: Running) -> None:
+        """Check every block that attention needs after the promised tokens."""
+        stop, name = running.promised, running.request.request_id
+        for table, group in zip(running.tables, self.layout.groups, strict=True):
+            if group.state:
+                assert stop % CHUNK == 0
+                content, _ = self.written[table[stop // CHUNK - 1]]
+                assert content == Content(name, stop // CHUNK, STATE_TOKENS)
+                continue
+            first = max(running.local, stop - WINDOW + 1 if group.window else 0) // BLOCK
+            for number in range(first, -(-stop // BLOCK)):
+                content, at = self.written[table[number]]
+                end = min((number + 1) * BLOCK, stop)
+                assert (content.prompt, content.chunk, at) == (name, (end - 1) // CHUNK, number % BLOCKS)
+                assert content.tokens >= end - content.chunk * CHUNK
+        self.loaded += 1
+
+    def finish(self, running: Running, status: RequestStatus) -> None:
+        name = running.request.request_id
+        running.request.status = status
+        self.side.finished(running.request, running.tables or tuple([] for _ in self.layout.groups))
+        if running.promised:  # vLLM keeps the blocks until the load is reported.
+            running.aborted = True
+        else:
+            del self.requests[name]
+
+    def check_leases(self) -> None:
+        """Finish everything, and check that nothing is leased or reserved any more."""
+        for running in list(self.requests.values()):
+            if not running.aborted:
+                self.finish(running, RequestStatus.FINISHED_ABORTED)
+        for _ in range(100):
+            if not (self.requests or self.cache.pending or self.cache.leases or self.cache.reserved):
+                break
+            self.step()
+        assert not self.requests
+        assert not self.cache.leases
+        assert not self.cache.reserved
+
+
+class _Later:
+    """A request's state, which the connector creates before it asks."""
+
+    def __init__(self, states: dict[str, Any], request: Any) -> None:
+        self._states, self.request = states, request
+
+    def block_hashes(self, start: int, stop: int) -> bytes:
+        hashes: bytes = self._states[self.request.request_id].block_hashes(start, stop)
+        return hashes
+
+
+@pytest.fixture(scope="module")
+def connections() -> Iterator[list[CacheModel]]:
+    """The model of a cache process to which bridges connect. No call waits."""
+    caches: list[CacheModel] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bridge_module, "open_connection", lambda *_: Connection(caches[0]))
+        patch.setattr(client_module, "MIN_POLL_INTERVAL_SECONDS", 0.0)
+        patch.setattr(scheduler_module, "LOOKUP_WAIT_SECONDS", 0.0)
+        patch.setattr(scheduler_module, "STEP_WAIT_SECONDS", 0.0)
+        yield caches
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 32))
+def test_vllm_has_what_it_was_told(connections: list[CacheModel], layout: str, seed: int) -> None:
+    random = Random(seed)
+    engine = EngineModel(random, LAYOUTS[layout], connections)
+    for _ in range(STEPS):
+        if random.random() < 0.3:
+            engine.arrive()
+        engine.step()
+    engine.check_leases()
+    engine.side.close()
