@@ -8,6 +8,7 @@ hooks. See ``test_with_vllm.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job
+from kvtier.integrations.vllm.parted import PartedSchedulerSide
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.memory.keys import BLOCK_HASH_BYTES, ChunkKey, split_keys
@@ -154,6 +156,8 @@ class CacheModel:
         hashes = self.asking.block_hashes(start, start + equal * BLOCK)
         hashes += bytes((stored // BLOCK - equal) * BLOCK_HASH_BYTES)
         parent = keys[held - 1] if held else message.root
+        if self.random.random() < 0.1:  # The same tokens after others.
+            parent, equal = bytes(32), 0
         content = Content(self.asking.request.request_id, held, equal * BLOCK)
         return (
             content,
@@ -217,28 +221,92 @@ class Running:
     aborted: bool = False
 
 
-class EngineModel:
-    """The part of vLLM's scheduler that trusts the connector, and workers whose copies are recorded."""
+class Part:
+    """A part of the engine: the scheduler's side for its cache process, and what its workers were given."""
 
-    def __init__(self, random: Random, layout: ChunkLayout, connections: list[CacheModel]) -> None:
+    def __init__(self, random: Random, layout: ChunkLayout) -> None:
         self.random = random
         self.layout = layout
         self.cache = CacheModel(random, layout)
-        connections[:] = [self.cache]
-        groups = tuple(range(len(layout.groups)))
-        model = ModelLayout(layout, bytes(32), (), group_ids=groups)
+        model = ModelLayout(layout, bytes(32), (), group_ids=tuple(range(len(layout.groups))))
         hello = Hello(protocol.VERSION, "engine", "scheduler", 0, layout, model.namespace)
-        self.bridge = SchedulerBridge(hello, SimpleNamespace())  # type: ignore[arg-type]
-        assert self.bridge.ready() or self.bridge.ready()
+        bridge = SchedulerBridge(hello, self.cache)  # type: ignore[arg-type]
+        assert bridge.ready()
         weights = EngineWeights("", lambda _: bytes(32))
-        self.side = SchedulerSide(Settings(chunk_tokens=CHUNK), model, self.bridge, weights=weights)
-        self.requests: dict[str, Running] = {}
-        self.blocks = 0
+        self.side = SchedulerSide(Settings(chunk_tokens=CHUNK), model, bridge, weights=weights)
         self.written: dict[int, tuple[Content, int]] = {}
         """What was loaded into each block: the content of the lease, and which of its blocks."""
+        self.done: set[str] = set()
         self.failed: set[str] = set()
-        """Loads with a failed part."""
-        self.loaded = self.saved = 0
+        """Loads of which some copy has failed."""
+
+    def save(self, job: Job, running: Running | None, computed: int) -> int:
+        """Check that chunks are copied from the blocks that hold them, once all of each is computed."""
+        saved = 0
+        for copy in job.chunks:
+            key = self.cache.reserved.pop(copy.lease, None)
+            if job.epoch != self.cache.epoch or running is None:
+                continue
+            assert key is not None, "its room was given back"
+            if key not in self.cache.keys:  # A state, or the end of a prompt that was not looked up.
+                continue
+            name, chunk = self.cache.keys[key]
+            assert name == job.request_id
+            assert computed >= chunk * CHUNK + copy.tokens
+            for table, ids, group in zip(running.tables, copy.blocks, self.layout.groups, strict=True):
+                first = chunk * CHUNK // group.block_tokens
+                assert ids == [table[first + at] for at in group.blocks(copy.tokens)]
+            saved += 1
+        return saved
+
+    def load(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            lost = job.epoch != self.cache.epoch or self.random.random() < 0.03
+            if job.failure or lost:
+                self.failed.add(job.request_id)
+            if not lost:
+                for copy in job.chunks:
+                    self._copy(copy)
+            if not job.more:
+                self.done.add(job.request_id)
+
+    def _copy(self, copy: ChunkCopy) -> None:
+        content = self.cache.leases[copy.lease]  # It must be held.
+        for ids, group in zip(copy.blocks, self.layout.groups, strict=True):
+            for block, at in zip(ids, group.blocks(copy.tokens), strict=True):
+                if block != NULL_BLOCK:
+                    self.written[block] = content, at
+
+    def check(self, running: Running) -> None:
+        """Check every block that attention needs after the promised tokens."""
+        stop, name = running.promised, running.request.request_id
+        for table, group in zip(running.tables, self.layout.groups, strict=True):
+            if group.state:
+                assert stop % CHUNK == 0
+                content, _ = self.written[table[stop // CHUNK - 1]]
+                assert content == Content(name, stop // CHUNK, STATE_TOKENS)
+                continue
+            first = max(running.local, stop - WINDOW + 1 if group.window else 0) // BLOCK
+            for number in range(first, -(-stop // BLOCK)):
+                content, at = self.written[table[number]]
+                end = min((number + 1) * BLOCK, stop)
+                assert (content.prompt, content.chunk, at) == (name, (end - 1) // CHUNK, number % BLOCKS)
+                assert content.tokens >= end - content.chunk * CHUNK
+
+
+class EngineModel:
+    """The part of vLLM's scheduler that trusts the connector, and workers whose copies are recorded."""
+
+    def __init__(self, random: Random, layout: ChunkLayout, parts: int = 1) -> None:
+        self.random = random
+        self.layout = layout
+        self.parts = [Part(random, layout) for _ in range(parts)]
+        sides = [part.side for part in self.parts]
+        self.side: Any = sides[0]
+        if parts > 1:
+            self.side = PartedSchedulerSide(sides, chunk_tokens=CHUNK, has_states=layout.has_states)
+        self.requests: dict[str, Running] = {}
+        self.blocks = self.loaded = self.saved = 0
 
     def allocate(self, tokens: int) -> tuple[list[int], ...]:
         tables = []
@@ -254,18 +322,18 @@ class EngineModel:
         with self.asking(request):
             self.side.on_new_request(request)
 
-    def asking(self, request: Any) -> Any:
-        """Tell the cache for which request the connector asks."""
-        cache, requests = self.cache, self.side._requests
+    @contextmanager
+    def asking(self, request: Any) -> Iterator[None]:
+        """Tell the caches for which request the connector asks."""
+        for part in self.parts:
+            part.cache.asking = _Later(part.side._requests, request)
+        yield
 
-        class Asking:
-            def __enter__(self) -> None:
-                cache.asking = _Later(requests, request)
-
-            def __exit__(self, *_: object) -> None:
-                cache.asking = None
-
-        return Asking()
+    def go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.random.random() < 0.3:
+                self.arrive()
+            self.step()
 
     def step(self) -> None:
         """Schedule, let the workers copy, and compute."""
@@ -288,15 +356,21 @@ class EngineModel:
             ),
         )
         metadata = self.side.build_metadata(output)
-        for job in metadata.saves:
-            self.save(job, scheduled)
-        done, failed = self.load(metadata.loads)
+        steps = metadata.steps if len(self.parts) > 1 else [metadata]
+        for part, step in zip(self.parts, steps, strict=True):
+            for job in step.saves:
+                running = self.requests.get(job.request_id)
+                computed = (
+                    0 if running is None else (running.computed or 0) + scheduled.get(job.request_id, 0)
+                )
+                self.saved += part.save(job, running, computed)
+            part.load(step.loads)
         for name, tokens in scheduled.items():
             running = self.requests[name]
             assert running.computed is not None
             running.computed += tokens
             running.request.num_computed_tokens = running.computed
-        self.finish_loads(done, failed)
+        self.finish_loads()
         for running in list(self.requests.values()):
             if running.computed == running.request.num_tokens:
                 self.finish(running, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -352,52 +426,18 @@ class EngineModel:
                 offers[name] = [(1, running.tables[1][boundary - 1], boundary * CHUNK)]
         return offers
 
-    def save(self, job: Job, scheduled: dict[str, int]) -> None:
-        """Check that a chunk is copied from the blocks that hold it, once all of it is computed."""
-        running = self.requests.get(job.request_id)
-        for copy in job.chunks:
-            key = self.cache.reserved.pop(copy.lease, None)
-            if job.epoch != self.cache.epoch or running is None:
-                continue
-            assert key is not None, "its room was given back"
-            if key not in self.cache.keys:  # A state, or the end of a prompt that was not looked up.
-                continue
-            name, chunk = self.cache.keys[key]
-            assert name == job.request_id
-            assert running.computed is not None
-            assert running.computed + scheduled[name] >= chunk * CHUNK + copy.tokens
-            for table, ids, group in zip(running.tables, copy.blocks, self.layout.groups, strict=True):
-                first = chunk * CHUNK // group.block_tokens
-                assert ids == [table[first + at] for at in group.blocks(copy.tokens)]
-            self.saved += 1
-
-    def load(self, jobs: Sequence[Job]) -> tuple[set[str], set[str]]:
-        """Copy, and return the loads that are done, and those of them that have failed."""
-        done = set()
-        for job in jobs:
-            lost = job.epoch != self.cache.epoch or self.random.random() < 0.03
-            if job.failure or lost:
-                self.failed.add(job.request_id)
-            if not lost:
-                for copy in job.chunks:
-                    self.copy(copy)
-            if not job.more:
-                done.add(job.request_id)
-        failed, self.failed = self.failed & done, self.failed - done
-        return done, failed
-
-    def copy(self, copy: ChunkCopy) -> None:
-        content = self.cache.leases[copy.lease]  # It must be held.
-        for ids, group in zip(copy.blocks, self.layout.groups, strict=True):
-            for block, at in zip(ids, group.blocks(copy.tokens), strict=True):
-                if block != NULL_BLOCK:
-                    self.written[block] = content, at
-
-    def finish_loads(self, done: set[str], failed: set[str]) -> None:
+    def finish_loads(self) -> None:
+        """Report the loads that every part has ended, as vLLM's ``KVOutputAggregator`` does."""
+        done = set.intersection(*(part.done for part in self.parts))
+        failed = done & set.union(*(part.failed for part in self.parts))
+        for part in self.parts:
+            part.done -= done
+            part.failed -= done
+            for name in done - failed:
+                if not self.requests[name].aborted:
+                    part.check(self.requests[name])
+                    self.loaded += 1
         output: Any = SimpleNamespace(finished_sending=set(), finished_recving=done, failed_recving=failed)
-        for name in done - failed:
-            if name in self.requests and not self.requests[name].aborted:
-                self.check(self.requests[name])
         self.side.update_from_output(output)
         for name in done:
             running = self.requests[name]
@@ -408,23 +448,6 @@ class EngineModel:
             else:
                 self.run(running, running.promised)
 
-    def check(self, running: Running) -> None:
-        """Check every block that attention needs after the promised tokens."""
-        stop, name = running.promised, running.request.request_id
-        for table, group in zip(running.tables, self.layout.groups, strict=True):
-            if group.state:
-                assert stop % CHUNK == 0
-                content, _ = self.written[table[stop // CHUNK - 1]]
-                assert content == Content(name, stop // CHUNK, STATE_TOKENS)
-                continue
-            first = max(running.local, stop - WINDOW + 1 if group.window else 0) // BLOCK
-            for number in range(first, -(-stop // BLOCK)):
-                content, at = self.written[table[number]]
-                end = min((number + 1) * BLOCK, stop)
-                assert (content.prompt, content.chunk, at) == (name, (end - 1) // CHUNK, number % BLOCKS)
-                assert content.tokens >= end - content.chunk * CHUNK
-        self.loaded += 1
-
     def finish(self, running: Running, status: RequestStatus) -> None:
         name = running.request.request_id
         running.request.status = status
@@ -434,18 +457,21 @@ class EngineModel:
         else:
             del self.requests[name]
 
-    def check_leases(self) -> None:
-        """Finish everything, and check that nothing is leased or reserved any more."""
+    def end(self) -> None:
+        """Abort everything, and check that nothing is leased or reserved any more."""
         for running in list(self.requests.values()):
             if not running.aborted:
                 self.finish(running, RequestStatus.FINISHED_ABORTED)
+        caches = [part.cache for part in self.parts]
         for _ in range(100):
-            if not (self.requests or self.cache.pending or self.cache.leases or self.cache.reserved):
+            if not self.requests and not any(c.pending or c.leases or c.reserved for c in caches):
                 break
             self.step()
         assert not self.requests
-        assert not self.cache.leases
-        assert not self.cache.reserved
+        for cache in caches:
+            assert not cache.leases
+            assert not cache.reserved
+        self.side.close()
 
 
 class _Later:
@@ -460,26 +486,22 @@ class _Later:
 
 
 @pytest.fixture(scope="module")
-def connections() -> Iterator[list[CacheModel]]:
-    """The model of a cache process to which bridges connect. No call waits."""
-    caches: list[CacheModel] = []
+def connected() -> Iterator[None]:
+    """Let bridges connect to models of cache processes, in the place of paths. No call waits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bridge_module, "open_connection", lambda *_: Connection(caches[0]))
+        patch.setattr(bridge_module, "open_connection", lambda cache, _: Connection(cache))
         patch.setattr(client_module, "MIN_POLL_INTERVAL_SECONDS", 0.0)
         patch.setattr(scheduler_module, "LOOKUP_WAIT_SECONDS", 0.0)
         patch.setattr(scheduler_module, "STEP_WAIT_SECONDS", 0.0)
-        yield caches
+        yield
 
 
+@pytest.mark.usefixtures("connected")
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32))
-def test_vllm_has_what_it_was_told(connections: list[CacheModel], layout: str, seed: int) -> None:
-    random = Random(seed)
-    engine = EngineModel(random, LAYOUTS[layout], connections)
-    for _ in range(STEPS):
-        if random.random() < 0.3:
-            engine.arrive()
-        engine.step()
-    engine.check_leases()
-    engine.side.close()
+def test_vllm_has_what_it_was_told(layout: str, parts: int, seed: int) -> None:
+    engine = EngineModel(Random(seed), LAYOUTS[layout], parts)
+    engine.go_on(STEPS)
+    engine.end()
