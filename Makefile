@@ -56,7 +56,7 @@ system-packages: $(VENV)/.python  ## Install the system packages that the tests 
 NATIVE_PYTHON ?= $(BIN)/python
 NATIVE_BUILD = build/native-$(shell $(NATIVE_PYTHON) -c 'import sys; print(sys.implementation.cache_tag)')
 # Without MAKEFLAGS, so that it is no recursive make, which would print every directory.
-NATIVE_COMPILE = env -u MAKEFLAGS -u MAKELEVEL flock build nice -n 10 cmake --build
+NATIVE_COMPILE = env -u MAKEFLAGS -u MAKELEVEL flock build cmake --build
 
 native:  ## Build the native core in place; NATIVE_PYTHON=… must have nanobind
 	@$(NATIVE_PYTHON) -c 'import nanobind' 2>/dev/null || $(NATIVE_PYTHON) -m pip install -q nanobind
@@ -92,7 +92,7 @@ demo: install  ## Serve one long prompt four times with a real vLLM: cold, from 
 # Incremental, and without effect if there is no compiler.
 .PHONY: cuda-stand-in
 cuda-stand-in: $(VENV)/.kvtier
-	@! command -v c++ >/dev/null || nice $(BIN)/python -m tests.cuda_stand_in.building
+	@! command -v c++ >/dev/null || $(BIN)/python -m tests.cuda_stand_in.building
 
 test: install $(VENV)/.pools system-packages cuda-stand-in  ## Run the tests, real vLLM engines included
 	$(BIN)/pytest -m "not slow and not gpu" $(WORKERS) $(RERUNS) $(PYTEST)
