@@ -50,7 +50,7 @@ from benchmarks.loads import LEAVE_BYTES, MIB, available_bytes, fragmented, satu
 from benchmarks.look_up import is_ready, look_up
 from kvtier.bench.timing import percentile, rotated
 from kvtier.bridge import protocol
-from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.client import LookupState, SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello, Role, Run
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key
@@ -209,14 +209,14 @@ class Bench:
         lookups = 0
         while True:
             lookups += 1
-            leases = self._look_up_all(scheduler)
+            lookup = self._look_up_all(scheduler)
             seconds = time.perf_counter() - started
-            scheduler.release(leases)
-            if len(leases) == CHUNKS or seconds > LIMIT_SECONDS:
+            scheduler.cancel(lookup.call.ticket)
+            if len(lookup.leases) == CHUNKS or seconds > LIMIT_SECONDS:
                 break
         return {"first load from disk": seconds * 1e3, "  lookups until complete": lookups}
 
-    def _look_up_all(self, scheduler: SchedulerBridge) -> list[int]:
+    def _look_up_all(self, scheduler: SchedulerBridge) -> LookupState:
         ticket = scheduler.look_up(self._keys, CHUNKS * CHUNK_TOKENS)
         if ticket is None:
             raise SystemExit("the connection to the cache process is lost")
@@ -226,16 +226,15 @@ class Bench:
             lookup = scheduler.found(ticket)
         if lookup is None:
             raise SystemExit("the connection to the cache process is lost")
-        scheduler.take(ticket)
-        return lookup.leases
+        return lookup
 
     def _lookups(self, scheduler: SchedulerBridge) -> Measurements:
         seconds = []
         for _ in range(self._runs):
             started = time.perf_counter()
-            leases = look_up(scheduler, chunk_keys(ROOT, range(CHUNK_TOKENS * CHUNKS), CHUNK_TOKENS))
+            lookup = look_up(scheduler, chunk_keys(ROOT, range(CHUNK_TOKENS * CHUNKS), CHUNK_TOKENS))
             seconds.append(time.perf_counter() - started)
-            scheduler.release(leases)
+            scheduler.cancel(lookup.call.ticket)
         return {
             "lookup of 32,768 tokens": statistics.median(seconds) * 1e3,
             "  p99": percentile(seconds, 0.99) * 1e3,

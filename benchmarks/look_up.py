@@ -37,7 +37,7 @@ import msgspec
 from benchmarks.common import confirm, reserve, show
 from benchmarks.loads import saturated
 from kvtier.bridge import protocol
-from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.client import LookupState, SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello
 from kvtier.catalog.siblings import marks_of
 from kvtier.errors import ChannelError
@@ -97,20 +97,20 @@ def measure(
     keys = chunk_keys(ROOT, tokens, CHUNK_TOKENS)
     store_all(scheduler, worker, keys)
 
-    def hash_and_look_up() -> list[int]:
+    def hash_and_look_up() -> LookupState:
         encoded = encode_tokens(tokens)
         marks = marks_of(block_hashes(encoded, BLOCK_TOKENS))
         return look_up(scheduler, chunk_keys(ROOT, encoded, CHUNK_TOKENS), marks)
 
-    def socket_only() -> list[int]:
+    def socket_only() -> LookupState:
         return look_up(scheduler, keys)
 
-    def release(leases: list[int]) -> None:
-        assert len(leases) == len(keys)
-        scheduler.release(leases)
+    def release(found: LookupState) -> None:
+        assert len(found.leases) == len(keys)
+        scheduler.cancel(found.call.ticket)
 
-    def pause(leases: list[int]) -> None:
-        release(leases)
+    def pause(found: LookupState) -> None:
+        release(found)
         time.sleep(PAUSE_SECONDS)
 
     def reserve_and_abandon() -> None:
@@ -136,7 +136,7 @@ def measure(
             unknown = scheduler.found(ticket)
         assert unknown is not None
         assert not unknown.leases
-        scheduler.take(ticket)
+        scheduler.cancel(ticket)
 
     with echo_process(len(keys) * ANSWER_BYTES_PER_CHUNK) as round_trip:
         question = bytes(len(keys) * KEY_BYTES)
@@ -158,9 +158,9 @@ def measure_remote(scheduler: SchedulerBridge, tokens: list[int], runs: int) -> 
     """Measure the lookup of an engine on several hosts, through the cache process of the scheduler's host."""
     keys = chunk_keys(ROOT, tokens, CHUNK_TOKENS)
 
-    def release(leases: list[int]) -> None:
-        assert len(leases) == len(keys)
-        scheduler.release(leases)
+    def release(found: LookupState) -> None:
+        assert len(found.leases) == len(keys)
+        scheduler.cancel(found.call.ticket)
 
     return timed("socket only, of another host", lambda: look_up(scheduler, keys), runs, release)
 
@@ -169,20 +169,19 @@ def store_all(scheduler: SchedulerBridge, worker: WorkerBridge, keys: Sequence[C
     """Store all chunks, and wait until they are READY for all connections."""
     slots = reserve(scheduler, ROOT, keys, CHUNK_TOKENS)
     worker.commit([slot.lease for slot in slots if slot is not None])
-    while len(leases := look_up(scheduler, keys)) < len(keys):
-        scheduler.release(leases)
+    while len((found := look_up(scheduler, keys)).leases) < len(keys):
+        scheduler.cancel(found.call.ticket)
         time.sleep(0.01)
-    scheduler.release(leases)
+    scheduler.cancel(found.call.ticket)
 
 
-def look_up(scheduler: SchedulerBridge, keys: Sequence[ChunkKey], marks: bytes = b"") -> list[int]:
-    """Look up the keys; return the leases of the READY chunks."""
+def look_up(scheduler: SchedulerBridge, keys: Sequence[ChunkKey], marks: bytes = b"") -> LookupState:
+    """Look up the keys; return what has been granted, which the caller cancels."""
     ticket = scheduler.look_up(keys, len(keys) * CHUNK_TOKENS, root=ROOT if marks else b"", marks=marks)
     assert ticket is not None
     lookup = scheduler.found(ticket, wait=5)
     assert lookup is not None
-    scheduler.take(ticket)
-    return lookup.leases
+    return lookup
 
 
 def timed(

@@ -95,12 +95,11 @@ class Engine:
         lookup = None if ticket is None else self._scheduler.found(ticket, wait=TIMEOUT_SECONDS)
         if ticket is None or lookup is None or len(lookup.leases) < len(keys):
             raise SystemExit("kvtier did not find the prompt")
-        self._scheduler.take(ticket)
         self._worker.load([self._job(list(zip(lookup.leases, lookup.offsets, strict=True)))])
         loaded: set[str] = set()
         while not loaded:
             _, loaded, failed = self._worker.take_results()
-        self._scheduler.release(lookup.leases)
+        self._scheduler.cancel(ticket)
         seconds = time.perf_counter() - started
         if failed or not all(map(torch.equal, before, self._stamps())):
             raise SystemExit("kvtier returned wrong contents")
@@ -119,8 +118,7 @@ class Engine:
         lookup = None if ticket is None else self._scheduler.found(ticket, wait=TIMEOUT_SECONDS)
         if ticket is None or lookup is None:
             raise SystemExit("the cache process did not answer")
-        self._scheduler.take(ticket)
-        self._scheduler.release(lookup.leases)
+        self._scheduler.cancel(ticket)
         return len(lookup.leases)
 
     def _job(self, slots: Sequence[tuple[int, int]]) -> Job:

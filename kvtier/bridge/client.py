@@ -249,16 +249,6 @@ class SchedulerBridge(Bridge):
             self._in_use.difference_update(lookup.leases)
             self.send(protocol.Cancel(ticket))
 
-    def take(self, ticket: int) -> None:
-        """Transfer ownership of a final lookup's leases to the caller, who must release each of them."""
-        self._lookups.pop(ticket, None)
-
-    def release(self, leases: Sequence[int]) -> None:
-        """Release leases."""
-        if leases:
-            self._in_use.difference_update(leases)
-            self.send(protocol.Release(list(leases)))
-
     @property
     def reserves(self) -> bool:
         """Whether :meth:`reserve` can be called now: the cache process answers, and no request is pending."""

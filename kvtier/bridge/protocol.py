@@ -16,7 +16,7 @@ Sequence::
       ◄──────── Found(more leases, fetching=0)  when all of them have arrived, or at the deadline
       Reserve(runs) ──────────────────────►     at most once per step, for all scheduled requests
       ◄──────────────────── Reserved(leases)
-      Release(leases) ────────────────────►     after the workers have loaded
+      Cancel(ticket) ─────────────────────►     after the workers have loaded, or if nothing is loaded
       UseWeights(namespace) ──────────────►     when the weights have changed, or may have changed
       KVTransfer(to, keys) ───────────────►     before the first of its chunks is reserved
       ◄──────────── KVTransferResult(tokens)    when the peer has made room, or on failure; informational
@@ -34,8 +34,8 @@ Sequence::
 Consistency rules:
 
 - Lease numbers are unique within the lifetime of a cache process, which its random ``epoch`` identifies.
-- Leases belong to the engine. They end with ``Release``, ``Abandon`` or ``Cancel``, with a new
-  scheduler ``Hello`` of the same engine that does not list them, or with the engine's last connection.
+- Leases belong to the engine. They end with ``Abandon`` or ``Cancel``, with a new scheduler
+  ``Hello`` of the same engine that does not list them, or with the engine's last connection.
 - The cache process never revokes a lease: a slow engine may still be copying.
 - A load is valid only if ``Confirmed(held=True)`` arrives after the copy.
 """
@@ -52,7 +52,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.layout import ChunkLayout
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 9
+VERSION = 10
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
@@ -170,15 +170,9 @@ class Found(Reply, frozen=True, array_like=True, tag=11):
 
 
 class Cancel(Message, frozen=True, array_like=True, tag=12):
-    """Cancel a lookup, and release every lease granted for it."""
+    """End a lookup, and release every lease granted for it."""
 
     ticket: int
-
-
-class Release(Message, frozen=True, array_like=True, tag=13):
-    """Release these leases."""
-
-    leases: list[int]
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
@@ -362,7 +356,7 @@ class Notice(Message, frozen=True, array_like=True, tag=31):
     text: str
 
 
-FromScheduler = Lookup | Cancel | Release | Reserve | Clear | UseWeights | KVTransfer | EndKVTransfer | Watch
+FromScheduler = Lookup | Cancel | Reserve | Clear | UseWeights | KVTransfer | EndKVTransfer | Watch
 FromWorker = Confirm | Commit | RequestStaging | OpenedStaging
 FromEngine = Hello | FromScheduler | FromWorker | Abandon | Status | ClearWeights | Ping
 ToScheduler = Found | Reserved | Cleared | Held | KVTransferResult | Notice

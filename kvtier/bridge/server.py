@@ -311,8 +311,6 @@ class Connection:
                 self._server.use_weights(engine, message.weights)
             case protocol.Commit():
                 engine.commit(message.leases, self._rank)
-            case protocol.Release():
-                engine.release(message.leases)
             case protocol.Abandon():
                 if self._kv_transfers is None:
                     engine.give_up(message.leases, self._rank)

@@ -85,8 +85,7 @@ def test_found_chunks_are_leased_until_released(path: Path) -> None:
     assert payload == KEYS[3]
     assert confirm(worker, lookup.leases)
     assert held_by_engine(path)["leases"] == len(KEYS)
-    scheduler.take(ticket)
-    scheduler.release(lookup.leases)
+    scheduler.cancel(ticket)
     assert not confirm(worker, lookup.leases)
     wait_until(lambda: held_by_engine(path) == NOTHING_HELD)
 
@@ -193,7 +192,7 @@ def test_cache_process_that_never_reads_is_disconnected(path: Path, running: sub
             refused = refused or scheduler.look_up(keys, CHUNK_TOKENS * len(keys)) is None
         assert refused, "lookups are not queued without limit"
         for _ in range(200):
-            scheduler.release(list(range(1, 50_000)))
+            scheduler.abandon(list(range(1, 50_000)))
         assert not scheduler.connected
     finally:
         running.send_signal(signal.SIGCONT)

@@ -18,7 +18,7 @@ from kvtier.backends.base import Backend
 from kvtier.backends.cpu import MemoryBackend
 from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
-from kvtier.bridge.protocol import Found, Hello, Lookup, Release, Reserve, Reserved, Run
+from kvtier.bridge.protocol import Abandon, Found, Hello, Lookup, Reserve, Reserved, Run
 from kvtier.bridge.server import BridgeServer, Connection
 from kvtier.cache import TieredCache
 from kvtier.catalog.catalog import State
@@ -375,7 +375,7 @@ async def test_flooding_engine_does_not_starve_other_tasks() -> None:
             self.replies = 0
 
         async def receive(self) -> list[bytes]:
-            return next(self.first, [encode_body(Release([1])), encode_body(Lookup(1, b"", 0))])
+            return next(self.first, [encode_body(Abandon([1])), encode_body(Lookup(1, b"", 0))])
 
         def write(self, body: bytes, fds: object = ()) -> None:
             self.replies += 1

@@ -19,7 +19,6 @@ from kvtier.bridge.protocol import (
     KVTransfer,
     KVTransferResult,
     Lookup,
-    Release,
     Reserve,
     Reserved,
     Run,
@@ -152,7 +151,7 @@ async def test_chunks_are_pushed_once_every_rank_has_committed(tmp_path: Path) -
         assert isinstance(found, Found)
         assert (len(first.leases + found.leases), found.fetching) == (6, 0)
         assert bytes(pair.decode_scheduler.arena.view(found.offsets[-1] + HEADER_BYTES, 32)) == KEYS[-1]
-        await pair.decode_scheduler.send(Release(first.leases + found.leases))
+        await pair.decode_scheduler.send(Cancel(1))
 
 
 async def test_chunks_never_stored_are_not_waited_for(tmp_path: Path) -> None:

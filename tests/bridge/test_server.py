@@ -28,7 +28,6 @@ from kvtier.bridge.protocol import (
     Hello,
     Lookup,
     Notice,
-    Release,
     Reserve,
     Reserved,
     Run,
@@ -79,9 +78,8 @@ async def test_chunks_are_found_once_every_rank_has_committed(tmp_path: Path) ->
         assert (len(found.leases), found.fetching, set(found.sources)) == (6, 0, {0})
         assert bytes(worker0.arena.view(found.offsets[2] + HEADER_BYTES, 32)) == KEYS[2]
         assert await worker0.request(Confirm(7, found.leases)) == Confirmed(7, held=True)
-        await scheduler.send(Release(found.leases[:3]))
-        assert await scheduler.request(Confirm(8, found.leases)) == Confirmed(8, held=False)
         await scheduler.send(Cancel(6))
+        assert await scheduler.request(Confirm(8, found.leases[:1])) == Confirmed(8, held=False)
         assert (await scheduler.status())["engines"] == [
             {"name": "engine", "weights_id": "", "leases": 0, "reservations": 0, "tickets": 0}
         ]
@@ -135,8 +133,8 @@ async def test_engine_is_notified_of_each_arrived_batch(
         assert [answer.coming for answer in answers] == [[(1, count)] for count in (6, 5, 4, 3, 2, 1)] + [[]]
 
 
-async def test_lookup_outlives_its_first_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine releases what it does not need while other chunks are in flight, or cancels everything."""
+async def test_lookup_is_cancelled_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While chunks are in flight, or when all have arrived."""
     monkeypatch.setattr(batches, "BATCH_BYTES", 1)
     monkeypatch.setattr(batches, "IN_FLIGHT", 1)
     async with (
@@ -154,7 +152,6 @@ async def test_lookup_outlives_its_first_leases(tmp_path: Path, monkeypatch: pyt
         answer = await scheduler.request(Lookup(1, join_keys(KEYS), TOKENS))
         granted = 0
         while answer.fetching:
-            await scheduler.send(Release(answer.leases))
             answer = await scheduler.receive()
             granted += len(answer.leases)
         assert granted == 5

@@ -24,7 +24,7 @@ from kvtier import Settings
 from kvtier.bridge import bridge as bridge_module
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge
-from kvtier.bridge.protocol import Abandon, Cancel, Found, Hello, Lookup, Release, Reserve, Reserved, Welcome
+from kvtier.bridge.protocol import Abandon, Cancel, Found, Hello, Lookup, Reserve, Reserved, Welcome
 from kvtier.errors import ChannelClosed
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
@@ -99,9 +99,6 @@ class CacheModel:
                     if not (isinstance(answer, Found) and answer.ticket == message.ticket)
                     or self.random.random() < 0.5  # It was under way.
                 ]
-            case Release():
-                for lease in message.leases:
-                    del self.leases[lease]
             case Abandon():
                 for lease in message.leases:
                     del self.reserved[lease]
