@@ -155,7 +155,7 @@ class TieredCache:
                 length = object_bytes(header.payload_bytes)
                 catalog.add(chunk.key, tier.index, length, State.READY, header.parent, header.namespace)
                 catalog.resize(chunk.key, tier.index, chunk.length)
-                catalog.set_marks(chunk.key, header.parent, chunk.marks)
+                catalog.beginnings.set(chunk.key, header.parent, chunk.marks)
             await self._evicting.make_room(tier.index, 0)
             if catalog.count(tier.index):
                 logger.info(
@@ -252,7 +252,7 @@ class TieredCache:
 
         Not from shared pools.
         """
-        if shorter := self.hierarchy.catalog.superseded(chunk, whole=whole):
+        if shorter := self.hierarchy.catalog.beginnings.superseded(chunk, whole=whole):
             self._clear_here(shorter)
 
     def supersede_states(self, chunk: ChunkKey) -> None:

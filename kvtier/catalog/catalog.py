@@ -15,6 +15,7 @@ from enum import IntEnum
 from itertools import compress, pairwise
 from struct import Struct
 
+from kvtier.catalog.beginnings import Beginnings
 from kvtier.catalog.children import ChildCounts
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, MakePolicy, RemovalReason
 from kvtier.catalog.hints import ChunkHints
@@ -22,7 +23,6 @@ from kvtier.catalog.pins import ChunkPins
 from kvtier.catalog.prefix import FASTEST, MAX_TIERS, held_prefix
 from kvtier.catalog.rows import Rows
 from kvtier.catalog.selection import select_victims
-from kvtier.catalog.siblings import Siblings, Similar
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 ALL_TIERS = (1 << MAX_TIERS) - 1
@@ -62,12 +62,12 @@ class Catalog:
         own_lengths = [columns.lengths for columns in self._of_tier if columns is not self.columns]
         self._index = Rows(self.columns, masks, own_lengths)
         self._rows, self._parents = self._index.by_key, self.columns.parents
-        self._siblings = Siblings(self._parents)
         self._lengths, self._hints = self.columns.lengths, self.columns.hints
         self._generations, self.namespaces = self._index.generations, self._index.namespaces
         self._parents_only = 0
         """Number of rows of chunks that are in no tier, but the parent of one that is."""
         self.pins = ChunkPins()
+        self.beginnings = Beginnings(self.columns, self._index, self._ready, self._pending, self.pins)
         self._used = [0] * len(policies)
         self._count = [0] * len(policies)
 
@@ -209,7 +209,7 @@ class Catalog:
             return NO_PARENT
         if parent is None or parent == before:
             return NO_PARENT
-        self._siblings.remove(row)
+        self.beginnings.remove(row)
         self._parents[row] = parent
         for tier in range(len(self._policies)):
             if held >> tier & 1 and parent >= 0:
@@ -286,7 +286,7 @@ class Catalog:
     def _leave(self, key: ChunkKey, row: int) -> None:
         """Free the row of a chunk that was removed from its last tier, unless chunks name it as parent."""
         self.pins.remove([key])
-        self._siblings.remove(row)
+        self.beginnings.remove(row)
         if row < len(self._hints):
             self._hints.reset(row)
         if self._is_parent(row):
@@ -394,39 +394,6 @@ class Catalog:
     def prefix_rows(self, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> tuple[list[int], bytes]:
         """Return the rows of the chunks of :meth:`prefix`, and their fastest tiers."""
         return held_prefix(keys, self._rows, self.columns.keys, self._ready, among)
-
-    def set_marks(self, key: ChunkKey, parent: ChunkKey, marks: bytes) -> None:
-        """Record what a chunk begins with (:mod:`kvtier.catalog.siblings`), if it is in some tier."""
-        row = self._rows[key[0]].get(key)
-        if row is not None and self._ready[row] | self._pending[row]:
-            self._siblings.add(row, parent, marks)
-
-    def has_marks(self, key: ChunkKey) -> bool:
-        """Return whether it is known what a chunk begins with."""
-        row = self._rows[key[0]].get(key)
-        return row is not None and self._siblings.has(row)
-
-    def beginning_with(self, parent: ChunkKey, marks: bytes) -> Similar | None:
-        """Return the chunk after ``parent`` that shares most leading marks, if any does."""
-        above = self._rows[parent[0]].get(parent)
-        row, shared = self._siblings.best(parent if above is None else above, marks)
-        return Similar(self.columns.key(row), shared, self._siblings.count(row)) if shared else None
-
-    def superseded(self, key: ChunkKey, *, whole: bool) -> list[ChunkKey]:
-        """Return the shorter chunks that a chunk makes useless, unless they are pinned.
-
-        A chunk that is not ``whole`` also supersedes others of the same blocks, and itself if a longer one
-        begins with its blocks.
-        """
-        row = self._rows[key[0]].get(key)
-        if row is None:
-            return []
-        if not whole and self._siblings.is_superseded(row):
-            rows = [row]
-        else:
-            rows = self._siblings.superseded(row, equal=not whole)
-        now = time.monotonic()
-        return [found for found in self.columns.keys_of(rows) if not self.pins.holds(found, now)]
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Record the use of a prefix."""

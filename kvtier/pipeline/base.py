@@ -66,8 +66,8 @@ class Hierarchy:
                 self.abort([key], self.memory.index)
                 lease.release()
                 continue
-            if not self.catalog.has_marks(key):
-                self.catalog.set_marks(key, *parent_and_marks(lease.view))
+            if not self.catalog.beginnings.has(key):
+                self.catalog.beginnings.set(key, *parent_and_marks(lease.view))
             self.memory.adopt(key, lease)
             stored.append(key)
         self.changed(self.memory.index, stored=stored)

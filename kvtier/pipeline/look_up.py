@@ -170,7 +170,7 @@ class LookUpStage:
         if found.marks is None:
             return
         parent, marks = found.marks.after(keys[: found.total])
-        chunk = self._hierarchy.catalog.beginning_with(parent, marks) if marks else None
+        chunk = self._hierarchy.catalog.beginnings.like(parent, marks) if marks else None
         if chunk is not None:
             before = found.count
             self._extend_from_tiers(found, [chunk.key], ALL_TIERS)
