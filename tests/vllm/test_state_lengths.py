@@ -92,4 +92,4 @@ def test_prompts_around_boundaries(
                 stored += whole
             engine.reset_prefix_cache()
     print(f"{len(prompts)} prompts, {hits} of {stored} tokens hit")
-    assert hits > 0.9 * stored  # A late answer of the cache process loses a state.
+    assert hits > 0.95 * stored  # A late answer of the cache process loses a state.
