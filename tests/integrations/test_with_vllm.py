@@ -31,6 +31,7 @@ def run(tests: Path, log: Path) -> None:
         ("cuda_side.py", 21),
         ("scheduler_side.py", 50),
         ("answers_side.py", 9),
+        ("reports_side.py", 2),
         ("connector_side.py", 9),
         ("layout_side.py", 56),
         ("saves_side.py", 18),
