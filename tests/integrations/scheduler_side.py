@@ -629,6 +629,10 @@ def test_chunk_that_is_lost_before_the_allocation_fails_the_load(streamed: Strea
     streamed.begin(2 * CHUNK_TOKENS)
     assert streamed.sent() == [([1, 2], False)]
     assert cache.nothing_received()
+    finish_load(streamed.engine, streamed.request)
+    counts = streamed.engine.scheduler._stats.data
+    assert counts["hit_tokens/ram"] == 2 * CHUNK_TOKENS, "of the load that has succeeded"
+    assert "failed_loads" not in counts, "nothing that was found is computed"
 
 
 def test_cancelled_request_stops_its_load(streamed: Streamed, cache: Cache) -> None:

@@ -18,7 +18,7 @@ BY_TIER = "hit_tokens"
 
 COUNTERS: Mapping[str, str] = {
     "looked_up_tokens": "Prompt tokens that were looked up",
-    BY_TIER: "Tokens that were hit, by tier",
+    BY_TIER: "Tokens that were loaded, by the tier that held them",
     "loaded_tokens": "Tokens copied into vLLM's KV cache",
     "loaded_bytes": "Bytes copied into vLLM's KV cache, sum of all ranks",
     "load_seconds": "Seconds spent copying into vLLM's KV cache",

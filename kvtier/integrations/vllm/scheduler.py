@@ -248,9 +248,9 @@ class SchedulerSide:
         if hit.tokens % chunk:
             state.tail_end = hit.tokens
         self._loads.begin(state, lookup, hit, self._model.blocks(blocks.get_block_ids()))
-        self._count_hits(state, [*lookup.sources, *lookup.coming][:count], external_tokens)
+        self._note_hits(state, [*lookup.sources, *lookup.coming][:count], external_tokens)
 
-    def _count_hits(self, state: RequestState, sources: Sequence[int], external_tokens: int) -> None:
+    def _note_hits(self, state: RequestState, sources: Sequence[int], external_tokens: int) -> None:
         request, chunk = state.request, self._layout.chunk_tokens
         stop = state.local_tokens + external_tokens
         state.hits_by_tier = {}
@@ -259,11 +259,6 @@ class SchedulerSide:
             tokens = min((index + 1) * chunk, stop) - start
             if tokens > 0:
                 state.hits_by_tier[source] = state.hits_by_tier.get(source, 0) + tokens
-        welcome = self._bridge.welcome
-        assert welcome is not None
-        named = {welcome.tiers[source]: tokens for source, tokens in state.hits_by_tier.items()}
-        for tier, tokens in named.items():
-            self._stats.add("hit_tokens", tokens, tier)
         if self._model.part:  # The first part of the engine reports for all.
             return
         logger.info(
@@ -271,9 +266,15 @@ class SchedulerSide:
             request.request_id,
             external_tokens,
             request.num_tokens,
-            ", ".join(f"{tier} {tokens}" for tier, tokens in named.items()),
+            ", ".join(f"{tier} {tokens}" for tier, tokens in self._hits_by_name(state)),
             state.local_tokens,
         )
+
+    def _hits_by_name(self, state: RequestState) -> list[tuple[str, int]]:
+        """Return the tokens of the last hit, by the name of their source tier."""
+        welcome = self._bridge.welcome
+        assert welcome is not None
+        return [(welcome.tiers[source], tokens) for source, tokens in state.hits_by_tier.items()]
 
     def hits_by_medium(self, request: Request) -> dict[str, int]:
         """Return the tokens of the last hit, by the type of their source tier."""
@@ -361,16 +362,25 @@ class SchedulerSide:
             for request_id in (self.short_loads(output) if short is None else short)
             if request_id in self._requests
         }
-        for request_id in output.failed_recving or ():
-            self._stats.add("failed_loads", 1)
+        failed = set(output.failed_recving or ())
+        for request_id in failed:
             state = self._requests.get(request_id)
             if state is not None:
                 state.next_chunk = state.tail_end = 0
-            if state is not None and request_id not in again:
+            if request_id in again:
+                continue
+            self._stats.add("failed_loads", 1)
+            if state is not None:
                 state.load_failed = True
                 self._kv_transfers.give_up(state)
         for request_id in output.finished_recving or ():
+            if request_id not in failed and request_id in self._requests:
+                self._count_hits(self._requests[request_id])
             self._loads.finish(request_id, again=request_id in again)
+
+    def _count_hits(self, state: RequestState) -> None:
+        for tier, tokens in self._hits_by_name(state):
+            self._stats.add("hit_tokens", tokens, tier)
 
     def finished(self, request: Request, block_ids: Blocks) -> tuple[bool, dict[str, Any] | None]:
         """Plan the remaining saves of a finished request.
