@@ -280,7 +280,7 @@ class HoldingsMachine(RuleBasedStateMachine):
     def compare(self) -> None:
         async def compare() -> None:
             self.listener.resume()
-            with anyio.fail_after(30):
+            with anyio.fail_after(120):
                 await self.holdings.flush()
                 # Even if nothing is held, the end of the snapshot may still be pending.
                 await until(lambda: self.listener.up_to_date)
