@@ -156,7 +156,6 @@ class _Side:
     def load(self, prompt: int, ticket: int) -> tuple[Any, ...]:
         """Wait for a lookup, load the found chunks, and compare their bytes."""
         lookup = self._wait_for_result(ticket)
-        self._scheduler.take(ticket)
         self.refresh()
         welcome = self._scheduler.welcome
         assert welcome is not None
@@ -173,7 +172,7 @@ class _Side:
             stop = 1 + -(-min(len(lookup.leases) * CHUNK, TOKENS) // BLOCK)
             for page, actual in zip(expected[0], loaded[0], strict=True):
                 intact &= bool(self._torch.equal(page[1:stop], actual[1:stop]))
-        self._scheduler.release(lookup.leases)
+        self._scheduler.cancel(ticket)
         return [welcome.tiers[source] for source in lookup.sources], confirmed, intact
 
     def _wait_for_result(self, ticket: int) -> LookupState:
