@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.block_pool import BlockPool
@@ -36,7 +37,7 @@ from kvtier.integrations.vllm import loading, prefill
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job
-from kvtier.integrations.vllm.scheduler import SchedulerSide
+from kvtier.integrations.vllm.scheduler import MAX_EARLY_STATES, SchedulerSide
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.memory.keys import BLOCK_HASH_BYTES, split_keys, state_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
@@ -727,6 +728,32 @@ def test_room_for_states_is_requested_with_the_lookup(with_states: SchedulerSide
     look_up = cache.receive(Lookup)
     ends = split_keys(look_up.keys)[2:]
     assert {run.keys for run in cache.receive(Reserve).runs} == {state_key(key) for key in ends}
+
+
+def test_long_queue_reserves_room_for_few_states(with_states: SchedulerSide, cache: Cache) -> None:
+    """One of 40 MB per request would evict the whole cache."""
+    reserved = 0
+    for _ in range(20):
+        with_states.on_new_request(make_request(4 * CHUNK_TOKENS + 1))
+        cache.receive(Lookup)
+        if not cache.nothing_received():
+            reserved += len(cache.answer(cache.receive(Reserve), first=reserved + 1))
+            wait_until(lambda: (with_states._bridge.poll(), with_states._saves.possible)[1])
+    assert MAX_EARLY_STATES <= reserved <= MAX_EARLY_STATES + 1
+
+
+def test_hit_is_counted_after_the_cache_process_was_replaced(streamed: Streamed) -> None:
+    """The other one may have fewer tiers."""
+    streamed.find([1, 2, 3, 4], 0)
+    streamed.begin()
+    streamed.sent()
+    bridge = streamed.engine.bridges[0]
+    assert bridge.welcome is not None
+    bridge.welcome = msgspec.structs.replace(bridge.welcome, tiers=[], media=[])
+    finish_load(streamed.engine, streamed.request)
+    scheduler = streamed.engine.scheduler
+    assert scheduler._stats.data["hit_tokens/ram"] == 4 * CHUNK_TOKENS
+    assert scheduler.hits_by_medium(streamed.request) == {"cpu": 4 * CHUNK_TOKENS}
 
 
 def test_after_a_hit_room_is_requested_for_states_that_continue_it(

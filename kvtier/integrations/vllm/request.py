@@ -69,7 +69,8 @@ class RequestState:
     """Whether workers were given its blocks to copy, and may still be copying."""
     load_failed: bool = False
     """Whether a load has failed: the request is then computed without further attempts."""
-    hits_by_tier: dict[int, int] = field(default_factory=dict)
+    hits_by_tier: dict[tuple[str, str], int] = field(default_factory=dict)
+    """The tokens of the last hit, by the name and the type of their tier."""
     hints: Hints = NO_HINTS
     loads: bool = True
     """Whether the request may load from the cache."""

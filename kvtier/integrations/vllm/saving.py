@@ -166,6 +166,11 @@ class Saves:
         return MAX_RESERVED_CHUNKS // 2 - sum(len(save.keys) for save in self._planned) - 1
 
     @property
+    def expected_states(self) -> int:
+        """Number of states to come for which room has been planned or reserved."""
+        return len(self._states)
+
+    @property
     def unreserved(self) -> bool:
         """Whether a finished request has chunks for which no reservation has been requested."""
         return bool(self._planned)

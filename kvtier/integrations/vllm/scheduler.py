@@ -52,6 +52,8 @@ TIMEOUT_SECONDS = 1.0
 MAX_WAIT_SECONDS = 120.0
 """Timeout of a lookup without progress with ``prefetch.policy: wait``, because a fetch may stall."""
 CLEAR_SECONDS = 1.0
+MAX_EARLY_STATES = 8
+"""With more states to come, a request that is not scheduled yet reserves no room for its own."""
 NOTHING = (0, False)
 ASK_AGAIN = (None, False)
 
@@ -123,9 +125,10 @@ class SchedulerSide:
         # Before any chunk is promoted or stored, so that none is evicted before it is pushed.
         self._kv_transfers.begin(state)
         self._look_up(state)
-        if self._states is not None and state.stores and self._saves.possible:
-            # States are there for one step, perhaps the first, which must not wait for room. After a hit,
-            # those that continue it are needed instead.
+        # States exist for one step, perhaps the first, which must not wait for room. After a hit, those that
+        # continue it are needed instead. Not for a long queue: a state takes as much room as many chunks.
+        early = self._saves.expected_states < MAX_EARLY_STATES
+        if self._states is not None and state.stores and early and self._saves.possible:
             self._states.expect(state)
             self._saves.request()
 
@@ -253,12 +256,16 @@ class SchedulerSide:
     def _note_hits(self, state: RequestState, sources: Sequence[int], external_tokens: int) -> None:
         request, chunk = state.request, self._layout.chunk_tokens
         stop = state.local_tokens + external_tokens
+        welcome = self._bridge.welcome
+        assert welcome is not None
         state.hits_by_tier = {}
         for index, source in enumerate(sources):
             start = max(index * chunk, state.local_tokens)
             tokens = min((index + 1) * chunk, stop) - start
             if tokens > 0:
-                state.hits_by_tier[source] = state.hits_by_tier.get(source, 0) + tokens
+                # By name: when the load is done, another cache process may be connected, with other tiers.
+                tier = welcome.tiers[source], welcome.media[source]
+                state.hits_by_tier[tier] = state.hits_by_tier.get(tier, 0) + tokens
         if self._model.part:  # The first part of the engine reports for all.
             return
         logger.info(
@@ -266,22 +273,17 @@ class SchedulerSide:
             request.request_id,
             external_tokens,
             request.num_tokens,
-            ", ".join(f"{tier} {tokens}" for tier, tokens in self._hits_by_name(state)),
+            ", ".join(f"{tier} {tokens}" for (tier, _), tokens in state.hits_by_tier.items()),
             state.local_tokens,
         )
 
-    def _hits_by_name(self, state: RequestState) -> list[tuple[str, int]]:
-        """Return the tokens of the last hit, by the name of their source tier."""
-        welcome = self._bridge.welcome
-        assert welcome is not None
-        return [(welcome.tiers[source], tokens) for source, tokens in state.hits_by_tier.items()]
-
     def hits_by_medium(self, request: Request) -> dict[str, int]:
         """Return the tokens of the last hit, by the type of their source tier."""
-        state, welcome = self._requests.get(request.request_id), self._bridge.welcome
-        if state is None or welcome is None:
-            return {}
-        return {welcome.media[source]: tokens for source, tokens in state.hits_by_tier.items()}
+        state = self._requests.get(request.request_id)
+        found: dict[str, int] = {}
+        for (_, medium), tokens in state.hits_by_tier.items() if state is not None else ():
+            found[medium] = found.get(medium, 0) + tokens
+        return found
 
     # Saving, at the end of every step's planning.
 
@@ -379,7 +381,7 @@ class SchedulerSide:
             self._loads.finish(request_id, again=request_id in again)
 
     def _count_hits(self, state: RequestState) -> None:
-        for tier, tokens in self._hits_by_name(state):
+        for (tier, _), tokens in state.hits_by_tier.items():
             self._stats.add("hit_tokens", tokens, tier)
 
     def finished(self, request: Request, block_ids: Blocks) -> tuple[bool, dict[str, Any] | None]:
