@@ -98,7 +98,7 @@ class CacheModel:
                     answer
                     for answer in self.pending
                     if not (isinstance(answer, Found) and answer.ticket == message.ticket)
-                    or self.random.random() < 0.5  # It was under way.
+                    or self.random.random() < 0.5  # It was in flight.
                 ]
             case Abandon():
                 for lease in message.leases:
@@ -143,7 +143,7 @@ class CacheModel:
     def _similar(
         self, message: Lookup, keys: Sequence[ChunkKey], held: int
     ) -> tuple[Content, dict[str, Any], dict[str, Any]] | None:
-        """Return a chunk that begins like the first one that is not held; ``None`` if there is none."""
+        """Return a chunk that begins like the first one that is not held, or ``None``."""
         start = held * CHUNK
         blocks = min(BLOCKS, len(message.marks) - held * BLOCKS)
         if blocks < 1 or self.random.random() < 0.5:
@@ -213,7 +213,7 @@ class Running:
     tables: tuple[list[int], ...] = ()
     local: int = 0
     promised: int = 0
-    """The tokens that are there once the load is done; 0 if there is none."""
+    """The tokens that are present once the load is done; 0 without a load."""
     computed: int | None = None
     """``None`` while it waits."""
     aborted: bool = False
@@ -325,7 +325,7 @@ class EngineModel:
 
     @contextmanager
     def asking(self, request: Any) -> Iterator[None]:
-        """Tell the caches for which request the connector asks."""
+        """Set for the caches which request the connector asks for."""
         for part in self.parts:
             part.cache.asking = _Later(part.side._requests, request)
         yield
@@ -510,7 +510,7 @@ def connected() -> Iterator[None]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32))
-def test_vllm_has_what_it_was_told(layout: str, parts: int, seed: int) -> None:
+def test_what_was_reported_is_loaded(layout: str, parts: int, seed: int) -> None:
     engine = EngineModel(Random(seed), LAYOUTS[layout], parts)
     engine.go_on(STEPS)
     engine.end()

@@ -173,7 +173,7 @@ class Engine:
         return f"request {self.requests}"
 
     def load(self) -> list[Job]:
-        """Return the jobs of a step: of new loads, and of those under way."""
+        """Return the jobs of a step: of new loads, and of those in progress."""
         jobs = []
         names = [self.name() for _ in range(self.random.choice((0, 0, 1, 3)))]
         for name in [*self.parted, *names]:
@@ -225,7 +225,7 @@ class Engine:
             del self.saves[name]
 
     def healthy(self, name: str) -> bool:
-        """Whether no copy of a request's chunks has failed: nobody knows when those end."""
+        """Whether no copy of a request's chunks has failed: it is unknown when those end."""
         return set(self.saves[name]).isdisjoint(self.bridge.abandoned)
 
     def end(self) -> None:

@@ -618,7 +618,7 @@ def test_missing_chunk_costs_only_the_rest(streamed: Streamed, cache: Cache) -> 
 
 
 def test_chunk_that_is_lost_before_the_allocation_fails_the_load(streamed: Streamed, cache: Cache) -> None:
-    """vLLM takes what it was told for computed, unless the load fails."""
+    """vLLM takes what was reported for computed, unless the load fails."""
     streamed.find([1, 2], 2)
     assert streamed.matched() == (4 * CHUNK_TOKENS, True)
     streamed.find([], 0)

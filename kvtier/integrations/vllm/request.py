@@ -49,7 +49,7 @@ class RequestState:
     local_tokens: int = 0
     """Tokens that vLLM's own cache held at the last query."""
     hit: Hit = NO_HIT
-    """What vLLM was told at the last query. It computes these tokens only if their load fails."""
+    """What was reported to vLLM at the last query. It computes these tokens only if their load fails."""
     settled: int | None = None
     """Tokens that had been computed before the last step in which the request was scheduled."""
     next_chunk: int = 0
