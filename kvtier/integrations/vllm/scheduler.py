@@ -237,8 +237,8 @@ class SchedulerSide:
             if external_tokens:
                 self._loads.fail(state, LOST)
             return
-        # What was reported, or fewer if another part of the engine has fewer. Chunks that have been lost since
-        # let the load fail: otherwise, vLLM would take them for computed.
+        # What was reported, or fewer if another part of the engine has fewer. Chunks that were lost since let
+        # the load fail: otherwise, vLLM would take them for computed.
         hit = state.hit.up_to(state.local_tokens + external_tokens, self._layout.chunk_tokens)
         chunk, count = self._layout.chunk_tokens, hit.chunks
         state.hit_chunks = max(count, state.local_tokens // chunk)
