@@ -26,9 +26,9 @@ CONNECTORS = Path(__file__).with_name("connectors.py")
 RESP_THREADS = 4
 """LMCache's default is 8. On two cores, 4 are as fast or faster, and match kvtier's connections."""
 IMPORTED = (
-    *("aiofile", "aiohttp", "blake3", "cachetools", "cryptography", "fastapi", "httpx", "msgspec", "numba"),
-    *("numpy<=2.2.6", "prometheus_client<=0.24.1", "psutil", "py-cpuinfo", "pyyaml", "pyzmq", "redis"),
-    *("requests", "sortedcontainers", "uvicorn"),
+    *("aiofile", "aiofiles", "aiohttp", "blake3", "cachetools", "cryptography", "fastapi", "httpx"),
+    *("msgspec", "numba", "numpy<=2.2.6", "prometheus_client<=0.24.1", "psutil", "py-cpuinfo", "pyyaml"),
+    *("pyzmq", "redis", "requests", "sortedcontainers", "uvicorn"),
     *("opentelemetry-api<=1.40.0", "opentelemetry-sdk<=1.40.0", "opentelemetry-exporter-otlp<=1.40.0"),
     *("opentelemetry-exporter-prometheus<=0.61b0", "torch==2.13.0", "transformers>=5.4"),
 )
