@@ -126,19 +126,26 @@ class Prompts:
             {"name": "ram", "type": "cpu", "capacity": 3 * self._bytes},
             {"name": "ssd", "type": "disk", "path": str(self._folder / "disk"), "capacity": "64GiB"},
         ]
-        environment = {**os.environ, "KVTIER_TIERS": json.dumps(tiers), "KVTIER_SOCKET": str(socket)}
-        program = Path(__file__).with_name("throttled_serve.py")
-        environment |= {f"KVTIER_{name.upper()}": json.dumps(value) for name, value in settings.items()}
-        process = subprocess.Popen([sys.executable, str(program), str(bytes_per_second)], env=environment)
-        try:
-            while not is_ready(socket):
-                time.sleep(0.02)
+        with cache_process(socket, bytes_per_second, tiers=tiers, **settings):
             engine = Engine(socket, self._chunks, **settings)
             yield engine
             engine.close()
-        finally:
-            process.terminate()
-            process.wait()
+
+
+@contextmanager
+def cache_process(socket: Path, bytes_per_second: float, **settings: object) -> Iterator[None]:
+    """Run a cache process whose disks and peers deliver at most as fast as given; 0 does not throttle."""
+    environment = {**os.environ, "KVTIER_SOCKET": str(socket)}
+    environment |= {f"KVTIER_{name.upper()}": json.dumps(value) for name, value in settings.items()}
+    program = Path(__file__).with_name("throttled_serve.py")
+    process = subprocess.Popen([sys.executable, str(program), str(bytes_per_second)], env=environment)
+    try:
+        while not is_ready(socket):
+            time.sleep(0.02)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
 
 
 class Engine:

@@ -8,7 +8,8 @@
 Instances in separate processes on loopback are each other's peers, with mutual authentication. Chunks in a
 peer's memory are fetched through the whole cache: lookup, promise, read, verification of the header, release.
 The limit of a lookup is a round trip of as many bytes on a raw socket. The limit of a fetch is one batch of
-the same bytes over the same links, split evenly between the peers.
+the same bytes over the same links, split evenly between the peers. If both keep all cores busy, the fetch
+cannot come closer to the limit than their CPU times do: all processes share the cores of one machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 import anyio
 
-from benchmarks.common import MIB, ratio, show, speed
+from benchmarks.common import MIB, show, speed
 from benchmarks.peers_process import (
     LENGTHS,
     NAMESPACE,
@@ -36,7 +37,7 @@ from benchmarks.peers_process import (
     peer_process,
     settings_of,
 )
-from benchmarks.transports import TRANSPORTS
+from benchmarks.transports import TRANSPORTS, Cost, Meter
 from kvtier.backends.base import Outcome
 from kvtier.bench import raw_resp
 from kvtier.instance import Instance
@@ -280,8 +281,8 @@ class Fetched(NamedTuple):
     checksum: bool
     first: float
     """Seconds of the first fetch, for which the peers have to compute checksums."""
-    limit: Sequence[float]
-    seconds: Sequence[float]
+    limit: Sequence[Cost]
+    costs: Sequence[Cost]
 
 
 async def measure_fetches(transport: str, extent: Extent, peer_counts: Sequence[int]) -> None:
@@ -297,8 +298,8 @@ async def measure_fetches(transport: str, extent: Extent, peer_counts: Sequence[
                 async with opened(settings) as instance:
                     await connected(instance)
                     for chunks in sets:
-                        first, limit, seconds = await measure_fetch(instance, chunks, extent.turns)
-                        results.append(Fetched(chunks, number, checksum, first, limit, seconds))
+                        first, limit, costs = await measure_fetch(instance, chunks, extent.turns)
+                        results.append(Fetched(chunks, number, checksum, first, limit, costs))
                         print(
                             f"{transport}: {format_peers(number)}, {chunks.length} bytes measured",
                             file=sys.stderr,
@@ -308,49 +309,46 @@ async def measure_fetches(transport: str, extent: Extent, peer_counts: Sequence[
             f"{fetched.chunks.amount} x {fetched.chunks.length // MIB} MiB, {format_peers(fetched.peers)}, "
             f"{'with' if fetched.checksum else 'without'} checksums",
             speed(fetched.chunks.total, [fetched.first]),
-            speed(fetched.chunks.total, fetched.limit),
-            speed(fetched.chunks.total, fetched.seconds),
-            ratio(fetched.seconds, fetched.limit),
+            *Cost.compared(fetched.chunks.total, fetched.limit, fetched.costs),
         )
         for fetched in results
     ]
-    columns = ("", "first time", "limit", "kvtier", "kvtier : limit")
+    columns = ("", "first time", *Cost.COLUMNS)
     show(f"{transport}: fetching {extent.fetched_bytes // MIB} MiB from peers, GB/s", columns, rows)
 
 
 async def measure_fetch(
     instance: Instance, chunks: ChunkSet, turns: int
-) -> tuple[float, list[float], list[float]]:
-    """Return the seconds of the first fetch, of the transport alone, and of the whole cache."""
+) -> tuple[float, list[Cost], list[Cost]]:
+    """Return the seconds of the first fetch, and the costs of the transport alone and of the whole cache."""
     first = await fetch_through_cache(instance, chunks)
     await read_over_links(instance, chunks)
-    limit, seconds = [], []
+    limit, costs = [], []
     for turn in range(turns):
         if turn % 2:
             limit.append(await read_over_links(instance, chunks))
-        seconds.append(await fetch_through_cache(instance, chunks))
+        costs.append(await fetch_through_cache(instance, chunks))
         if not turn % 2:
             limit.append(await read_over_links(instance, chunks))
-    return first, limit, seconds
+    return first.seconds, limit, costs
 
 
-async def fetch_through_cache(instance: Instance, chunks: ChunkSet) -> float:
+async def fetch_through_cache(instance: Instance, chunks: ChunkSet) -> Cost:
     """Fetch a prompt into memory as a request does."""
     cache, keys = instance.cache, chunks.keys
     expected = Expected(NAMESPACE, [chunks.length] * chunks.amount)
-    started = perf_counter()
-    ready = await cache.prefetch(keys, expected)
-    seconds = perf_counter() - started
+    with Meter() as meter:
+        ready = await cache.prefetch(keys, expected)
     expect(ready == len(keys), f"{ready} of {len(keys)} chunks were fetched")
     found = cache.look_up(keys)
     arrived = [number_in(chunk.lease.view) for chunk in found.chunks]
     found.release()
     expect(arrived == list(chunks.numbers), "wrong contents in a chunk")
     await clear_memory(instance, chunks)
-    return seconds
+    return meter.cost
 
 
-async def read_over_links(instance: Instance, chunks: ChunkSet) -> float:
+async def read_over_links(instance: Instance, chunks: ChunkSet) -> Cost:
     """Read the same bytes into the same memory with the transport alone, an equal share from each peer."""
     sources = await connected(instance)
     leases = [instance.cache.arena.allocate(chunks.length) for _ in chunks.numbers]
@@ -364,9 +362,8 @@ async def read_over_links(instance: Instance, chunks: ChunkSet) -> float:
         expect(len(promises) == len(keys), f"{len(promises)} of {len(keys)} chunks are promised")
         await source.readable([promise for promise in promises if not promise.ready])
         batches.append((source, list(zip(promises, views[share], strict=True))))
-    started = perf_counter()
-    outcomes = await asyncio.gather(*(source.read(reads) for source, reads in batches))
-    seconds = perf_counter() - started
+    with Meter() as meter:
+        outcomes = await asyncio.gather(*(source.read(reads) for source, reads in batches))
     expect(all(outcome is Outcome.OK for batch in outcomes for outcome in batch), f"not all read: {outcomes}")
     expect([number_in(view) for view in views] == list(chunks.numbers), "wrong contents in a chunk")
     for source, reads in batches:
@@ -375,7 +372,7 @@ async def read_over_links(instance: Instance, chunks: ChunkSet) -> float:
     for lease in leases:
         if lease is not None:
             lease.release()
-    return seconds
+    return meter.cost
 
 
 async def clear_memory(instance: Instance, chunks: ChunkSet) -> None:

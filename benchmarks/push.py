@@ -8,7 +8,8 @@
 The peer is another instance in a separate process on loopback, with mutual authentication. Chunks are in the
 memory of this instance without a checksum, as engines store them. A KV transfer announces them, computes
 checksums, reserves room, writes, and waits until the peer has verified them and serves them. The limit is one
-batch of the same bytes over the same link, from the same memory into room that was reserved before.
+batch of the same bytes over the same link, from the same memory into room that was reserved before. It has no
+checksums. If both keep all cores busy, a transfer cannot come closer to the limit than their CPU times do.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import NamedTuple
 
 import anyio
 
-from benchmarks.common import MIB, ratio, show, speed
+from benchmarks.common import MIB, show, speed
 from benchmarks.peers import expect
 from benchmarks.peers_process import (
     ChunkSet,
@@ -32,7 +32,7 @@ from benchmarks.peers_process import (
     settings_of,
     store,
 )
-from benchmarks.transports import TRANSPORTS
+from benchmarks.transports import TRANSPORTS, Cost, Meter
 from kvtier.backends.base import Outcome
 from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
@@ -63,13 +63,13 @@ class Pushed(NamedTuple):
     """Measurements for one chunk length, in seconds."""
 
     chunks: ChunkSet
-    first: float
+    first: Cost
     """First transfer, which also establishes the link."""
-    limit: list[float]
-    seconds: list[float]
-    single_limit: list[float]
+    limit: list[Cost]
+    costs: list[Cost]
+    single_limit: list[Cost]
     """For a single chunk."""
-    single: list[float]
+    single: list[Cost]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -99,14 +99,12 @@ async def measure(transport: str, extent: Extent) -> None:
                 measured.append(await Pusher(instance, address(peer_port), fresh).measure(extent, length))
     show(
         f"{transport}: transferring {extent.pushed_bytes // MIB} MiB to a peer, GB/s",
-        ("", "first time", "limit", "kvtier", "kvtier : limit"),
+        ("", "first time", *Cost.COLUMNS),
         [
             (
                 f"{pushed.chunks.amount} x {pushed.chunks.length // MIB} MiB",
-                speed(pushed.chunks.total, [pushed.first]),
-                speed(pushed.chunks.total, pushed.limit),
-                speed(pushed.chunks.total, pushed.seconds),
-                ratio(pushed.seconds, pushed.limit),
+                speed(pushed.chunks.total, [pushed.first.seconds]),
+                *Cost.compared(pushed.chunks.total, pushed.limit, pushed.costs),
             )
             for pushed in measured
         ],
@@ -117,8 +115,8 @@ async def measure(transport: str, extent: Extent) -> None:
         [
             (
                 f"{pushed.chunks.length // MIB} MiB",
-                (limit := statistics.median(pushed.single_limit) * 1e3),
-                (median := statistics.median(pushed.single) * 1e3),
+                (limit := statistics.median(cost.seconds for cost in pushed.single_limit) * 1e3),
+                (median := statistics.median(cost.seconds for cost in pushed.single) * 1e3),
                 median - limit,
             )
             for pushed in measured
@@ -139,34 +137,33 @@ class Pusher:
         count = extent.pushed_bytes // length
         first = await self.transfer_kv(count)
         await self.write(count)
-        limit, seconds = await self._interleave(extent.turns, count)
+        limit, costs = await self._interleave(extent.turns, count)
         single_limit, single = await self._interleave(extent.single_turns, 1)
-        return Pushed(ChunkSet(0, count, length), first, limit, seconds, single_limit, single)
+        return Pushed(ChunkSet(0, count, length), first, limit, costs, single_limit, single)
 
-    async def _interleave(self, turns: int, count: int) -> tuple[list[float], list[float]]:
-        limit, seconds = [], []
+    async def _interleave(self, turns: int, count: int) -> tuple[list[Cost], list[Cost]]:
+        limit, costs = [], []
         for turn in range(turns):
             if turn % 2:
                 limit.append(await self.write(count))
-            seconds.append(await self.transfer_kv(count))
+            costs.append(await self.transfer_kv(count))
             if not turn % 2:
                 limit.append(await self.write(count))
-        return limit, seconds
+        return limit, costs
 
-    async def transfer_kv(self, count: int) -> float:
-        """Transfer chunks through the whole stack; return the seconds."""
+    async def transfer_kv(self, count: int) -> Cost:
+        """Transfer chunks through the whole stack."""
         chunks = self._fresh(count)
         store(self._instance.cache, chunks)
-        started = perf_counter()
-        result = await self._instance.transfer_kv(self._to, chunks.keys).finish(FINISH_SECONDS)
-        seconds = perf_counter() - started
+        with Meter() as meter:
+            result = await self._instance.transfer_kv(self._to, chunks.keys).finish(FINISH_SECONDS)
         expect(result.leading == count, f"{result.leading} of {count} chunks arrived: {result.last_error}")
         expect(result.pushed_bytes == chunks.total, "the peer held some chunks before")
         await self._instance.cache.clear(chunks.keys)
-        return seconds
+        return meter.cost
 
-    async def write(self, count: int) -> float:
-        """Write chunks over the link alone; return the seconds."""
+    async def write(self, count: int) -> Cost:
+        """Write chunks over the link alone."""
         chunks = self._fresh(count)
         store(self._instance.cache, chunks)
         found = self._instance.cache.look_up(chunks.keys)
@@ -178,9 +175,8 @@ class Pusher:
                 chunk.lease.view[HEADER_BYTES : HEADER_BYTES + promise.length]
                 for chunk, promise in zip(found.chunks, promises, strict=True)
             ]
-            started = perf_counter()
-            outcomes = await source.write(list(zip(promises, views, strict=True)))
-            seconds = perf_counter() - started
+            with Meter() as meter:
+                outcomes = await source.write(list(zip(promises, views, strict=True)))
             views.clear()
             expect(
                 all(outcome is Outcome.OK for outcome in outcomes), f"not all chunks were written: {outcomes}"
@@ -189,7 +185,7 @@ class Pusher:
             await source.contains([])  # The answer means that the room has been released.
         found.release()
         await self._instance.cache.clear(chunks.keys)
-        return seconds
+        return meter.cost
 
     async def _reserve(self, source: Source, found: Lookup) -> list[Promise]:
         target = Target(source, self._instance.cache.hierarchy.memory.sealer)

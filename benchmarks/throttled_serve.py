@@ -1,4 +1,4 @@
-"""``kvtier serve`` with a disk that reads at most as fast as given: ``throttled_serve.py BYTES_PER_SECOND``.
+"""``kvtier serve`` with disks and peers of a given speed: ``throttled_serve.py BYTES_PER_SECOND``.
 
 0 does not throttle. While the file that ``THROTTLE`` names exists, its content replaces the argument.
 """
@@ -17,14 +17,16 @@ import anyio
 from kvtier.backends.base import Outcome
 from kvtier.backends.disk.backend import DiskBackend
 from kvtier.cli import main
+from kvtier.peers.backend import PeersBackend
 
 
-def throttle(bytes_per_second: float) -> None:
-    """Let reads of all disk tiers share a bandwidth, in the order in which they begin."""
-    healthy, changed = DiskBackend.get, Path(os.environ.get("THROTTLE", "/nonexistent"))
+def throttle(medium: type[DiskBackend | PeersBackend], bytes_per_second: float) -> None:
+    """Let all reads from a kind of medium share a bandwidth, in the order in which they begin."""
+    healthy: Any = medium.get
+    changed = Path(os.environ.get("THROTTLE", "/nonexistent"))
     free_at = 0.0
 
-    async def slow(self: DiskBackend, items: Sequence[Any]) -> Sequence[Outcome]:
+    async def slow(self: DiskBackend | PeersBackend, items: Sequence[Any]) -> Sequence[Outcome]:
         nonlocal free_at
         speed = float(changed.read_text()) if changed.exists() else bytes_per_second
         ends = free_at
@@ -34,9 +36,10 @@ def throttle(bytes_per_second: float) -> None:
         await anyio.sleep(max(0.0, ends - time.monotonic()))
         return outcomes
 
-    DiskBackend.get = slow  # type: ignore[method-assign]
+    medium.get = slow  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    throttle(float(sys.argv[1]))
+    for kind in (DiskBackend, PeersBackend):
+        throttle(kind, float(sys.argv[1]))
     main(["serve", "--log-level", "WARNING"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -135,6 +136,49 @@ def cpu_seconds(processes: Iterable[int]) -> float:
         with suppress(OSError):
             seconds += time.clock_gettime((~process << 3) | CPU_CLOCK)
     return seconds
+
+
+class Cost(NamedTuple):
+    """What one transfer takes."""
+
+    COLUMNS = ("limit", "kvtier", "kvtier : limit", "cores busy", "by CPU time")
+
+    seconds: float
+    cpu_seconds: float
+    """Of all processes of both hosts."""
+
+    @staticmethod
+    def compared(length: int, limit: Sequence[Cost], own: Sequence[Cost]) -> tuple[object, ...]:
+        """Return both speeds in GB/s, their ratio, and the ratio of the CPU times.
+
+        Besides, how many cores each of them keeps busy: if that is all, the last ratio bounds the first.
+        """
+        limit_seconds, seconds = ([cost.seconds for cost in costs] for costs in (limit, own))
+        limit_busy, busy = (
+            statistics.median(cost.cpu_seconds / cost.seconds for cost in costs) for costs in (limit, own)
+        )
+        return (
+            speed(length, limit_seconds),
+            speed(length, seconds),
+            ratio(seconds, limit_seconds),
+            f"{limit_busy:.2f}, {busy:.2f}",
+            ratio([cost.cpu_seconds for cost in own], [cost.cpu_seconds for cost in limit]),
+        )
+
+
+class Meter:
+    """Measures the block that it is the context of."""
+
+    cost: Cost
+
+    def __enter__(self) -> Meter:
+        self._processes = family(os.getpid())
+        self._cpu_seconds, self._started = cpu_seconds(self._processes), time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        seconds = time.perf_counter() - self._started
+        self.cost = Cost(seconds, cpu_seconds(self._processes) - self._cpu_seconds)
 
 
 def turns_of(extent: Extent, depth: int) -> int:

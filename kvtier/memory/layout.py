@@ -54,8 +54,11 @@ class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
             return range(tokens == STATE_TOKENS)
         stop = -(-tokens // self.block_tokens)
         whole = tokens // self.block_tokens * self.block_tokens
-        first = max(0, whole - self.window + 1) // self.block_tokens if self.window else 0
-        return range(min(first, stop), stop)
+        return range(min(self.first_visible(whole), stop), stop)
+
+    def first_visible(self, tokens: int) -> int:
+        """Return the index of the first block that attention needs to continue after so many tokens."""
+        return max(0, tokens - self.window + 1) // self.block_tokens if self.window else 0
 
     def shard(self, rank: int) -> int:
         """Return the number of what a rank holds."""
@@ -136,10 +139,17 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
         A prompt can be continued where all blocks that attention needs from there on are stored.
         """
         step = self.granularity
-        for end in range(tokens // step * step, 0, -step):
-            if all(group.blocks(end).start >= group.blocks(stored).start for group in self.groups):
-                return end
-        return 0
+        ends = range(tokens // step * step, 0, -step)
+        return next((end for end in ends if self.continues(stored, end)), 0)
+
+    def continues(self, stored: int, tokens: int) -> bool:
+        """Whether a prompt can be continued after the first ``tokens`` tokens of a chunk of ``stored``."""
+        return all(group.first_visible(tokens) >= group.blocks(stored).start for group in self.groups)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers see only the last tokens."""
+        return any(group.window for group in self.groups)
 
     @property
     def has_states(self) -> bool:

@@ -133,6 +133,21 @@ def test_unused_room_is_given_back_at_once(
     assert saves._states == {}
 
 
+@pytest.mark.parametrize("lost", ["answer", "request"])
+def test_room_that_was_never_granted_is_forgotten_with_its_request(
+    saves: Saves, bridge: Bridge, state: RequestState, lost: str
+) -> None:
+    """Otherwise few more states would be expected, and the request would be kept for ever."""
+    saves.expect_state(state, 2)
+    bridge.responsive = lost == "answer"
+    assert step(saves) == []
+    for call in bridge.calls:
+        call.settled = True
+    assert step(saves) == []
+    saves.drop(state)
+    assert saves.expected_states == 0
+
+
 def test_finished_request_is_kept_until_useless_room_is_given_back(
     saves: Saves, bridge: Bridge, state: RequestState
 ) -> None:

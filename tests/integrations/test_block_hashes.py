@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.bridge.client import LookupState
 from kvtier.integrations.vllm import request as request_module
-from kvtier.integrations.vllm.hits import Hit, hit_of
+from kvtier.integrations.vllm.hits import Hit, hit_of, reported_tokens
 from kvtier.integrations.vllm.request import RequestState, request_root
 from kvtier.memory.keys import BLOCK_HASH_BYTES, block_hashes, chunk_keys, encode_tokens, equal_blocks
 from kvtier.memory.layout import ChunkLayout, GroupLayout
@@ -144,6 +144,28 @@ def test_all_blocks_that_attention_needs_must_be_stored(
 ) -> None:
     layout = ChunkLayout(CHUNK, (GroupLayout(BLOCK, (64,)), GroupLayout(BLOCK, (64,), window)))
     assert layout.usable(stored, equal) == used
+
+
+@pytest.mark.parametrize(
+    ("window", "tokens", "reported"),
+    [
+        (0, 100, 100),
+        (0, 1, 0),
+        (32, 100, 99),
+        (32, CHUNK + 1, CHUNK),
+        (32, 1, 0),
+        (33, 128, 64),  # The last token sees one block more than is stored of the whole prompt.
+        (33, 127, 126),
+        (1000, 96, 95),
+    ],
+)
+def test_last_token_is_computed_with_all_that_it_sees(window: int, tokens: int, reported: int) -> None:
+    layout = ChunkLayout(CHUNK, (GroupLayout(BLOCK, (64,)), GroupLayout(BLOCK, (64,), window)))
+    state: Any = SimpleNamespace(request=SimpleNamespace(num_tokens=tokens))
+    hit = Hit(tokens, -(-tokens // CHUNK))
+    assert reported_tokens(hit, state, layout) == reported
+    shorter = Hit(tokens - tokens % BLOCK - BLOCK, 2)
+    assert reported_tokens(shorter, state, layout) == shorter.tokens
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ class Shape(NamedTuple):
     cuda: bool = False
     """Whether the KV cache is on a GPU, with the stand-in for CUDA."""
     blocks: int = BLOCKS
+    zeroes: bool = False
+    """Whether a step first zeroes new blocks, before any hook, as vLLM's Model Runner V2 does."""
 
     @property
     def ranks(self) -> int:
@@ -85,6 +87,8 @@ def vllm_config(model: str, shape: Shape, settings: dict[str, Any]) -> Any:
     config.cache_config.kv_cache_layout = "LBHNC"
     if shape.cuda:
         config.device_config.device_type = "cuda"
+    if shape.zeroes:  # Not before: vLLM refuses that runner for this processor.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     return config
 
 
@@ -107,6 +111,9 @@ def specs_of(shape: Shape, rank: int) -> dict[str, Any]:
             specs[name] = MLAAttentionSpec(
                 block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32
             )
+        elif shape.zeroes and layer % 2:  # Another precision: vLLM then zeroes blocks.
+            halves = {**heads, "head_size": 64, "dtype": torch.float16}
+            specs[name] = SlidingWindowSpec(block_size=BLOCK, sliding_window=64, **halves)
         elif shape.windows and layer % 2:
             specs[name] = SlidingWindowSpec(block_size=BLOCK, sliding_window=64, **heads)
         else:
@@ -178,6 +185,10 @@ class Worker:
         """Write a number to the slot of a token of one layer."""
         memory[block, slot].fill_(number)
 
+    def _zero(self, memory: Any, blocks: Sequence[int]) -> None:
+        """Zero blocks of one layer."""
+        memory[list(blocks)] = 0
+
     def _computed(self) -> None:
         """Called when all of a step is written."""
 
@@ -202,10 +213,14 @@ class Worker:
         stage, rest = divmod(self._rank, self._shape.tp * self._shape.pcp)
         self._connection.send({(stage, rest): metadata} if metadata else None)
 
-    def _step(self, metadata: Any, finished: set[str], requests: list[Scheduled]) -> tuple[Any, int]:
+    def _step(
+        self, metadata: Any, finished: set[str], requests: list[Scheduled], zeroed: Sequence[int]
+    ) -> tuple[Any, int]:
         from vllm.v1.outputs import KVConnectorOutput
 
         connector = self._connector
+        for memory in self._pages.values():
+            self._zero(memory, zeroed)
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
         wrong = 0
@@ -235,9 +250,7 @@ class Worker:
                 window = getattr(group.kv_cache_spec, "sliding_window", None)
                 visible = max(0, request.start - window + 1) if window else 0
                 slots = [
-                    (token, slot)
-                    for token, slot in self._slots(request.stop, group)
-                    if token >= visible and blocks[slot // BLOCK]
+                    (token, slot) for token, slot in self._slots(request.stop, group) if token >= visible
                 ]
                 pages = self._pages[name]
                 memory = pages.view(torch.int64).view(pages.shape[0], BLOCK, -1)
@@ -246,7 +259,8 @@ class Worker:
                     if token >= request.start:
                         self._put(memory, block, slot % BLOCK, number)
                     else:
-                        wrong += not bool((memory[block, slot % BLOCK] == number).all())
+                        is_right = block and (memory[block, slot % BLOCK] == number).all()
+                        wrong += not bool(is_right)
         return wrong
 
     def _seed(self, layer: str) -> int:
@@ -355,7 +369,9 @@ class Engine:
             complete = start + count == len(tokens)
             sampled.append([hashes(tokens)[-1] % VOCABULARY] if complete else [])
         for worker in self.workers:
-            worker.send((output.kv_connector_metadata, output.finished_req_ids, requests))
+            zeroed = list(output.new_block_ids_to_zero or ())
+            assert bool(zeroed) <= self.shape.zeroes
+            worker.send((output.kv_connector_metadata, output.finished_req_ids, requests, zeroed))
         outputs = []
         for worker in self.workers:
             transferred, wrong = worker.recv()

@@ -6,6 +6,7 @@ in every :data:`CATCH_UP`-th step only, while the engine runs on, and uses block
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -84,12 +85,19 @@ class WorkerOnGPU(Worker):
             self._machine.put(place, source, alone=slot == 0)
         self._rows = {}
 
-    def _step(self, metadata: Any, finished: set[str], requests: list[Scheduled]) -> tuple[Any, int]:
+    def _zero(self, memory: Any, blocks: Sequence[int]) -> None:
+        """Queue a kernel for each block."""
+        for block in blocks:
+            self._machine.put(memory[block], torch.zeros_like(memory[block]), alone=True)
+
+    def _step(
+        self, metadata: Any, finished: set[str], requests: list[Scheduled], zeroed: Sequence[int]
+    ) -> tuple[Any, int]:
         self._machine.wait_for_engine()  # It has sampled the tokens of the step before.
         self._steps += 1
         if self._steps % CATCH_UP == 0:
             self._machine.synchronize()
-        result = super()._step(metadata, finished, requests)
+        result = super()._step(metadata, finished, requests, zeroed)
         self._check(requests)
         return result
 

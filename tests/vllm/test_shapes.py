@@ -176,6 +176,27 @@ def test_ends_of_prompts_of_every_length_with_windows(make_cache: MakeCache, sta
         assert time.monotonic() < deadline, worse
 
 
+@pytest.mark.parametrize("windows", [True, False], ids=["windows", "full attention"])
+def test_whole_prompts_of_every_length(make_cache: MakeCache, start: Start, windows: bool) -> None:
+    """vLLM computes the last token again, and must then have all blocks in its window."""
+    cache = make_cache(partial_chunks=True)
+    cache.start()
+    engine = start(Shape(windows=windows, layers=2), cache)
+    left = [1, 2, 16, 17, *range(CHUNK // 2, CHUNK + 40)]
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    for attempt in itertools.count():
+        prompts = [[attempt, *models.prompt(length - 1, start=400 * length)] for length in left]
+        engine.generate(prompts, 1)
+        cache.wait_until_idle()
+        engine.reset()
+        hits = engine.generate(prompts, 1)
+        engine.reset()
+        left = [length for length, hit in zip(left, hits, strict=True) if hit < length - 1]
+        if not left:
+            break
+        assert time.monotonic() < deadline, left
+
+
 @pytest.fixture
 def make_hosts(make_cache: MakeCache) -> Callable[[int], list[CacheProcess]]:
     """``make_hosts(count)``: a running cache process for each host of an engine."""

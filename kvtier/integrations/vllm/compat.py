@@ -54,6 +54,17 @@ def hit_sources(tokens_by_medium: dict[str, int]) -> dict[Any, int]:
     return sources
 
 
+def writes_before_hooks(config: VllmConfig, cache: KVCacheConfig) -> bool:
+    """Whether a step may zero or copy blocks before it calls the first hook of a worker's connector.
+
+    Model Runner V2 does, for states, KV of several precisions and hits within a block (``update_requests`` in
+    ``vllm/v1/worker/gpu/model_runner.py``). Other versions may do what they do not declare.
+    """
+    within_blocks = getattr(config.cache_config, "prefix_match_unit", None) is not None
+    zeroes = getattr(cache, "needs_kv_cache_zeroing", True)
+    return bool(getattr(config, "use_v2_model_runner", True) and (zeroes or within_blocks))
+
+
 def hit_alignment(config: KVCacheConfig) -> int:
     """Return the number of tokens of which a hit is a multiple."""
     alignment = getattr(config, "cache_hit_alignment_tokens", None)  # From 0.32 on.

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.integrations.vllm.bridges import IDLE_TIMEOUT_SECONDS, Bridges
-from kvtier.integrations.vllm.compat import check_version, hit_sources
+from kvtier.integrations.vllm.compat import check_version, hit_sources, writes_before_hooks
 from kvtier.integrations.vllm.kv_transfer import role_of
 from kvtier.integrations.vllm.layout import ModelLayout, model_layout, namespaces
 from kvtier.integrations.vllm.log_thread import LogThread
@@ -85,7 +85,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             stages = settings.kv_transfer.device == "cuda"
             timeout = IDLE_TIMEOUT_SECONDS if self._bridges.waits else CONFIRM_SECONDS
             bridge = self._worker_bridge = self._bridges.worker(self._model, rank)
-            self._worker = WorkerSide(self._model, bridge, rank, stages=stages, confirm_timeout=timeout)
+            self._worker = WorkerSide(
+                self._model,
+                bridge,
+                rank,
+                stages=stages,
+                confirm_timeout=timeout,
+                hooks_are_late=writes_before_hooks(vllm_config, kv_cache_config),
+            )
 
     def _open_part(self, model: ModelLayout, to: str = "") -> SchedulerSide:
         """Return the scheduler's side of a part of the engine, whose cache process may be at an address."""

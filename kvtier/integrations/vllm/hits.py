@@ -56,6 +56,23 @@ def hit_of(lookup: LookupState, state: RequestState, layout: ChunkLayout) -> Hit
     return Hit(start + used, chunks, lookup.last_tokens) if used else Hit(min(start, tokens), chunks - 1)
 
 
+def reported_tokens(hit: Hit, state: RequestState, layout: ChunkLayout) -> int:
+    """Return how many tokens of a hit vLLM can use.
+
+    It computes the last token of a prompt in any case. If the whole prompt is hit, it has freed the blocks
+    outside the window of the token after that before: one of them may be in the window of the last token.
+    And of a prompt of one token, nothing is left: it would ask for the hit again and again.
+    """
+    tokens, chunk = int(state.request.num_tokens), layout.chunk_tokens
+    if hit.tokens < tokens or (tokens > 1 and not layout.has_windows):
+        return hit.tokens
+    start = (hit.chunks - 1) * chunk
+    stored, before_last = hit.stored_tokens(hit.chunks - 1, chunk), tokens - 1 - start
+    if before_last and not layout.continues(stored, before_last):
+        before_last = layout.usable(stored, before_last)
+    return start + before_last
+
+
 def _equal(lookup: LookupState, state: RequestState, start: int) -> int:
     """Return how many blocks of the last chunk are the prompt's from ``start`` on, or will have been."""
     if not lookup.final:

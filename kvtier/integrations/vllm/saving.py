@@ -313,7 +313,7 @@ class Saves:
 
     def drop(self, state: RequestState | None = None) -> None:
         """Cancel the pending saves of a request, or of all requests."""
-        for save in self._pending():
+        for save in [*self._pending(), *self._states.values()]:
             if state is None or save.state is state:
                 save.void = True
         self._states = {key: save for key, save in self._states.items() if not save.void}

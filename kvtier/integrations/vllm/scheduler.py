@@ -17,7 +17,7 @@ from kvtier.bridge.client import SchedulerBridge
 from kvtier.catalog.siblings import marks_of
 from kvtier.integrations.vllm.engine_blocks import EngineBlocks, published_group
 from kvtier.integrations.vllm.hints import Hints
-from kvtier.integrations.vllm.hits import hit_of
+from kvtier.integrations.vllm.hits import hit_of, reported_tokens
 from kvtier.integrations.vllm.kv_events import KVEvents
 from kvtier.integrations.vllm.kv_transfer import KVTransfers
 from kvtier.integrations.vllm.layout import ModelLayout
@@ -212,7 +212,7 @@ class SchedulerSide:
             return NOTHING
         state.local_tokens, state.branch = local_tokens, lookup.held
         state.hit = hit_of(lookup, state, self._layout)
-        tokens = state.hit.tokens
+        tokens = reported_tokens(state.hit, state, self._layout)
         return (tokens - local_tokens, True) if tokens > local_tokens else NOTHING
 
     def _wait_left(self, limit: float) -> float:

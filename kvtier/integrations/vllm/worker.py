@@ -84,16 +84,19 @@ class WorkerSide:
         *,
         stages: bool = False,
         confirm_timeout: float = CONFIRM_SECONDS,
+        hooks_are_late: bool = False,
     ) -> None:
         """``stages``: whether KV transfers use a staging buffer on the device of the engine's KV cache.
 
-        ``confirm_timeout``: seconds without a confirmation after which a load has failed.
+        ``confirm_timeout``: seconds without a confirmation after which a load has failed. ``hooks_are_late``:
+        whether a step may write blocks before :meth:`protect`.
         """
         self._model = model
         self._layout = model.layout
         self._bridge = bridge
         self._rank = rank
         self._confirm_timeout = confirm_timeout
+        self._hooks_are_late = hooks_are_late
         self._stats = TransferStats()
         self._warn = RateLimitedLog(logger)
         self._store_log = StoreLog(logger)
@@ -144,6 +147,8 @@ class WorkerSide:
 
         Those are ``written``, and the blocks of states. Does not block.
         """
+        if self._hooks_are_late:  # It waits for all of them already.
+            return
         held = {*self._reads.of(written), *self._reads.of_states()}
         for ticket in sorted(held):
             self._copies.hold(ticket)
@@ -252,6 +257,8 @@ class WorkerSide:
             ticket = self._copies.save(memory, part)
             batch.tickets.append(ticket)
             self._reads.add(ticket, part)
+            if self._hooks_are_late:
+                self._copies.hold(ticket)
 
     def _writes(self, chunk: ChunkCopy) -> bool:
         return bool(chunk.staging) or self._layout.writes(chunk.tokens, self._rank, chunk.lease)
