@@ -277,7 +277,8 @@ class TieredCache:
 
     def reserve(self, header: ChunkHeader, hints: ChunkHints | None = None) -> Reservation | None:
         """Reserve arena memory for one chunk. Return ``None`` if it is already held or memory is full."""
-        return self._storing.reserve(header, hints)
+        [reservation] = self.reserve_all([header], [hints])
+        return reservation
 
     def reserve_all(
         self, headers: Sequence[ChunkHeader], hints: Sequence[ChunkHints | None] = ()

@@ -87,13 +87,16 @@ class ModelCache:
         encoded = encode_tokens(tokens)
         keys, hashes = self.keys(encoded), self._hashes(encoded)
         parents = [self._root, *keys]
-        reservations, copies = [], []
+        headers, sources = [], []
         for index, key in enumerate(keys):
             source = self._slice(view, index, len(tokens))
             blocks = hashes[index * self._hashes_bytes : (index + 1) * self._hashes_bytes]
             length = len(source) // self._token_bytes
-            header = ChunkHeader(key, parents[index], self._namespace, len(source), blocks, length)
-            reservation = self._cache.reserve(header, hints)
+            headers.append(ChunkHeader(key, parents[index], self._namespace, len(source), blocks, length))
+            sources.append(source)
+        reservations, copies = [], []
+        room = self._cache.reserve_all(headers, [hints] * len(headers))
+        for reservation, source in zip(room, sources, strict=True):
             if reservation is not None:
                 reservations.append(reservation)
                 copies.append((reservation.lease.view[HEADER_BYTES:], source))

@@ -47,8 +47,8 @@ class Place(ABC):
         """Return whether a chunk is READY, PENDING or ABSENT for lookups that use this memory."""
 
     @abstractmethod
-    def reserve(self, header: ChunkHeader) -> Reservation | None:
-        """Reserve room for an ABSENT chunk; ``None`` if there is no room."""
+    def reserve(self, headers: Sequence[ChunkHeader]) -> Sequence[Reservation | None]:
+        """Reserve room for ABSENT chunks; ``None`` for those without room."""
 
     @abstractmethod
     def abandon(self, reservations: Sequence[Reservation]) -> None:
@@ -83,9 +83,9 @@ class ArenaPlace(Place):
         """Return the state in the catalog."""
         return self._cache.hierarchy.memory.state(key)
 
-    def reserve(self, header: ChunkHeader) -> Reservation | None:
-        """See :meth:`~kvtier.cache.TieredCache.reserve`."""
-        return self._cache.reserve(header)
+    def reserve(self, headers: Sequence[ChunkHeader]) -> Sequence[Reservation | None]:
+        """See :meth:`~kvtier.cache.TieredCache.reserve_all`."""
+        return self._cache.reserve_all(headers)
 
     def abandon(self, reservations: Sequence[Reservation]) -> None:
         """See :meth:`~kvtier.cache.TieredCache.abandon`."""

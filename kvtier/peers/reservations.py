@@ -7,7 +7,7 @@ write to it and its place has verified it (:mod:`kvtier.peers.places`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
 from typing import NamedTuple
@@ -144,7 +144,7 @@ class Reservations:
         headers = _headers(request)
         held: list[int] = []
         pending: list[int] = []
-        reserved: dict[int, Reservation] = {}
+        absent: dict[ChunkKey, int] = {}
         if reason := self._rejection(request.namespace):
             return Reserved(request.ticket, NO_GRANT, [], [], 0.0, [], [], reason)
         place = self._place(request)
@@ -152,16 +152,16 @@ class Reservations:
             return Reserved(request.ticket, NO_GRANT, [], [], 0.0, [], [], "")
         left = place.room
         for at, header in enumerate(headers):
-            state = self._state(place, header)
+            state = State.PENDING if header.key in absent else self._state(place, header)
             if state is not State.ABSENT:
                 (held if state is State.READY else pending).append(at)
                 continue
             left -= place.length_of(header)
-            reservation = place.reserve(header) if left >= 0 else None
-            if reservation is None:
+            if left < 0:
                 self._counts["no_room"] += 1
                 break
-            reserved[at] = reservation
+            absent[header.key] = at
+        reserved = self._reserve(place, {at: headers[at] for at in absent.values()})
         self._cache.hierarchy.catalog.touch([headers[at].key for at in held])
         room = self._grant(owner, place, list(reserved.values()))
         if room is None:
@@ -177,6 +177,15 @@ class Reservations:
             pending,
             "",
         )
+
+    def _reserve(self, place: Place, headers: Mapping[int, ChunkHeader]) -> dict[int, Reservation]:
+        """Reserve room for as many leading chunks as fit. Keys are those of ``headers``."""
+        room = place.reserve(list(headers.values()))
+        fitting = room.index(None) if None in room else len(room)
+        self._counts["no_room"] += fitting < len(room)
+        place.abandon([reservation for reservation in room[fitting:] if reservation is not None])
+        leading = zip(headers, room[:fitting], strict=False)
+        return {at: reservation for at, reservation in leading if reservation is not None}
 
     def _state(self, place: Place, header: ChunkHeader) -> State:
         """Return a chunk's state. A chunk in a staging buffer need not be pushed into the arena."""

@@ -26,7 +26,7 @@ class TemporaryPeer:
             async with discovering.temporarily_known(tier_of_peers, keys, expected, peer.promise) as held:
                 ...  # Promote or write these: within the block the peers tier is known to hold them.
 
-    The chunks need not form a prefix. Take about ten of them or 64 MiB at a time: a peer grants at most
+    The chunks need not form a prefix. Take about ten of them or 256 MiB at a time: a peer grants at most
     ``peer.share`` of its first tier at once, for ``peer.lease`` seconds. If the peer is lost, the chunks of
     the current batch fail, and the next :meth:`promise` raises.
     """

@@ -28,7 +28,7 @@ from kvtier.tiers.tier import Tier
 TIMEOUT_SECONDS = 2.0
 """Maximum time without a new chunk. Covers freeing memory and the response time of a peer."""
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.02, 0.25
-STEP_BYTES = 4 * BATCH_BYTES
+STEP_BYTES = 16 * BATCH_BYTES
 """Bytes of chunks to look for, and to copy, before the next ones: several batches."""
 
 

@@ -17,7 +17,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import EvictStage
-from kvtier.tiers.batches import BATCH_BYTES, batch_size, concurrently
+from kvtier.tiers.batches import BATCH_BYTES, batch_limit, batch_size, concurrently
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.router import Transfer
 from kvtier.tiers.speeds import Throughput
@@ -138,7 +138,9 @@ class PrefetchStage:
         """Take the first batch of flights with the same source."""
         source = waiting[0].source
         run = takewhile(lambda flight: flight.source == source, waiting)
-        flights = [waiting.popleft() for _ in range(batch_size(flight.lease.length for flight in run))]
+        limit = batch_limit(self._hierarchy.tier(source).cost(BATCH_BYTES))
+        count = batch_size((flight.lease.length for flight in run), limit)
+        flights = [waiting.popleft() for _ in range(count)]
         for flight in flights:
             flight.untried &= ~(1 << source)
         return Read(source, flights, [ChunkBytes(flight.key, flight.lease.share()) for flight in flights])

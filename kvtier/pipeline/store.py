@@ -12,7 +12,6 @@ from functools import partial
 
 import anyio
 
-from kvtier.catalog.catalog import State
 from kvtier.catalog.hints import ChunkHints
 from kvtier.events import Event, Evict, Store
 from kvtier.memory.header import ChunkHeader, object_bytes
@@ -98,23 +97,10 @@ class StoreStage:
         self._evicting = evicting
         self._queues = {tier: WriteQueue(capacity) for tier, capacity in queue_bytes.items()}
 
-    def reserve(self, header: ChunkHeader, hints: ChunkHints | None = None) -> Reservation | None:
-        """Reserve memory for one chunk. ``None`` if it is READY or PENDING, or does not fit."""
-        hierarchy = self._hierarchy
-        if self._memory.state(header.key) is not State.ABSENT:
-            hierarchy.counts["store_known"] += 1
-            return None
-        length = object_bytes(header.payload_bytes)
-        lease = self._evicting.allocate(length)
-        if lease is None:
-            self._count_dropped([length])
-            return None
-        return Reservation(header, lease, *self._memory.begin([header], [lease], [hints]))
-
     def reserve_all(
         self, headers: Sequence[ChunkHeader], hints: Sequence[ChunkHints | None] = ()
     ) -> list[Reservation | None]:
-        """Reserve memory for chunks of one namespace, in a fifth of the time of single calls.
+        """Reserve memory for chunks of one namespace. ``None`` for those READY or PENDING, or without room.
 
         After the first chunk that does not fit, no others are tried: later chunks of the prompt would be
         useless without it, and the search for victims is expensive.

@@ -16,6 +16,10 @@ from kvtier.units import MIB
 
 BATCH_BYTES = 16 * MIB
 """Large enough to keep any medium busy, small enough to end soon. A tier's deadline applies to as much."""
+BATCH_SECONDS = 0.03
+"""A faster medium reads more in one call, for so many seconds: a call takes the event loop 1 to 2 ms."""
+MAX_GROWTH = 4
+"""At most so many times :data:`BATCH_BYTES`."""
 IN_FLIGHT = 2
 """Batches of one transfer in flight. More are not faster on any medium, and halve the throughput of some."""
 
@@ -23,12 +27,22 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
-def batch_size(lengths: Iterable[int]) -> int:
-    """Return how many leading items are one batch: up to :data:`BATCH_BYTES`, but at least one."""
+def batch_limit(seconds: float | None) -> int:
+    """Return how many bytes to read in one call if :data:`BATCH_BYTES` take ``seconds``, if that is known."""
+    growth = 1.0 if seconds is None else BATCH_SECONDS / max(seconds, BATCH_SECONDS / MAX_GROWTH)
+    return int(BATCH_BYTES * max(growth, 1.0))
+
+
+def batch_size(lengths: Iterable[int], limit: int | None = None) -> int:
+    """Return how many leading items are one batch: up to ``limit`` bytes, but at least one.
+
+    Without a limit, :data:`BATCH_BYTES`.
+    """
+    limit = BATCH_BYTES if limit is None else limit
     count = total = 0
     for length in lengths:
         total += length
-        if count and total > BATCH_BYTES:
+        if count and total > limit:
             break
         count += 1
     return count

@@ -143,12 +143,15 @@ class Staging(Place):
             return State.READY
         return State.PENDING if key in self._filling else State.ABSENT
 
-    def reserve(self, header: ChunkHeader) -> Reservation | None:
-        """Reserve room for a chunk that a peer will write."""
-        reservation = self.take(header)
-        if reservation is not None:
-            self._filling.add(header.key)
-        return reservation
+    def reserve(self, headers: Sequence[ChunkHeader]) -> Sequence[Reservation | None]:
+        """Reserve room for chunks that a peer will write."""
+        reservations = []
+        for header in headers:
+            reservation = self.take(header)
+            if reservation is not None:
+                self._filling.add(header.key)
+            reservations.append(reservation)
+        return reservations
 
     def abandon(self, reservations: Sequence[Reservation]) -> None:
         """Give up chunks that will not be written."""
