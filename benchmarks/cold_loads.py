@@ -243,8 +243,10 @@ class Engine:
         self._last += [chunk for job in metadata.loads for chunk in job.chunks]
         self._worker.load(metadata.loads)
         self._worker.save(metadata.saves)
-        _, loaded, failed = self._worker.take_results()
-        results: Any = SimpleNamespace(finished_recving=loaded, failed_recving=failed)
+        saved, loaded, failed = self._worker.take_results()
+        results: Any = SimpleNamespace(
+            finished_sending=saved, finished_recving=loaded, failed_recving=failed
+        )
         self._scheduler.update_from_output(results)
         return request.request_id not in failed if request.request_id in loaded else None
 

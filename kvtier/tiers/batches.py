@@ -16,7 +16,7 @@ from kvtier.units import MIB
 
 BATCH_BYTES = 16 * MIB
 """Large enough to keep any medium busy, small enough to end soon. A tier's deadline applies to as much."""
-BATCH_SECONDS = 0.03
+BATCH_SECONDS = 0.04
 """A faster medium reads more in one call, for so many seconds: a call takes the event loop 1 to 2 ms."""
 MAX_GROWTH = 4
 """At most so many times :data:`BATCH_BYTES`."""

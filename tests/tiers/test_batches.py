@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import anyio
 import pytest
 
-from kvtier.tiers.batches import BATCH_BYTES, IN_FLIGHT, batch_size, in_batches
+from kvtier.tiers.batches import (
+    BATCH_BYTES,
+    BATCH_SECONDS,
+    IN_FLIGHT,
+    MAX_GROWTH,
+    batch_limit,
+    batch_size,
+    in_batches,
+)
 
 pytestmark = pytest.mark.anyio
 HALF = BATCH_BYTES // 2
@@ -28,6 +36,22 @@ HALF = BATCH_BYTES // 2
 )
 def test_batch_size(lengths: list[int], size: int) -> None:
     assert batch_size(lengths) == size
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit"),
+    [
+        (None, BATCH_BYTES),
+        (10 * BATCH_SECONDS, BATCH_BYTES),
+        (BATCH_SECONDS, BATCH_BYTES),
+        (BATCH_SECONDS / 2, 2 * BATCH_BYTES),
+        (BATCH_SECONDS / 100, MAX_GROWTH * BATCH_BYTES),
+        (0.0, MAX_GROWTH * BATCH_BYTES),
+    ],
+)
+def test_fast_media_read_more_in_one_call(seconds: float | None, limit: int) -> None:
+    assert batch_limit(seconds) == limit
+    assert batch_size([limit, 0, 1], batch_limit(seconds)) == 2
 
 
 async def test_results_are_in_the_order_of_the_items() -> None:
