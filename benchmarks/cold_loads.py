@@ -244,9 +244,7 @@ class Engine:
         self._worker.load(metadata.loads)
         self._worker.save(metadata.saves)
         saved, loaded, failed = self._worker.take_results()
-        results: Any = SimpleNamespace(
-            finished_sending=saved, finished_recving=loaded, failed_recving=failed
-        )
+        results: Any = SimpleNamespace(finished_sending=saved, finished_recving=loaded, failed_recving=failed)
         self._scheduler.update_from_output(results)
         return request.request_id not in failed if request.request_id in loaded else None
 

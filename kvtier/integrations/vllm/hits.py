@@ -59,9 +59,9 @@ def hit_of(lookup: LookupState, state: RequestState, layout: ChunkLayout) -> Hit
 def reported_tokens(hit: Hit, state: RequestState, layout: ChunkLayout) -> int:
     """Return how many tokens of a hit vLLM can use.
 
-    It computes the last token of a prompt in any case. If the whole prompt is hit, it has freed the blocks
-    outside the window of the token after that before: one of them may be in the window of the last token.
-    And of a prompt of one token, nothing is left: it would ask for the hit again and again.
+    It computes the last token of a prompt in any case. If the whole prompt is hit, it first frees the blocks
+    outside the window of the next token: the window of the last token may include one of them. A prompt of
+    one token would have no computed token then, and be looked up again and again.
     """
     tokens, chunk = int(state.request.num_tokens), layout.chunk_tokens
     if hit.tokens < tokens or (tokens > 1 and not layout.has_windows):
