@@ -37,7 +37,7 @@ from benchmarks.peers_process import (
     peer_process,
     settings_of,
 )
-from benchmarks.transports import TRANSPORTS, Cost, Meter
+from benchmarks.transports import COLUMNS, TRANSPORTS, Cost, Meter
 from kvtier.backends.base import Outcome
 from kvtier.bench import raw_resp
 from kvtier.instance import Instance
@@ -313,7 +313,7 @@ async def measure_fetches(transport: str, extent: Extent, peer_counts: Sequence[
         )
         for fetched in results
     ]
-    columns = ("", "first time", *Cost.COLUMNS)
+    columns = ("", "first time", *COLUMNS)
     show(f"{transport}: fetching {extent.fetched_bytes // MIB} MiB from peers, GB/s", columns, rows)
 
 

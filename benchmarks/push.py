@@ -32,7 +32,7 @@ from benchmarks.peers_process import (
     settings_of,
     store,
 )
-from benchmarks.transports import TRANSPORTS, Cost, Meter
+from benchmarks.transports import COLUMNS, TRANSPORTS, Cost, Meter
 from kvtier.backends.base import Outcome
 from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
@@ -99,7 +99,7 @@ async def measure(transport: str, extent: Extent) -> None:
                 measured.append(await Pusher(instance, address(peer_port), fresh).measure(extent, length))
     show(
         f"{transport}: transferring {extent.pushed_bytes // MIB} MiB to a peer, GB/s",
-        ("", "first time", *Cost.COLUMNS),
+        ("", "first time", *COLUMNS),
         [
             (
                 f"{pushed.chunks.amount} x {pushed.chunks.length // MIB} MiB",

@@ -138,10 +138,12 @@ def cpu_seconds(processes: Iterable[int]) -> float:
     return seconds
 
 
+COLUMNS = ("limit", "kvtier", "kvtier : limit", "cores busy", "by CPU time")
+"""Those of :meth:`Cost.compared`."""
+
+
 class Cost(NamedTuple):
     """What one transfer takes."""
-
-    COLUMNS = ("limit", "kvtier", "kvtier : limit", "cores busy", "by CPU time")
 
     seconds: float
     cpu_seconds: float
