@@ -216,6 +216,12 @@ PYTHON = (
         "a step does not wait for saves of blocks that it writes", WORKER, "*self._reads.of(written), ", ""
     ),
     Mutation("a step does not wait for states", WORKER, ", *self._reads.of_states()", ""),
+    Mutation(
+        "a step that writes before its hooks waits for nothing",
+        WORKER,
+        "            if self._hooks_are_late:\n                self._copies.hold(ticket)\n",
+        "",
+    ),
     Mutation("a step waits for all saves", WORKER, "self._reads.of(written)", "self._reads._by_ticket"),
     Mutation(
         "a load does not wait for saves of its blocks",

@@ -78,6 +78,8 @@ class Worker:
         bridge: CacheProcess,
         monkeypatch: pytest.MonkeyPatch,
         layout: ChunkLayout = LAYOUT,
+        *,
+        hooks_are_late: bool = False,
     ) -> None:
         self.machine = machine
         self.kv = torch.zeros((BLOCKS, PAGE), dtype=torch.uint8)
@@ -87,7 +89,7 @@ class Worker:
         monkeypatch.setattr(worker, "page_copies", lambda *_: copies)
         any_bridge: Any = bridge
         model = ModelLayout(layout, b"n" * 32, ((Region("layer", 0, PAGE, PAGE, BLOCKS),),), (0,))
-        self.side = WorkerSide(model, any_bridge, 0, confirm_timeout=3.5)
+        self.side = WorkerSide(model, any_bridge, 0, confirm_timeout=3.5, hooks_are_late=hooks_are_late)
 
     def step(self, writes: list[int], saves: list[Job] = NOTHING, given: list[int] | None = None) -> set[int]:
         """Take a step that writes to blocks, of which some are new to requests, by default all.
@@ -237,6 +239,21 @@ def test_blocks_of_states_are_waited_for_in_the_next_step(stand_in: StandIn, bri
         assert engine.step([9, 20], given=[20]) == {first}, "the state is copied first, and alone waited for"
         assert engine.step([21]) == {first}, "as it comes after that step"
         assert second not in set().union(*stand_in.held().values())
+        stand_in.synchronize()
+        engine.side.close()
+        engine.memory.free()
+        del engine.side
+
+
+@stuck
+def test_all_saves_are_waited_for_if_a_step_writes_before_the_hooks(
+    stand_in: StandIn, bridge: CacheProcess
+) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        engine = Worker(stand_in, bridge, monkeypatch, hooks_are_late=True)
+        engine.step([], [job(SAVED)])
+        zeroes = stand_in.write(engine.kv[1], 0)
+        assert stand_in.held()[zeroes] == set(engine.copies())
         stand_in.synchronize()
         engine.side.close()
         engine.memory.free()

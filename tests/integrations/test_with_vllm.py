@@ -28,7 +28,7 @@ def run(tests: Path, log: Path) -> None:
     ("tests", "count"),
     [
         ("worker_side.py", 23),
-        ("cuda_side.py", 21),
+        ("cuda_side.py", 22),
         ("scheduler_side.py", 52),
         ("answers_side.py", 9),
         ("reports_side.py", 2),
