@@ -24,6 +24,7 @@ import anyio.to_thread
 from benchmarks.common import MIB, filled
 from kvtier.bench.raw_resp import fill
 from kvtier.cache import TieredCache
+from kvtier.concurrency.slices import shorten_slices
 from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
@@ -128,7 +129,11 @@ def peer_process(settings: dict[str, Any], sets: Sequence[ChunkSet]) -> Iterator
 
 @asynccontextmanager
 async def opened(settings: dict[str, Any]) -> AsyncIterator[Instance]:
-    """Run an instance that ignores the environment, and does not log warnings about lost peers."""
+    """Run an instance that ignores the environment, and does not log warnings about lost peers.
+
+    Its event loop has short time slices, like that of a cache process.
+    """
+    shorten_slices()
     logging.getLogger("kvtier").setLevel(logging.ERROR)
     for name in [name for name in os.environ if name.startswith("KVTIER_")]:
         del os.environ[name]

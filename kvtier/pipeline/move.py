@@ -47,7 +47,8 @@ class MoveStage:
         self._prefetching.start(Prefetch(keys=keys, priority=Priority.AHEAD))
         flights = [self._prefetching.flights[key] for key in keys if key in self._prefetching.flights]
         for flight in flights:
-            await flight.done.wait()
+            if not flight.ended:  # Waiting for an event that is set takes a turn of the event loop.
+                await flight.done.wait()
 
     async def write(
         self, event: Event, source: int, target: int, keys: Sequence[ChunkKey], allocate: Allocate
