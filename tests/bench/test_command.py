@@ -153,7 +153,7 @@ def start_bench(server: RedisServer) -> subprocess.Popen[str]:
     """Start a long run, and wait until it stores chunks in the server."""
     tiers = json.dumps([RAM, {"name": "pool", **server.tier(), "deadline": "2s"}])
     options = ("--tier", "pool", "--size", "1MiB", "--chunks", "16", "--turns", "100000")
-    process = spawn("bench", *options, KVTIER_TIERS=tiers)
+    process = spawn("bench", *options, KVTIER_TIERS=tiers, PYTHONFAULTHANDLER="1")
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while server.command("DBSIZE") == 1:
         assert process.poll() is None, process.communicate()
@@ -161,14 +161,22 @@ def start_bench(server: RedisServer) -> subprocess.Popen[str]:
     return process
 
 
+def end_of(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Return the output of a run that is to end soon. If it does not, the test fails with its stacks."""
+    try:
+        return process.communicate(timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        pytest.fail(f"it has not ended: {process.communicate(timeout=TIMEOUT_SECONDS)}")
+    finally:
+        process.kill()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_leaves_nothing_behind(server: RedisServer, number: signal.Signals) -> None:
     process = start_bench(server)
-    try:
-        process.send_signal(number)
-        process.communicate(timeout=TIMEOUT_SECONDS)
-    finally:
-        process.kill()
+    process.send_signal(number)
+    end_of(process)
     assert process.returncode not in (0, -signal.SIGKILL)
     assert server.command("DBSIZE") == 1
 
@@ -176,11 +184,8 @@ def test_signal_leaves_nothing_behind(server: RedisServer, number: signal.Signal
 @pytest.mark.parametrize("fault", ["kill", pytest.param("pause", marks=pytest.mark.slow)])
 def test_server_outage_during_a_run(server: RedisServer, fault: str) -> None:
     process = start_bench(server)
-    try:
-        getattr(server, fault)()
-        output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
-    finally:
-        process.kill()
+    getattr(server, fault)()
+    output, errors = end_of(process)
     assert process.returncode == 1, errors
     assert "failed" in output
     assert "pool: " in output
