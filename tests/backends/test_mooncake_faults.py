@@ -303,7 +303,7 @@ for address in addresses:
 
 
 def listening_ports() -> set[int]:
-    """Return the IPv4 TCP ports on which this process listens."""
+    """Return the IPv4 TCP ports on which this process listens. Blocks: a host may have many sockets."""
     own = {file.partition(" ")[2] for file in open_files()}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     listening = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
@@ -315,14 +315,16 @@ async def test_other_processes_cannot_read_the_arena(server: MooncakeServer) -> 
     lease, known = arena.allocate(MIB), blank(MIB)
     assert lease is not None
     lease.view[:5] = known[:5] = b"money"
-    before = listening_ports()  # The library may not have closed earlier listeners yet.
+    before = await anyio.to_thread.run_sync(
+        listening_ports
+    )  # The library may not have closed earlier listeners yet.
     async with opened(server.tier()) as backend:
         await backend.register(arena)
         assert list(await backend.put([(KEYS[0], lease.view)])) == [OK]
         # Check that the foreign engine works: it can read registered memory.
         assert backend._client._joined().register_buffer(address_of(known), MIB) == 0
         addresses = [str(address_of(view)) for view in (known, lease.view)]
-        (port,) = listening_ports() - before
+        (port,) = await anyio.to_thread.run_sync(listening_ports) - before
         result = await anyio.run_process([sys.executable, "-c", FOREIGN_ENGINE, str(port), *addresses])
         assert result.stdout.split() == [b"money", b"refused"]
     lease.release()
