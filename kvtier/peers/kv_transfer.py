@@ -48,7 +48,7 @@ logger = logging.getLogger("kvtier")
 
 MAX_KV_TRANSFERS = 1024
 """Concurrent transfers."""
-BATCH_BYTES, BATCH_CHUNKS = 64 << 20, 64
+BATCH_BYTES, BATCH_CHUNKS = 32 << 20, 64
 """Limits of one reservation; it always contains at least one chunk."""
 PUSH_SECONDS = 30.0
 """Timeout of one batch."""
