@@ -24,11 +24,11 @@ LAYERS = (
     ("hookspecs",),
     ("plugins", "pipeline"),
     ("cache", "model"),
-    ("http", "metrics", "peers"),
+    ("http", "metrics", "peers", "recording"),
     ("agent",),
     ("instance",),
     ("bridge", "testing"),
-    ("integrations", "controller", "proxy", "bench", "demo"),
+    ("integrations", "controller", "proxy", "bench", "demo", "simulation"),
     ("cli",),
     ("__main__", "__init__"),
 )

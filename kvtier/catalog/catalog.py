@@ -46,10 +46,16 @@ class Catalog:
     a parent is never that of another chunk, and a parent that comes back is the parent again.
     """
 
-    def __init__(self, policies: Sequence[MakePolicy], encoded: Collection[int] = ()) -> None:
-        """``encoded``: the tiers whose chunks may be shorter than in the others."""
+    def __init__(
+        self,
+        policies: Sequence[MakePolicy],
+        encoded: Collection[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``encoded``: the tiers whose chunks may be shorter than in the others. ``clock``: in seconds."""
         if not 0 < len(policies) <= MAX_TIERS:
             raise ValueError(f"{len(policies)} tiers, must be 1 to {MAX_TIERS}")
+        self._clock = clock
         self.columns = ChunkColumns()
         self._of_tier = [self.columns] * len(policies)
         for tier in encoded:
@@ -105,7 +111,7 @@ class Catalog:
             raise ValueError(f"chunk {key.hex()[:16]} is already in tier {tier}")
         else:
             left = self._reuse(row, length, parent_row if parent is not None else None, namespace)
-        now = time.monotonic()
+        now = self._clock()
         if hints is not None:
             self._hints.set(row, hints, now)
         (self._ready if state is State.READY else self._pending)[row] |= bit
@@ -162,7 +168,7 @@ class Catalog:
         for row in left:
             if row >= 0:
                 self._free_parent(row)
-        self._policies[tier].added(rows, time.monotonic())
+        self._policies[tier].added(rows, self._clock())
         return rows
 
     def add_copies(self, keys: Sequence[ChunkKey], tier: int) -> list[int]:
@@ -179,7 +185,7 @@ class Catalog:
         if len(set(rows)) < len(rows):
             raise ValueError("a chunk occurs twice")
         self._enter(rows, tier, self._pending)
-        now, parents = time.monotonic(), self._parents
+        now, parents = self._clock(), self._parents
         starts = [at for at, row in enumerate(rows) if not at or parents[row] != rows[at - 1]]
         for start, stop in pairwise([*starts, len(rows)]):
             self._policies[tier].added(rows[start:stop], now)
@@ -402,11 +408,11 @@ class Catalog:
     def touch_rows(self, rows: Sequence[int]) -> None:
         """Record the use of a prefix, given its rows."""
         for policy in self._policies:
-            policy.used(rows, time.monotonic())
+            policy.used(rows, self._clock())
 
     def set_hints(self, rows: Sequence[int], hints: ChunkHints) -> None:
         """Replace the hints of chunks, given their rows."""
-        now = time.monotonic()
+        now = self._clock()
         for row in rows:
             self._hints.set(row, hints, now)
 
@@ -451,7 +457,7 @@ class Catalog:
         return self.columns.keys_of(rows)
 
     def _is_pinned(self) -> Callable[[int], bool]:
-        now = time.monotonic()
+        now = self._clock()
         return lambda row: self.pins.holds(self.columns.key(row), now)
 
     @property
