@@ -22,14 +22,17 @@ from benchmarks import (
     metrics,
     move,
     peers,
+    policies,
     priorities,
     push,
+    recording,
     steps,
     transports,
 )
 
 SMALL_ARGUMENTS = {
     catalog: ["--entries", "100000"],
+    policies: ["--chunks", "10000"],
     controller: ["--quick"],
     look_up: ["--runs", "5"],
     steps: ["--small"],
@@ -40,6 +43,7 @@ SMALL_ARGUMENTS = {
     load_or_compute: ["--small"],
     priorities: ["--rounds", "1", "--load", "4", "--queue", "8"],
     metrics: ["--runs", "5", "--chunks", "10000"],
+    recording: ["--seconds", "1", "--turns", "1"],
     transports: ["--quick"],
     peers: ["--transport", "tcp", "--quick"],
     move: ["--transport", "tcp", "--quick"],

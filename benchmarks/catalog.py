@@ -28,7 +28,7 @@ from typing import TypeVar
 from blake3 import blake3
 
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.lru import LruPolicy
+from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
 
 PROMPT_CHUNKS = 128

@@ -25,7 +25,7 @@ from kvtier.backends.base import Outcome
 from kvtier.backends.cpu import CpuBackend, MemoryBackend
 from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
 from kvtier.catalog.catalog import Catalog
-from kvtier.catalog.lru import LruPolicy
+from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.settings import LocalTierSettings

@@ -50,6 +50,7 @@ from kvtier.tiers.encoder import Encoder, Layouts
 from kvtier.tiers.host_memory import HostMemory
 from kvtier.tiers.router import Router
 from kvtier.tiers.sealer import Sealer
+from kvtier.tiers.tenants import configured_tenants, shared_policy, tenants_status
 from kvtier.tiers.tier import Tier
 from kvtier.units import format_size
 
@@ -114,7 +115,9 @@ class TieredCache:
         media += pools
         codecs = [plugins.codecs(tier) for tier, _ in media]
         encoded = [index for index, found in enumerate(codecs) if found is not None]
-        catalog, layouts = Catalog([plugins.policy(tier) for tier, _ in media], encoded), Layouts()
+        tenants = configured_tenants(settings)
+        policies = [shared_policy(plugins.policy, tier, settings, tenants) for tier, _ in media]
+        catalog, layouts = Catalog(policies, encoded), Layouts()
         async with AsyncExitStack() as stack:
             memory = _open_memory(*media[0], catalog, Sealer(settings.checksum))
             stack.callback(memory.close)
@@ -409,6 +412,7 @@ class TieredCache:
         hierarchy = self.hierarchy
         return {
             "tiers": [tier.status() for tier in hierarchy.tiers],
+            "tenants": tenants_status(hierarchy.tiers),
             "arena": {"used_bytes": self.arena.used, "leases": self.arena.leases},
             "flights": len(self._prefetching.flights),
             "pushed": {"announced": self.expecting.announced, "waiting": self.expecting.waiting},

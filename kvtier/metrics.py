@@ -1,7 +1,8 @@
 """Prometheus metrics of one cache, read from the cache's own counters on each scrape.
 
 Only transfers are counted here, from their reports; this costs a few microseconds per batch. Label values are
-tier names, event types, outcomes, states and reasons, all bounded: never a key, an engine or an address.
+tier names, configured tenants, event types, outcomes, states and reasons, all bounded: never a key, an engine
+or an address.
 ``docs/metrics.md`` lists all metrics.
 """
 
@@ -157,6 +158,7 @@ class CacheMetrics(Collector):
         status, tiers = self._status(), self._cache.hierarchy.tiers
         yield InfoMetricFamily("kvtier_build", "The version of kvtier.", {"version": __version__})
         yield from self._of_tiers(tiers)
+        yield from _of_tenants(tiers)
         yield from self._of_counts(tiers)
         yield from self._of_transfers()
         yield from self._of_gauges(status)
@@ -250,6 +252,30 @@ def _by_tier(
         if (number := value(tier)) is not None:
             family.add_metric([tier.name], number)
     return family
+
+
+def _of_tenants(tiers: Sequence[Level]) -> Iterator[Metric]:
+    """Yield the metrics of configured tenants and all others, without samples if none is configured."""
+    usages = [
+        (tier.name, usage) for tier in tiers if tier.tenants is not None for usage in tier.tenants.usage()
+    ]
+    for family, name, text, of in (
+        (
+            GaugeMetricFamily,
+            "share_bytes",
+            "Bytes of a tier that are never taken from a tenant.",
+            "share_bytes",
+        ),
+        (GaugeMetricFamily, "max_bytes", "Bytes that a tenant holds in a tier at most.", "max_bytes"),
+        (GaugeMetricFamily, "used_bytes", "Bytes of a tenant in a tier.", "used_bytes"),
+        (GaugeMetricFamily, "chunks", "Chunks of a tenant in a tier.", "chunks"),
+        (CounterMetricFamily, "found_chunks", "Chunks of a tenant that lookups found in a tier.", "hits"),
+        (CounterMetricFamily, "evicted_chunks", "Chunks of a tenant evicted from a tier.", "evictions"),
+    ):
+        metric = family(f"kvtier_tenant_{name}", text, labels=["tier", "tenant"])
+        for tier, usage in usages:
+            metric.add_metric([tier, usage.tenant], getattr(usage, of))
+        yield metric
 
 
 def _of_peers(peers: Sequence[Status]) -> Iterator[Metric]:

@@ -6,10 +6,12 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 from anyio import to_thread
 
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.siblings import PromptMarks, marks_of
+from kvtier.catalog.tenants import tenant_of_salt
 from kvtier.errors import CorruptChunk, LayoutError
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import (
@@ -64,6 +66,7 @@ class ModelCache:
         self._namespace = namespace(name, self._layout)
         cache.hierarchy.layouts.add(self._namespace, self._layout)
         self._root = root_key(self._namespace, salt)
+        self._tenant = tenant_of_salt(salt)
         self._token_bytes = token_bytes
         self._partial = settings.partial_chunks
         self._hashes_bytes = chunk_tokens // self._layout.granularity * BLOCK_HASH_BYTES
@@ -95,7 +98,7 @@ class ModelCache:
             headers.append(ChunkHeader(key, parents[index], self._namespace, len(source), blocks, length))
             sources.append(source)
         reservations, copies = [], []
-        room = self._cache.reserve_all(headers, [hints] * len(headers))
+        room = self._cache.reserve_all(headers, [self._owned(hints)] * len(headers))
         for reservation, source in zip(room, sources, strict=True):
             if reservation is not None:
                 reservations.append(reservation)
@@ -118,7 +121,7 @@ class ModelCache:
         view, encoded = _bytes_of(rows), encode_tokens(tokens)
         keys, hashes = self.keys(encoded), self._hashes(encoded)
         marks = PromptMarks(self._root, marks_of(hashes), self._hashes_bytes // BLOCK_HASH_BYTES)
-        found = self._cache.look_up(keys, self._expected(len(tokens)), hints=hints, marks=marks)
+        found = self._cache.look_up(keys, self._expected(len(tokens)), hints=self._owned(hints), marks=marks)
         try:
             await self._cache.settle(found)
             fits = min(len(tokens), len(view) // self._token_bytes)
@@ -136,6 +139,12 @@ class ModelCache:
             return filled
         finally:
             found.release()
+
+    def _owned(self, hints: ChunkHints | None) -> ChunkHints | None:
+        """Return hints with the tenant whom the salt names, if they name none."""
+        if not self._tenant or (hints is not None and hints.tenant):
+            return hints
+        return msgspec.structs.replace(hints or ChunkHints(), tenant=self._tenant)
 
     def _hashes(self, tokens: bytes) -> bytes:
         return block_hashes(tokens, self._layout.granularity)

@@ -22,6 +22,7 @@ from kvtier.hookmarkers import PROJECT
 from kvtier.settings import LocalTierSettings, Settings, TierSettings, describe
 from kvtier.settings.errors import explain
 from kvtier.settings.sources import suggestion
+from kvtier.settings.tenants import tenants_of_tier
 
 if TYPE_CHECKING:
     import typer
@@ -251,6 +252,12 @@ class Plugins:
                 )
             seen[tier.name] = index
         _check_paths(tiers, place)
+        for index, tier in enumerate(tiers):
+            if isinstance(tier, LocalTierSettings):
+                try:
+                    tenants_of_tier(settings.tenants, tier.tenants)
+                except ValueError as error:
+                    raise SettingsError(f"tiers[{index}].tenants{place} is invalid: {error}") from error
         first = tiers[0]
         assert isinstance(first, LocalTierSettings)
         quarter = first.capacity // 4

@@ -24,7 +24,7 @@ from kvtier.backends.redis.settings import RedisSettings
 from kvtier.bench.chunks import clear_stamps, have_stamps, make_chunks, random_keys
 from kvtier.bench.sides import BackendSide, Chunk
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.lru import LruPolicy
+from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.memory.arena import Arena
 from kvtier.settings import LocalTierSettings
 from kvtier.tiers.seal import Seal

@@ -198,29 +198,21 @@ class SchedulerBridge(Bridge):
         root: bytes = b"",
         marks: bytes = b"",
         compute_seconds: float = 0.0,
+        repeated: bool = False,
     ) -> int | None:
         """Send a lookup of leading chunks; return its ticket, or ``None`` without a responsive cache process.
 
         The final answer may take up to ``expect_seconds`` longer: the cache process waits that long for
         chunks among the first ``expect_chunks`` that a peer is pushing. With ``root`` and ``marks``, the last
         chunk may be one that only begins like the prompt. ``compute_seconds``: how long the prompt would be
-        computed, 0 if that is unknown.
+        computed, 0 if that is unknown. ``repeated``: it is not the first lookup of its request.
         """
         if not (keys or marks) or not self.accepts_requests:
             return None
+        prompt = join_keys(keys), tokens, expect_chunks, expect_seconds, hints, root, marks
         call = self.call(
             "lookups",
-            lambda ticket: protocol.Lookup(
-                ticket,
-                join_keys(keys),
-                tokens,
-                expect_chunks,
-                expect_seconds,
-                hints,
-                root,
-                marks,
-                compute_seconds,
-            ),
+            lambda ticket: protocol.Lookup(ticket, *prompt, compute_seconds, repeated),
             protocol.Found,
             lambda found, _wanted: found,
         )

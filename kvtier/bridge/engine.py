@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvtier.agent.served import EngineModel
     from kvtier.peers.kv_transfer import KVTransfer as Transfer
     from kvtier.peers.staging.buffers import EngineStaging, Staging
+    from kvtier.recording.recorder import Recorder
 
 NO_LEASE = 0
 
@@ -77,7 +78,9 @@ class Ticket:
 class Engine:
     """Leases, reservations and lookups of one engine. They end with it."""
 
-    def __init__(self, cache: TieredCache, hello: Hello, numbers: Iterator[int]) -> None:
+    def __init__(
+        self, cache: TieredCache, hello: Hello, numbers: Iterator[int], recorder: Recorder | None = None
+    ) -> None:
         self.name = hello.engine
         self.layout = hello.layout
         self.startup_namespace = hello.namespace
@@ -95,6 +98,7 @@ class Engine:
         """Of the block hashes of a whole chunk."""
         self._cache = cache
         self._numbers = numbers
+        self._recorder = recorder
         self._granted: dict[int, Grant] = {}
         """By the number of each lease that the engine holds."""
         self._tickets: dict[int, Ticket] = {}
@@ -116,6 +120,10 @@ class Engine:
         """Return the immediate answer, and the lookup itself if parts of it are still in flight."""
         keys = split_keys(request.keys)
         expected = self._expected(len(keys), request.tokens)
+        if self._recorder is not None and not request.repeated:
+            self._recorder.record(
+                request.keys, request.tokens, self.layout.chunk_tokens, self._whole_bytes, request.hints
+            )
         compute = max(0.0, request.compute_seconds) / max(1, len(keys))
         if self.layout.has_states:
             found = self._cache.look_up_state(keys, expected, self._state_bytes, request.hints, compute)

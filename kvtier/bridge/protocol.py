@@ -129,6 +129,8 @@ class Lookup(Request, frozen=True, array_like=True, tag=10):
     """One byte of each block hash of the prompt."""
     compute_seconds: float = 0.0
     """How long the engine is expected to compute the prompt; 0 if that is unknown."""
+    repeated: bool = False
+    """Whether the engine has looked up this request before: it still waits, or was preempted."""
 
 
 class Found(Reply, frozen=True, array_like=True, tag=11):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiofiles.os
 import anyio
@@ -29,6 +30,10 @@ from kvtier.errors import ChannelError
 from kvtier.instance import Instance
 from kvtier.settings import Settings
 
+if TYPE_CHECKING:
+    from kvtier.recording.recorder import Recorder
+    from kvtier.settings.recording import RecordingSettings
+
 logger = logging.getLogger("kvtier")
 
 FIRST_ENGINE_SECONDS = 60.0
@@ -40,14 +45,19 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
 
     Then stop serving, and finish pending writes to lower tiers for up to ``drain_timeout``; a second signal
     cancels them. With ``exit_when_idle``, exit ``linger`` seconds after the last engine has disconnected.
-    Raises :class:`ChannelError` if another process serves on this socket or on ``metrics.listen``, and the
-    errors of :meth:`Instance.open`.
+    Raises :class:`ChannelError` if another process serves on this socket or on ``metrics.listen``,
+    :class:`SettingsError` if ``recording.path`` cannot be written, and the errors of :meth:`Instance.open`.
     """
     shorten_slices()  # So that engines need not wait for whole slices of what else computes on their CPUs.
     path = socket or settings.socket or default_address(settings)
     serving, draining = CancelScope(), CancelScope()
-    async with _claim(path), Instance.open(settings) as instance, open_tasks() as tasks:
-        server = BridgeServer(instance)
+    async with (
+        _claim(path),
+        _recording(settings.recording) as recorder,
+        Instance.open(settings) as instance,
+        open_tasks() as tasks,
+    ):
+        server = BridgeServer(instance, recorder)
         await tasks.start(stop_on_signals, serving, draining, logger)
         async with _serving_metrics(settings.metrics.listen, server):
             with server.notices.listening(logger), _frozen(), serving:
@@ -55,6 +65,18 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
             with draining:
                 await _finish(instance.cache)
         tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _recording(settings: RecordingSettings) -> AsyncIterator[Recorder | None]:
+    """Record lookups while the context is open. Import nothing if ``recording.path`` is not set."""
+    if settings.path is None:
+        yield None
+        return
+    from kvtier.recording.recorder import recording
+
+    async with recording(settings) as recorder:
+        yield recorder
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from kvtier.rpc.wire import SocketWire
 if TYPE_CHECKING:
     from kvtier.peers.engines import RemoteEngines
     from kvtier.peers.staging.buffers import Offer
+    from kvtier.recording.recorder import Recorder
 
 logger = logging.getLogger("kvtier")
 
@@ -49,9 +50,10 @@ HELLO_SECONDS = 10.0
 class BridgeServer:
     """Serves every engine of this host."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, recorder: Recorder | None = None) -> None:
         self.cache = instance.cache
         self._instance = instance
+        self._recorder = recorder
         self.epoch = secrets.randbits(63)
         self._numbers = itertools.count(1)
         self._engines: dict[str, Engine] = {}
@@ -136,7 +138,7 @@ class BridgeServer:
             )
         engine = self._engines.get(hello.engine)
         if engine is None:
-            engine = self._engines[hello.engine] = Engine(self.cache, hello, self._numbers)
+            engine = self._engines[hello.engine] = Engine(self.cache, hello, self._numbers, self._recorder)
             self._connections[hello.engine] = set()
             self.engine_connected.set()
             self.idle = anyio.Event()
@@ -201,7 +203,8 @@ class BridgeServer:
         # By function name: a leak shows as a count that only grows.
         tasks = Counter(task.name for task in anyio.get_running_tasks())
         process = {"pid": os.getpid(), "epoch": self.epoch, "tasks": tasks}
-        return {**process, "engines": engines, **self._instance.status()}
+        recording = {} if self._recorder is None else {"recording": self._recorder.status()}
+        return {**process, "engines": engines, **recording, **self._instance.status()}
 
 
 class Connection:

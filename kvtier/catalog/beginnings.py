@@ -35,6 +35,10 @@ class Beginnings:
         """Forget a row; ignored if it is not known. Call it before its parent changes."""
         self._siblings.remove(row)
 
+    def remove_all(self, rows: Sequence[int]) -> None:
+        """Forget rows, as :meth:`remove`."""
+        self._siblings.remove_all(rows)
+
     def has(self, key: ChunkKey) -> bool:
         """Return whether it is known what a chunk begins with."""
         row = self._rows.find(key)

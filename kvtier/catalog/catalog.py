@@ -23,6 +23,7 @@ from kvtier.catalog.pins import ChunkPins
 from kvtier.catalog.prefix import FASTEST, MAX_TIERS, held_prefix
 from kvtier.catalog.rows import Rows
 from kvtier.catalog.selection import select_victims
+from kvtier.catalog.tenants import Reach
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 ALL_TIERS = (1 << MAX_TIERS) - 1
@@ -60,7 +61,8 @@ class Catalog:
         self._of_tier = [self.columns] * len(policies)
         for tier in encoded:
             self._of_tier[tier] = self.columns.with_own_lengths()
-        self._policies = [make(columns) for make, columns in zip(policies, self._of_tier, strict=True)]
+        self.policies = [make(columns) for make, columns in zip(policies, self._of_tier, strict=True)]
+        """The eviction policy of each tier. Only the catalog changes their state."""
         self._ready = bytearray()
         self._pending = bytearray()
         self._children = [ChildCounts() for _ in policies]
@@ -94,13 +96,11 @@ class Catalog:
         namespace: bytes = b"",
         hints: ChunkHints | None = None,
     ) -> int:
-        """Add a chunk object of ``length`` bytes to a tier. Return its row.
-
-        Raises ``ValueError`` if it is already there.
+        """Add a chunk object to a tier. Return its row. Raises ``ValueError`` if it is already there.
 
         If another tier holds the chunk, ``length`` and ``namespace`` keep their values and ``parent`` may be
         omitted. ``parent`` is the preceding chunk of the prefix; it need not be in the catalog. ``length`` is
-        that before encoding; see :meth:`resize`.
+        the size in bytes before encoding; see :meth:`resize`.
         """
         row = self._rows[key[0]].get(key)
         parent_row = NO_PARENT if parent is None else self._rows[parent[0]].get(parent, NO_PARENT)
@@ -124,7 +124,7 @@ class Catalog:
             self._children[tier].add(parent_row)
         if left >= 0:
             self._free_parent(left)
-        self._policies[tier].added([row], now)
+        self.policies[tier].added([row], now)
         return row
 
     def add_chain(
@@ -168,7 +168,7 @@ class Catalog:
         for row in left:
             if row >= 0:
                 self._free_parent(row)
-        self._policies[tier].added(rows, self._clock())
+        self.policies[tier].added(rows, self._clock())
         return rows
 
     def add_copies(self, keys: Sequence[ChunkKey], tier: int) -> list[int]:
@@ -188,7 +188,7 @@ class Catalog:
         now, parents = self._clock(), self._parents
         starts = [at for at, row in enumerate(rows) if not at or parents[row] != rows[at - 1]]
         for start, stop in pairwise([*starts, len(rows)]):
-            self._policies[tier].added(rows[start:stop], now)
+            self.policies[tier].added(rows[start:stop], now)
         return rows
 
     def _enter(self, rows: Sequence[int], tier: int, masks: bytearray) -> None:
@@ -217,7 +217,7 @@ class Catalog:
             return NO_PARENT
         self.beginnings.remove(row)
         self._parents[row] = parent
-        for tier in range(len(self._policies)):
+        for tier in range(len(self.policies)):
             if held >> tier & 1 and parent >= 0:
                 self._children[tier].add(parent)
             if held >> tier & 1 and before >= 0:
@@ -226,8 +226,7 @@ class Catalog:
 
     def set_ready(self, key: ChunkKey, tier: int) -> int:
         """Mark a PENDING chunk as READY. Return its row. Raises ``KeyError`` if it is not PENDING."""
-        row = self._rows[key[0]][key]
-        bit = 1 << tier
+        row, bit = self._rows[key[0]][key], 1 << tier
         if not self._pending[row] & bit:
             raise KeyError(f"chunk {key.hex()[:16]} is not pending in tier {tier}")
         self._pending[row] ^= bit
@@ -244,13 +243,12 @@ class Catalog:
         pending[row] &= ~bit
         self._used[tier] -= self._of_tier[tier].lengths[row]
         self._count[tier] -= 1
-        self._policies[tier].removed([row], reason)
-        parent = self._parents[row]
-        if parent >= 0:
+        self.policies[tier].removed([row], reason)
+        if (parent := self._parents[row]) >= 0:
             self._children[tier].remove(parent)
         may_free_parent = parent >= 0 and self._parents_only > 0
         if not ready[row] | pending[row]:
-            self._leave(key, row)
+            self._leave([(key, row)])
         if may_free_parent:
             self._free_parent(parent)
 
@@ -278,28 +276,27 @@ class Catalog:
             pending[row] &= ~bit
         self._used[tier] -= sum([lengths[row] for row in rows])
         self._count[tier] -= len(rows)
-        self._policies[tier].removed(rows, reason)
+        self.policies[tier].removed(rows, reason)
         above = [parent for row in rows if (parent := parents[row]) >= 0]
         self._children[tier].remove_all(above)
         may_free_parents = self._parents_only > 0
-        for key, row in zip(keys, rows, strict=True):
-            if not ready[row] | pending[row]:
-                self._leave(key, row)
+        gone = [(key, row) for key, row in zip(keys, rows, strict=True) if not ready[row] | pending[row]]
+        self._leave(gone)
         if may_free_parents:  # Chunks that leave here are freed by _leave, if they have no children left.
             for parent in above:
                 self._free_parent(parent)
 
-    def _leave(self, key: ChunkKey, row: int) -> None:
-        """Free the row of a chunk that was removed from its last tier, unless chunks name it as parent."""
-        self.pins.remove([key])
-        self.beginnings.remove(row)
-        if row < len(self._hints):
+    def _leave(self, chunks: Sequence[tuple[ChunkKey, int]]) -> None:
+        """Free the rows of chunks that are in no tier any more, unless chunks name them as parents."""
+        self.pins.remove([key for key, _ in chunks] if self.pins else ())
+        self.beginnings.remove_all([row for _, row in chunks])
+        for _, row in chunks if len(self._hints) else ():
             self._hints.reset(row)
-        if self._is_parent(row):
+        kept = {row for _, row in chunks if self._is_parent(row)}
+        for row in kept:
             self._parents[row] = NO_PARENT
-            self._parents_only += 1
-        else:
-            self._index.free(key, row)
+        self._parents_only += len(kept)
+        self._index.free([chunk for chunk in chunks if chunk[1] not in kept])
 
     def _is_parent(self, row: int) -> bool:
         """Whether a chunk in some tier names this one as its parent."""
@@ -314,7 +311,7 @@ class Catalog:
             return
         key = self.columns.key(row)
         if self._rows[key[0]].get(key) == row:  # Otherwise its row was freed together with its last child's.
-            self._index.free(key, row)
+            self._index.free([(key, row)])
             self._parents_only -= 1
 
     def row(self, key: ChunkKey) -> int | None:
@@ -369,14 +366,16 @@ class Catalog:
         """Record how long an encoded chunk object is in a tier. Ignored if it is not there."""
         before = self.stored_length(key, tier, length)
         if length != before:
-            self._of_tier[tier].lengths[self._rows[key[0]][key]] = length
+            row = self._rows[key[0]][key]
+            self._of_tier[tier].lengths[row] = length
             self._used[tier] += length - before
+            self.policies[tier].resized(row, length - before)
 
     def tiers(self, key: ChunkKey) -> list[int]:
         """Return the tiers in which a chunk is READY, fastest first."""
         row = self._rows[key[0]].get(key)
         ready = 0 if row is None else self._ready[row]
-        return [tier for tier in range(len(self._policies)) if ready >> tier & 1]
+        return [tier for tier in range(len(self.policies)) if ready >> tier & 1]
 
     def places(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[int, int]]:
         """Yield for each chunk the bit masks of tiers in which it is READY and PENDING. Evaluated lazily."""
@@ -407,7 +406,7 @@ class Catalog:
 
     def touch_rows(self, rows: Sequence[int]) -> None:
         """Record the use of a prefix, given its rows."""
-        for policy in self._policies:
+        for policy in self.policies:
             policy.used(rows, self._clock())
 
     def set_hints(self, rows: Sequence[int], hints: ChunkHints) -> None:
@@ -437,14 +436,16 @@ class Catalog:
         needed_bytes: int = sys.maxsize,
         is_leased: Callable[[int], bool] | None = None,
         limit: int | None = None,
+        reach: Reach = Reach.ALL,
     ) -> list[ChunkKey]:
         """Return chunks to evict from a tier, in order, with at least ``needed_bytes`` in total if possible.
 
         They are READY, not pinned, and not ``is_leased`` (given a row). Of two chunks of a prompt, the later
-        one comes first. Examines at most ``limit`` chunks that are READY and not pinned.
+        one comes first. Examines at most ``limit`` chunks that are READY and not pinned, of tenants within
+        ``reach``.
         """
         rows = select_victims(
-            self._policies[tier],
+            self.policies[tier],
             self._of_tier[tier],
             self._children[tier],
             self._ready,
@@ -453,6 +454,7 @@ class Catalog:
             is_leased,
             needed_bytes,
             limit,
+            reach,
         )
         return self.columns.keys_of(rows)
 

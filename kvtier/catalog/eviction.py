@@ -116,6 +116,9 @@ class EvictionPolicy(ABC):
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
         """Called when chunks are removed from the tier. Their columns are valid until this returns."""
 
+    def resized(self, row: int, change: int) -> None:  # noqa: B027 - has a default on purpose
+        """Called when the length of a chunk of the tier has changed, by ``change`` bytes: it was encoded."""
+
     @abstractmethod
     def victims(self) -> Iterator[int]:
         """Yield the rows of the tier in the order of eviction, each once.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -10,6 +11,25 @@ MAX_TENANTS = 65_535
 """Limit of distinct tenants. Further ones count as no tenant."""
 NEVER = 0.0
 """A point in time that is not set."""
+
+
+MAX_TENANT_CHARACTERS = 64
+MAX_SECONDS = 10 * 365 * 86_400
+
+CacheMode = Literal["both", "off", "read", "write"]
+"""What a request may use the cache for: to load from it, to store in it, both or neither."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
+
+
+class CacheHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The hint ``cache`` of a request, which is input of a client: :class:`ChunkHints`, and the mode."""
+
+    tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARACTERS)] = ""
+    priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
+    retention: Seconds | None = None
+    resume: Seconds | None = None
+    recompute: Seconds | None = None
+    mode: CacheMode = "both"
 
 
 class ChunkHints(msgspec.Struct, frozen=True, array_like=True):
@@ -64,7 +84,7 @@ class HintColumns:
         return self._recompute[row] if row < len(self._recompute) else 0.0
 
     def set(self, row: int, hints: ChunkHints, now: float) -> None:
-        """Replace the hints of one chunk."""
+        """Replace the hints of one chunk. Hints that only name the tenant replace only the tenant."""
         missing = row + 1 - len(self._tenants)
         if missing > 0:
             for column in (
@@ -75,7 +95,9 @@ class HintColumns:
                 self._recompute,
             ):
                 column.frombytes(bytes(missing * column.itemsize))
-        self._tenants[row] = self._number(hints.tenant)
+        self._tenants[row] = self.number(hints.tenant)
+        if hints.tenant and hints == ChunkHints(hints.tenant):
+            return
         self._priorities[row] = max(-100, min(hints.priority, 100))
         self._retain_until[row] = NEVER if hints.retention is None else now + hints.retention
         self._resume_at[row] = NEVER if hints.resume is None else now + hints.resume
@@ -86,7 +108,8 @@ class HintColumns:
         if row < len(self._tenants):
             self.set(row, NO_HINTS, 0.0)
 
-    def _number(self, tenant: str) -> int:
+    def number(self, tenant: str) -> int:
+        """Return the number of a tenant, and give it one if there are not too many."""
         numbers = self._tenant_numbers
         if tenant not in numbers and len(numbers) <= MAX_TENANTS:
             numbers[tenant] = len(numbers)

@@ -68,7 +68,8 @@ class Rows:
     ) -> list[int]:
         """Create the rows of consecutive chunks that have none. ``parent``: the row before the first."""
         reused = min(len(keys), len(self._vacant))
-        rows = [self._vacant.pop() for _ in range(reused)]
+        rows = self._vacant[-reused:][::-1] if reused else []
+        del self._vacant[len(self._vacant) - reused :]
         first, stop = self.size, self.size + len(keys) - reused
         while stop > len(self._parents):
             self._grow()
@@ -77,9 +78,12 @@ class Rows:
         parents = [parent, *rows[:-1]]
         space = self.namespaces.number(namespace)
         generation = self.namespaces.generation(space)
+        columns, numbers = self._keys, (self._parents, self._lengths, self.spaces, self.generations)
+        all_parents, all_lengths, spaces, generations = numbers
         for row, key, length, before in zip(rows[:reused], keys, lengths, parents, strict=False):
-            self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
-            self._fill(row, length, before, space, generation)
+            columns[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+            all_parents[row], all_lengths[row] = before, length
+            spaces[row], generations[row] = space, generation
         if stop > first:
             self._keys += b"".join(keys[reused:])
             self._parents[first:stop] = array("i", parents[reused:])
@@ -102,10 +106,12 @@ class Rows:
         self.spaces[row] = space
         self.generations[row] = generation
 
-    def free(self, key: ChunkKey, row: int) -> None:
-        """Give up the row of a chunk, for another one."""
-        del self.by_key[key[0]][key]
-        self._vacant.append(row)
+    def free(self, chunks: Iterable[tuple[ChunkKey, int]]) -> None:
+        """Give up the rows of chunks, for other ones."""
+        by_key, vacant = self.by_key, self._vacant
+        for key, row in chunks:
+            del by_key[key[0]][key]
+            vacant.append(row)
 
     def begin_generation(self, keys: Iterable[ChunkKey]) -> None:
         """Begin a new generation of the namespaces of these chunks, for these chunks only."""

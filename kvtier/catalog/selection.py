@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvtier.catalog.children import MANY, ChildCounts
 from kvtier.catalog.eviction import ChunkColumns, EvictionPolicy
+from kvtier.catalog.tenants import Reach, TenantPolicies
 
 IsRow = Callable[[int], bool]
 """Answers a question about the chunk in a row."""
@@ -21,13 +22,14 @@ def select_victims(
     is_leased: IsRow | None,
     needed_bytes: int,
     limit: int | None,
+    reach: Reach = Reach.ALL,
 ) -> list[int]:
     """Choose victims while a policy offers one row after another. Return their rows, in order.
 
     A chunk is chosen once each of its children in the tier was chosen or must stay; if these come later in
     the policy's order, it is deferred until then. So a chunk that is in use does not keep its prefix in the
     tier, but a prefix that is not in use is evicted from its end. Only chunks with ``ready[row] & mask`` may
-    leave; at most ``limit`` of them that are not pinned are examined.
+    leave; at most ``limit`` of them that are not pinned are examined. ``reach``: of which tenants.
     """
     parents, lengths, counts = columns.parents, columns.lengths, children.counts
     left = -1 if limit is None else limit
@@ -47,7 +49,8 @@ def select_victims(
                 return
             finished[row] = finished.get(row, 0) + 1
 
-    for row in policy.victims():
+    shared = policy if isinstance(policy, TenantPolicies) else None
+    for row in policy.victims() if shared is None else shared.order(chosen, reach):
         if needed_bytes <= 0 or not left:
             break
         if ready[row] & mask and (is_pinned is None or not is_pinned(row)):
@@ -64,5 +67,9 @@ def select_victims(
             finished[parent] = finished.get(parent, 0) + 1
             if deferred and parent in deferred:
                 choose_deferred(parent)
+    if shared is not None and chosen:
+        return shared.due(chosen)
+    if shared is not None and deferred and shared.unblock():
+        return []  # Who continues the prompts of these chunks gives up chunks from now on.
     # In a corrupt, circular chain every chunk waits for another: it must not stay in the tier for ever.
     return chosen or list(deferred)[-1:]

@@ -95,6 +95,13 @@ class Siblings:
         self._take_out(above if above >= 0 else self._roots.pop(row), row)
         self._counts[row] = 0
 
+    def remove_all(self, rows: Sequence[int]) -> None:
+        """Remove chunks, as :meth:`remove`."""
+        counts, known = self._counts, len(self._counts)
+        for row in rows if known else ():
+            if row < known and counts[row]:
+                self.remove(row)
+
     def has(self, row: int) -> bool:
         """Return whether a chunk is here."""
         return row < len(self._counts) and self._counts[row] > 0

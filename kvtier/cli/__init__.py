@@ -22,7 +22,9 @@ from kvtier.cli import (
     plugins,
     serve,
     services,
+    simulate,
     status,
+    tenants,
 )
 from kvtier.cli.options import epilog
 from kvtier.cli.terminal import messages
@@ -49,9 +51,11 @@ def make_app() -> typer.Typer:
     app.command(epilog=epilog(*services.CONTROLLER_EXAMPLES))(services.controller)
     app.command(epilog=epilog(*services.PROXY_EXAMPLES))(services.proxy)
     app.command()(status.status)
+    app.command()(tenants.tenants)
     app.command(epilog=epilog(*clear_weights.EXAMPLES))(clear_weights.clear_weights)
     app.command()(doctor.doctor)
     app.command(epilog=bench.EXAMPLES)(bench.bench)
+    app.command(epilog=simulate.EXAMPLES)(simulate.simulate)
     app.add_typer(config.app)
     app.add_typer(inspect.app)
     app.command("plugins")(plugins.plugins)

@@ -17,6 +17,12 @@ def serve(
         Path | None,
         typer.Option(metavar="PATH", help="Unix socket to serve on, instead of the one in the settings."),
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Record the lookups of engines, without their tokens: see docs/recording.md."
+        ),
+    ] = None,
     log_level: Annotated[
         str | None, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")
     ] = None,
@@ -31,6 +37,8 @@ def serve(
     overrides: dict[str, Any] = {}
     if socket is not None:
         overrides["socket"] = socket
+    if record is not None:
+        overrides["recording"] = {"path": record}
     if log_level is not None:
         overrides["log_level"] = log_level
     settings = load_settings(overrides, file=config)

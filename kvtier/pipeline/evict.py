@@ -15,11 +15,13 @@ import anyio
 
 from kvtier.backends.base import Outcome
 from kvtier.catalog.eviction import RemovalReason
+from kvtier.catalog.tenants import Reach
 from kvtier.concurrency.backoff import Backoff
 from kvtier.events import Event, Evict
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
+from kvtier.pipeline.room import surplus_of, victims_for, victims_over_maximum
 from kvtier.tiers.batches import BATCH_BYTES, concurrently, in_batches
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.router import Transfer
@@ -59,7 +61,7 @@ class EvictStage:
         if lease is None and length <= arena.capacity:
             self._refused_bytes = max(self._refused_bytes, length)
         # Includes this lease, which is not in the catalog yet.
-        if lease is None or self._memory.excess_bytes(length):
+        if lease is None or self._memory.excess_bytes(length) or self._memory.tenants is not None:
             self._needed.set()
         return lease
 
@@ -73,14 +75,15 @@ class EvictStage:
                 leases.append(lease)
             if len(leases) < wanted:
                 break
-        if leases and self._memory.excess_bytes(sum(lengths[: len(leases)])):
+        tenants = self._memory.tenants is not None  # One may be above its maximum once these are stored.
+        if leases and (tenants or self._memory.excess_bytes(sum(lengths[: len(leases)]))):
             self._needed.set()
         return leases
 
     def _allocate_by_dropping(self, length: int) -> Lease | None:
         hierarchy = self._hierarchy
         for limit in (SCAN_LIMIT // 16, SCAN_LIMIT):
-            event = Evict(keys=self._memory.victims(limit), tier=self._memory.index)
+            event = Evict(keys=self._memory.victims(limit, reach=Reach.ABOVE_SHARE), tier=self._memory.index)
             droppable = (plan.keys for plan in hierarchy.router.evict(event) if plan.target is None)
             freed = 0
             for key in chain.from_iterable(droppable):
@@ -110,6 +113,9 @@ class EvictStage:
                     backoff.reset()
                 else:
                     await anyio.sleep(backoff.next())
+            # If these are in use, the next allocation tries again.
+            while (over := self._memory.over_maximum_bytes) and await self._evict(over, Reach.OVER_MAXIMUM):
+                pass
 
     def _excess_bytes(self) -> int:
         """Return the number of bytes to evict from the arena, in addition to those that are leaving.
@@ -119,10 +125,10 @@ class EvictStage:
         refused = self._refused_bytes
         return max(self._memory.excess_bytes(refused), refused) - self._leaving_bytes
 
-    async def _evict(self, excess: int) -> int:
+    async def _evict(self, excess: int, reach: Reach = Reach.ALL) -> int:
         """Evict up to ``excess`` bytes, at most one batch, from the arena. Return the number of chunks."""
         hierarchy = self._hierarchy
-        victims = self._memory.victims(SCAN_LIMIT, min(excess, BATCH_BYTES))
+        victims = self._memory.victims(SCAN_LIMIT, min(excess, BATCH_BYTES), reach)
         event = Evict(keys=victims, tier=self._memory.index)
         length = sum(map(hierarchy.length, victims))
         evicted = 0
@@ -147,12 +153,17 @@ class EvictStage:
         """
         target = self._hierarchy.tiers[tier]
         catalog = self._hierarchy.catalog
-        if surplus := target.surplus_chunks:
-            catalog.remove_all(catalog.victims(tier, limit=surplus), tier)
-        excess = target.excess_bytes(incoming)
-        if not excess:
-            return
-        event = Evict(keys=catalog.victims(tier, min(excess, incoming + BATCH_BYTES)), tier=tier)
+        if surplus := surplus_of(catalog, target):
+            catalog.remove_all(surplus, tier)
+        await self._evict_lower(Evict(keys=victims_for(catalog, target, incoming), tier=tier))
+        await self._evict_over_maximum(tier)
+
+    async def _evict_over_maximum(self, tier: int) -> None:
+        """Delete chunks in a lower tier of tenants who hold more there than they may."""
+        keys = victims_over_maximum(self._hierarchy.catalog, self._hierarchy.tiers[tier])
+        await self._evict_lower(Evict(keys=keys, tier=tier))
+
+    async def _evict_lower(self, event: Evict) -> None:
         for transfer in self._hierarchy.router.evict(event):
             if transfer.target is not None:
                 await self._demote(event, transfer)
@@ -191,6 +202,9 @@ class EvictStage:
             raise
         written = await self._hierarchy.write(event, target, absent)
         outcomes.update(zip((chunk.key for chunk in absent), written, strict=True))
+        if self._hierarchy.tiers[target].over_maximum_bytes:
+            async with self._making_room[target]:
+                await self._evict_over_maximum(target)
         return [outcomes[chunk.key] for chunk in chunks]
 
     async def remove(self, keys: Sequence[ChunkKey], source: int, reason: RemovalReason) -> None:

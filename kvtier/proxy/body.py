@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_128
 
+from kvtier.proxy.cache_hint import cache_hint
 from kvtier.proxy.prompt import Prompt
 
 Fields = dict[str, msgspec.Raw]
@@ -69,6 +70,8 @@ class Body:
         self.content = content
         self.fields = _parse_object(content)
         self.prompt = self._prompt()
+        self.cache = self._cache_hint()
+        """The hint ``cache`` for the engines."""
 
     @property
     def may_be_prefilled(self) -> bool:
@@ -78,6 +81,8 @@ class Body:
         """
         fields = self.fields
         if self.prompt is None or not _is_object(fields.get(PARAMS)):
+            return False
+        if self.cache.get("mode", "both") != "both":  # KV is neither stored for it, nor loaded.
             return False
         echoes_logprobs = _truthy(fields.get("echo")) and _is_set(fields.get("logprobs"))
         return not (_is_set(fields.get("prompt_logprobs")) or echoes_logprobs)
@@ -108,13 +113,12 @@ class Body:
     def for_decode(self, tokens: int, seconds: float) -> bytes:
         """Return the decode request: the client's body, plus the number of tokens to wait for if not 0.
 
-        ``seconds`` is how long the decoder waits for them. ``kvtier`` hints in the client's
-        ``kv_transfer_params`` are dropped: only the proxy may set them.
+        ``seconds`` is how long the decoder waits for them. Of ``kvtier`` hints in the client's
+        ``kv_transfer_params``, only ``cache`` is kept: only the proxy may set the others.
         """
         if tokens:
             return self._with(self.fields, {"expect": {"tokens": tokens, "seconds": seconds}})
-        params = self.fields.get(PARAMS)
-        if _is_set(params) and _is_object(params) and KVTIER in (_parse_object(bytes(params or b""))):
+        if self.cache or KVTIER in self._client_params():
             return self._with(self.fields, {})
         return self.content
 
@@ -123,9 +127,19 @@ class Body:
         return _encode({name: self.fields[name] for name in TOKENIZE_FIELDS if name in self.fields})
 
     def _with(self, fields: Fields, hints: dict[str, object]) -> bytes:
+        hints = {**hints, "cache": self.cache} if self.cache else hints
+        return _encode({**fields, PARAMS: {**self._client_params(), KVTIER: hints}})
+
+    def _client_params(self) -> Fields:
         params = self.fields.get(PARAMS)
-        client_params = _parse_object(bytes(params)) if _is_set(params) and params is not None else {}
-        return _encode({**fields, PARAMS: {**client_params, KVTIER: hints}})
+        return _parse_object(bytes(params)) if _is_set(params) and params is not None else {}
+
+    def _cache_hint(self) -> dict[str, object]:
+        if not _is_object(self.fields.get(PARAMS)):
+            return {}  # For the engine to refuse.
+        own = self._client_params().get(KVTIER)
+        given = None if own is None else _parse_object(bytes(own)).get("cache")
+        return cache_hint(self.content, self.fields, given)
 
     def _prompt(self) -> Prompt | None:
         raw = self.fields.get("messages" if self.path == CHAT_PATH else "prompt")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvtier.settings.model import (
     PAGE_BYTES,
     SOCKET_PATH_BYTES,
-    LocalPath,
     LocalTierSettings,
     Origin,
     PrefetchSettings,
@@ -14,6 +13,7 @@ from kvtier.settings.model import (
     describe,
     load_settings,
 )
+from kvtier.settings.paths import LocalPath
 
 __all__ = [
     "PAGE_BYTES",

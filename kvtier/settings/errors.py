@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
+from typing import get_args, get_origin
 
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
@@ -55,10 +55,22 @@ def _find(details: ErrorDetails, model: type[BaseModel]) -> tuple[type[BaseModel
     """Return the model that the key of the error belongs to, and its field."""
     field: FieldInfo | None = None
     for part in details["loc"]:
+        named = _model_by_name(field)
+        if named is not None:  # This part of the key is a name of the user's choice.
+            model, field = named, None
+            continue
         nested = nested_model(field) if field is not None else None
         model = nested or model
         field = model.model_fields.get(part, field) if isinstance(part, str) else field
     return model, field
+
+
+def _model_by_name(field: FieldInfo | None) -> type[BaseModel] | None:
+    """Return the model of each value of a mapping such as ``tenants``, or ``None``."""
+    if field is None or get_origin(field.annotation) is not dict:
+        return None
+    model = get_args(field.annotation)[1]
+    return model if isinstance(model, type) and issubclass(model, BaseModel) else None
 
 
 def _is_secret(annotation: object) -> bool:

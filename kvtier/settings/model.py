@@ -33,7 +33,9 @@ from kvtier.settings.choice import Choice
 from kvtier.settings.controller import ControllerSettings, MetricsSettings
 from kvtier.settings.errors import explain
 from kvtier.settings.kv_transfer import KVTransferSettings, Role
+from kvtier.settings.paths import LocalPath
 from kvtier.settings.peer import PeerSettings
+from kvtier.settings.recording import RecordingSettings
 from kvtier.settings.sources import (
     configured_file,
     given_names,
@@ -42,6 +44,7 @@ from kvtier.settings.sources import (
     read_file,
     variable_name,
 )
+from kvtier.settings.tenants import Tenants, TierTenantSettings
 from kvtier.units import Duration, Integer, Number, Size, reject_bool
 
 PAGE_BYTES = 4096
@@ -59,15 +62,6 @@ class Origin(NamedTuple):
     """Path of the file, name of the variable, or empty."""
 
 
-def _check_path(value: object) -> object:
-    """Reject an empty path, which would mean the current folder, often because of an unset variable."""
-    if value == "":
-        raise ValueError("the path is empty")
-    if isinstance(value, str | Path) and "\0" in str(value):
-        raise ValueError("the path contains a NUL character")
-    return value
-
-
 def _check_socket_path_length(path: Path) -> Path:
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
         raise ValueError(
@@ -76,7 +70,6 @@ def _check_socket_path_length(path: Path) -> Path:
     return path
 
 
-LocalPath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(Path.expanduser)]
 SocketPath = Annotated[LocalPath, AfterValidator(_check_socket_path_length)]
 LogLevel = Annotated[
     Literal["DEBUG", "INFO", "WARNING", "ERROR"],
@@ -145,8 +138,8 @@ class LocalTierSettings(TierSettings):
     eviction: Choice = Field(
         default={"type": "lru"},
         description=(
-            "Eviction policy: `lru`, or one provided by a plugin; or a mapping of its settings with its name "
-            "as `type`."
+            "Eviction policy: `lru`, `lfu`, `arc`, `s3fifo`, `sieve`, `tinylfu`, `gdsf`, `resume`, "
+            "`adaptive`, or one provided by a plugin; or a mapping of its settings with its name as `type`."
         ),
         examples=["lru"],
     )
@@ -173,6 +166,15 @@ class LocalTierSettings(TierSettings):
         le=1,
         description="Fraction of the capacity in use at which eviction stops.",
         examples=[0.9],
+    )
+
+    tenants: dict[str, TierTenantSettings] = Field(
+        default={},
+        description=(
+            "What differs from the setting `tenants` in this tier: `share`, `max` and `weight` by the name "
+            "of the tenant."
+        ),
+        examples=["{team-a: {share: 0.5}}"],
     )
 
     @field_validator("capacity")
@@ -353,8 +355,22 @@ class Settings(BaseSettings):
         default=ControllerSettings(),
         description="The controller, which tracks the chunks of this instance and may move them.",
     )
+    tenants: Tenants = Field(
+        default={},
+        description=(
+            "How tenants share each local tier, by name: `share` (never taken from it for others, default "
+            "0), `max` (holds no more, default 1), both as fractions of `capacity` times `low_watermark`; "
+            "`weight` (its part of the room beyond all shares, default 1); and `salt`, the `cache_salt` of "
+            "its requests. `other` stands for everyone else. See [tenants.md](tenants.md)."
+        ),
+        examples=['{"team-a": {"share": 0.3, "max": 0.5, "weight": 2}}'],
+    )
     metrics: MetricsSettings = Field(
         default=MetricsSettings(), description="The Prometheus metrics of this instance."
+    )
+    recording: RecordingSettings = Field(
+        default=RecordingSettings(),
+        description="Recording the lookups of this host's engines, without their tokens.",
     )
     log_level: LogLevel = Field(
         default="INFO",

@@ -13,6 +13,7 @@ from typing import cast
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.tenants import Reach
 from kvtier.memory.arena import Arena, address_of
 from kvtier.memory.header import ChunkHeader, write_headers
 from kvtier.memory.keys import ChunkKey
@@ -124,9 +125,11 @@ class HostMemory(Level):
         held = self._held(key)
         return held is not None and address_of(held.view) == address_of(chunk)
 
-    def victims(self, limit: int, needed_bytes: int = sys.maxsize) -> list[ChunkKey]:
+    def victims(
+        self, limit: int, needed_bytes: int = sys.maxsize, reach: Reach = Reach.ALL
+    ) -> list[ChunkKey]:
         """Return chunks without other leases, among the ``limit`` first in the order of eviction."""
-        return self._catalog.victims(self.index, needed_bytes, self._is_leased, limit)
+        return self._catalog.victims(self.index, needed_bytes, self._is_leased, limit, reach)
 
     def _is_leased(self, row: int) -> bool:
         held = self._leases.get(row)

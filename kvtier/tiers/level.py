@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvtier.catalog.catalog import Catalog
+from kvtier.catalog.tenants import TenantPolicies
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.settings import LocalTierSettings, TierSettings
@@ -100,6 +101,17 @@ class Level:
         if required <= settings.capacity * settings.high_watermark:
             return self._refused_bytes
         return max(self._refused_bytes, int(required - settings.capacity * settings.low_watermark))
+
+    @property
+    def tenants(self) -> TenantPolicies | None:
+        """How tenants share the tier; ``None`` if they do not."""
+        policy = self._catalog.policies[self.index]
+        return policy if isinstance(policy, TenantPolicies) else None
+
+    @property
+    def over_maximum_bytes(self) -> int:
+        """The bytes to evict because tenants hold more than they may."""
+        return 0 if self.tenants is None else self.tenants.excess_bytes()
 
     def fits(self, length: int) -> bool:
         """Whether ``length`` more bytes fit into the capacity."""

@@ -77,11 +77,13 @@ class Router:
     def evict(self, event: Evict) -> list[Transfer]:
         """Drop chunks that a lower tier retains, or that no tier accepts; demote the others."""
         demotion_target = self._demotion_target(event.tier)
+        if demotion_target is None:
+            return [Transfer(event.tier, None, event.keys)] if event.keys else []
         keepers = sum(1 << below for below in self._below(event.tier) if self._tiers[below].keeps)
         drop: list[ChunkKey] = []
         demote: list[ChunkKey] = []
         for key, (ready, _) in zip(event.keys, self._catalog.places(event.keys), strict=True):
-            (drop if ready & keepers or demotion_target is None else demote).append(key)
+            (drop if ready & keepers else demote).append(key)
         plan = []
         if drop:
             plan.append(Transfer(event.tier, None, drop))

@@ -17,7 +17,7 @@ from kvtier.agent import holdings as holdings_module
 from kvtier.agent.holdings import Holdings
 from kvtier.agent.protocol import Changed, Lost, UpToDate
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.lru import LruPolicy
+from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
 from kvtier.rpc.frames import Message

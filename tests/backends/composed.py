@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from kvtier.backends.base import Backend, Capabilities, GetItem, Outcome, PutItem, StoredObject, SupportsScan
 from kvtier.catalog.catalog import Catalog
-from kvtier.catalog.lru import LruPolicy
+from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
 from kvtier.testing.faults import WrapperBackend

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from kvtier.catalog.catalog import ALL_TIERS, Catalog, State
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.lru import LruPolicy
+from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.prefix import MAX_TIERS
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
 
@@ -341,6 +341,8 @@ def test_hints_are_columns(catalog: Catalog) -> None:
     catalog.set_hints([b, c], ChunkHints(priority=-200))
     assert [columns.priority(row) for row in (b, c)] == [-100, -100]
     assert columns.tenant(b) == 0
+    catalog.set_hints([b], ChunkHints("b"))  # Only names the tenant.
+    assert (columns.tenant(b), columns.priority(b)) == (columns.number("b"), -100)
 
 
 def test_reused_row_has_no_hints(catalog: Catalog) -> None:

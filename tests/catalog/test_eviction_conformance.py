@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.catalog.eviction import ChunkColumns, EvictionPolicy, PolicySettings, RemovalReason
-from kvtier.catalog.lru import LruPolicy
+from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.testing.eviction import EvictionConformance
 
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from kvtier.catalog.eviction import ChunkColumns, RemovalReason
-from kvtier.catalog.lru import LruPolicy
+from kvtier.catalog.policies.lru import LruPolicy
 
 pytestmark = pytest.mark.usefixtures("either_core")
 

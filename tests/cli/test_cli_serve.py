@@ -90,9 +90,12 @@ def test_options_override_the_file(
     kvtier: Kvtier, served: Sequence[tuple[Settings, dict[str, Any]]], tmp_path: Path
 ) -> None:
     file = tmp_path / "kvtier.yaml"
-    file.write_text("{socket: /run/a.sock, log_level: ERROR, chunk_tokens: 64}")
-    assert kvtier("serve", "-c", file, "--socket", "/run/b.sock", "--log-level", "debug").status == 0
+    recording = "recording: {files: 2, path: /a}"
+    file.write_text(f"{{socket: /run/a.sock, log_level: ERROR, chunk_tokens: 64, {recording}}}")
+    options = ("--socket", "/run/b.sock", "--log-level", "debug", "--record", "/b")
+    assert kvtier("serve", "-c", file, *options).status == 0
     ((settings, keywords),) = served
+    assert (settings.recording.path, settings.recording.files) == (Path("/b"), 2)
     assert (settings.socket, settings.log_level, settings.chunk_tokens) == (Path("/run/b.sock"), "DEBUG", 64)
     assert keywords == {"socket": Path("/run/b.sock")}
     assert logging.getLogger("kvtier").level == logging.DEBUG

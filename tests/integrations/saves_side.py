@@ -66,7 +66,12 @@ def saves(bridge: Bridge) -> Saves:
 @pytest.fixture
 def state() -> RequestState:
     request: Any = SimpleNamespace(
-        request_id="a", num_preemptions=0, num_prompt_tokens=48, num_computed_tokens=32, num_tokens=48
+        request_id="a",
+        num_preemptions=0,
+        num_prompt_tokens=48,
+        num_computed_tokens=32,
+        num_tokens=48,
+        cache_salt=None,
     )
     root = ChunkKey(bytes(32))
     return RequestState(request, root, 16, keys=[ChunkKey(bytes([number]) * 32) for number in (1, 2, 3)])
@@ -228,6 +233,7 @@ def requests(count: int) -> list[RequestState]:
     for number in range(count):
         request: Any = SimpleNamespace(
             request_id=str(number),
+            cache_salt=None,
             num_preemptions=0,
             num_prompt_tokens=48,
             num_computed_tokens=48,

@@ -485,6 +485,20 @@ def test_fewer_tokens_than_were_found(engine: Engine, cache: Cache) -> None:
     assert sum(engine.scheduler._requests[request.request_id].hits_by_tier.values()) == 2 * CHUNK_TOKENS
 
 
+def test_later_lookups_of_a_request_are_marked(engine: Engine, cache: Cache) -> None:
+    """A recording counts each request once: a preempted one is looked up again."""
+    request = make_request(2 * CHUNK_TOKENS)
+    engine.scheduler.on_new_request(request)
+    first = cache.receive(Lookup)
+    cache.send(Found(first.ticket, [], [], [], 0))
+    wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (0, False))
+    engine.scheduler.allocated(request, engine._blocks([]), 0)
+    request.num_preemptions = 1
+    engine.scheduler.matched_tokens(request, 0)
+    again = cache.receive(Lookup)
+    assert (first.keys, first.repeated, again.repeated) == (again.keys, False, True)
+
+
 def test_load_that_lost_its_cache_process_fails(engine: Engine, cache: Cache) -> None:
     """The engine waits for a load that it was promised: the workers report it, as failed."""
     request = make_request(2 * CHUNK_TOKENS)

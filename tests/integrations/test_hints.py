@@ -16,6 +16,7 @@ from kvtier.integrations.vllm.hints import (
     Hints,
     KVTransferHint,
     has_hints,
+    hints_for_chunks,
     read_hints,
 )
 from kvtier.integrations.vllm.kv_transfer import KVTransfers, role_of
@@ -263,6 +264,24 @@ def test_mode_rules_out_kv_transfers(mode: str, kept: tuple[str, ...]) -> None:
         SimpleNamespace(request_id="a", kv_transfer_params=both)  # type: ignore[arg-type]
     )
     assert tuple(name for name in ("kv_transfer", "expect") if getattr(hints, name) is not None) == kept
+
+
+@pytest.mark.parametrize(
+    ("hints", "salt", "expected"),
+    [
+        (Hints(), None, None),
+        (Hints(), "", None),
+        (Hints(), "a", ChunkHints("salt-17762fdd")),
+        (Hints(cache="read"), "a", ChunkHints("salt-17762fdd")),
+        (Hints(cache=CacheHint(priority=3)), "a", ChunkHints("salt-17762fdd", 3)),
+        (Hints(cache=CacheHint("mine", 3)), "a", ChunkHints("mine", 3)),
+        (Hints(cache=CacheHint(priority=3)), None, ChunkHints("", 3)),
+    ],
+)
+def test_tenant_is_that_of_the_hints_or_else_of_the_salt(
+    hints: Hints, salt: str | None, expected: ChunkHints | None
+) -> None:
+    assert hints_for_chunks(hints, salt) == expected
 
 
 def test_request_without_cache_hint_has_none_for_chunks() -> None:

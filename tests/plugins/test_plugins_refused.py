@@ -9,7 +9,7 @@ import pytest
 
 from kvtier import hookimpl
 from kvtier.backends.cpu import CpuBackend
-from kvtier.catalog.lru import LruPolicy
+from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.errors import PluginError, SettingsError
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings

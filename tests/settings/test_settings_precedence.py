@@ -13,6 +13,7 @@ from pydantic import SecretStr
 from kvtier.settings import Origin, Settings, load_settings
 from kvtier.settings.peer import TLSSettings
 from kvtier.settings.sources import field_names, nested_model, variable_name
+from kvtier.settings.tenants import TenantSettings
 
 WriteFile = Callable[[str], Path]
 
@@ -60,7 +61,15 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "controller.instance_id": ("decode-1", "decode-1", "decode-1"),
     "controller.token": (SECRET, SECRET, SecretStr(SECRET)),
     "controller.ask": ("false", "0", False),
+    "tenants": (
+        "{a: {share: 0.5}}",
+        '{"a": {"share": 0.5}}',
+        {"a": TenantSettings(share=0.5)},
+    ),
     "metrics.listen": ("localhost:9464", "localhost:9464", "localhost:9464"),
+    "recording.path": ("/var/log/traffic.rec", "/var/log/traffic.rec", Path("/var/log/traffic.rec")),
+    "recording.max_bytes": ("16MiB", "16777216", 16 << 20),
+    "recording.files": ("2", "2", 2),
     "log_level": ("debug", "debug", "DEBUG"),
 }
 

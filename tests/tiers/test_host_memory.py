@@ -9,7 +9,7 @@ import pytest
 from kvtier.backends.cpu import CpuBackend
 from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.lru import LruPolicy
+from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
 from kvtier.memory.slices import Lease

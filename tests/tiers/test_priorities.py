@@ -12,7 +12,7 @@ from anyio.abc import TaskGroup
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.backends.cpu import CpuBackend
 from kvtier.catalog.catalog import Catalog
-from kvtier.catalog.lru import LruPolicy
+from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.events import Priority
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import ChunkHeader, object_bytes

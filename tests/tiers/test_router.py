@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.lru import LruPolicy
+from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.events import Evict, Prefetch
 from kvtier.memory.keys import chunk_keys, root_key
 from kvtier.tiers.router import FIRST, Router

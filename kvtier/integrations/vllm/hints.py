@@ -15,23 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
-from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.hints import CacheHint, CacheMode, ChunkHints
+from kvtier.catalog.tenants import tenant_of_salt
 from kvtier.settings.peer import split_address
 
 NAME = "kvtier"
 MAX_CHARACTERS = 300
 """Maximum length of an address. A host name has up to 253 characters."""
 MAX_TOKENS = 1 << 31
-MAX_TENANT_CHARACTERS = 64
-MAX_SECONDS = 10 * 365 * 86_400
-
-CacheMode = Literal["both", "off", "read", "write"]
-"""What a request may use the cache for: to load from it, to store in it, both or neither."""
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 
 
 class KVTransferHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,17 +41,6 @@ class ExpectHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
     seconds: float | None = None
     """Maximum time to wait for them; ``None`` for the limit in the settings."""
-
-
-class CacheHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known about the future of this prompt's chunks; see :class:`ChunkHints`."""
-
-    tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARACTERS)] = ""
-    priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
-    retention: Seconds | None = None
-    resume: Seconds | None = None
-    recompute: Seconds | None = None
-    mode: CacheMode = "both"
 
 
 class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,6 +65,14 @@ class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fields = msgspec.structs.asdict(self.cache)
         del fields["mode"]
         return ChunkHints(**fields)
+
+
+def hints_for_chunks(hints: Hints, salt: str | None) -> ChunkHints | None:
+    """Return the hints to store with a prompt's chunks. The tenant is that of the hints, else of the salt."""
+    given = hints.for_chunks
+    if not salt or (given is not None and given.tenant):
+        return given
+    return msgspec.structs.replace(given or ChunkHints(), tenant=tenant_of_salt(salt))
 
 
 NO_HINTS = Hints()

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvtier.integrations.vllm.hints import NO_HINTS, Hints
+from kvtier.catalog.hints import ChunkHints
+from kvtier.integrations.vllm.hints import NO_HINTS, Hints, hints_for_chunks
 from kvtier.integrations.vllm.hits import NO_HIT, Hit
 from kvtier.memory.keys import (
     BLOCK_HASH_BYTES,
@@ -44,6 +45,7 @@ class RequestState:
     ticket: int | None = None
     """Ticket of a lookup whose result has not been used yet."""
     asked_at: float = 0.0
+    """When it was last looked up (:func:`time.monotonic`); 0 before that."""
     waited: bool = False
     """Whether the scheduler has already waited for the lookup's answer once."""
     local_tokens: int = 0
@@ -88,6 +90,11 @@ class RequestState:
     """When it was first scheduled (:func:`time.monotonic`); 0 once its prompt has been computed."""
     computed_before: int = 0
     """How many of its tokens needed no computation."""
+
+    @property
+    def chunk_hints(self) -> ChunkHints | None:
+        """The hints to store with the prompt's chunks."""
+        return hints_for_chunks(self.hints, self.request.cache_salt)
 
     def extend(self, tokens: int, first: int = 0) -> list[ChunkKey]:
         """Return the keys of whole chunks from index ``first`` to ``tokens`` tokens. Hashes no key twice.

@@ -101,7 +101,7 @@ class Save:
             parent,
             keys,
             self.sizes[-1],
-            hints=state.hints.for_chunks,
+            hints=state.chunk_hints,
             block_hashes=state.block_hashes(start, start + sum(self.sizes)),
             continued=self.continued,
         )

@@ -166,10 +166,11 @@ class SchedulerSide:
             covered,
             expect_chunks=expected.chunks,
             expect_seconds=expected.seconds,
-            hints=state.hints.for_chunks,
+            hints=state.chunk_hints,
             root=state.root if self._layout.granularity else b"",
             marks=marks_of(state.block_hashes(0, request.num_tokens)),
             compute_seconds=self._prefill.expected(covered),
+            repeated=state.asked_at > 0,
         )
         state.timeout = self._timeout + expected.seconds
         state.waited = False

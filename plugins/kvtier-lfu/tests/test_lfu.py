@@ -29,7 +29,7 @@ class TestWithoutGhosts(EvictionConformance):
 
 @pytest.fixture
 def catalog() -> Catalog:
-    return Catalog([LfuPolicy.factory(LfuSettings(type="lfu", ghosts=2), 100 * LENGTH)])
+    return Catalog([LfuPolicy.factory(LfuSettings(type="fading_lfu", ghosts=2), 100 * LENGTH)])
 
 
 def store(catalog: Catalog, *keys: ChunkKey, uses: int = 1) -> None:
@@ -77,9 +77,9 @@ def test_ghosts_are_bounded_and_only_of_evicted_chunks(catalog: Catalog, reason:
 
 def test_kvtier_finds_it() -> None:
     plugins = Plugins.load(["kvtier-lfu"])
-    assert plugins.eviction("lfu") is LfuPolicy
+    assert plugins.eviction("fading_lfu") is LfuPolicy
     ram = {"name": "ram", "type": "cpu", "capacity": "1MiB"}
-    (tier,) = plugins.tier_settings(Settings(tiers=[{**ram, "eviction": {"type": "lfu", "ghosts": 7}}]))
-    assert isinstance(Catalog([plugins.policy(tier)])._policies[0], LfuPolicy)
+    (tier,) = plugins.tier_settings(Settings(tiers=[{**ram, "eviction": {"type": "fading_lfu", "ghosts": 7}}]))
+    assert isinstance(Catalog([plugins.policy(tier)]).policies[0], LfuPolicy)
     with pytest.raises(SettingsError, match=r"tiers\[0\]\.eviction\.ghosts .*greater than or equal to 0"):
-        plugins.tier_settings(Settings(tiers=[{**ram, "eviction": {"type": "lfu", "ghosts": -1}}]))
+        plugins.tier_settings(Settings(tiers=[{**ram, "eviction": {"type": "fading_lfu", "ghosts": -1}}]))

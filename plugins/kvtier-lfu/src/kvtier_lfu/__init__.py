@@ -17,7 +17,7 @@ MAX_USES = 255
 
 
 class LfuSettings(PolicySettings):
-    """Settings of the policy ``lfu``."""
+    """Settings of the policy ``fading_lfu``."""
 
     ghosts: Integer = Field(default=100_000, ge=0, description="Evicted chunks whose uses are remembered.")
 
@@ -86,4 +86,4 @@ class LfuPolicy(EvictionPolicy):
 @hookimpl
 def kvtier_eviction_policies() -> dict[str, type[EvictionPolicy]]:
     """Return the policy by its name."""
-    return {"lfu": LfuPolicy}
+    return {"fading_lfu": LfuPolicy}

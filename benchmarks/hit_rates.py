@@ -1,0 +1,99 @@
+"""Compare the hit rates of all built-in eviction policies on traces, with Belady's optimum.
+
+::
+
+    python benchmarks/hit_rates.py TRACE...      # as Markdown, on standard output
+
+A trace is what ``kvtier simulate`` reads: JSON lines of Mooncake or Bailian, or a recording. Capacities are
+percentages of a trace's distinct chunks. Figures are exact: they do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.plugins import Plugins
+from kvtier.simulation.capacities import Capacity, parse_capacities
+from kvtier.simulation.replay import CHUNK_TOKENS, Model
+from kvtier.simulation.study import Study, study
+from kvtier.simulation.tiers import one_tier
+from kvtier.simulation.trace import Trace
+
+CAPACITIES = "1%,2%,5%,10%,20%,40%"
+OPTIMUM = "Belady's optimum"
+PROCESSES = 2
+
+
+class Task(NamedTuple):
+    """One column of a table, which one process computes."""
+
+    path: Path
+    capacity: Capacity
+    policies: Sequence[str]
+    limit: int | None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Compare the hit rates of eviction policies on traces.")
+    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
+    parser.add_argument("--capacity", default=CAPACITIES, help="default: %(default)s")
+    parser.add_argument("--policy", help="default: all that are built in")
+    parser.add_argument("--limit", type=int, help="read only so many requests of each trace")
+    given = parser.parse_args(arguments)
+    policies = given.policy.split(",") if given.policy else built_in()
+    capacities = parse_capacities(given.capacity)
+    tasks = [Task(path, capacity, policies, given.limit) for path in given.traces for capacity in capacities]
+    with ProcessPoolExecutor(PROCESSES) as pool:
+        columns = list(pool.map(compute, tasks))
+    for start in range(0, len(columns), len(capacities)):
+        print(markdown(columns[start : start + len(capacities)], policies))
+
+
+def built_in() -> list[str]:
+    """Return the names of all policies without plugins."""
+    return Plugins.load([]).names("kvtier_eviction_policies")
+
+
+def compute(task: Task) -> Study:
+    plugins, model = Plugins.load([]), Model()
+    trace = Trace.read(task.path, CHUNK_TOKENS, task.limit)
+    capacity = task.capacity.of(trace.unique, model.chunk_bytes(trace))
+    caches = [one_tier(plugins, policy, capacity, {}) for policy in task.policies]
+    result = study(trace, plugins, caches, model)
+    print(f"{task.path.name}: {share(result):.3g} %", file=sys.stderr)
+    return result
+
+
+def markdown(columns: Sequence[Study], policies: Sequence[str]) -> str:
+    """Return the table of one trace. Each column is a capacity."""
+    first = columns[0]
+    best = [max(row.outcome.hit_rate for row in column.rows) for column in columns]
+    lines = [
+        f"{first.name}: {first.requests:,} requests, {first.chunks:,} chunks, {first.unique:,} distinct",
+        "",
+        "| hit rate | " + " | ".join(f"{share(column):.3g} %" for column in columns) + " |",
+        "|---|" + "---:|" * len(columns),
+    ]
+    for at, policy in enumerate(policies):
+        rates = [column.rows[at].outcome.hit_rate for column in columns]
+        cells = [
+            f"**{rate:.4f}**" if rate == top else f"{rate:.4f}" for rate, top in zip(rates, best, strict=True)
+        ]
+        lines.append(f"| {policy} | " + " | ".join(cells) + " |")
+    bounds = [f"{column.rows[0].bound or 0.0:.4f}" for column in columns]
+    lines.append(f"| {OPTIMUM} | " + " | ".join(bounds) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def share(column: Study) -> float:
+    """Return the capacity of a column in percent of the trace's distinct bytes."""
+    return 100 * (column.rows[0].outcome.capacity or 0) / column.unique_bytes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Adaptive eviction policy: the one of several that would have hit most of late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import compress
+
+from pydantic import Field
+
+from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, EvictionPolicy, PolicySettings, RemovalReason
+from kvtier.catalog.policies.arc import ArcPolicy
+from kvtier.catalog.policies.lru import LruPolicy
+from kvtier.catalog.policies.resume import ResumePolicy
+from kvtier.catalog.policies.rings import cover
+from kvtier.catalog.policies.shadow import SAMPLED, ShadowCache, sampled
+from kvtier.memory.keys import ChunkKey
+
+CANDIDATES: dict[str, type[EvictionPolicy]] = {"lru": LruPolicy, "arc": ArcPolicy, "resume": ResumePolicy}
+"""The first one is in use until another one has proved better."""
+
+
+OPEN_REQUESTS = 64
+
+
+class _Request:
+    """The chunks of a request so far, of which the sampled ones are accessed in the shadow caches."""
+
+    __slots__ = ("awaited", "keys", "lengths", "parent", "time")
+
+    def __init__(self, time: float, parent: ChunkKey | None) -> None:
+        self.time = time
+        self.parent = parent
+        self.awaited: set[int] = set()
+        """Rows of another tier, which are likely to be added here soon, without a further access."""
+        self.keys: list[ChunkKey] = []
+        self.lengths: list[int] = []
+
+
+class AdaptiveSettings(PolicySettings):
+    """Settings of the policy."""
+
+    shadow_chunks: int = Field(
+        1024,
+        ge=64,
+        le=1 << 20,
+        description="Chunks in each shadow cache. With more of them it follows the tier more closely.",
+    )
+    window: int = Field(
+        20_000,
+        ge=100,
+        description="Sampled chunks of requests after which an observation counts for half.",
+    )
+    margin: float = Field(
+        0.005,
+        ge=0,
+        le=0.1,
+        description="By how much of the hit rate another policy must be better before it takes over.",
+    )
+
+
+class AdaptivePolicy(EvictionPolicy):
+    """Keeps the order of each candidate for the chunks of the tier, and evicts in that of the best one.
+
+    Each candidate also has a :class:`ShadowCache`, which it manages alone. What those hit decides.
+    """
+
+    settings_type = AdaptiveSettings
+
+    def __init__(self, settings: PolicySettings, capacity_bytes: int, chunks: ChunkColumns) -> None:
+        super().__init__(settings, capacity_bytes, chunks)
+        assert isinstance(settings, AdaptiveSettings)
+        self._settings = settings
+        self._capacity_bytes = capacity_bytes
+        self._chunks = chunks
+        self._orders = [
+            policy(policy.settings_type(type=name), capacity_bytes, chunks)
+            for name, policy in CANDIDATES.items()
+        ]
+        self._shadows: list[ShadowCache] = []
+        """Created with the first chunk: how many there can be in the tier depends on their size."""
+        self._threshold = 0
+        self._hits = [0.0] * len(CANDIDATES)
+        self._asked = 0.0
+        self._active = 0
+        self._held = bytearray()
+        """Whether the chunk in each row is in the tier."""
+        self._open: dict[int, _Request] = {}
+        """Requests of which more chunks may be added, by their last row. The shadow caches see them whole."""
+
+    @property
+    def active(self) -> str:
+        """The name of the policy in use."""
+        return list(CANDIDATES)[self._active]
+
+    @property
+    def hit_rates(self) -> dict[str, float]:
+        """The recent hit rate of each candidate's shadow cache."""
+        return {name: hits / (self._asked or 1.0) for name, hits in zip(CANDIDATES, self._hits, strict=True)}
+
+    def added(self, rows: Sequence[int], now: float) -> None:
+        """Add chunks to all orders."""
+        if not rows:
+            return
+        if not self._shadows:
+            self._make_shadows(self._chunks.lengths[rows[0]])
+        for order in self._orders:
+            order.added(rows, now)
+        cover(max(rows), self._held)
+        for row in rows:
+            self._held[row] = 1
+        for request in self._open.values():
+            if rows[0] in request.awaited:
+                request.awaited.difference_update(rows)
+                return
+        parent = self._chunks.parents[rows[0]]
+        if parent in self._open:
+            request = self._open.pop(parent)
+        else:
+            request = _Request(now, self._sampled_ancestor(parent))
+        self._extend(request, rows)
+
+    def used(self, rows: Sequence[int], now: float) -> None:
+        """Use a prefix in all orders."""
+        for order in self._orders:
+            order.used(rows, now)
+        if rows and self._shadows:
+            request, held, known = _Request(now, None), self._held, len(self._held)
+            request.awaited.update([row for row in rows if row >= known or not held[row]])
+            self._extend(request, rows)
+
+    def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
+        """Remove chunks from all orders, and those that were cleared from the shadow caches."""
+        for order in self._orders:
+            order.removed(rows, reason)
+        for row in rows:
+            self._held[row] = 0
+            if row in self._open:  # The row may soon be that of another chunk.
+                self._observe(self._open.pop(row))
+        if reason is RemovalReason.CLEARED:
+            keys = self._chunks.keys_of(rows)
+            cleared = list(compress(keys, sampled(keys, self._threshold)))
+            for shadow in self._shadows:
+                shadow.remove(cleared)
+
+    def victims(self) -> Iterator[int]:
+        """Yield the chunks in the order of the best candidate."""
+        return self._orders[self._active].victims()
+
+    def _make_shadows(self, length: int) -> None:
+        chunks = max(1, self._capacity_bytes // max(1, length))
+        self._threshold = max(1, min(SAMPLED, SAMPLED * self._settings.shadow_chunks // chunks))
+        capacity = max(length, self._capacity_bytes * self._threshold // SAMPLED)
+        self._shadows = [
+            ShadowCache(policy.factory(policy.settings_type(type=name), capacity), capacity)
+            for name, policy in CANDIDATES.items()
+        ]
+
+    def _extend(self, request: _Request, rows: Sequence[int]) -> None:
+        """Add chunks to an open request, and end the one that has been open for longest if there are many."""
+        keys = self._chunks.keys_of(rows)
+        chosen = sampled(keys, self._threshold)
+        request.keys += compress(keys, chosen)
+        request.lengths += [self._chunks.lengths[row] for row in compress(rows, chosen)]
+        same = self._open.pop(rows[-1], None)
+        self._open[rows[-1]] = request
+        if same is not None:
+            self._observe(same)
+        if len(self._open) > OPEN_REQUESTS:
+            self._observe(self._open.pop(next(iter(self._open))))
+
+    def _observe(self, request: _Request) -> None:
+        """Ask the shadow caches for the sampled chunks of a request."""
+        keys = request.keys
+        if not keys:
+            return
+        for at, shadow in enumerate(self._shadows):
+            shadow.now = max(shadow.now, request.time)
+            self._hits[at] += shadow.access(keys, request.lengths, request.parent)
+        self._asked += len(keys)
+        if self._asked > 2 * self._settings.window:
+            self._asked *= 0.5
+            self._hits = [hits * 0.5 for hits in self._hits]
+        self._choose()
+
+    def _sampled_ancestor(self, row: int) -> ChunkKey | None:
+        """Return the key of the nearest sampled chunk from a row upwards, among the next ones."""
+        for _ in range(4 * SAMPLED // self._threshold):
+            if row == NO_PARENT:
+                return None
+            key = self._chunks.key(row)
+            if sampled([key], self._threshold)[0]:
+                return key
+            row = self._chunks.parents[row]
+        return None
+
+    def _choose(self) -> None:
+        best = max(range(len(self._hits)), key=self._hits.__getitem__)
+        lead = self._hits[best] - self._hits[self._active]
+        if self._asked >= self._settings.window / 8 and lead > self._settings.margin * self._asked:
+            self._active = best

@@ -1,0 +1,227 @@
+"""Resume eviction policy: keep the prompts that are likely to come back soon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pydantic import Field
+
+from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, EvictionPolicy, PolicySettings, RemovalReason
+from kvtier.catalog.policies.returns import (
+    AGES,
+    CLASSES,
+    NEW,
+    STARTS,
+    WIDTHS,
+    Returns,
+    class_expected,
+    class_of,
+    class_retained,
+)
+from kvtier.catalog.policies.visits import NONE, Visits
+
+LEFT = CLASSES
+"""Class of the ends of prompts that have come back with another end."""
+KINDS = CLASSES + 1
+LEVELS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""What priorities from -100 to 100 multiply the value by."""
+NORMAL = LEVELS.index(1.0)
+GHOST = len(LEVELS) * KINDS * AGES
+"""Rings are numbered by priority, class and span of age. Those of ghosts follow after all others."""
+_LEFT_RING = (NORMAL * KINDS + LEFT) * AGES
+SETTLE_SECONDS = 0.5
+"""How often visits are moved on to the next span of age."""
+MIN_GHOSTS = 4096
+
+
+class ResumeSettings(PolicySettings):
+    """Settings of the policy."""
+
+    learn: float = Field(0.25, gt=0, le=1, description="Weight of the newest gap in a prompt's typical gap.")
+    ghosts: float = Field(
+        4.0, ge=0, le=64, description="Prompts to remember after their eviction, for each one that is held."
+    )
+
+
+class ResumePolicy(EvictionPolicy):
+    """Orders prompts by the hits per second that they are worth: see :mod:`kvtier.catalog.policies.returns`.
+
+    A prompt that comes back is recognised by the end of its last visit. Its class is that of its gaps so far,
+    or of what its request told about the future. Visits of a class and a span of age are equally worth, and
+    share a ring; within a visit the deepest chunk leaves first. 4 bytes for each chunk, 33 for each visit.
+    """
+
+    settings_type = ResumeSettings
+
+    def __init__(self, settings: PolicySettings, capacity_bytes: int, chunks: ChunkColumns) -> None:
+        super().__init__(settings, capacity_bytes, chunks)
+        assert isinstance(settings, ResumeSettings)
+        self._learn, self._ghosts_a_visit = settings.learn, settings.ghosts
+        self._chunks = chunks
+        self._returns = Returns()
+        self._visits = Visits(chunks, 2 * GHOST)
+        self._used: set[int] = set()
+        """The rings that may have visits."""
+        self._ghosts = 0
+        self._settled = 0.0
+        self._now = 0.0
+
+    def added(self, rows: Sequence[int], now: float) -> None:
+        """Continue the visit that ends with their parent, or begin one."""
+        if not rows:
+            return
+        self._now = now
+        visits = self._visits
+        visits.cover(max(rows))
+        parent = self._chunks.parents[rows[0]]
+        visit = visits.visit(parent)
+        if visit == NONE or visits.tails[visit] != parent:
+            visit = self._begin(rows[-1], now)
+        else:
+            kind = self._kind(visit)
+            self._put(visit, NEW if kind == LEFT else kind, rows[-1], now)
+            visits.forget_ghost(visit)  # It may have lost chunks that come back now.
+        visits.give(visit, rows)
+        if visits.ghosts:
+            for key in self._chunks.keys_of(rows):
+                before = visits.ghosts.get(hash(key), NONE)
+                if before != NONE and before != visit:
+                    self._resume(visit, before, rows[-1], now)
+
+    def used(self, rows: Sequence[int], now: float) -> None:
+        """Begin a visit, which takes over the rows that are in the tier."""
+        self._now = now
+        of_row, parents = self._visits.of_row, self._chunks.parents
+        known = len(of_row)
+        run: list[int] = []
+        for row in rows:
+            if row >= known or of_row[row] == NONE:
+                continue
+            if run and parents[row] != run[-1]:
+                self._revisit(run, now)
+                run = []
+            run.append(row)
+        if run:
+            self._revisit(run, now)
+
+    def _revisit(self, rows: Sequence[int], now: float) -> None:
+        visits = self._visits
+        last = visits.of_row[rows[-1]]
+        tail = visits.tails[last]
+        returning = rows[-1] in (tail, self._chunks.parents[tail]) and self._kind(last) != LEFT
+        visit = self._begin(rows[-1], now)
+        emptied = visits.take(visit, rows)
+        if returning:
+            self._resume(visit, last, rows[-1], now)
+        for other in emptied:
+            if visits.rings[other] != NONE:
+                self._close(other)
+
+    def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
+        """Take the rows from their visits. What is left of evicted ones is remembered."""
+        visits = self._visits
+        for row in rows:
+            if visits.visit(row) == NONE:
+                continue
+            was_last = visits.tails[visits.of_row[row]] == row
+            visit = visits.lose(row)
+            if reason is RemovalReason.EVICTED and was_last and self._kind(visit) != LEFT:
+                parent = self._chunks.parents[row]
+                visits.remember(visit, self._chunks.key(row if parent == NO_PARENT else parent))
+            if not visits.counts[visit]:
+                if visits.ghost_keys[visit]:
+                    self._become_ghost(visit)
+                else:
+                    visits.end(visit)
+
+    def victims(self) -> Iterator[int]:
+        """Yield the chunks of the visits that are worth least first."""
+        self._settle()
+        visits = self._visits
+        rings = [ring for ring in self._used if ring < GHOST and visits.oldest(ring) != NONE]
+        for ring in sorted(rings, key=lambda ring: (self._worth(ring), ring)):
+            for visit in visits.in_ring(ring):
+                yield from visits.path(visit)
+
+    def _worth(self, ring: int) -> float:
+        level, kind, at = ring // (AGES * KINDS), ring // AGES % KINDS, ring % AGES
+        return 0.0 if kind == LEFT else LEVELS[level] * self._returns.values(kind)[at]
+
+    # Visits.
+
+    def _begin(self, row: int, now: float) -> int:
+        ring = self._ring(NEW, row, now)
+        self._used.add(ring)
+        return self._visits.new(now, ring)
+
+    def _kind(self, visit: int) -> int:
+        return self._visits.rings[visit] // AGES % KINDS
+
+    def _put(self, visit: int, kind: int, row: int, now: float) -> None:
+        """Make a visit the newest of a class, unless what its request told in its last row is another one."""
+        ring = self._ring(kind, row, now)
+        self._used.add(ring)
+        self._visits.since[visit] = now
+        self._visits.move(visit, ring)
+
+    def _ring(self, kind: int, row: int, now: float) -> int:
+        """Return the first ring of a class, or of that which the hints of a row put it into."""
+        hints, level = self._chunks.hints, NORMAL
+        if row < len(hints):
+            level = min(len(LEVELS) - 1, max(0, round(hints.priority(row) / 50) + NORMAL))
+            if (resume_at := hints.resume_at(row)) > now:
+                kind = class_expected(resume_at - now)
+            elif (retain_until := hints.retain_until(row)) > now:
+                kind = class_retained(retain_until - now)
+        return (level * KINDS + kind) * AGES
+
+    def _resume(self, visit: int, before: int, row: int, now: float) -> None:
+        """Continue the history of an earlier visit in a new one."""
+        visits = self._visits
+        kind, at = self._kind(before), visits.rings[before] % AGES
+        gap = max(now - visits.since[before], 0.0)
+        self._returns.returned(kind, at, max(gap - STARTS[at], 0.0))
+        typical = visits.typical[before]
+        typical = gap if not typical else typical * ((gap + 1) / (typical + 1)) ** self._learn
+        visits.typical[visit] = max(typical, 1e-3)
+        self._put(visit, class_of(typical, gap), row, now)
+        if visits.counts[before]:  # Its last chunk, which has another continuation now.
+            visits.forget_ghost(before)
+            self._used.add(_LEFT_RING)
+            visits.move(before, _LEFT_RING)
+        else:
+            self._close(before)
+
+    def _become_ghost(self, visit: int) -> None:
+        ring = self._visits.rings[visit] + GHOST
+        self._used.add(ring)
+        self._visits.move(visit, ring)
+        self._ghosts += 1
+        held = len(self._visits) - self._ghosts
+        while self._ghosts > max(MIN_GHOSTS, self._ghosts_a_visit * held):
+            oldest = self._visits.oldest_ghost()
+            if not self._visits.counts[oldest]:
+                self._close(oldest)
+
+    def _close(self, visit: int) -> None:
+        """End a visit without rows."""
+        self._ghosts -= self._visits.rings[visit] >= GHOST
+        self._visits.end(visit)
+
+    def _settle(self) -> None:
+        """Move visits on to the span of their age."""
+        now, visits = self._now, self._visits
+        if now - self._settled < SETTLE_SECONDS:
+            return
+        self._settled = now
+        for ring in sorted(self._used):
+            kind, at = ring // AGES % KINDS, ring % AGES
+            if at + 1 == AGES or kind == LEFT:
+                continue
+            latest = now - STARTS[at + 1]
+            while (visit := visits.oldest(ring)) != NONE and visits.since[visit] <= latest:
+                self._returns.waited(kind, at, WIDTHS[at])
+                visits.move(visit, ring + 1)
+                self._used.add(ring + 1)
+            if visits.oldest(ring) == NONE:
+                self._used.discard(ring)

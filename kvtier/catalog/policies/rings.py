@@ -1,0 +1,139 @@
+"""Doubly linked rings of rows in two flat arrays: 9 bytes per chunk, whatever the number of rings."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+from kvtier import native
+
+NO_ROW = -1
+"""In place of a row: a ring has no further one."""
+NOWHERE = 255
+"""In place of a ring's number: the row is in none."""
+MAX_RINGS = NOWHERE
+FEW = 4
+"""So many rows are linked faster without the native core."""
+
+
+def cover(highest: int, *columns: array[int] | array[float] | bytearray) -> None:
+    """Append zeros to columns so that they have a row. Rows are added in order, so this is rarely long."""
+    for column in columns:
+        missing = highest + 1 - len(column)
+        if missing <= 0:
+            continue
+        if isinstance(column, bytearray):
+            column += bytes(missing)
+        else:
+            column.frombytes(bytes(missing * column.itemsize))
+
+
+class Rings:
+    """Rings numbered from 0, each from its coldest to its warmest row. A row is in one ring, or in none.
+
+    The first places of the arrays are the sentinels of the rings, each for both ends of its ring. After them
+    come the rows. Batches are those of one prompt, from its root: the root becomes the warmest.
+    """
+
+    def __init__(self, rings: int) -> None:
+        """``rings``: their number, at most :data:`MAX_RINGS`."""
+        self.counts = [0] * rings
+        """The number of rows in each ring."""
+        self.ring_of = bytearray()
+        """The ring of each row, or :data:`NOWHERE`. Read-only for others."""
+        self._sentinels = rings
+        self._warmer = array("i", range(rings))
+        self._colder = array("i", range(rings))
+
+    def __len__(self) -> int:
+        """Return the number of rows in all rings."""
+        return sum(self.counts)
+
+    def ring(self, row: int) -> int:
+        """Return the ring of a row, or :data:`NOWHERE`. The row may be any integer."""
+        return self.ring_of[row] if 0 <= row < len(self.ring_of) else NOWHERE
+
+    def held(self, rows: Sequence[int]) -> list[int]:
+        """Return those of the rows that are in a ring, each once and in the same order."""
+        ring_of, known = self.ring_of, len(self.ring_of)
+        held = [row for row in rows if row < known and ring_of[row] != NOWHERE]
+        return held if len(set(held)) == len(held) else list(dict.fromkeys(held))
+
+    def insert(self, rows: Sequence[int], ring: int) -> None:
+        """Add rows that are in no ring, as the warmest of one."""
+        if not rows:
+            return
+        missing = max(rows) + 1 - len(self.ring_of)
+        if missing > 0:
+            self.ring_of += bytes([NOWHERE]) * missing
+            self._warmer.frombytes(bytes(missing * self._warmer.itemsize))
+            self._colder.frombytes(bytes(missing * self._colder.itemsize))
+        self._link(rows, ring)
+
+    def move(self, rows: Sequence[int], ring: int) -> None:
+        """Make rows that are in any rings the warmest of one."""
+        self._unlink(rows)
+        self._link(rows, ring)
+
+    def remove(self, rows: Sequence[int]) -> list[int]:
+        """Remove rows. Return those that were in a ring."""
+        held = self.held(rows)
+        self._unlink(held)
+        for row in held:
+            self.ring_of[row] = NOWHERE
+        return held
+
+    def coldest(self, ring: int) -> int:
+        """Return the coldest row of a ring, or :data:`NO_ROW`."""
+        place = self._warmer[ring]
+        return NO_ROW if place == ring else place - self._sentinels
+
+    def warmer(self, row: int) -> int:
+        """Return the next warmer row of the same ring, or :data:`NO_ROW`."""
+        place = self._warmer[row + self._sentinels]
+        return NO_ROW if place < self._sentinels else place - self._sentinels
+
+    def rows(self, ring: int) -> Iterator[int]:
+        """Yield the rows of a ring, coldest first. A row that was yielded may be moved or removed meanwhile.
+
+        Rows that become the warmest meanwhile are yielded as well, unless they are the last one.
+        """
+        row = self.coldest(ring)
+        while row != NO_ROW:
+            following = self.warmer(row)
+            yield row
+            row = following
+
+    def _link(self, rows: Sequence[int], ring: int) -> None:
+        self.counts[ring] += len(rows)
+        ring_of, first = self.ring_of, self._sentinels
+        for row in rows:
+            ring_of[row] = ring
+        warmer, colder = self._warmer, self._colder
+        if len(rows) > FEW and native.available():
+            # The native ring numbers rows from place 1. Rows are linked just colder than the ring's sentinel.
+            shift = first - 1
+            native.core.lru_link_chain(warmer, colder, [row + shift for row in rows], ring - 1)
+            return
+        above = ring
+        for row in rows:
+            place, below = row + first, colder[above]
+            warmer[place], colder[place] = above, below
+            warmer[below] = colder[above] = place
+            above = place
+
+    def _unlink(self, rows: Sequence[int]) -> None:
+        ring_of, first = self.ring_of, self._sentinels
+        warmer, colder = self._warmer, self._colder
+        if len(rows) <= FEW or not native.available():
+            for row in rows:
+                place = row + first
+                above, below = warmer[place], colder[place]
+                warmer[below], colder[above] = above, below
+                self.counts[ring_of[row]] -= 1
+            return
+        shift = first - 1
+        native.core.lru_unlink(warmer, colder, [row + shift for row in rows])
+        left = bytes([ring_of[row] for row in rows])
+        for ring in set(left):
+            self.counts[ring] -= left.count(ring)

@@ -1,0 +1,80 @@
+"""Shadow caches: what another policy would have hit, from a sample of the chunks.
+
+Chunks are sampled by their keys, as in C. Waldspurger et al., "Efficient MRC construction with SHARDS" (FAST
+2015): of 1/n of the keys a cache of 1/n of the capacity keeps the same part. The sampled chunks of a prompt
+form a chain again, so that a policy that knows prompts sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+
+from kvtier.catalog.catalog import Catalog, State
+from kvtier.catalog.eviction import MakePolicy, RemovalReason
+from kvtier.memory.keys import ChunkKey
+
+SAMPLED = 0x10000
+"""Sampling rates are multiples of one in so many."""
+
+
+def sampled(keys: Sequence[ChunkKey], threshold: int) -> list[bool]:
+    """Return which keys belong to the sample. ``threshold``: how many of :data:`SAMPLED` parts it has."""
+    return [key[1] << 8 | key[2] < threshold for key in keys]
+
+
+class ShadowCache:
+    """A catalog of one tier without bytes, which stores every chunk that it is asked for."""
+
+    def __init__(self, make: MakePolicy, capacity_bytes: int) -> None:
+        self.now = 0.0
+        self.capacity_bytes = capacity_bytes
+        self._catalog = Catalog([make], clock=lambda: self.now)
+
+    def access(self, keys: Sequence[ChunkKey], lengths: Sequence[int], parent: ChunkKey | None) -> int:
+        """Look up consecutive chunks of a prompt, and add those that are missing. Return the hits.
+
+        ``parent``: the sampled chunk before the first. Without it in the cache, none of them is a hit.
+        """
+        catalog = self._catalog
+        held = len(catalog.prefix(keys)) if parent is None or parent in catalog else 0
+        catalog.touch(keys)
+        absent = [key not in catalog for key in keys]
+        if not any(absent):
+            return held
+        missing, sizes = list(compress(keys, absent)), list(compress(lengths, absent))
+        if self._make_room(sum(sizes), keys):
+            first = absent.index(True)
+            before = keys[first - 1] if first else parent
+            if absent.count(True) == len(keys) - first:
+                catalog.add_chain(missing, 0, sizes, State.READY, before)
+            else:
+                self._add_each(keys, absent, lengths, parent)
+        return held
+
+    def _add_each(
+        self,
+        keys: Sequence[ChunkKey],
+        absent: Sequence[bool],
+        lengths: Sequence[int],
+        parent: ChunkKey | None,
+    ) -> None:
+        for key, missing, length in zip(keys, absent, lengths, strict=True):
+            if missing:
+                self._catalog.add(key, 0, length, State.READY, parent)
+            parent = key
+
+    def _make_room(self, length: int, used: Sequence[ChunkKey]) -> bool:
+        """Evict other chunks than those in use. Return whether as many bytes more fit."""
+        catalog = self._catalog
+        excess = catalog.used(0) + length - self.capacity_bytes
+        if excess > 0:
+            busy = {catalog.row(key) for key in used}
+            victims = catalog.victims(0, excess, busy.__contains__)
+            catalog.remove_all(victims, 0, RemovalReason.EVICTED)
+        return catalog.used(0) + length <= self.capacity_bytes
+
+    def remove(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove chunks that were cleared."""
+        held = [key for key in keys if key in self._catalog]
+        self._catalog.remove_all(held, 0, RemovalReason.CLEARED)

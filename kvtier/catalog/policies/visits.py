@@ -1,0 +1,236 @@
+"""Visits of prompts: which rows each has, in flat arrays.
+
+A visit begins when a prompt is looked up or stored. It has the rows of its prompt that no later visit has: a
+path of the tree of chunks, from its last row upwards. So the rows need no links of their own, only the number
+of their visit. A prompt that comes back takes all rows of its last visit along; one that only begins like it
+leaves the rest there.
+
+A visit whose rows have all been evicted is a *ghost*: only one of its last keys and its history remain. They
+tell when it would have come back.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from kvtier.catalog.eviction import NO_PARENT, ChunkColumns
+
+NONE = -1
+"""No visit, or no row."""
+VISITS_A_BLOCK = 1024
+"""Visits to add to all arrays at once."""
+
+
+class Visits:
+    """33 bytes for each visit, and 4 for each row."""
+
+    def __init__(self, chunks: ChunkColumns, rings: int) -> None:
+        """``rings``: how many there are for visits to be in."""
+        self._chunks = chunks
+        self.of_row = array("i")
+        """The visit that has each row of the tier, or :data:`NONE`."""
+        self.tails = array("i")
+        """The last row of each visit; :data:`NONE` if it has no row left."""
+        self.counts = array("i")
+        """The number of rows of each visit."""
+        self.since = array("d")
+        """When each visit was last active, as ``time.monotonic()``."""
+        self.typical = array("f")
+        """The typical gap between the prompt's visits so far in seconds; 0 if it is its first one."""
+        self.ghosts: dict[int, int] = {}
+        """The visits that have lost rows to eviction, by the hash of one of their last keys."""
+        self._ghost_order: deque[int] = deque()
+        """Those hashes, the oldest first, and some that are no longer ghosts."""
+        self.ghost_keys = array("q")
+        """The key of each visit in :attr:`ghosts`; 0 if it is not there."""
+        self.rings = array("i")
+        """The ring of each visit."""
+        self._newer, self._older = array("i", range(rings)), array("i", range(rings))
+        self._ends = rings
+        self._vacant: list[int] = []
+
+    def __len__(self) -> int:
+        """Return the number of visits, ghosts included."""
+        return len(self.tails) - len(self._vacant)
+
+    def new(self, now: float, ring: int) -> int:
+        """Begin a visit without rows, as the newest of a ring."""
+        if not self._vacant:
+            self._grow()
+        visit = self._vacant.pop()
+        self.since[visit] = now
+        self.typical[visit] = 0.0
+        self.append(visit, ring)
+        return visit
+
+    def _grow(self) -> None:
+        first = len(self.tails)
+        for numbers, value in (
+            (self.tails, NONE),
+            (self.counts, 0),
+            (self.rings, NONE),
+            (self.ghost_keys, 0),
+        ):
+            numbers.extend([value] * VISITS_A_BLOCK)
+        for links in (self._newer, self._older):
+            links.extend([NONE] * VISITS_A_BLOCK)
+        self.since.frombytes(bytes(VISITS_A_BLOCK * self.since.itemsize))
+        self.typical.frombytes(bytes(VISITS_A_BLOCK * self.typical.itemsize))
+        self._vacant += range(first + VISITS_A_BLOCK - 1, first - 1, -1)
+
+    def end(self, visit: int) -> None:
+        """Forget a visit that has no rows."""
+        self.forget_ghost(visit)
+        self._unlink(visit)
+        self._vacant.append(visit)
+
+    # Rows.
+
+    def visit(self, row: int) -> int:
+        """Return the visit that has a row, or :data:`NONE`."""
+        return self.of_row[row] if 0 <= row < len(self.of_row) else NONE
+
+    def cover(self, highest: int) -> None:
+        """Make the arrays long enough for a row."""
+        missing = highest + 1 - len(self.of_row)
+        if missing > 0:
+            self.of_row.extend([NONE] * max(missing, VISITS_A_BLOCK))
+
+    def give(self, visit: int, rows: Sequence[int]) -> None:
+        """Add consecutive rows below the visit's own, which no other visit has."""
+        of_row = self.of_row
+        for row in rows:
+            of_row[row] = visit
+        self.tails[visit] = rows[-1]
+        self.counts[visit] += len(rows)
+
+    def take(self, visit: int, rows: Sequence[int]) -> list[int]:
+        """Move consecutive rows from their visits to a new one. Return the visits that have none left."""
+        of_row, counts = self.of_row, self.counts
+        before, emptied = NONE, []
+        for row in rows:
+            other = of_row[row]
+            if other != before:
+                if before != NONE and not counts[before]:
+                    emptied.append(before)
+                before = other
+            counts[other] -= 1
+            of_row[row] = visit
+        if before != NONE and not counts[before]:
+            emptied.append(before)
+        for other in emptied:
+            self.tails[other] = NONE
+        self.tails[visit] = rows[-1]
+        counts[visit] += len(rows)
+        above = self._chunks.parents[rows[0]]
+        other = self.visit(above)
+        if other != NONE and other != visit:
+            self._cut(other, above)
+        return emptied
+
+    def _cut(self, visit: int, above: int) -> None:
+        """Restore the path of a visit that has lost the rows below one of its own.
+
+        If it has further ones below those, the rows from ``above`` upwards get a visit of their own.
+        """
+        if self.visit(self.tails[visit]) != visit:
+            self.tails[visit] = above
+            return
+        if self.tails[visit] == above:
+            return
+        split = self.new(self.since[visit], self.rings[visit])
+        self.typical[split] = self.typical[visit]
+        rows = []
+        while above != NO_PARENT and self.visit(above) == visit:
+            rows.append(above)
+            above = self._chunks.parents[above]
+        rows.reverse()
+        self.counts[visit] -= len(rows)
+        self.give(split, rows)
+
+    def path(self, visit: int) -> Iterator[int]:
+        """Yield the rows of a visit, the last one first."""
+        of_row, parents, row = self.of_row, self._chunks.parents, self.tails[visit]
+        for _ in range(self.counts[visit]):
+            yield row
+            row = parents[row]
+            if row < 0 or of_row[row] != visit:
+                return
+
+    def lose(self, row: int) -> int:
+        """Remove a row from its visit, and return that one.
+
+        The rows above get a visit of their own if some below remain, so that each visit has one path.
+        """
+        visit = self.of_row[row]
+        self.of_row[row] = NONE
+        self.counts[visit] -= 1
+        above = self._chunks.parents[row]
+        if self.visit(above) == visit:
+            self._cut(visit, above)
+        elif self.tails[visit] == row:
+            self.tails[visit] = NONE
+        return visit
+
+    # Ghosts.
+
+    def remember(self, visit: int, key: bytes) -> None:
+        """Remember a key of a visit, unless it has one, or another visit has the same."""
+        number = hash(key) or 1
+        if self.ghost_keys[visit] or number in self.ghosts:
+            return
+        self.ghosts[number] = visit
+        self.ghost_keys[visit] = number
+        self._ghost_order.append(number)
+        if len(self._ghost_order) > 4 * len(self.ghosts) + VISITS_A_BLOCK:
+            self._ghost_order = deque(number for number in self._ghost_order if number in self.ghosts)
+
+    def oldest_ghost(self) -> int:
+        """Forget the key that has been remembered for longest. Return its visit, or :data:`NONE`."""
+        while self._ghost_order:
+            visit = self.ghosts.get(self._ghost_order.popleft(), NONE)
+            if visit != NONE:
+                self.forget_ghost(visit)
+                return visit
+        return NONE
+
+    def forget_ghost(self, visit: int) -> None:
+        """Undo :meth:`remember`."""
+        if number := self.ghost_keys[visit]:
+            del self.ghosts[number]
+            self.ghost_keys[visit] = 0
+
+    # Rings.
+
+    def append(self, visit: int, ring: int) -> None:
+        """Link a visit that is in no ring as the newest of one."""
+        self.rings[visit] = ring
+        place, ends = visit + self._ends, ring
+        newest = self._older[ends]
+        self._older[place], self._newer[place] = newest, ends
+        self._newer[newest] = self._older[ends] = place
+
+    def _unlink(self, visit: int) -> None:
+        place = visit + self._ends
+        newer, older = self._newer[place], self._older[place]
+        self._older[newer], self._newer[older] = older, newer
+        self.rings[visit] = NONE
+
+    def move(self, visit: int, ring: int) -> None:
+        """Make a visit the newest of another ring."""
+        self._unlink(visit)
+        self.append(visit, ring)
+
+    def oldest(self, ring: int) -> int:
+        """Return the oldest visit of a ring, or :data:`NONE`."""
+        place = self._newer[ring]
+        return NONE if place == ring else place - self._ends
+
+    def in_ring(self, ring: int) -> Iterator[int]:
+        """Yield the visits of a ring, the oldest first. The ring must not change meanwhile."""
+        place = self._newer[ring]
+        while place != ring:
+            yield place - self._ends
+            place = self._newer[place]

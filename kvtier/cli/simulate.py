@@ -1,0 +1,271 @@
+"""``kvtier simulate``: replay traces of requests on caches of other sizes and policies."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from kvtier.cli.options import ALL, epilog
+from kvtier.cli.terminal import messages, output, print_json
+
+if TYPE_CHECKING:
+    from kvtier.plugins import Plugins
+    from kvtier.settings import Settings
+    from kvtier.simulation.replay import Advance, Model
+    from kvtier.simulation.study import Study
+    from kvtier.simulation.tiers import SimulatedTiers
+    from kvtier.simulation.trace import Trace
+
+EXAMPLES = epilog(
+    "kvtier simulate mooncake.jsonl.xz",
+    "kvtier simulate --policy all --capacity 1%,5%,20GiB --plot rates.png mooncake.jsonl recording.kvtier",
+    "kvtier simulate --config /etc/kvtier.yaml --speed disk=5.5 recording.kvtier",
+)
+
+STDOUT = Path("-")
+DEFAULT_CAPACITIES = "1%,5%,10%"
+DEFAULT_POLICY = "lru"
+
+
+def simulate(
+    traces: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TRACE...",
+            help="Recordings of kvtier, or traces of Mooncake or Bailian; also .gz or .xz. Each is reported "
+            "separately.",
+        ),
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", "--tiers", "-c", metavar="FILE", help="Simulate the tiers of this settings file."
+        ),
+    ] = None,
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE,...",
+            help="Without --config: capacities of a memory tier, as a percentage of the trace's distinct "
+            f"bytes, or as a size. Default: {DEFAULT_CAPACITIES}.",
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            "-p",
+            metavar="NAME,...",
+            help="Eviction policies to compare, or `all`. Default: those of --config, or lru. Repeatable.",
+        ),
+    ] = None,
+    kv_size: Annotated[
+        str,
+        typer.Option(
+            "--token-bytes", metavar="SIZE", help="KV bytes of a token. The default is that of Llama 3.1 8B."
+        ),
+    ] = "128KiB",
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a chunk. A recording has its own.")
+    ] = 512,
+    prefill: Annotated[
+        float,
+        typer.Option("--prefill-tokens-per-second", min=1e-3, help="How fast the engine computes a prompt."),
+    ] = 10_000,
+    speed: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=GB/S", help="How fast a tier is read. Repeatable."),
+    ] = None,
+    bench: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Take speeds of tiers from the results of `kvtier bench --json`."),
+    ] = None,
+    windows: Annotated[
+        int, typer.Option(min=0, max=1000, help="Also show the hit rate in so many equal parts of the time.")
+    ] = 0,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Read only so many requests of each trace.")
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the results to this file as JSON; - prints them."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Plot the results. Needs `pip install 'kvtier\\[bench]'`."),
+    ] = None,
+) -> None:
+    """Replay traces of requests, and show what caches of other sizes and policies make of them.
+
+    Each request is looked up and stored by the same catalog, policies and plans that serve, without bytes
+    and without waiting. Belady's optimum is the highest hit rate that any policy can have.
+    """
+    from kvtier.plugins import Plugins
+    from kvtier.settings import load_settings
+    from kvtier.simulation.replay import Model
+    from kvtier.simulation.report import json_of
+
+    for path in (json_file, plot):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}: create it, or name another")
+    if plot is not None:
+        from kvtier.bench.plot import expect_matplotlib
+
+        expect_matplotlib()
+    if config is not None and capacity is not None:
+        raise typer.BadParameter("--capacity is for a simulation without --config, which has capacities")
+    settings = load_settings(file=config)
+    plugins = Plugins.load(settings.plugins)
+    model = Model(_token_bytes(kv_size), prefill)
+    given = _speeds(speed or [])
+    speeds = (_measured(bench) if bench is not None else {}) | given
+    policies = _policies(plugins, policy or [])
+    shown = json_file != STDOUT
+    studies = []
+    for path in traces:
+        trace = _load(path, chunk_tokens, limit)
+        if config is None:
+            caches = _sized(plugins, trace, model, capacity or DEFAULT_CAPACITIES, policies, speeds)
+        else:
+            caches = _configured(plugins, settings, policies, speeds)
+        _check_names(given, caches[0].names)
+        studies.append(_study(trace, plugins, caches, model, windows))
+        if shown:
+            _print(studies[-1], windows=windows > 0)
+    if not shown:
+        print_json(json_of(studies, model))
+    elif json_file is not None:
+        json_file.write_text(json.dumps(json_of(studies, model), indent=2) + "\n")
+    if plot is not None:
+        from kvtier.simulation.plot import save_plot
+
+        save_plot(studies, plot)
+
+
+def _sized(
+    plugins: Plugins,
+    trace: Trace,
+    model: Model,
+    capacity: str,
+    policies: Sequence[str],
+    speeds: dict[str, float],
+) -> list[SimulatedTiers]:
+    from kvtier.simulation.capacities import parse_capacities
+    from kvtier.simulation.tiers import one_tier
+
+    chunk_bytes = model.chunk_bytes(trace)
+    return [
+        one_tier(plugins, policy, size.of(trace.unique, chunk_bytes), speeds)
+        for size in parse_capacities(capacity)
+        for policy in policies or [DEFAULT_POLICY]
+    ]
+
+
+def _configured(
+    plugins: Plugins, settings: Settings, policies: Sequence[str], speeds: dict[str, float]
+) -> list[SimulatedTiers]:
+    from kvtier.simulation.tiers import configured
+
+    choices: Sequence[str | None] = policies or [None]
+    return [configured(plugins, settings, policy, speeds) for policy in choices]
+
+
+def _policies(plugins: Plugins, given: Sequence[str]) -> list[str]:
+    """Return the names of policies. Raises :class:`SettingsError`, which lists the known ones."""
+    names = [name.strip() for text in given for name in text.split(",")]
+    known = plugins.names("kvtier_eviction_policies")
+    names = [each for name in names for each in (known if name == ALL else [name])]
+    for name in names:
+        plugins.eviction(name)
+    return list(dict.fromkeys(names))
+
+
+def _token_bytes(text: str) -> int:
+    from kvtier.units import parse_size
+
+    try:
+        size = parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--token-bytes") from error
+    if not 0 < size <= 1 << 30:
+        raise typer.BadParameter("use a size from 1 to 1GiB", param_hint="--token-bytes")
+    return size
+
+
+def _speeds(given: Sequence[str]) -> dict[str, float]:
+    """Return GB/s by tier. Raises ``BadParameter``."""
+    speeds = {}
+    for text in given:
+        name, _, number = text.partition("=")
+        try:
+            speeds[name] = float(number)
+        except ValueError:
+            speeds[name] = math.nan
+        if not name or not 0 < speeds[name] < math.inf:
+            raise typer.BadParameter(f"{text!r} is not NAME=GB/s: for example disk=5.5", param_hint="--speed")
+    return speeds
+
+
+def _check_names(speeds: dict[str, float], names: Sequence[str]) -> None:
+    if unknown := sorted(set(speeds).difference(names)):
+        raise typer.BadParameter(
+            f"there is no tier {unknown[0]!r}: use one of {', '.join(names)}", param_hint="--speed"
+        )
+
+
+def _measured(path: Path) -> dict[str, float]:
+    """Return GB/s by tier, as `kvtier bench --json` has written them. Raises ``BadParameter``."""
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        return {row["name"]: float(row["get"]["gb_s"]) for row in rows if row["get"] is not None}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise typer.BadParameter(
+            f"{path}: does not have the results of `kvtier bench --json` ({reason})", param_hint="--bench"
+        ) from error
+
+
+def _load(path: Path, chunk_tokens: int, limit: int | None) -> Trace:
+    from kvtier.simulation.trace import Trace
+
+    with messages().status(f"reading {escape(str(path))}"):
+        return Trace.read(path, chunk_tokens, limit)
+
+
+def _study(
+    trace: Trace, plugins: Plugins, caches: Sequence[SimulatedTiers], model: Model, windows: int
+) -> Study:
+    from kvtier.simulation.study import steps_of, study
+
+    with _progress(trace.name, steps_of(trace, caches)) as advance:
+        return study(trace, plugins, caches, model, windows=windows, advance=advance)
+
+
+@contextmanager
+def _progress(name: str, total: int) -> Iterator[Advance]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=messages(), transient=True) as bar:
+        task = bar.add_task(escape(name), total=total)
+        yield lambda requests: bar.advance(task, requests)
+
+
+def _print(study: Study, *, windows: bool) -> None:
+    from kvtier.simulation.report import headline_of, remarks_of, table_of, windows_table
+
+    output().print(escape(headline_of(study)))
+    output().print(table_of(study))
+    if windows:
+        output().print()
+        output().print(windows_table(study))
+    for remark in remarks_of(study):
+        output().print(f"[dim]{escape(remark)}[/dim]")
+    output().print()

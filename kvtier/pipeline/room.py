@@ -1,0 +1,36 @@
+"""What leaves a tier to make room in it. Plans only; :mod:`kvtier.pipeline.evict` executes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtier.catalog.catalog import Catalog
+from kvtier.catalog.tenants import Reach
+from kvtier.memory.keys import ChunkKey
+from kvtier.tiers.batches import BATCH_BYTES
+from kvtier.tiers.level import Level
+
+
+def surplus_of(catalog: Catalog, target: Level) -> list[ChunkKey]:
+    """Return the chunks of a shared pool that the catalog no longer tracks, coldest first."""
+    surplus = target.surplus_chunks
+    return catalog.victims(target.index, limit=surplus) if surplus else []
+
+
+def victims_for(
+    catalog: Catalog, target: Level, incoming: int, is_leased: Callable[[int], bool] | None = None
+) -> list[ChunkKey]:
+    """Return the coldest chunks of a tier, to be evicted until ``incoming`` more bytes fit.
+
+    ``is_leased``: whether the chunk in a row of the catalog must stay.
+    """
+    excess = target.excess_bytes(incoming)
+    if not excess:
+        return []
+    return catalog.victims(target.index, min(excess, incoming + BATCH_BYTES), is_leased)
+
+
+def victims_over_maximum(catalog: Catalog, target: Level) -> list[ChunkKey]:
+    """Return the chunks of a tier that tenants hold beyond their maximum, coldest first."""
+    over = target.over_maximum_bytes
+    return catalog.victims(target.index, over, reach=Reach.OVER_MAXIMUM) if over else []

@@ -1,0 +1,70 @@
+"""The lines of a trace: plain, gzip or xz."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import zlib
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+
+from kvtier.simulation.errors import TraceError
+
+MAX_LINE_BYTES = 64 << 20
+"""A longer one is not a request. It would be read into memory as a whole."""
+
+_GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\0"
+
+RowT = TypeVar("RowT")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not blank, with their numbers from 1. Raises :class:`TraceError`."""
+    number = 0
+    try:
+        with path.open("rb") as raw, _expanded(raw) as stream:
+            while line := stream.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise TraceError(f"{path}: line {number}: is longer than {MAX_LINE_BYTES >> 20} MiB")
+                if not line.isspace():
+                    yield number, line
+    except EOFError as error:
+        raise TraceError(
+            f"{path}: after line {number}: the compressed file is truncated: copy it again"
+        ) from error
+    except (gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        raise TraceError(f"{path}: after line {number}: the compressed file is corrupt: {error}") from error
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def first_line(path: Path) -> bytes:
+    """Return the first line that is not blank. Raises :class:`TraceError`, also if there is none."""
+    for _, line in islice(read_lines(path), 1):
+        return line
+    raise TraceError(f"{path}: is empty: a trace has one request a line")
+
+
+def decode_lines(path: Path, row: type[RowT]) -> Iterator[tuple[int, RowT]]:
+    """Yield each line as a ``row``, with its number. Raises :class:`TraceError`."""
+    decoder = msgspec.json.Decoder(row)
+    for number, line in read_lines(path):
+        try:
+            yield number, decoder.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise TraceError(f"{path}: line {number}: {error}") from error
+
+
+def _expanded(raw: BinaryIO) -> BinaryIO:
+    start = raw.read(len(_XZ))
+    raw.seek(0)
+    if start.startswith(_GZIP):
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+    if start == _XZ:
+        return lzma.LZMAFile(raw)  # type: ignore[return-value]
+    return raw

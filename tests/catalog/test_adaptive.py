@@ -1,0 +1,173 @@
+"""The adaptive policy: it follows the candidate that would have hit most, which its shadow caches tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+
+from kvtier.catalog.catalog import Catalog, State
+from kvtier.catalog.eviction import RemovalReason
+from kvtier.catalog.policies.adaptive import CANDIDATES, OPEN_REQUESTS, AdaptivePolicy, AdaptiveSettings
+from kvtier.catalog.policies.lru import LruPolicy
+from kvtier.catalog.policies.shadow import SAMPLED, ShadowCache, sampled
+from kvtier.memory.keys import ChunkKey
+from kvtier.testing.eviction import LENGTH, EvictionConformance, prompt_of
+
+
+class TestConformance(EvictionConformance):
+    policy = AdaptivePolicy
+
+
+class TestSmallShadows(EvictionConformance):
+    policy = AdaptivePolicy
+    settings: ClassVar = {"shadow_chunks": 64, "window": 100}
+
+
+class Cache:
+    """A catalog of one tier, which stores every prompt that it is asked for."""
+
+    def __init__(self, capacity: int, **settings: float) -> None:
+        self.now = 0.0
+        self.capacity = capacity * LENGTH
+        make = AdaptivePolicy.factory(AdaptiveSettings(type="adaptive", **settings), self.capacity)
+        self.catalog = Catalog([make], clock=lambda: self.now)
+        self.hits = self.asked = 0
+
+    @property
+    def policy(self) -> AdaptivePolicy:
+        policy = self.catalog.policies[0]
+        assert isinstance(policy, AdaptivePolicy)
+        return policy
+
+    def ask(self, keys: list[ChunkKey]) -> None:
+        catalog = self.catalog
+        self.now += 1.0
+        rows, _ = catalog.prefix_rows(keys)
+        catalog.touch_rows(rows)
+        self.hits += len(rows)
+        self.asked += len(keys)
+        missing, parent = keys[len(rows) :], keys[len(rows) - 1] if rows else None
+        excess = catalog.used(0) + len(missing) * LENGTH - self.capacity
+        if excess > 0:
+            catalog.remove_all(catalog.victims(0, excess, set(rows).__contains__), 0)
+        catalog.add_chain(missing, 0, [LENGTH] * len(missing), State.READY, parent)
+
+    def rate_of(self, ask: Callable[[], None]) -> float:
+        """Return the hit rate while something is asked."""
+        hits, asked = self.hits, self.asked
+        ask()
+        return (self.hits - hits) / (self.asked - asked)
+
+
+def loop(cache: Cache, prompts: int, rounds: int) -> None:
+    for _ in range(rounds):
+        for number in range(prompts):
+            cache.ask(prompt_of(number, 5))
+
+
+def test_a_loop_that_does_not_fit_is_not_left_to_lru() -> None:
+    """LRU hits nothing of a loop over twice its capacity."""
+    cache = Cache(200, window=1000)
+    loop(cache, 80, 30)
+    assert cache.policy.active == "resume"
+    assert cache.rate_of(lambda: loop(cache, 80, 5)) > 0.3
+    assert cache.policy.hit_rates["lru"] < 0.1
+
+
+def test_it_goes_back_when_the_traffic_changes() -> None:
+    """Each prompt is asked for twice, 20 prompts apart: LRU hits each second time."""
+    cache = Cache(200, window=1000)
+    loop(cache, 80, 30)
+    before = cache.policy.hit_rates
+
+    def pairs() -> None:
+        for number in range(3000):
+            cache.ask(prompt_of(1000 + number, 5))
+            if number >= 20:
+                cache.ask(prompt_of(1000 + number - 20, 5))
+
+    pairs()
+    rates = cache.policy.hit_rates
+    assert rates["lru"] > before["lru"]
+    assert rates[cache.policy.active] >= max(rates.values()) - 0.01
+
+
+def test_small_leads_change_nothing() -> None:
+    cache = Cache(200, window=1000, margin=0.1)
+    for number in range(400):
+        cache.ask(prompt_of(number % 45, 5))
+    rates = cache.policy.hit_rates
+    assert cache.policy.active == "lru" or rates[cache.policy.active] - rates["lru"] > 0.05
+
+
+@pytest.mark.parametrize("parts", [1, SAMPLED // 50, SAMPLED // 2, SAMPLED])
+def test_sample_has_its_part_of_the_keys(parts: int) -> None:
+    keys = [key for number in range(200) for key in prompt_of(number, 50)]
+    expected = len(keys) * parts / SAMPLED
+    assert abs(sum(sampled(keys, parts)) - expected) <= 5 * expected**0.5 + 1e-9
+
+
+def test_shadow_cache_of_a_sample_hits_as_often_as_the_whole() -> None:
+    """LRU over 2,000 chunks, and over a tenth of both the chunks and the capacity."""
+    rates = []
+    for parts in (SAMPLED, SAMPLED // 10):
+        shadow = ShadowCache(LruPolicy.factory(), 2000 * LENGTH * parts // SAMPLED)
+        hits = asked = 0
+        for step in range(6000):
+            number = step * 7919 % 350 if step % 3 else step % 40
+            keys = prompt_of(number, 20)
+            keys = [key for key, chosen in zip(keys, sampled(keys, parts), strict=True) if chosen]
+            if keys:
+                hits += shadow.access(keys, [LENGTH] * len(keys), None)
+                asked += len(keys)
+        rates.append(hits / asked)
+    assert rates[1] == pytest.approx(rates[0], abs=0.05)
+    assert 0.1 < rates[0] < 0.9
+
+
+def test_shadow_cache_counts_only_a_prefix() -> None:
+    shadow = ShadowCache(LruPolicy.factory(), 100 * LENGTH)
+    keys = prompt_of(1, 6)
+    assert shadow.access(keys, [LENGTH] * 6, None) == 0
+    assert shadow.access(keys, [LENGTH] * 6, None) == 6
+    shadow.remove(keys[3:4])
+    assert shadow.access(keys, [LENGTH] * 6, None) == 3
+    assert shadow.access(keys[3:], [LENGTH] * 3, keys[2]) == 3
+    assert shadow.access(keys[3:], [LENGTH] * 3, prompt_of(2, 1)[0]) == 0
+
+
+def test_prompts_longer_than_the_shadow_cache_are_not_stored() -> None:
+    shadow = ShadowCache(LruPolicy.factory(), 5 * LENGTH)
+    assert shadow.access(prompt_of(1, 6), [LENGTH] * 6, None) == 0
+    assert shadow.access(prompt_of(1, 6), [LENGTH] * 6, None) == 0
+
+
+def test_chunks_on_their_way_from_another_tier_are_asked_for_once() -> None:
+    make = AdaptivePolicy.factory(AdaptiveSettings(type="adaptive"), 1000 * LENGTH)
+    catalog = Catalog([make, LruPolicy.factory()])
+    policy = catalog.policies[0]
+    assert isinstance(policy, AdaptivePolicy)
+    catalog.add_chain(prompt_of(0, 1), 0, [LENGTH], State.READY)
+    keys = prompt_of(1, 10)
+    catalog.add_chain(keys, 1, [LENGTH] * 10, State.READY)
+    catalog.touch(keys)
+    catalog.add_copies(keys, 0)
+    for number in range(OPEN_REQUESTS):
+        catalog.add_chain(prompt_of(2 + number, 1), 0, [LENGTH], State.READY)
+    assert policy._asked == 1 + 10
+
+
+def test_state_of_requests_is_bounded_and_forgets_reused_rows() -> None:
+    cache = Cache(50)
+    for number in range(2000):
+        cache.ask(prompt_of(number, 5))
+    assert len(cache.policy._open) <= OPEN_REQUESTS
+    assert cache.policy._asked > 0
+    rates = cache.policy.hit_rates
+    assert set(rates) == set(CANDIDATES)
+    assert max(rates.values()) == 0.0
+    held = cache.catalog.keys(0)
+    cache.catalog.remove_all(held, 0, RemovalReason.CLEARED)
+    assert not cache.policy._open

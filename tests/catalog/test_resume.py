@@ -1,0 +1,197 @@
+"""The resume policy: who comes back soon stays, and what clients tell is believed as far as it was true."""
+
+from __future__ import annotations
+
+import random
+from typing import ClassVar
+
+import pytest
+
+from kvtier.catalog.catalog import Catalog, State
+from kvtier.catalog.eviction import RemovalReason
+from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.policies.resume import ResumePolicy, ResumeSettings
+from kvtier.catalog.policies.returns import (
+    AGES,
+    FIRST_EXPECTED,
+    NEW,
+    STARTS,
+    WIDTHS,
+    Returns,
+    best_rates,
+    class_expected,
+    class_of,
+    span,
+)
+from kvtier.memory.keys import ChunkKey
+from kvtier.testing.eviction import LENGTH, EvictionConformance, prompt_of
+
+CHUNKS = 10
+
+
+class TestConformance(EvictionConformance):
+    policy = ResumePolicy
+
+
+class TestWithoutGhosts(EvictionConformance):
+    policy = ResumePolicy
+    settings: ClassVar = {"ghosts": 0}
+
+
+class Cache:
+    """A catalog of one tier on a clock of its own, which stores every prompt that it is asked for."""
+
+    def __init__(self, capacity: int) -> None:
+        self.now = 1000.0
+        self.capacity = capacity
+        make = ResumePolicy.factory(ResumeSettings(type="resume"), capacity * LENGTH)
+        self.catalog = Catalog([make], clock=lambda: self.now)
+
+    def ask(self, keys: list[ChunkKey], hints: ChunkHints | None = None) -> int:
+        """Look up a prompt and store what is missing. Return the hits."""
+        catalog = self.catalog
+        rows, _ = catalog.prefix_rows(keys)
+        if hints is not None:
+            catalog.set_hints(rows, hints)
+        catalog.touch_rows(rows)
+        missing, parent = keys[len(rows) :], keys[len(rows) - 1] if rows else None
+        excess = catalog.used(0) + len(missing) * LENGTH - self.capacity * LENGTH
+        if excess > 0:
+            catalog.remove_all(catalog.victims(0, excess, set(rows).__contains__), 0)
+        catalog.add_chain(missing, 0, [LENGTH] * len(missing), State.READY, parent, hints=hints)
+        return len(rows)
+
+
+def test_span_is_that_with_the_age() -> None:
+    for at, start in enumerate(STARTS):
+        assert span(start) == at
+        assert span(start + WIDTHS[at] * 0.999) == at
+    assert span(1e9) == AGES - 1
+
+
+def test_classes_are_ordered_by_time_and_bounded() -> None:
+    assert class_of(0, 0) == class_of(1, 1) == NEW + 1
+    assert class_of(5, 5) < class_of(20, 20) < class_of(90, 90) < class_of(1e9, 1e9) < FIRST_EXPECTED
+    assert class_expected(0) == FIRST_EXPECTED < class_expected(10) < class_expected(1e9)
+
+
+@pytest.mark.parametrize("first", [0, 3, 7])
+def test_value_is_the_best_rate_of_hits_of_any_time_to_keep(first: int) -> None:
+    """Against Gittins' definition with small steps: P(return by t) / E[min(return, t)], for the best t."""
+    chance = random.Random(first)
+    rates = [chance.choice((0.001, 0.01, 0.1)) for _ in range(AGES)]
+    best, away, seconds = 0.0, 1.0, 0.0
+    for at in range(first, AGES):
+        steps = 2000
+        for _ in range(steps):
+            seconds += away * WIDTHS[at] / steps
+            away *= 1 - rates[at] * WIDTHS[at] / steps
+        best = max(best, (1 - away) / seconds)
+    assert best_rates(rates)[first] == pytest.approx(best, rel=0.02)
+
+
+def test_what_is_learned_replaces_what_was_assumed() -> None:
+    returns = Returns()
+    kind = class_of(30, 30)
+    for _ in range(200):
+        for at in range(span(30.0)):
+            returns.waited(kind, at, WIDTHS[at])
+        returns.returned(kind, span(30.0), 1.0)
+    values = returns.values(kind)
+    assert values[0] == pytest.approx(1 / 30, rel=0.15)
+    assert values[span(25.0)] > 3 * values[0], "it is about to come back"
+    assert values[span(300.0)] < values[0], "it has not come back in time"
+
+
+def test_value_of_a_class_without_observations_falls_with_age() -> None:
+    values = Returns().values(NEW)
+    assert values == sorted(values, reverse=True)
+
+
+def test_prompts_that_come_back_often_stay() -> None:
+    """Ten sessions with a gap of 10 s, and ten times as many prompts in between that never come back."""
+    cache = Cache(20 * CHUNKS)
+    sessions = [prompt_of(number, CHUNKS) for number in range(10)]
+    hits = asked = 0
+    for turn in range(60):
+        for number, keys in enumerate(sessions):
+            found = cache.ask(keys)
+            if turn >= 20:
+                hits += found
+                asked += len(keys)
+            for other in range(10):
+                cache.now += 0.1
+                cache.ask(prompt_of(1000 + (turn * 10 + number) * 10 + other, CHUNKS))
+    assert hits > 0.95 * asked, "LRU hits nothing: 100 prompts come between two turns"
+
+
+def test_session_is_recognised_after_its_eviction() -> None:
+    cache = Cache(2 * CHUNKS)
+    session = prompt_of(0, CHUNKS)
+    policy = cache.catalog.policies[0]
+    assert isinstance(policy, ResumePolicy)
+    for turn in range(4):
+        cache.now += 30
+        cache.ask(session)
+        visit = policy._visits.of_row[cache.catalog.row(session[-1]) or 0]
+        assert (policy._visits.typical[visit] > 0) is (turn > 0)
+        for other in range(4):
+            cache.ask(prompt_of(100 + turn * 4 + other, CHUNKS))
+        assert session[-1] not in cache.catalog
+
+
+def test_scan_does_not_flush_sessions_nor_grow_the_state() -> None:
+    cache = Cache(20 * CHUNKS)
+    sessions = [prompt_of(number, CHUNKS) for number in range(10)]
+    for _ in range(30):
+        for keys in sessions:
+            cache.now += 1
+            cache.ask(keys)
+    policy = cache.catalog.policies[0]
+    assert isinstance(policy, ResumePolicy)
+    hits = []
+    for number in range(20_000):
+        cache.now += 0.01
+        cache.ask(prompt_of(1000 + number, 2))
+        if number % 100 == 0:  # Each session every 10 s, in which time 1,000 prompts pass.
+            hits.append(cache.ask(sessions[number // 100 % 10]))
+    learned = hits[50:]  # It has to see first that the new prompts do not come back.
+    assert sum(learned) > 0.95 * len(learned) * CHUNKS
+    assert len(policy._visits) < 8_000
+    assert len(policy._visits.tails) < 10_000
+
+
+def test_true_hints_are_worth_more_than_false_ones() -> None:
+    """Half of the clients say when they come back, the others say the same and never do."""
+    cache = Cache(30 * CHUNKS)
+    truth: dict[int, list[ChunkKey]] = {}
+    hits = asked = 0
+    for step in range(1500):
+        cache.now += 1
+        if step - 20 in truth:
+            found = cache.ask(truth.pop(step - 20), ChunkHints())
+            if step > 500:
+                hits += found
+                asked += CHUNKS
+        truth[step] = prompt_of(step, CHUNKS)
+        cache.ask(truth[step], ChunkHints(resume=20))
+        for other in range(4):
+            cache.ask(prompt_of(10_000 + 4 * step + other, CHUNKS), ChunkHints(resume=3000, priority=-100))
+    assert hits > 0.9 * asked, "125 prompts come between, room is for 30"
+
+
+def test_retention_raises_the_value_for_its_time_only() -> None:
+    returns = Returns()
+    plain, kept = returns.values(NEW), returns.values(FIRST_EXPECTED + 20 + 4)
+    assert kept[0] == pytest.approx(2 * plain[0], rel=0.05)
+    assert kept[span(64.0)] < 1.6 * plain[span(64.0)]
+    assert kept[span(200.0)] == pytest.approx(plain[span(200.0)])
+
+
+def test_cleared_chunks_in_the_middle_leave_no_chunk_behind() -> None:
+    cache = Cache(100)
+    keys = prompt_of(1, 9)
+    cache.ask(keys)
+    cache.catalog.remove_all([keys[4], keys[2]], 0, RemovalReason.LOST)
+    left = [key for key in keys if key not in (keys[4], keys[2])]
+    assert sorted(cache.catalog.victims(0)) == sorted(left)
