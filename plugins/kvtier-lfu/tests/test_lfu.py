@@ -79,7 +79,9 @@ def test_kvtier_finds_it() -> None:
     plugins = Plugins.load(["kvtier-lfu"])
     assert plugins.eviction("fading_lfu") is LfuPolicy
     ram = {"name": "ram", "type": "cpu", "capacity": "1MiB"}
-    (tier,) = plugins.tier_settings(Settings(tiers=[{**ram, "eviction": {"type": "fading_lfu", "ghosts": 7}}]))
+    (tier,) = plugins.tier_settings(
+        Settings(tiers=[{**ram, "eviction": {"type": "fading_lfu", "ghosts": 7}}])
+    )
     assert isinstance(Catalog([plugins.policy(tier)]).policies[0], LfuPolicy)
     with pytest.raises(SettingsError, match=r"tiers\[0\]\.eviction\.ghosts .*greater than or equal to 0"):
         plugins.tier_settings(Settings(tiers=[{**ram, "eviction": {"type": "fading_lfu", "ghosts": -1}}]))
