@@ -127,7 +127,7 @@ def xxh3_128(data: bytes | memoryview) -> bytes:
     """
 
 def lru_touch(warmer: array[int], colder: array[int], rows: Sequence[int]) -> None:
-    """Move the rows of a prefix to the warm end of a ring: see :meth:`kvtier.catalog.policies.lru.LruPolicy.used`.
+    """Move the rows of a prefix to the warm end of a ring: see ``LruPolicy.used``.
 
     ``warmer`` and ``colder`` are the links of the ring, arrays of C ints of equal length. Keeps the GIL, for
     about 2 µs per 128 rows. Raises, like the next two functions, ``ValueError`` for other arrays, and

@@ -1,4 +1,4 @@
-// Batch operations on the LRU list of kvtier/catalog/lru.py, in the two flat arrays that hold it.
+// Batch operations on the LRU list of kvtier/catalog/policies/lru.py, in the two flat arrays that hold it.
 #pragma once
 
 #include <cstdint>
