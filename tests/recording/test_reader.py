@@ -250,7 +250,7 @@ def test_is_recording(tmp_path: Path) -> None:
         MAGIC[:-1],
         b"{}",
         b"\x1f\x8b",
-        gzip.compress(b"{}"),
+        gzip.compress(b"{}", mtime=0),
         b"\xfd7zXZ\0",
         lzma.compress(b"{}"),
     ):
