@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from struct import Struct
 
-from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
-
-NUMBER_BYTES = 4
+from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, ChunkKey, block_hashes, split_keys
 
 
 def chunk_keys(numbers: Sequence[int]) -> list[ChunkKey]:
-    """Return the key of each u32 number: its bytes, the lowest first, and zeros.
+    """Return the key of each u32 number: half a digest, and zeros.
 
-    The catalog divides chunks by the first byte of their keys, which is thus the one that varies most.
+    Policies take parts of keys as hashes, and sample by them: the numbers themselves would mislead these.
     """
-    return split_keys(_packer(len(numbers)).pack(*numbers))
+    digests = block_hashes(array("I", numbers).tobytes(), 1)
+    keys = _packer(len(numbers)).pack(*_halves(len(numbers)).unpack(digests))
+    return split_keys(keys)
+
+
+@lru_cache(maxsize=1024)
+def _halves(count: int) -> Struct:
+    return Struct(f"{BLOCK_HASH_BYTES}s" * count)
 
 
 @lru_cache(maxsize=1024)
 def _packer(count: int) -> Struct:
-    return Struct("<" + f"I{KEY_BYTES - NUMBER_BYTES}x" * count)
+    return Struct(f"{BLOCK_HASH_BYTES}s{KEY_BYTES - BLOCK_HASH_BYTES}x" * count)
