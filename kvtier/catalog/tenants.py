@@ -21,6 +21,9 @@ from kvtier.settings.tenants import MAX_TENANTS, OTHER
 SCAN_ROWS = 16_384
 """Rows to examine at once for chunks that keep those of another tenant in a tier. About 1 ms."""
 
+SALTED = "salt-"
+"""What names begin with that are derived from a salt."""
+
 _ABSENT, _UNCLAIMED, _FIRST = 0, 1, 2
 """Owners of rows: not in the tier, no tenant yet, and from 2 on the number of the group plus 2."""
 
@@ -61,8 +64,8 @@ class Usage(NamedTuple):
 
 
 def tenant_of_salt(salt: str) -> str:
-    """Return the name of the tenant who uses a cache salt. It does not reveal the salt."""
-    return f"salt-{blake3(salt.encode()).hexdigest()[:8]}" if salt else ""
+    """Return the name of the tenant who uses a cache salt. It confirms a salt that is guessed."""
+    return f"{SALTED}{blake3(salt.encode()).hexdigest()[:8]}" if salt else ""
 
 
 class Tenants:

@@ -13,7 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.tenants import SALTED, tenant_of_salt
 from kvtier.concurrency.files import open_private
 from kvtier.errors import SettingsError
 from kvtier.memory.keys import KEY_BYTES, TOKEN_BYTES, block_hashes, split_keys
@@ -43,8 +46,8 @@ class LookedUp(NamedTuple):
     hints: ChunkHints | None
 
 
-class ChunkNumbers:
-    """Replaces keys by numbers, which tell nothing without a secret that is never written."""
+class Pseudonyms:
+    """Numbers for keys and names for salts, which tell nothing without a secret that is never written."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(KEY_BYTES)
@@ -57,6 +60,12 @@ class ChunkNumbers:
         joined = self._secret + self._secret.join(split_keys(keys)) if keys else b""
         hashes = array("Q", block_hashes(joined, 2 * KEY_BYTES // TOKEN_BYTES))
         return hashes[::2].tobytes()
+
+    def name(self, tenant: str) -> str:
+        """Return the name of a tenant. One derived from a salt, which might be guessed, is replaced."""
+        if not tenant.startswith(SALTED):
+            return tenant
+        return tenant_of_salt(f"{self._secret.hex()} {tenant}")
 
 
 class RecordingFile:
@@ -71,7 +80,7 @@ class RecordingFile:
         """Number of lookups that were longer than a record may be."""
         self._max_bytes = max_bytes
         self._files = files
-        self._numbers = ChunkNumbers()
+        self._pseudonyms = Pseudonyms()
         self._header = Header(VERSION, secrets.token_bytes(ID_BYTES), time.time())
         self._descriptor = -1
         self._bytes = 0
@@ -113,9 +122,11 @@ class RecordingFile:
         self._append(frames)
 
     def _encode(self, seen: LookedUp) -> bytes | None:
-        chunks = self._numbers.of(seen.keys)
+        chunks, hints = self._pseudonyms.of(seen.keys), seen.hints
+        if hints is not None and hints.tenant:
+            hints = replace(hints, tenant=self._pseudonyms.name(hints.tenant))
         return encode_frame(
-            Record(seen.time, seen.tokens, seen.chunk_tokens, seen.chunk_bytes, chunks, seen.hints)
+            Record(seen.time, seen.tokens, seen.chunk_tokens, seen.chunk_bytes, chunks, hints)
         )
 
     def close(self) -> None:

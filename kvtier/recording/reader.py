@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import logging
-import lzma
 import os
 import sys
-import zlib
 from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 from xxhash import xxh32_intdigest
 
+from kvtier.recording.compressed import CORRUPT, expanded
 from kvtier.recording.format import (
     FRAME,
     MAGIC,
@@ -33,9 +30,6 @@ from kvtier.settings.recording import MAX_FILES
 
 logger = logging.getLogger("kvtier")
 
-_GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\0"
-_CORRUPT = (gzip.BadGzipFile, zlib.error, lzma.LZMAError)
-
 _header_decoder = msgspec.msgpack.Decoder(Header)
 _record_decoder = msgspec.msgpack.Decoder(Record)
 
@@ -48,8 +42,8 @@ def is_recording(source: Path | bytes) -> bool:
     with ExitStack() as stack:
         raw = io.BytesIO(source) if isinstance(source, bytes) else stack.enter_context(source.open("rb"))
         try:
-            return _expanded(raw).read(len(MAGIC)) == MAGIC
-        except (EOFError, *_CORRUPT):
+            return expanded(raw).read(len(MAGIC)) == MAGIC
+        except (EOFError, *CORRUPT):
             return False
 
 
@@ -94,7 +88,7 @@ class _Part:
         try:
             status = os.fstat(self._raw.fileno())
             self.inode = status.st_dev, status.st_ino
-            self._stream = _expanded(self._raw)
+            self._stream = expanded(self._raw)
             self.header = self._read_header()
         except BaseException:
             self._raw.close()
@@ -183,7 +177,7 @@ class _Part:
                 length -= len(part)
         except EOFError:
             logger.warning("%s: the compressed file was cut off", self._path)
-        except (OSError, *_CORRUPT) as error:
+        except (OSError, *CORRUPT) as error:
             raise self._error(str(error)) from error
         return b"".join(parts)
 
@@ -193,14 +187,3 @@ class _Part:
     @property
     def _place(self) -> str:
         return f"record {self._record}" if self._record else "the header"
-
-
-def _expanded(raw: BinaryIO) -> BinaryIO:
-    """Return a stream of what a file contains, decompressed."""
-    start = raw.read(len(_XZ))
-    raw.seek(0)
-    if start.startswith(_GZIP):
-        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
-    if start == _XZ:
-        return lzma.LZMAFile(raw)  # type: ignore[return-value]
-    return raw

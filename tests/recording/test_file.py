@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.tenants import tenant_of_salt
 from kvtier.errors import SettingsError
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.recording.file import RecordingFile
@@ -52,6 +54,20 @@ def test_chunks_have_other_numbers_in_each_recording(tmp_path: Path) -> None:
     (first, again), (other, _) = read_recording(tmp_path / "one"), read_recording(tmp_path / "two")
     assert first.chunks == again.chunks
     assert not set(first.chunks).intersection(other.chunks)
+
+
+def test_salts_cannot_be_confirmed_by_a_recording(tmp_path: Path) -> None:
+    """A recording is given away; who reads it may guess salts, and compute the names that others see."""
+    salted, named = ChunkHints(tenant_of_salt("team a")), ChunkHints("team-b", priority=2)
+    for name in ("one", "two"):
+        write(tmp_path / name, *(looked_up(1, hints=hints) for hints in (salted, salted, named)))
+    (first, again, other), (elsewhere, *_) = (
+        list(read_recording(tmp_path / name)) for name in ("one", "two")
+    )
+    assert first.tenant == again.tenant
+    assert len({first.tenant, elsewhere.tenant, salted.tenant}) == 3
+    assert salted.tenant.encode() not in (tmp_path / "one").read_bytes()
+    assert other.hints == named
 
 
 def test_files_are_rotated_and_read_in_order(tmp_path: Path) -> None:

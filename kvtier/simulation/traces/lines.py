@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-import lzma
-import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import msgspec
 
+from kvtier.recording.compressed import CORRUPT, expanded
 from kvtier.simulation.errors import TraceError
 
 MAX_LINE_BYTES = 64 << 20
 """A longer one is not a request. It would be read into memory as a whole."""
-
-_GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\0"
 
 RowT = TypeVar("RowT")
 
@@ -26,7 +22,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank, with their numbers from 1. Raises :class:`TraceError`."""
     number = 0
     try:
-        with path.open("rb") as raw, _expanded(raw) as stream:
+        with path.open("rb") as raw, expanded(raw) as stream:
             while line := stream.readline(MAX_LINE_BYTES + 1):
                 number += 1
                 if len(line) > MAX_LINE_BYTES:
@@ -37,7 +33,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise TraceError(
             f"{path}: after line {number}: the compressed file is truncated: copy it again"
         ) from error
-    except (gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+    except CORRUPT as error:
         raise TraceError(f"{path}: after line {number}: the compressed file is corrupt: {error}") from error
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -58,13 +54,3 @@ def decode_lines(path: Path, row: type[RowT]) -> Iterator[tuple[int, RowT]]:
             yield number, decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TraceError(f"{path}: line {number}: {error}") from error
-
-
-def _expanded(raw: BinaryIO) -> BinaryIO:
-    start = raw.read(len(_XZ))
-    raw.seek(0)
-    if start.startswith(_GZIP):
-        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
-    if start == _XZ:
-        return lzma.LZMAFile(raw)  # type: ignore[return-value]
-    return raw
