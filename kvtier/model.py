@@ -66,7 +66,7 @@ class ModelCache:
         self._namespace = namespace(name, self._layout)
         cache.hierarchy.layouts.add(self._namespace, self._layout)
         self._root = root_key(self._namespace, salt)
-        self._tenant = tenant_of_salt(salt)
+        self._tenant = tenant_of_salt(salt) if cache.settings.tenants else ""
         self._token_bytes = token_bytes
         self._partial = settings.partial_chunks
         self._hashes_bytes = chunk_tokens // self._layout.granularity * BLOCK_HASH_BYTES

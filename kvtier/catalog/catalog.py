@@ -113,7 +113,7 @@ class Catalog:
             left = self._reuse(row, length, parent_row if parent is not None else None, namespace)
         now = self._clock()
         if hints is not None:
-            self._hints.set(row, hints, now)
+            self._hints.set((row,), hints, now)
         (self._ready if state is State.READY else self._pending)[row] |= bit
         self._used[tier] += self._lengths[row]
         if self._of_tier[tier] is not self.columns:
@@ -411,9 +411,7 @@ class Catalog:
 
     def set_hints(self, rows: Sequence[int], hints: ChunkHints) -> None:
         """Replace the hints of chunks, given their rows."""
-        now = self._clock()
-        for row in rows:
-            self._hints.set(row, hints, now)
+        self._hints.set(rows, hints, self._clock())
 
     def pin(self, keys: Sequence[ChunkKey], until: float | None) -> None:
         """Protect chunks from eviction until a ``time.monotonic()`` time, or permanently with ``None``.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -83,30 +84,37 @@ class HintColumns:
         """Return how long it takes to compute a chunk, or 0 if unknown."""
         return self._recompute[row] if row < len(self._recompute) else 0.0
 
-    def set(self, row: int, hints: ChunkHints, now: float) -> None:
-        """Replace the hints of one chunk. Hints that only name the tenant replace only the tenant."""
-        missing = row + 1 - len(self._tenants)
-        if missing > 0:
-            for column in (
-                self._tenants,
-                self._priorities,
-                self._retain_until,
-                self._resume_at,
-                self._recompute,
-            ):
-                column.frombytes(bytes(missing * column.itemsize))
-        self._tenants[row] = self.number(hints.tenant)
-        if hints.tenant and hints == ChunkHints(hints.tenant):
+    def set(self, rows: Sequence[int], hints: ChunkHints, now: float) -> None:
+        """Replace the hints of chunks. Hints that only name the tenant replace only the tenant."""
+        if not rows:
             return
-        self._priorities[row] = max(-100, min(hints.priority, 100))
-        self._retain_until[row] = NEVER if hints.retention is None else now + hints.retention
-        self._resume_at[row] = NEVER if hints.resume is None else now + hints.resume
-        self._recompute[row] = hints.recompute or 0.0
+        columns: tuple[array[Any], ...] = (
+            self._tenants,
+            self._priorities,
+            self._retain_until,
+            self._resume_at,
+            self._recompute,
+        )
+        missing = max(rows) + 1 - len(self._tenants)
+        if missing > 0:
+            for column in columns:
+                column.frombytes(bytes(missing * column.itemsize))
+        values = (
+            self.number(hints.tenant),
+            max(-100, min(hints.priority, 100)),
+            NEVER if hints.retention is None else now + hints.retention,
+            NEVER if hints.resume is None else now + hints.resume,
+            hints.recompute or 0.0,
+        )
+        changed = 1 if hints.tenant and hints == ChunkHints(hints.tenant) else len(columns)
+        for column, value in zip(columns[:changed], values, strict=False):
+            for row in rows:
+                column[row] = value
 
     def reset(self, row: int) -> None:
         """Forget the hints of a row that is about to be reused."""
         if row < len(self._tenants):
-            self.set(row, NO_HINTS, 0.0)
+            self.set((row,), NO_HINTS, 0.0)
 
     def number(self, tenant: str) -> int:
         """Return the number of a tenant, and give it one if there are not too many."""

@@ -10,6 +10,8 @@ from kvtier.catalog.tenants import Reach, TenantPolicies
 
 IsRow = Callable[[int], bool]
 """Answers a question about the chunk in a row."""
+DEFERRED_A_LIMIT = 16
+"""So many times as many chunks as the limit may be passed by because their children come later."""
 
 
 def select_victims(
@@ -29,10 +31,13 @@ def select_victims(
     A chunk is chosen once each of its children in the tier was chosen or must stay; if these come later in
     the policy's order, it is deferred until then. So a chunk that is in use does not keep its prefix in the
     tier, but a prefix that is not in use is evicted from its end. Only chunks with ``ready[row] & mask`` may
-    leave; at most ``limit`` of them that are not pinned are examined. ``reach``: of which tenants.
+    leave; at most ``limit`` of them that are neither pinned nor deferred are examined. ``reach``: of which
+    tenants.
     """
     parents, lengths, counts = columns.parents, columns.lengths, children.counts
-    left = -1 if limit is None else limit
+    left = waiting = -1
+    if limit is not None:
+        left, waiting = limit, DEFERRED_A_LIMIT * limit
     chosen: list[int] = []
     deferred: dict[int, None] = {}
     finished: dict[int, int] = {}  # By row: how many of its children are chosen or must stay.
@@ -51,25 +56,25 @@ def select_victims(
 
     shared = policy if isinstance(policy, TenantPolicies) else None
     for row in policy.victims() if shared is None else shared.order(chosen, reach):
-        if needed_bytes <= 0 or not left:
+        if needed_bytes <= 0 or not left or not waiting:
             break
         if ready[row] & mask and (is_pinned is None or not is_pinned(row)):
-            left -= 1
             if is_leased is None or not is_leased(row):
                 count = counts[row]
                 if count and finished.get(row, 0) < (count if count < MANY else children.of(row)):
                     deferred[row] = None
+                    waiting -= 1
                     continue
                 chosen.append(row)
                 needed_bytes -= lengths[row]
+            left -= 1
         parent = parents[row]
         if parent >= 0:
             finished[parent] = finished.get(parent, 0) + 1
             if deferred and parent in deferred:
                 choose_deferred(parent)
-    if shared is not None and chosen:
-        return shared.due(chosen)
-    if shared is not None and deferred and shared.unblock():
-        return []  # Who continues the prompts of these chunks gives up chunks from now on.
-    # In a corrupt, circular chain every chunk waits for another: it must not stay in the tier for ever.
-    return chosen or list(deferred)[-1:]
+    else:
+        if not chosen and deferred and (shared is None or not shared.unblock()):
+            # In a corrupt, circular chain every chunk waits for another. It must not stay for ever.
+            return list(deferred)[-1:]
+    return chosen if shared is None or reach is Reach.ANY else shared.due(chosen)

@@ -6,6 +6,7 @@ gives up chunks depends on what each holds; which chunks these are, on its polic
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
@@ -42,6 +43,8 @@ class Quota(NamedTuple):
 class Reach(IntEnum):
     """Whose chunks may be chosen for eviction, if there are tenants."""
 
+    ANY = -1
+    """Those of all, whatever their shares."""
     ALL = 0
     """Also those of tenants within their share, unless another one is above its share."""
     ABOVE_SHARE = 1
@@ -132,6 +135,8 @@ class TenantPolicies(EvictionPolicy):
         self._policies = policies
         self._shares = [int(quota.share * room) for quota in quotas]
         self._maxima = [int(quota.max * room) for quota in quotas]
+        self._limits = [sys.maxsize if quota.max >= 1 else int(quota.max * room) for quota in quotas]
+        """Like the maxima, without those that are the whole room: that is what the watermarks are for."""
         self._weights = [quota.weight for quota in quotas]
         self._lengths, self._parents, self._hints = columns.lengths, columns.parents, columns.hints
         self._owner_of = tenants.owners(columns)
@@ -227,7 +232,8 @@ class TenantPolicies(EvictionPolicy):
             group = max(ranks, key=ranks.__getitem__)
             if ranks[group][0] < reach:
                 return
-            if ranks[group][0] is Reach.ALL and any(map(gt, held, self._shares)):
+            kept = ranks[group][0] is Reach.ALL and reach is not Reach.ANY
+            if kept and any(map(gt, held, self._shares)):
                 return  # Those above their share have nothing more to give up, and the others keep theirs.
             for row in orders[group]:
                 yield row
@@ -244,17 +250,17 @@ class TenantPolicies(EvictionPolicy):
 
     def _rank(self, group: int, held: int) -> tuple[Reach, float]:
         """Return the widest reach that includes a tenant who holds so many bytes, and how far it is above."""
-        share, maximum = self._shares[group], self._maxima[group]
-        if held > maximum:
-            return Reach.OVER_MAXIMUM, held / max(maximum, 1)
+        share, limit = self._shares[group], self._limits[group]
+        if held > limit:
+            return Reach.OVER_MAXIMUM, held / max(limit, 1)
         if held > share:
             return Reach.ABOVE_SHARE, (held - share) / self._weights[group]
         return Reach.ALL, held / max(share, 1)
 
     def excess_bytes(self) -> int:
         """Return how many bytes tenants hold beyond their maximum."""
-        pairs = zip(self._bytes, self._maxima, strict=True)
-        return sum(held - maximum for held, maximum in pairs if held > maximum)
+        pairs = zip(self._bytes, self._limits, strict=True)
+        return sum(held - limit for held, limit in pairs if held > limit)
 
     def due(self, chosen: Sequence[int]) -> list[int]:
         """Return the chosen chunks without those that would be taken from a tenant's share.

@@ -156,11 +156,11 @@ class EvictStage:
         if surplus := surplus_of(catalog, target):
             catalog.remove_all(surplus, tier)
         await self._evict_lower(Evict(keys=victims_for(catalog, target, incoming), tier=tier))
-        await self._evict_over_maximum(tier)
+        await self._evict_over_maximum(tier, incoming)
 
-    async def _evict_over_maximum(self, tier: int) -> None:
+    async def _evict_over_maximum(self, tier: int, incoming: int) -> None:
         """Delete chunks in a lower tier of tenants who hold more there than they may."""
-        keys = victims_over_maximum(self._hierarchy.catalog, self._hierarchy.tiers[tier])
+        keys = victims_over_maximum(self._hierarchy.catalog, self._hierarchy.tiers[tier], incoming)
         await self._evict_lower(Evict(keys=keys, tier=tier))
 
     async def _evict_lower(self, event: Evict) -> None:
@@ -204,7 +204,7 @@ class EvictStage:
         outcomes.update(zip((chunk.key for chunk in absent), written, strict=True))
         if self._hierarchy.tiers[target].over_maximum_bytes:
             async with self._making_room[target]:
-                await self._evict_over_maximum(target)
+                await self._evict_over_maximum(target, sum(chunk.lease.length for chunk in absent))
         return [outcomes[chunk.key] for chunk in chunks]
 
     async def remove(self, keys: Sequence[ChunkKey], source: int, reason: RemovalReason) -> None:

@@ -30,7 +30,7 @@ def victims_for(
     return catalog.victims(target.index, min(excess, incoming + BATCH_BYTES), is_leased)
 
 
-def victims_over_maximum(catalog: Catalog, target: Level) -> list[ChunkKey]:
-    """Return the chunks of a tier that tenants hold beyond their maximum, coldest first."""
-    over = target.over_maximum_bytes
+def victims_over_maximum(catalog: Catalog, target: Level, incoming: int) -> list[ChunkKey]:
+    """Return the coldest chunks of tenants beyond their maximum, of ``incoming`` bytes and a batch more."""
+    over = min(target.over_maximum_bytes, incoming + BATCH_BYTES)
     return catalog.victims(target.index, over, reach=Reach.OVER_MAXIMUM) if over else []

@@ -13,6 +13,7 @@ from functools import partial
 import anyio
 
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.tenants import Reach
 from kvtier.events import Event, Evict, Store
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
@@ -191,7 +192,8 @@ class StoreStage:
     def flush(self) -> None:
         """Queue all chunks that only memory holds, warmest first. For shutdown, after the last commit."""
         hierarchy, memory = self._hierarchy, self._memory
-        event = Evict(keys=hierarchy.catalog.victims(memory.index)[::-1], tier=memory.index)
+        coldest = hierarchy.catalog.victims(memory.index, reach=Reach.ANY)
+        event = Evict(keys=coldest[::-1], tier=memory.index)
         for transfer in hierarchy.router.evict(event):
             if transfer.target is not None:
                 for chunk in memory.lease_ready(transfer.keys):

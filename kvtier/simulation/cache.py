@@ -63,7 +63,8 @@ class SimulatedCache:
             self._store(keys, found, hints)
         if self.tiers[FIRST].tenants is not None:
             for tier in range(len(self.tiers)):
-                self._evict(tier, victims_over_maximum(self.catalog, self.tiers[tier]))
+                while over := victims_over_maximum(self.catalog, self.tiers[tier], 0):
+                    self._evict(tier, over)
         return found
 
     def _look_up(self, keys: Sequence[ChunkKey], hints: ChunkHints | None) -> int:

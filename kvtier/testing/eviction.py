@@ -94,6 +94,22 @@ class EvictionConformance:
             places = [evicted.index(key) for key in keys]
             assert places == sorted(places, reverse=True)
 
+    def test_short_search_takes_nothing_from_the_middle_of_a_prompt(self, catalog: Catalog) -> None:
+        """Even if the policy offers many chunks first whose children it offers last."""
+        begin, end = prompt_of(1, 200), prompt_of(2, 20)
+        self.store(catalog, begin)
+        catalog.add_chain(end, FAST, [LENGTH] * 20, State.READY, begin[-1])
+        for number in range(20):
+            self.store(catalog, prompt_of(3 + number, 1))
+        path = [*begin, *end]
+        catalog.touch(path)
+        for _ in range(1_000):
+            for key in (victims := catalog.victims(FAST, LENGTH, limit=16)):
+                if key in path:
+                    assert key == path.pop()
+            catalog.remove_all(victims, FAST, RemovalReason.EVICTED)
+        assert catalog.victims(FAST) == []
+
     def test_search_stops_at_the_needed_bytes(self, catalog: Catalog) -> None:
         """A tier must not be emptied for one chunk, and a search must not visit every chunk."""
         for number in range(50):

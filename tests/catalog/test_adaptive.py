@@ -138,10 +138,39 @@ def test_shadow_cache_counts_only_a_prefix() -> None:
     assert shadow.access(keys[3:], [LENGTH] * 3, prompt_of(2, 1)[0]) == 0
 
 
-def test_prompts_longer_than_the_shadow_cache_are_not_stored() -> None:
+def test_of_prompts_longer_than_the_shadow_cache_the_beginning_is_stored() -> None:
     shadow = ShadowCache(LruPolicy.factory(), 5 * LENGTH)
     assert shadow.access(prompt_of(1, 6), [LENGTH] * 6, None) == 0
-    assert shadow.access(prompt_of(1, 6), [LENGTH] * 6, None) == 0
+    assert shadow.access(prompt_of(1, 6), [LENGTH] * 6, None) == 5
+    assert shadow.access(prompt_of(2, 3), [LENGTH] * 3, None) == 0
+    assert shadow.access(prompt_of(1, 6), [LENGTH] * 6, None) == 2
+
+
+def test_rows_that_another_tier_frees_and_reuses_do_not_mix_requests() -> None:
+    """A prefix of a slower tier is used here; its rows are free before any of them is added."""
+    make = AdaptivePolicy.factory(AdaptiveSettings(type="adaptive"), 1000 * LENGTH)
+    catalog = Catalog([make, LruPolicy.factory()])
+    first, second = prompt_of(0, 1), prompt_of(1, 3)
+    catalog.add_chain(second, 1, [LENGTH] * 3, State.READY)
+    catalog.add_chain(first, 0, [LENGTH], State.READY)
+    catalog.touch(second)
+    catalog.remove_all([second[2], second[0], second[1]], 1)
+    for key, parent in zip(second, [None, *second], strict=False):
+        catalog.add(key, 0, LENGTH, State.READY, parent)
+    catalog.remove_all([second[2], first[0]], 0)
+    for number in range(2 * OPEN_REQUESTS):
+        catalog.add_chain(prompt_of(10 + number, 1), 0, [LENGTH], State.READY)
+    assert catalog.victims(0)[0] == second[1]
+    assert len(catalog) == 2 + 2 * OPEN_REQUESTS
+
+
+def test_without_a_capacity_there_are_no_shadow_caches() -> None:
+    catalog = Catalog([AdaptivePolicy.factory(AdaptiveSettings(type="adaptive"), 0)])
+    catalog.add_chain(prompt_of(1, 3), 0, [LENGTH] * 3, State.READY)
+    catalog.touch(prompt_of(1, 3))
+    policy = catalog.policies[0]
+    assert isinstance(policy, AdaptivePolicy)
+    assert (policy.active, policy._shadows, policy._open) == ("lru", [], {})
 
 
 def test_chunks_on_their_way_from_another_tier_are_asked_for_once() -> None:
@@ -170,4 +199,4 @@ def test_state_of_requests_is_bounded_and_forgets_reused_rows() -> None:
     assert max(rates.values()) == 0.0
     held = cache.catalog.keys(0)
     cache.catalog.remove_all(held, 0, RemovalReason.CLEARED)
-    assert not cache.policy._open
+    assert not cache.catalog.keys(0)

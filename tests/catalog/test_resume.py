@@ -10,7 +10,7 @@ import pytest
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.policies.resume import ResumePolicy, ResumeSettings
+from kvtier.catalog.policies.resume import MAX_SETTLED, ResumePolicy, ResumeSettings
 from kvtier.catalog.policies.returns import (
     AGES,
     FIRST_EXPECTED,
@@ -94,13 +94,50 @@ def test_what_is_learned_replaces_what_was_assumed() -> None:
     returns = Returns()
     kind = class_of(30, 30)
     for _ in range(200):
-        for at in range(span(30.0)):
-            returns.waited(kind, at, WIDTHS[at])
-        returns.returned(kind, span(30.0), 1.0)
+        returns.waited(kind, 0, 3)
+        returns.returned(kind, 3, 30.0)
     values = returns.values(kind)
     assert values[0] == pytest.approx(1 / 30, rel=0.15)
     assert values[span(25.0)] > 3 * values[0], "it is about to come back"
     assert values[span(300.0)] < values[0], "it has not come back in time"
+
+
+def test_gaps_are_learned_while_nothing_is_evicted() -> None:
+    """A tier that is not full yet, or whose order is not in use in the adaptive policy, has no searches."""
+    cache = Cache(10_000)
+    for _ in range(12):
+        for number in range(30):
+            cache.ask(prompt_of(number, 3))
+            cache.now += 20
+    policy = cache.catalog.policies[0]
+    assert isinstance(policy, ResumePolicy)
+    values = policy._returns.values(class_of(600, 600))
+    assert values[span(500.0)] > 3 * values[span(1.0)]
+    cache.catalog.touch([])
+    visits = policy._visits
+    for number in range(30):
+        visit = visits.of_row[cache.catalog.row(prompt_of(number, 1)[0]) or 0]
+        assert abs(visits.rings[visit] % AGES - span(cache.now - visits.since[visit])) <= 1
+
+
+def test_no_call_moves_all_visits() -> None:
+    """An idle night makes all of them older by many spans at once."""
+    cache = Cache(100_000)
+    for number in range(5_000):
+        cache.ask(prompt_of(number, 1))
+    policy = cache.catalog.policies[0]
+    assert isinstance(policy, ResumePolicy)
+    cache.now += 30_000
+    moved: list[int] = []
+    move = policy._visits.move
+    policy._visits.move = lambda visit, ring: (moved.append(visit), move(visit, ring))[1]  # type: ignore[method-assign]
+    counts = []
+    for _ in range(20):
+        before = len(moved)
+        cache.catalog.touch(prompt_of(0, 1))
+        counts.append(len(moved) - before)
+    assert max(counts) <= MAX_SETTLED + 1, "and that of the prompt itself"
+    assert len(set(moved)) >= 5_000 - 1
 
 
 def test_value_of_a_class_without_observations_falls_with_age() -> None:

@@ -23,17 +23,17 @@ OPEN_REQUESTS = 64
 
 
 class _Request:
-    """The chunks of a request so far, of which the sampled ones are accessed in the shadow caches."""
+    """The sampled chunks of a request so far, which are accessed in the shadow caches together."""
 
-    __slots__ = ("awaited", "keys", "lengths", "parent", "time")
+    __slots__ = ("awaited", "chunks", "parent", "time")
 
     def __init__(self, time: float, parent: ChunkKey | None) -> None:
         self.time = time
         self.parent = parent
-        self.awaited: set[int] = set()
-        """Rows of another tier, which are likely to be added here soon, without a further access."""
-        self.keys: list[ChunkKey] = []
-        self.lengths: list[int] = []
+        self.chunks: dict[ChunkKey, int] = {}
+        """Their lengths, in the order of the prompt."""
+        self.awaited: list[ChunkKey] = []
+        """Those of another tier, which are likely to be added here soon, without a further access."""
 
 
 class AdaptiveSettings(PolicySettings):
@@ -77,15 +77,19 @@ class AdaptivePolicy(EvictionPolicy):
             for name, policy in CANDIDATES.items()
         ]
         self._shadows: list[ShadowCache] = []
-        """Created with the first chunk: how many there can be in the tier depends on their size."""
+        """Created with the first chunk: how many there can be in the tier depends on their size.
+
+        None for a shared pool, whose capacity is unknown: it stays with the first candidate.
+        """
         self._threshold = 0
         self._hits = [0.0] * len(CANDIDATES)
         self._asked = 0.0
         self._active = 0
         self._held = bytearray()
         """Whether the chunk in each row is in the tier."""
-        self._open: dict[int, _Request] = {}
-        """Requests of which more chunks may be added, by their last row. The shadow caches see them whole."""
+        self._open: dict[ChunkKey, _Request] = {}
+        """Requests that may have more chunks, by their last one. The shadow caches see them whole."""
+        self._awaited: set[ChunkKey] = set()
 
     @property
     def active(self) -> str:
@@ -101,20 +105,18 @@ class AdaptivePolicy(EvictionPolicy):
         """Add chunks to all orders."""
         if not rows:
             return
-        if not self._shadows:
+        if not self._shadows and self._capacity_bytes:
             self._make_shadows(self._chunks.lengths[rows[0]])
         for order in self._orders:
             order.added(rows, now)
         cover(max(rows), self._held)
         for row in rows:
             self._held[row] = 1
-        for request in self._open.values():
-            if rows[0] in request.awaited:
-                request.awaited.difference_update(rows)
-                return
+        if not self._shadows:
+            return
         parent = self._chunks.parents[rows[0]]
-        if parent in self._open:
-            request = self._open.pop(parent)
+        if parent != NO_PARENT and (key := self._chunks.key(parent)) in self._open:
+            request = self._open.pop(key)
         else:
             request = _Request(now, self._sampled_ancestor(parent))
         self._extend(request, rows)
@@ -125,8 +127,10 @@ class AdaptivePolicy(EvictionPolicy):
             order.used(rows, now)
         if rows and self._shadows:
             request, held, known = _Request(now, None), self._held, len(self._held)
-            request.awaited.update([row for row in rows if row >= known or not held[row]])
             self._extend(request, rows)
+            absent = [row for row in rows if row >= known or not held[row]]
+            request.awaited = [key for key in self._chunks.keys_of(absent) if key in request.chunks]
+            self._awaited.update(request.awaited)
 
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
         """Remove chunks from all orders, and those that were cleared from the shadow caches."""
@@ -134,8 +138,6 @@ class AdaptivePolicy(EvictionPolicy):
             order.removed(rows, reason)
         for row in rows:
             self._held[row] = 0
-            if row in self._open:  # The row may soon be that of another chunk.
-                self._observe(self._open.pop(row))
         if reason is RemovalReason.CLEARED:
             keys = self._chunks.keys_of(rows)
             cleared = list(compress(keys, sampled(keys, self._threshold)))
@@ -159,23 +161,25 @@ class AdaptivePolicy(EvictionPolicy):
         """Add chunks to an open request, and end the one that has been open for longest if there are many."""
         keys = self._chunks.keys_of(rows)
         chosen = sampled(keys, self._threshold)
-        request.keys += compress(keys, chosen)
-        request.lengths += [self._chunks.lengths[row] for row in compress(rows, chosen)]
-        same = self._open.pop(rows[-1], None)
-        self._open[rows[-1]] = request
-        if same is not None:
-            self._observe(same)
-        if len(self._open) > OPEN_REQUESTS:
+        for key, row in zip(compress(keys, chosen), compress(rows, chosen), strict=True):
+            if key in self._awaited:
+                self._awaited.discard(key)
+            else:
+                request.chunks[key] = self._chunks.lengths[row]
+        while keys[-1] in self._open or len(self._open) >= OPEN_REQUESTS:
+            # In the order of their begin: policies are judged by what was used between two uses of a chunk.
             self._observe(self._open.pop(next(iter(self._open))))
+        self._open[keys[-1]] = request
 
     def _observe(self, request: _Request) -> None:
         """Ask the shadow caches for the sampled chunks of a request."""
-        keys = request.keys
-        if not keys:
+        self._awaited.difference_update(request.awaited)
+        if not request.chunks:
             return
+        keys, lengths = list(request.chunks), list(request.chunks.values())
         for at, shadow in enumerate(self._shadows):
             shadow.now = max(shadow.now, request.time)
-            self._hits[at] += shadow.access(keys, request.lengths, request.parent)
+            self._hits[at] += shadow.access(keys, lengths, request.parent)
         self._asked += len(keys)
         if self._asked > 2 * self._settings.window:
             self._asked *= 0.5

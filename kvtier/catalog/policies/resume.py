@@ -11,12 +11,11 @@ from kvtier.catalog.policies.returns import (
     AGES,
     CLASSES,
     NEW,
-    STARTS,
-    WIDTHS,
     Returns,
     class_expected,
     class_of,
     class_retained,
+    span,
 )
 from kvtier.catalog.policies.visits import NONE, Visits
 
@@ -30,7 +29,11 @@ GHOST = len(LEVELS) * KINDS * AGES
 """Rings are numbered by priority, class and span of age. Those of ghosts follow after all others."""
 _LEFT_RING = (NORMAL * KINDS + LEFT) * AGES
 SETTLE_SECONDS = 0.5
-"""How often visits are moved on to the next span of age."""
+"""How often visits are moved on to the span of their age, and rings are ranked."""
+MAX_SETTLED = 512
+"""Visits to move in one call: about a millisecond."""
+PASS_SECONDS = 10.0
+"""For how long visits that cannot leave are offered last: leased, pinned, or continued by others."""
 MIN_GHOSTS = 4096
 
 
@@ -63,14 +66,22 @@ class ResumePolicy(EvictionPolicy):
         self._used: set[int] = set()
         """The rings that may have visits."""
         self._ghosts = 0
-        self._settled = 0.0
-        self._now = 0.0
+        self._ranked: list[int] = []
+        """The rings in the order of eviction; empty if that is not known."""
+        self._settled = self._now = 0.0
+        self._unsettled: list[int] = []
+        """Rings whose visits are still to be moved on."""
+        self._offered: list[tuple[int, int]] = []
+        """The visits that the last search has offered, and their last rows."""
+        self._passed: set[int] = set()
+        """Visits whose last row was offered and stayed."""
+        self._passed_at = 0.0
 
     def added(self, rows: Sequence[int], now: float) -> None:
         """Continue the visit that ends with their parent, or begin one."""
         if not rows:
             return
-        self._now = now
+        self._settle(now)
         visits = self._visits
         visits.cover(max(rows))
         parent = self._chunks.parents[rows[0]]
@@ -90,7 +101,7 @@ class ResumePolicy(EvictionPolicy):
 
     def used(self, rows: Sequence[int], now: float) -> None:
         """Begin a visit, which takes over the rows that are in the tier."""
-        self._now = now
+        self._settle(now)
         of_row, parents = self._visits.of_row, self._chunks.parents
         known = len(of_row)
         run: list[int] = []
@@ -136,12 +147,29 @@ class ResumePolicy(EvictionPolicy):
 
     def victims(self) -> Iterator[int]:
         """Yield the chunks of the visits that are worth least first."""
-        self._settle()
-        visits = self._visits
-        rings = [ring for ring in self._used if ring < GHOST and visits.oldest(ring) != NONE]
-        for ring in sorted(rings, key=lambda ring: (self._worth(ring), ring)):
+        self._pass_by()
+        if not self._ranked:
+            rings = [ring for ring in self._used if ring < GHOST]
+            self._ranked = sorted(rings, key=lambda ring: (self._worth(ring), ring))
+        visits, later = self._visits, []
+        for ring in self._ranked:
             for visit in visits.in_ring(ring):
-                yield from visits.path(visit)
+                if visit in self._passed:
+                    later.append(visit)
+                else:
+                    self._offered.append((visit, visits.tails[visit]))
+                    yield from visits.path(visit)
+        for visit in later:
+            yield from visits.path(visit)
+
+    def _pass_by(self) -> None:
+        """Note which visits the last search has offered in vain. It may have stopped at the last one."""
+        if self._now - self._passed_at > PASS_SECONDS:
+            self._passed_at = self._now
+            self._passed.clear()
+        tails = self._visits.tails
+        self._passed.update(visit for visit, tail in self._offered[:-1] if tails[visit] == tail)
+        self._offered.clear()
 
     def _worth(self, ring: int) -> float:
         level, kind, at = ring // (AGES * KINDS), ring // AGES % KINDS, ring % AGES
@@ -151,8 +179,14 @@ class ResumePolicy(EvictionPolicy):
 
     def _begin(self, row: int, now: float) -> int:
         ring = self._ring(NEW, row, now)
-        self._used.add(ring)
+        self._use(ring)
         return self._visits.new(now, ring)
+
+    def _use(self, ring: int) -> None:
+        """Note that a ring may have visits."""
+        if ring not in self._used:
+            self._used.add(ring)
+            self._ranked.clear()
 
     def _kind(self, visit: int) -> int:
         return self._visits.rings[visit] // AGES % KINDS
@@ -160,7 +194,7 @@ class ResumePolicy(EvictionPolicy):
     def _put(self, visit: int, kind: int, row: int, now: float) -> None:
         """Make a visit the newest of a class, unless what its request told in its last row is another one."""
         ring = self._ring(kind, row, now)
-        self._used.add(ring)
+        self._use(ring)
         self._visits.since[visit] = now
         self._visits.move(visit, ring)
 
@@ -178,28 +212,29 @@ class ResumePolicy(EvictionPolicy):
     def _resume(self, visit: int, before: int, row: int, now: float) -> None:
         """Continue the history of an earlier visit in a new one."""
         visits = self._visits
-        kind, at = self._kind(before), visits.rings[before] % AGES
         gap = max(now - visits.since[before], 0.0)
-        self._returns.returned(kind, at, max(gap - STARTS[at], 0.0))
+        self._returns.returned(self._kind(before), visits.rings[before] % AGES, gap)
         typical = visits.typical[before]
         typical = gap if not typical else typical * ((gap + 1) / (typical + 1)) ** self._learn
         visits.typical[visit] = max(typical, 1e-3)
         self._put(visit, class_of(typical, gap), row, now)
         if visits.counts[before]:  # Its last chunk, which has another continuation now.
             visits.forget_ghost(before)
-            self._used.add(_LEFT_RING)
+            self._use(_LEFT_RING)
             visits.move(before, _LEFT_RING)
         else:
             self._close(before)
 
     def _become_ghost(self, visit: int) -> None:
         ring = self._visits.rings[visit] + GHOST
-        self._used.add(ring)
+        self._use(ring)
         self._visits.move(visit, ring)
         self._ghosts += 1
         held = len(self._visits) - self._ghosts
         while self._ghosts > max(MIN_GHOSTS, self._ghosts_a_visit * held):
             oldest = self._visits.oldest_ghost()
+            if oldest == NONE:
+                return
             if not self._visits.counts[oldest]:
                 self._close(oldest)
 
@@ -208,20 +243,25 @@ class ResumePolicy(EvictionPolicy):
         self._ghosts -= self._visits.rings[visit] >= GHOST
         self._visits.end(visit)
 
-    def _settle(self) -> None:
-        """Move visits on to the span of their age."""
-        now, visits = self._now, self._visits
-        if now - self._settled < SETTLE_SECONDS:
-            return
-        self._settled = now
-        for ring in sorted(self._used):
+    def _settle(self, now: float) -> None:
+        """Move visits on to the span of their age, some in each call."""
+        self._now = now
+        if not self._unsettled:
+            if 0 <= now - self._settled < SETTLE_SECONDS:
+                return
+            self._settled, self._unsettled = now, list(self._used)
+            self._ranked.clear()
+        visits, left = self._visits, MAX_SETTLED
+        while self._unsettled and left > 0:
+            left -= 1
+            ring = self._unsettled[-1]
             kind, at = ring // AGES % KINDS, ring % AGES
-            if at + 1 == AGES or kind == LEFT:
-                continue
-            latest = now - STARTS[at + 1]
-            while (visit := visits.oldest(ring)) != NONE and visits.since[visit] <= latest:
-                self._returns.waited(kind, at, WIDTHS[at])
-                visits.move(visit, ring + 1)
-                self._used.add(ring + 1)
-            if visits.oldest(ring) == NONE:
+            visit = visits.oldest(ring)
+            if visit == NONE:
                 self._used.discard(ring)
+            elif kind != LEFT and (reached := span(now - visits.since[visit])) > at:
+                self._returns.waited(kind, at, reached)
+                self._use(ring - at + reached)
+                visits.move(visit, ring - at + reached)
+                continue
+            self._unsettled.pop()

@@ -135,16 +135,19 @@ class Returns:
             return self._all, self._typical[(kind - FIRST_GAP) // LAST_GAPS], self._exact[kind]
         return self._all, self._exact[kind]
 
-    def waited(self, kind: int, at: int, seconds: float) -> None:
-        """Record that a prompt was away for so many seconds of a span, and has not returned in them."""
+    def waited(self, kind: int, first: int, stop: int) -> None:
+        """Record that a prompt was away from span ``first`` on, and has not returned before ``stop``."""
         for observations in self._path(kind):
-            observations.waited[at] += seconds
+            for at in range(first, stop):
+                observations.waited[at] += WIDTHS[at]
 
-    def returned(self, kind: int, at: int, seconds: float) -> None:
-        """Record that a prompt came back after so many seconds of a span."""
+    def returned(self, kind: int, first: int, age: float) -> None:
+        """Record that a prompt came back at an age. The spans before ``first`` are recorded already."""
+        at = max(first, span(age))
+        self.waited(kind, first, at)
         self._count += 1
         for observations in self._path(kind):
-            observations.waited[at] += seconds
+            observations.waited[at] += max(age - STARTS[at], 0.0)
             observations.returned(at)
 
     def values(self, kind: int) -> list[float]:

@@ -12,6 +12,8 @@ NO_ROW = -1
 NOWHERE = 255
 """In place of a ring's number: the row is in none."""
 MAX_RINGS = NOWHERE
+MAX_PASSED = 4096
+"""Chunks that a search may pass by before it yields one, although that was used: it blocks the event loop."""
 FEW = 4
 """So many rows are linked faster without the native core."""
 

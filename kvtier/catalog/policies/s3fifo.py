@@ -9,7 +9,7 @@ from pydantic import Field
 from kvtier.catalog.eviction import ChunkColumns, PolicySettings, RemovalReason
 from kvtier.catalog.policies.ghosts import Ghosts, hashes_of
 from kvtier.catalog.policies.ringed import RingPolicy
-from kvtier.catalog.policies.rings import NO_ROW, cover
+from kvtier.catalog.policies.rings import MAX_PASSED, NO_ROW, cover
 from kvtier.units import Number
 
 SMALL, MAIN = 0, 1
@@ -83,10 +83,12 @@ class S3FifoPolicy(RingPolicy):
         rings, uses, left = self._rings, self._uses, list(self._rings.counts)
         in_main = len(rings) - int(len(rings) * self._small)
         next_small, next_main = rings.coldest(SMALL), rings.coldest(MAIN)
+        passed = 0
         while left[SMALL] or left[MAIN]:
             if left[MAIN] > in_main or not left[SMALL]:
                 row, next_main = next_main, rings.warmer(next_main)
-                if uses[row]:
+                if uses[row] and passed < MAX_PASSED:
+                    passed += 1
                     uses[row] -= 1
                     rings.move([row], MAIN)
                     next_main = row if next_main == NO_ROW else next_main
@@ -95,10 +97,12 @@ class S3FifoPolicy(RingPolicy):
             else:
                 row, next_small = next_small, rings.warmer(next_small)
                 left[SMALL] -= 1
-                if uses[row] >= PROMOTED_USES:
+                if uses[row] >= PROMOTED_USES and passed < MAX_PASSED:
+                    passed += 1
                     uses[row] = 0
                     rings.move([row], MAIN)
                     next_main = row if next_main == NO_ROW else next_main
                     left[MAIN] += 1
                     continue
+            passed = 0
             yield row

@@ -40,39 +40,42 @@ class ShadowCache:
         held = len(catalog.prefix(keys)) if parent is None or parent in catalog else 0
         catalog.touch(keys)
         absent = [key not in catalog for key in keys]
-        if not any(absent):
-            return held
-        missing, sizes = list(compress(keys, absent)), list(compress(lengths, absent))
-        if self._make_room(sum(sizes), keys):
-            first = absent.index(True)
-            before = keys[first - 1] if first else parent
-            if absent.count(True) == len(keys) - first:
-                catalog.add_chain(missing, 0, sizes, State.READY, before)
-            else:
-                self._add_each(keys, absent, lengths, parent)
+        room = self.capacity_bytes - sum(compress(lengths, [not missing for missing in absent]))
+        for at, length in enumerate(lengths):  # Of a prompt that does not fit, the beginning is stored.
+            if absent[at] and room < length:
+                absent[at:] = [False] * (len(absent) - at)
+                break
+            room -= length * absent[at]
+        if any(absent):
+            self._make_room(sum(compress(lengths, absent)), keys)
+            self._add(keys, absent, lengths, parent)
         return held
 
-    def _add_each(
+    def _add(
         self,
         keys: Sequence[ChunkKey],
         absent: Sequence[bool],
         lengths: Sequence[int],
         parent: ChunkKey | None,
     ) -> None:
+        first, count = absent.index(True), absent.count(True)
+        stop = first + count
+        if all(absent[first:stop]):
+            before = keys[first - 1] if first else parent
+            self._catalog.add_chain(keys[first:stop], 0, lengths[first:stop], State.READY, before)
+            return
         for key, missing, length in zip(keys, absent, lengths, strict=True):
             if missing:
                 self._catalog.add(key, 0, length, State.READY, parent)
             parent = key
 
-    def _make_room(self, length: int, used: Sequence[ChunkKey]) -> bool:
-        """Evict other chunks than those in use. Return whether as many bytes more fit."""
+    def _make_room(self, length: int, used: Sequence[ChunkKey]) -> None:
+        """Evict other chunks than those in use."""
         catalog = self._catalog
         excess = catalog.used(0) + length - self.capacity_bytes
         if excess > 0:
             busy = {catalog.row(key) for key in used}
-            victims = catalog.victims(0, excess, busy.__contains__)
-            catalog.remove_all(victims, 0, RemovalReason.EVICTED)
-        return catalog.used(0) + length <= self.capacity_bytes
+            catalog.remove_all(catalog.victims(0, excess, busy.__contains__), 0, RemovalReason.EVICTED)
 
     def remove(self, keys: Sequence[ChunkKey]) -> None:
         """Remove chunks that were cleared."""

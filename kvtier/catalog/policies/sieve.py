@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvtier.catalog.eviction import ChunkColumns, EvictionPolicy, PolicySettings, RemovalReason
-from kvtier.catalog.policies.rings import NO_ROW, Rings, cover
+from kvtier.catalog.policies.rings import MAX_PASSED, NO_ROW, Rings, cover
 
 _RING = 0
 
@@ -50,14 +50,15 @@ class SievePolicy(EvictionPolicy):
         """Yield the chunks that were not used since the hand has passed by, from old to new."""
         rings, was_used = self._rings, self._was_used
         offered: set[int] = set()
-        left = len(rings)
+        left, passed = len(rings), 0
         while left:
             row = rings.coldest(_RING) if self._hand == NO_ROW else self._hand
-            if was_used[row]:
+            if was_used[row] and passed < MAX_PASSED:
                 was_used[row] = 0
+                passed += 1
             elif row not in offered:
                 offered.add(row)
-                left -= 1
+                left, passed = left - 1, 0
                 self._hand = row
                 yield row
             self._hand = rings.warmer(row)

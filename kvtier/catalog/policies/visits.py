@@ -19,6 +19,8 @@ from kvtier.catalog.eviction import NO_PARENT, ChunkColumns
 
 NONE = -1
 """No visit, or no row."""
+MAX_GHOSTS = 1 << 16
+"""More are not remembered, so that the list of their order is short."""
 VISITS_A_BLOCK = 1024
 """Visits to add to all arrays at once."""
 
@@ -179,7 +181,7 @@ class Visits:
     def remember(self, visit: int, key: bytes) -> None:
         """Remember a key of a visit, unless it has one, or another visit has the same."""
         number = hash(key) or 1
-        if self.ghost_keys[visit] or number in self.ghosts:
+        if self.ghost_keys[visit] or number in self.ghosts or len(self.ghosts) >= MAX_GHOSTS:
             return
         self.ghosts[number] = visit
         self.ghost_keys[visit] = number
