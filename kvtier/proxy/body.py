@@ -6,12 +6,13 @@ the proxy knows it or not.
 
 from __future__ import annotations
 
-from typing import Any
+import json
 
 import msgspec
 from xxhash import xxh3_128
 
-from kvtier.proxy.cache_hint import cache_hint
+from kvtier.proxy.cache_hint import cache_hint, decoded
+from kvtier.proxy.errors import Refused
 from kvtier.proxy.prompt import Prompt
 
 Fields = dict[str, msgspec.Raw]
@@ -34,10 +35,10 @@ TOKENIZE_FIELDS = (
     "chat_template_kwargs",
 )
 """Fields of a chat request that vLLM's ``/tokenize`` accepts."""
+UNREADABLE = f"{PARAMS} cannot be read: send JSON in UTF-8 without a byte order mark, NaN and lone surrogates"
 _ONE, _FALSE = msgspec.Raw(b"1"), msgspec.Raw(b"false")
 
 _fields = msgspec.json.Decoder(Fields)
-_values = msgspec.json.Decoder(Any)
 _encode = msgspec.json.encode
 
 
@@ -50,10 +51,7 @@ class Params(msgspec.Struct, frozen=True):
     @property
     def tokens(self) -> int:
         """Tokens in flight to the decode instance; 0 if absent or malformed."""
-        try:
-            tokens = _values.decode((self.transferred or {})["tokens"])
-        except (KeyError, msgspec.DecodeError):
-            return 0
+        tokens = decoded((self.transferred or {}).get("tokens"))
         if not isinstance(tokens, int) or isinstance(tokens, bool):
             return 0
         return max(0, tokens)
@@ -63,12 +61,15 @@ _params = msgspec.json.Decoder(Params)
 
 
 class Body:
-    """A request body. A body that cannot be parsed is forwarded to the engine unchanged."""
+    """A request body. One that is not JSON is forwarded to the engine unchanged."""
 
     def __init__(self, path: str, content: bytes) -> None:
+        """Raise :class:`Refused` if only the engine could read hints in it, which are the proxy's to set."""
         self.path = path
         self.content = content
         self.fields = _parse_object(content)
+        if _hides_params(content, self.fields):
+            raise Refused(400, UNREADABLE)
         self.prompt = self._prompt()
         self.cache = self._cache_hint()
         """The hint ``cache`` for the engines."""
@@ -98,9 +99,8 @@ class Body:
         return value if isinstance(value, str) else None
 
     def value(self, name: str) -> object:
-        """Return a decoded field; ``None`` if it is missing."""
-        raw = self.fields.get(name)
-        return None if raw is None else _values.decode(raw)
+        """Return a decoded field; ``None`` if it is missing or malformed."""
+        return decoded(self.fields.get(name))
 
     def for_prefill(self, to: str) -> bytes:
         """Return the prefill request: generate one token, and transfer the KV to the peer address ``to``."""
@@ -139,7 +139,7 @@ class Body:
             return {}  # For the engine to refuse.
         own = self._client_params().get(KVTIER)
         given = None if own is None else _parse_object(bytes(own)).get("cache")
-        return cache_hint(self.content, self.fields, given)
+        return cache_hint(self.fields, given)
 
     def _prompt(self) -> Prompt | None:
         raw = self.fields.get("messages" if self.path == CHAT_PATH else "prompt")
@@ -171,8 +171,24 @@ def without_params(content: bytes) -> bytes:
 def _parse_object(content: bytes) -> Fields:
     try:
         return _fields.decode(content)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
+
+
+def _hides_params(content: bytes, fields: Fields) -> bool:
+    """Whether engines would find parameters that the proxy cannot read.
+
+    Python's parser accepts NaN, lone surrogates, UTF-16 and byte order marks, and engines use it.
+    """
+    if fields:
+        raw = fields.get(PARAMS)
+        params = bytes(raw) if raw is not None and _is_set(raw) else b""
+        return params[:1] == b"{" and not _parse_object(params) and decoded(params) != {}
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(body, dict) and PARAMS in body
 
 
 def _is_set(raw: msgspec.Raw | None) -> bool:

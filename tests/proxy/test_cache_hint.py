@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
-import msgspec
 import pytest
 
-from kvtier.proxy import cache_hint as module
 from kvtier.proxy.body import CHAT_PATH, Body
 
 from .conftest import LONG, PROMPT, Cluster
@@ -102,22 +101,61 @@ def test_body_without_a_hint_is_forwarded_byte_for_byte(content: bytes) -> None:
     assert Body(CHAT_PATH, content).for_decode(0, 1.0) is content
 
 
-def test_body_without_these_fields_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decode(raw: msgspec.Raw | None) -> object:
-        assert raw is None
-        return None
-
-    monkeypatch.setattr(module, "_decoded", decode)
-    assert hint_of({"messages": [{"role": "user", "content": LONG}], "tools": []}) is None
+def test_text_is_no_cache_control() -> None:
+    quoted = json.dumps({"cache_control": HOUR})
+    assert hint_of({"messages": [{"role": "user", "content": f"{LONG} {quoted}"}], "tools": []}) is None
+    both = [{"content": [{"text": quoted, "cache_control": {"type": "ephemeral"}}]}]
+    assert hint_of({"messages": both}) == {"retention": 300.0}
 
 
-def test_deep_nesting_is_no_error() -> None:
-    deep: object = {"cache_control": HOUR}
-    for _ in range(20):
-        deep = {"content": [deep]}
-    assert hint_of({"messages": [deep]}) is None
-    nested = b'{"messages": ' + b"[" * 5000 + b'"cache_control"' + b"]" * 5000 + b"}"
-    assert Body(CHAT_PATH, nested).cache == {}
+def test_many_values_take_no_memory() -> None:
+    """A tree of a million objects would take 100 MB, and stop all streams of the proxy for a second."""
+    marked = b'{"cache_control": {"type": "ephemeral"}}'
+    content = b'{"cache_control": 1, "messages": [' + b"{}," * 300_000 + marked + b"]}"
+    tracemalloc.start()
+    try:
+        body = Body(CHAT_PATH, content)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert body.cache == {"retention": 300.0}
+    assert peak < 10 * len(content)
+
+
+@pytest.mark.parametrize("name", ["priority", "cache_control", "system", "messages"])
+@pytest.mark.parametrize(
+    "value", [b'"\xff cache_control"', b'"\\ud800 cache_control"', b"[" * 5000 + b"]" * 5000]
+)
+def test_malformed_values_are_no_error(name: str, value: bytes) -> None:
+    content = b'{"prompt": "x", "%s": %s}' % (name.encode(), value)
+    assert Body(CHAT_PATH, content).cache == {}
+
+
+HIDDEN = '{"prompt": "x", "kv_transfer_params": {"kvtier": {"cache": {"tenant": "a"}}%s}%s}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        (HIDDEN % ("", ', "x": NaN')).encode(),
+        (HIDDEN % (', "x": Infinity', "")).encode(),
+        (HIDDEN % (', "\\ud800": 1', "")).encode(),
+        (HIDDEN % ("", ', "\\ud800": 1')).encode(),
+        (HIDDEN % ("", "")).encode("utf-8-sig"),
+        (HIDDEN % ("", "")).encode("utf-16"),
+    ],
+)
+async def test_hints_that_only_an_engine_could_read_are_refused(cluster: Cluster, content: bytes) -> None:
+    assert "kvtier" in json.loads(content)["kv_transfer_params"]
+    answer = await cluster.client.post("/v1/completions", content=content)
+    assert answer.status_code == 400
+    assert "kv_transfer_params cannot be read" in answer.json()["error"]["message"]
+    assert cluster.decoders[0].requests == []
+
+
+def test_mode_of_an_invalid_hint_counts() -> None:
+    hint = {"mode": "off", "retention": -1}
+    assert hint_of({"kv_transfer_params": {"kvtier": {"cache": hint}}}) == {"mode": "off"}
 
 
 async def test_both_engines_get_the_hint(cluster: Cluster) -> None:
