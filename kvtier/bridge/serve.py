@@ -32,7 +32,6 @@ from kvtier.settings import Settings
 
 if TYPE_CHECKING:
     from kvtier.recording.recorder import Recorder
-    from kvtier.settings.recording import RecordingSettings
 
 logger = logging.getLogger("kvtier")
 
@@ -53,7 +52,7 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
     serving, draining = CancelScope(), CancelScope()
     async with (
         _claim(path),
-        _recording(settings.recording) as recorder,
+        _recording(settings) as recorder,
         Instance.open(settings) as instance,
         open_tasks() as tasks,
     ):
@@ -68,14 +67,15 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
 
 
 @asynccontextmanager
-async def _recording(settings: RecordingSettings) -> AsyncIterator[Recorder | None]:
+async def _recording(settings: Settings) -> AsyncIterator[Recorder | None]:
     """Record lookups while the context is open. Import nothing if ``recording.path`` is not set."""
-    if settings.path is None:
+    if settings.recording.path is None:
         yield None
         return
     from kvtier.recording.recorder import recording
+    from kvtier.tiers.tenants import tenant_names
 
-    async with recording(settings) as recorder:
+    async with recording(settings.recording, tenant_names(settings)) as recorder:
         yield recorder
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
 import stat
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +31,9 @@ from kvtier.recording.format import (
     encode_frame,
 )
 from kvtier.recording.reader import is_recording
-from kvtier.settings.recording import RecordingSettings
+from kvtier.settings.recording import MAX_FILES, RecordingSettings
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 class LookedUp(NamedTuple):
@@ -49,8 +52,10 @@ class LookedUp(NamedTuple):
 class Pseudonyms:
     """Numbers for keys and names for salts, which tell nothing without a secret that is never written."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: Mapping[str, str]) -> None:
+        """``tenants``: the name of the configured tenant by each name that requests use for it."""
         self._secret = secrets.token_bytes(KEY_BYTES)
+        self._tenants = tenants
 
     def of(self, keys: bytes) -> bytes:
         """Return the numbers of joined keys: the first 64 bits of BLAKE3 hashes of the secret and each key.
@@ -62,9 +67,9 @@ class Pseudonyms:
         return hashes[::2].tobytes()
 
     def name(self, tenant: str) -> str:
-        """Return the name of a tenant. One derived from a salt, which might be guessed, is replaced."""
-        if not tenant.startswith(SALTED):
-            return tenant
+        """Return the configured name of a tenant. Others that are derived from a salt are replaced."""
+        if tenant in self._tenants or not tenant.startswith(SALTED):
+            return self._tenants.get(tenant, tenant)
         return tenant_of_salt(f"{self._secret.hex()} {tenant}")
 
 
@@ -74,32 +79,38 @@ class RecordingFile:
     It is locked while it is open.
     """
 
-    def __init__(self, path: Path, max_bytes: int, files: int) -> None:
+    def __init__(self, path: Path, max_bytes: int, files: int, tenants: Mapping[str, str]) -> None:
         self.path = path
+        self.problem = ""
+        """Why it could not be begun, although there is nothing wrong with the path."""
         self.too_long = 0
         """Number of lookups that were longer than a record may be."""
         self._max_bytes = max_bytes
         self._files = files
-        self._pseudonyms = Pseudonyms()
+        self._pseudonyms = Pseudonyms(tenants)
         self._header = Header(VERSION, secrets.token_bytes(ID_BYTES), time.time())
         self._descriptor = -1
         self._bytes = 0
 
     @classmethod
-    def open(cls, settings: RecordingSettings) -> RecordingFile:
+    def open(cls, settings: RecordingSettings, tenants: Mapping[str, str] | None = None) -> RecordingFile:
         """Begin a recording. Rotate those of earlier processes, whose chunks have other numbers.
 
         Raises :class:`SettingsError` if ``recording.path`` is not set, cannot be written or is something
-        else, which is never overwritten.
+        else, which is never overwritten. A full or failing disk is a :attr:`problem`: a restart must not fail
+        because of what only stopped the recording before.
         """
         if settings.path is None:
             raise SettingsError("recording.path is not set: set it to a file")
-        file = cls(settings.path, settings.max_bytes, settings.files)
+        file = cls(settings.path, settings.max_bytes, settings.files, tenants or {})
         try:
             file._begin()
         except (OSError, RecordingError) as error:
             file.close()
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                file.problem = reason
+                return file
             raise SettingsError(
                 f"recording.path: cannot record to {settings.path} ({reason}): use another path"
             ) from error
@@ -137,14 +148,21 @@ class RecordingFile:
 
     def _begin(self) -> None:
         """Open the file for a new recording, or the next part of this one, and write its header."""
+        frame = encode_frame(self._header)
+        assert frame is not None
+        header = MAGIC + frame
         self._open()
-        if self._bytes:
+        if self._bytes > len(header) or not self._is_unused():
             self._rotate()
             self._open()
+        os.ftruncate(self._descriptor, 0)
+        self._bytes = 0
         os.fchmod(self._descriptor, 0o600)
-        header = encode_frame(self._header)
-        assert header is not None
-        self._append(MAGIC + header)
+        self._append(header)
+
+    def _is_unused(self) -> bool:
+        """Whether the file has no record, but at most the beginning of a recording."""
+        return MAGIC.startswith(begun := self.path.read_bytes()) or begun.startswith(MAGIC)
 
     def _open(self) -> None:
         # With O_NONBLOCK, the open of a pipe fails instead of waiting for a reader.
@@ -162,10 +180,14 @@ class RecordingFile:
     def _rotate(self) -> None:
         """Close the file and rename it to the suffix ``.1``, and each older one to the next suffix."""
         self.close()
-        names = [self.path, *(older(self.path, number) for number in range(1, self._files))]
+        every = [self.path, *(older(self.path, number) for number in range(1, MAX_FILES))]
+        names, surplus = every[: self._files], every[self._files :]
         for name in names:
             if name.exists() and not is_recording(name):
                 raise RecordingError(f"{name} exists and is not a recording")
+        for name in surplus:  # There were more files before.
+            if name.is_file() and is_recording(name):
+                name.unlink()
         names[-1].unlink(missing_ok=True)
         for name, next_name in zip(reversed(names[:-1]), reversed(names[1:]), strict=True):
             with suppress(FileNotFoundError):

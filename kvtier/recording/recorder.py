@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
@@ -14,8 +14,8 @@ from anyio import CancelScope, to_thread
 from kvtier.catalog.hints import ChunkHints
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.concurrency.threads import WorkerThreads
-from kvtier.errors import KVTierError
 from kvtier.logs import RateLimitedLog
+from kvtier.memory.keys import KEY_BYTES
 from kvtier.recording.file import LookedUp, RecordingFile
 from kvtier.settings.recording import RecordingSettings
 
@@ -48,12 +48,18 @@ class Recorder:
         self._recorded = self._dropped = 0
         self._stopped = ""
         """Why nothing is recorded any more."""
+        if file.problem:
+            self._stop(file.problem)
 
     def record(
         self, keys: bytes, tokens: int, chunk_tokens: int, chunk_bytes: int, hints: ChunkHints | None
     ) -> None:
         """Record a lookup of the joined ``keys`` of a prompt. Takes a microsecond, and never raises."""
-        if self._stopped or not keys:
+        if not keys:
+            return
+        whole = len(keys) // KEY_BYTES * chunk_tokens
+        if self._stopped or not whole - chunk_tokens < tokens <= whole:  # Such a record could not be read.
+            self._dropped += 1
             return
         size = len(keys) + LOOKUP_BYTES
         if self._pending_bytes + size > MAX_PENDING_BYTES:
@@ -76,6 +82,7 @@ class Recorder:
                     with anyio.move_on_after(FLUSH_SECONDS):
                         await self._closing.wait()
                     await self._flush()
+                await self._flush()
                 with suppress(OSError, RuntimeError):
                     await self._threads(self._file.close)
         finally:
@@ -94,30 +101,40 @@ class Recorder:
         if not batch:
             return
         self._pending = []
+        before = self._file.too_long
         try:
             await self._threads(partial(self._file.write, batch))
-        except (OSError, RuntimeError, KVTierError) as error:  # RuntimeError: no thread can be started.
-            self._stopped = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        except Exception as error:
+            self._dropped += len(batch) + len(self._pending)
             self._pending.clear()
-            logger.warning("recording to %s has stopped, serving goes on: %s", self._file.path, self._stopped)
+            self._stop((error.strerror if isinstance(error, OSError) else None) or str(error))
         else:
-            self._recorded += len(batch)
+            self._recorded += len(batch) - (self._file.too_long - before)
         self._pending_bytes -= size
+
+    def _stop(self, reason: str) -> None:
+        self._stopped = reason
+        logger.warning("recording to %s has stopped, serving goes on: %s", self._file.path, reason)
 
     def status(self) -> dict[str, object]:
         """Return what has been recorded, for display and tests."""
         return {
             "path": str(self._file.path),
-            "recorded": self._recorded - self._file.too_long,
+            "recorded": self._recorded,
             "dropped": self._dropped + self._file.too_long,
             "stopped": self._stopped,
         }
 
 
 @asynccontextmanager
-async def recording(settings: RecordingSettings) -> AsyncIterator[Recorder]:
-    """Record while the context is open. Raises the errors of :meth:`RecordingFile.open`."""
-    recorder = Recorder(await to_thread.run_sync(RecordingFile.open, settings))
+async def recording(
+    settings: RecordingSettings, tenants: Mapping[str, str] | None = None
+) -> AsyncIterator[Recorder]:
+    """Record while the context is open. Raises the errors of :meth:`RecordingFile.open`.
+
+    ``tenants``: the name of the configured tenant by each name that requests use for it.
+    """
+    recorder = Recorder(await to_thread.run_sync(RecordingFile.open, settings, tenants or {}))
     logger.info("recording to %s", settings.path)
     async with open_tasks() as tasks:
         tasks.start_soon(recorder.run)

@@ -11,15 +11,18 @@ from kvtier.settings.tenants import tenants_of_tier
 from kvtier.tiers.level import Level
 
 
-def configured_tenants(settings: Settings) -> Tenants | None:
-    """Return who shares the local tiers; ``None`` if no tenant is configured."""
-    if not settings.tenants:
-        return None
+def tenant_names(settings: Settings) -> dict[str, str]:
+    """Return the name of the configured tenant by each name that requests use for it."""
     names = {name: name for name in settings.tenants}
     for name, tenant in settings.tenants.items():
         if tenant.salt is not None:
             names[tenant_of_salt(tenant.salt.get_secret_value())] = name
-    return Tenants(names)
+    return names
+
+
+def configured_tenants(settings: Settings) -> Tenants | None:
+    """Return who shares the local tiers; ``None`` if no tenant is configured."""
+    return Tenants(tenant_names(settings)) if settings.tenants else None
 
 
 def shared_policy(

@@ -144,7 +144,7 @@ def test_path_that_cannot_be_used_is_one_error(tmp_path: Path, obstacle: str, re
         case "text":
             path.write_text("dear")
         case "older text":
-            write(path)
+            write(path, looked_up(1))
             (tmp_path / "traffic.2").write_text("dear")
         case "folder":
             path.mkdir()
@@ -165,6 +165,36 @@ def test_path_that_cannot_be_used_is_one_error(tmp_path: Path, obstacle: str, re
     elif obstacle in ("text", "older text"):
         text = path if obstacle == "text" else tmp_path / "traffic.2"
         assert text.read_text() == "dear"
+
+
+def test_processes_that_record_nothing_delete_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "traffic"
+    write(path, looked_up(1, 7.0))
+    for _ in range(6):
+        write(path)
+    path.write_bytes(path.read_bytes()[:30])  # As after a power loss.
+    write(path)
+    assert sorted(name.name for name in tmp_path.iterdir()) == ["traffic", "traffic.1"]
+    assert times(tmp_path / "traffic.1") == [7.0]
+
+
+def test_fewer_files_than_before(tmp_path: Path) -> None:
+    path = tmp_path / "traffic"
+    for _ in range(5):
+        write(path, looked_up(1))
+    (tmp_path / "traffic.9").write_text("dear")
+    file = begin(path, files=2)
+    file.close()
+    assert sorted(name.name for name in tmp_path.iterdir()) == ["traffic", "traffic.1", "traffic.9"]
+
+
+def test_configured_tenants_keep_their_names(tmp_path: Path) -> None:
+    path = tmp_path / "traffic"
+    salted = tenant_of_salt("secret")
+    file = RecordingFile.open(RecordingSettings(path=path), {salted: "team-a", "salt-pool": "salt-pool"})
+    file.write([looked_up(1, hints=ChunkHints(name)) for name in (salted, "salt-pool", "someone")])
+    file.close()
+    assert [request.tenant for request in read_recording(path)] == ["team-a", "salt-pool", "someone"]
 
 
 def test_without_a_path_there_is_no_recording() -> None:

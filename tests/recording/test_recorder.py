@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from kvtier.catalog.hints import ChunkHints
+from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import SettingsError
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.recording import recorder as recorder_module
@@ -154,3 +155,42 @@ async def test_full_disk_keeps_what_was_recorded(tmp_path: Path, caplog: pytest.
         assert recorder.status()["stopped"] == "No space left on device"
         assert {request.tokens for request in read_recording(path)} == {60_000 * 16}
     assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 1
+
+
+async def test_full_disk_does_not_prevent_a_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with mounted(tmp_path / "small", 1) as folder:
+        (folder / "other").write_bytes(bytes(MIB))
+        async with recording(RecordingSettings(path=folder / "traffic")) as recorder:
+            record(recorder)
+            status = recorder.status()
+    assert (status["recorded"], status["dropped"], status["stopped"]) == (0, 1, "No space left on device")
+    assert [entry.levelno for entry in caplog.records].count(logging.WARNING) == 1
+
+
+@pytest.mark.parametrize(("tokens", "chunk_tokens"), [(0, 16), (32, 16), (49, 16), (3, 0)])
+async def test_lookup_that_could_not_be_read_back_is_dropped(
+    tmp_path: Path, tokens: int, chunk_tokens: int
+) -> None:
+    path = tmp_path / "traffic"
+    async with recording(RecordingSettings(path=path)) as recorder:
+        recorder.record(KEYS, tokens, chunk_tokens, 4096, None)
+        record(recorder)
+    assert len(list(read_recording(path))) == recorder.status()["recorded"] == 1
+    assert recorder.status()["dropped"] == 1
+
+
+async def test_any_error_of_the_writer_only_ends_the_recording(tmp_path: Path) -> None:
+    file = RecordingFile.open(RecordingSettings(path=tmp_path / "traffic"))
+
+    def fail(batch: Sequence[LookedUp]) -> None:
+        raise ValueError("a defect")
+
+    file.write = fail  # type: ignore[method-assign]
+    recorder = Recorder(file)
+    async with open_tasks() as tasks:
+        tasks.start_soon(recorder.run)
+        record(recorder)
+        await until(lambda: stopped(recorder))
+        record(recorder)
+        await recorder.close()
+    assert (recorder.status()["stopped"], recorder.status()["dropped"]) == ("a defect", 2)

@@ -91,10 +91,11 @@ class RequestState:
     computed_before: int = 0
     """How many of its tokens needed no computation."""
 
-    @property
-    def chunk_hints(self) -> ChunkHints | None:
-        """The hints to store with the prompt's chunks."""
-        return hints_for_chunks(self.hints, self.request.cache_salt)
+    chunk_hints: ChunkHints | None = field(init=False)
+    """The hints to store with the prompt's chunks."""
+
+    def __post_init__(self) -> None:
+        self.chunk_hints = hints_for_chunks(self.hints, self.request.cache_salt)
 
     def extend(self, tokens: int, first: int = 0) -> list[ChunkKey]:
         """Return the keys of whole chunks from index ``first`` to ``tokens`` tokens. Hashes no key twice.
