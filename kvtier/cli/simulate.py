@@ -112,13 +112,7 @@ def simulate(
     from kvtier.simulation.replay import Model
     from kvtier.simulation.report import json_of
 
-    for path in (json_file, plot):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {path.parent}: create it, or name another")
-    if plot is not None:
-        from kvtier.bench.plot import expect_matplotlib
-
-        expect_matplotlib()
+    _check_outputs(json_file, plot)
     if config is not None and capacity is not None:
         raise typer.BadParameter("--capacity is for a simulation without --config, which has capacities")
     settings = load_settings(file=config)
@@ -136,17 +130,52 @@ def simulate(
         else:
             caches = _configured(plugins, settings, policies, speeds)
         _check_names(given, caches[0].names)
+        if bench is not None and not speeds.keys() & set(caches[0].names):
+            names = ", ".join(caches[0].names)
+            raise typer.BadParameter(f"{bench} has no results of a tier {names}", param_hint="--bench")
         studies.append(_study(trace, plugins, caches, model, windows))
         if shown:
             _print(studies[-1], windows=windows > 0)
     if not shown:
         print_json(json_of(studies, model))
     elif json_file is not None:
-        json_file.write_text(json.dumps(json_of(studies, model), indent=2) + "\n")
+        with _writing("--json", json_file):
+            json_file.write_text(json.dumps(json_of(studies, model), indent=2) + "\n")
     if plot is not None:
         from kvtier.simulation.plot import save_plot
 
-        save_plot(studies, plot)
+        with _writing("--plot", plot):
+            save_plot(studies, plot)
+
+
+def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
+    """Find out before the work whether its results can be written. Raises ``BadParameter``."""
+    for option, path in (("--json", json_file), ("--plot", plot)):
+        if path is None or path == STDOUT:
+            continue
+        if not path.resolve().parent.is_dir():
+            reason = f"there is no folder {path.parent}: create it, or name another"
+            raise typer.BadParameter(reason, param_hint=option)
+        if path.is_dir():
+            raise typer.BadParameter(f"{path} is a folder: name a file in it", param_hint=option)
+    if plot is not None:
+        from kvtier.bench.plot import expect_matplotlib
+
+        if plot.suffix != ".png":
+            raise typer.BadParameter(
+                f"{plot} does not end with .png: only that is written", param_hint="--plot"
+            )
+        expect_matplotlib()
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    from kvtier.simulation.errors import SimulationError
+
+    try:
+        yield
+    except OSError as error:
+        raise SimulationError(f"{option}: cannot write {path}: {error.strerror or error}") from error
 
 
 def _sized(

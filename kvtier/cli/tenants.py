@@ -22,7 +22,7 @@ def tenants(
     from kvtier.bridge import client
 
     with cache_process(config, socket) as address:
-        rows = client.status(address)["tenants"]
+        rows = client.status(address).get("tenants", [])  # An older process has none.
     if as_json:
         print_json(rows)
         return

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from kvtier.simulation.errors import SimulationError
-from kvtier.units import parse_size
+from kvtier.units import format_size, parse_size
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
@@ -18,8 +18,14 @@ class Capacity(NamedTuple):
     percent: float | None = None
 
     def of(self, unique_chunks: int, chunk_bytes: int) -> int:
-        """Return the capacity in bytes. A percentage is rounded down to whole chunks, but at least one."""
+        """Return the capacity in bytes. A percentage is rounded down to whole chunks, but at least one.
+
+        Raises :class:`SimulationError` if no chunk fits.
+        """
         if self.bytes is not None:
+            if self.bytes < chunk_bytes:
+                size, chunk = format_size(self.bytes), format_size(chunk_bytes)
+                raise SimulationError(f"--capacity {size} holds no chunk of {chunk}: use a larger one")
             return self.bytes
         assert self.percent is not None
         # As an integer, because 0.07 * 100 is more than 7.

@@ -11,7 +11,6 @@ from kvtier.catalog.catalog import Catalog
 from kvtier.errors import SettingsError
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings, TierSettings
-from kvtier.settings.model import PAGE_BYTES
 from kvtier.simulation.errors import SimulationError
 from kvtier.tiers.level import Level
 from kvtier.tiers.tenants import configured_tenants, shared_policy
@@ -64,8 +63,6 @@ def one_tier(plugins: Plugins, policy: str, capacity: int, speeds: Mapping[str, 
 
     Raises :class:`SettingsError`, which lists the known policies.
     """
-    if capacity < PAGE_BYTES:
-        raise SimulationError(f"a capacity of {capacity} bytes holds no chunk: use a larger one")
     settings = Settings(
         tiers=[
             {

@@ -211,5 +211,5 @@ def test_tenants_keep_their_share() -> None:
 def test_unknown_policy_and_useless_capacity_are_refused() -> None:
     with pytest.raises(KVTierError, match=r"eviction.*unknown.*'mru'.*lru"):
         one_tier(PLUGINS, "mru", size_of(1), {})
-    with pytest.raises(KVTierError, match="holds no chunk"):
+    with pytest.raises(KVTierError, match="use a size that holds many chunks"):
         one_tier(PLUGINS, "lru", 100, {})
