@@ -11,7 +11,6 @@ from kvtier.catalog.catalog import Catalog
 from kvtier.errors import SettingsError
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings, TierSettings
-from kvtier.simulation.errors import SimulationError
 from kvtier.tiers.level import Level
 from kvtier.tiers.tenants import configured_tenants, shared_policy
 

@@ -19,7 +19,7 @@ from kvtier.catalog.policies.arc import ArcPolicy
 from kvtier.catalog.policies.gdsf import GdsfPolicy
 from kvtier.catalog.policies.ghosts import Ghosts
 from kvtier.catalog.policies.lfu import LfuPolicy
-from kvtier.catalog.policies.rings import NO_ROW, NOWHERE, Rings
+from kvtier.catalog.policies.rings import MAX_PASSED, NO_ROW, NOWHERE, Rings
 from kvtier.catalog.policies.s3fifo import S3FifoPolicy
 from kvtier.catalog.policies.sieve import SievePolicy
 from kvtier.catalog.policies.sketch import Sketch
@@ -317,3 +317,20 @@ def test_sketch_never_forgets_and_rarely_exaggerates() -> None:
     assert sum(found[hashed] > min(count, 15) for hashed, count in counts.items()) < 300
     sketch.halve()
     assert all(sketch.count(hashed) == count // 2 for hashed, count in found.items())
+
+
+@pytest.mark.parametrize("policy", [SievePolicy, S3FifoPolicy])
+def test_search_passes_by_few_chunks_even_if_all_were_used(
+    policy: type[EvictionPolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search blocks the event loop: ten million used chunks would take seconds before the first victim."""
+    catalog = Catalog([policy.factory()])
+    keys = prompt_of(1, 3 * MAX_PASSED)
+    catalog.add_chain(keys, 0, [1] * len(keys), State.READY)
+    for _ in range(3):
+        catalog.touch(keys)
+    passed: list[int] = []
+    warmer = Rings.warmer
+    monkeypatch.setattr(Rings, "warmer", lambda self, row: (passed.append(row), warmer(self, row))[1])
+    next(catalog.policies[0].victims())
+    assert MAX_PASSED <= len(passed) <= MAX_PASSED + 2

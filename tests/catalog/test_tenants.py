@@ -101,6 +101,26 @@ def test_share_is_kept_and_the_rest_divided_by_weight() -> None:
     assert shared.chunks() == pytest.approx({"a": 55, "b": 32, OTHER: 13}, abs=1)
 
 
+def test_a_search_for_all_spares_no_share() -> None:
+    """At a shutdown, what only memory holds is written, whoever it belongs to and whatever is in use."""
+    shared = Shared({"a": Quota(0.3)})
+    mine, other = shared.store("a", 10), shared.store("", 1)
+    shared.catalog.pin(other, None)
+    assert shared.catalog.victims(0) == []
+    assert sorted(shared.catalog.victims(0, reach=Reach.ANY)) == sorted(mine)
+
+
+def test_a_maximum_of_the_whole_room_is_left_to_the_watermarks() -> None:
+    """Otherwise whoever has the tier alone would have to leave in small pieces from the low watermark on."""
+    shared = Shared({"a": Quota(0.3, 0.5)})
+    for number in range(ROOM + 20):
+        shared.catalog.add(key(1000 + number), 0, LENGTH, READY)
+    assert shared.policy().excess_bytes() == 0
+    for number in range(60):
+        shared.catalog.add(key(5000 + number), 0, LENGTH, READY, hints=ChunkHints("a"))
+    assert shared.policy().excess_bytes() == 10 * LENGTH
+
+
 def test_unused_share_is_lent_and_taken_back() -> None:
     shared = Shared({"a": Quota(0.6)})
     shared.store("", 150)
