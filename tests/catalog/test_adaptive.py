@@ -151,17 +151,20 @@ def test_rows_that_another_tier_frees_and_reuses_do_not_mix_requests() -> None:
     make = AdaptivePolicy.factory(AdaptiveSettings(type="adaptive"), 1000 * LENGTH)
     catalog = Catalog([make, LruPolicy.factory()])
     first, second = prompt_of(0, 1), prompt_of(1, 3)
+    catalog.add_chain(prompt_of(9, 1), 0, [LENGTH], State.READY)
     catalog.add_chain(second, 1, [LENGTH] * 3, State.READY)
-    catalog.add_chain(first, 0, [LENGTH], State.READY)
     catalog.touch(second)
+    row = catalog.row(second[2])
     catalog.remove_all([second[2], second[0], second[1]], 1)
+    catalog.add_chain(first, 0, [LENGTH], State.READY)
     for key, parent in zip(second, [None, *second], strict=False):
         catalog.add(key, 0, LENGTH, State.READY, parent)
+    assert catalog.row(second[1]) == row
     catalog.remove_all([second[2], first[0]], 0)
     for number in range(2 * OPEN_REQUESTS):
         catalog.add_chain(prompt_of(10 + number, 1), 0, [LENGTH], State.READY)
-    assert catalog.victims(0)[0] == second[1]
-    assert len(catalog) == 2 + 2 * OPEN_REQUESTS
+    assert len(catalog) == 3 + 2 * OPEN_REQUESTS
+    assert set(second[:2]) < set(catalog.victims(0))
 
 
 def test_without_a_capacity_there_are_no_shadow_caches() -> None:
