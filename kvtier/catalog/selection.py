@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvtier.catalog.children import MANY, ChildCounts
 from kvtier.catalog.eviction import ChunkColumns, EvictionPolicy
@@ -25,7 +25,7 @@ def select_victims(
     needed_bytes: int,
     limit: int | None,
     reach: Reach = Reach.ALL,
-) -> list[int]:
+) -> Sequence[int]:
     """Choose victims while a policy offers one row after another. Return their rows, in order.
 
     A chunk is chosen once each of its children in the tier was chosen or must stay; if these come later in
@@ -74,7 +74,15 @@ def select_victims(
             if deferred and parent in deferred:
                 choose_deferred(parent)
     else:
-        if not chosen and deferred and (shared is None or not shared.unblock()):
-            # In a corrupt, circular chain every chunk waits for another. It must not stay for ever.
-            return list(deferred)[-1:]
+        if not chosen and deferred:
+            return _unblocked(list(deferred), shared)
     return chosen if shared is None or reach is Reach.ANY else shared.due(chosen)
+
+
+def _unblocked(deferred: Sequence[int], shared: TenantPolicies | None) -> Sequence[int]:
+    """Return what to choose if all chunks wait for others.
+
+    Those may be chunks of other tenants, who give up some from now on. In a corrupt, circular chain every
+    chunk waits for another: it must not stay in the tier for ever.
+    """
+    return [] if shared is not None and shared.unblock() else deferred[-1:]
