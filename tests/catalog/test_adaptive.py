@@ -83,7 +83,7 @@ def test_it_goes_back_when_the_traffic_changes() -> None:
     before = cache.policy.hit_rates
 
     def pairs() -> None:
-        for number in range(3000):
+        for number in range(1000):
             cache.ask(prompt_of(1000 + number, 5))
             if number >= 20:
                 cache.ask(prompt_of(1000 + number - 20, 5))
