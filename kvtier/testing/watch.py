@@ -110,7 +110,8 @@ class LoopWatch:
         cpu_seconds, tasks = self._cpu_seconds(), _tasks()
         asleep = place == stall.place and not _is_select(frame)
         slept = _seconds_asleep(self._native_id, stall.tasks, tasks) if asleep else 0.0
-        if not _is_reading_source(frame):
+        # Walking the frames of a running thread can crash CPython 3.11, so not while it only waits.
+        if _is_select(frame) or not _is_reading_source(frame):
             stall.seconds += max(cpu_seconds - stall.cpu_seconds, slept)
         stall.cpu_seconds, stall.place, stall.tasks = cpu_seconds, place, tasks
         if stall.seconds > self.limit and not stall.stack:
