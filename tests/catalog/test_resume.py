@@ -13,12 +13,15 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.resume import MAX_SETTLED, ResumePolicy, ResumeSettings
 from kvtier.catalog.policies.returns import (
     AGES,
+    CLASSES,
     FIRST_EXPECTED,
+    FIRST_GAP,
     NEW,
     STARTS,
     WIDTHS,
     Returns,
     best_rates,
+    class_continued,
     class_expected,
     class_of,
     span,
@@ -70,9 +73,21 @@ def test_span_is_that_with_the_age() -> None:
 
 
 def test_classes_are_ordered_by_time_and_bounded() -> None:
-    assert class_of(0, 0) == class_of(1, 1) == NEW + 1
-    assert class_of(5, 5) < class_of(20, 20) < class_of(90, 90) < class_of(1e9, 1e9) < FIRST_EXPECTED
+    assert class_of(0) == class_of(1) == FIRST_GAP
+    assert class_of(5) < class_of(20) < class_of(90) < class_of(1e9) < FIRST_EXPECTED
     assert class_expected(0) == FIRST_EXPECTED < class_expected(10) < class_expected(1e9)
+
+
+@pytest.mark.parametrize("kind", [NEW, class_of(1), class_of(20), class_of(1e9)])
+def test_class_grows_with_the_new_chunks_and_stays_the_same_otherwise(kind: int) -> None:
+    sizes = [class_continued(kind, chunks) for chunks in (0, 1, 2, 3, 4, 100, 10_000)]
+    assert sizes == [kind, kind + 1, kind + 2, kind + 2, kind + 3, kind + 7, kind + 7]
+    assert class_continued(sizes[3], 1) == sizes[3], "decoding adds one chunk at a time"
+
+
+@pytest.mark.parametrize("kind", [class_expected(0), class_expected(1e9), CLASSES - 1])
+def test_class_of_a_hint_does_not_depend_on_the_new_chunks(kind: int) -> None:
+    assert class_continued(kind, 100) == kind
 
 
 @pytest.mark.parametrize("first", [0, 3, 7])
@@ -92,14 +107,42 @@ def test_value_is_the_best_rate_of_hits_of_any_time_to_keep(first: int) -> None:
 
 def test_what_is_learned_replaces_what_was_assumed() -> None:
     returns = Returns()
-    kind = class_of(30, 30)
+    kind = class_of(30)
     for _ in range(200):
-        returns.waited(kind, 0, 3)
-        returns.returned(kind, 3, 30.0)
+        returns.waited(kind, 0, 1, 30.0)
+        returns.returned(kind, 30.0)
     values = returns.values(kind)
     assert values[0] == pytest.approx(1 / 30, rel=0.15)
     assert values[span(25.0)] > 3 * values[0], "it is about to come back"
     assert values[span(300.0)] < values[0], "it has not come back in time"
+
+
+def test_those_who_are_still_away_count() -> None:
+    """The first returns at an age are seen before anyone has been given up. They must not look certain."""
+    cache = Cache(10_000)
+    for number in range(400):
+        cache.now += 0.25
+        cache.ask(prompt_of(number, 1))
+        if number >= 200 and number % 10 == 0:  # One of ten comes back, 50 s later.
+            cache.ask(prompt_of(number - 200, 1))
+    policy = cache.catalog.policies[0]
+    assert isinstance(policy, ResumePolicy)
+    returns = policy._returns._all
+    chance = 1.0
+    for at in range(span(75.0)):
+        chance *= 1 - min(1.0, returns.returns[at] * WIDTHS[at] / max(returns.waited[at], 1e-9))
+    assert 1 - chance == pytest.approx(0.1, abs=0.05)
+
+
+def test_prompts_that_never_return_are_noticed_without_any_return() -> None:
+    policy = Cache(10_000).catalog.policies[0]
+    assert isinstance(policy, ResumePolicy)
+    returns, kind = policy._returns, class_continued(NEW, 8)
+    before = returns.values(kind)[0]
+    for _ in range(100):
+        returns.passed()
+        returns.waited(kind, 0, 100, 0.5)
+    assert returns.values(kind)[0] < before / 10
 
 
 def test_gaps_are_learned_while_nothing_is_evicted() -> None:
@@ -111,7 +154,7 @@ def test_gaps_are_learned_while_nothing_is_evicted() -> None:
             cache.now += 20
     policy = cache.catalog.policies[0]
     assert isinstance(policy, ResumePolicy)
-    values = policy._returns.values(class_of(600, 600))
+    values = policy._returns.values(class_continued(class_of(600), 0))
     assert values[span(500.0)] > 3 * values[span(1.0)]
     cache.catalog.touch([])
     visits = policy._visits

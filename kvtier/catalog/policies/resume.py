@@ -12,6 +12,7 @@ from kvtier.catalog.policies.returns import (
     CLASSES,
     NEW,
     Returns,
+    class_continued,
     class_expected,
     class_of,
     class_retained,
@@ -49,9 +50,10 @@ class ResumeSettings(PolicySettings):
 class ResumePolicy(EvictionPolicy):
     """Orders prompts by the hits per second that they are worth: see :mod:`kvtier.catalog.policies.returns`.
 
-    A prompt that comes back is recognised by the end of its last visit. Its class is that of its gaps so far,
-    or of what its request told about the future. Visits of a class and a span of age are equally worth, and
-    share a ring; within a visit the deepest chunk leaves first. 4 bytes for each chunk, 33 for each visit.
+    A prompt that comes back is recognised by the end of its last visit. Its class is that of its gaps so far
+    and of how many chunks are new, or of what its request told about the future. Visits of a class and a span
+    of age are equally worth, and share a ring; within a visit the deepest chunk leaves first. 4 bytes for
+    each chunk, 33 for each visit.
     """
 
     settings_type = ResumeSettings
@@ -69,8 +71,10 @@ class ResumePolicy(EvictionPolicy):
         self._ranked: list[int] = []
         """The rings in the order of eviction; empty if that is not known."""
         self._settled = self._now = 0.0
+        self._elapsed = 0.0
+        """Seconds between the last two times that settling began."""
         self._unsettled: list[int] = []
-        """Rings whose visits are still to be moved on."""
+        """Rings whose visits are still to be moved on; inverted if some of them have been."""
         self._offered: list[tuple[int, int]] = []
         """The visits that the last search has offered, and their last rows."""
         self._passed: set[int] = set()
@@ -87,10 +91,11 @@ class ResumePolicy(EvictionPolicy):
         parent = self._chunks.parents[rows[0]]
         visit = visits.visit(parent)
         if visit == NONE or visits.tails[visit] != parent:
-            visit = self._begin(rows[-1], now)
+            visit = self._begin(rows[-1], now, class_continued(NEW, len(rows)))
         else:
             kind = self._kind(visit)
-            self._put(visit, NEW if kind == LEFT else kind, rows[-1], now)
+            kind = class_continued(NEW if kind == LEFT else kind, len(rows))
+            self._put(visit, kind, rows[-1], now)
             visits.forget_ghost(visit)  # It may have lost chunks that come back now.
         visits.give(visit, rows)
         if visits.ghosts:
@@ -177,8 +182,8 @@ class ResumePolicy(EvictionPolicy):
 
     # Visits.
 
-    def _begin(self, row: int, now: float) -> int:
-        ring = self._ring(NEW, row, now)
+    def _begin(self, row: int, now: float, kind: int = NEW) -> int:
+        ring = self._ring(kind, row, now)
         self._use(ring)
         return self._visits.new(now, ring)
 
@@ -213,11 +218,11 @@ class ResumePolicy(EvictionPolicy):
         """Continue the history of an earlier visit in a new one."""
         visits = self._visits
         gap = max(now - visits.since[before], 0.0)
-        self._returns.returned(self._kind(before), visits.rings[before] % AGES, gap)
+        self._returns.returned(self._kind(before), gap)
         typical = visits.typical[before]
         typical = gap if not typical else typical * ((gap + 1) / (typical + 1)) ** self._learn
         visits.typical[visit] = max(typical, 1e-3)
-        self._put(visit, class_of(typical, gap), row, now)
+        self._put(visit, class_of(typical), row, now)
         if visits.counts[before]:  # Its last chunk, which has another continuation now.
             visits.forget_ghost(before)
             self._use(_LEFT_RING)
@@ -244,24 +249,41 @@ class ResumePolicy(EvictionPolicy):
         self._visits.end(visit)
 
     def _settle(self, now: float) -> None:
-        """Move visits on to the span of their age, some in each call."""
+        """Move visits on to the span of their age, and record how long they have been away. Some a call."""
         self._now = now
         if not self._unsettled:
             if 0 <= now - self._settled < SETTLE_SECONDS:
                 return
-            self._settled, self._unsettled = now, list(self._used)
+            self._elapsed, self._settled = max(0.0, now - self._settled), now
+            self._unsettled = sorted(
+                self._used
+            )  # From the end: older ones first, which the younger ones join.
+            self._returns.passed()
             self._ranked.clear()
-        visits, left = self._visits, MAX_SETTLED
+        left = MAX_SETTLED
         while self._unsettled and left > 0:
             left -= 1
-            ring = self._unsettled[-1]
+            ring, begun = self._unsettled.pop(), False
+            if ring < 0:
+                ring, begun = ~ring, True
             kind, at = ring // AGES % KINDS, ring % AGES
-            visit = visits.oldest(ring)
-            if visit == NONE:
+            if kind != LEFT:
+                if not begun:
+                    self._returns.waited(kind, at, self._visits.sizes[ring], self._elapsed)
+                left = self._move_on(ring, now, left)
+                if left == 0:
+                    self._unsettled.append(~ring)
+            if not self._visits.sizes[ring]:
                 self._used.discard(ring)
-            elif kind != LEFT and (reached := span(now - visits.since[visit])) > at:
-                self._returns.waited(kind, at, reached)
-                self._use(ring - at + reached)
-                visits.move(visit, ring - at + reached)
-                continue
-            self._unsettled.pop()
+
+    def _move_on(self, ring: int, now: float, most: int) -> int:
+        """Move visits that have become too old for a ring, at most so many. Return how many more may move."""
+        visits, at = self._visits, ring % AGES
+        while most > 0:
+            visit = visits.oldest(ring)
+            if visit == NONE or (reached := span(now - visits.since[visit])) <= at:
+                return most
+            self._use(ring - at + reached)
+            visits.move(visit, ring - at + reached)
+            most -= 1
+        return most

@@ -1,9 +1,11 @@
 """When prompts come back: learned from how long others like them have taken.
 
 Prompts are put into classes. For each class and each span of age, count how many came back and for how long
-any were waited for; their quotient is the rate of return. Few observations are completed by those of the
-class above: a class with a history of gaps by its typical gap, that by all classes. What a client tells about
-the future is the class of its prompts, and counts for as much as such prompts have kept to it.
+any were waited for; their quotient is the rate of return. Those that are still away count as well: otherwise
+the ages that have just been reached would look like those at which everyone returns. Few observations are
+completed by those of the class above: a class with a typical gap and a number of new chunks by all with that
+gap, these by all classes. What a client tells about the future is the class of its prompts, and counts for as
+much as such prompts have kept to it.
 
 What a prompt is worth is the highest rate at which keeping it for some time yields hits: the chance that it
 returns within that time, divided by the expected time until it returns or is given up. This is the index of
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 from itertools import pairwise
-from math import exp, log
+from math import exp, expm1, log
 
 AGES = 24
 """Spans of age."""
@@ -29,19 +31,21 @@ WIDTHS = (*(stop - start for start, stop in pairwise(STARTS)), STARTS[-1])
 PRIOR = 8.0
 """As many observations as the class above counts for."""
 FORGET = 4000.0
-"""Returns of a class after which its observations are halved, so that it follows the traffic."""
+"""Returns of a class, or expected ones, after which its observations are halved, to follow the traffic."""
 STALE = 1 / 16
-"""Classes are evaluated again after so many more returns, relative to those that are remembered."""
-FRESH_RETURNS = 8
+"""Classes are evaluated again after so many more returns and times, relative to the remembered returns."""
+FRESH = 8
 """At least so many."""
 
-TYPICAL_GAPS, LAST_GAPS = 12, 8
+SIZES = 8
+"""Classes by the number of new chunks: none, 1, 2 or 3, 4 to 7, ... Few of the long ones come back."""
+TYPICAL_GAPS = 12
 EXPECTED, RETAINED = 20, 12
 NEW = 0
-"""Class of prompts that have not come back yet."""
-FIRST_GAP = NEW + 1
-"""First of the classes of prompts that have, by typical gap and last gap."""
-FIRST_EXPECTED = FIRST_GAP + TYPICAL_GAPS * LAST_GAPS
+"""First of the classes of prompts that have not come back yet, by new chunks."""
+FIRST_GAP = NEW + SIZES
+"""First of the classes of prompts that have, by typical gap and new chunks."""
+FIRST_EXPECTED = FIRST_GAP + TYPICAL_GAPS * SIZES
 """First of the classes of prompts whose request told when it continues, by that time."""
 FIRST_RETAINED = FIRST_EXPECTED + EXPECTED
 """First of the classes of prompts whose request told for how long to keep it, by that time."""
@@ -58,10 +62,17 @@ def span(age: float) -> int:
     return at + 1 if at + 1 < AGES and age >= STARTS[at + 1] else at
 
 
-def class_of(typical: float, last: float) -> int:
-    """Return the class of a prompt that came back, by its typical and its last gap in seconds."""
-    coarse = _scale(last, 4.0, _LOG_2, LAST_GAPS)
-    return FIRST_GAP + _scale(typical, 4.0, _LOG_GROWTH, TYPICAL_GAPS) * LAST_GAPS + coarse
+def class_of(typical: float) -> int:
+    """Return the class of a prompt that came back after typical gaps of so many seconds, with nothing new."""
+    return FIRST_GAP + _scale(typical, 4.0, _LOG_GROWTH, TYPICAL_GAPS) * SIZES
+
+
+def class_continued(kind: int, chunks: int) -> int:
+    """Return the class of a prompt of class ``kind`` to which so many new chunks are added at once."""
+    if kind >= FIRST_EXPECTED:
+        return kind
+    size = (kind - NEW) % SIZES
+    return kind - size + max(size, min(SIZES - 1, chunks.bit_length()))
 
 
 def class_expected(seconds: float) -> int:
@@ -103,17 +114,27 @@ class _Observations:
         self.returns[at] += 1.0
         self.total += 1.0
         if self.total > FORGET:
-            for span_ in range(AGES):
-                self.returns[span_] *= 0.5
-                self.waited[span_] *= 0.5
-            self.total *= 0.5
+            self._halve()
+
+    def _halve(self) -> None:
+        for at in range(AGES):
+            self.returns[at] *= 0.5
+            self.waited[at] *= 0.5
+        self.total *= 0.5
 
     def rates(self, above: list[float]) -> list[float]:
-        """Return the returns per second in each span. ``above``: those of the class above."""
+        """Return the returns per second in each span. ``above``: those of the class above.
+
+        The class is assumed to return more or less often than that one by the same factor at all ages.
+        """
+        expected = sum([seconds * rate for seconds, rate in zip(self.waited, above, strict=True)])
+        factor = (self.total + PRIOR) / (expected + PRIOR)
+        if expected > FORGET:  # As many prompts of the class above would have come back.
+            self._halve()
         observed = zip(self.returns, self.waited, above, WIDTHS, strict=True)
         return [
-            (count + PRIOR * prior * width) / (seconds + PRIOR * width)
-            for count, seconds, prior, width in observed
+            (count + PRIOR * factor * rate * width) / (seconds + PRIOR * width)
+            for count, seconds, rate, width in observed
         ]
 
 
@@ -122,49 +143,58 @@ class Returns:
 
     def __init__(self) -> None:
         self._all = _Observations()
-        self._typical = [_Observations() for _ in range(TYPICAL_GAPS)]
+        self._any_size = [_Observations() for _ in range(1 + TYPICAL_GAPS)]
+        """New prompts, and those of each typical gap."""
         self._exact = [_Observations() for _ in range(CLASSES)]
         self._values: list[list[float] | None] = [None] * CLASSES
         self._count = 0
+        """Of returns, and of times that waiting was recorded."""
         self._evaluate_at = [0.0] * CLASSES
-        """The number of returns at which a class is evaluated again."""
+        """The count at which a class is evaluated again."""
 
     def _path(self, kind: int) -> tuple[_Observations, ...]:
         """Return the observations of a class, those of all classes first."""
-        if FIRST_GAP <= kind < FIRST_EXPECTED:
-            return self._all, self._typical[(kind - FIRST_GAP) // LAST_GAPS], self._exact[kind]
+        if kind < FIRST_EXPECTED:
+            return self._all, self._any_size[(kind - NEW) // SIZES], self._exact[kind]
         return self._all, self._exact[kind]
 
-    def waited(self, kind: int, first: int, stop: int) -> None:
-        """Record that a prompt was away from span ``first`` on, and has not returned before ``stop``."""
-        for observations in self._path(kind):
-            for at in range(first, stop):
-                observations.waited[at] += WIDTHS[at]
+    def passed(self) -> None:
+        """Note that time has passed, which is about to be recorded."""
+        self._count += 1
 
-    def returned(self, kind: int, first: int, age: float) -> None:
-        """Record that a prompt came back at an age. The spans before ``first`` are recorded already."""
-        at = max(first, span(age))
-        self.waited(kind, first, at)
+    def waited(self, kind: int, first: int, count: int, seconds: float) -> None:
+        """Record that ``count`` prompts of a class have been away for ``seconds`` more, first in a span."""
+        path = self._path(kind) if count else ()
+        for at in range(first, AGES):
+            here = seconds if at == AGES - 1 else min(seconds, WIDTHS[at])
+            for observations in path:
+                observations.waited[at] += count * here
+            seconds -= here
+            if seconds <= 0:
+                return
+
+    def returned(self, kind: int, age: float) -> None:
+        """Record that a prompt came back at an age."""
+        at = span(age)
         self._count += 1
         for observations in self._path(kind):
-            observations.waited[at] += max(age - STARTS[at], 0.0)
             observations.returned(at)
 
     def values(self, kind: int) -> list[float]:
         """Return the hits per second that prompts of a class are worth, by span of age. 0.1 ms at times."""
         values = self._values[kind]
         if values is None or self._count >= self._evaluate_at[kind]:
-            rates = [_UNKNOWN / (start + _UNKNOWN_SECONDS) for start in STARTS]
+            rates = _ASSUMED
             for observations in self._path(kind):
                 rates = observations.rates(rates)
             values = self._values[kind] = best_rates(rates)
             if kind >= FIRST_RETAINED:
                 _raise_retained(values, _SHORTEST_RETENTION * 2 ** (kind - FIRST_RETAINED))
-            self._evaluate_at[kind] = self._count + max(FRESH_RETURNS, STALE * self._all.total)
+            self._evaluate_at[kind] = self._count + max(FRESH, STALE * self._all.total)
         return values
 
 
-_UNKNOWN, _UNKNOWN_SECONDS = 0.3, 10.0
+_ASSUMED = [0.3 / (start + 10.0) for start in STARTS]
 """Before anything is known, the rate of return is assumed to fall with age, which gives the order of LRU."""
 
 
@@ -175,8 +205,7 @@ def best_rates(rates: list[float]) -> list[float]:
     """
     stay = [exp(-rate * width) for rate, width in zip(rates, WIDTHS, strict=True)]
     spent = [
-        (1 - chance) / rate if rate > 0 else width
-        for chance, rate, width in zip(stay, rates, WIDTHS, strict=True)
+        -expm1(-rate * width) / rate if rate > 0 else width for rate, width in zip(rates, WIDTHS, strict=True)
     ]
     best = []
     for first in range(AGES):

@@ -49,6 +49,8 @@ class Visits:
         """The key of each visit in :attr:`ghosts`; 0 if it is not there."""
         self.rings = array("i")
         """The ring of each visit."""
+        self.sizes = array("i", bytes(4 * rings))
+        """The number of visits in each ring."""
         self._newer, self._older = array("i", range(rings)), array("i", range(rings))
         self._ends = rings
         self._vacant: list[int] = []
@@ -209,6 +211,7 @@ class Visits:
     def append(self, visit: int, ring: int) -> None:
         """Link a visit that is in no ring as the newest of one."""
         self.rings[visit] = ring
+        self.sizes[ring] += 1
         place, ends = visit + self._ends, ring
         newest = self._older[ends]
         self._older[place], self._newer[place] = newest, ends
@@ -218,6 +221,7 @@ class Visits:
         place = visit + self._ends
         newer, older = self._newer[place], self._older[place]
         self._older[newer], self._newer[older] = older, newer
+        self.sizes[self.rings[visit]] -= 1
         self.rings[visit] = NONE
 
     def move(self, visit: int, ring: int) -> None:
