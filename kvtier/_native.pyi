@@ -1,7 +1,7 @@
 """kvtier's native core (csrc/). Imported by :mod:`kvtier.native` alone."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 def build_info() -> dict[str, str | int]:
     """Return the compiler, the available features (avx2, avx512, io_uring) and ``abi``.
@@ -124,6 +124,83 @@ def xxh3_128(data: bytes | memoryview) -> bytes:
     """Return the XXH3-128 hash, as ``xxhash.xxh3_128_digest`` does. Blocks without the GIL.
 
     Raises ``ValueError`` for fewer than 241 bytes.
+    """
+
+class ChunkTable:
+    """See :class:`kvtier.catalog.table.ChunkTable`. Keeps the GIL.
+
+    The columns are locked during each call only. ``lengths`` and ``children``: by tier. All methods raise
+    ``IndexError`` if a row or a tier is out of bounds, and :meth:`fill` ``ValueError`` if a key does not have
+    32 bytes. Others never find such a key.
+    """
+
+    parents_only: int
+
+    def __init__(
+        self,
+        keys: bytearray,
+        parents: array[int],
+        ready: bytearray,
+        pending: bytearray,
+        spaces: array[int],
+        generations: array[int],
+        shared_lengths: array[int],
+        lengths: Sequence[array[int]],
+        children: Sequence[array[int]],
+    ) -> None: ...
+    def find(self, key: bytes) -> int: ...
+    def find_all(self, keys: Sequence[bytes]) -> list[int]: ...
+    def prefix(self, keys: Sequence[bytes], among: int) -> tuple[list[int], bytes]: ...
+    def absent(self, keys: Sequence[bytes], tier: int) -> list[int]: ...
+    def fill(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        parent: int,
+        space: int,
+        generation: int,
+    ) -> None: ...
+    def enter(self, rows: Sequence[int], tier: int, ready: bool) -> int: ...
+    def leave(self, keys: Sequence[bytes], tier: int) -> tuple[list[int], int]: ...
+    def release(self, rows: Sequence[int], tier: int) -> list[int]: ...
+    def free_parents(self, rows: Sequence[int]) -> list[int]: ...
+
+class LruOrder:
+    """The rows of a ring, from the coldest. Raises ``IndexError`` if a link is out of bounds.
+
+    Like a generator, it reads the next link when the next row is asked for. ``select_victims`` steps through
+    it without Python.
+    """
+
+    def __init__(self, warmer: array[int]) -> None: ...
+    def __iter__(self) -> Iterator[int]: ...
+    def __next__(self) -> int: ...
+
+def keys_at(column: bytearray, rows: Iterable[int]) -> list[bytes]:
+    """Return the keys in these rows of a column of keys. Raises ``IndexError`` if a row is out of bounds."""
+
+def split_keys(joined: bytes) -> list[bytes]:
+    """Split joined keys. Raises ``ValueError`` if the length is no multiple of a key's."""
+
+def select_victims(
+    order: Iterator[int],
+    parents: array[int],
+    lengths: array[int],
+    children: array[int],
+    ready: bytearray,
+    mask: int,
+    is_pinned: Callable[[int], bool] | None,
+    is_leased: Callable[[int], bool] | None,
+    needed_bytes: int,
+    limit: int,
+    deferred: int,
+) -> list[int]:
+    """Choose victims in an order: see :func:`kvtier.catalog.selection.select_victims`.
+
+    ``limit`` and ``deferred``: how many chunks to examine and to pass by at most; negative for no limit. The
+    columns cannot be resized meanwhile. Raises ``IndexError`` if ``order`` yields what is not a row, and what
+    ``order`` and the two functions raise.
     """
 
 def lru_touch(warmer: array[int], colder: array[int], rows: Sequence[int]) -> None:

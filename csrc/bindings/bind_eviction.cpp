@@ -1,7 +1,6 @@
 #include <nanobind/nanobind.h>
 
-#include <vector>
-
+#include "columns.hpp"
 #include "kvtier/lru_ring.hpp"
 #include "subjects.hpp"
 #include "token_ids.hpp"
@@ -14,27 +13,7 @@ namespace {
 
 using eviction::LruRing;
 
-// A writable array of C ints, locked while this lives.
-class Places {
-   public:
-    explicit Places(nb::handle array) {
-        if (PyObject_GetBuffer(array.ptr(), &buffer_, PyBUF_CONTIG) != 0) throw nb::python_error();
-        if (buffer_.itemsize != sizeof(LruRing::Place)) {
-            PyBuffer_Release(&buffer_);
-            throw nb::type_error("places must be 32-bit integers");
-        }
-    }
-    ~Places() { PyBuffer_Release(&buffer_); }
-    Places(const Places&) = delete;
-    Places& operator=(const Places&) = delete;
-
-    std::span<LruRing::Place> span() const {
-        return {static_cast<LruRing::Place*>(buffer_.buf), static_cast<std::size_t>(buffer_.len / buffer_.itemsize)};
-    }
-
-   private:
-    Py_buffer buffer_{};
-};
+using Places = Column<LruRing::Place>;
 
 // Rows are 32-bit words, like token ids.
 template <typename Change>

@@ -5,6 +5,7 @@
 
 namespace kvtier::bindings {
 
+void bind_catalog(nanobind::module_& module);
 void bind_copy(nanobind::module_& module);
 void bind_disk(nanobind::module_& module);
 void bind_eviction(nanobind::module_& module);

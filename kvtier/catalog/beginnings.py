@@ -9,6 +9,7 @@ from kvtier.catalog.eviction import ChunkColumns
 from kvtier.catalog.pins import ChunkPins
 from kvtier.catalog.rows import Rows
 from kvtier.catalog.siblings import Siblings, Similar
+from kvtier.catalog.table import NO_ROW
 from kvtier.memory.keys import ChunkKey
 
 
@@ -25,10 +26,14 @@ class Beginnings:
         self._pins = pins
         self._siblings = Siblings(columns.parents)
 
+    def __bool__(self) -> bool:
+        """Whether any marks were ever recorded."""
+        return bool(self._siblings)
+
     def set(self, key: ChunkKey, parent: ChunkKey, marks: bytes) -> None:
         """Record what a chunk begins with; ignored if it is in no tier."""
         row = self._rows.find(key)
-        if row is not None and self._ready[row] | self._pending[row]:
+        if row != NO_ROW and self._ready[row] | self._pending[row]:
             self._siblings.add(row, parent, marks)
 
     def remove(self, row: int) -> None:
@@ -42,12 +47,12 @@ class Beginnings:
     def has(self, key: ChunkKey) -> bool:
         """Return whether it is known what a chunk begins with."""
         row = self._rows.find(key)
-        return row is not None and self._siblings.has(row)
+        return row != NO_ROW and self._siblings.has(row)
 
     def like(self, parent: ChunkKey, marks: bytes) -> Similar | None:
         """Return the chunk after ``parent`` that shares most leading marks, if any does."""
         above = self._rows.find(parent)
-        row, shared = self._siblings.best(parent if above is None else above, marks)
+        row, shared = self._siblings.best(parent if above == NO_ROW else above, marks)
         return Similar(self._columns.key(row), shared, self._siblings.count(row)) if shared else None
 
     def superseded(self, key: ChunkKey, *, whole: bool) -> list[ChunkKey]:
@@ -57,7 +62,7 @@ class Beginnings:
         begins with its blocks.
         """
         row = self._rows.find(key)
-        if row is None:
+        if row == NO_ROW:
             return []
         if not whole and self._siblings.is_superseded(row):
             rows = [row]

@@ -1,9 +1,9 @@
 """Index of the chunks in each tier, with their state and pins.
 
-Designed for ten million chunks as a structure of arrays: dictionaries, which the garbage collector skips, map
-keys to *rows*, and everything else is in flat arrays indexed by row. One object per chunk would cost seconds
-in every full collection. Synchronous and not thread-safe; each call takes time proportional to its
-arguments. See ``benchmarks/catalog.py`` for measurements.
+Designed for ten million chunks as a structure of arrays: a hash table maps keys to *rows*, and everything
+else is in flat arrays indexed by row. One object per chunk would cost seconds in every full garbage
+collection. Synchronous and not thread-safe; each call takes time proportional to its arguments.
+See ``benchmarks/catalog.py`` for measurements.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from itertools import compress, pairwise
 from struct import Struct
 
 from kvtier.catalog.beginnings import Beginnings
-from kvtier.catalog.children import ChildCounts
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, MakePolicy, RemovalReason
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.pins import ChunkPins
-from kvtier.catalog.prefix import FASTEST, MAX_TIERS, held_prefix
 from kvtier.catalog.rows import Rows
 from kvtier.catalog.selection import select_victims
+from kvtier.catalog.table import FASTEST, MAX_TIERS, NO_ROW, TableColumns
 from kvtier.catalog.tenants import Reach
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
@@ -63,28 +62,28 @@ class Catalog:
             self._of_tier[tier] = self.columns.with_own_lengths()
         self.policies = [make(columns) for make, columns in zip(policies, self._of_tier, strict=True)]
         """The eviction policy of each tier. Only the catalog changes their state."""
-        self._ready = bytearray()
-        self._pending = bytearray()
-        self._children = [ChildCounts() for _ in policies]
-        masks = (self._ready, self._pending, *(children.counts for children in self._children))
-        own_lengths = [columns.lengths for columns in self._of_tier if columns is not self.columns]
-        self._index = Rows(self.columns, masks, own_lengths)
-        self._rows, self._parents = self._index.by_key, self.columns.parents
-        self._lengths, self._hints = self.columns.lengths, self.columns.hints
-        self._generations, self.namespaces = self._index.generations, self._index.namespaces
-        self._parents_only = 0
-        """Number of rows of chunks that are in no tier, but the parent of one that is."""
+        table = TableColumns(self.columns, [columns.lengths for columns in self._of_tier])
+        self._index = Rows(table)
+        self._table, self._find = self._index.table, self._index.find
+        self._ready, self._pending, self._children = table.ready, table.pending, table.children
+        self._spaces, self._generations = table.spaces, table.generations
+        self._parents, self._lengths, self._hints = (
+            self.columns.parents,
+            self.columns.lengths,
+            self.columns.hints,
+        )
+        self.namespaces = self._index.namespaces
         self.pins = ChunkPins()
         self.beginnings = Beginnings(self.columns, self._index, self._ready, self._pending, self.pins)
         self._used = [0] * len(policies)
         self._count = [0] * len(policies)
 
     def __len__(self) -> int:
-        return len(self._index) - self._parents_only
+        return len(self._index) - self._table.parents_only
 
     def __contains__(self, key: ChunkKey) -> bool:
-        row = self._rows[key[0]].get(key)
-        return row is not None and bool(self._ready[row] | self._pending[row])
+        row = self._find(key)
+        return row != NO_ROW and bool(self._ready[row] | self._pending[row])
 
     def add(
         self,
@@ -102,28 +101,21 @@ class Catalog:
         omitted. ``parent`` is the preceding chunk of the prefix; it need not be in the catalog. ``length`` is
         the size in bytes before encoding; see :meth:`resize`.
         """
-        row = self._rows[key[0]].get(key)
-        parent_row = NO_PARENT if parent is None else self._rows[parent[0]].get(parent, NO_PARENT)
-        bit, left = 1 << tier, NO_PARENT
-        if row is None:
-            row = self._index.new(key, length, parent_row, namespace)
-        elif (self._ready[row] | self._pending[row]) & bit:
+        row = self._find(key)
+        parent_row = NO_PARENT if parent is None else self._find(parent)
+        left = NO_PARENT
+        if row == NO_ROW:
+            [row] = self._index.new_chain((key,), (length,), parent_row, namespace)
+        elif (self._ready[row] | self._pending[row]) >> tier & 1:
             raise ValueError(f"chunk {key.hex()[:16]} is already in tier {tier}")
         else:
             left = self._reuse(row, length, parent_row if parent is not None else None, namespace)
         now = self._clock()
         if hints is not None:
             self._hints.set((row,), hints, now)
-        (self._ready if state is State.READY else self._pending)[row] |= bit
-        self._used[tier] += self._lengths[row]
-        if self._of_tier[tier] is not self.columns:
-            self._of_tier[tier].lengths[row] = self._lengths[row]
-        self._count[tier] += 1
-        parent_row = self._parents[row]
-        if parent_row >= 0:
-            self._children[tier].add(parent_row)
+        self._enter([row], tier, state is State.READY)
         if left >= 0:
-            self._free_parent(left)
+            self._index.free_parents((left,))
         self.policies[tier].added([row], now)
         return row
 
@@ -142,32 +134,29 @@ class Catalog:
         Return their rows. ``parent`` is the chunk before the first. Raises ``ValueError``, and adds nothing,
         if one of them is already in the tier or occurs twice in ``keys``.
         """
-        known = [self._rows[key[0]].get(key) for key in keys]
-        bit = 1 << tier
-        for key, row in zip(keys, known, strict=True):
-            if row is not None and (self._ready[row] | self._pending[row]) & bit:
-                raise ValueError(f"chunk {key.hex()[:16]} is already in tier {tier}")
-        if len(set(keys)) < len(keys):
-            raise ValueError("a chunk occurs twice")
-        before = NO_PARENT if parent is None else self._rows[parent[0]].get(parent, NO_PARENT)
-        left = []
-        if known.count(None) == len(known):
+        known = self._table.find_all(keys)
+        before = NO_PARENT if parent is None else self._find(parent)
+        left: list[int] = []
+        if known.count(NO_ROW) == len(known):
             rows = self._index.new_chain(keys, lengths, before, namespace)
         else:
+            for key, row in zip(keys, known, strict=True):
+                if row != NO_ROW and (self._ready[row] | self._pending[row]) >> tier & 1:
+                    raise ValueError(f"chunk {key.hex()[:16]} is already in tier {tier}")
+            if len(set(keys)) < len(keys):
+                raise ValueError("a chunk occurs twice")
             rows = []
             for key, length, row in zip(keys, lengths, known, strict=True):
-                if row is None:
-                    row = self._index.new(key, length, before, namespace)
+                if row == NO_ROW:
+                    rows += self._index.new_chain((key,), (length,), before, namespace)
                 else:
                     left.append(self._reuse(row, length, before, namespace))
-                rows.append(row)
-                before = row
+                    rows.append(row)
+                before = rows[-1]
         if hints is not None:
             self.set_hints(rows, hints)
-        self._enter(rows, tier, self._ready if state is State.READY else self._pending)
-        for row in left:
-            if row >= 0:
-                self._free_parent(row)
+        self._enter(rows, tier, state is State.READY)
+        self._index.free_parents([row for row in left if row >= 0])
         self.policies[tier].added(rows, self._clock())
         return rows
 
@@ -176,7 +165,7 @@ class Catalog:
 
         Raises ``ValueError``, and adds nothing, if one of them is in no tier or already in this one.
         """
-        rows, bit = [self._rows[key[0]].get(key, NO_PARENT) for key in keys], 1 << tier
+        rows, bit = self._table.find_all(keys), 1 << tier
         for key, row in zip(keys, rows, strict=True):
             held = 0 if row < 0 else self._ready[row] | self._pending[row]
             if not held or held & bit:
@@ -184,34 +173,27 @@ class Catalog:
                 raise ValueError(f"chunk {key.hex()[:16]} is {where}")
         if len(set(rows)) < len(rows):
             raise ValueError("a chunk occurs twice")
-        self._enter(rows, tier, self._pending)
+        self._enter(rows, tier, False)
         now, parents = self._clock(), self._parents
         starts = [at for at, row in enumerate(rows) if not at or parents[row] != rows[at - 1]]
         for start, stop in pairwise([*starts, len(rows)]):
             self.policies[tier].added(rows[start:stop], now)
         return rows
 
-    def _enter(self, rows: Sequence[int], tier: int, masks: bytearray) -> None:
-        """Count chunks in a tier, and set its bit in their ``masks``."""
-        bit, held, parents = 1 << tier, self._lengths, self._parents
-        for row in rows:
-            masks[row] |= bit
-        if self._of_tier[tier] is not self.columns:
-            for row in rows:
-                self._of_tier[tier].lengths[row] = held[row]
-        self._used[tier] += sum([held[row] for row in rows])
+    def _enter(self, rows: Sequence[int], tier: int, ready: bool) -> None:
+        """Count chunks in a tier, and mark them as READY or PENDING there."""
+        self._used[tier] += self._table.enter(rows, tier, ready)
         self._count[tier] += len(rows)
-        self._children[tier].add_all([above for row in rows if (above := parents[row]) >= 0])
 
     def _reuse(self, row: int, length: int, parent: int | None, namespace: bytes) -> int:
         """Prepare a known row for one more tier. ``parent``: the row of the parent; ``None`` if not given.
 
-        Return the row of the former parent if it has lost this child, to be passed to :meth:`_free_parent`.
+        Return the row of the former parent if it has lost this child, to be passed to ``free_parents``.
         """
         held, before = self._ready[row] | self._pending[row], self._parents[row]
         if not held:
-            self._parents_only -= 1
-            self._index.fill(row, length, NO_PARENT if parent is None else parent, namespace)
+            self._table.parents_only -= 1
+            self._index.describe(row, length, NO_PARENT if parent is None else parent, namespace)
             return NO_PARENT
         if parent is None or parent == before:
             return NO_PARENT
@@ -219,15 +201,15 @@ class Catalog:
         self._parents[row] = parent
         for tier in range(len(self.policies)):
             if held >> tier & 1 and parent >= 0:
-                self._children[tier].add(parent)
+                self._children[tier][parent] += 1
             if held >> tier & 1 and before >= 0:
-                self._children[tier].remove(before)
+                self._children[tier][before] -= 1
         return before
 
     def set_ready(self, key: ChunkKey, tier: int) -> int:
         """Mark a PENDING chunk as READY. Return its row. Raises ``KeyError`` if it is not PENDING."""
-        row, bit = self._rows[key[0]][key], 1 << tier
-        if not self._pending[row] & bit:
+        row, bit = self._find(key), 1 << tier
+        if row == NO_ROW or not self._pending[row] & bit:
             raise KeyError(f"chunk {key.hex()[:16]} is not pending in tier {tier}")
         self._pending[row] ^= bit
         self._ready[row] |= bit
@@ -235,93 +217,44 @@ class Catalog:
 
     def remove(self, key: ChunkKey, tier: int, reason: RemovalReason = RemovalReason.EVICTED) -> None:
         """Remove a chunk from a tier, and its row with the last tier. Raises ``KeyError`` if not there."""
-        ready, pending, bit = self._ready, self._pending, 1 << tier
-        row = self._rows[key[0]][key]
-        if not (ready[row] | pending[row]) & bit:
-            raise KeyError(f"chunk {key.hex()[:16]} is not in tier {tier}")
-        ready[row] &= ~bit
-        pending[row] &= ~bit
-        self._used[tier] -= self._of_tier[tier].lengths[row]
-        self._count[tier] -= 1
-        self.policies[tier].removed([row], reason)
-        if (parent := self._parents[row]) >= 0:
-            self._children[tier].remove(parent)
-        may_free_parent = parent >= 0 and self._parents_only > 0
-        if not ready[row] | pending[row]:
-            self._leave([(key, row)])
-        if may_free_parent:
-            self._free_parent(parent)
+        self.remove_all((key,), tier, reason)
 
     def remove_all(
         self, keys: Sequence[ChunkKey], tier: int, reason: RemovalReason = RemovalReason.EVICTED
     ) -> None:
-        """Remove chunks from a tier, in half the time of :meth:`remove` for each.
+        """Remove chunks from a tier, in a fraction of the time of :meth:`remove` for each.
 
-        Raises ``KeyError``, and removes nothing, if one is not there.
+        Raises ``KeyError``, and removes nothing, if one is not there or occurs twice.
         """
-        if len(keys) == 1:
-            self.remove(keys[0], tier, reason)
-            return
-        bit = 1 << tier
-        ready, pending, parents = self._ready, self._pending, self._parents
-        lengths = self._of_tier[tier].lengths
-        rows = [self._rows[key[0]][key] for key in keys]
-        for key, row in zip(keys, rows, strict=True):
-            if not (ready[row] | pending[row]) & bit:
-                raise KeyError(f"chunk {key.hex()[:16]} is not in tier {tier}")
-        if len(set(rows)) < len(rows):
-            raise KeyError("a chunk occurs twice")
-        for row in rows:
-            ready[row] &= ~bit
-            pending[row] &= ~bit
-        self._used[tier] -= sum([lengths[row] for row in rows])
+        try:
+            rows, length = self._table.leave(keys, tier)
+        except KeyError as error:
+            key = error.args[0].hex()[:16]
+            raise KeyError(f"chunk {key} is not in tier {tier}, or occurs twice") from None
+        self._used[tier] -= length
         self._count[tier] -= len(rows)
         self.policies[tier].removed(rows, reason)
-        above = [parent for row in rows if (parent := parents[row]) >= 0]
-        self._children[tier].remove_all(above)
-        may_free_parents = self._parents_only > 0
-        gone = [(key, row) for key, row in zip(keys, rows, strict=True) if not ready[row] | pending[row]]
-        self._leave(gone)
-        if may_free_parents:  # Chunks that leave here are freed by _leave, if they have no children left.
-            for parent in above:
-                self._free_parent(parent)
+        if self.pins or self.beginnings or self._hints:
+            self._forget([row for row in rows if not self._ready[row] | self._pending[row]])
+        self._index.release(rows, tier)
 
-    def _leave(self, chunks: Sequence[tuple[ChunkKey, int]]) -> None:
-        """Free the rows of chunks that are in no tier any more, unless chunks name them as parents."""
-        self.pins.remove([key for key, _ in chunks] if self.pins else ())
-        self.beginnings.remove_all([row for _, row in chunks])
-        for _, row in chunks if len(self._hints) else ():
+    def _forget(self, rows: Sequence[int]) -> None:
+        """Forget what only some chunks have, of those in no tier any more."""
+        if self.pins:
+            self.pins.remove(self.columns.keys_of(rows))
+        self.beginnings.remove_all(rows)
+        for row in rows if self._hints else ():
             self._hints.reset(row)
-        kept = {row for _, row in chunks if self._is_parent(row)}
-        for row in kept:
-            self._parents[row] = NO_PARENT
-        self._parents_only += len(kept)
-        self._index.free([chunk for chunk in chunks if chunk[1] not in kept])
-
-    def _is_parent(self, row: int) -> bool:
-        """Whether a chunk in some tier names this one as its parent."""
-        for children in self._children:  # noqa: SIM110 - any() takes twice as long
-            if children.counts[row]:
-                return True
-        return False
-
-    def _free_parent(self, row: int) -> None:
-        """Free the row of a chunk that is in no tier, and not the parent of one that is."""
-        if self._ready[row] | self._pending[row] or self._is_parent(row):
-            return
-        key = self.columns.key(row)
-        if self._rows[key[0]].get(key) == row:  # Otherwise its row was freed together with its last child's.
-            self._index.free([(key, row)])
-            self._parents_only -= 1
 
     def row(self, key: ChunkKey) -> int | None:
         """Return the row of a chunk, which is its own until it is removed from its last tier."""
-        return self._rows[key[0]].get(key)
+        row = self._find(key)
+        return None if row == NO_ROW else row
 
     def generation(self, key: ChunkKey) -> int:
         """Return the generation of a chunk, which changes when it is cleared; -1 if it is in no tier."""
-        row = self._rows[key[0]].get(key)
-        return -1 if row is None or not self._ready[row] | self._pending[row] else self._generations[row]
+        row = self._find(key)
+        return -1 if row == NO_ROW or not self._ready[row] | self._pending[row] else self._generations[row]
 
     def generations(self, rows: Sequence[int]) -> list[int]:
         """Return the generations of the chunks in these rows."""
@@ -333,8 +266,8 @@ class Catalog:
 
     def state(self, key: ChunkKey, tier: int) -> State:
         """Return a chunk's state in one tier."""
-        row = self._rows[key[0]].get(key)
-        if row is None:
+        row = self._find(key)
+        if row == NO_ROW:
             return State.ABSENT
         if self._ready[row] >> tier & 1:
             return State.READY
@@ -342,23 +275,26 @@ class Catalog:
 
     def length(self, key: ChunkKey) -> int:
         """Return the size of the chunk object in bytes. Raises ``KeyError`` if the chunk is unknown."""
-        return self._lengths[self._rows[key[0]][key]]
+        row = self._find(key)
+        if row == NO_ROW:
+            raise KeyError(f"chunk {key.hex()[:16]} is in no tier")
+        return self._lengths[row]
 
     def parent(self, key: ChunkKey) -> ChunkKey | None:
         """Return the chunk before a chunk, if both are in the catalog."""
-        row = self._rows[key[0]].get(key)
-        parent = NO_PARENT if row is None else self._parents[row]
+        row = self._find(key)
+        parent = NO_PARENT if row == NO_ROW else self._parents[row]
         return None if parent < 0 else self.columns.key(parent)
 
     def children(self, key: ChunkKey) -> int:
         """Return how many objects continue a chunk, in the tier that holds most of them."""
-        row = self._rows[key[0]].get(key)
-        return 0 if row is None else max(children.of(row) for children in self._children)
+        row = self._find(key)
+        return 0 if row == NO_ROW else max(children[row] for children in self._children)
 
     def stored_length(self, key: ChunkKey, tier: int, default: int) -> int:
         """Return the size of a chunk object as a tier stores it, or ``default`` if it is not there."""
-        row = self._rows[key[0]].get(key)
-        if row is None or not (self._ready[row] | self._pending[row]) >> tier & 1:
+        row = self._find(key)
+        if row == NO_ROW or not (self._ready[row] | self._pending[row]) >> tier & 1:
             return default
         return self._of_tier[tier].lengths[row]
 
@@ -366,28 +302,32 @@ class Catalog:
         """Record how long an encoded chunk object is in a tier. Ignored if it is not there."""
         before = self.stored_length(key, tier, length)
         if length != before:
-            row = self._rows[key[0]][key]
+            row = self._find(key)
             self._of_tier[tier].lengths[row] = length
             self._used[tier] += length - before
             self.policies[tier].resized(row, length - before)
 
     def tiers(self, key: ChunkKey) -> list[int]:
         """Return the tiers in which a chunk is READY, fastest first."""
-        row = self._rows[key[0]].get(key)
-        ready = 0 if row is None else self._ready[row]
+        row = self._find(key)
+        ready = 0 if row == NO_ROW else self._ready[row]
         return [tier for tier in range(len(self.policies)) if ready >> tier & 1]
 
     def places(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[int, int]]:
         """Yield for each chunk the bit masks of tiers in which it is READY and PENDING. Evaluated lazily."""
-        rows, ready, pending = self._rows, self._ready, self._pending
+        find, ready, pending = self._find, self._ready, self._pending
         for key in keys:
-            row = rows[key[0]].get(key)
-            yield (0, 0) if row is None else (ready[row], pending[row])
+            row = find(key)
+            yield (0, 0) if row == NO_ROW else (ready[row], pending[row])
+
+    def absent(self, keys: Sequence[ChunkKey], tier: int) -> list[int]:
+        """Return the positions of the chunks that are not READY in a tier."""
+        return self._table.absent(keys, tier)
 
     def fastest(self, key: ChunkKey) -> int:
         """Return the fastest tier in which a chunk is READY, or -1."""
-        row = self._rows[key[0]].get(key)
-        return -1 if row is None else FASTEST[self._ready[row]]
+        row = self._find(key)
+        return -1 if row == NO_ROW else FASTEST[self._ready[row]]
 
     def prefix(self, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> list[int]:
         """Return the fastest tier of each leading chunk, up to the first that is READY in no tier.
@@ -398,11 +338,11 @@ class Catalog:
 
     def prefix_rows(self, keys: Sequence[ChunkKey], among: int = ALL_TIERS) -> tuple[list[int], bytes]:
         """Return the rows of the chunks of :meth:`prefix`, and their fastest tiers."""
-        return held_prefix(keys, self._rows, self.columns.keys, self._ready, among)
+        return self._table.prefix(keys, among)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Record the use of a prefix."""
-        self.touch_rows([row for key in keys if (row := self._rows[key[0]].get(key)) is not None])
+        self.touch_rows([row for row in self._table.find_all(keys) if row != NO_ROW])
 
     def touch_rows(self, rows: Sequence[int]) -> None:
         """Record the use of a prefix, given its rows."""
@@ -482,7 +422,7 @@ class Catalog:
         rows = self.rows if rows is None else rows
         space = None if namespace is None else self.namespaces.find(namespace)
         ready, pending = self._ready[rows.start : rows.stop], self._pending[rows.start : rows.stop]
-        spaces = self._index.spaces
+        spaces = self._spaces
         return self.columns.keys_of(
             row
             for row, ready_mask, pending_mask in zip(rows, ready, pending, strict=True)

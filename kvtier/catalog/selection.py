@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
-from kvtier.catalog.children import MANY, ChildCounts
+from kvtier import native
 from kvtier.catalog.eviction import ChunkColumns, EvictionPolicy
 from kvtier.catalog.tenants import Reach, TenantPolicies
 
@@ -17,7 +18,7 @@ DEFERRED_A_LIMIT = 16
 def select_victims(
     policy: EvictionPolicy,
     columns: ChunkColumns,
-    children: ChildCounts,
+    children: array[int],
     ready: bytearray,
     mask: int,
     is_pinned: IsRow | None,
@@ -31,13 +32,28 @@ def select_victims(
     A chunk is chosen once each of its children in the tier was chosen or must stay; if these come later in
     the policy's order, it is deferred until then. So a chunk that is in use does not keep its prefix in the
     tier, but a prefix that is not in use is evicted from its end. Only chunks with ``ready[row] & mask`` may
-    leave; at most ``limit`` of them that are neither pinned nor deferred are examined. ``reach``: of which
-    tenants.
+    leave; at most ``limit`` of them that are neither pinned nor deferred are examined. ``children``: their
+    number in the tier, by row. ``reach``: of which tenants.
     """
-    parents, lengths, counts = columns.parents, columns.lengths, children.counts
+    parents, lengths = columns.parents, columns.lengths
     left = waiting = -1
     if limit is not None:
         left, waiting = limit, DEFERRED_A_LIMIT * limit
+    shared = policy if isinstance(policy, TenantPolicies) else None
+    if shared is None and native.available():
+        return native.core.select_victims(
+            iter(policy.victims()),
+            parents,
+            lengths,
+            children,
+            ready,
+            mask,
+            is_pinned,
+            is_leased,
+            needed_bytes,
+            left,
+            waiting,
+        )
     chosen: list[int] = []
     deferred: dict[int, None] = {}
     finished: dict[int, int] = {}  # By row: how many of its children are chosen or must stay.
@@ -45,7 +61,7 @@ def select_victims(
     def choose_deferred(row: int) -> None:
         """Choose a chunk that was only waiting for its children, and its parent if that waited for it."""
         nonlocal needed_bytes
-        while row in deferred and finished[row] >= children.of(row):
+        while row in deferred and finished[row] >= children[row]:
             del deferred[row]
             chosen.append(row)
             needed_bytes -= lengths[row]
@@ -54,14 +70,12 @@ def select_victims(
                 return
             finished[row] = finished.get(row, 0) + 1
 
-    shared = policy if isinstance(policy, TenantPolicies) else None
     for row in policy.victims() if shared is None else shared.order(chosen, reach):
         if needed_bytes <= 0 or not left or not waiting:
             break
         if ready[row] & mask and (is_pinned is None or not is_pinned(row)):
             if is_leased is None or not is_leased(row):
-                count = counts[row]
-                if count and finished.get(row, 0) < (count if count < MANY else children.of(row)):
+                if children[row] and finished.get(row, 0) < children[row]:
                     deferred[row] = None
                     waiting -= 1
                     continue

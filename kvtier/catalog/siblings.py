@@ -73,6 +73,10 @@ class Siblings:
         self._roots: dict[int, bytes] = {}
         """The parents of rows whose parent has no row."""
 
+    def __bool__(self) -> bool:
+        """Whether any chunk was ever added."""
+        return bool(self._counts)
+
     def add(self, row: int, parent: ChunkKey, marks: bytes) -> None:
         """Add a chunk, after its parent if it has any, or replace its marks."""
         self.remove(row)
@@ -98,7 +102,7 @@ class Siblings:
     def remove_all(self, rows: Sequence[int]) -> None:
         """Remove chunks, as :meth:`remove`."""
         counts, known = self._counts, len(self._counts)
-        for row in rows if known else ():
+        for row in rows:
             if row < known and counts[row]:
                 self.remove(row)
 

@@ -216,6 +216,11 @@ class TenantPolicies(EvictionPolicy):
         self._bytes[group] += change
         self._policies[group].resized(row, change)
 
+    def expects(self, row: int) -> bool:
+        """Ask the policy of the tenant."""
+        owner = self.owner(row)
+        return owner != _ABSENT and self._policies[_group(owner)].expects(row)
+
     def victims(self) -> Iterator[int]:
         """Yield chunks, those of the tenant who is furthest above its share first."""
         return self.order([], Reach.ALL)

@@ -161,5 +161,7 @@ def split_keys(joined: bytes) -> list[ChunkKey]:
         raise ProtocolError(
             f"it sends malformed keys: {len(joined)} bytes are not a whole number of {KEY_BYTES}-byte keys"
         )
+    if native.available():
+        return cast("list[ChunkKey]", native.core.split_keys(joined))
     # Three times as fast as slicing: an instance reports millions of keys to its controller.
     return [key for (key,) in _KEY.iter_unpack(joined)]

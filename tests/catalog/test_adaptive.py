@@ -31,7 +31,8 @@ class Cache:
     def __init__(self, capacity: int, **settings: float) -> None:
         self.now = 0.0
         self.capacity = capacity * LENGTH
-        make = AdaptivePolicy.factory(AdaptiveSettings(type="adaptive", **settings), self.capacity)
+        chosen = AdaptiveSettings.model_validate({"type": "adaptive", "sampling": 1.0, **settings})
+        make = AdaptivePolicy.factory(chosen, self.capacity)
         self.catalog = Catalog([make], clock=lambda: self.now)
         self.hits = self.asked = 0
 
@@ -94,6 +95,14 @@ def test_it_goes_back_when_the_traffic_changes() -> None:
     assert rates[cache.policy.active] >= max(rates.values()) - 0.01
 
 
+def test_shadow_caches_see_a_part_of_the_chunks_also_in_small_tiers() -> None:
+    cache = Cache(500, sampling=0.25, window=10_000)
+    for number in range(600):
+        cache.ask(prompt_of(number, 20))
+    part = cache.policy._asked / cache.asked
+    assert 0.2 < part < 0.3
+
+
 def test_small_leads_change_nothing() -> None:
     cache = Cache(200, window=1000, margin=0.1)
     for number in range(400):
@@ -148,7 +157,7 @@ def test_of_prompts_longer_than_the_shadow_cache_the_beginning_is_stored() -> No
 
 def test_rows_that_another_tier_frees_and_reuses_do_not_mix_requests() -> None:
     """A prefix of a slower tier is used here; its rows are free before any of them is added."""
-    make = AdaptivePolicy.factory(AdaptiveSettings(type="adaptive"), 1000 * LENGTH)
+    make = AdaptivePolicy.factory(AdaptiveSettings(type="adaptive", sampling=1.0), 1000 * LENGTH)
     catalog = Catalog([make, LruPolicy.factory()])
     first, second = prompt_of(0, 1), prompt_of(1, 3)
     catalog.add_chain(prompt_of(9, 1), 0, [LENGTH], State.READY)
@@ -177,7 +186,7 @@ def test_without_a_capacity_there_are_no_shadow_caches() -> None:
 
 
 def test_chunks_on_their_way_from_another_tier_are_asked_for_once() -> None:
-    make = AdaptivePolicy.factory(AdaptiveSettings(type="adaptive"), 1000 * LENGTH)
+    make = AdaptivePolicy.factory(AdaptiveSettings(type="adaptive", sampling=1.0), 1000 * LENGTH)
     catalog = Catalog([make, LruPolicy.factory()])
     policy = catalog.policies[0]
     assert isinstance(policy, AdaptivePolicy)

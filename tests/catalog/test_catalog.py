@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from kvtier.catalog.catalog import ALL_TIERS, Catalog, State
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.lru import LruPolicy
-from kvtier.catalog.prefix import MAX_TIERS
+from kvtier.catalog.table import MAX_TIERS
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
 
 pytestmark = pytest.mark.usefixtures("either_core")

@@ -45,6 +45,15 @@ class AdaptiveSettings(PolicySettings):
         le=1 << 20,
         description="Chunks in each shadow cache. With more of them it follows the tier more closely.",
     )
+    sampling: float = Field(
+        0.25,
+        gt=0,
+        le=1,
+        description=(
+            "Largest part of all chunks that is in shadow caches, if a tier has only few chunks. Each costs "
+            "some microseconds in a lookup."
+        ),
+    )
     window: int = Field(
         20_000,
         ge=100,
@@ -144,13 +153,18 @@ class AdaptivePolicy(EvictionPolicy):
             for shadow in self._shadows:
                 shadow.remove(cleared)
 
+    def expects(self, row: int) -> bool:
+        """Whether a candidate expects the chunk, in use or not."""
+        return any(order.expects(row) for order in self._orders)
+
     def victims(self) -> Iterator[int]:
         """Yield the chunks in the order of the best candidate."""
         return self._orders[self._active].victims()
 
     def _make_shadows(self, length: int) -> None:
         chunks = max(1, self._capacity_bytes // max(1, length))
-        self._threshold = max(1, min(SAMPLED, SAMPLED * self._settings.shadow_chunks // chunks))
+        most = int(SAMPLED * self._settings.sampling)
+        self._threshold = max(1, min(most, SAMPLED * self._settings.shadow_chunks // chunks))
         capacity = max(length, self._capacity_bytes * self._threshold // SAMPLED)
         self._shadows = [
             ShadowCache(policy.factory(policy.settings_type(type=name), capacity), capacity)

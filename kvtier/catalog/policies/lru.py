@@ -72,6 +72,9 @@ class LruPolicy(EvictionPolicy):
 
     def victims(self) -> Iterator[int]:
         """Yield the coldest chunk first."""
+        return native.core.LruOrder(self._warmer) if native.available() else self._order()
+
+    def _order(self) -> Iterator[int]:
         warmer = self._warmer
         place = warmer[_ENDS]
         while place != _ENDS:

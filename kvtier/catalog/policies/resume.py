@@ -36,6 +36,8 @@ MAX_SETTLED = 512
 PASS_SECONDS = 10.0
 """For how long visits that cannot leave are offered last: leased, pinned, or continued by others."""
 MIN_GHOSTS = 4096
+EXPECTED_CHANCE = 0.5
+"""Prompts that return more often than this are expected to."""
 
 
 class ResumeSettings(PolicySettings):
@@ -149,6 +151,13 @@ class ResumePolicy(EvictionPolicy):
                     self._become_ghost(visit)
                 else:
                     visits.end(visit)
+
+    def expects(self, row: int) -> bool:
+        """Whether the prompt that used a chunk last is more likely to come back than not."""
+        visit = self._visits.visit(row)
+        if visit == NONE or (kind := self._kind(visit)) == LEFT:
+            return False
+        return self._returns.chance(kind, self._visits.rings[visit] % AGES) > EXPECTED_CHANCE
 
     def victims(self) -> Iterator[int]:
         """Yield the chunks of the visits that are worth least first."""

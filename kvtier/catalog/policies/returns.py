@@ -16,7 +16,7 @@ an agent never returns within the second in which it left, and would be evicted 
 from __future__ import annotations
 
 from array import array
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import exp, expm1, log
 
 AGES = 24
@@ -147,6 +147,7 @@ class Returns:
         """New prompts, and those of each typical gap."""
         self._exact = [_Observations() for _ in range(CLASSES)]
         self._values: list[list[float] | None] = [None] * CLASSES
+        self._chances: list[list[float]] = [[]] * CLASSES
         self._count = 0
         """Of returns, and of times that waiting was recorded."""
         self._evaluate_at = [0.0] * CLASSES
@@ -188,10 +189,22 @@ class Returns:
             for observations in self._path(kind):
                 rates = observations.rates(rates)
             values = self._values[kind] = best_rates(rates)
+            self._chances[kind] = chances(rates)
             if kind >= FIRST_RETAINED:
                 _raise_retained(values, _SHORTEST_RETENTION * 2 ** (kind - FIRST_RETAINED))
             self._evaluate_at[kind] = self._count + max(FRESH, STALE * self._all.total)
         return values
+
+    def chance(self, kind: int, at: int) -> float:
+        """Return how likely a prompt of a class is to come back at all, from a span of age on."""
+        self.values(kind)
+        return self._chances[kind][at]
+
+
+def chances(rates: list[float]) -> list[float]:
+    """Return for each span the chance of a return in it or in a later one, given the returns per second."""
+    expected = accumulate(rate * width for rate, width in zip(reversed(rates), reversed(WIDTHS), strict=True))
+    return [-expm1(-returns) for returns in expected][::-1]
 
 
 _ASSUMED = [0.3 / (start + 10.0) for start in STARTS]

@@ -31,19 +31,24 @@ class Sketch:
             fourth[four >> 1] >> 4 * (four & 1) & MAX_COUNT,
         )
 
-    def put(self, hashed: int, count: int) -> None:
-        """Raise the count of a hash to at least ``count``, at most 15."""
+    def put(self, hashed: int, count: int) -> int:
+        """Raise the count of a hash to at least ``count``, at most 15. Return what it was before."""
         count = min(count, MAX_COUNT)
-        if self.count(hashed) >= count:
-            return
-        mask = 2 * len(self._lines[0]) - 1
-        for line, shift in zip(self._lines, _SHIFTS, strict=True):
-            at = hashed >> shift & mask
-            both = line[at >> 1]
-            if at & 1 and both >> 4 < count:
-                line[at >> 1] = both & MAX_COUNT | count << 4
-            elif not at & 1 and both & MAX_COUNT < count:
-                line[at >> 1] = both & ~MAX_COUNT | count
+        first, second, third, fourth = self._lines
+        mask = 2 * len(first) - 1
+        one, two, three, four = hashed & mask, hashed >> 13 & mask, hashed >> 26 & mask, hashed >> 39 & mask
+        counters = (
+            (first, one, first[one >> 1] >> 4 * (one & 1) & MAX_COUNT),
+            (second, two, second[two >> 1] >> 4 * (two & 1) & MAX_COUNT),
+            (third, three, third[three >> 1] >> 4 * (three & 1) & MAX_COUNT),
+            (fourth, four, fourth[four >> 1] >> 4 * (four & 1) & MAX_COUNT),
+        )
+        before = min(counters[0][2], counters[1][2], counters[2][2], counters[3][2])
+        if before < count:
+            for line, at, value in counters:
+                if value < count:
+                    line[at >> 1] += (count - value) << 4 * (at & 1)
+        return before
 
     def halve(self) -> None:
         """Halve all counts, in 1 ms per million counters."""
@@ -54,3 +59,8 @@ class Sketch:
         while len(self._lines[0]) < hashes:
             # The counter of a hash is in the copy that one more of its bits selects.
             self._lines = [line + line for line in self._lines]
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that the counters take."""
+        return sum(map(len, self._lines))
