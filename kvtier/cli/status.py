@@ -39,9 +39,11 @@ def status(
 
 
 def _headline(report: Report, socket: Path) -> str:
+    dropped = report["counts"].get("not_admitted", 0)
     return (
         f"Process {report['pid']}, instance {report['instance']}, on {socket}: "
         f"{format_size(report['pending_bytes'])} to be written, {report['flights']} chunks being fetched."
+        + (f" {dropped} chunks were dropped, because no lower tier admits them." if dropped else "")
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 
 import anyio
 
@@ -84,18 +84,19 @@ class EvictStage:
         hierarchy = self._hierarchy
         for limit in (SCAN_LIMIT // 16, SCAN_LIMIT):
             event = Evict(keys=self._memory.victims(limit, reach=Reach.ABOVE_SHARE), tier=self._memory.index)
-            droppable = (plan.keys for plan in hierarchy.router.evict(event) if plan.target is None)
+            droppable = (plan for plan in hierarchy.router.evict(event) if plan.target is None)
             freed = 0
-            for key in chain.from_iterable(droppable):
+            for key, admitted in ((key, plan.admitted) for plan in droppable for key in plan.keys):
                 freed += hierarchy.catalog.length(key)
-                self._drop([key])
+                self._drop([key], admitted=admitted)
                 if freed >= length and (lease := self._memory.arena.allocate(length)) is not None:
                     return lease
         return None
 
-    def _drop(self, keys: Sequence[ChunkKey]) -> None:
+    def _drop(self, keys: Sequence[ChunkKey], *, admitted: bool) -> None:
         self._hierarchy.drop(keys)
         self._hierarchy.counts["evicted"] += len(keys)
+        self._hierarchy.counts["not_admitted"] += 0 if admitted else len(keys)
 
     async def run(self) -> None:
         """Keep the arena below its high watermark and allocatable, while the cache is open."""
@@ -140,7 +141,7 @@ class EvictStage:
                     # attempt the chunk is dropped, demoted or not.
                     await self._demote(event, transfer)
                 idle = [key for key in transfer.keys if self._memory.is_idle(key)]
-                self._drop(idle)
+                self._drop(idle, admitted=transfer.admitted)
                 evicted += len(idle)
         finally:
             self._leaving_bytes -= length
@@ -221,6 +222,7 @@ class EvictStage:
         hierarchy = self._hierarchy
         held = [key for key in transfer.keys if transfer.source in hierarchy.catalog.tiers(key)]
         hierarchy.counts["evicted"] += len(held)
+        hierarchy.counts["not_admitted"] += 0 if transfer.admitted else len(held)
         # Notify before the delete: by the time it has finished, the chunks may have been stored again.
         hierarchy.changed(transfer.source, removed=held)
         with hierarchy.reporting(event, Transfer(transfer.source, None, held)) as outcomes:

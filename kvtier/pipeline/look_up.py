@@ -20,6 +20,7 @@ from kvtier.pipeline.discover import DiscoverStage, Expected
 from kvtier.pipeline.expect import Expectation, ExpectStage
 from kvtier.pipeline.found import FoundChunk, Lookup, ReportProgress
 from kvtier.pipeline.prefetch import PrefetchStage
+from kvtier.pipeline.store import StoreStage
 from kvtier.pipeline.worth import Worth
 from kvtier.settings import PrefetchSettings
 
@@ -35,6 +36,7 @@ class LookUpStage:
         discovering: DiscoverStage,
         expecting: ExpectStage,
         boundaries: Boundaries,
+        storing: StoreStage,
     ) -> None:
         self._hierarchy = hierarchy
         self._settings = settings
@@ -42,6 +44,7 @@ class LookUpStage:
         self._discovering = discovering
         self._expecting = expecting
         self._boundaries = boundaries
+        self._storing = storing
         self._local = sum(1 << tier.index for tier in hierarchy.tiers if not tier.shared)
         self._adaptive = settings.adaptive and settings.policy == "timeout"
         """Whether the time of computing a chunk is used; else it counts as unknown."""
@@ -138,6 +141,7 @@ class LookUpStage:
         if found.hints is not None:
             hierarchy.catalog.set_hints(rows, found.hints)
         hierarchy.catalog.touch_rows(rows)
+        self._storing.used(rows)
         in_memory = sources.count(memory.index) == len(sources)
         if in_memory and not found.count:
             return self._extend_from_memory(found, held, rows, among) and len(held) == known
@@ -225,6 +229,8 @@ class LookUpStage:
         lease = self._hierarchy.memory.lease(key)
         if lease is not None:
             self._hierarchy.catalog.touch([key])
+            if (row := self._hierarchy.catalog.row(key)) is not None:
+                self._storing.used([row])
             found.add([FoundChunk(key, lease)])
         elif not found.add_staged(key):
             return False

@@ -17,7 +17,7 @@ from kvtier.pipeline.room import surplus_of, victims_for, victims_over_maximum
 from kvtier.pipeline.worth import worth_loading
 from kvtier.plugins import Plugins
 from kvtier.simulation.tiers import Clock, SimulatedTier, SimulatedTiers, make_catalog
-from kvtier.tiers.router import FIRST, Router
+from kvtier.tiers.router import FIRST, Router, Transfer
 
 
 class SimulatedCache:
@@ -37,7 +37,7 @@ class SimulatedCache:
             SimulatedTier(index, settings, self.catalog, gb_s)
             for index, (settings, gb_s) in enumerate(zip(tiers.settings, tiers.gb_s, strict=True))
         ]
-        self._router = Router(self.catalog, self.tiers)
+        self._router = Router(self.catalog, self.tiers, self._clock.read)
         self._leased: set[int] = set()
         """Rows of the prefix that the current request loads. They stay where they are until it is served."""
         count = len(self.tiers)
@@ -50,6 +50,8 @@ class SimulatedCache:
         self.written = [0] * count
         self.evicted = [0] * count
         self.demoted = 0
+        self.not_admitted = 0
+        """Chunks that were dropped because no lower tier admitted them."""
         self.computed_instead = 0
         """Held chunks that would have arrived later than they were computed."""
         self.no_room = 0
@@ -88,6 +90,10 @@ class SimulatedCache:
                 self.hits[tier] += sources.count(tier, 0, found)
         else:
             self.hits[FIRST] += found
+        if again := self._router.admission.used(rows):
+            source_of = dict(zip(rows, sources, strict=True))
+            held = self.catalog.columns.keys_of(row for row in again if source_of[row] == FIRST)
+            self._execute(self._router.store_later(Store(keys=held)))
         self.read[FIRST] += found
         self.loaded[FIRST] += found
         return found
@@ -120,8 +126,7 @@ class SimulatedCache:
 
     def _store(self, keys: Sequence[ChunkKey], found: int, hints: ChunkHints | None) -> None:
         """Do what :class:`~kvtier.pipeline.store.StoreStage` does with the chunks that were computed."""
-        places = self.catalog.places(keys[found:])
-        absent = [at for at, (ready, _) in enumerate(places, found) if not ready >> FIRST & 1]
+        absent = [at + found for at in self.catalog.absent(keys[found:], FIRST)]
         self._make_room(FIRST, len(absent))
         absent = absent[: self._fitting(FIRST, len(absent))]
         for start, stop in _runs(absent):
@@ -131,18 +136,19 @@ class SimulatedCache:
             self.catalog.add_chain(chain, FIRST, lengths, State.READY, parent, hints=hints)
         self.written[FIRST] += len(absent)
         if len(self.tiers) > 1 and absent:
-            for transfer in self._router.store(Store(keys=[keys[at] for at in absent])):
-                assert transfer.target is not None
-                self._write(transfer.target, transfer.keys)
+            event = Store(keys=[keys[at] for at in absent])
+            self._router.admission.stored(event.keys)
+            self._execute(self._router.store(event))
+
+    def _execute(self, plan: Sequence[Transfer]) -> None:
+        for transfer in plan:
+            assert transfer.target is not None
+            self._write(transfer.target, transfer.keys)
 
     def _write(self, target: int, keys: Sequence[ChunkKey]) -> int:
         """Do what ``EvictStage.write`` does: write chunks to a lower tier, as far as they fit."""
         self._make_room(target, len(keys))
-        absent = [
-            key
-            for key, (ready, _) in zip(keys, self.catalog.places(keys), strict=True)
-            if not ready >> target & 1
-        ]
+        absent = [keys[at] for at in self.catalog.absent(keys, target)]
         absent = absent[: self._fitting(target, len(absent))]
         self._add_copies(absent, target)
         return len(absent)
@@ -162,6 +168,8 @@ class SimulatedCache:
                 self.demoted += self._write(transfer.target, transfer.keys)
                 if tier != FIRST:
                     self.read[tier] += len(transfer.keys)
+            elif not transfer.admitted:
+                self.not_admitted += len(transfer.keys)
             self.catalog.remove_all(transfer.keys, tier)
             self.evicted[tier] += len(transfer.keys)
 

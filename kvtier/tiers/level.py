@@ -46,6 +46,11 @@ class Level:
         return self.settings.write
 
     @property
+    def admit(self) -> str:
+        """Which of these it receives: see :mod:`kvtier.tiers.admission`."""
+        return self.settings.admit
+
+    @property
     def available(self) -> bool:
         """Whether chunks can be written and read now."""
         return True

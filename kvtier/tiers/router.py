@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.events import Evict, Move, Prefetch, Store
 from kvtier.memory.keys import ChunkKey
+from kvtier.tiers.admission import FIRST_USE, Admission
 from kvtier.tiers.level import Level
 
 FIRST = 0
@@ -23,24 +26,43 @@ class Transfer:
     source: int
     target: int | None
     keys: Sequence[ChunkKey]
+    admitted: bool = True
+    """``False`` to drop chunks that would be written to a lower tier, if one admitted them."""
 
 
 class Router:
     """Planner for one hierarchy of tiers."""
 
-    def __init__(self, catalog: Catalog, tiers: Sequence[Level]) -> None:
+    def __init__(
+        self, catalog: Catalog, tiers: Sequence[Level], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``clock``: that of the catalog."""
         self._catalog = catalog
         self._tiers = tiers
+        self.admission = Admission(catalog, tiers, clock)
+        """Which chunks lower tiers admit. Whoever stores or uses chunks has to tell it."""
 
     def store(self, event: Store) -> list[Transfer]:
-        """Write new chunks to every lower write-through tier that does not have them."""
+        """Write new chunks to every lower write-through tier that admits them and does not have them."""
+        return self._write_through(event, range(FIRST + 1, len(self._tiers)))
+
+    def store_later(self, event: Store) -> list[Transfer]:
+        """Write chunks to the write-through tiers that may not have admitted them when they were new."""
+        below = range(FIRST + 1, len(self._tiers))
+        return self._write_through(event, (at for at in below if self._tiers[at].admit != FIRST_USE))
+
+    def _write_through(self, event: Store, targets: Iterable[int]) -> list[Transfer]:
         plan = []
-        for target, tier in enumerate(self._tiers):
-            if target == FIRST or tier.write != "through" or not tier.available:
+        for target in targets:
+            tier = self._tiers[target]
+            if tier.write != "through" or not tier.available:
                 continue
-            keys = [key for key in event.keys if self._catalog.state(key, target) is State.ABSENT]
-            if keys:
-                plan.append(Transfer(FIRST, target, keys))
+            admitted = zip(event.keys, self.admission.admitted(target, event.keys), strict=True)
+            absent = [
+                key for key, take in admitted if take and self._catalog.state(key, target) is State.ABSENT
+            ]
+            if absent:
+                plan.append(Transfer(FIRST, target, absent))
         return plan
 
     def prefetch(self, event: Prefetch) -> list[Transfer]:
@@ -75,20 +97,28 @@ class Router:
         return [sources.cheapest(mask) if mask else None for mask in holders]
 
     def evict(self, event: Evict) -> list[Transfer]:
-        """Drop chunks that a lower tier retains, or that no tier accepts; demote the others."""
-        demotion_target = self._demotion_target(event.tier)
-        if demotion_target is None:
+        """Drop chunks that a lower tier retains, or that no tier accepts; demote the others.
+
+        Each to the first tier that admits it.
+        """
+        targets = [below for below in self._below(event.tier) if self._accepts(below)]
+        if not targets:
             return [Transfer(event.tier, None, event.keys)] if event.keys else []
         keepers = sum(1 << below for below in self._below(event.tier) if self._tiers[below].keeps)
         drop: list[ChunkKey] = []
-        demote: list[ChunkKey] = []
+        left: list[ChunkKey] = []
         for key, (ready, _) in zip(event.keys, self._catalog.places(event.keys), strict=True):
-            (drop if ready & keepers else demote).append(key)
+            (drop if ready & keepers else left).append(key)
         plan = []
         if drop:
             plan.append(Transfer(event.tier, None, drop))
-        if demote:
-            plan.append(Transfer(event.tier, demotion_target, demote))
+        for target in targets:
+            admitted = self.admission.admitted(target, left)
+            if demote := list(compress(left, admitted)):
+                plan.append(Transfer(event.tier, target, demote))
+                left = [key for key, take in zip(left, admitted, strict=True) if not take]
+        if left:
+            plan.append(Transfer(event.tier, None, left, admitted=False))
         return plan
 
     def move(self, event: Move) -> list[Transfer]:
@@ -101,12 +131,8 @@ class Router:
         ]
         return [Transfer(event.source, event.target, keys)] if keys else []
 
-    def _demotion_target(self, tier: int) -> int | None:
-        for below in self._below(tier):
-            candidate = self._tiers[below]
-            if candidate.write != "never" and candidate.available:
-                return below
-        return None
+    def _accepts(self, tier: int) -> bool:
+        return self._tiers[tier].write != "never" and self._tiers[tier].available
 
     def _below(self, tier: int) -> range:
         return range(tier + 1, len(self._tiers))

@@ -26,6 +26,7 @@ class FakeTier:
 
     seconds: float | None = None
     write: str = "through"
+    admit: str = "first_use"
     available: bool = True
     keeps: bool = True
     queries: int = 0

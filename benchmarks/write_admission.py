@@ -1,0 +1,121 @@
+"""Compare what a disk tier is written and what it hits, by the setting ``admit``, on traces.
+
+::
+
+    python benchmarks/write_admission.py TRACE...      # as Markdown, on standard output
+
+A trace is what ``kvtier simulate`` reads. The caches have memory and a disk with ``write: through``, and
+capacities in percent of a trace's distinct chunks. Figures are exact: they do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.plugins import Plugins
+from kvtier.settings import Settings
+from kvtier.simulation.capacities import Capacity, parse_capacities
+from kvtier.simulation.replay import CHUNK_TOKENS, Model, Outcome, replay
+from kvtier.simulation.tiers import configured
+from kvtier.simulation.trace import Trace
+from kvtier.units import format_size
+
+ADMIT = ("first_use", "second_use", "expected")
+MEMORY, DISKS = "2%", "5%,10%,20%,40%"
+PROCESSES = 2
+
+
+class Task(NamedTuple):
+    """One row of a table, which one process computes."""
+
+    path: Path
+    memory: Capacity
+    disk: Capacity
+    admit: str
+    policy: str
+    limit: int | None
+
+
+class Result(NamedTuple):
+    """The figures of a row."""
+
+    trace: str
+    memory: float
+    """Percent of the trace's distinct chunks, as ``disk``."""
+    disk: float
+    outcome: Outcome
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written to disk."""
+        return self.outcome.tiers[1].written_bytes
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Compare writes and hit rates by the setting `admit`.")
+    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
+    parser.add_argument("--memory", default=MEMORY, help="one capacity; default: %(default)s")
+    parser.add_argument("--disk", default=DISKS, help="default: %(default)s")
+    parser.add_argument("--policy", default="lru", help="of both tiers; default: %(default)s")
+    parser.add_argument("--limit", type=int, help="read only so many requests of each trace")
+    given = parser.parse_args(arguments)
+    [memory] = parse_capacities(given.memory)
+    tasks = [
+        Task(path, memory, disk, admit, given.policy, given.limit)
+        for path in given.traces
+        for disk in parse_capacities(given.disk)
+        for admit in ADMIT
+    ]
+    with ProcessPoolExecutor(PROCESSES) as pool:
+        results = list(pool.map(compute, tasks))
+    size = len(tasks) // len(given.traces)
+    for start in range(0, len(tasks), size):
+        print("\n".join(markdown(results[start : start + size])) + "\n")
+
+
+def compute(task: Task) -> Result:
+    plugins, model = Plugins.load([]), Model()
+    trace = Trace.read(task.path, CHUNK_TOKENS, task.limit)
+    memory, disk = (
+        capacity.of(trace.unique, model.chunk_bytes(trace)) for capacity in (task.memory, task.disk)
+    )
+    full = {"eviction": task.policy, "high_watermark": 1.0, "low_watermark": 1.0}
+    settings = Settings(
+        tiers=[
+            {"name": "ram", "type": "cpu", "capacity": memory, **full},
+            {"name": "ssd", "type": "disk", "path": "/", "capacity": disk, "admit": task.admit, **full},
+        ]
+    )
+    outcome = replay(trace, plugins, configured(plugins, settings, None, {}), model)
+    print(f"{task.path.name}: {task.admit}", file=sys.stderr)
+    whole = trace.unique * model.chunk_bytes(trace)
+    return Result(f"{trace.name}: {len(trace):,} requests", 100 * memory / whole, 100 * disk / whole, outcome)
+
+
+def markdown(results: Sequence[Result]) -> Iterator[str]:
+    """Yield the lines of the table of one trace."""
+    first = results[0]
+    yield f"{first.trace}, memory of {first.memory:.3g} %"
+    yield ""
+    yield "| disk | `admit` | hit rate | written to disk | per saved token |"
+    yield "|---:|---|---:|---:|---:|"
+    for at, result in enumerate(results):
+        outcome = result.outcome
+        per_token = result.written_bytes / outcome.saved_tokens if outcome.saved_tokens else 0.0
+        cells = [
+            f"{result.disk:.3g} %" if at % len(ADMIT) == 0 else "",
+            ADMIT[at % len(ADMIT)],
+            f"{outcome.hit_rate:.4f}",
+            format_size(result.written_bytes),
+            format_size(round(per_token)),
+        ]
+        yield "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main()
