@@ -13,6 +13,7 @@ import pytest
 from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import KVTierError
 from kvtier.recording.format import ID_BYTES, MAGIC, VERSION, Header, Record, encode_frame
+from kvtier.recording.request import TraceRequest
 from kvtier.simulation.trace import Trace
 from kvtier.simulation.traces import read_trace
 from tests.simulation.making import bailian_line, mooncake_line
@@ -105,6 +106,13 @@ def test_limit_leaves_the_rest_unread(tmp_path: Path) -> None:
         (bailian_line(0, [1], timestamp="1").encode(), "line 1: .*timestamp"),
         (gzip.compress(mooncake_line(0, [1]).encode() * 99, mtime=0)[:-30], "truncated"),
         (lzma.compress(mooncake_line(0, [1]).encode() * 99)[:-30], "truncated"),
+        (gzip.compress(mooncake_line(0, [1]).encode(), mtime=0)[:5], "after line 0: .*truncated"),
+        (lzma.compress(mooncake_line(0, [1]).encode())[:8], "after line 0: .*truncated"),
+        (gzip.compress(b"", mtime=0), "is empty"),
+        (
+            gzip.compress(mooncake_line(0, [1]).encode() * 9, mtime=0)[:-8] + bytes(8),
+            "after line 9: .*corrupt",
+        ),
         (gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 20, "corrupt"),
         (lzma.compress(mooncake_line(0, [1]).encode())[:20] + b"\xff" * 90, "corrupt"),
     ],
@@ -118,6 +126,61 @@ def test_malformed_input_is_one_error_with_file_and_reason(
         Trace.read(path, 512)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("make_line", [mooncake_line, bailian_line])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"timestamp": -0.5}, "Expected `float` >= 0.*timestamp"),
+        ({"timestamp": True}, "got `bool`.*timestamp"),
+        ({"timestamp": 10**20}, "Expected `float` <.*timestamp"),
+        ({"timestamp": float("nan")}, "invalid character"),
+        ({"input_length": -1}, "Expected `int` >= 0.*input_length"),
+        ({"input_length": 1 << 63}, "Expected `int` <=.*input_length"),
+        ({"input_length": 10**400}, "Expected `int` <=.*input_length"),
+        ({"output_length": "7"}, "got `str`.*output_length"),
+        ({"hash_ids": [1, 2.5]}, r"got `float`.*hash_ids\[1\]"),
+        ({"hash_ids": [10**400]}, "hash_ids has an id that is not between 0 and"),
+        ({"hash_ids": [1, -2]}, "hash_ids has an id that is not between 0 and"),
+        ({"hash_ids": {"1": 2}}, "got `object`.*hash_ids"),
+        ({"hash_ids": []}, "hash_ids is empty"),
+    ],
+)
+def test_wrong_value_in_a_later_line_is_named(
+    tmp_path: Path, make_line: Callable[..., str], change: dict[str, object], reason: str
+) -> None:
+    path = written(tmp_path / "trace", make_line(0, [1]), "\n", make_line(1, [1], **change))
+    with pytest.raises(KVTierError, match=reason) as raised:
+        Trace.read(path, 512)
+    assert str(raised.value).startswith(f"{path}: line 3: ")
+
+
+@pytest.mark.parametrize("make_line", [mooncake_line, bailian_line])
+@pytest.mark.parametrize("rest", ["[1]\n", '"text"\n', "{}\n", "not JSON\n", "\0\n", '{"hash_ids": [1'])
+def test_line_that_is_no_request_is_named(tmp_path: Path, make_line: Callable[..., str], rest: str) -> None:
+    path = written(tmp_path / "trace", make_line(0, [1]), make_line(1, [1]), rest)
+    with pytest.raises(KVTierError) as raised:
+        Trace.read(path, 512)
+    assert str(raised.value).startswith(f"{path}: line 3: ")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz"])
+@pytest.mark.parametrize("make_line", [mooncake_line, bailian_line])
+def test_requests_before_a_truncation_are_read(
+    tmp_path: Path, make_line: Callable[..., str], suffix: str
+) -> None:
+    """A trace that is cut off is an error, which says where: its hit rates would be those of another one."""
+    path = tmp_path / f"trace{suffix}"
+    content = "".join(make_line(at, [at]) for at in range(20_000)).encode()
+    packed = PACK[suffix](content)
+    path.write_bytes(packed[: len(packed) // 2])
+    requests: list[TraceRequest] = []
+    with pytest.raises(KVTierError) as raised:
+        requests.extend(read_trace(path, 512)[0])
+    assert 0 < len(requests) < 20_000
+    message = f"{path}: after line {len(requests)}: the compressed file is truncated"
+    assert str(raised.value).startswith(message)
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:

@@ -1,0 +1,382 @@
+"""Replay a trace against a real vLLM with kvtier, once for each eviction policy, and against the simulation.
+
+::
+
+    python -m benchmarks.replay_vllm TRACE                                  # lru and adaptive: ten minutes
+    python -m benchmarks.replay_vllm TRACE --policy lru,arc,resume,adaptive
+    python -m benchmarks.replay_vllm TRACE --sessions 4 --span 120 --capacity 60    # a smoke test
+
+TRACE has the format of Mooncake. Requests with the same ``session`` are one session; without that field,
+those with the same first block. What is replayed are the first sessions in a window of the trace, with
+shorter prompts and in less time: several blocks become one chunk of 32 tokens, and a second is several
+seconds of the trace. The tokens of a chunk follow from its id, so equal ids are equal KV. Each prompt ends
+with a few tokens of its own, which fill no chunk.
+
+Every policy gets a new cache process, with one memory tier for a fraction of all distinct chunks, and a new
+vLLM with a tiny model and without a prefix cache of its own, so that all hits come from the tier. It computes
+on one core: on a busy machine, two threads would wait for each other. A request is sent at its time, but not
+before the previous one of its session is answered. Hits are what vLLM reports. They are compared with what
+``kvtier simulate`` computes from the plan, and from the times at which the requests were sent (*as sent*),
+which differ if the machine cannot keep up. All policies must produce the same tokens: otherwise the benchmark
+fails.
+
+Times must not be divided by much. ``resume``, and so ``adaptive``, learns for how long prompts are away, but
+does not distinguish times below two seconds. A typical gap of an agent is 15 seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import httpx
+import msgspec
+
+from benchmarks.common import show
+from kvtier.bridge import client as bridge
+from kvtier.concurrency.signals import exit_on_signals
+from kvtier.demo.client import Client
+from kvtier.demo.server import Server, start_cache, start_vllm
+from kvtier.demo.work import CACHE_READY_SECONDS, VLLM_READY_SECONDS, cache_answers
+from kvtier.plugins import Plugins
+from kvtier.recording.request import TraceRequest
+from kvtier.settings import Settings
+from kvtier.simulation.replay import Model
+from kvtier.simulation.study import Study, study
+from kvtier.simulation.tiers import configured
+from kvtier.simulation.trace import Trace
+from kvtier.simulation.traces.lines import decode_lines
+from kvtier.simulation.traces.mooncake import BLOCK_TOKENS, read_mooncake
+from kvtier.testing.servers import free_port
+from tests.vllm import models
+
+CHUNK_TOKENS = 32
+TOKEN_BYTES = 4096
+"""KV of a token of the model: 4 layers, 2 heads of 64 float32 values, keys and values."""
+MODEL = Model(TOKEN_BYTES)
+OWN_TOKENS, NEW_TOKENS = 8, 4
+WARM_UP_TOKENS = CHUNK_TOKENS // 2
+TIER = "ram"
+ENGINE = (
+    *("--skip-tokenizer-init", "--dtype", "float32", "--block-size", str(CHUNK_TOKENS)),
+    *("--kv-cache-memory-bytes", "256M", "--gpu-memory-utilization", "0.1", "--no-enable-prefix-caching"),
+)
+
+
+class Session(msgspec.Struct):
+    """What tells to which session a row of a trace belongs."""
+
+    hash_ids: list[int]
+    session: msgspec.Raw = msgspec.Raw()
+
+
+class Planned(NamedTuple):
+    """A request of the replay."""
+
+    time: float
+    """In seconds since the replay began."""
+    session: object
+    chunks: Sequence[int]
+
+    def prompt(self, number: int) -> list[int]:
+        """Return the tokens of the request with this number."""
+        own = tokens_of(f"request {number}", OWN_TOKENS)
+        return [token for chunk in self.chunks for token in tokens_of(str(chunk), CHUNK_TOKENS)] + own
+
+
+class Answer(NamedTuple):
+    """What vLLM answered."""
+
+    ttft: float
+    cached: int
+    """Tokens of the prompt that were not computed."""
+    tokens: Sequence[int]
+    late: float
+    """Seconds after its time when the request was sent."""
+
+
+class Result(NamedTuple):
+    """A policy's replay."""
+
+    answers: Sequence[Answer]
+    """In the order of the plan."""
+    evicted: int
+    seconds: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parsed(arguments)
+    plan = read_plan(options)
+    if not plan:
+        raise SystemExit(f"--start, --span: {options.trace} has no request in this window")
+    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="kvt-") as name:
+        compare(plan, options.policy.split(","), options.capacity / 100, Path(name))
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Replay a trace against a real vLLM, by eviction policy.")
+    parser.add_argument("trace", type=Path, metavar="TRACE")
+    parser.add_argument("--policy", default="lru,adaptive", help="default: %(default)s")
+    parser.add_argument("--sessions", type=int, default=40, help="default: %(default)s")
+    parser.add_argument("--start", type=float, default=600, help="of the window, in s; default: %(default)s")
+    parser.add_argument("--span", type=float, default=480, help="of the window, in s; default: %(default)s")
+    parser.add_argument("--speed", type=float, default=2, help="divides times, default: %(default)s")
+    parser.add_argument(
+        "--blocks", type=int, default=16, help="of the trace in a chunk, default: %(default)s"
+    )
+    parser.add_argument("--capacity", type=float, default=10, help="%% of the distinct chunks; %(default)s")
+    return parser.parse_args(arguments)
+
+
+def read_plan(options: argparse.Namespace) -> list[Planned]:
+    """Return the requests to replay, in the order of their time."""
+    requests = read_mooncake(options.trace, options.blocks * BLOCK_TOKENS)
+    rows = (row for _, row in decode_lines(options.trace, Session))
+    inside = [
+        Planned((request.time - options.start) / options.speed, session_of(row), request.chunks)
+        for request, row in zip(requests, rows, strict=True)
+        if 0 <= request.time - options.start < options.span
+    ]
+    inside.sort(key=lambda planned: planned.time)
+    chosen = set(itertools.islice(dict.fromkeys(planned.session for planned in inside), options.sessions))
+    return [planned for planned in inside if planned.session in chosen]
+
+
+def session_of(row: Session) -> object:
+    return bytes(row.session) or row.hash_ids[0]
+
+
+def tokens_of(seed: str, count: int) -> list[int]:
+    return random.Random(seed).choices(range(models.VOCABULARY), k=count)
+
+
+def compare(plan: Sequence[Planned], policies: Sequence[str], fraction: float, folder: Path) -> None:
+    """Replay the plan with each policy, and print the table."""
+    trace = trace_of(plan, [planned.time for planned in plan])
+    chunk_bytes = MODEL.chunk_bytes(trace)
+    chunks = int(trace.unique * fraction)
+    longest = max(len(planned.chunks) for planned in plan)
+    if chunks < longest:
+        raise SystemExit(f"--capacity: has {chunks} chunks, of {longest} of the longest prompt: use more")
+    settings = {policy: settings_for(policy, chunks * chunk_bytes) for policy in policies}
+    prompts = [planned.prompt(number) for number, planned in enumerate(plan)]
+    models.make_llama(folder / "model")
+    results = {}
+    for policy, each in settings.items():
+        (folder / policy).mkdir()
+        results[policy] = replay(plan, prompts, each, folder / "model", folder / policy, chunk_bytes)
+        hits = sum(answer.cached for answer in results[policy].answers)
+        print(f"{policy}: {hits} hit tokens, {results[policy].seconds:.0f} s", file=sys.stderr, flush=True)
+    sent = {
+        policy: trace_of(
+            plan, [at.time + answer.late for at, answer in zip(plan, result.answers, strict=True)]
+        )
+        for policy, result in results.items()
+    }
+    predicted = {
+        policy: (simulated(trace, each), simulated(sent[policy], each)) for policy, each in settings.items()
+    }
+    report(plan, results, predicted, chunks)
+    check(results)
+
+
+def trace_of(plan: Sequence[Planned], times: Sequence[float]) -> Trace:
+    """Return the trace of the requests at other times."""
+    requests = [
+        TraceRequest(time, array("Q", planned.chunks), len(planned.chunks) * CHUNK_TOKENS)
+        for planned, time in zip(plan, times, strict=True)
+    ]
+    return Trace.load("the replay", requests, CHUNK_TOKENS)
+
+
+def simulated(trace: Trace, settings: dict[str, Any]) -> Study:
+    """Do what ``kvtier simulate`` does with the same settings."""
+    plugins = Plugins.load([])
+    return study(trace, plugins, [configured(plugins, Settings(**settings), None, {})], MODEL)
+
+
+def settings_for(policy: str, capacity: int) -> dict[str, Any]:
+    return {
+        "chunk_tokens": CHUNK_TOKENS,
+        "partial_chunks": False,
+        "tiers": [{"name": TIER, "type": "cpu", "capacity": capacity, "eviction": policy}],
+    }
+
+
+def replay(
+    plan: Sequence[Planned],
+    prompts: Sequence[Sequence[int]],
+    settings: dict[str, Any],
+    model: Path,
+    folder: Path,
+    chunk_bytes: int,
+) -> Result:
+    """Replay the plan on new processes."""
+    socket = folder / "socket"
+    longest = max(map(len, prompts)) + NEW_TOKENS
+    with serving({**settings, "socket": str(socket)}, socket, model, folder, longest) as (client, engine):
+        client.complete(tokens_of("warm-up", WARM_UP_TOKENS), 2)
+        started = time.perf_counter()
+        try:
+            answers = anyio.run(send_all, client.url, str(model), plan, prompts)
+        except ExceptionGroup as errors:
+            raise engine.failure(f"failed to respond ({errors.exceptions[0]!r})") from errors
+        seconds = time.perf_counter() - started
+        status = bridge.status(socket)
+    (tier,) = status["tiers"]
+    if tier["used_bytes"] != tier["chunks"] * chunk_bytes:
+        raise SystemExit(f"{tier['chunks']} chunks have {tier['used_bytes']} bytes, not {chunk_bytes} each")
+    return Result(answers, status["counts"].get("evicted", 0), seconds)
+
+
+@contextmanager
+def serving(
+    settings: dict[str, Any], socket: Path, model: Path, folder: Path, max_tokens: int
+) -> Iterator[tuple[Client, Server]]:
+    """Start a cache process and vLLM, and yield the latter."""
+    config = folder / "kvtier.yaml"
+    config.write_text(json.dumps(settings))  # JSON is YAML.
+    port = free_port()
+    threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        cache = start_cache(config, folder / "cache.log")
+        stack.callback(cache.kill)
+        cache.wait_until(partial(cache_answers, socket), CACHE_READY_SECONDS)
+        engine = start_vllm(
+            str(model),
+            port=port,
+            config=config,
+            log=folder / "vllm.log",
+            max_tokens=max_tokens,
+            arguments=[*ENGINE, "--hf-overrides", json.dumps({"max_position_embeddings": max_tokens})],
+            scratch=folder,
+            variables={**threads, "HF_HUB_OFFLINE": "1"},
+        )
+        stack.callback(engine.kill)
+        client = stack.enter_context(Client(port, str(model)))
+        engine.wait_until(client.healthy, VLLM_READY_SECONDS)
+        yield client, engine
+
+
+async def send_all(
+    url: str, model: str, plan: Sequence[Planned], prompts: Sequence[Sequence[int]]
+) -> list[Answer]:
+    """Send every request at its time, those of a session one after the other. Return the answers."""
+    answers: dict[int, Answer] = {}
+    sessions: dict[object, list[int]] = defaultdict(list)
+    for number, planned in enumerate(plan):
+        sessions[planned.session].append(number)
+    started = time.perf_counter()
+
+    async def run(http: httpx.AsyncClient, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            due = started + plan[number].time
+            await anyio.sleep(max(0.0, due - time.perf_counter()))
+            answers[number] = await send(http, model, prompts[number], due)
+
+    # The server closes connections that were idle for some seconds, perhaps while a request is being sent.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=VLLM_READY_SECONDS, trust_env=False, limits=limits) as http,
+        anyio.create_task_group() as tasks,
+    ):
+        for numbers in sessions.values():
+            tasks.start_soon(run, http, numbers)
+    return [answers[number] for number in range(len(plan))]
+
+
+async def send(http: httpx.AsyncClient, model: str, prompt: Sequence[int], due: float) -> Answer:
+    """Complete a prompt greedily. ``due``: when it should be sent."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": NEW_TOKENS,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    tokens: list[int] = []
+    usage: dict[str, Any] = {}
+    first = 0.0
+    sent = time.perf_counter()
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            for choice in event["choices"]:
+                tokens += choice.get("token_ids") or []
+            if tokens and not first:
+                first = time.perf_counter()
+            usage = event.get("usage") or usage
+    cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+    return Answer(first - sent, cached, tokens, sent - due)
+
+
+def report(
+    plan: Sequence[Planned],
+    results: dict[str, Result],
+    predicted: dict[str, tuple[Study, Study]],
+    chunks: int,
+) -> None:
+    rows = [row_of(policy, result, *predicted[policy]) for policy, result in results.items()]
+    sessions = len({planned.session for planned in plan})
+    planned, _ = next(iter(predicted.values()))
+    title = (
+        f"{len(plan)} requests of {sessions} sessions, {planned.chunks:,} chunks, {planned.unique:,} "
+        f"distinct; a tier of {chunks} chunks; optimum {planned.rows[0].bound:.4f}"
+    )
+    hits, ttft = ("hit tokens", "hit rate", "simulated", "as sent", "evicted"), ("TTFT, ms", "p50", "p99")
+    show(title, ("", *hits, *ttft, "late, ms", "s"), rows)
+
+
+def row_of(policy: str, result: Result, planned: Study, sent: Study) -> Sequence[object]:
+    ttft = sorted(answer.ttft * 1e3 for answer in result.answers)
+    hits = sum(answer.cached for answer in result.answers)
+    return (
+        policy,
+        f"{hits:,}",
+        f"{hits / (planned.chunks * CHUNK_TOKENS):.4f}",
+        f"{planned.rows[0].outcome.hit_rate:.4f}",
+        f"{sent.rows[0].outcome.hit_rate:.4f}",
+        result.evicted,
+        round(statistics.fmean(ttft)),
+        round(statistics.median(ttft)),
+        round(ttft[len(ttft) * 99 // 100]),
+        round(statistics.fmean(answer.late for answer in result.answers) * 1e3),
+        round(result.seconds),
+    )
+
+
+def check(results: dict[str, Result]) -> None:
+    """Fail if a policy has produced other tokens than the first one."""
+    (first, reference), *others = results.items()
+    incomplete = sum(len(answer.tokens) != NEW_TOKENS for answer in reference.answers)
+    if incomplete:
+        raise SystemExit(f"{first}: {incomplete} answers do not have {NEW_TOKENS} tokens")
+    for policy, result in others:
+        pairs = zip(reference.answers, result.answers, strict=True)
+        different = [number for number, (one, other) in enumerate(pairs) if one.tokens != other.tokens]
+        if different:
+            raise SystemExit(f"{first} and {policy} produced different tokens for requests {different[:10]}")
+
+
+if __name__ == "__main__":
+    main()
