@@ -22,7 +22,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.siblings import PromptMarks
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import SettingsError
-from kvtier.events import Move, Observer
+from kvtier.events import Move, Observer, PromptLookup
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.host import total_bytes
@@ -58,6 +58,9 @@ logger = logging.getLogger("kvtier")
 
 DRAIN_POLL_SECONDS = 0.02
 
+ObserveLookup = Callable[[PromptLookup], None]
+"""Receives each lookup of a prompt. Called in the event loop; must neither block nor raise."""
+
 Progress = Callable[[int], None]
 """Callback that receives the number of remaining bytes."""
 
@@ -88,8 +91,10 @@ class TieredCache:
             self._discovering,
             self.expecting,
             self._boundaries,
+            self._storing,
         )
         self._finished = False
+        self._observe_lookup: ObserveLookup | None = None
 
     @classmethod
     @asynccontextmanager
@@ -196,6 +201,10 @@ class TieredCache:
         """Undo :meth:`add_observer`."""
         self.hierarchy.observers.remove(observer)
 
+    def observe_lookups(self, observe: ObserveLookup | None) -> None:
+        """Report every lookup with ``expected`` that is neither ``local`` nor ``repeated`` from now on."""
+        self._observe_lookup = observe
+
     # Control path: synchronous.
 
     def look_up(
@@ -210,6 +219,7 @@ class TieredCache:
         hints: ChunkHints | None = None,
         marks: PromptMarks | None = None,
         compute: float = 0.0,
+        repeated: bool = False,
     ) -> Lookup:
         """Lease the longest held prefix of ``keys``, and start to prefetch chunks of lower tiers.
 
@@ -224,12 +234,15 @@ class TieredCache:
         ``staged`` holds chunks that were pushed into staging buffers instead of tiers. ``hints`` replace
         those of the chunks that are found. With ``marks``, a chunk that only begins like the next one of the
         prompt is added at the end: see :attr:`Lookup.partial`. With ``compute``, the seconds in which a chunk
-        is computed, only those are found that are worth waiting for.
+        is computed, only those are found that are worth waiting for. ``repeated``: the same request has
+        looked them up before.
         """
         found = Lookup(staged, hints, marks, compute)
         self._looking_up.prefix(
             found, keys, expected, local=local, expect=expect, expect_chunks=expect_chunks
         )
+        if not local and not repeated:
+            self._report_lookup(keys, expected, found.count - (found.partial is not None), hints, compute)
         return found
 
     def look_up_state(
@@ -239,6 +252,8 @@ class TieredCache:
         state_bytes: int,
         hints: ChunkHints | None = None,
         compute: float = 0.0,
+        *,
+        repeated: bool = False,
     ) -> Lookup:
         """Lease the longest prefix of whole chunks at whose end a state is stored, and that state.
 
@@ -248,7 +263,25 @@ class TieredCache:
         """
         found = Lookup(hints=hints, compute=compute)
         self._looking_up.boundary(found, keys, expected, state_bytes)
+        if not repeated:
+            self._report_lookup(keys, expected, max(0, found.count - 1), hints, compute)
         return found
+
+    def _report_lookup(
+        self,
+        keys: Sequence[ChunkKey],
+        expected: Expected | None,
+        found: int,
+        hints: ChunkHints | None,
+        compute: float,
+    ) -> None:
+        """Report a lookup to who observes them."""
+        if self._observe_lookup is None or expected is None or not keys:
+            return
+        layout = self.hierarchy.layouts.get(expected.namespace)
+        tokens = 0 if layout is None else layout.chunk_tokens
+        size = object_bytes(layout.payload_bytes(tokens)) if layout is not None else expected.lengths[0]
+        self._observe_lookup(PromptLookup(time.monotonic(), keys, size, tokens, found, compute, hints))
 
     def supersede_tails(self, chunk: ChunkKey, *, whole: bool) -> None:
         """Remove shorter chunks that begin like one just stored, or that one if a longer one does.
@@ -293,9 +326,12 @@ class TieredCache:
         """
         return self._storing.reserve_all(headers, hints)
 
-    def commit(self, reservations: Sequence[Reservation]) -> None:
-        """Publish filled chunks, and write them to the tiers below."""
-        self._storing.commit(reservations)
+    def commit(self, reservations: Sequence[Reservation], *, pushed: bool = False) -> None:
+        """Publish filled chunks, and write them to the tiers below that admit them.
+
+        ``pushed``: by a peer, for a request that will look them up. That lookup is their first use.
+        """
+        self._storing.commit(reservations, pushed=pushed)
 
     def abandon(self, reservations: Sequence[Reservation]) -> None:
         """Give up reservations whose chunks will not be filled."""
@@ -305,6 +341,8 @@ class TieredCache:
         """Protect the held prefix of ``keys`` from eviction. Return its length in chunks."""
         held = keys[: len(self.hierarchy.catalog.prefix(keys))]
         self.hierarchy.catalog.pin(held, None if seconds is None else time.monotonic() + seconds)
+        if self.hierarchy.router.admission.selective:
+            self._storing.admit(held)
         return len(held)
 
     def unpin(self, keys: Sequence[ChunkKey]) -> None:

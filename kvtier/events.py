@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import ALL_TIERS
+from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.keys import ChunkKey
 
 
@@ -78,6 +79,23 @@ class Report:
     outcomes: Sequence[Outcome]
     transferred_bytes: int
     seconds: float
+
+
+class PromptLookup(NamedTuple):
+    """A lookup of a prompt by an engine or a program of this host, when it was made."""
+
+    time: float
+    """Of ``time.monotonic``."""
+    keys: Sequence[ChunkKey]
+    chunk_bytes: int
+    """Size of a whole chunk object."""
+    chunk_tokens: int
+    """Tokens of a whole chunk; 0 if unknown."""
+    found: int
+    """How many leading chunks this host held."""
+    compute_seconds: float = 0.0
+    """In which the engine computes a chunk; 0 if unknown."""
+    hints: ChunkHints | None = None
 
 
 class Observer(Protocol):

@@ -18,7 +18,7 @@ from anyio import CancelScope
 from kvtier.agent.served import Served
 from kvtier.backends.base import Backend
 from kvtier.cache import TieredCache
-from kvtier.catalog.prefix import MAX_TIERS
+from kvtier.catalog.table import MAX_TIERS
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import PeerError, SettingsError
 from kvtier.memory.keys import ChunkKey
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from kvtier.peers.server import PeerServer
     from kvtier.peers.staging.buffers import Stagings
     from kvtier.transports.base import Transport
+    from kvtier.whatif.estimator import Estimator
+    from kvtier.whatif.report import Report
 
 PEERS = "peers"
 """Name and type of the tier that represents all peers."""
@@ -65,6 +67,7 @@ class Instance:
         self.stagings = stagings
         """The engines' staging buffers, if ``kv_transfer.device`` is ``cuda``."""
         self._agent: Agent | None = None
+        self._estimator: Estimator | None = None
 
     @classmethod
     @asynccontextmanager
@@ -86,6 +89,11 @@ class Instance:
             else:
                 cache = await stack.enter_async_context(TieredCache.open(settings, plugins=plugins))
                 instance = cls(name, cache)
+            if settings.whatif.enabled:
+                # Imported here, so that an instance without it does not pay for the import.
+                from kvtier.whatif.estimator import estimating
+
+                instance._estimator = await stack.enter_async_context(estimating(instance.cache, plugins))
             if settings.controller.url is not None:
                 await stack.enter_async_context(instance._registered(settings))
             yield instance
@@ -168,7 +176,15 @@ class Instance:
         transport = settings.peer.transport["type"] if peers or serving else None
         tokenizers = Tokenizers(self.served)
         commands = Commands(self.cache, peers, tokenizers)
-        agent = Agent(settings, self.cache, self.served, commands, serving=serving, transport=transport)
+        agent = Agent(
+            settings,
+            self.cache,
+            self.served,
+            commands,
+            serving=serving,
+            transport=transport,
+            what_if=self.what_if,
+        )
         async with tokenizers.open(), open_tasks() as tasks:
             self._agent = agent
             if self.peers is not None and settings.controller.ask:
@@ -191,6 +207,15 @@ class Instance:
         if self._kv_transfers is None:
             raise PeerError("cannot transfer KV: set peer.secret or peer.tls to authenticate to peers")
         return self._kv_transfers.begin(to, keys)
+
+    def what_if(self) -> Report | None:
+        """Return what other capacities and eviction policies would hit.
+
+        ``None`` if it is not estimated, or nothing has been observed yet. Takes a millisecond. See
+        ``docs/whatif.md``.
+        """
+        report = None if self._estimator is None else self._estimator.report()
+        return report if report is not None and (report.chunks or report.stopped) else None
 
     def status(self) -> dict[str, object]:
         """Return the state of the cache, its peers and the controller connection, for display and tests."""

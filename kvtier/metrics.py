@@ -1,8 +1,8 @@
 """Prometheus metrics of one cache, read from the cache's own counters on each scrape.
 
 Only transfers are counted here, from their reports; this costs a few microseconds per batch. Label values are
-tier names, configured tenants, event types, outcomes, states and reasons, all bounded: never a key, an engine
-or an address.
+tier names, configured tenants, event types, outcomes, states, policies and reasons, all bounded: never a key,
+an engine or an address.
 ``docs/metrics.md`` lists all metrics.
 """
 
@@ -37,6 +37,8 @@ from kvtier.events import Event, Prefetch, Report, Store
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.level import Level
 from kvtier.version import __version__
+from kvtier.whatif.curve import point_at
+from kvtier.whatif.report import Report as WhatIfReport
 
 Status = Mapping[str, Any]
 
@@ -45,6 +47,8 @@ MAX_REQUESTS = 16
 BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Histogram buckets in seconds. A batch of tens of MiB takes 1 ms from memory and 1 s from a slow disk."""
 PEER_STATES = ("connected", "connecting", "not connected", "does not answer", "paused")
+MULTIPLES = (0.5, 1.0, 2.0, 4.0)
+"""Multiples of a tier's capacity whose estimated hit rate is exported."""
 ROUTE = ("source", "target", "event")
 ENGINE = "engine"
 """The source label of chunks that come from an engine."""
@@ -71,6 +75,11 @@ COUNTS = (
         "Chunks evicted from a tier, whether or not another tier holds them.",
     ),
     ("demoted", "kvtier_demoted_chunks", "Evicted chunks that were demoted to a lower tier."),
+    (
+        "not_admitted",
+        "kvtier_not_admitted_chunks",
+        "Chunks that left a tier unwritten, because no lower tier admits them.",
+    ),
     ("fallback", "kvtier_fallback_chunks", "Chunks read from a fallback tier after the first one failed."),
     (
         "computed_instead",
@@ -111,10 +120,13 @@ class _Transfers:
 class CacheMetrics(Collector):
     """The metrics of one cache, in their own registry. Created with :meth:`of`."""
 
-    def __init__(self, cache: TieredCache, status: Callable[[], Status]) -> None:
+    def __init__(
+        self, cache: TieredCache, status: Callable[[], Status], what_if: Callable[[], WhatIfReport | None]
+    ) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._cache = cache
         self._status = status
+        self._what_if = what_if
         self._transfers: dict[tuple[type[Event], str | None, str | None], _Transfers] = {}
         # Export 0 from the start: rate() misses the first increase of a counter that appears late.
         memory = cache.hierarchy.memory.name
@@ -127,13 +139,19 @@ class CacheMetrics(Collector):
 
     @classmethod
     @contextmanager
-    def of(cls, cache: TieredCache, status: Callable[[], Status] | None = None) -> Iterator[CacheMetrics]:
+    def of(
+        cls,
+        cache: TieredCache,
+        status: Callable[[], Status] | None = None,
+        what_if: Callable[[], WhatIfReport | None] = lambda: None,
+    ) -> Iterator[CacheMetrics]:
         """Observe an open cache until the context exits.
 
         ``status`` returns the status of a cache, an instance or a bridge server. If it includes engines or
-        peers, so do the metrics. Default: the status of ``cache``.
+        peers, so do the metrics. Default: the status of ``cache``. ``what_if`` returns the estimate of an
+        instance, and must not block either. Default: there is none.
         """
-        metrics = cls(cache, status or cache.status)
+        metrics = cls(cache, status or cache.status, what_if)
         cache.add_observer(metrics)
         try:
             yield metrics
@@ -165,6 +183,7 @@ class CacheMetrics(Collector):
         yield from _of_peers(status.get("peers", ()))
         yield from _of_serving(status.get("serving", {}))
         yield from _of_controller(status.get("controller"))
+        yield from _of_what_if(self._what_if())
 
     def _of_tiers(self, tiers: Sequence[Level]) -> Iterator[Metric]:
         info = InfoMetricFamily("kvtier_tier", "The type of a tier.", labels=["tier"])
@@ -324,6 +343,39 @@ def _of_controller(controller: Status | None) -> Iterator[Metric]:
     yield connected
     yield up_to_date
     yield lost
+
+
+def _of_what_if(report: WhatIfReport | None) -> Iterator[Metric]:
+    """Yield what other settings would bring, without samples if that is not known."""
+    text = "Estimated hit rate of the cache, if a tier had this multiple of its capacity."
+    rates = GaugeMetricFamily("kvtier_whatif_hit_rate", text, labels=["tier", "capacity"])
+    text = "Part of the estimated hit rate with this multiple: hits in the tier or a faster one."
+    fast = GaugeMetricFamily("kvtier_whatif_fast_hit_rate", text, labels=["tier", "capacity"])
+    text = "The least capacity of a tier with almost as many hits, also in this tier and faster ones."
+    useful = GaugeMetricFamily("kvtier_whatif_useful_bytes", text, labels=["tier"])
+    text = "Estimated hit rate of the cache, if a tier had this eviction policy."
+    policies = GaugeMetricFamily("kvtier_whatif_policy_hit_rate", text, labels=["tier", "policy"])
+    text = "Chunks asked for that are in the sample of the estimate."
+    sampled = CounterMetricFamily("kvtier_whatif_sampled_chunks", text)
+    text = "Lookups not observed, because the estimate could not keep up."
+    dropped = CounterMetricFamily("kvtier_whatif_dropped_lookups", text)
+    if report is not None:
+        by_policy = {(curve.tier, curve.policy): curve.hit_rate for curve in report.tiers}
+        by_policy |= {(at.tier, at.policy): at.hit_rate for at in report.changes if at.policy is not None}
+        for labels, rate in by_policy.items():
+            policies.add_metric(labels, rate)
+        for curve in report.tiers:
+            useful.add_metric([curve.tier], curve.useful_bytes)
+            for multiple in MULTIPLES:
+                point = point_at(curve, round(multiple * curve.capacity_bytes))
+                if point is None:
+                    continue
+                rates.add_metric([curve.tier, f"{multiple:g}x"], point.hit_rate)
+                if point.fast_hit_rate is not None:
+                    fast.add_metric([curve.tier, f"{multiple:g}x"], point.fast_hit_rate)
+        sampled.add_metric([], report.sampled)
+        dropped.add_metric([], report.dropped)
+    yield from (rates, fast, useful, policies, sampled, dropped)
 
 
 def application(metrics: CacheMetrics) -> Starlette:

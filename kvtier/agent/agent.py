@@ -12,7 +12,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +36,7 @@ from kvtier.rpc.frames import MAX_FRAME_BYTES
 from kvtier.settings import Settings
 from kvtier.settings.peer import split_address
 from kvtier.version import __version__
+from kvtier.whatif.report import Report as WhatIfReport
 
 logger = logging.getLogger("kvtier")
 
@@ -75,8 +76,12 @@ class Agent:
         *,
         serving: Serving | None,
         transport: str | None,
+        what_if: Callable[[], WhatIfReport | None],
     ) -> None:
-        """``transport``: name of the transport for peers; ``None`` if fetching from peers is disabled."""
+        """``transport``: name of the transport for peers; ``None`` if fetching from peers is disabled.
+
+        ``what_if`` returns the latest estimate, and must not block.
+        """
         assert settings.controller.url is not None
         self._settings = settings.controller
         self._timeout = settings.peer.timeout
@@ -86,6 +91,7 @@ class Agent:
         self._commands = commands
         self._serving = serving
         self._transport = transport
+        self._what_if = what_if
         self._name = settings.controller.instance_name
         self._incarnation = secrets.randbits(63)
         self._session: Session | None = None
@@ -151,7 +157,7 @@ class Agent:
     async def _stay_registered(self) -> None:
         """Register, and serve the controller until the connection ends. Always raises the reason."""
         async with self._connection() as connection:
-            session = Session(connection, self._cache, self._served, self._commands)
+            session = Session(connection, self._cache, self._served, self._commands, self._what_if)
             welcome = await session.greet(self._hello(connection.local_address[0]))
             if self._last_error:
                 logger.info("controller %s: this instance, %s, is registered again", self._url, self._name)

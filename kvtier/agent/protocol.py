@@ -15,6 +15,7 @@ Sequence::
       UpToDate ───────────────────────────►      the snapshot is complete
       Lost ───────────────────────────────►      discard all state: a new snapshot follows
       Heartbeat ──────────────────────────►      every ``Welcome.heartbeat`` seconds
+      WhatIf(report) ─────────────────────►      every 30 s, if it has changed
       WhoHolds(keys) ─────────────────────►
       ◄───────────────────────────── HeldBy
       ◄─────────────────────────── a command
@@ -42,8 +43,9 @@ import msgspec
 
 from kvtier.memory.layout import ChunkLayout
 from kvtier.rpc.frames import Interim, Message, Ping, Pong, Refused, Reply, Request, decoder
+from kvtier.whatif.report import Report as WhatIfReport
 
-VERSION = 2
+VERSION = 3
 MAX_KEYS = 32_768
 """Maximum number of keys per message, which is 1 MiB; longer lists are split."""
 CONNECT_PATH = "/connect"
@@ -146,6 +148,12 @@ class Heartbeat(Message, frozen=True, array_like=True, tag=14):
     leases: int
     pending_bytes: int
     """Bytes that are still to be written to lower tiers."""
+
+
+class WhatIf(Message, frozen=True, array_like=True, tag=27):
+    """What other capacities and policies would bring to this instance, as it estimates now."""
+
+    report: WhatIfReport
 
 
 class WhoHolds(Request, frozen=True, array_like=True, tag=15):
@@ -260,7 +268,7 @@ class Failed(Outcome, frozen=True, array_like=True, tag=26):
 
 
 Command = Fetch | Delete | DeleteAll | Pin | Unpin | Tokenize
-Report = Serves | Changed | UpToDate | Lost | Heartbeat
+Report = Serves | Changed | UpToDate | Lost | Heartbeat | WhatIf
 FromInstance = Hello | Report | WhoHolds | Progress | Done | Failed | Refused | Ping | Pong
 FromController = Welcome | HeldBy | Command | Cancel | Refused | Ping | Pong
 

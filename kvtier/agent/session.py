@@ -10,6 +10,7 @@ import anyio
 import anyio.lowlevel
 from anyio import CancelScope
 from anyio.abc import TaskGroup
+from msgspec.structs import replace
 from websockets.asyncio.client import ClientConnection
 
 from kvtier.agent.commands import Commands, Work
@@ -27,6 +28,7 @@ from kvtier.agent.protocol import (
     Serves,
     TierState,
     Welcome,
+    WhatIf,
     WhoHolds,
     decode_from_controller,
 )
@@ -34,17 +36,23 @@ from kvtier.agent.served import Served
 from kvtier.cache import TieredCache
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError, KVTierError, ProtocolError
+from kvtier.logs import printable
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message, encode_body
 from kvtier.rpc.greeting import greet
 from kvtier.rpc.keep_alive import KeepAlive, Timeouts
 from kvtier.rpc.websocket import ClientWire
+from kvtier.whatif.report import Report as WhatIfReport
 
 logger = logging.getLogger("kvtier")
 
 GREETING_SECONDS = 10.0
 MAX_IDLE_TIMEOUT_SECONDS = 3600.0
+WHAT_IF_SECONDS = 30.0
+"""Interval of reports of what other settings would bring."""
+MAX_STOPPED_CHARACTERS = 256
+"""Of the reason why these have stopped."""
 PROGRESS_SECONDS = 0.2
 """Interval of progress reports on a command."""
 MAX_COMMANDS = 1024
@@ -57,12 +65,18 @@ class Session:
     """A connection to a controller. It belongs to the caller, who closes it afterwards."""
 
     def __init__(
-        self, connection: ClientConnection, cache: TieredCache, served: Served, commands: Commands
+        self,
+        connection: ClientConnection,
+        cache: TieredCache,
+        served: Served,
+        commands: Commands,
+        what_if: Callable[[], WhatIfReport | None],
     ) -> None:
         self._endpoint = Endpoint(ClientWire(connection), decode_from_controller)
         self._cache = cache
         self._served = served
         self._commands = commands
+        self._what_if = what_if
         self.holdings = Holdings(cache)
         self._running: dict[int, CancelScope] = {}
         self._questions = 0
@@ -89,6 +103,7 @@ class Session:
                 self._report_models,
                 partial(self.holdings.report, self._send),
                 partial(self._beat, welcome.heartbeat),
+                self._report_what_if,
                 partial(self._keep_alive, welcome),
             ):
                 self._tasks.start_soon(self._do, part)
@@ -128,6 +143,16 @@ class Session:
         while True:
             await self._send(self._heartbeat())
             await anyio.sleep(seconds)
+
+    async def _report_what_if(self) -> None:
+        reported: WhatIfReport | None = None
+        while True:
+            report = self._what_if()
+            if report is not None and report != reported:
+                stopped = printable(report.stopped)[:MAX_STOPPED_CHARACTERS]
+                await self._send(WhatIf(replace(report, stopped=stopped)))
+                reported = report
+            await anyio.sleep(WHAT_IF_SECONDS)
 
     async def _keep_alive(self, welcome: Welcome) -> None:
         timeouts = Timeouts(welcome.heartbeat, welcome.idle_timeout, welcome.idle_timeout)

@@ -1,7 +1,7 @@
 """Scheduler's and workers' ends of the bridge: synchronous, without threads.
 
 Called from vLLM's hooks. Nothing blocks except what takes a ``wait``, :meth:`WorkerBridge.await_staging`,
-:func:`status` and :func:`clear_weights`.
+:func:`status`, :func:`what_if` and :func:`clear_weights`.
 """
 
 from __future__ import annotations
@@ -460,6 +460,11 @@ def status(path: Path, seconds: float = GREETING_SECONDS) -> dict[str, Any]:
     """Return the status of a cache process. Blocks up to ``seconds``. Raises :class:`ChannelError`."""
     report: dict[str, Any] = json.loads(_ask(path, protocol.Status(1), protocol.StatusReport, seconds).report)
     return report
+
+
+def what_if(path: Path, seconds: float = GREETING_SECONDS) -> protocol.WhatIfAnswer:
+    """Return what other settings would bring. Blocks up to ``seconds``. Raises :class:`ChannelError`."""
+    return _ask(path, protocol.WhatIf(1), protocol.WhatIfAnswer, seconds)
 
 
 def clear_weights(

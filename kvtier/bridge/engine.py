@@ -126,7 +126,9 @@ class Engine:
             )
         compute = max(0.0, request.compute_seconds) / max(1, len(keys))
         if self.layout.has_states:
-            found = self._cache.look_up_state(keys, expected, self._state_bytes, request.hints, compute)
+            found = self._cache.look_up_state(
+                keys, expected, self._state_bytes, request.hints, compute, repeated=request.repeated
+            )
         else:
             found = self._cache.look_up(
                 keys,
@@ -137,6 +139,7 @@ class Engine:
                 hints=request.hints,
                 marks=self._marks(request),
                 compute=compute,
+                repeated=request.repeated,
             )
         ticket = self._tickets[request.ticket] = Ticket(request.ticket)
         answer = self._grant(ticket, found, fetching=found.in_flight)

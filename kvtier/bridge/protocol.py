@@ -51,8 +51,9 @@ from kvtier.agent.served import EngineModel
 from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.layout import ChunkLayout
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
+from kvtier.whatif.report import Report
 
-VERSION = 10
+VERSION = 11
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
@@ -77,7 +78,7 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
 
     ``engine`` is the same for the scheduler and the workers of one part of an engine. ``holding``
     lists the leases that a reconnecting scheduler still uses. An ``observer`` may only send
-    :class:`Status` and :class:`ClearWeights`, and owns nothing; its layout is empty.
+    :class:`Status`, :class:`WhatIf` and :class:`ClearWeights`, and owns nothing; its layout is empty.
     """
 
     version: int
@@ -332,6 +333,19 @@ class StatusReport(Reply, frozen=True, array_like=True, tag=23):
     report: bytes
 
 
+class WhatIf(Request, frozen=True, array_like=True, tag=35):
+    """Request for a :class:`WhatIfAnswer`."""
+
+
+class WhatIfAnswer(Reply, frozen=True, array_like=True, tag=36):
+    """Answer to :class:`WhatIf`: what other settings would bring, as far as it is known."""
+
+    enabled: bool
+    """The setting ``whatif.enabled``."""
+    report: Report | None
+    """``None`` if it is not enabled, or nothing has been observed yet."""
+
+
 class Watch(Message, frozen=True, array_like=True, tag=34):
     """Report which tiers hold these chunks, now and after each change, and stop reporting those to forget.
 
@@ -360,9 +374,9 @@ class Notice(Message, frozen=True, array_like=True, tag=31):
 
 FromScheduler = Lookup | Cancel | Reserve | Clear | UseWeights | KVTransfer | EndKVTransfer | Watch
 FromWorker = Confirm | Commit | RequestStaging | OpenedStaging
-FromEngine = Hello | FromScheduler | FromWorker | Abandon | Status | ClearWeights | Ping
+FromEngine = Hello | FromScheduler | FromWorker | Abandon | Status | WhatIf | ClearWeights | Ping
 ToScheduler = Found | Reserved | Cleared | Held | KVTransferResult | Notice
-FromCache = Welcome | ToScheduler | Confirmed | OfferStaging | StatusReport | Refused | Pong
+FromCache = Welcome | ToScheduler | Confirmed | OfferStaging | StatusReport | WhatIfAnswer | Refused | Pong
 
 decode_from_engine: Callable[[bytes], FromEngine] = decoder(FromEngine, "a message from an engine")
 decode_from_cache: Callable[[bytes], FromCache] = decoder(FromCache, "a message from a cache process")

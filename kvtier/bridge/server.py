@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvtier.peers.engines import RemoteEngines
     from kvtier.peers.staging.buffers import Offer
     from kvtier.recording.recorder import Recorder
+    from kvtier.whatif.report import Report
 
 logger = logging.getLogger("kvtier")
 
@@ -197,6 +198,10 @@ class BridgeServer:
             if not self._engines:
                 self.idle.set()
 
+    def what_if(self) -> Report | None:
+        """Return what other settings would bring; ``None`` if that is not known."""
+        return self._instance.what_if()
+
     def status(self) -> dict[str, object]:
         """Return what each engine holds, and the counters since the start."""
         engines = [engine.status() for engine in self._engines.values()]
@@ -338,6 +343,9 @@ class Connection:
         match message:
             case protocol.Status():
                 self.send(protocol.StatusReport(message.ticket, json.dumps(self._server.status()).encode()))
+            case protocol.WhatIf():
+                enabled = self._server.cache.settings.whatif.enabled
+                self.send(protocol.WhatIfAnswer(message.ticket, enabled, self._server.what_if()))
             case protocol.ClearWeights():
                 await self._clear_weights(message)
             case protocol.Clear() if self._engine is not None:

@@ -25,6 +25,7 @@ from kvtier.cli import (
     simulate,
     status,
     tenants,
+    whatif,
 )
 from kvtier.cli.options import epilog
 from kvtier.cli.terminal import messages
@@ -52,6 +53,7 @@ def make_app() -> typer.Typer:
     app.command(epilog=epilog(*services.PROXY_EXAMPLES))(services.proxy)
     app.command()(status.status)
     app.command()(tenants.tenants)
+    app.command(epilog=epilog(*whatif.EXAMPLES))(whatif.whatif)
     app.command(epilog=epilog(*clear_weights.EXAMPLES))(clear_weights.clear_weights)
     app.command()(doctor.doctor)
     app.command(epilog=bench.EXAMPLES)(bench.bench)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,6 +23,8 @@ WORKER_NAME = "kvtier-worker"
 IDLE_SECONDS = 5.0
 """How long an idle thread lives."""
 
+PAUSE_SECONDS = 5e-5
+
 Executor = Callable[[Callable[[], None]], Awaitable[None]]
 """Runs a function in a worker thread. The result is done when the function returns."""
 
@@ -33,6 +36,14 @@ def run_in_background(function: Callable[[], None]) -> None:
     196 ms on a saturated machine. Raises ``RuntimeError`` if the system cannot create a thread.
     """
     _thread.start_new_thread(function, ())
+
+
+def let_others_run() -> None:
+    """Give up the interpreter for a moment, from a thread that computes.
+
+    Otherwise it would keep it from an event loop for up to 5 ms, ``sys.getswitchinterval()``.
+    """
+    time.sleep(PAUSE_SECONDS)  # With 0, this thread mostly takes it again before another one has woken up.
 
 
 def caller_into_loop() -> Callable[..., object]:

@@ -13,11 +13,14 @@ from kvtier.controller.api import (
     InstancesAnswer,
     InstanceWithHistory,
     TierAnswer,
+    WhatIfAnswer,
+    WhatIfReport,
 )
 from kvtier.controller.events import Event
 from kvtier.controller.history import Sample
 from kvtier.controller.member import Member
 from kvtier.controller.registry import Registry
+from kvtier.whatif.sentences import NOTHING_REPORTED, basis, findings
 
 _UNKNOWN = TierState(used=0, chunks=0, available=True, found=0)
 """The state reported before the first heartbeat."""
@@ -60,6 +63,20 @@ def of_member(member: Member) -> InstanceAnswer:
         ],
         looked_up=looked_up,
         hit_rate=min(1.0, found / looked_up) if looked_up else None,
+        what_if_at=member.what_if_at,
+    )
+
+
+def what_if(member: Member) -> WhatIfAnswer:
+    """Return the response model of what other settings would bring to an instance."""
+    report = member.what_if
+    if report is None:
+        return WhatIfAnswer(what_if_at=None, basis=[NOTHING_REPORTED], findings=[], report=None)
+    return WhatIfAnswer(
+        what_if_at=member.what_if_at,
+        basis=basis(report),
+        findings=findings(report),
+        report=WhatIfReport.model_validate(report),
     )
 
 

@@ -262,6 +262,10 @@ class InstanceAnswer(BaseModel):
     tiers: list[TierAnswer]
     looked_up: int = Field(description="Chunks that its engines have looked up since it started.")
     hit_rate: float | None = Field(description="The fraction of those that was found, from 0 to 1.")
+    what_if_at: float | None = Field(
+        default=None,
+        description="When it last reported what other settings would bring. `null` before that.",
+    )
 
 
 class TierSample(_Answer):
@@ -283,6 +287,70 @@ class InstanceWithHistory(InstanceAnswer):
     """One instance with its history: one sample every 10 seconds for the last hour."""
 
     history: list[Sample]
+
+
+class WhatIfPoint(_Answer):
+    """One capacity of a tier."""
+
+    capacity_bytes: int
+    hit_rate: float = Field(description="Of the whole cache, if the tier had this capacity.")
+    fast_hit_rate: float | None = Field(
+        description="Of these, the hits in this tier and faster ones. `null` if it is not estimated."
+    )
+
+
+class WhatIfTier(_Answer):
+    """How the hit rate of the whole cache depends on the capacity of one tier."""
+
+    tier: str
+    policy: str = Field(description="Its eviction policy.", examples=["lru"])
+    capacity_bytes: int
+    hit_rate: float = Field(description="Estimated at the capacity of today.")
+    useful_bytes: int = Field(
+        description="The least capacity with almost as many hits, also in this tier and faster ones."
+    )
+    points: list[WhatIfPoint] = Field(description="By capacity, the smallest first.")
+
+
+class WhatIfChange(_Answer):
+    """One change of the settings, of a capacity or of a policy."""
+
+    tier: str
+    capacity_bytes: int | None
+    policy: str | None
+    hit_rate: float
+    gained: float = Field(description="Hit rate minus that of today, both estimated; may be negative.")
+    gpu_seconds_a_day: float | None = Field(
+        description="Prefill that the engines would not do. `null` while the speed of prefill is unknown."
+    )
+
+
+class WhatIfReport(_Answer):
+    """What an instance estimates. Hit rates are fractions from 0 to 1."""
+
+    seconds: float = Field(description="For how long lookups have been observed.")
+    chunks: int = Field(description="Chunks asked for meanwhile.")
+    sampled: int = Field(description="Of these, those in the sample.")
+    sampling: float = Field(description="The part of all keys that the sample has.")
+    cpu_share: float = Field(description="What the estimate takes of one core.")
+    dropped: int = Field(description="Lookups that were not observed.")
+    measured_hit_rate: float | None
+    prefill_tokens_per_second: float | None
+    tiers: list[WhatIfTier]
+    changes: list[WhatIfChange] = Field(description="The most useful ones first.")
+    stopped: str = Field(description="Why nothing is observed any more; empty while it is.")
+
+
+class WhatIfAnswer(BaseModel):
+    """What other capacities and policies would bring to an instance."""
+
+    what_if_at: float | None = Field(description="When it has reported this. `null` if it has not.")
+    basis: list[str] = Field(description="What the estimate is based on, in sentences.")
+    findings: list[str] = Field(
+        description="What could be changed, in sentences, the most useful first.",
+        examples=[["+50GiB of ram: +7.0 points, saves 31 GPU minutes a day"]],
+    )
+    report: WhatIfReport | None
 
 
 class InstancesAnswer(BaseModel):

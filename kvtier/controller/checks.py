@@ -5,6 +5,7 @@ Each check raises :class:`RefusedInstance` with a reason that the instance's ope
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -14,6 +15,7 @@ from kvtier.memory.keys import KEY_BYTES
 from kvtier.memory.layout import ChunkLayout
 from kvtier.settings.controller import INSTANCE_ID
 from kvtier.settings.peer import split_address
+from kvtier.whatif.report import Report as WhatIfReport
 
 MAX_TIERS = 16
 MAX_MODELS = 64
@@ -27,6 +29,10 @@ MAX_LAYERS = 4096
 """Per group."""
 MAX_COUNT = 1 << 62
 """Bytes, chunks or tokens. The sum of two counts still fits into 64 bits."""
+MAX_POINTS = 64
+"""Estimated capacities of a tier."""
+MAX_CHANGES = 512
+"""Estimated changes of settings."""
 MAX_CHUNK_BYTES = 1 << 40
 MAX_CHUNK_TOKENS = 1 << 20
 
@@ -57,6 +63,38 @@ def check_heartbeat(heartbeat: Heartbeat, tiers: int) -> None:
     if len(heartbeat.engines) > MAX_ENGINES:
         raise RefusedInstance(f"it has {len(heartbeat.engines)} engines, more than {MAX_ENGINES}")
     _check_texts("its engines", heartbeat.engines)
+
+
+def check_what_if(report: WhatIfReport, tiers: Sequence[str]) -> None:
+    """Check an estimate of an instance that has these ``tiers``."""
+    where = "its estimate"
+    curves, changes = report.tiers, report.changes
+    known = [curve.tier for curve in curves]
+    if len(set(known)) < len(known) or not set(known).union(change.tier for change in changes) <= set(tiers):
+        raise RefusedInstance(f"{where} is not about its own tiers")
+    most = max((len(curve.points) for curve in curves), default=0)
+    if most > MAX_POINTS or len(changes) > MAX_CHANGES:
+        raise RefusedInstance(
+            f"{where} has {most} capacities of a tier and {len(changes)} changes, "
+            f"more than {MAX_POINTS} or {MAX_CHANGES}"
+        )
+    points = [point for curve in curves for point in curve.points]
+    policies = [change.policy for change in changes if change.policy is not None]
+    stopped = [report.stopped] if report.stopped else []
+    _check_texts(where, [*policies, *stopped, *(curve.policy for curve in curves)])
+    capacities = [change.capacity_bytes for change in changes if change.capacity_bytes is not None]
+    sizes = [size for curve in curves for size in (curve.capacity_bytes, curve.useful_bytes)]
+    sizes += [point.capacity_bytes for point in points]
+    _check_counts(where, [*sizes, *capacities, report.chunks, report.sampled, report.dropped])
+    shares = [report.sampling, report.measured_hit_rate or 0.0, *(point.hit_rate for point in points)]
+    shares += [point.fast_hit_rate for point in points if point.fast_hit_rate is not None]
+    shares += [*(curve.hit_rate for curve in curves), *(change.hit_rate for change in changes)]
+    _check_numbers(where, shares, 0, 1)
+    _check_numbers(where, [change.gained for change in changes], -1, 1)
+    amounts = [report.seconds, report.cpu_share, report.prefill_tokens_per_second or 0.0]
+    _check_numbers(where, amounts, 0, MAX_COUNT)
+    saved = [change.gpu_seconds_a_day or 0.0 for change in changes]
+    _check_numbers(where, saved, -MAX_COUNT, MAX_COUNT)
 
 
 def check_models(models: Sequence[Model]) -> None:
@@ -104,6 +142,12 @@ def _check_counts(where: str, counts: Iterable[int]) -> None:
     for count in counts:
         if not 0 <= count <= MAX_COUNT:
             raise RefusedInstance(f"{where}: {count} is not between 0 and {MAX_COUNT}")
+
+
+def _check_numbers(where: str, numbers: Iterable[float], least: float, most: float) -> None:
+    for number in numbers:
+        if not (math.isfinite(number) and least <= number <= most):
+            raise RefusedInstance(f"{where}: {number} is not between {least} and {most}")
 
 
 def _is_valid(layout: ChunkLayout) -> bool:

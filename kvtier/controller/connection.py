@@ -26,6 +26,7 @@ from kvtier.agent.protocol import (
     Report,
     Serves,
     UpToDate,
+    WhatIf,
     WhoHolds,
     decode_from_instance,
 )
@@ -106,6 +107,8 @@ class _Handler:
                 member.endpoint.send(registry.held_by(member, message, _split(message.keys)))
             case Heartbeat():
                 registry.update_heartbeat(member, message)
+            case WhatIf():
+                registry.update_what_if(member, message.report)
             case Serves():
                 registry.serves(member, message.models)
             case UpToDate():

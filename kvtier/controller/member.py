@@ -32,6 +32,7 @@ from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.keys import split_keys
 from kvtier.rpc.calls import Call
 from kvtier.rpc.endpoint import Endpoint
+from kvtier.whatif.report import Report as WhatIfReport
 
 MAX_COMMANDS = 1024
 """Maximum number of unanswered commands of one instance, including cancelled ones."""
@@ -54,6 +55,10 @@ class Member:
         self.models: Sequence[Model] = ()
         self.heartbeat: Heartbeat | None = None
         """The last one."""
+        self.what_if: WhatIfReport | None = None
+        """What other settings would bring, as it has reported last; ``None`` before that."""
+        self.what_if_at: float | None = None
+        """When it was reported, on the clock of :func:`time.time`."""
         self.registered_at = time.time()
         self.up_to_date = False
         """Whether it has reported all its chunks."""

@@ -22,7 +22,7 @@ from kvtier.agent.protocol import (
     Welcome,
     WhoHolds,
 )
-from kvtier.controller.checks import check_heartbeat, check_hello, check_models
+from kvtier.controller.checks import check_heartbeat, check_hello, check_models, check_what_if
 from kvtier.controller.errors import RefusedInstance, UnknownName
 from kvtier.controller.history import SAMPLE_SECONDS, History, Sample
 from kvtier.controller.holders import MAX_KEYS, Holders
@@ -32,6 +32,7 @@ from kvtier.controller.settings import HEARTBEAT_SECONDS, IDLE_TIMEOUT_SECONDS
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
 from kvtier.rpc.endpoint import Endpoint
+from kvtier.whatif.report import Report as WhatIfReport
 
 logger = logging.getLogger("kvtier")
 
@@ -227,6 +228,12 @@ class Registry:
         """Store a member's heartbeat. Raises: RefusedInstance."""
         check_heartbeat(heartbeat, len(member.places))
         member.heartbeat = heartbeat
+        self._changes.notify()
+
+    def update_what_if(self, member: Member, report: WhatIfReport) -> None:
+        """Store what other settings would bring to a member. Raises: RefusedInstance."""
+        check_what_if(report, [tier.name for tier in member.hello.tiers])
+        member.what_if, member.what_if_at = report, time.time()
         self._changes.notify()
 
     def up_to_date(self, member: Member) -> None:

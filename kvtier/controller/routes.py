@@ -24,6 +24,7 @@ from kvtier.controller.api import (
     PrefetchBody,
     PromptBody,
     UnpinBody,
+    WhatIfAnswer,
 )
 from kvtier.controller.bodies import Bodies, request_body_schema
 from kvtier.controller.events import Event
@@ -124,6 +125,14 @@ def add_queries(router: APIRouter, operations: Operations) -> None:
         """Return one instance, with its history over the last hour."""
         member = registry.find(instance)
         return answers.with_history(member, registry.history(member))
+
+    @router.get("/instances/{instance}/whatif", tags=[STATE_TAG])
+    async def what_if(instance: str) -> WhatIfAnswer:
+        """Return what other capacities and policies of its tiers would bring to an instance.
+
+        It estimates that from its lookups, and reports it every 30 seconds.
+        """
+        return answers.what_if(registry.find(instance))
 
     @router.get("/metrics", tags=[STATE_TAG], response_class=Response)
     async def prometheus() -> Response:

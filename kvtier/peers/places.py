@@ -93,7 +93,7 @@ class ArenaPlace(Place):
 
     def commit(self, reservations: Sequence[Reservation]) -> None:
         """See :meth:`~kvtier.cache.TieredCache.commit`."""
-        self._cache.commit(reservations)
+        self._cache.commit(reservations, pushed=True)
 
     def offset_of(self, reservation: Reservation) -> int:
         """Return the offset after the header, which only this host writes."""

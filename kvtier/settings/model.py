@@ -45,6 +45,7 @@ from kvtier.settings.sources import (
     variable_name,
 )
 from kvtier.settings.tenants import Tenants, TierTenantSettings
+from kvtier.settings.whatif import WhatIfSettings
 from kvtier.units import Duration, Integer, Number, Size, reject_bool
 
 PAGE_BYTES = 4096
@@ -100,6 +101,17 @@ class TierSettings(BaseModel):
             "(`never`). Ignored for the first tier, which gets every chunk."
         ),
         examples=["through"],
+    )
+    admit: Literal["first_use", "second_use", "expected"] = Field(
+        default="first_use",
+        description=(
+            "Which chunks `write` applies to: each one (`first_use`); those that are used again while memory "
+            "holds them, or stored again after they have left it (`second_use`); or also those whose use is "
+            "expected, by a pin, the hints of the request, or the first tier's eviction policy (`expected`). "
+            "Others are dropped with their memory, also at shutdown. Ignored for the first tier. See "
+            "[operating.md](operating.md#which-chunks-are-written-to-disk)."
+        ),
+        examples=["second_use"],
     )
     deadline: Duration = Field(
         default=5.0,
@@ -371,6 +383,10 @@ class Settings(BaseSettings):
     recording: RecordingSettings = Field(
         default=RecordingSettings(),
         description="Recording the lookups of this host's engines, without their tokens.",
+    )
+    whatif: WhatIfSettings = Field(
+        default=WhatIfSettings(),
+        description="Estimating what other capacities and eviction policies would hit.",
     )
     log_level: LogLevel = Field(
         default="INFO",

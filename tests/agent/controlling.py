@@ -30,6 +30,7 @@ from kvtier.agent.protocol import (
     Serves,
     UpToDate,
     Welcome,
+    WhatIf,
     WhoHolds,
     decode_from_instance,
 )
@@ -51,6 +52,7 @@ class Conversation:
         self.hello: Hello | None = None
         self.models: list[Model] = []
         self.heartbeats: list[Heartbeat] = []
+        self.what_ifs: list[WhatIf] = []
         self.held: dict[int, set[ChunkKey]] = {}
         self.up_to_date = False
         self.lost = 0
@@ -110,6 +112,8 @@ class Conversation:
                 self.models = message.models
             case Heartbeat():
                 self.heartbeats.append(message)
+            case WhatIf():
+                self.what_ifs.append(message)
             case Progress():
                 self.progress.append(message)
             case Done() | Failed():

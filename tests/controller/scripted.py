@@ -54,6 +54,7 @@ def instance(name: str, *tiers: dict[str, Any], **fields: Any) -> dict[str, Any]
         "tiers": list(tiers or [tier("ram", "cpu", 20 * GIB, 9 * GIB)]),
         "looked_up": 10_000,
         "hit_rate": 0.8,
+        "what_if_at": None,
     } | fields
 
 
@@ -79,6 +80,13 @@ def event(number: str, kind: str = "move", state: str = "running", **fields: Any
     } | fields
 
 
+def what_if(name: str, basis: list[str], findings: list[str]) -> dict[str, Any]:
+    """Return an estimate for one tier, whose hit rate grows with its capacity."""
+    points = [{"capacity_bytes": n * GIB, "hit_rate": n / 100} for n in (10, 20, 40, 80)]
+    curve = {"tier": name, "policy": "lru", "capacity_bytes": 20 * GIB, "hit_rate": 0.2, "points": points}
+    return {"what_if_at": time.time(), "basis": basis, "findings": findings, "report": {"tiers": [curve]}}
+
+
 class ScriptedController:
     """The test may change its data at any time; :meth:`publish` sends it to the page."""
 
@@ -86,6 +94,9 @@ class ScriptedController:
         self.token = token
         self.instances: list[dict[str, Any]] = []
         self.histories: dict[str, list[dict[str, Any]]] = {}
+        self.what_ifs: dict[str, dict[str, Any]] = {}
+        """The response to a request for an estimate, by instance."""
+        self.what_ifs_asked: list[str] = []
         self.events: list[dict[str, Any]] = []
         self.answers: dict[str, tuple[int, Any]] = {}
         """Status and body of the response to a POST, by path."""
@@ -135,6 +146,13 @@ class ScriptedController:
             for known in self.instances:
                 if known["instance"] == name:
                     return known | {"history": self.histories.get(name, [])}
+            return JSONResponse({"detail": f"there is no instance {name!r}", "known": []}, 404)
+
+        @self.app.get("/instances/{name}/whatif")
+        async def what_if(name: str) -> Any:
+            self.what_ifs_asked.append(name)
+            if name in self.what_ifs:
+                return self.what_ifs[name]
             return JSONResponse({"detail": f"there is no instance {name!r}", "known": []}, 404)
 
         @self.app.get("/events")

@@ -15,7 +15,7 @@ from scikit_build_core.build import build_wheel
 
 from kvtier.controller.page import FILES
 from tests.controller.browser import Visit, scripted, visiting
-from tests.controller.scripted import ScriptedController, event, instance, tier
+from tests.controller.scripted import ScriptedController, event, instance, tier, what_if
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +37,10 @@ async def test_names_are_shown_as_text(browser: Browser) -> None:
             "engines": [script],
             "version": image,
         }
-        controller.instances = [instance(image, tier(script, quoted, 1 << 30, 1 << 20), **parts)]
+        controller.instances = [
+            instance(image, tier(script, quoted, 1 << 30, 1 << 20), what_if_at=time.time(), **parts)
+        ]
+        controller.what_ifs[image] = what_if(script, [quoted], [image])
         controller.publish_instances()
         controller.answers["lookup"] = (
             200,
@@ -46,6 +49,10 @@ async def test_names_are_shown_as_text(browser: Browser) -> None:
         controller.answers["pin"] = 404, {"detail": f"there is no instance {image}"}
         controller.publish_event(event("e1", "move", "failed", source=[image, script], error=quoted))
         await expect(page.card(image)).to_contain_text(script)
+        await page.card(image).get_by_text("What if").click()
+        await expect(page.card(image).locator(".findings li")).to_have_text(image)
+        await expect(page.card(image).locator(".basis li")).to_have_text(quoted)
+        await expect(page.card(image).locator(".what-if figcaption")).to_contain_text(f"{script}, policy lru")
         await expect(page.events.first).to_contain_text(f"Failed: {quoted}.")
         await page.look_up(image)
         await expect(page.found).to_contain_text(f"9 tokens for {quoted}")
@@ -66,8 +73,10 @@ async def full_page(browser: Browser) -> AsyncIterator[Visit]:
         long = "a-name-of-an-instance-that-someone-thought-was-a-good-idea." * 2
         full = tier("ram", "hugepage", 20 << 30, 19 << 30)
         pool = tier("pool-" + "x" * 60, "redis", None, 0, available=False)
+        parts = {"models": ["m" * 200], "host": "h" * 120, "what_if_at": time.time()}
+        controller.what_ifs[long] = what_if("t" * 120, ["b" * 200], ["f" * 200])
         controller.instances = [
-            instance(long, full, pool, up_to_date=False, models=["m" * 200], host="h" * 120),
+            instance(long, full, pool, up_to_date=False, **parts),
             instance("decode-2", peer=None, models=[], engines=[], hit_rate=None),
             instance("gone"),
         ]
@@ -82,6 +91,8 @@ async def full_page(browser: Browser) -> AsyncIterator[Visit]:
         controller.answers["move"] = 503, {"detail": "x" * 300}
         controller.publish_instances()
         await expect(page.cards).to_have_count(4)
+        await page.card(long).get_by_text("What if").click()
+        await expect(page.card(long).locator(".findings")).to_be_visible()
         controller.instances.pop()
         controller.publish_instances()
         states = ("queued", "running", "done", "failed")

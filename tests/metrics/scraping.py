@@ -17,6 +17,7 @@ from kvtier.http import serving
 from kvtier.metrics import MAX_REQUESTS, CacheMetrics, application
 from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
+from kvtier.whatif.report import Report
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
 
 BUILT_IN = Plugins.load([])
@@ -40,6 +41,14 @@ class Scrape:
     def __call__(self, name: str, **labels: str) -> float:
         """Return the value of one kvtier series."""
         return self.series[f"kvtier_{name}", frozenset(labels.items())]
+
+    def labelled(self, name: str) -> dict[tuple[tuple[str, str], ...], float]:
+        """Return the values of a metric by its labels, which are sorted."""
+        return {
+            tuple(sorted(labels)): value
+            for (series, labels), value in self.series.items()
+            if series == f"kvtier_{name}"
+        }
 
     def by(self, name: str, label: str) -> dict[str, float]:
         """Return the nonzero values of a metric with a single label, by label value."""
@@ -89,9 +98,11 @@ def settings(folder: Path, ram: int = 64, ssd: int = 512, **more: Any) -> Settin
 
 @asynccontextmanager
 async def serving_metrics(
-    cache: TieredCache, status: Callable[[], Mapping[str, Any]] | None = None
+    cache: TieredCache,
+    status: Callable[[], Mapping[str, Any]] | None = None,
+    what_if: Callable[[], Report | None] = lambda: None,
 ) -> AsyncIterator[ScrapedCache]:
-    with CacheMetrics.of(cache, status) as metrics:
+    with CacheMetrics.of(cache, status, what_if) as metrics:
         async with (
             serving(application(metrics), "127.0.0.1:0", limit_concurrency=MAX_REQUESTS) as (host, port),
             httpx.AsyncClient(
@@ -103,10 +114,12 @@ async def serving_metrics(
 
 @asynccontextmanager
 async def scraped_cache(
-    settings: Settings, pools: Sequence[tuple[TierSettings, Backend]] = ()
+    settings: Settings,
+    pools: Sequence[tuple[TierSettings, Backend]] = (),
+    what_if: Callable[[], Report | None] = lambda: None,
 ) -> AsyncIterator[ScrapedCache]:
     async with (
         TieredCache.open(settings, plugins=BUILT_IN, pools=pools) as cache,
-        serving_metrics(cache) as scraped,
+        serving_metrics(cache, what_if=what_if) as scraped,
     ):
         yield scraped

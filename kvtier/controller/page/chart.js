@@ -3,16 +3,20 @@
 import { draw, make, setText } from "./dom.js";
 import { age, clock, percent } from "./format.js";
 
-const WIDTH = 300;
-const HEIGHT = 100;
+export const WIDTH = 300;
+export const HEIGHT = 100;
 const MIN_SPAN = 300;
 const MAX_SPAN = 3600;
 const MINUTE = 60;
 
+/** Return the lines at 0, 50 and 100 %. */
+export const lines = () =>
+  [0.5, HEIGHT / 2, HEIGHT - 0.5].map((y) => draw("line", { class: "grid", x1: 0, x2: WIDTH, y1: y, y2: y }));
+
 export class Chart {
   #value = make("span", { class: "chart-value numbers" });
   #from = make("span");
-  #grid = [0.5, HEIGHT / 2, HEIGHT - 0.5].map((y) => draw("line", { class: "grid", x1: 0, x2: WIDTH, y1: y, y2: y }));
+  #grid = lines();
   #lines = draw("g");
   #cursor = draw("line", { class: "cursor", y1: 0, y2: HEIGHT, visibility: "hidden" });
   #svg = draw(

@@ -3,6 +3,7 @@
 import { Chart, fillSeries, hitSeries } from "./chart.js";
 import { Bar, arrange, byId, make, setText } from "./dom.js";
 import { age, bytes, bytesOf, count, percent, pluralize } from "./format.js";
+import { WhatIf } from "./whatif.js";
 
 export class Instances {
   #cards = new Map();
@@ -17,7 +18,7 @@ export class Instances {
     const known = new Set(instances.map(({ instance }) => instance));
     for (const id of this.#cards.keys()) if (!known.has(id)) this.#cards.delete(id);
     for (const instance of instances) {
-      if (!this.#cards.has(instance.instance)) this.#cards.set(instance.instance, new Card(instance.instance));
+      if (!this.#cards.has(instance.instance)) this.#cards.set(instance.instance, new Card(instance.instance, this.api));
       this.#cards.get(instance.instance).draw(instance, now);
     }
     arrange(byId("cards"), instances.map(({ instance }) => this.#cards.get(instance).node));
@@ -53,8 +54,9 @@ class Card {
   #rows = [];
   #drawn = {};
 
-  constructor(id) {
+  constructor(id, api) {
     setText(this.#name, id);
+    this.whatIf = new WhatIf(id, api);
     this.node = make(
       "article",
       { class: "card", "aria-label": `Instance ${id}` },
@@ -66,6 +68,7 @@ class Card {
         this.#tiers,
         make("div", { class: "charts" }, this.#fill.node, this.#hits.node),
       ),
+      this.whatIf.node,
     );
   }
 
@@ -77,6 +80,7 @@ class Card {
     this.#drawFacts(instance);
     this.#drawTiers(instance.tiers);
     this.#drawCharts(instance, now);
+    this.whatIf.draw(instance, now);
   }
 
   #drawFacts(instance) {

@@ -1,0 +1,164 @@
+"""Estimates what other settings would hit while a cache serves, without delaying it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+
+from kvtier.cache import TieredCache
+from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.threads import WorkerThreads, let_others_run
+from kvtier.events import Observer, PromptLookup
+from kvtier.memory.keys import KEY_BYTES, ChunkKey
+from kvtier.plugins import Plugins
+from kvtier.settings import LocalTierSettings
+from kvtier.tiers.router import FIRST
+from kvtier.whatif.estimate import Estimate
+from kvtier.whatif.report import Report
+
+logger = logging.getLogger("kvtier")
+
+FLUSH_SECONDS = 0.5
+"""How long a lookup waits, so that many are processed at once."""
+BUDGET = 0.005
+"""What the estimate may take of a core."""
+BURST_SECONDS = 0.05
+"""CPU time that it may take in advance, when it starts or has had nothing to do."""
+SLICE_SECONDS = 0.005
+"""CPU time of one turn of the thread."""
+PAUSE_AFTER_SECONDS = 0.0003
+"""For how long the thread keeps the interpreter from the event loop, except for a prompt of many chunks."""
+HALVINGS = 4
+"""How often the sample is halved at once if lookups were dropped."""
+MAX_PENDING_BYTES = 4 << 20
+"""Limit of what is not processed yet. Further lookups are dropped."""
+KEY_OBJECT_BYTES = KEY_BYTES + 41
+"""What a key takes in memory, with its place in a sequence."""
+LOOKUP_BYTES = 512
+"""What a lookup takes besides its keys."""
+
+
+class Estimator(Observer):
+    """Passes lookups to a thread. A failure there ends the estimate, and nothing else."""
+
+    def __init__(self, estimate: Estimate) -> None:
+        self._estimate = estimate
+        self._began = self._paced = time.monotonic()
+        self._pending: deque[PromptLookup | Sequence[ChunkKey]] = deque()
+        """Lookups, and chunks that were stored, in their order."""
+        self._taken_bytes = self._processed_bytes = 0
+        """Of what was ever pending. Each is changed in one thread only."""
+        self._lower_after = 0
+        """How many bytes must be processed before the sample may be lowered again."""
+        self._dropped_before = 0
+        """Lookups that were dropped before it was lowered last."""
+        self._threads = WorkerThreads(1)
+        self._dropped = 0
+        self._cpu_seconds = 0.0
+        self._owed = 0.0
+        """CPU time that it has taken above its budget."""
+        self._stopped = ""
+
+    def observe_lookup(self, lookup: PromptLookup) -> None:
+        """Observe a lookup of a prompt. Takes a microsecond, and never raises."""
+        if not self._take(lookup, lookup.keys):
+            self._dropped += 1
+
+    def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
+        """Observe chunks that were stored."""
+        if tier == FIRST and stored:
+            self._take(stored, stored)
+
+    def _take(self, item: PromptLookup | Sequence[ChunkKey], keys: Sequence[ChunkKey]) -> bool:
+        """Let an item wait for the thread, if there is room."""
+        size = _size(keys)
+        if self._stopped or self._taken_bytes - self._processed_bytes + size > MAX_PENDING_BYTES:
+            return False
+        self._taken_bytes += size
+        self._pending.append(item)
+        return True
+
+    async def run(self) -> None:
+        """Process what is pending, until it fails or is cancelled."""
+        try:
+            while not self._stopped:
+                await anyio.sleep(FLUSH_SECONDS)
+                while self._pending and not self._stopped:
+                    before = self._cpu_seconds
+                    await self._threads(self._process)
+                    await self._pace(self._cpu_seconds - before)
+        finally:
+            self._threads.close()
+
+    async def _pace(self, taken: float) -> None:
+        """Wait until the CPU time is within the budget again, except for a burst."""
+        now = time.monotonic()
+        self._owed = max(0.0, self._owed - BUDGET * (now - self._paced)) + taken
+        self._paced = now
+        await anyio.sleep(max(0.0, self._owed - BURST_SECONDS) / BUDGET)
+
+    def _process(self) -> None:
+        """Process pending lookups for a turn. Runs in the thread."""
+        began = paused = time.thread_time()
+        estimate, pending = self._estimate, self._pending
+        try:
+            waiting = self._taken_bytes - self._processed_bytes
+            if waiting > MAX_PENDING_BYTES // 2 and self._processed_bytes >= self._lower_after:
+                # Lookups that are dropped distort the distances, a smaller sample only makes them less exact.
+                for _ in range(HALVINGS if self._dropped > self._dropped_before else 1):
+                    estimate.lower()
+                self._dropped_before = self._dropped
+                # What waits now has come while the sample was larger.
+                self._lower_after = self._processed_bytes + waiting
+            while pending and (now := time.thread_time()) - began < SLICE_SECONDS:
+                if now - paused > PAUSE_AFTER_SECONDS:
+                    let_others_run()
+                    paused = now
+                item = pending.popleft()
+                if isinstance(item, PromptLookup):
+                    self._processed_bytes += _size(item.keys)
+                    estimate.observe(item)
+                else:
+                    self._processed_bytes += _size(item)
+                    estimate.stored(item)
+        except Exception as error:
+            logger.debug("the estimate of other settings has failed", exc_info=True)
+            self._stopped = f"{type(error).__name__}: {error}"
+            logger.warning("whatif: the estimate has stopped, serving goes on: %s", self._stopped)
+            pending.clear()
+        self._cpu_seconds += time.thread_time() - began
+
+    def report(self) -> Report:
+        """Return what is known now. Takes a millisecond."""
+        now = time.monotonic()
+        share = self._cpu_seconds / max(now - self._began, FLUSH_SECONDS)
+        return self._estimate.report(now, share, self._dropped, self._stopped)
+
+
+def _size(keys: Sequence[ChunkKey]) -> int:
+    return len(keys) * KEY_OBJECT_BYTES + LOOKUP_BYTES
+
+
+@asynccontextmanager
+async def estimating(cache: TieredCache, plugins: Plugins) -> AsyncIterator[Estimator]:
+    """Observe the lookups and stores of a cache while the context is open."""
+    tiers = [tier.settings for tier in cache.hierarchy.tiers]
+    local = [tier for tier in tiers if isinstance(tier, LocalTierSettings)]
+    estimator = Estimator(Estimate(plugins, cache.settings, local))
+    cache.observe_lookups(estimator.observe_lookup)
+    cache.add_observer(estimator)
+    try:
+        async with open_tasks() as tasks:
+            tasks.start_soon(estimator.run)
+            try:
+                yield estimator
+            finally:
+                tasks.cancel_scope.cancel()
+    finally:
+        cache.remove_observer(estimator)
+        cache.observe_lookups(None)
