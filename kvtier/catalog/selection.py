@@ -61,7 +61,7 @@ def select_victims(
     def choose_deferred(row: int) -> None:
         """Choose a chunk that was only waiting for its children, and its parent if that waited for it."""
         nonlocal needed_bytes
-        while row in deferred and finished[row] >= children[row]:
+        while needed_bytes > 0 and row in deferred and finished[row] >= children[row]:
             del deferred[row]
             chosen.append(row)
             needed_bytes -= lengths[row]

@@ -96,11 +96,22 @@ def test_it_goes_back_when_the_traffic_changes() -> None:
 
 
 def test_shadow_caches_see_a_part_of_the_chunks_also_in_small_tiers() -> None:
-    cache = Cache(500, sampling=0.25, window=10_000)
+    cache = Cache(2000, sampling=0.25, window=100_000)
     for number in range(600):
         cache.ask(prompt_of(number, 20))
     part = cache.policy._asked / cache.asked
     assert 0.2 < part < 0.3
+
+
+def test_tier_of_few_chunks_is_sampled_enough_to_decide() -> None:
+    cache = Cache(120, sampling=0.25)
+    assert cache.policy._threshold == 0
+    loop(cache, 1, 1)
+    assert cache.policy._threshold == SAMPLED
+    larger = Cache(2000, sampling=0.25, window=1000)
+    loop(larger, 800, 4)  # LRU hits nothing.
+    assert 480 < larger.policy._window < 500, "a quarter in place of the half that 1,024 chunks are"
+    assert larger.policy.active != "lru"
 
 
 def test_small_leads_change_nothing() -> None:

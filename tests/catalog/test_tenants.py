@@ -14,6 +14,7 @@ from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import EvictionPolicy, RemovalReason
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.lru import LruPolicy
+from kvtier.catalog.policies.tinylfu import TinyLfuPolicy
 from kvtier.catalog.tenants import Quota, Reach, TenantPolicies, Tenants, Usage, tenant_of_salt
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings.tenants import OTHER
@@ -190,6 +191,14 @@ def test_invariants(policy: type[EvictionPolicy], history: list[Step]) -> None:
         assert all(parents[stored] in catalog for stored in held if stored in parents)
         if held:
             catalog.touch(held[: step.use % len(held)])
+
+
+def test_no_more_is_evicted_than_needed_however_late_the_leaf_comes() -> None:
+    """TinyLFU offers parents first: they wait for the last chunk of the prompt, and most of them stay."""
+    shared = Shared({"a": Quota(0.3)}, policy=TinyLfuPolicy)
+    shared.store("", 90)
+    shared.store("a", 15)
+    assert shared.catalog.used(0) == ROOM * LENGTH
 
 
 def test_guarantee_against_a_client_that_wants_everything() -> None:

@@ -74,6 +74,7 @@ std::vector<Row> select(const std::function<Row()>& next, const Tier& tier, cons
             Met::Entry& parent = met.of(row);
             ++parent.finished;
             if (!parent.deferred || parent.finished < tier.children[place(row)]) return;
+            if (wanted.bytes <= 0) return;
             parent.deferred = false;
             choose(row);
         }

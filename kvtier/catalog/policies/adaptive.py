@@ -20,6 +20,8 @@ CANDIDATES: dict[str, type[EvictionPolicy]] = {"lru": LruPolicy, "arc": ArcPolic
 
 
 OPEN_REQUESTS = 64
+MIN_SHADOW_CHUNKS = 256
+"""With fewer chunks, a shadow cache tells too little: then it has a larger part of all."""
 
 
 class _Request:
@@ -91,6 +93,7 @@ class AdaptivePolicy(EvictionPolicy):
         None for a shared pool, whose capacity is unknown: it stays with the first candidate.
         """
         self._threshold = 0
+        self._window = float(settings.window)
         self._hits = [0.0] * len(CANDIDATES)
         self._asked = 0.0
         self._active = 0
@@ -163,8 +166,13 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _make_shadows(self, length: int) -> None:
         chunks = max(1, self._capacity_bytes // max(1, length))
-        most = int(SAMPLED * self._settings.sampling)
-        self._threshold = max(1, min(most, SAMPLED * self._settings.shadow_chunks // chunks))
+        wanted = min(SAMPLED, SAMPLED * self._settings.shadow_chunks // chunks)
+        most = max(
+            int(SAMPLED * self._settings.sampling), min(SAMPLED, SAMPLED * MIN_SHADOW_CHUNKS // chunks)
+        )
+        self._threshold = max(1, min(most, wanted))
+        # In the same time as with the sample that was wanted.
+        self._window = self._settings.window * self._threshold / max(1, wanted)
         capacity = max(length, self._capacity_bytes * self._threshold // SAMPLED)
         self._shadows = [
             ShadowCache(policy.factory(policy.settings_type(type=name), capacity), capacity)
@@ -195,7 +203,7 @@ class AdaptivePolicy(EvictionPolicy):
             shadow.now = max(shadow.now, request.time)
             self._hits[at] += shadow.access(keys, lengths, request.parent)
         self._asked += len(keys)
-        if self._asked > 2 * self._settings.window:
+        if self._asked > 2 * self._window:
             self._asked *= 0.5
             self._hits = [hits * 0.5 for hits in self._hits]
         self._choose()
@@ -214,5 +222,5 @@ class AdaptivePolicy(EvictionPolicy):
     def _choose(self) -> None:
         best = max(range(len(self._hits)), key=self._hits.__getitem__)
         lead = self._hits[best] - self._hits[self._active]
-        if self._asked >= self._settings.window / 8 and lead > self._settings.margin * self._asked:
+        if self._asked >= self._window / 8 and lead > self._settings.margin * self._asked:
             self._active = best

@@ -36,7 +36,7 @@ def read_trace(path: Path, chunk_tokens: int) -> tuple[Iterator[TraceRequest], b
         return read_recording(path), True
     try:
         fields = msgspec.json.decode(first_line(path), type=_Fields)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(
             f"{path}: line 1: is neither a JSON object nor the beginning of a recording: {error}"
         ) from error

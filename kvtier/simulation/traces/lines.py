@@ -52,5 +52,5 @@ def decode_lines(path: Path, row: type[RowT]) -> Iterator[tuple[int, RowT]]:
     for number, line in read_lines(path):
         try:
             yield number, decoder.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise TraceError(f"{path}: line {number}: {error}") from error
