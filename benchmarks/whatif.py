@@ -121,7 +121,7 @@ def observe(trace: Trace, plugins: Plugins, tiers: SimulatedTiers, chunk_bytes: 
         before = time.thread_time()
         estimate.observe(seen)
         cpu += time.thread_time() - before
-    return estimate.report(trace.times[trace.order[-1]], 0.0, 0, ""), cpu
+    return estimate.report(trace.times[trace.order[-1]], 0.0, 0), cpu
 
 
 def changes(report: Report, policy: str, capacity: int) -> Iterator[tuple[str, str, int, float]]:

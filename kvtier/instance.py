@@ -211,7 +211,7 @@ class Instance:
     def what_if(self) -> Report | None:
         """Return what other capacities and eviction policies would hit.
 
-        ``None`` if it is not estimated, or nothing has been observed yet. Takes a millisecond. See
+        ``None`` if it is not estimated, or nothing has been observed yet. Up to 10 s old. See
         ``docs/whatif.md``.
         """
         report = None if self._estimator is None else self._estimator.report()

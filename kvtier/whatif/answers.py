@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from kvtier.concurrency.threads import let_others_run
 from kvtier.settings import LocalTierSettings
 from kvtier.whatif.miniature import Miniature, evicted_to
 from kvtier.whatif.report import Change, Point, TierCurve
@@ -38,6 +39,7 @@ def answers_of(estimate: Estimate, seconds: float) -> tuple[list[TierCurve], lis
     changes: list[Change] = []
     hit_rates = estimate.hit_rates
     for at, tier in enumerate(estimate.tiers):
+        let_others_run()
         if estimate.by_distance:
             rates, factors = by_distance(hit_rates, estimate.tiers, at), POINTS
         else:

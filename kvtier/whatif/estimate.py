@@ -61,7 +61,7 @@ class Totals:
 
 
 class Estimate:
-    """Synchronous, of one thread. :meth:`report` may be called in another one."""
+    """Synchronous and not thread-safe."""
 
     def __init__(self, plugins: Plugins, settings: Settings, tiers: Sequence[LocalTierSettings]) -> None:
         """``tiers``: those of this host, fastest first."""
@@ -136,11 +136,8 @@ class Estimate:
         else:
             self.distances.lower(0.5)
 
-    def report(self, now: float, cpu_share: float, dropped: int, stopped: str) -> Report:
-        """Return the answers. Takes a millisecond.
-
-        Another thread may observe meanwhile: then a lookup is perhaps in some of the sums only.
-        """
+    def report(self, now: float, cpu_share: float, dropped: int) -> Report:
+        """Return the answers. Takes a millisecond for each two tiers."""
         totals, seconds = self.totals, self._seconds(now)
         curves, changes = answers_of(self, seconds)
         return Report(
@@ -154,7 +151,6 @@ class Estimate:
             prefill_tokens_per_second=self.prefill_tokens_per_second,
             tiers=curves,
             changes=changes,
-            stopped=stopped,
         )
 
     @property

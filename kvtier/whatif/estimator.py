@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
+from msgspec.structs import replace
 
 from kvtier.cache import TieredCache
 from kvtier.concurrency.tasks import open_tasks
@@ -25,6 +26,8 @@ logger = logging.getLogger("kvtier")
 
 FLUSH_SECONDS = 0.5
 """How long a lookup waits, so that many are processed at once."""
+REPORT_SECONDS = 10.0
+"""How old the answers may become while there are lookups. They take a millisecond for each two tiers."""
 BUDGET = 0.005
 """What the estimate may take of a core."""
 BURST_SECONDS = 0.05
@@ -63,6 +66,9 @@ class Estimator(Observer):
         self._owed = 0.0
         """CPU time that it has taken above its budget."""
         self._stopped = ""
+        self._report, self._reported = estimate.report(self._began, 0.0, 0), self._began
+        self._changed = False
+        """Whether something was observed after the report."""
 
     def observe_lookup(self, lookup: PromptLookup) -> None:
         """Observe a lookup of a prompt. Takes a microsecond, and never raises."""
@@ -88,7 +94,7 @@ class Estimator(Observer):
         try:
             while not self._stopped:
                 await anyio.sleep(FLUSH_SECONDS)
-                while self._pending and not self._stopped:
+                while (self._pending or self._report_is_due()) and not self._stopped:
                     before = self._cpu_seconds
                     await self._threads(self._process)
                     await self._pace(self._cpu_seconds - before)
@@ -126,6 +132,9 @@ class Estimator(Observer):
                 else:
                     self._processed_bytes += _size(item)
                     estimate.stored(item)
+                self._changed = True
+            if self._report_is_due():
+                self._make_report()
         except Exception as error:
             logger.debug("the estimate of other settings has failed", exc_info=True)
             self._stopped = f"{type(error).__name__}: {error}"
@@ -133,11 +142,19 @@ class Estimator(Observer):
             pending.clear()
         self._cpu_seconds += time.thread_time() - began
 
+    def _report_is_due(self) -> bool:
+        age = time.monotonic() - self._reported
+        return self._changed and (age >= REPORT_SECONDS or not self._report.chunks)
+
+    def _make_report(self) -> None:
+        """Answer what is known now, in the thread."""
+        self._changed, self._reported = False, time.monotonic()
+        share = self._cpu_seconds / max(self._reported - self._began, FLUSH_SECONDS)
+        self._report = self._estimate.report(self._reported, share, self._dropped)
+
     def report(self) -> Report:
-        """Return what is known now. Takes a millisecond."""
-        now = time.monotonic()
-        share = self._cpu_seconds / max(now - self._began, FLUSH_SECONDS)
-        return self._estimate.report(now, share, self._dropped, self._stopped)
+        """Return what was known :data:`REPORT_SECONDS` ago at most. Takes microseconds."""
+        return replace(self._report, dropped=self._dropped, stopped=self._stopped)
 
 
 def _size(keys: Sequence[ChunkKey]) -> int:

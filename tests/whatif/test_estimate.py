@@ -28,7 +28,7 @@ FULL = {"high_watermark": 1.0, "low_watermark": 1.0}
 
 
 def report_of(estimate: Estimate, now: float = float(len(PROMPTS))) -> Report:
-    return estimate.report(now, 0.0, 0, "")
+    return estimate.report(now, 0.0, 0)
 
 
 def estimated(estimate: Estimate, tier: int, factor: float) -> float:

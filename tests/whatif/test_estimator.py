@@ -24,6 +24,12 @@ from tests.whatif.observing import PLUGINS, chats, estimate_of, settings_of
 
 pytestmark = pytest.mark.anyio
 
+
+@pytest.fixture(autouse=True)
+def reports_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.whatif.estimator.REPORT_SECONDS", 0.0)
+
+
 TOKEN_BYTES, CHUNK_TOKENS = 64, 16
 CHUNK_OBJECT_BYTES = object_bytes(TOKEN_BYTES * CHUNK_TOKENS)
 
@@ -148,6 +154,32 @@ def test_overload_drops_lookups_and_lowers_the_sample(monkeypatch: pytest.Monkey
     assert estimator._taken_bytes == estimator._processed_bytes
     estimator.observe_lookup(lookup_of(100))
     assert estimator.report().dropped == dropped
+
+
+async def test_answers_are_made_in_the_thread_and_only_if_something_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They take milliseconds: none for the event loop, and no more than one each ten seconds."""
+    monkeypatch.setattr("kvtier.whatif.estimator.REPORT_SECONDS", 10.0)
+    make, threads = Estimate.report, list[int]()
+
+    def note(self: Estimate, *arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return make(self, *arguments)
+
+    async with opened() as (instance, model):
+        monkeypatch.setattr(Estimate, "report", note)
+        for first in range(5):
+            await serve(model, [first, 10, 11])
+            await until(lambda: instance.what_if() is not None)
+        estimator = instance._estimator
+        assert estimator is not None
+        await until(lambda: not estimator._pending)
+        assert len(threads) == 1
+        estimator._reported -= 10.0
+        await until(lambda: chunks_of(instance) == 15)
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
 
 
 async def test_thread_waits_until_its_time_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
