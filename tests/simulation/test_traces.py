@@ -94,6 +94,7 @@ def test_limit_leaves_the_rest_unread(tmp_path: Path) -> None:
         (b"hello\n", "line 1: is neither a JSON object"),
         (b"\xff\xfe\x00\n", "line 1: is neither a JSON object"),
         (b"[1, 2]\n", "line 1: is neither a JSON object"),
+        pytest.param(b'{"chat_id": ' + b"[" * 100_000, "line 1: is neither a JSON object", id="nested"),
         (b'{"time": 3}\n', "line 1: has no hash_ids"),
         (b'{"hash_ids": [1], "timestamp": 3}\n', "line 1: .*input_length"),
         (mooncake_line(0, [1]).encode() + b'{"timest', "line 2: "),
@@ -156,8 +157,13 @@ def test_wrong_value_in_a_later_line_is_named(
     assert str(raised.value).startswith(f"{path}: line 3: ")
 
 
+NESTED = pytest.param('{"other": ' + "[" * 100_000, id="nested")
+
+
 @pytest.mark.parametrize("make_line", [mooncake_line, bailian_line])
-@pytest.mark.parametrize("rest", ["[1]\n", '"text"\n', "{}\n", "not JSON\n", "\0\n", '{"hash_ids": [1'])
+@pytest.mark.parametrize(
+    "rest", ["[1]\n", '"text"\n', "{}\n", "not JSON\n", "\0\n", '{"hash_ids": [1', NESTED]
+)
 def test_line_that_is_no_request_is_named(tmp_path: Path, make_line: Callable[..., str], rest: str) -> None:
     path = written(tmp_path / "trace", make_line(0, [1]), make_line(1, [1]), rest)
     with pytest.raises(KVTierError) as raised:

@@ -166,13 +166,11 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _make_shadows(self, length: int) -> None:
         chunks = max(1, self._capacity_bytes // max(1, length))
-        wanted = min(SAMPLED, SAMPLED * self._settings.shadow_chunks // chunks)
-        most = max(
-            int(SAMPLED * self._settings.sampling), min(SAMPLED, SAMPLED * MIN_SHADOW_CHUNKS // chunks)
-        )
-        self._threshold = max(1, min(most, wanted))
+        wanted = SAMPLED * min(1.0, self._settings.shadow_chunks / chunks)
+        most = SAMPLED * max(self._settings.sampling, min(1.0, MIN_SHADOW_CHUNKS / chunks))
+        self._threshold = max(1, int(min(most, wanted)))
         # In the same time as with the sample that was wanted.
-        self._window = self._settings.window * self._threshold / max(1, wanted)
+        self._window = self._settings.window * min(1.0, most / wanted)
         capacity = max(length, self._capacity_bytes * self._threshold // SAMPLED)
         self._shadows = [
             ShadowCache(policy.factory(policy.settings_type(type=name), capacity), capacity)
