@@ -22,6 +22,7 @@ from typing import NamedTuple
 from kvtier.events import PromptLookup
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings
+from kvtier.settings.whatif import WhatIfSettings
 from kvtier.simulation.keys import chunk_keys
 from kvtier.simulation.replay import CHUNK_TOKENS, Model, replay
 from kvtier.simulation.tiers import SimulatedTiers, configured
@@ -103,7 +104,7 @@ def tiers_of(plugins: Plugins, task: Task, policy: str, capacity: int) -> Simula
     """Return one tier with the watermarks of the defaults."""
     settings = Settings(
         tiers=[{"name": "ram", "type": "cpu", "capacity": capacity, "eviction": policy}],
-        whatif={"sample_chunks": task.sample_chunks, "half_life": FOREVER},
+        whatif=WhatIfSettings(sample_chunks=task.sample_chunks, half_life=FOREVER),
     )
     return configured(plugins, settings, None, {})
 
