@@ -13,7 +13,7 @@ from kvtier.catalog.policies.shadow import SAMPLED
 from kvtier.memory.keys import KEY_BYTES
 
 _HIGH, _LOW = 14, 15
-"""The bytes of a key that are its hash. Keys of simulations have zeros from byte 16 on."""
+"""The bytes of a key that are its hash. Keys are digests, so any two will do."""
 
 
 def sampled_positions(joined: bytes, threshold: int) -> list[int]:
