@@ -110,7 +110,6 @@ def simulate(
     from kvtier.plugins import Plugins
     from kvtier.settings import load_settings
     from kvtier.simulation.replay import Model
-    from kvtier.simulation.report import json_of
 
     _check_outputs(json_file, plot)
     if config is not None and capacity is not None:
@@ -136,7 +135,14 @@ def simulate(
         studies.append(_study(trace, plugins, caches, model, windows))
         if shown:
             _print(studies[-1], windows=windows > 0)
-    if not shown:
+    _write(studies, model, json_file, plot)
+
+
+def _write(studies: Sequence[Study], model: Model, json_file: Path | None, plot: Path | None) -> None:
+    """Write the results to files, or print them as JSON. Raises :class:`SimulationError`."""
+    from kvtier.simulation.report import json_of
+
+    if json_file == STDOUT:
         print_json(json_of(studies, model))
     elif json_file is not None:
         with _writing("--json", json_file):
