@@ -70,6 +70,9 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "recording.path": ("/var/log/traffic.rec", "/var/log/traffic.rec", Path("/var/log/traffic.rec")),
     "recording.max_bytes": ("16MiB", "16777216", 16 << 20),
     "recording.files": ("2", "2", 2),
+    "whatif.enabled": ("false", "0", False),
+    "whatif.sample_chunks": ("1024", "1024", 1024),
+    "whatif.half_life": ("2h", "7200", 7200.0),
     "log_level": ("debug", "debug", "DEBUG"),
 }
 
