@@ -99,7 +99,8 @@ class Listener:
             self.held[message.tier].update(stored)
 
     def pause(self) -> None:
-        self.listening = anyio.Event()
+        if self.listening.is_set():  # Otherwise a report may wait for this event, which nobody would set.
+            self.listening = anyio.Event()
 
     def resume(self) -> None:
         self.listening.set()
