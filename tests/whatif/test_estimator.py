@@ -59,7 +59,7 @@ def chunks_of(instance: Instance) -> int:
 
 
 async def test_estimate_of_today_is_the_measured_hit_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.whatif.estimator.BUDGET", 1.0)  # Within that of half a percent, it takes 20 s.
+    monkeypatch.setattr("kvtier.whatif.estimator.BUDGET", 1.0)  # Within the real one, it takes 20 s.
     prompts = chats(150, 8)
     async with opened() as (instance, model):
         for prompt in prompts:
