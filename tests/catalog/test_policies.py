@@ -271,14 +271,17 @@ def test_rings_agree_with_lists() -> None:
             model[ring] += absent[::-1]
             continue
         model = [[row for row in one_ring if row not in held] for one_ring in model]
-        if chance.random() < 0.6:
+        if chance.random() < 0.3:
             rings.move(held, ring)
+            model[ring] += held[::-1]
+        elif chance.random() < 0.5:
+            rings.use([*rows, *rows, 99], ring)
             model[ring] += held[::-1]
         else:
             assert rings.remove([*rows, *rows, 99]) == held
             assert all(rings.ring(row) == NOWHERE for row in rows)
         assert [list(islice(rings.rows(number), 100)) for number in range(3)] == model
-        assert rings.counts == [len(one_ring) for one_ring in model]
+        assert list(rings.counts) == [len(one_ring) for one_ring in model]
         assert rings.coldest(ring) == (model[ring][0] if model[ring] else NO_ROW)
 
 

@@ -12,7 +12,7 @@ from kvtier.catalog.policies.arc import ArcPolicy
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.catalog.policies.rings import cover
-from kvtier.catalog.policies.shadow import SAMPLED, ShadowCache, sampled
+from kvtier.catalog.policies.shadow import SAMPLED, ShadowCache, sampled, sampled_rows
 from kvtier.memory.keys import ChunkKey
 
 CANDIDATES: dict[str, type[EvictionPolicy]] = {"lru": LruPolicy, "arc": ArcPolicy, "resume": ResumePolicy}
@@ -139,8 +139,8 @@ class AdaptivePolicy(EvictionPolicy):
             order.used(rows, now)
         if rows and self._shadows:
             request, held, known = _Request(now, None), self._held, len(self._held)
-            self._extend(request, rows)
-            absent = [row for row in rows if row >= known or not held[row]]
+            chosen = self._extend(request, rows)
+            absent = [row for row in chosen if row >= known or not held[row]]
             request.awaited = [key for key in self._chunks.keys_of(absent) if key in request.chunks]
             self._awaited.update(request.awaited)
 
@@ -177,19 +177,23 @@ class AdaptivePolicy(EvictionPolicy):
             for name, policy in CANDIDATES.items()
         ]
 
-    def _extend(self, request: _Request, rows: Sequence[int]) -> None:
-        """Add chunks to an open request, and end the one that has been open for longest if there are many."""
-        keys = self._chunks.keys_of(rows)
-        chosen = sampled(keys, self._threshold)
-        for key, row in zip(compress(keys, chosen), compress(rows, chosen), strict=True):
+    def _extend(self, request: _Request, rows: Sequence[int]) -> list[int]:
+        """Add the sampled chunks to an open request, and return their rows.
+
+        If many are open, this ends the one that has been so for longest.
+        """
+        chosen = sampled_rows(self._chunks, rows, self._threshold)
+        for key, row in zip(self._chunks.keys_of(chosen), chosen, strict=True):
             if key in self._awaited:
                 self._awaited.discard(key)
             else:
                 request.chunks[key] = self._chunks.lengths[row]
-        while keys[-1] in self._open or len(self._open) >= OPEN_REQUESTS:
+        last = self._chunks.key(rows[-1])
+        while last in self._open or len(self._open) >= OPEN_REQUESTS:
             # In the order of their begin: policies are judged by what was used between two uses of a chunk.
             self._observe(self._open.pop(next(iter(self._open))))
-        self._open[keys[-1]] = request
+        self._open[last] = request
+        return chosen
 
     def _observe(self, request: _Request) -> None:
         """Ask the shadow caches for the sampled chunks of a request."""

@@ -55,7 +55,7 @@ class ArcPolicy(RingPolicy):
 
     def used(self, rows: Sequence[int], now: float) -> None:
         """Make a prefix the warmest of the frequent chunks."""
-        self._rings.move(self._rings.held(rows), FREQUENT)
+        self._rings.use(rows, FREQUENT)
 
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
         """Remember which chunks are evicted from which ring."""

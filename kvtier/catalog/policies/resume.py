@@ -11,12 +11,12 @@ from kvtier.catalog.policies.returns import (
     AGES,
     CLASSES,
     NEW,
+    STARTS,
     Returns,
     class_continued,
     class_expected,
     class_of,
     class_retained,
-    span,
 )
 from kvtier.catalog.policies.visits import NONE, Visits
 
@@ -109,17 +109,7 @@ class ResumePolicy(EvictionPolicy):
     def used(self, rows: Sequence[int], now: float) -> None:
         """Begin a visit, which takes over the rows that are in the tier."""
         self._settle(now)
-        of_row, parents = self._visits.of_row, self._chunks.parents
-        known = len(of_row)
-        run: list[int] = []
-        for row in rows:
-            if row >= known or of_row[row] == NONE:
-                continue
-            if run and parents[row] != run[-1]:
-                self._revisit(run, now)
-                run = []
-            run.append(row)
-        if run:
+        for run in self._visits.runs(rows):
             self._revisit(run, now)
 
     def _revisit(self, rows: Sequence[int], now: float) -> None:
@@ -279,20 +269,19 @@ class ResumePolicy(EvictionPolicy):
             if kind != LEFT:
                 if not begun:
                     self._returns.waited(kind, at, self._visits.sizes[ring], self._elapsed)
-                left = self._move_on(ring, now, left)
+                left -= self._move_on(ring, now, left)
                 if left == 0:
                     self._unsettled.append(~ring)
             if not self._visits.sizes[ring]:
                 self._used.discard(ring)
 
     def _move_on(self, ring: int, now: float, most: int) -> int:
-        """Move visits that have become too old for a ring, at most so many. Return how many more may move."""
-        visits, at = self._visits, ring % AGES
-        while most > 0:
-            visit = visits.oldest(ring)
-            if visit == NONE or (reached := span(now - visits.since[visit])) <= at:
-                return most
-            self._use(ring - at + reached)
-            visits.move(visit, ring - at + reached)
-            most -= 1
-        return most
+        """Move visits that have become too old for a ring, at most so many. Return how many."""
+        at = ring % AGES
+        moved = self._visits.move_on(ring, at, STARTS, now, most)
+        total = sum(moved)
+        if total:
+            for reached, count in enumerate(moved):
+                if count:
+                    self._use(ring - at + reached)
+        return total

@@ -16,6 +16,7 @@ an agent never returns within the second in which it left, and would be evicted 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from itertools import accumulate, pairwise
 from math import exp, expm1, log
 
@@ -24,7 +25,7 @@ AGES = 24
 FIRST_SECONDS = 2.0
 GROWTH = 1.4
 """The first ends after ``FIRST_SECONDS``. Each further one is longer by this factor. The last is open."""
-STARTS = (0.0, *(FIRST_SECONDS * GROWTH**at for at in range(AGES - 1)))
+STARTS = array("d", (0.0, *(FIRST_SECONDS * GROWTH**at for at in range(AGES - 1))))
 """The age at which each span starts, in seconds."""
 WIDTHS = (*(stop - start for start, stop in pairwise(STARTS)), STARTS[-1])
 """Seconds of each span; the last one counts for as long as all before."""
@@ -54,12 +55,7 @@ CLASSES = FIRST_RETAINED + RETAINED
 
 def span(age: float) -> int:
     """Return the span of an age in seconds."""
-    if age < FIRST_SECONDS:
-        return 0
-    at = min(AGES - 1, 1 + int(log(age / FIRST_SECONDS) / _LOG_GROWTH))
-    if age < STARTS[at]:  # Rounding.
-        return at - 1
-    return at + 1 if at + 1 < AGES and age >= STARTS[at + 1] else at
+    return max(0, bisect_right(STARTS, age) - 1)
 
 
 def class_of(typical: float) -> int:

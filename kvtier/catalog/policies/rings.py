@@ -39,7 +39,7 @@ class Rings:
 
     def __init__(self, rings: int) -> None:
         """``rings``: their number, at most :data:`MAX_RINGS`."""
-        self.counts = [0] * rings
+        self.counts = array("q", bytes(8 * rings))
         """The number of rows in each ring."""
         self.ring_of = bytearray()
         """The ring of each row, or :data:`NOWHERE`. Read-only for others."""
@@ -71,6 +71,13 @@ class Rings:
             self._warmer.frombytes(bytes(missing * self._warmer.itemsize))
             self._colder.frombytes(bytes(missing * self._colder.itemsize))
         self._link(rows, ring)
+
+    def use(self, rows: Sequence[int], ring: int) -> None:
+        """Make those of the rows that are in any ring the warmest of one."""
+        if native.available():
+            native.core.rings_use(self._warmer, self._colder, self.ring_of, self.counts, rows, ring)
+        else:
+            self.move(self.held(rows), ring)
 
     def move(self, rows: Sequence[int], ring: int) -> None:
         """Make rows that are in any rings the warmest of one."""

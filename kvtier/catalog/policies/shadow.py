@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import compress
 
+from kvtier import native
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.eviction import MakePolicy, RemovalReason
+from kvtier.catalog.eviction import ChunkColumns, MakePolicy, RemovalReason
 from kvtier.memory.keys import ChunkKey
 
 SAMPLED = 0x10000
@@ -21,6 +22,13 @@ SAMPLED = 0x10000
 def sampled(keys: Sequence[ChunkKey], threshold: int) -> list[bool]:
     """Return which keys belong to the sample. ``threshold``: how many of :data:`SAMPLED` parts it has."""
     return [key[1] << 8 | key[2] < threshold for key in keys]
+
+
+def sampled_rows(chunks: ChunkColumns, rows: Sequence[int], threshold: int) -> list[int]:
+    """Return those of the rows whose chunks belong to the sample."""
+    if native.available():
+        return native.core.sampled_rows(chunks.keys, rows, threshold)
+    return list(compress(rows, sampled(chunks.keys_of(rows), threshold)))
 
 
 class ShadowCache:

@@ -12,9 +12,11 @@ tell when it would have come back.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from kvtier import native
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns
 
 NONE = -1
@@ -110,28 +112,45 @@ class Visits:
         self.tails[visit] = rows[-1]
         self.counts[visit] += len(rows)
 
+    def runs(self, rows: Sequence[int]) -> list[list[int]]:
+        """Return those of the rows that visits have, as lists in which each is the parent of the next."""
+        of_row, parents = self.of_row, self._chunks.parents
+        if native.available():
+            return native.core.visits_runs(of_row, parents, rows)
+        runs: list[list[int]] = []
+        for row in rows:
+            if self.visit(row) == NONE:
+                continue
+            if runs and parents[row] == runs[-1][-1]:
+                runs[-1].append(row)
+            else:
+                runs.append([row])
+        return runs
+
     def take(self, visit: int, rows: Sequence[int]) -> list[int]:
         """Move consecutive rows from their visits to a new one. Return the visits that have none left."""
-        of_row, counts = self.of_row, self.counts
-        before, emptied = NONE, []
-        for row in rows:
-            other = of_row[row]
-            if other != before:
-                if before != NONE and not counts[before]:
-                    emptied.append(before)
-                before = other
-            counts[other] -= 1
-            of_row[row] = visit
-        if before != NONE and not counts[before]:
-            emptied.append(before)
+        if native.available():
+            emptied = native.core.visits_take(self.of_row, self.counts, visit, rows)
+        else:
+            emptied = self._take(visit, rows)
         for other in emptied:
             self.tails[other] = NONE
         self.tails[visit] = rows[-1]
-        counts[visit] += len(rows)
         above = self._chunks.parents[rows[0]]
         other = self.visit(above)
         if other != NONE and other != visit:
             self._cut(other, above)
+        return emptied
+
+    def _take(self, visit: int, rows: Sequence[int]) -> list[int]:
+        of_row, counts = self.of_row, self.counts
+        emptied = []
+        for row in rows:
+            before, of_row[row] = of_row[row], visit
+            counts[visit] += 1
+            counts[before] -= 1
+            if not counts[before]:
+                emptied.append(before)
         return emptied
 
     def _cut(self, visit: int, above: int) -> None:
@@ -229,10 +248,25 @@ class Visits:
         self._unlink(visit)
         self.append(visit, ring)
 
-    def oldest(self, ring: int) -> int:
-        """Return the oldest visit of a ring, or :data:`NONE`."""
-        place = self._newer[ring]
-        return NONE if place == ring else place - self._ends
+    def move_on(self, ring: int, at: int, starts: array[float], now: float, most: int) -> Sequence[int]:
+        """Move the visits that are too old for a ring to later ones, the oldest first, at most so many.
+
+        ``starts``: the age at which each span starts. ``ring`` is that of span ``at``, and those of the later
+        spans follow. Return how many were moved into each span.
+        """
+        if native.available():
+            links = self._newer, self._older, self.rings, self.sizes
+            return native.core.visits_move_on(*links, self.since, ring, at, starts, now, most)
+        moved = [0] * len(starts)
+        while most > 0 and (place := self._newer[ring]) != ring:
+            visit = place - self._ends
+            reached = max(0, bisect_right(starts, now - self.since[visit]) - 1)
+            if reached <= at:
+                break
+            self.move(visit, ring - at + reached)
+            moved[reached] += 1
+            most -= 1
+        return moved
 
     def in_ring(self, ring: int) -> Iterator[int]:
         """Yield the visits of a ring, the oldest first. The ring must not change meanwhile."""
