@@ -2,6 +2,9 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import overload
+
+from msgspec import Raw
 
 def build_info() -> dict[str, str | int]:
     """Return the compiler, the available features (avx2, avx512, io_uring) and ``abi``.
@@ -125,6 +128,20 @@ def xxh3_128(data: bytes | memoryview) -> bytes:
 
     Raises ``ValueError`` for fewer than 241 bytes.
     """
+
+class KeyList(Sequence[bytes]):
+    """Joined keys as a sequence, without an object for each. Slices share the memory.
+
+    :class:`ChunkTable` reads them faster than a list. Raises ``ValueError`` if the length of ``joined`` is no
+    multiple of a key's.
+    """
+
+    def __init__(self, joined: bytes) -> None: ...
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
 
 class ChunkTable:
     """See :class:`kvtier.catalog.table.ChunkTable`. Keeps the GIL.
@@ -298,3 +315,37 @@ class Pump:
 
     def close(self) -> None:
         """Wait for all exchanges. Blocks without the GIL. Idempotent."""
+
+def parse_ids(json: bytes | Raw) -> bytes | None:
+    """Return the integers of a JSON array as u64; ``None`` for anything else, and if it is empty."""
+
+def number_chunks(
+    ids: array[int], ends: array[int], max_vacant: int, numbered: array[int]
+) -> tuple[int, int, int]:
+    """Number the chunks of requests: see :func:`kvtier.simulation.numbering.number_chunks`.
+
+    Fills ``numbered``, which is as long as ``ids``. Returns how many of it are used, a number that all are
+    below, and how many differ. Blocks without the GIL. Raises ``ValueError`` if the columns do not fit
+    together.
+    """
+
+def next_uses(
+    chunks: array[int], ends: array[int], order: Sequence[int], numbers: int, uses: array[int]
+) -> None:
+    """Fill ``uses``: see :func:`kvtier.simulation.belady.next_uses`. Blocks without the GIL.
+
+    Raises, like the next function, ``IndexError`` for a chunk, request or use that there is not.
+    """
+
+def belady_hits(
+    uses: array[int],
+    ends: array[int],
+    order: Sequence[int],
+    capacity: int,
+    interval: int,
+    advance: Callable[[int], None] | None,
+) -> int:
+    """Return the hits of the optimum: see :func:`kvtier.simulation.belady.belady_hits`. Keeps the GIL.
+
+    ``advance`` is called after every ``interval`` requests, never if that is 0. Raises what it raises.
+    """

@@ -31,5 +31,6 @@ NB_MODULE(_native, module) {
     kvtier::bindings::bind_disk(module);
     kvtier::bindings::bind_eviction(module);
     kvtier::bindings::bind_keys(module);
+    kvtier::bindings::bind_simulation(module);
     kvtier::bindings::bind_sockets(module);
 }

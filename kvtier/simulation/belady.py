@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable
 from heapq import heappop, heappush
 
+from kvtier import native
 from kvtier.simulation.trace import Trace
 
 REPORT_REQUESTS = 2000
@@ -19,6 +20,9 @@ def next_uses(trace: Trace) -> array[int]:
     """
     chunks, count = trace.chunks, len(trace)
     uses = array("I", [count]) * len(chunks)
+    if native.available():
+        native.core.next_uses(chunks, trace.ends, trace.order, trace.numbers, uses)
+        return uses
     upcoming = array("I", [count]) * trace.numbers
     for turn in range(count - 1, -1, -1):
         start, stop = trace.span(trace.order[turn])
@@ -38,6 +42,9 @@ def belady_hits(
     the same request uses next, it does not matter which are kept, so their number is all there is to know.
     ``uses``: from :func:`next_uses`. ``advance`` is called with numbers of processed requests.
     """
+    if native.available():
+        interval = 0 if advance is None else REPORT_REQUESTS
+        return native.core.belady_hits(uses, trace.ends, trace.order, capacity, interval, advance)
     never = len(trace)
     held = array("I", bytes(4 * never))  # By request: chunks in the cache that it uses next.
     latest: list[int] = []  # A heap of those with any, negated.

@@ -37,6 +37,7 @@ class SimulatedCache:
             SimulatedTier(index, settings, self.catalog, gb_s)
             for index, (settings, gb_s) in enumerate(zip(tiers.settings, tiers.gb_s, strict=True))
         ]
+        self._has_tenants = self.tiers[FIRST].tenants is not None
         self._router = Router(self.catalog, self.tiers, self._clock.read)
         self._leased: set[int] = set()
         """Rows of the prefix that the current request loads. They stay where they are until it is served."""
@@ -63,7 +64,7 @@ class SimulatedCache:
         found = self._look_up(keys, hints)
         if found < len(keys):
             self._store(keys, found, hints)
-        if self.tiers[FIRST].tenants is not None:
+        if self._has_tenants:
             for tier in range(len(self.tiers)):
                 while over := victims_over_maximum(self.catalog, self.tiers[tier], 0):
                     self._evict(tier, over)
@@ -121,22 +122,24 @@ class SimulatedCache:
             self.read[transfer.source] += len(promoted)
             self.loaded[transfer.source] += len(promoted)
             if len(promoted) < len(transfer.keys):
-                return keys.index(transfer.keys[len(promoted)])
+                return list(keys).index(transfer.keys[len(promoted)])
         return len(keys)
 
     def _store(self, keys: Sequence[ChunkKey], found: int, hints: ChunkHints | None) -> None:
         """Do what :class:`~kvtier.pipeline.store.StoreStage` does with the chunks that were computed."""
-        absent = [at + found for at in self.catalog.absent(keys[found:], FIRST)]
+        missing = keys[found:]
+        absent = self.catalog.absent(missing, FIRST)
         self._make_room(FIRST, len(absent))
         absent = absent[: self._fitting(FIRST, len(absent))]
         for start, stop in _runs(absent):
-            chain = keys[start:stop]
-            parent = keys[start - 1] if start else None
+            chain = missing[start:stop]
+            before = found + start - 1
+            parent = keys[before] if before >= 0 else None
             lengths = [self._chunk_bytes] * len(chain)
             self.catalog.add_chain(chain, FIRST, lengths, State.READY, parent, hints=hints)
         self.written[FIRST] += len(absent)
         if len(self.tiers) > 1 and absent:
-            event = Store(keys=[keys[at] for at in absent])
+            event = Store(keys=[missing[at] for at in absent])
             self._router.admission.stored(event.keys)
             self._execute(self._router.store(event))
 
@@ -159,7 +162,8 @@ class SimulatedCache:
         if surplus := surplus_of(catalog, level):
             catalog.remove_all(surplus, tier)
         leased = self._leased.__contains__ if self._leased else None
-        self._evict(tier, victims_for(catalog, level, incoming * self._chunk_bytes, leased))
+        if victims := victims_for(catalog, level, incoming * self._chunk_bytes, leased):
+            self._evict(tier, victims)
 
     def _evict(self, tier: int, victims: Sequence[ChunkKey]) -> None:
         """Drop or demote chunks, as the router plans it."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 from kvtier.catalog.hints import ChunkHints
 from kvtier.recording.request import TraceRequest
 from kvtier.simulation.errors import TraceError
+from kvtier.simulation.numbering import number_chunks
 from kvtier.simulation.traces import read_trace
-
-MAX_VACANT = 4
-"""Numbers are used as they are in the trace, if the highest is below this multiple of their count."""
 
 
 @dataclass(slots=True)
@@ -59,43 +57,37 @@ class Trace:
         ``chunk_tokens``: if ``None``, the least with which every prompt fits into its chunks. This is exact,
         unless all prompts are short.
         """
-        raw, ends, times, tokens = array("Q"), array("Q"), array("d"), array("Q")
+        ids, ends, times, tokens = array("Q"), array("Q"), array("d"), array("Q")
         hints: dict[int, ChunkHints] = {}
-        repeated = chunk_bytes = whole = 0
+        chunk_bytes = 0
         for request in requests:
-            chunks = request.chunks
-            if len(set(chunks)) < len(chunks):
-                repeated += len(chunks)
-                chunks = list(dict.fromkeys(chunks))
-                repeated -= len(chunks)
             if request.hints is not None:
                 hints[len(ends)] = request.hints
             elif request.tenant:
                 hints[len(ends)] = ChunkHints(tenant=request.tenant)
-            raw.extend(chunks)
-            ends.append(len(raw))
+            ids.extend(request.chunks)
+            ends.append(len(ids))
             times.append(request.time)
             tokens.append(request.tokens)
             chunk_bytes = max(chunk_bytes, request.chunk_bytes)
-            whole = max(whole, -(-request.tokens // max(1, len(chunks))))
-        if not raw:
+        if not ids:
             raise TraceError(f"{name}: has no requests")
-        numbered, numbers = _numbered(raw)
+        chunks, numbers, unique = number_chunks(ids, ends)
         monotonic = all(earlier <= later for earlier, later in pairwise(times))
         order = range(len(ends)) if monotonic else array("I", sorted(range(len(ends)), key=times.__getitem__))
         return cls(
             name=name,
-            chunks=numbered,
+            chunks=chunks,
             ends=ends,
             times=times,
             tokens=tokens,
             hints=hints,
             order=order,
-            chunk_tokens=chunk_tokens or max(1, whole),
+            chunk_tokens=chunk_tokens or _chunk_tokens(ends, tokens),
             chunk_bytes=chunk_bytes,
-            unique=_count(numbered, numbers),
+            unique=unique,
             numbers=numbers,
-            repeated=repeated,
+            repeated=len(ids) - len(chunks),
         )
 
     def __len__(self) -> int:
@@ -106,19 +98,7 @@ class Trace:
         return self.ends[request - 1] if request else 0, self.ends[request]
 
 
-def _numbered(ids: array[int]) -> tuple[array[int], int]:
-    """Return the ids as u32 numbers, and the highest one plus 1."""
-    highest = max(ids) + 1
-    if highest <= MAX_VACANT * len(ids) and highest < 1 << 32:
-        return array("I", ids), highest
-    numbers: dict[int, int] = {}
-    numbered = array("I", [numbers.setdefault(chunk, len(numbers)) for chunk in ids])
-    return numbered, len(numbers)
-
-
-def _count(chunks: array[int], numbers: int) -> int:
-    """Return how many different numbers there are."""
-    seen = bytearray(numbers)
-    for chunk in chunks:
-        seen[chunk] = 1
-    return seen.count(1)
+def _chunk_tokens(ends: array[int], tokens: array[int]) -> int:
+    """Return the least tokens of a chunk with which every prompt fits into its chunks."""
+    prompts = zip(chain((0,), ends), ends, tokens, strict=False)
+    return max(1, max(-(-count // max(1, stop - start)) for start, stop, count in prompts))

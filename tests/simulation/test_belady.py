@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from itertools import combinations
+from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.simulation.belady import belady_hits, next_uses
+from kvtier import native
+from kvtier.simulation.belady import REPORT_REQUESTS, belady_hits, next_uses
 from tests.simulation.making import trace_of
 
 PROMPTS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), min_size=1, max_size=7)
@@ -41,3 +45,32 @@ def test_next_uses() -> None:
 def test_enough_capacity_hits_whatever_was_there() -> None:
     trace = trace_of([1, 2], [1, 3], [3, 2])
     assert belady_hits(trace, 3, next_uses(trace)) == 3
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 30), max_size=9), min_size=1, max_size=30),
+    st.integers(0, 30),
+    st.randoms(),
+)
+def test_native_optimum_equals_the_python_one(
+    prompts: list[list[int]], capacity: int, chance: Random
+) -> None:
+    trace = trace_of([0], *prompts)
+    trace.order = array("I", chance.sample(range(len(trace)), len(trace)))
+    results = []
+    for available in (native.available(), False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "available", lambda now=available: now)
+            uses = next_uses(trace)
+            results.append((uses, belady_hits(trace, capacity, uses)))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("available", [True, False], ids=["native", "python"])
+def test_progress_is_reported(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not available:
+        monkeypatch.setattr(native, "available", lambda: False)
+    trace = trace_of(*([turn % 2] for turn in range(2 * REPORT_REQUESTS + 1)))
+    steps: list[int] = []
+    assert belady_hits(trace, 1, next_uses(trace), steps.append) == REPORT_REQUESTS
+    assert steps == [REPORT_REQUESTS] * 2
