@@ -394,6 +394,7 @@ class Catalog:
             limit,
             reach,
         )
+        self.policies[tier].chosen(rows)
         return self.columns.keys_of(rows)
 
     def _is_pinned(self) -> Callable[[int], bool]:

@@ -129,13 +129,25 @@ class EvictionPolicy(ABC):
         """
         return False
 
+    def chosen(self, rows: Sequence[int]) -> None:  # noqa: B027 - has a default on purpose
+        """Called after a search, with those of its chunks that may leave. They need not, or not yet.
+
+        So a policy that offers last what could not leave knows what could.
+        """
+
+    @property
+    def in_use(self) -> str:
+        """The policy in whose order it evicts now, if it chooses among several; otherwise empty."""
+        return ""
+
     @abstractmethod
     def victims(self) -> Iterator[int]:
         """Yield the rows of the tier in the order of eviction, each once.
 
         The catalog stops when it has enough, so compute no more of the order than it asks for. It skips
-        chunks that are in use. It calls nothing else until it has stopped, and then :meth:`removed` for those
-        that have left: the others are still in the tier. May reorder the policy's own state.
+        chunks that are in use. It calls nothing else until it has stopped, then :meth:`chosen`, and
+        :meth:`removed` for those that leave: the others are still in the tier. May reorder the policy's own
+        state.
         """
 
 

@@ -199,13 +199,10 @@ class TenantPolicies(EvictionPolicy):
 
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
         """Remove chunks from their tenants' policies."""
-        by_group: dict[int, list[int]] = {}
-        for row in rows:
-            group = _group(self._owners[row])
-            self._owners[row] = _ABSENT
-            self._count(row, group, -1)
-            by_group.setdefault(group, []).append(row)
-        for group, gone in by_group.items():
+        for group, gone in self._by_group(rows).items():
+            for row in gone:
+                self._owners[row] = _ABSENT
+                self._count(row, group, -1)
             self._policies[group].removed(gone, reason)
             if reason is RemovalReason.EVICTED:
                 self._evictions[group] += len(gone)
@@ -220,6 +217,17 @@ class TenantPolicies(EvictionPolicy):
         """Ask the policy of the tenant."""
         owner = self.owner(row)
         return owner != _ABSENT and self._policies[_group(owner)].expects(row)
+
+    def chosen(self, rows: Sequence[int]) -> None:
+        """Tell the policies of their tenants."""
+        for group, own in self._by_group(rows).items():
+            self._policies[group].chosen(own)
+
+    def _by_group(self, rows: Sequence[int]) -> dict[int, list[int]]:
+        by_group: dict[int, list[int]] = {}
+        for row in rows:
+            by_group.setdefault(_group(self._owners[row]), []).append(row)
+        return by_group
 
     def victims(self) -> Iterator[int]:
         """Yield chunks, those of the tenant who is furthest above its share first."""

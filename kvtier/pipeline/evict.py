@@ -6,6 +6,7 @@ demotion. A background task demotes the others in advance, between a high and a 
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -57,7 +58,7 @@ class EvictStage:
         arena = self._memory.arena
         lease = arena.allocate(length)
         if lease is None:
-            lease = self._allocate_by_dropping(length)
+            lease = next(iter(self._allocate_by_dropping(length, 1)), None)
         if lease is None and length <= arena.capacity:
             self._refused_bytes = max(self._refused_bytes, length)
         # Includes this lease, which is not in the catalog yet.
@@ -71,6 +72,8 @@ class EvictStage:
         for length, run in groupby(lengths):
             wanted = len(leases) + len(list(run))
             leases += self._memory.arena.allocate_all(length, wanted - len(leases))
+            if len(leases) < wanted:
+                leases += self._allocate_by_dropping(length, wanted - len(leases))
             while len(leases) < wanted and (lease := self.allocate(length)) is not None:
                 leases.append(lease)
             if len(leases) < wanted:
@@ -80,18 +83,27 @@ class EvictStage:
             self._needed.set()
         return leases
 
-    def _allocate_by_dropping(self, length: int) -> Lease | None:
-        hierarchy = self._hierarchy
-        for limit in (SCAN_LIMIT // 16, SCAN_LIMIT):
-            event = Evict(keys=self._memory.victims(limit, reach=Reach.ABOVE_SHARE), tier=self._memory.index)
-            droppable = (plan for plan in hierarchy.router.evict(event) if plan.target is None)
+    def _allocate_by_dropping(self, length: int, count: int) -> list[Lease]:
+        """Drop chunks that need no demotion, and allocate ``length`` bytes up to ``count`` times instead.
+
+        The second search is for chunks behind those that do need one, or whose memory lies together.
+        """
+        hierarchy, memory = self._hierarchy, self._memory
+        leases: list[Lease] = []
+        for needed in (count * length, sys.maxsize):
+            victims = memory.victims(SCAN_LIMIT, needed, Reach.ABOVE_SHARE)
+            plans = hierarchy.router.evict(Evict(keys=victims, tier=memory.index))
+            droppable = (plan for plan in plans if plan.target is None)
             freed = 0
             for key, admitted in ((key, plan.admitted) for plan in droppable for key in plan.keys):
                 freed += hierarchy.catalog.length(key)
                 self._drop([key], admitted=admitted)
-                if freed >= length and (lease := self._memory.arena.allocate(length)) is not None:
-                    return lease
-        return None
+                if freed >= length and (lease := memory.arena.allocate(length)) is not None:
+                    leases.append(lease)
+                    freed -= length
+                    if len(leases) == count:
+                        return leases
+        return leases
 
     def _drop(self, keys: Sequence[ChunkKey], *, admitted: bool) -> None:
         self._hierarchy.drop(keys)

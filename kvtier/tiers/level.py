@@ -108,6 +108,16 @@ class Level:
         return max(self._refused_bytes, int(required - settings.capacity * settings.low_watermark))
 
     @property
+    def eviction(self) -> str:
+        """The name of its eviction policy; empty for a shared pool."""
+        return self.settings.eviction["type"] if isinstance(self.settings, LocalTierSettings) else ""
+
+    @property
+    def eviction_in_use(self) -> str:
+        """The policy in whose order it evicts now: another one than :attr:`eviction` if that chooses."""
+        return self._catalog.policies[self.index].in_use or self.eviction
+
+    @property
     def tenants(self) -> TenantPolicies | None:
         """How tenants share the tier; ``None`` if they do not."""
         policy = self._catalog.policies[self.index]
@@ -136,4 +146,6 @@ class Level:
             "used_bytes": self.used_bytes,
             "chunks": self.count,
             "available": self.available,
+            "eviction": self.eviction,
+            "eviction_in_use": self.eviction_in_use,
         }

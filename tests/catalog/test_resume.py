@@ -85,6 +85,21 @@ def test_class_grows_with_the_new_chunks_and_stays_the_same_otherwise(kind: int)
     assert class_continued(sizes[3], 1) == sizes[3], "decoding adds one chunk at a time"
 
 
+def test_parts_of_a_long_prompt_count_together() -> None:
+    """An engine computes a long prompt in several steps, and stores the chunks of each."""
+    cache, keys = Cache(100), prompt_of(1, 24)
+    policy = cache.catalog.policies[0]
+    assert isinstance(policy, ResumePolicy)
+    kinds = []
+    for start in range(0, 24, 6):
+        parent = keys[start - 1] if start else None
+        rows = cache.catalog.add_chain(keys[start : start + 6], 0, [LENGTH] * 6, State.READY, parent)
+        kinds.append(policy._kind(policy._visits.visit(rows[-1])))
+    assert kinds == [class_continued(NEW, chunks) for chunks in (6, 12, 18, 24)]
+    cache.ask(keys)
+    assert policy._kind(policy._visits.visit(rows[-1])) == class_of(0), "with nothing new"
+
+
 @pytest.mark.parametrize("kind", [class_expected(0), class_expected(1e9), CLASSES - 1])
 def test_class_of_a_hint_does_not_depend_on_the_new_chunks(kind: int) -> None:
     assert class_continued(kind, 100) == kind

@@ -13,9 +13,8 @@ from tests.simulation.abusing import CAPACITY, CHUNKS, SESSIONS, Host
 from tests.simulation.making import PLUGINS
 
 POLICIES = PLUGINS.names("kvtier_eviction_policies")
-RESISTANT = ("adaptive", "arc", "gdsf", "resume", "s3fifo", "sieve", "tinylfu")
-"""``lru`` keeps what was used last, whatever it was. ``lfu`` keeps what was used often, but the frequency of
-new chunks begins with that of the last one that was evicted, which rises."""
+RESISTANT = ("adaptive", "arc", "gdsf", "lfu", "resume", "s3fifo", "sieve", "tinylfu")
+"""``lru`` keeps what was used last, whatever it was."""
 SCANS = 40.0
 """Prompts per second."""
 WARM_UP, SCAN, AFTER = 200.0, 75.0, 30.0
@@ -28,7 +27,7 @@ EXTREME = ChunkHints("another", priority=100, retention=7 * 86_400.0, resume=3.0
 
 
 def test_all_policies_are_here() -> None:
-    assert set(POLICIES) == {"lru", "lfu", *RESISTANT}
+    assert set(POLICIES) == {"lru", *RESISTANT}
 
 
 @pytest.mark.parametrize("policy", RESISTANT)
@@ -41,20 +40,17 @@ def test_scan_does_not_flush_sessions(policy: str) -> None:
     assert host.run(AFTER) >= 0.95
 
 
-def test_scan_flushes_lru_and_most_of_lfu() -> None:
-    """So it is severe. Measured: 0.03 and 0.42 in the first 75 seconds, 0.0 and 0.21 in the next ones."""
-    kept = {}
-    for policy in ("lru", "lfu"):
-        host = Host(policy)
-        host.run(WARM_UP)
-        kept[policy] = host.run(2 * SCAN, SCANS)
-    assert kept["lru"] < 0.1
-    assert kept["lru"] + 0.1 < kept["lfu"] < 0.6
+def test_scan_flushes_lru() -> None:
+    """So it is severe. Measured: 0.03 in the first 75 seconds, 0.0 in the next ones."""
+    host = Host("lru")
+    host.run(WARM_UP)
+    assert host.run(2 * SCAN, SCANS) < 0.1
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "resume", "tinylfu"])
+# ``adaptive`` gets a longer scan, to learn; test_scan_does_not_flush_sessions has it as well.
+@pytest.mark.parametrize("policy", [pytest.param("adaptive", marks=pytest.mark.slow), "resume", "tinylfu"])
 def test_sessions_that_begin_during_a_scan_are_kept(policy: str) -> None:
-    """Measured: 1.0, 1.0 and 0.82; but 0.12 with ``arc``, ``s3fifo`` and ``sieve``, and 0.09 with ``gdsf``.
+    """Measured: 1.0, 1.0 and 0.82; but about 0.1 with ``arc``, ``gdsf``, ``lfu``, ``s3fifo`` and ``sieve``.
 
     Those protect what was used before the scan. New prompts leave within a second, before they come back.
     """
@@ -76,7 +72,14 @@ def test_scan_of_a_million_prompts(policy: str) -> None:
     assert host.run(AFTER) >= 0.95
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+# Shares are kept by what wraps a policy, so a few of them will do; tests/catalog/test_tenants.py has all.
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(name, marks=() if name in ("lru", "lfu", "resume", "adaptive") else pytest.mark.slow)
+        for name in POLICIES
+    ],
+)
 def test_hints_do_not_reach_into_the_share_of_another_tenant(policy: str) -> None:
     host = Host(policy, tenants={"sessions": {"share": 0.5, "weight": 0.01}})
     host.run(WARM_UP)
@@ -86,8 +89,15 @@ def test_hints_do_not_reach_into_the_share_of_another_tenant(policy: str) -> Non
     assert sum(used.values()) == CAPACITY
 
 
-@pytest.mark.parametrize("lasting", [True, False])
-@pytest.mark.parametrize("policy", ["resume", "adaptive"])
+@pytest.mark.parametrize(
+    ("policy", "lasting"),
+    [
+        ("resume", True),
+        ("resume", False),
+        pytest.param("adaptive", True, marks=pytest.mark.slow),
+        ("adaptive", False),
+    ],
+)
 def test_hints_that_are_not_kept_to_are_soon_worth_nothing(policy: str, lasting: bool) -> None:
     """Measured: 1.0. Until this is known, 0.61 and 0.49; with new sessions 0.53 and 0.52."""
     host = Host(policy, lasting=lasting)

@@ -104,8 +104,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._awaited: set[ChunkKey] = set()
 
     @property
-    def active(self) -> str:
-        """The name of the policy in use."""
+    def in_use(self) -> str:
+        """The name of the best candidate."""
         return list(CANDIDATES)[self._active]
 
     @property
@@ -163,6 +163,10 @@ class AdaptivePolicy(EvictionPolicy):
     def victims(self) -> Iterator[int]:
         """Yield the chunks in the order of the best candidate."""
         return self._orders[self._active].victims()
+
+    def chosen(self, rows: Sequence[int]) -> None:
+        """Tell the best candidate, whose search it was."""
+        self._orders[self._active].chosen(rows)
 
     def _make_shadows(self, length: int) -> None:
         chunks = max(1, self._capacity_bytes // max(1, length))

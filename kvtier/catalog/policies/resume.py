@@ -55,7 +55,7 @@ class ResumePolicy(EvictionPolicy):
     A prompt that comes back is recognised by the end of its last visit. Its class is that of its gaps so far
     and of how many chunks are new, or of what its request told about the future. Visits of a class and a span
     of age are equally worth, and share a ring; within a visit the deepest chunk leaves first. 4 bytes for
-    each chunk, 33 for each visit.
+    each chunk, 37 for each visit.
     """
 
     settings_type = ResumeSettings
@@ -96,10 +96,11 @@ class ResumePolicy(EvictionPolicy):
             visit = self._begin(rows[-1], now, class_continued(NEW, len(rows)))
         else:
             kind = self._kind(visit)
-            kind = class_continued(NEW if kind == LEFT else kind, len(rows))
+            kind = class_continued(NEW if kind == LEFT else kind, visits.added[visit] + len(rows))
             self._put(visit, kind, rows[-1], now)
             visits.forget_ghost(visit)  # It may have lost chunks that come back now.
         visits.give(visit, rows)
+        visits.added[visit] += len(rows)
         if visits.ghosts:
             for key in self._chunks.keys_of(rows):
                 before = visits.ghosts.get(hash(key), NONE)
@@ -165,6 +166,11 @@ class ResumePolicy(EvictionPolicy):
                     yield from visits.path(visit)
         for visit in later:
             yield from visits.path(visit)
+
+    def chosen(self, rows: Sequence[int]) -> None:
+        """Offer visits again first whose last chunk may leave."""
+        leaving = set(rows)
+        self._offered = [offered for offered in self._offered if offered[1] not in leaving]
 
     def _pass_by(self) -> None:
         """Note which visits the last search has offered in vain. It may have stopped at the last one."""

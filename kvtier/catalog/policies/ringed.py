@@ -38,6 +38,12 @@ class RingPolicy(EvictionPolicy):
             yield row
             self._offered.append(row)
 
+    def chosen(self, rows: Sequence[int]) -> None:
+        """Keep the place of chunks that may leave: they are not in the way."""
+        if self._offered:
+            leaving = set(rows)
+            self._offered = [row for row in self._offered if row not in leaving]
+
     def _begin_eviction(self) -> None:
         """Note how many chunks the tier holds. Called before the evicted ones are removed."""
         if not self._evicting:

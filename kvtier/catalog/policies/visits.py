@@ -28,7 +28,7 @@ VISITS_A_BLOCK = 1024
 
 
 class Visits:
-    """33 bytes for each visit, and 4 for each row."""
+    """37 bytes for each visit, and 4 for each row."""
 
     def __init__(self, chunks: ChunkColumns, rings: int) -> None:
         """``rings``: how many there are for visits to be in."""
@@ -39,6 +39,8 @@ class Visits:
         """The last row of each visit; :data:`NONE` if it has no row left."""
         self.counts = array("i")
         """The number of rows of each visit."""
+        self.added = array("i")
+        """How many rows were added in each visit. A long prompt is stored in several parts."""
         self.since = array("d")
         """When each visit was last active, as ``time.monotonic()``."""
         self.typical = array("f")
@@ -68,6 +70,7 @@ class Visits:
         visit = self._vacant.pop()
         self.since[visit] = now
         self.typical[visit] = 0.0
+        self.added[visit] = 0
         self.append(visit, ring)
         return visit
 
@@ -76,6 +79,7 @@ class Visits:
         for numbers, value in (
             (self.tails, NONE),
             (self.counts, 0),
+            (self.added, 0),
             (self.rings, NONE),
             (self.ghost_keys, 0),
         ):
