@@ -5,6 +5,7 @@
     python benchmarks/look_up.py                # a prompt of 32,768 tokens
     python benchmarks/look_up.py --runs 20
     python benchmarks/look_up.py --busy         # beside three spinning processes per core
+    python benchmarks/look_up.py --policy lru   # with another eviction policy than kvtier's default
     python benchmarks/look_up.py --pool redis   # an unknown prompt is also looked up in a real Redis
 
 All chunks are READY in the first tier of a real cache process. The limit is a plain round trip of as many
@@ -63,14 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=32_768, help="default: %(default)s")
     parser.add_argument("--runs", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--busy", action="store_true", help="beside three spinning processes per core")
+    parser.add_argument("--policy", help="eviction policy of the tier; default: that of kvtier")
     parser.add_argument("--pool", choices=SERVERS, help="add a tier on a real server of this kind")
     options = parser.parse_args(arguments)
     tokens = random.Random(0).choices(range(100_000), k=options.tokens)
     address = f"127.0.0.1:{free_port()}"
     with (
         pool_tiers(options.pool) as pools,
-        cache_process(pools, listen=address) as path,
-        cache_process([], listen=f"127.0.0.1:{free_port()}") as elsewhere,
+        cache_process(pools, address, options.policy) as path,
+        cache_process([], f"127.0.0.1:{free_port()}", options.policy) as elsewhere,
         saturated() if options.busy else nullcontext(),
     ):
         worker, scheduler = WorkerBridge(hello("worker"), path), SchedulerBridge(hello("scheduler"), path)
@@ -234,14 +236,17 @@ def pool_tiers(kind: str | None) -> Iterator[list[dict[str, Any]]]:
 
 
 @contextmanager
-def cache_process(pools: Sequence[dict[str, Any]], listen: str = "") -> Iterator[Path]:
+def cache_process(
+    pools: Sequence[dict[str, Any]], listen: str = "", policy: str | None = None
+) -> Iterator[Path]:
     """Run `kvtier serve` with a memory tier and the pools below it; yield its socket.
 
-    ``listen``: its address for schedulers of other hosts, if any.
+    ``listen``: its address for schedulers of other hosts, if any. ``policy``: the tier's eviction policy.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "socket")
-        tiers = json.dumps([{"name": "ram", "type": "cpu", "capacity": "256MiB"}, *pools])
+        eviction = {"eviction": policy} if policy else {}
+        tiers = json.dumps([{"name": "ram", "type": "cpu", "capacity": "256MiB", **eviction}, *pools])
         environment = {
             **os.environ,
             "KVTIER_TIERS": tiers,

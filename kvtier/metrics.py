@@ -190,6 +190,12 @@ class CacheMetrics(Collector):
         for tier in tiers:
             info.add_metric([tier.name], {"type": tier.settings.type})
         yield info
+        text = "1 for the eviction policy in whose order a tier evicts now; absent for a shared pool."
+        order = GaugeMetricFamily("kvtier_tier_eviction_policy", text, labels=["tier", "policy"])
+        for tier in tiers:
+            if tier.eviction:
+                order.add_metric([tier.name, tier.eviction_in_use], 1)
+        yield order
 
         def gauge(name: str, text: str, value: Callable[[Level], float | None]) -> Metric:
             return _by_tier(GaugeMetricFamily(f"kvtier_tier_{name}", text, labels=["tier"]), tiers, value)

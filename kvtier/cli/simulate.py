@@ -31,7 +31,6 @@ EXAMPLES = epilog(
 
 STDOUT = Path("-")
 DEFAULT_CAPACITIES = "1%,5%,10%"
-DEFAULT_POLICY = "lru"
 
 
 def simulate(
@@ -63,7 +62,8 @@ def simulate(
             "--policy",
             "-p",
             metavar="NAME,...",
-            help="Eviction policies to compare, or `all`. Default: those of --config, or lru. Repeatable.",
+            help="Eviction policies to compare, or `all`. Default: those of --config, or adaptive. "
+            "Repeatable.",
         ),
     ] = None,
     kv_size: Annotated[
@@ -192,6 +192,7 @@ def _sized(
     policies: Sequence[str],
     speeds: dict[str, float],
 ) -> list[SimulatedTiers]:
+    from kvtier.settings import DEFAULT_EVICTION
     from kvtier.simulation.capacities import parse_capacities
     from kvtier.simulation.tiers import one_tier
 
@@ -199,7 +200,7 @@ def _sized(
     return [
         one_tier(plugins, policy, size.of(trace.unique, chunk_bytes), speeds)
         for size in parse_capacities(capacity)
-        for policy in policies or [DEFAULT_POLICY]
+        for policy in policies or [DEFAULT_EVICTION]
     ]
 
 

@@ -63,7 +63,7 @@ def _tables(report: Report) -> Iterator[Table]:
 
 
 def _tiers(tiers: list[Report]) -> Table:
-    rows = table("tier", "type", "used", "of", "chunks", "")
+    rows = table("tier", "type", "used", "of", "chunks", "eviction", "")
     for tier in tiers:
         capacity = tier["capacity_bytes"]
         rows.add_row(
@@ -72,9 +72,14 @@ def _tiers(tiers: list[Report]) -> Table:
             format_size(tier["used_bytes"]),
             "-" if capacity is None else format_size(capacity),
             str(tier["chunks"]),
+            escape(_eviction(tier["eviction"], tier["eviction_in_use"])),
             "" if tier["available"] else "[red]unavailable[/red]",
         )
     return rows
+
+
+def _eviction(policy: str, in_use: str) -> str:
+    return policy or "-" if in_use == policy else f"{policy}: {in_use}"
 
 
 def _engines(engines: list[Report]) -> Table:

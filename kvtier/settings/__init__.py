@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtier.settings.model import (
+    DEFAULT_EVICTION,
     PAGE_BYTES,
     SOCKET_PATH_BYTES,
     LocalTierSettings,
@@ -16,6 +17,7 @@ from kvtier.settings.model import (
 from kvtier.settings.paths import LocalPath
 
 __all__ = [
+    "DEFAULT_EVICTION",
     "PAGE_BYTES",
     "SOCKET_PATH_BYTES",
     "LocalPath",

@@ -54,6 +54,9 @@ PAGE_BYTES = 4096
 SOCKET_PATH_BYTES = 107
 """Maximum length of a Unix socket path (``sockaddr_un`` without the terminating NUL)."""
 
+DEFAULT_EVICTION = "adaptive"
+"""Hits most on agents, and elsewhere hardly less than the best: see ``benchmarks/README.md``."""
+
 
 class Origin(NamedTuple):
     """The source of a value."""
@@ -148,10 +151,12 @@ class LocalTierSettings(TierSettings):
         description="Maximum size of the tier in bytes. Never exceeded.", examples=["5GiB"]
     )
     eviction: Choice = Field(
-        default={"type": "lru"},
+        default={"type": DEFAULT_EVICTION},
         description=(
-            "Eviction policy: `lru`, `lfu`, `arc`, `s3fifo`, `sieve`, `tinylfu`, `gdsf`, `resume`, "
-            "`adaptive`, or one provided by a plugin; or a mapping of its settings with its name as `type`."
+            "Eviction policy: `adaptive`, `lru`, `lfu`, `arc`, `s3fifo`, `sieve`, `tinylfu`, `gdsf`, "
+            "`resume`, or one provided by a plugin; or a mapping of its settings with its name as `type`. "
+            "`adaptive` evicts in the order of `lru`, `arc` or `resume`, whichever would have hit most of "
+            "late."
         ),
         examples=["lru"],
     )

@@ -47,8 +47,16 @@ def settings(tmp_path: Path) -> Callable[..., Settings]:
     The deadlines suit a busy machine; tests of the deadline itself configure ``prefetch``.
     """
 
-    def make(*, ram: int = 64, ssd: int = 512, disk: dict[str, Any] | None = None, **more: Any) -> Settings:
-        tiers: list[dict[str, Any]] = [{"name": "ram", "type": "cpu", "capacity": ram * CHUNK_OBJECT_BYTES}]
+    def make(
+        *,
+        ram: int = 64,
+        ssd: int = 512,
+        memory: dict[str, Any] | None = None,
+        disk: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Settings:
+        first = {"name": "ram", "type": "cpu", "capacity": ram * CHUNK_OBJECT_BYTES, **(memory or {})}
+        tiers: list[dict[str, Any]] = [first]
         if ssd:
             tiers.append(
                 {

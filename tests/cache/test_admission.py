@@ -90,7 +90,8 @@ async def opened(settings: Settings, *pools: Any) -> AsyncIterator[Opened]:
 def admitting(
     settings: MakeSettings, admit: str = "second_use", write: str = "through", **more: Any
 ) -> Settings:
-    return settings(disk={"admit": admit, "write": write}, **more)
+    """Return settings whose first tier expects nothing: ``adaptive`` does, before it has learned."""
+    return settings(memory={"eviction": "lru"}, disk={"admit": admit, "write": write}, **more)
 
 
 async def test_second_lookup_writes_a_prompt_and_a_restart_keeps_it(

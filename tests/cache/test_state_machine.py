@@ -115,4 +115,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = hypothesis_settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestCache.settings = hypothesis_settings(max_examples=25, stateful_step_count=30, deadline=None)

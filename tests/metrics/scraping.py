@@ -16,7 +16,7 @@ from kvtier.backends.base import Backend
 from kvtier.http import serving
 from kvtier.metrics import MAX_REQUESTS, CacheMetrics, application
 from kvtier.plugins import Plugins
-from kvtier.settings import TierSettings
+from kvtier.settings import DEFAULT_EVICTION, TierSettings
 from kvtier.whatif.report import Report
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
 
@@ -87,12 +87,15 @@ class ScrapedCache:
         self.cache.hierarchy.drop(self.model.keys(tokens))
 
 
-def settings(folder: Path, ram: int = 64, ssd: int = 512, **more: Any) -> Settings:
+def settings(
+    folder: Path, ram: int = 64, ssd: int = 512, *, eviction: str = DEFAULT_EVICTION, **more: Any
+) -> Settings:
     """Return settings with a memory and a disk tier of the given numbers of chunks."""
     tiers = [
         {"name": "ram", "type": "cpu", "capacity": ram * CHUNK_OBJECT_BYTES},
         {"name": "ssd", "type": "disk", "path": str(folder / "ssd"), "capacity": ssd * CHUNK_OBJECT_BYTES},
     ]
+    tiers = [{**tier, "eviction": eviction} for tier in tiers]
     return Settings(chunk_tokens=CHUNK_TOKENS, tiers=tiers, **more)
 
 

@@ -39,7 +39,7 @@ def test_json_has_all_results(kvtier: Kvtier, trace: Path, tmp_path: Path) -> No
     first, second = json.loads(result.output)["traces"]
     assert (first["name"], first["requests"], first["chunks"]) == ("made.jsonl", 2, 5)
     (row,) = second["rows"]
-    assert (row["policy"], row["asked"], row["hits"]) == ("lru", 4, 2)
+    assert (row["policy"], row["asked"], row["hits"]) == ("adaptive", 4, 2)
     assert row["hit_rate"] == row["belady_hit_rate"] == 0.5
     assert [tier["name"] for tier in row["tiers"]] == ["ram"]
 

@@ -21,12 +21,13 @@ FOREVER = 1e9
 
 
 def settings_of(*tiers: dict[str, Any], sample_chunks: int = 4096, **more: Any) -> Settings:
-    """Return the settings of a cache; ``chunks``: the capacity of each tier."""
+    """Return the settings of a cache; ``chunks``: the capacity of each tier. By default, by LRU."""
     described = []
     for at, tier in enumerate(tiers):
         rest = {name: value for name, value in tier.items() if name != "chunks"}
         medium = {"type": "disk", "path": f"/nowhere/{at}"} if at else {"type": "cpu"}
-        described.append({"name": f"t{at}", "capacity": tier["chunks"] * CHUNK_BYTES, **medium, **rest})
+        always = {"name": f"t{at}", "capacity": tier["chunks"] * CHUNK_BYTES, "eviction": "lru"}
+        described.append({**always, **medium, **rest})
     whatif = {"sample_chunks": sample_chunks, "half_life": FOREVER}
     return Settings(**{"tiers": described, "whatif": whatif, **more})
 
