@@ -46,14 +46,14 @@ def run(work: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
             if not result.done():
                 result.set_exception(error)
 
-    threading.Thread(target=thread, name="kvtier-bench", daemon=True).start()
-    call_soon, scope = started.result()
     try:
+        threading.Thread(target=thread, name="kvtier-bench", daemon=True).start()
         return result.result()
     except BaseException:
-        if not result.done():
-            call_soon(scope.cancel)
-            with suppress(TimeoutError):
+        with suppress(TimeoutError):
+            if not result.done():
+                call_soon, scope = started.result(CLEAN_UP_SECONDS)
+                call_soon(scope.cancel)
                 result.exception(CLEAN_UP_SECONDS)
         raise
 
