@@ -11,6 +11,7 @@ passes only on its second attempt still shows a defect, of the test or of the so
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator
 from typing import Any
 
@@ -42,6 +43,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _FileSchedul
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move the slowest tests to the front."""
     items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what is imported and collected out of garbage collections: with torch, millions of objects.
+
+    Garbage collections take a third of its time. Later ones take a second with those objects, and many
+    tests ask for them, to find what leaks.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

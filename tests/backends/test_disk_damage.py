@@ -54,7 +54,7 @@ def killed(tmp_path: Path, io: str, request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("run", range(3))
+@pytest.mark.parametrize("run", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_killed_while_writing(killed: Path, io: str, run: int) -> None:
     async with opened(SealedBackend(disk(killed, io=io))) as backend:
         found = await scanned(backend)

@@ -33,7 +33,9 @@ def test_busy(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "signal_number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_loads_end_with_their_benchmark(tmp_path: Path, signal_number: signal.Signals) -> None:
     command = [sys.executable, "-m", "benchmarks.busy", "--small", "--conditions", "nice"]
     process = subprocess.Popen([*command, "--folder", str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)

@@ -18,6 +18,14 @@ from kvtier.memory.header import HEADER_BYTES
 from .conftest import CHUNK_TOKENS, KEYS, LAYOUT, hello, is_serving, store, wait_until
 
 Start = Callable[..., subprocess.Popen[str]]
+PAUSES = [
+    0,
+    pytest.param(0.002, marks=pytest.mark.slow),
+    0.005,
+    pytest.param(0.01, marks=pytest.mark.slow),
+    0.03,
+]
+"""Seconds of writing before a kill."""
 
 
 def test_sigterm_writes_everything_before_exit(tmp_path: Path, start: Start) -> None:
@@ -36,44 +44,42 @@ def test_sigterm_writes_everything_before_exit(tmp_path: Path, start: Start) -> 
     assert report["tiers"][1]["chunks"] == len(KEYS)
 
 
-def test_sigkill_during_writes_leaves_only_whole_chunks(tmp_path: Path, start: Start) -> None:
-    for pause in (0, 0.002, 0.005, 0.01, 0.03):
-        process = start()
-        wait_until(lambda: is_serving(tmp_path / "socket"))
-        scheduler, worker = store(tmp_path / "socket", KEYS)
-        time.sleep(pause)
-        process.kill()
-        process.wait()
-        scheduler.close()
-        worker.close()
-        restarted = start()
-        wait_until(lambda: is_serving(tmp_path / "socket"))
-        report = status(tmp_path / "socket")
-        files = list((tmp_path / "ssd").rglob("*.kv"))
-        assert report["tiers"][1]["chunks"] == len(files)
-        assert report["tiers"][1]["used_bytes"] == sum(file.stat().st_size for file in files)
-        assert not list((tmp_path / "ssd").rglob("*.tmp"))
-        scheduler = SchedulerBridge(hello("scheduler"), tmp_path / "socket")
-        worker = WorkerBridge(hello("worker"), tmp_path / "socket")
-        worker.connect()
-        scheduler.connect()
-        assert worker.arena is not None
-        ticket = scheduler.look_up(KEYS, CHUNK_TOKENS * len(KEYS))
-        assert ticket is not None
-        lookup = scheduler.found(ticket, wait=60)
-        while lookup is not None and not lookup.final:
-            time.sleep(0.01)
-            lookup = scheduler.found(ticket)
-        assert lookup is not None
-        for key, offset in zip(KEYS, lookup.offsets, strict=False):
-            payload = bytes(worker.arena.view(offset + HEADER_BYTES, LAYOUT.payload_bytes(CHUNK_TOKENS)))
-            assert payload == key * (len(payload) // len(key))
-        scheduler.close()
-        worker.close()
-        restarted.kill()
-        restarted.wait()
-        for file in files:
-            file.unlink(missing_ok=True)
+@pytest.mark.parametrize("pause", PAUSES)
+def test_sigkill_during_writes_leaves_only_whole_chunks(tmp_path: Path, start: Start, pause: float) -> None:
+    process = start()
+    wait_until(lambda: is_serving(tmp_path / "socket"))
+    scheduler, worker = store(tmp_path / "socket", KEYS)
+    time.sleep(pause)
+    process.kill()
+    process.wait()
+    scheduler.close()
+    worker.close()
+    restarted = start()
+    wait_until(lambda: is_serving(tmp_path / "socket"))
+    report = status(tmp_path / "socket")
+    files = list((tmp_path / "ssd").rglob("*.kv"))
+    assert report["tiers"][1]["chunks"] == len(files)
+    assert report["tiers"][1]["used_bytes"] == sum(file.stat().st_size for file in files)
+    assert not list((tmp_path / "ssd").rglob("*.tmp"))
+    scheduler = SchedulerBridge(hello("scheduler"), tmp_path / "socket")
+    worker = WorkerBridge(hello("worker"), tmp_path / "socket")
+    worker.connect()
+    scheduler.connect()
+    assert worker.arena is not None
+    ticket = scheduler.look_up(KEYS, CHUNK_TOKENS * len(KEYS))
+    assert ticket is not None
+    lookup = scheduler.found(ticket, wait=60)
+    while lookup is not None and not lookup.final:
+        time.sleep(0.01)
+        lookup = scheduler.found(ticket)
+    assert lookup is not None
+    for key, offset in zip(KEYS, lookup.offsets, strict=False):
+        payload = bytes(worker.arena.view(offset + HEADER_BYTES, LAYOUT.payload_bytes(CHUNK_TOKENS)))
+        assert payload == key * (len(payload) // len(key))
+    scheduler.close()
+    worker.close()
+    restarted.kill()
+    restarted.wait()
 
 
 def test_second_process_on_one_socket_names_the_first(tmp_path: Path, start: Start) -> None:

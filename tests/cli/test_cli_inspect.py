@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
@@ -182,13 +182,11 @@ def test_purge_is_refused_while_the_folder_is_in_use(kvtier: Kvtier, folder: Pat
     assert len(chunks(folder)) == 3
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 @pytest.mark.parametrize("arguments", [["ls"], ["verify"], ["verify", "--delete"], ["purge", "--yes"]])
-def test_what_is_no_file_is_no_chunk(
-    folder: Path, make: Callable[[Path], None], arguments: list[str]
-) -> None:
-    other = object_path(folder, ChunkKey(bytes([0, 7]) + bytes(30)))
-    make(other)
+def test_what_is_no_file_is_no_chunk(folder: Path, arguments: list[str]) -> None:
+    pipe, other = (object_path(folder, ChunkKey(bytes([0, number]) + bytes(30))) for number in (7, 8))
+    os.mkfifo(pipe)
+    other.mkdir()
     process = spawn("inspect", arguments[0], folder, *arguments[1:])
     try:
         output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
@@ -196,4 +194,5 @@ def test_what_is_no_file_is_no_chunk(
         process.kill()
     assert process.returncode == 0, errors
     assert "3 chunks" in output
-    assert other.exists()
+    assert pipe.is_fifo()
+    assert other.is_dir()

@@ -139,5 +139,6 @@ def test_real_cache_process(kvtier: Kvtier, tmp_path: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+    assert not report["stopped"], "then it may have observed nothing"
     assert (report["chunks"], report["measured_hit_rate"]) == (8, 0.5)
     assert [(curve["tier"], curve["capacity_bytes"]) for curve in report["tiers"]] == [("ram", 8 << 20)]

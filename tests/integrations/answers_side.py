@@ -508,7 +508,7 @@ def connected() -> Iterator[None]:
 @pytest.mark.usefixtures("connected")
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32))
 def test_what_was_reported_is_loaded(layout: str, parts: int, seed: int) -> None:
     engine = EngineModel(Random(seed), LAYOUTS[layout], parts)

@@ -6,8 +6,8 @@ from tests.benchmark import run_benchmark
 
 
 def test_peers() -> None:
-    output = run_benchmark("peers", "--transport", "tcp", "--quick")
-    for row in ("PeersBackend.held_prefix, 2 peers", "lookup until answered, 1 peer", "4 x 2 MiB, 2 peers"):
+    output = run_benchmark("peers", "--transport", "tcp", "--quick", "--peers", "2")
+    for row in ("PeersBackend.held_prefix, 2 peers", "lookup until answered, 2 peers", "4 x 2 MiB, 2 peers"):
         assert row in output
 
 

@@ -44,7 +44,7 @@ def source_of(connected: socket.socket) -> Source:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     grant=any_numbers,
     positions=any_lists,
@@ -82,7 +82,7 @@ async def test_any_granted_reply_is_refused_or_consistent(
             tasks.cancel_scope.cancel()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=200))
 async def test_any_bytes_end_the_connection_with_an_error(data: bytes) -> None:
     ours, theirs = socket.socketpair()
@@ -95,7 +95,7 @@ async def test_any_bytes_end_the_connection_with_an_error(data: bytes) -> None:
     assert endpoint.closed
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     grant=any_numbers,
     positions=any_lists,

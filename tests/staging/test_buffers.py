@@ -29,6 +29,8 @@ pytest.importorskip("nixl")
 ALL = CHUNKS + 1
 SLOT = 4 * sum(PAGES)
 """Bytes of a chunk in a staging buffer, per rank."""
+BUFFER = 2 * MIB
+"""Room for three prompts: few of them reuse every slice."""
 TIMEOUT_SECONDS = 30.0
 DEVICES = [
     "cpu",
@@ -102,7 +104,7 @@ def cache(device: str = "cuda", transport: str = "nixl", **kv_transfer: Any) -> 
             "secret": "sixteen or more characters",
             "transport": {"type": transport},
         },
-        kv_transfer={"device": device, "buffer": 8 * MIB, "reserve": "4s", **kv_transfer},
+        kv_transfer={"device": device, "buffer": BUFFER, "reserve": "4s", **kv_transfer},
     )
     try:
         running.start()
@@ -149,7 +151,7 @@ def nixl_processes(process: CacheProcess) -> list[int]:
 
 def test_chunks_go_from_buffer_to_buffer_and_memory_is_freed(pair: Pair) -> None:
     """Three times the capacity of the buffers, so that slices are reused."""
-    rounds = 3 * 8 * MIB // (ALL * SLOT)
+    rounds = 3 * BUFFER // (ALL * SLOT)
     assert rounds > 5
     before = pair.prefill_cache.status()["kv_transfers"]["counts"].get("staged", 0)
     for _ in range(rounds):

@@ -16,7 +16,7 @@ from tests.vllm.models import prompt
 
 LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
-PROMPTS = [prompt(LENGTH, start=1200 * number) for number in range(6)]
+PROMPTS = [prompt(LENGTH, start=1200 * number) for number in range(4)]
 
 
 @pytest.fixture

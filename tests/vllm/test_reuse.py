@@ -115,10 +115,10 @@ def test_chat_reuses_decoded_tokens(
             known = len(conversation)
             conversation += turn
             engine.reset_prefix_cache()
-            answer = engine.generate(conversation, 200)
+            answer = engine.generate(conversation, 100)
             # The last decoded token has no KV yet.
             assert answer.cached == max(0, known - 1) // CHUNK * CHUNK
-            assert answer.tokens == oracle(llama, conversation, 200)
+            assert answer.tokens == oracle(llama, conversation, 100)
             conversation += answer.tokens
             cache.wait_until_stored(len(conversation) - 1)
 
@@ -129,7 +129,7 @@ def test_decoded_tokens_are_not_stored_without_save_decode(
     cache = make_cache(save_decode=False)
     cache.start()
     with start(llama, cache) as engine:
-        engine.generate(prompt(300), 300)
+        engine.generate(prompt(300), 100)
         cache.wait_until_stored(300)
         assert cache.status()["tiers"][0]["chunks"] == 300 // CHUNK
 
@@ -163,6 +163,9 @@ def test_tensor_parallel(llama: Path, cache: CacheProcess, start: StartEngine, o
         engine.reset_prefix_cache()
         warm = engine.generate(prompt(LENGTH))
         status = cache.status()
+        cache.wait_until_idle()
+        engine.wait_until_free()
+        engine.kill()  # vLLM waits for its workers for five seconds otherwise.
     assert cold == Answer(oracle(llama, prompt(LENGTH)), 0, "length")
     assert warm == Answer(oracle(llama, prompt(LENGTH)), WHOLE_CHUNKS, "length")
     assert len(status["engines"]) == 1

@@ -68,11 +68,11 @@ def test_chunked_prefill_in_small_batches(
 
 def test_preemption(llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle) -> None:
     prompts = [prompt(500, start=600 * number) for number in range(6)]
-    expected = [oracle(llama, tokens, 120) for tokens in prompts]
+    expected = [oracle(llama, tokens, 60) for tokens in prompts]
     # Room for three such requests.
     with start(llama, cache, kv_cache_memory_bytes=8 << 20, max_model_len=1024) as engine:
         for _ in range(2):
-            answers = engine.generate_all(prompts, 120)
+            answers = engine.generate_all(prompts, 60)
             assert [answer.tokens for answer in answers] == expected
             cache.wait_until_idle()
             engine.reset_prefix_cache()

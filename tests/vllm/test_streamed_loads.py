@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 from tests.vllm.cache_process import CHUNK, CacheProcess
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
-from tests.vllm.engine import Engine
+from tests.vllm.engine import Engine, Engines
 from tests.vllm.models import prompt
 
 LENGTH = 1500
@@ -22,21 +24,33 @@ FIRST = 2
 Restart = Callable[[str], None]
 
 
+@pytest.fixture(scope="module")
+def stored(llama: Path, engines: Engines) -> Iterator[Path]:
+    """A disk with the prompt, for each test to copy."""
+    with tempfile.TemporaryDirectory(prefix="kvt-") as folder:
+        cache = CacheProcess(Path(folder))
+        cache.start()
+        try:
+            with engines.engine(llama, cache.connector) as engine:
+                engine.generate(PROMPT)
+                cache.wait_until_stored(WHOLE_CHUNKS)
+            cache.stop()
+            yield cache.disk
+        finally:
+            cache.kill()
+
+
 @pytest.fixture
-def cache(make_cache: MakeCache) -> CacheProcess:
-    """Its disk deadline exceeds the test."""
+def cache(make_cache: MakeCache, stored: Path) -> CacheProcess:
+    """It has the prompt on disk, and is not started yet. Its disk deadline exceeds the test."""
     cache = make_cache(ssd={"deadline": "60s"}, prefetch={"deadline": "60s"})
-    cache.start()
+    shutil.copytree(stored, cache.disk)
     return cache
 
 
 @pytest.fixture
 def engine(llama: Path, cache: CacheProcess, start: StartEngine) -> Iterator[Engine]:
-    """An engine with the prompt on disk only, of which the disk returns only the first chunks at first."""
-    with start(llama, cache) as engine:
-        engine.generate(PROMPT)
-        cache.wait_until_stored(WHOLE_CHUNKS)
-    cache.stop()
+    """An engine with a disk that returns only the first chunks of the prompt at first."""
     cache.start(fault=["holdrest-get"])
     with start(llama, cache) as engine:
         yield engine
@@ -95,14 +109,8 @@ def test_cancelled_between_two_chunks(
 
 
 def test_failure_costs_only_the_rest(
-    llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
 ) -> None:
-    cache = make_cache(ssd={"deadline": "60s"}, prefetch={"deadline": "60s"})
-    cache.start()
-    with start(llama, cache) as engine:
-        engine.generate(PROMPT)
-        cache.wait_until_stored(WHOLE_CHUNKS)
-    cache.stop()
     cache.start(fault=["failrest-get"])
     with start(llama, cache) as engine:
         number = begin(engine, cache)
