@@ -62,7 +62,7 @@ def test_local_tier_settings(tmp_path: Path) -> None:
     settings_type = run_block("LocalTierSettings")["LocalTemplateSettings"]
     assert issubclass(settings_type, LocalTierSettings)
     settings = settings_type(name="a", type="b", path=tmp_path, capacity="1GiB")
-    assert (settings.capacity, settings.eviction) == (1 << 30, {"type": "lru"})
+    assert (settings.capacity, settings.eviction) == (1 << 30, {"type": "adaptive"})
 
 
 @pytest.mark.anyio

@@ -53,9 +53,9 @@ def test_tables_and_json(kvtier: Kvtier, socket: Path, tmp_path: Path) -> None:
     assert result.status == 0
     lines = [line.split() for line in result.output.splitlines()]
     assert f"Process {process.pid}, instance {report['instance']}, on {socket}: 0B to be" in result.output
-    assert ["ram", "cpu", "1.02MiB", "8MiB", str(CHUNKS)] in lines
-    assert ["ssd", "disk", "1.02MiB", "16MiB", str(CHUNKS)] in lines
-    assert ["pool", "redis", "0B", "-", "0"] in lines
+    assert ["ram", "cpu", "1.02MiB", "8MiB", str(CHUNKS), "adaptive:", "lru"] in lines
+    assert ["ssd", "disk", "1.02MiB", "16MiB", str(CHUNKS), "adaptive:", "lru"] in lines
+    assert ["pool", "redis", "0B", "-", "0", "-"] in lines
     assert ["engine", "-", str(0), str(0), str(0)] in lines
     assert f"{peer}  -         not connected" in result.output
     assert f"http://{controller}  not connected" in result.output
