@@ -36,7 +36,9 @@ CHUNK_OBJECT_BYTES = object_bytes(TOKEN_BYTES * CHUNK_TOKENS)
 
 @asynccontextmanager
 async def opened(chunks: int = 300, **more: Any) -> AsyncIterator[tuple[Instance, ModelCache]]:
-    tiers = [{"name": "ram", "type": "cpu", "capacity": chunks * CHUNK_OBJECT_BYTES}]
+    # Reuse distances, which are exact. Miniature caches do not know yet what was stored without a lookup.
+    capacity = chunks * CHUNK_OBJECT_BYTES
+    tiers = [{"name": "ram", "type": "cpu", "capacity": capacity, "eviction": "lru"}]
     settings = Settings(tiers=tiers, chunk_tokens=CHUNK_TOKENS, plugins=[], **more)
     async with Instance.open(settings, plugins=PLUGINS) as instance:
         yield instance, instance.cache.model("model", token_bytes=TOKEN_BYTES)
