@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import overload
 
 from msgspec import Raw
 
@@ -128,20 +127,6 @@ def xxh3_128(data: bytes | memoryview) -> bytes:
 
     Raises ``ValueError`` for fewer than 241 bytes.
     """
-
-class KeyList(Sequence[bytes]):
-    """Joined keys as a sequence, without an object for each. Slices share the memory.
-
-    :class:`ChunkTable` reads them faster than a list. Raises ``ValueError`` if the length of ``joined`` is no
-    multiple of a key's.
-    """
-
-    def __init__(self, joined: bytes) -> None: ...
-    def __len__(self) -> int: ...
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
 
 class ChunkTable:
     """See :class:`kvtier.catalog.table.ChunkTable`. Keeps the GIL.

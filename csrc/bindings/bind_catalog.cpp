@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "columns.hpp"
-#include "key_list.hpp"
 #include "kvtier/chunk_table.hpp"
 #include "subjects.hpp"
 #include "token_ids.hpp"
@@ -37,20 +36,16 @@ nb::object fast_sequence(nb::handle iterable) {
 // The keys of a sequence. What is not a key is nullptr. The sequence must not change while they are in use.
 class Keys {
    public:
-    explicit Keys(nb::handle keys) {
-        if (nb::isinstance<KeyList>(keys)) {
-            sequence_ = nb::borrow(keys);
-            keys_ = nb::cast<const KeyList&>(keys).all();
-            return;
-        }
-        sequence_ = fast_sequence(keys);
+    explicit Keys(nb::handle keys) : sequence_(fast_sequence(keys)) {
         PyObject* const* items = PySequence_Fast_ITEMS(sequence_.ptr());
         const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(sequence_.ptr()));
         keys_.reserve(count);
         for (std::size_t at = 0; at < count; ++at) keys_.push_back(key_of(items[at]));
     }
     std::span<const Key> span() const { return keys_; }
-    nb::object at(std::size_t index) const { return sequence_[index]; }
+    nb::object at(std::size_t index) const {
+        return nb::borrow(PySequence_Fast_GET_ITEM(sequence_.ptr(), static_cast<Py_ssize_t>(index)));
+    }
 
    private:
     nb::object sequence_;
@@ -82,10 +77,27 @@ nb::list as_list(std::span<const Row> rows) {
     return list;
 }
 
+nb::object new_key(Key key) {
+    nb::object made = nb::steal(PyBytes_FromStringAndSize(reinterpret_cast<const char*>(key), catalog::key_bytes));
+    if (!made.is_valid()) throw nb::python_error();
+    return made;
+}
+
+// `count` keys, of which `key` returns each.
+template <typename KeyOf>
+nb::list key_list(std::size_t count, KeyOf key) {
+    nb::list list = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(count)));
+    if (!list.is_valid()) throw nb::python_error();
+    for (std::size_t at = 0; at < count; ++at) {
+        PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(at), new_key(key(at)).release().ptr());
+    }
+    return list;
+}
+
 nb::list keys_at(nb::handle column, nb::handle rows) {
     const TokenIds ids(rows.ptr());
     const Column<std::uint8_t> keys(column);
-    return list_of_keys(ids.all().size(), [&](std::size_t at) { return catalog::key_at(keys.span(), ids.all()[at]); });
+    return key_list(ids.all().size(), [&](std::size_t at) { return catalog::key_at(keys.span(), ids.all()[at]); });
 }
 
 nb::list split_keys(nb::handle joined) {
@@ -95,7 +107,7 @@ nb::list split_keys(nb::handle joined) {
     const auto size = static_cast<std::size_t>(buffer.len);
     if (size % catalog::key_bytes != 0) throw nb::value_error("not a whole number of keys");
     const Key first = static_cast<Key>(buffer.buf);
-    return list_of_keys(size / catalog::key_bytes, [first](std::size_t at) { return first + at * catalog::key_bytes; });
+    return key_list(size / catalog::key_bytes, [first](std::size_t at) { return first + at * catalog::key_bytes; });
 }
 
 catalog::IsRow as_question(nb::handle callable) {
@@ -333,7 +345,6 @@ void bind_catalog(nb::module_& module) {
         .def(nb::init<nb::handle>(), nb::arg("warmer"))
         .def("__iter__", [](nb::handle self) { return nb::borrow(self); })
         .def("__next__", &LruOrder::next_for_python);
-    bind_key_list(module);
     nb::class_<ChunkTable>(module, "ChunkTable")
         .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
                       std::vector<nb::object>, std::vector<nb::object>>(),

@@ -70,8 +70,7 @@ std::vector<std::int64_t> visits_move_on(nb::handle newer, nb::handle older, nb:
                                          double now, std::int64_t most) {
     const Column<Number> above(newer), below(older), ring_of(rings), counts(sizes);
     const Column<double> times(since), ages(starts);
-    VisitRings visits{above.span(), below.span(), ring_of.span(), counts.span(), times.span()};
-    visits.check();
+    VisitRings visits(above.span(), below.span(), ring_of.span(), counts.span(), times.span());
     return visits.move_on(ring, at, ages.span(), now, most);
 }
 

@@ -136,7 +136,7 @@ class EvictionPolicy(ABC):
         """
 
     @property
-    def in_use(self) -> str:
+    def follows(self) -> str:
         """The policy in whose order it evicts now, if it chooses among several; otherwise empty."""
         return ""
 

@@ -79,7 +79,9 @@ def _tiers(tiers: list[Report]) -> Table:
 
 
 def _eviction(policy: str, in_use: str) -> str:
-    return policy or "-" if in_use == policy else f"{policy}: {in_use}"
+    if in_use != policy:
+        return f"{policy}: {in_use}"
+    return policy or "-"
 
 
 def _engines(engines: list[Report]) -> Table:

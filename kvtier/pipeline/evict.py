@@ -55,31 +55,24 @@ class EvictStage:
 
         ``None`` if all cold chunks are leased, pinned or not demoted yet.
         """
-        arena = self._memory.arena
-        lease = arena.allocate(length)
-        if lease is None:
-            lease = next(iter(self._allocate_by_dropping(length, 1)), None)
-        if lease is None and length <= arena.capacity:
-            self._refused_bytes = max(self._refused_bytes, length)
-        # Includes this lease, which is not in the catalog yet.
-        if lease is None or self._memory.excess_bytes(length) or self._memory.tenants is not None:
-            self._needed.set()
-        return lease
+        return next(iter(self.allocate_all((length,))), None)
 
     def allocate_all(self, lengths: Sequence[int]) -> list[Lease]:
         """Allocate memory for each length as :meth:`allocate`, up to the first that does not fit."""
-        leases: list[Lease] = []
+        memory, leases = self._memory, list[Lease]()
         for length, run in groupby(lengths):
             wanted = len(leases) + len(list(run))
-            leases += self._memory.arena.allocate_all(length, wanted - len(leases))
+            leases += memory.arena.allocate_all(length, wanted - len(leases))
             if len(leases) < wanted:
                 leases += self._allocate_by_dropping(length, wanted - len(leases))
-            while len(leases) < wanted and (lease := self.allocate(length)) is not None:
-                leases.append(lease)
             if len(leases) < wanted:
+                if length <= memory.arena.capacity:
+                    self._refused_bytes = max(self._refused_bytes, length)
+                self._needed.set()
                 break
-        tenants = self._memory.tenants is not None  # One may be above its maximum once these are stored.
-        if leases and (tenants or self._memory.excess_bytes(sum(lengths[: len(leases)]))):
+        tenants = memory.tenants is not None  # One may be above its maximum once these are stored.
+        # Includes these leases, which are not in the catalog yet.
+        if leases and (tenants or memory.excess_bytes(sum(lengths[: len(leases)]))):
             self._needed.set()
         return leases
 
@@ -92,6 +85,8 @@ class EvictStage:
         leases: list[Lease] = []
         for needed in (count * length, sys.maxsize):
             victims = memory.victims(SCAN_LIMIT, needed, Reach.ABOVE_SHARE)
+            if not victims:
+                break
             plans = hierarchy.router.evict(Evict(keys=victims, tier=memory.index))
             droppable = (plan for plan in plans if plan.target is None)
             freed = 0

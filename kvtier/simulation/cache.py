@@ -70,6 +70,10 @@ class SimulatedCache:
                     self._evict(tier, over)
         return found
 
+    def store(self, keys: Sequence[ChunkKey]) -> None:
+        """Store those of consecutive chunks that are missing, at the time of the last request."""
+        self._store(keys, 0, None)
+
     def _look_up(self, keys: Sequence[ChunkKey], hints: ChunkHints | None) -> int:
         """Do what :class:`~kvtier.pipeline.look_up.LookUpStage` does. Return how many chunks are loaded."""
         rows, sources = self.catalog.prefix_rows(keys)
@@ -122,7 +126,7 @@ class SimulatedCache:
             self.read[transfer.source] += len(promoted)
             self.loaded[transfer.source] += len(promoted)
             if len(promoted) < len(transfer.keys):
-                return list(keys).index(transfer.keys[len(promoted)])
+                return keys.index(transfer.keys[len(promoted)])
         return len(keys)
 
     def _store(self, keys: Sequence[ChunkKey], found: int, hints: ChunkHints | None) -> None:

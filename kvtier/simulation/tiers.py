@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from pydantic import ValidationError
 
@@ -52,16 +51,6 @@ class SimulatedTier(Level):
     def __init__(self, index: int, settings: TierSettings, catalog: Catalog, gb_s: float) -> None:
         super().__init__(index, settings, catalog)
         self._bytes_per_second = gb_s * GB
-
-    @cached_property
-    def shared(self) -> bool:
-        """As of any level. Cached like the next one: asked for with each request, and always the same."""
-        return super().shared
-
-    @cached_property
-    def capacity(self) -> int | None:
-        """Maximum size in bytes; ``None`` for a shared pool."""
-        return super().capacity
 
     def cost(self, length: int) -> float:
         """Return the seconds to read ``length`` bytes."""

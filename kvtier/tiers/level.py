@@ -29,6 +29,8 @@ class Level:
     def __init__(self, index: int, settings: TierSettings, catalog: Catalog) -> None:
         self.index = index
         self.settings = settings
+        self._local = settings if isinstance(settings, LocalTierSettings) else None
+        """Its settings, unless it is a shared pool. Asking for a class of pydantic takes a microsecond."""
         self._catalog = catalog
         self._deleting_bytes = 0
         """Bytes that are removed from the catalog, but still in the medium."""
@@ -58,7 +60,7 @@ class Level:
     @property
     def shared(self) -> bool:
         """Whether it is a pool that other hosts use as well. The catalog then has only part of its chunks."""
-        return not isinstance(self.settings, LocalTierSettings)
+        return self._local is None
 
     @property
     def keeps(self) -> bool:
@@ -82,7 +84,7 @@ class Level:
     @property
     def capacity(self) -> int | None:
         """Maximum size in bytes; ``None`` for a shared pool."""
-        return self.settings.capacity if isinstance(self.settings, LocalTierSettings) else None
+        return None if self._local is None else self._local.capacity
 
     @property
     def count(self) -> int:
@@ -100,8 +102,8 @@ class Level:
         Eviction goes down to the low watermark, so that it runs in batches. If the medium has less space
         than its capacity, at least the bytes that it rejected last are evicted.
         """
-        settings, required = self.settings, self.used_bytes + incoming
-        if not isinstance(settings, LocalTierSettings):
+        settings, required = self._local, self.used_bytes + incoming
+        if settings is None:
             return 0
         if required <= settings.capacity * settings.high_watermark:
             return self._refused_bytes
@@ -110,12 +112,12 @@ class Level:
     @property
     def eviction(self) -> str:
         """The name of its eviction policy; empty for a shared pool."""
-        return self.settings.eviction["type"] if isinstance(self.settings, LocalTierSettings) else ""
+        return "" if self._local is None else self._local.eviction["type"]
 
     @property
     def eviction_in_use(self) -> str:
         """The policy in whose order it evicts now: another one than :attr:`eviction` if that chooses."""
-        return self._catalog.policies[self.index].in_use or self.eviction
+        return self._catalog.policies[self.index].follows or self.eviction
 
     @property
     def tenants(self) -> TenantPolicies | None:

@@ -121,11 +121,16 @@ class Estimate:
 
     def stored(self, keys: Sequence[ChunkKey]) -> None:
         """Take chunks that were stored, which are often those of an answer that was never looked up."""
-        joined = b"".join(keys)
-        positions = sampled_positions(joined, self.distances.threshold)
+        if not self._chunk_bytes:
+            return
+        joined, threshold = b"".join(keys), self.distances.threshold
+        positions = sampled_positions(joined, max(threshold, self._threshold))
         chosen = [ChunkKey(joined[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in positions]
-        if chosen and self._chunk_bytes:
-            self.distances.add(chosen, [self._chunk_bytes] * len(chosen))
+        if of_miniatures := _of_sample(chosen, self._threshold):
+            for miniature in self._miniatures():
+                miniature.store(of_miniatures)
+        if of_distances := _of_sample(chosen, threshold):
+            self.distances.add(of_distances, [self._chunk_bytes] * len(of_distances))
 
     def lower(self) -> None:
         """Halve what costs more: the sample of the miniature caches, or that of the reuse distances."""
@@ -258,6 +263,10 @@ class Estimate:
 def _gets_every_chunk(tier: LocalTierSettings) -> bool:
     """Whether a lower tier holds what faster ones hold, if it is not smaller."""
     return tier.write == "through" and tier.admit == "first_use"
+
+
+def _of_sample(keys: Sequence[ChunkKey], threshold: int) -> list[ChunkKey]:
+    return list(compress(keys, of_smaller_sample(keys, threshold)))
 
 
 def _of_smaller(

@@ -89,6 +89,10 @@ class Miniature:
             if counts:
                 self.hits[tier] += positions[found] - between if found < len(keys) else count
 
+    def store(self, keys: Sequence[ChunkKey]) -> None:
+        """Store those of the sampled chunks that are missing, without a lookup."""
+        self._cache.store(keys)
+
     @property
     def full(self) -> bool:
         """Whether it has evicted chunks. Before, it has hit what any other one has hit."""

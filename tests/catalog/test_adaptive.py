@@ -72,7 +72,7 @@ def test_a_loop_that_does_not_fit_is_not_left_to_lru() -> None:
     """LRU hits nothing of a loop over twice its capacity."""
     cache = Cache(200, window=1000)
     loop(cache, 80, 30)
-    assert cache.policy.in_use == "resume"
+    assert cache.policy.follows == "resume"
     assert cache.rate_of(lambda: loop(cache, 80, 5)) > 0.3
     assert cache.policy.hit_rates["lru"] < 0.1
 
@@ -92,7 +92,7 @@ def test_it_goes_back_when_the_traffic_changes() -> None:
     pairs()
     rates = cache.policy.hit_rates
     assert rates["lru"] > before["lru"]
-    assert rates[cache.policy.in_use] >= max(rates.values()) - 0.01
+    assert rates[cache.policy.follows] >= max(rates.values()) - 0.01
 
 
 def test_shadow_caches_see_a_part_of_the_chunks_also_in_small_tiers() -> None:
@@ -111,7 +111,7 @@ def test_tier_of_few_chunks_is_sampled_enough_to_decide() -> None:
     larger = Cache(2000, sampling=0.25, window=1000)
     loop(larger, 800, 4)  # LRU hits nothing.
     assert 480 < larger.policy._window < 500, "a quarter in place of the half that 1,024 chunks are"
-    assert larger.policy.in_use != "lru"
+    assert larger.policy.follows != "lru"
 
 
 def test_small_leads_change_nothing() -> None:
@@ -119,7 +119,7 @@ def test_small_leads_change_nothing() -> None:
     for number in range(400):
         cache.ask(prompt_of(number % 45, 5))
     rates = cache.policy.hit_rates
-    assert cache.policy.in_use == "lru" or rates[cache.policy.in_use] - rates["lru"] > 0.05
+    assert cache.policy.follows == "lru" or rates[cache.policy.follows] - rates["lru"] > 0.05
 
 
 @pytest.mark.parametrize("parts", [1, SAMPLED // 50, SAMPLED // 2, SAMPLED])
@@ -193,7 +193,7 @@ def test_without_a_capacity_there_are_no_shadow_caches() -> None:
     catalog.touch(prompt_of(1, 3))
     policy = catalog.policies[0]
     assert isinstance(policy, AdaptivePolicy)
-    assert (policy.in_use, policy._shadows, policy._open) == ("lru", [], {})
+    assert (policy.follows, policy._shadows, policy._open) == ("lru", [], {})
 
 
 def test_chunks_on_their_way_from_another_tier_are_asked_for_once() -> None:

@@ -201,24 +201,6 @@ def test_what_is_not_a_key_is_unknown(key: bytes) -> None:
         assert table.find(KEYS[2]) == -1
 
 
-def test_joined_keys_are_keys() -> None:
-    joined = native.core.KeyList(b"".join(KEYS))
-    columns, table = make(make_table)
-    expected_columns, expected = make(make_table)
-    for keys, of, into in ((joined, columns, table), (KEYS, expected_columns, expected)):
-        into.fill(keys[:9], range(9), [1] * 9, NO_PARENT, 0, 0)  # type: ignore[arg-type]
-        into.enter(range(9), 0, True)
-        assert into.find_all(keys[2:11]) == [*range(2, 9), -1, -1]  # type: ignore[arg-type]
-        assert into.prefix(keys, 1) == (list(range(9)), bytes(9))  # type: ignore[arg-type]
-        assert into.absent(keys[7:11], 0) == [2, 3]  # type: ignore[arg-type]
-        assert into.leave(keys[3:5], 0) == ([3, 4], 2)  # type: ignore[arg-type]
-        with pytest.raises(KeyError) as raised:
-            into.leave(keys[2:5], 0)  # type: ignore[arg-type]
-        assert raised.value.args == (KEYS[3],)
-        assert state(of, into)
-    assert state(columns, table) == state(expected_columns, expected)
-
-
 def test_rows_beyond_the_columns_are_refused() -> None:
     columns, table = make(make_table)
     calls: list[Callable[[], object]] = [

@@ -1,4 +1,4 @@
-"""Native functions of the simulation: bad input, and what they take as keys and ids."""
+"""Native functions of the simulation: bad input, and what they take as ids."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier import native
-from kvtier.memory.keys import KEY_BYTES
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.summary())
-
-KEYS = [bytes([number]) * KEY_BYTES for number in range(9)]
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1), st.sampled_from([None, 1]))
@@ -31,36 +28,6 @@ def test_what_is_parsed_is_an_array_of_u64(text: bytes) -> None:
     packed = native.core.parse_ids(text)
     if packed is not None:
         assert array("Q", packed).tolist() == msgspec.json.decode(text, type=list[int])
-
-
-def test_keys_are_a_sequence() -> None:
-    keys = native.core.KeyList(b"".join(KEYS))
-    assert len(keys) == len(KEYS)
-    assert list(keys) == KEYS
-    assert (keys[0], keys[-1], keys[8]) == (KEYS[0], KEYS[8], KEYS[8])
-    for part in (slice(2, 7), slice(None), slice(5, 5), slice(7, 99), slice(-3, None), slice(4, 1)):
-        assert list(keys[part]) == KEYS[part]
-        assert list(keys[1:8][part]) == KEYS[1:8][part]
-    for part in (slice(None, None, -1), slice(1, 8, 3)):
-        assert keys[part] == KEYS[part]
-        assert keys[2:][part] == KEYS[2:][part]
-    assert KEYS[3] in keys
-    assert list(native.core.KeyList(b"")) == []
-
-
-@pytest.mark.parametrize("index", [9, -10, 1 << 70, -(1 << 70)])
-def test_key_beyond_the_end_is_refused(index: int) -> None:
-    with pytest.raises(IndexError):
-        native.core.KeyList(b"".join(KEYS))[index]
-
-
-def test_what_is_no_list_of_keys_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a whole number of keys"):
-        native.core.KeyList(bytes(KEY_BYTES + 1))
-    with pytest.raises(TypeError):
-        native.core.KeyList("text")  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        native.core.KeyList(bytes(KEY_BYTES))["0"]  # type: ignore[call-overload]
 
 
 def test_columns_that_do_not_fit_together_are_refused() -> None:

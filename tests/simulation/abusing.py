@@ -99,4 +99,4 @@ class Host:
 
     def _new(self, chunks: int) -> list[ChunkKey]:
         first, self._numbers = self._numbers, self._numbers + chunks
-        return list(chunk_keys(range(first, self._numbers)))
+        return chunk_keys(range(first, self._numbers))

@@ -16,12 +16,12 @@ def test_keys_are_distinct_and_the_same_each_time() -> None:
     keys = chunk_keys(NUMBERS)
     assert len(set(keys)) == len(NUMBERS)
     assert {len(key) for key in keys} == {KEY_BYTES}
-    assert list(chunk_keys(NUMBERS[5:9])) == list(keys[5:9])
-    assert list(chunk_keys([])) == []
+    assert chunk_keys(NUMBERS[5:9]) == keys[5:9]
+    assert chunk_keys([]) == []
 
 
 def test_keys_are_the_same_without_the_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = list(chunk_keys(NUMBERS[:99]))
+    keys = chunk_keys(NUMBERS[:99])
     monkeypatch.setattr(native, "available", lambda: False)
     assert chunk_keys(NUMBERS[:99]) == keys
 

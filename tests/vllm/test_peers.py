@@ -87,6 +87,7 @@ def wait_until_no_grants(cache: CacheProcess) -> None:
     cache.wait_until_idle()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
 def test_peer_hits_what_another_engine_computed(
     llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
 ) -> None:

@@ -90,7 +90,7 @@ def test_threshold_is_lowered_if_the_sample_does_not_reach_far_enough() -> None:
 
 def test_stored_chunks_are_known_once() -> None:
     distances = ReuseDistances(100, 10**9)
-    first, second, third = (list(chunk_keys([number])) for number in range(3))
+    first, second, third = (chunk_keys([number]) for number in range(3))
     distances.access(first, [LENGTH])
     distances.add(second + first, [LENGTH] * 2)
     assert distances.access(third, [LENGTH]) == [NEVER]

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <span>
 
+#include "kvtier/links.hpp"
+
 namespace kvtier::eviction {
 
 // A circular doubly linked list of places, from coldest to warmest. Place 0 is the sentinel, the chunk in row n has
@@ -11,7 +13,7 @@ namespace kvtier::eviction {
 // arrays throws `std::out_of_range` before anything is written there.
 class LruRing {
    public:
-    using Place = std::int32_t;
+    using Place = Links::Place;
     using Rows = std::span<const std::uint32_t>;
 
     // Throws `std::invalid_argument` unless both arrays have the same length, at least 1.
@@ -29,12 +31,10 @@ class LruRing {
 
    private:
     bool is_linked(std::uint64_t place) const;
-    void check(Place place) const;
-    void link(Place place, Place warmer);
-    void unlink_one(Place place);
 
     std::span<Place> warmer_;
     std::span<Place> colder_;
+    Links links_;
 };
 
 }  // namespace kvtier::eviction

@@ -4,14 +4,15 @@
 #include <cstdint>
 #include <span>
 
+#include "kvtier/links.hpp"
+
 namespace kvtier::eviction {
 
-// Circular doubly linked lists of places, from coldest to warmest. The first places are the sentinels of the rings, as
-// many as `counts` has; after them come the rows. Does not own the arrays; not thread-safe. A link outside of the arrays
-// throws `std::out_of_range` before anything is written there.
+// Several rings, each from its coldest to its warmest place. The first places are their sentinels, as many as `counts`
+// has; after them come the rows. Does not own the arrays; not thread-safe.
 class Rings {
    public:
-    using Place = std::int32_t;
+    using Place = Links::Place;
     using Rows = std::span<const std::uint32_t>;
 
     static constexpr std::uint8_t nowhere = 255;
@@ -25,12 +26,7 @@ class Rings {
     void use(Rows rows, std::size_t ring);
 
    private:
-    std::size_t checked(Place place) const;
-    void unlink(std::size_t place);
-    void link(std::size_t place, std::size_t warmer);
-
-    std::span<Place> warmer_;
-    std::span<Place> colder_;
+    Links links_;
     std::span<std::uint8_t> ring_of_;
     std::span<std::int64_t> counts_;
 };

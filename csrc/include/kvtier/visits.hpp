@@ -5,9 +5,11 @@
 #include <span>
 #include <vector>
 
+#include "kvtier/links.hpp"
+
 namespace kvtier::eviction {
 
-using Number = std::int32_t;  // Of a visit, a row, a ring or a place.
+using Number = Links::Place;  // Of a visit, a row, a ring or a place.
 using Rows = std::span<const std::uint32_t>;
 
 // The consecutive rows that visits have, each the parent of the next.
@@ -18,20 +20,24 @@ std::vector<std::vector<Number>> runs(std::span<const Number> of_row, std::span<
 std::vector<Number> take(std::span<Number> of_row, std::span<Number> counts, Number visit, Rows rows);
 
 // Visits in rings, from the oldest to the newest, as in `Rings`. Does not own the arrays.
-struct VisitRings {
-    std::span<Number> newer, older;      // By place: the rings, then the visits.
-    std::span<Number> ring_of;           // By visit.
-    std::span<Number> sizes;             // By ring.
-    std::span<const double> since;       // By visit.
-
+class VisitRings {
+   public:
+    // `newer` and `older` are by place: the rings, then the visits. `ring_of` and `since` are by visit, `sizes` by ring.
     // Throws `std::invalid_argument` if the sizes do not fit together.
-    void check() const;
+    VisitRings(std::span<Number> newer, std::span<Number> older, std::span<Number> ring_of, std::span<Number> sizes,
+               std::span<const double> since);
 
     // Move the visits that are too old for a ring, the oldest first, at most `most`. `starts`: the age at which each
     // span starts; `ring` is that of span `at`, and is followed by those of the later spans. Return how many were
     // moved into each span. Throws `std::out_of_range` for a link or ring outside of the arrays.
     std::vector<std::int64_t> move_on(std::size_t ring, std::size_t at, std::span<const double> starts, double now,
                                       std::int64_t most);
+
+   private:
+    Links links_;
+    std::span<Number> ring_of_;
+    std::span<Number> sizes_;
+    std::span<const double> since_;
 };
 
 }  // namespace kvtier::eviction

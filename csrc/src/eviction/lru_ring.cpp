@@ -7,45 +7,19 @@ namespace kvtier::eviction {
 namespace {
 
 constexpr LruRing::Place absent = -1;
-constexpr LruRing::Place ends = 0;
+constexpr std::size_t ends = 0;
 // Prefetch distance in rows: in a ring of millions, each link access misses all CPU caches.
 constexpr std::size_t ahead = 8;
 
 }  // namespace
 
-LruRing::LruRing(std::span<Place> warmer, std::span<Place> colder) : warmer_(warmer), colder_(colder) {
-    if (warmer.empty() || warmer.size() != colder.size()) {
-        throw std::invalid_argument("the two arrays of a ring must have the same length, which is not 0");
-    }
+LruRing::LruRing(std::span<Place> warmer, std::span<Place> colder)
+    : warmer_(warmer), colder_(colder), links_(warmer, colder) {
+    if (warmer.empty()) throw std::invalid_argument("the arrays of a ring must not be empty");
 }
 
 bool LruRing::is_linked(std::uint64_t place) const {
     return place < warmer_.size() && warmer_[place] != absent;
-}
-
-void LruRing::check(Place place) const {
-    if (place < 0 || static_cast<std::size_t>(place) >= warmer_.size()) {
-        throw std::out_of_range("corrupt ring: a link is out of range");
-    }
-}
-
-void LruRing::link(Place place, Place warmer) {
-    check(warmer);
-    const Place colder = colder_[static_cast<std::size_t>(warmer)];
-    check(colder);
-    warmer_[static_cast<std::size_t>(place)] = warmer;
-    colder_[static_cast<std::size_t>(place)] = colder;
-    warmer_[static_cast<std::size_t>(colder)] = place;
-    colder_[static_cast<std::size_t>(warmer)] = place;
-}
-
-void LruRing::unlink_one(Place place) {
-    const Place above = warmer_[static_cast<std::size_t>(place)];
-    const Place below = colder_[static_cast<std::size_t>(place)];
-    check(above);
-    check(below);
-    warmer_[static_cast<std::size_t>(below)] = above;
-    colder_[static_cast<std::size_t>(above)] = below;
 }
 
 void LruRing::touch(Rows rows) {
@@ -59,19 +33,19 @@ void LruRing::touch(Rows rows) {
         }
         const std::uint64_t place = std::uint64_t{rows[left - 1]} + 1;
         if (!is_linked(place)) continue;
-        unlink_one(static_cast<Place>(place));
-        link(static_cast<Place>(place), ends);
+        links_.unlink(place);
+        links_.link(place, ends);
     }
 }
 
 void LruRing::link_chain(Rows rows, std::int64_t parent) {
     const bool known = parent >= 0 && is_linked(static_cast<std::uint64_t>(parent) + 1);
-    Place warmer = known ? static_cast<Place>(parent + 1) : ends;
+    std::size_t warmer = known ? static_cast<std::size_t>(parent) + 1 : ends;
     for (const std::uint32_t row : rows) {
         const std::uint64_t place = std::uint64_t{row} + 1;
         if (place >= warmer_.size()) throw std::out_of_range("a row is out of range of the ring's arrays");
-        link(static_cast<Place>(place), warmer);
-        warmer = static_cast<Place>(place);
+        links_.link(place, warmer);
+        warmer = place;
     }
 }
 
@@ -79,7 +53,7 @@ void LruRing::unlink(Rows rows) {
     for (const std::uint32_t row : rows) {
         const std::uint64_t place = std::uint64_t{row} + 1;
         if (!is_linked(place)) continue;
-        unlink_one(static_cast<Place>(place));
+        links_.unlink(place);
         warmer_[place] = colder_[place] = absent;
     }
 }

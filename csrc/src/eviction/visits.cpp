@@ -42,37 +42,34 @@ std::vector<Number> take(std::span<Number> of_row, std::span<Number> counts, Num
     return emptied;
 }
 
-void VisitRings::check() const {
-    if (newer.size() != older.size() || newer.size() != sizes.size() + ring_of.size() ||
-        since.size() < ring_of.size()) {
+VisitRings::VisitRings(std::span<Number> newer, std::span<Number> older, std::span<Number> ring_of,
+                       std::span<Number> sizes, std::span<const double> since)
+    : links_(newer, older), ring_of_(ring_of), sizes_(sizes), since_(since) {
+    if (links_.size() != sizes.size() + ring_of.size() || since.size() < ring_of.size()) {
         throw std::invalid_argument("the arrays of visits must have a place for each ring and visit");
     }
 }
 
 std::vector<std::int64_t> VisitRings::move_on(std::size_t ring, std::size_t at, std::span<const double> starts,
                                               double now, std::int64_t most) {
-    if (at >= starts.size() || ring >= sizes.size() || sizes.size() - ring < starts.size() - at) {
+    if (at >= starts.size() || ring >= sizes_.size() || sizes_.size() - ring < starts.size() - at) {
         throw std::out_of_range("there is no such ring");
     }
     std::vector<std::int64_t> moved(starts.size());
     while (most-- > 0) {
-        const std::size_t place = checked(newer[ring], newer.size());
+        const std::size_t place = links_.next(ring);
         if (place == ring) break;
-        const std::size_t visit = checked(static_cast<Number>(place) - static_cast<Number>(sizes.size()), since.size());
-        const auto later = std::upper_bound(starts.begin(), starts.end(), now - since[visit]) - starts.begin();
+        if (place < sizes_.size()) throw std::out_of_range("corrupt visits: a ring has the end of another one");
+        const std::size_t visit = place - sizes_.size();
+        const auto later = std::upper_bound(starts.begin(), starts.end(), now - since_[visit]) - starts.begin();
         const std::size_t reached = later > 0 ? static_cast<std::size_t>(later) - 1 : 0;
         if (reached <= at) break;
         const std::size_t target = ring - at + reached;
-        const std::size_t above = checked(newer[place], newer.size());
-        const std::size_t newest = checked(older[target], newer.size());
-        newer[ring] = static_cast<Number>(above);
-        older[above] = static_cast<Number>(ring);
-        older[place] = static_cast<Number>(newest);
-        newer[place] = static_cast<Number>(target);
-        newer[newest] = older[target] = static_cast<Number>(place);
-        --sizes[ring];
-        ++sizes[target];
-        ring_of[visit] = static_cast<Number>(target);
+        links_.unlink(place);
+        links_.link(place, target);
+        --sizes_[ring];
+        ++sizes_[target];
+        ring_of_[visit] = static_cast<Number>(target);
         ++moved[reached];
     }
     return moved;

@@ -104,7 +104,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._awaited: set[ChunkKey] = set()
 
     @property
-    def in_use(self) -> str:
+    def follows(self) -> str:
         """The name of the best candidate."""
         return list(CANDIDATES)[self._active]
 
