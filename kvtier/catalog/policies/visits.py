@@ -15,6 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 from kvtier import native
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns
@@ -25,6 +26,12 @@ MAX_GHOSTS = 1 << 16
 """More are not remembered, so that the list of their order is short."""
 VISITS_A_BLOCK = 1024
 """Visits to add to all arrays at once."""
+
+
+@cache
+def _empty_rings(rings: int) -> array[int]:
+    """Return the links of rings without visits, to be copied: a millisecond for those of ``resume``."""
+    return array("i", range(rings))
 
 
 class Visits:
@@ -55,7 +62,7 @@ class Visits:
         """The ring of each visit."""
         self.sizes = array("i", bytes(4 * rings))
         """The number of visits in each ring."""
-        self._newer, self._older = array("i", range(rings)), array("i", range(rings))
+        self._newer, self._older = _empty_rings(rings)[:], _empty_rings(rings)[:]
         self._ends = rings
         self._vacant: list[int] = []
 
