@@ -3,8 +3,6 @@
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from msgspec import Raw
-
 def build_info() -> dict[str, str | int]:
     """Return the compiler, the available features (avx2, avx512, io_uring) and ``abi``.
 
@@ -300,9 +298,6 @@ class Pump:
 
     def close(self) -> None:
         """Wait for all exchanges. Blocks without the GIL. Idempotent."""
-
-def parse_ids(json: bytes | Raw) -> bytes | None:
-    """Return the integers of a JSON array as u64; ``None`` for anything else, and if it is empty."""
 
 def number_chunks(
     ids: array[int], ends: array[int], max_vacant: int, numbered: array[int]

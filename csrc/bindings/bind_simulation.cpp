@@ -1,7 +1,5 @@
 #include <nanobind/nanobind.h>
 
-#include <memory>
-
 #include "columns.hpp"
 #include "kvtier/simulation.hpp"
 #include "subjects.hpp"
@@ -14,16 +12,6 @@ namespace kvtier::bindings {
 namespace {
 
 using simulation::Number;
-
-// The ids as 64-bit words; None for what is not an array of them.
-nb::object parse_ids(nb::handle json) {
-    Py_buffer buffer;
-    if (PyObject_GetBuffer(json.ptr(), &buffer, PyBUF_SIMPLE) != 0) throw nb::python_error();
-    const std::unique_ptr<Py_buffer, decltype(&PyBuffer_Release)> locked(&buffer, &PyBuffer_Release);
-    const auto ids = simulation::parse_ids({static_cast<const char*>(buffer.buf), static_cast<std::size_t>(buffer.len)});
-    if (!ids) return nb::none();
-    return nb::bytes(ids->data(), ids->size() * sizeof(std::uint64_t));
-}
 
 nb::tuple number_chunks(nb::handle ids, nb::handle ends, std::uint64_t max_vacant, nb::handle numbered) {
     const Column<std::uint64_t> given(ids), stops(ends);
@@ -56,7 +44,6 @@ std::uint64_t belady_hits(nb::handle uses, nb::handle ends, nb::handle order, st
 }  // namespace
 
 void bind_simulation(nb::module_& module) {
-    module.def("parse_ids", &parse_ids, nb::arg("json"));
     module.def("number_chunks", &number_chunks, nb::arg("ids"), nb::arg("ends"), nb::arg("max_vacant"),
                nb::arg("numbered"));
     module.def("next_uses", &next_uses, nb::arg("chunks"), nb::arg("ends"), nb::arg("order"), nb::arg("numbers"),

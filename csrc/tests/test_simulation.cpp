@@ -1,7 +1,6 @@
 #include <cstdint>
 #include <random>
 #include <stdexcept>
-#include <string_view>
 #include <vector>
 
 #include "check.hpp"
@@ -13,10 +12,6 @@ namespace {
 
 using Ids = std::vector<std::uint64_t>;
 using Numbers = std::vector<Number>;
-
-std::optional<Ids> parsed(std::string_view json) {
-    return parse_ids(json);
-}
 
 struct Trace {
     Ids ids, ends;
@@ -31,21 +26,6 @@ struct Trace {
 };
 
 }  // namespace
-
-TEST(arrays_of_integers_are_parsed) {
-    CHECK(parsed("[1]") == Ids{1});
-    CHECK(parsed("[ 0 ,12\t,\n18446744073709551615 ]") == Ids({0, 12, UINT64_MAX}));
-}
-
-TEST(anything_else_is_left_to_a_decoder) {
-    for (const std::string_view json :
-         {"", "[", "]", "[]", "[1", "[1,", "[1,]", "[,1]", "[1 2]", "[01]", "[-1]", "[1.0]", "[1e3]", "[\"1\"]", "[null]",
-          "{}", "1", "[1]]", "[1] ", " ", "[18446744073709551616]", "[99999999999999999999]", "[[1]]"}) {
-        CHECK(!parsed(json));
-    }
-    CHECK(!parsed(std::string_view("[1\0]", 4)));
-    CHECK(!parsed(std::string_view("[1]\0", 4)));
-}
 
 TEST(small_ids_are_numbers) {
     Trace trace{{4, 5, 4, 6, 5, 6}, {5, 5, 6}};

@@ -1,33 +1,15 @@
-"""Native functions of the simulation: bad input, and what they take as ids."""
+"""Native functions of the simulation: bad input."""
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable
 
-import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvtier import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.summary())
-
-
-@given(st.lists(st.integers(0, 2**64 - 1), min_size=1), st.sampled_from([None, 1]))
-def test_arrays_of_u64_are_parsed(ids: list[int], indent: int | None) -> None:
-    text = json.dumps(ids, indent=indent).encode()
-    assert native.core.parse_ids(text) == array("Q", ids).tobytes()
-    assert native.core.parse_ids(msgspec.Raw(text)) == array("Q", ids).tobytes()
-
-
-@given(st.binary(max_size=9) | st.text("[]0123456789, -.e", max_size=9).map(str.encode))
-def test_what_is_parsed_is_an_array_of_u64(text: bytes) -> None:
-    packed = native.core.parse_ids(text)
-    if packed is not None:
-        assert array("Q", packed).tolist() == msgspec.json.decode(text, type=list[int])
 
 
 def test_columns_that_do_not_fit_together_are_refused() -> None:

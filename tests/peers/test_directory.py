@@ -310,7 +310,7 @@ async def test_unresponsive_holders_do_not_delay_other_peers() -> None:
     for stalled in stalled_peers:
         stalled.answering = anyio.Event()
     directory = ScriptedDirectory(*((stalled, 5) for stalled in stalled_peers))
-    async with asking(directory, usual, unauthenticated=stalled_peers, timeout=1.0) as backend:
+    async with asking(directory, usual, unauthenticated=stalled_peers, timeout=0.5) as backend:
         directory.named = [(stalled, 5) for stalled in stalled_peers]
         for at in range(0, 12, 3):
             directory.named = [(stalled, 5) for stalled in stalled_peers[at : at + 3]]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gzip
 import lzma
-import re
 from array import array
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvtier import native
 from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import KVTierError
 from kvtier.recording.format import ID_BYTES, MAGIC, VERSION, Header, Record, encode_frame
@@ -26,19 +24,6 @@ PACK: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".
 def written(path: Path, *lines: str) -> Path:
     path.write_text("".join(lines))
     return path
-
-
-def error_of(path: Path) -> str:
-    """Return the message with which a trace is refused, which is the same without the native core."""
-    messages = []
-    for available in (native.available(), False):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native, "available", lambda now=available: now)
-            with pytest.raises(KVTierError) as raised:
-                Trace.read(path, 512)
-        messages.append(str(raised.value))
-    assert messages[0] == messages[1]
-    return messages[0]
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
@@ -138,10 +123,10 @@ def test_malformed_input_is_one_error_with_file_and_reason(
 ) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_bytes(content)
-    message = error_of(path)
-    assert re.search(reason, message)
-    assert str(path) in message
-    assert "\n" not in message
+    with pytest.raises(KVTierError, match=reason) as raised:
+        Trace.read(path, 512)
+    assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("make_line", [mooncake_line, bailian_line])
@@ -159,8 +144,6 @@ def test_malformed_input_is_one_error_with_file_and_reason(
         ({"hash_ids": [1, 2.5]}, r"got `float`.*hash_ids\[1\]"),
         ({"hash_ids": [10**400]}, "hash_ids has an id that is not between 0 and"),
         ({"hash_ids": [1, -2]}, "hash_ids has an id that is not between 0 and"),
-        ({"hash_ids": [1, [2]]}, r"got `array`.*hash_ids\[1\]"),
-        ({"hash_ids": None, "timestamp": "0"}, "timestamp"),
         ({"hash_ids": {"1": 2}}, "got `object`.*hash_ids"),
         ({"hash_ids": []}, "hash_ids is empty"),
     ],
@@ -169,9 +152,9 @@ def test_wrong_value_in_a_later_line_is_named(
     tmp_path: Path, make_line: Callable[..., str], change: dict[str, object], reason: str
 ) -> None:
     path = written(tmp_path / "trace", make_line(0, [1]), "\n", make_line(1, [1], **change))
-    message = error_of(path)
-    assert re.search(reason, message)
-    assert message.startswith(f"{path}: line 3: ")
+    with pytest.raises(KVTierError, match=reason) as raised:
+        Trace.read(path, 512)
+    assert str(raised.value).startswith(f"{path}: line 3: ")
 
 
 NESTED = pytest.param('{"other": ' + "[" * 100_000, id="nested")
@@ -183,7 +166,9 @@ NESTED = pytest.param('{"other": ' + "[" * 100_000, id="nested")
 )
 def test_line_that_is_no_request_is_named(tmp_path: Path, make_line: Callable[..., str], rest: str) -> None:
     path = written(tmp_path / "trace", make_line(0, [1]), make_line(1, [1]), rest)
-    assert error_of(path).startswith(f"{path}: line 3: ")
+    with pytest.raises(KVTierError) as raised:
+        Trace.read(path, 512)
+    assert str(raised.value).startswith(f"{path}: line 3: ")
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz"])
@@ -216,13 +201,6 @@ def test_chunks_that_are_no_multiple_of_the_blocks_are_refused(
 ) -> None:
     with pytest.raises(KVTierError, match="use a multiple of"):
         Trace.read(written(tmp_path / "trace", line), tokens)
-
-
-def test_ids_may_be_written_in_any_way_that_json_permits(tmp_path: Path) -> None:
-    line = '{"input_length": 9, "hash_ids" : [ 18446744073709551615 ,0,\\t7 ] , "timestamp": 1.5e3}\\n'
-    spaced = line.replace("\\t", "\t").replace("\\n", "\n")
-    [request] = read_trace(written(tmp_path / "trace", spaced), 512)[0]
-    assert (request.time, list(request.chunks)) == (1.5, [(1 << 64) - 1, 0, 7])
 
 
 def test_requests_are_sorted_by_time(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ async def test_unexpected_reply_in_two_pieces(length: int, halves: Sequence[byte
 @pytest.mark.parametrize("length", [5, LARGE])
 async def test_converse_ends_at_deadline(length: int) -> None:
     operations, _ = get_operations(length)
-    with connected(0.1) as (connection, _peer), open_pump() as pump:
+    with connected(0.5) as (connection, _peer), open_pump() as pump:
         progress = await pump.converse(connection, operations)
         assert progress[:2] == (1, 0)
         assert isinstance(progress.error, OSError)

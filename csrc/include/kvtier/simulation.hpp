@@ -4,16 +4,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <span>
 #include <vector>
 
 namespace kvtier::simulation {
 
 using Number = std::uint32_t;
-
-// Read a JSON array of integers of 64 bits. Nothing for anything else, which a decoder of JSON has to judge.
-std::optional<std::vector<std::uint64_t>> parse_ids(std::span<const char> json);
 
 struct Numbered {
     std::uint64_t kept;     // Chunks that the requests have now.

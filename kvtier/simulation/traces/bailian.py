@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Generic
 
 import msgspec
 
 from kvtier.recording.request import TraceRequest
-from kvtier.simulation.traces.blocks import Time, Tokens, blocks_per_chunk, fold_block_ids
-from kvtier.simulation.traces.rows import IdsT, decode_rows
+from kvtier.simulation.traces.blocks import Time, Tokens, blocks_per_chunk, fold_block_ids, packed_ids
+from kvtier.simulation.traces.lines import decode_lines
 
 BLOCK_TOKENS = 16
 
 
-class _Row(msgspec.Struct, Generic[IdsT], gc=False):
+class _Row(msgspec.Struct):
     """Other fields, such as ``type`` and ``turn``, are ignored."""
 
     chat_id: int
     timestamp: Time
     """In seconds."""
     input_length: Tokens
-    hash_ids: IdsT
+    hash_ids: list[int]
     """Each id stands for the tokens of a block, whatever comes before it."""
     output_length: Tokens = 0
 
@@ -30,10 +29,10 @@ class _Row(msgspec.Struct, Generic[IdsT], gc=False):
 def read_bailian(path: Path, chunk_tokens: int) -> Iterator[TraceRequest]:
     """Yield the requests. Raises :class:`TraceError`, which names the line."""
     blocks = blocks_per_chunk(path, chunk_tokens, BLOCK_TOKENS)
-    for row, ids in decode_rows(path, _Row[msgspec.Raw], _Row[list[int]]):
+    for number, row in decode_lines(path, _Row):
         yield TraceRequest(
             time=row.timestamp,
-            chunks=fold_block_ids(ids, blocks),
+            chunks=fold_block_ids(packed_ids(path, number, row.hash_ids), blocks),
             tokens=row.input_length,
             output_tokens=row.output_length,
         )

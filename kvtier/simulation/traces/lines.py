@@ -15,9 +15,6 @@ from kvtier.simulation.errors import TraceError
 MAX_LINE_BYTES = 64 << 20
 """A longer one is not a request. It would be read into memory as a whole."""
 
-MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What a decoder raises."""
-
 RowT = TypeVar("RowT")
 
 
@@ -53,12 +50,7 @@ def decode_lines(path: Path, row: type[RowT]) -> Iterator[tuple[int, RowT]]:
     """Yield each line as a ``row``, with its number. Raises :class:`TraceError`."""
     decoder = msgspec.json.Decoder(row)
     for number, line in read_lines(path):
-        yield number, decode_line(decoder, path, number, line)
-
-
-def decode_line(decoder: msgspec.json.Decoder[RowT], path: Path, number: int, line: bytes) -> RowT:
-    """Decode the line with this number. Raises :class:`TraceError`."""
-    try:
-        return decoder.decode(line)
-    except MALFORMED as error:
-        raise TraceError(f"{path}: line {number}: {error}") from error
+        try:
+            yield number, decoder.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise TraceError(f"{path}: line {number}: {error}") from error
