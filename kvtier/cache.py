@@ -317,14 +317,19 @@ class TieredCache:
         return reservation
 
     def reserve_all(
-        self, headers: Sequence[ChunkHeader], hints: Sequence[ChunkHints | None] = ()
+        self,
+        headers: Sequence[ChunkHeader],
+        hints: Sequence[ChunkHints | None] = (),
+        *,
+        declining: bool = False,
     ) -> list[Reservation | None]:
         """Call :meth:`reserve` for each chunk of one namespace, in a fifth of the time.
 
         ``hints``: those of each chunk, or none at all. Once one reservation fails for lack of memory, so do
-        all after it.
+        all after it. ``declining``: as in
+        :meth:`StoreStage.reserve_all`.
         """
-        return self._storing.reserve_all(headers, hints)
+        return self._storing.reserve_all(headers, hints, declining=declining)
 
     def commit(self, reservations: Sequence[Reservation], *, pushed: bool = False) -> None:
         """Publish filled chunks, and write them to the tiers below that admit them.

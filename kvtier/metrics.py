@@ -89,7 +89,12 @@ COUNTS = (
     ("prefetch_no_room", "kvtier_truncated_prefetches", "Prefetches cut short because memory was full."),
 )
 """Key in the cache's counts, metric name and help text."""
-REFUSALS = (("held", "store_known"), ("no_room", "store_dropped"), ("aborted", "store_aborted"))
+REFUSALS = (
+    ("held", "store_known"),
+    ("declined", "store_declined"),
+    ("no_room", "store_dropped"),
+    ("aborted", "store_aborted"),
+)
 """Reason why an engine's chunk was not stored, and its key in the cache's counts."""
 
 

@@ -311,7 +311,9 @@ class Engine:
         if any(run.hints is not None for run in request.runs):
             for run, (kv_transfer, headers) in zip(request.runs, runs, strict=True):
                 hints += [] if kv_transfer else [run.hints] * len(headers)
-        reserved = iter(self._cache.reserve_all(in_arena, hints))
+        # A state needs its chunks, and these are useless without it.
+        declining = not self.layout.has_states
+        reserved = iter(self._cache.reserve_all(in_arena, hints, declining=declining))
         staging = self._buffers
         fillings: list[Filling | None] = []
         for kv_transfer, headers in runs:

@@ -16,8 +16,8 @@ from itertools import compress, pairwise
 from struct import Struct
 
 from kvtier.catalog.beginnings import Beginnings
-from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, MakePolicy, RemovalReason
-from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.eviction import NO_PARENT, Arrival, ChunkColumns, MakePolicy, RemovalReason
+from kvtier.catalog.hints import NO_HINTS, ChunkHints
 from kvtier.catalog.pins import ChunkPins
 from kvtier.catalog.rows import Rows
 from kvtier.catalog.selection import select_victims
@@ -375,12 +375,14 @@ class Catalog:
         is_leased: Callable[[int], bool] | None = None,
         limit: int | None = None,
         reach: Reach = Reach.ALL,
+        arrival: Arrival | None = None,
     ) -> list[ChunkKey]:
         """Return chunks to evict from a tier, in order, with at least ``needed_bytes`` in total if possible.
 
         They are READY, not pinned, and not ``is_leased`` (given a row). Of two chunks of a prompt, the later
         one comes first. Examines at most ``limit`` chunks that are READY and not pinned, of tenants within
-        ``reach``.
+        ``reach``. ``arrival``: the chunks for which the room is needed. With them, the policy may prefer what
+        the tier holds, and then there are fewer victims.
         """
         rows = select_victims(
             self.policies[tier],
@@ -393,9 +395,25 @@ class Catalog:
             needed_bytes,
             limit,
             reach,
+            arrival,
         )
         self.policies[tier].chosen(rows)
         return self.columns.keys_of(rows)
+
+    def arrival(
+        self,
+        keys: Sequence[ChunkKey],
+        lengths: Sequence[int],
+        parent: ChunkKey | None,
+        hints: ChunkHints | None = None,
+    ) -> Arrival:
+        """Return a description of new consecutive chunks, for :meth:`victims` and :meth:`decline`."""
+        row = NO_PARENT if parent is None else self._find(parent)
+        return Arrival(keys, lengths, row, parent, self._clock(), hints or NO_HINTS)
+
+    def decline(self, tier: int, arrival: Arrival) -> None:
+        """Record that a tier does not store new chunks, which still tells its policy about their prompt."""
+        self.policies[tier].declined(arrival)
 
     def _is_pinned(self) -> Callable[[int], bool]:
         now = self._clock()

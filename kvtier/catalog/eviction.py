@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from struct import Struct
@@ -14,7 +15,7 @@ from typing import ClassVar, cast
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvtier import native
-from kvtier.catalog.hints import HintColumns
+from kvtier.catalog.hints import NO_HINTS, ChunkHints, HintColumns
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 _KEY = Struct(f"{KEY_BYTES}s")
@@ -69,6 +70,20 @@ class ChunkColumns:
             return cast("list[ChunkKey]", native.core.keys_at(self.keys, rows))
         unpack, keys = _KEY.unpack_from, self.keys
         return [unpack(keys, row * KEY_BYTES)[0] for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Consecutive chunks of one prompt that are not in the tier, and for which there is no room yet."""
+
+    keys: Sequence[ChunkKey]
+    lengths: Sequence[int]
+    parent: int
+    """The row of the chunk before the first, or :data:`NO_PARENT`."""
+    parent_key: ChunkKey | None
+    """Its key, known even if it is not in the catalog; ``None`` if there is none."""
+    now: float
+    hints: ChunkHints = NO_HINTS
 
 
 class PolicySettings(BaseModel):
@@ -133,6 +148,20 @@ class EvictionPolicy(ABC):
         """Called after a search, with those of its chunks that may leave. They need not, or not yet.
 
         So a policy that offers last what could not leave knows what could.
+        """
+
+    def victims_for(self, arrival: Arrival) -> Iterator[int]:
+        """Yield the rows to evict for new chunks, which no other tier will hold.
+
+        May end before there is room for all of them, if what is left is worth more. Then the last ones are
+        not stored. By default, all new chunks are.
+        """
+        return self.victims()
+
+    def declined(self, arrival: Arrival) -> None:  # noqa: B027 - has a default on purpose
+        """Called with new chunks that were not stored: there was no room, or :meth:`victims_for` has ended.
+
+        ``arrival.parent`` is the last chunk of their prompt that was.
         """
 
     @property

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from kvtier import native
-from kvtier.catalog.eviction import ChunkColumns, EvictionPolicy
+from kvtier.catalog.eviction import Arrival, ChunkColumns, EvictionPolicy
 from kvtier.catalog.tenants import Reach, TenantPolicies
 
 IsRow = Callable[[int], bool]
@@ -26,6 +26,7 @@ def select_victims(
     needed_bytes: int,
     limit: int | None,
     reach: Reach = Reach.ALL,
+    arrival: Arrival | None = None,
 ) -> Sequence[int]:
     """Choose victims while a policy offers one row after another. Return their rows, in order.
 
@@ -33,16 +34,18 @@ def select_victims(
     the policy's order, it is deferred until then. So a chunk that is in use does not keep its prefix in the
     tier, but a prefix that is not in use is evicted from its end. Only chunks with ``ready[row] & mask`` may
     leave; at most ``limit`` of them that are neither pinned nor deferred are examined. ``children``: their
-    number in the tier, by row. ``reach``: of which tenants.
+    number in the tier, by row. ``reach``: of which tenants. ``arrival``: the new chunks that need the room,
+    if the policy may prefer what is left. Tenants who share a tier cannot be compared in that way.
     """
     parents, lengths = columns.parents, columns.lengths
     left = waiting = -1
     if limit is not None:
         left, waiting = limit, DEFERRED_A_LIMIT * limit
     shared = policy if isinstance(policy, TenantPolicies) else None
+    order = policy.victims() if arrival is None else policy.victims_for(arrival)
     if shared is None and native.available():
         return native.core.select_victims(
-            iter(policy.victims()),
+            iter(order),
             parents,
             lengths,
             children,
@@ -70,7 +73,7 @@ def select_victims(
                 return
             finished[row] = finished.get(row, 0) + 1
 
-    for row in policy.victims() if shared is None else shared.order(chosen, reach):
+    for row in order if shared is None else shared.order(chosen, reach):
         if needed_bytes <= 0 or not left or not waiting:
             break
         if ready[row] & mask and (is_pinned is None or not is_pinned(row)):

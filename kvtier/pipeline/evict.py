@@ -15,7 +15,7 @@ from itertools import groupby
 import anyio
 
 from kvtier.backends.base import Outcome
-from kvtier.catalog.eviction import RemovalReason
+from kvtier.catalog.eviction import Arrival, RemovalReason
 from kvtier.catalog.tenants import Reach
 from kvtier.concurrency.backoff import Backoff
 from kvtier.events import Event, Evict
@@ -59,16 +59,38 @@ class EvictStage:
 
     def allocate_all(self, lengths: Sequence[int]) -> list[Lease]:
         """Allocate memory for each length as :meth:`allocate`, up to the first that does not fit."""
+        leases = self._allocate_all(lengths)
+        if len(leases) < len(lengths):
+            self._refuse(lengths[len(leases)])
+        return leases
+
+    def allocate_for(self, arrival: Arrival) -> tuple[list[Lease], bool]:
+        """Allocate memory for new chunks as :meth:`allocate_all`, but drop nothing that is worth more.
+
+        Return the leases, and whether that is why there are none for the last chunks.
+        """
+        leases = self._allocate_all(arrival.lengths, arrival)
+        if len(leases) == len(arrival.lengths):
+            return leases, False
+        declined = bool(self._memory.victims(SCAN_LIMIT, 1, Reach.ABOVE_SHARE))
+        if not declined:
+            self._refuse(arrival.lengths[len(leases)])
+        return leases, declined
+
+    def _refuse(self, length: int) -> None:
+        """Make room in the background, since there was none for ``length`` bytes."""
+        if length <= self._memory.arena.capacity:
+            self._refused_bytes = max(self._refused_bytes, length)
+        self._needed.set()
+
+    def _allocate_all(self, lengths: Sequence[int], arrival: Arrival | None = None) -> list[Lease]:
         memory, leases = self._memory, list[Lease]()
         for length, run in groupby(lengths):
             wanted = len(leases) + len(list(run))
             leases += memory.arena.allocate_all(length, wanted - len(leases))
             if len(leases) < wanted:
-                leases += self._allocate_by_dropping(length, wanted - len(leases))
+                leases += self._allocate_by_dropping(length, wanted - len(leases), arrival)
             if len(leases) < wanted:
-                if length <= memory.arena.capacity:
-                    self._refused_bytes = max(self._refused_bytes, length)
-                self._needed.set()
                 break
         tenants = memory.tenants is not None  # One may be above its maximum once these are stored.
         # Includes these leases, which are not in the catalog yet.
@@ -76,7 +98,7 @@ class EvictStage:
             self._needed.set()
         return leases
 
-    def _allocate_by_dropping(self, length: int, count: int) -> list[Lease]:
+    def _allocate_by_dropping(self, length: int, count: int, arrival: Arrival | None) -> list[Lease]:
         """Drop chunks that need no demotion, and allocate ``length`` bytes up to ``count`` times instead.
 
         The second search is for chunks behind those that do need one, or whose memory lies together.
@@ -84,7 +106,7 @@ class EvictStage:
         hierarchy, memory = self._hierarchy, self._memory
         leases: list[Lease] = []
         for needed in (count * length, sys.maxsize):
-            victims = memory.victims(SCAN_LIMIT, needed, Reach.ABOVE_SHARE)
+            victims = memory.victims(SCAN_LIMIT, needed, Reach.ABOVE_SHARE, arrival)
             if not victims:
                 break
             plans = hierarchy.router.evict(Evict(keys=victims, tier=memory.index))

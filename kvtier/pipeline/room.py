@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvtier.catalog.catalog import Catalog
+from kvtier.catalog.eviction import Arrival
 from kvtier.catalog.tenants import Reach
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.batches import BATCH_BYTES
 from kvtier.tiers.level import Level
+
+
+def may_decline(tiers: Sequence[Level]) -> bool:
+    """Whether the first tier may prefer what it holds to new chunks.
+
+    Not above others, which get them through it, and not if tenants share it: theirs are not comparable.
+    """
+    return len(tiers) == 1 and tiers[0].tenants is None
 
 
 def surplus_of(catalog: Catalog, target: Level) -> list[ChunkKey]:
@@ -18,16 +27,21 @@ def surplus_of(catalog: Catalog, target: Level) -> list[ChunkKey]:
 
 
 def victims_for(
-    catalog: Catalog, target: Level, incoming: int, is_leased: Callable[[int], bool] | None = None
+    catalog: Catalog,
+    target: Level,
+    incoming: int,
+    is_leased: Callable[[int], bool] | None = None,
+    arrival: Arrival | None = None,
 ) -> list[ChunkKey]:
     """Return the coldest chunks of a tier, to be evicted until ``incoming`` more bytes fit.
 
-    ``is_leased``: whether the chunk in a row of the catalog must stay.
+    ``is_leased``: whether the chunk in a row of the catalog must stay. ``arrival``: what the room is for,
+    see :meth:`Catalog.victims`.
     """
     excess = target.excess_bytes(incoming)
     if not excess:
         return []
-    return catalog.victims(target.index, min(excess, incoming + BATCH_BYTES), is_leased)
+    return catalog.victims(target.index, min(excess, incoming + BATCH_BYTES), is_leased, arrival=arrival)
 
 
 def victims_over_maximum(catalog: Catalog, target: Level, incoming: int) -> list[ChunkKey]:

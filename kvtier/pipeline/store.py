@@ -6,13 +6,14 @@ Never makes an engine wait. If the arena or a tier's queue has no room, the chun
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import anyio
 from anyio.lowlevel import checkpoint
 
+from kvtier.catalog.eviction import Arrival
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.tenants import Reach
 from kvtier.events import Event, Evict, Store
@@ -21,7 +22,9 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease, Leases
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import EvictStage
+from kvtier.pipeline.room import may_decline
 from kvtier.tiers.batches import batch_size, concurrently
+from kvtier.tiers.host_memory import chains_of
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.router import Transfer
 from kvtier.units import format_size
@@ -38,6 +41,7 @@ class Reservation:
 
 
 MAX_OVERFLOW_KEYS = 100_000
+MAX_DECLINED = 4096
 ADMITTED_AT_ONCE = 64
 """Chunks to queue before other tasks run. About 0.3 ms."""
 
@@ -100,15 +104,22 @@ class StoreStage:
         self._hierarchy = hierarchy
         self._memory = hierarchy.memory
         self._evicting = evicting
+        self._declined: dict[ChunkKey, None] = {}
+        """The last chunks of declined ones, the oldest first: what continues them would be useless."""
         self._queues = {tier: WriteQueue(capacity) for tier, capacity in queue_bytes.items()}
 
     def reserve_all(
-        self, headers: Sequence[ChunkHeader], hints: Sequence[ChunkHints | None] = ()
+        self,
+        headers: Sequence[ChunkHeader],
+        hints: Sequence[ChunkHints | None] = (),
+        *,
+        declining: bool = False,
     ) -> list[Reservation | None]:
         """Reserve memory for chunks of one namespace. ``None`` for those READY or PENDING, or without room.
 
         After the first chunk that does not fit, no others are tried: later chunks of the prompt would be
-        useless without it, and the search for victims is expensive.
+        useless without it, and the search for victims is expensive. ``declining``: nor do chunks fit that the
+        eviction policy finds worth less than those that would leave, see :meth:`EvictionPolicy.victims_for`.
         """
         hierarchy = self._hierarchy
         keys = [header.key for header in headers]
@@ -116,17 +127,64 @@ class StoreStage:
         if len({keys[at] for at in absent}) < len(absent):  # Two requests store the same chunk.
             absent = sorted({keys[at]: at for at in reversed(absent)}.values())
         hierarchy.counts["store_known"] += len(headers) - len(absent)
-        lengths = [object_bytes(headers[at].payload_bytes) for at in absent]
-        leases = self._evicting.allocate_all(lengths)
-        if len(leases) < len(absent):
-            self._count_dropped(lengths[len(leases) :])
+        missing = [headers[at] for at in absent]
+        hints = [hints[at] for at in absent] if hints else []
+        if declining and may_decline(hierarchy.tiers):
+            taken, leases, left = self._allocate_unless_declined(missing, hints)
+        else:
+            lengths = [object_bytes(header.payload_bytes) for header in missing]
+            leases, left = self._evicting.allocate_all(lengths), iter(())
+            taken = list(range(len(leases)))
+            if len(leases) < len(absent):
+                self._count_dropped(lengths[len(leases) :])
         reservations: list[Reservation | None] = [None] * len(headers)
-        taken = absent[: len(leases)]
-        hints = [hints[at] for at in taken] if hints else ()
-        generations = self._memory.begin([headers[at] for at in taken], leases, hints)
+        hints = [hints[at] for at in taken] if hints else []
+        generations = self._memory.begin([missing[at] for at in taken], leases, hints)
         for at, lease, generation in zip(taken, leases, generations, strict=True):
-            reservations[at] = Reservation(headers[at], lease, generation)
+            reservations[absent[at]] = Reservation(missing[at], lease, generation)
+        for rest in left:
+            hierarchy.catalog.decline(self._memory.index, rest)
         return reservations
+
+    def _allocate_unless_declined(
+        self, headers: Sequence[ChunkHeader], hints: Sequence[ChunkHints | None]
+    ) -> tuple[list[int], list[Lease], Iterator[Arrival]]:
+        """Return the positions of the chunks that get room, their leases, and the chunks without room.
+
+        Evaluate the latter once the others are in the catalog: it finds the last one of each prompt there.
+        """
+        taken, leases, left = list[int](), list[Lease](), list[slice]()
+        hints = hints or [None] * len(headers)
+        keys, parents = [header.key for header in headers], [header.parent for header in headers]
+        lengths = [object_bytes(header.payload_bytes) for header in headers]
+
+        def arrival(run: slice) -> Arrival:
+            at = run.start
+            return self._hierarchy.catalog.arrival(keys[run], lengths[run], parents[at], hints[at])
+
+        for start, stop in chains_of(keys, parents, hints):
+            found, declined = list[Lease](), self._continues_declined(parents[start])
+            if not declined:
+                found, declined = self._evicting.allocate_for(arrival(slice(start, stop)))
+            fits = start + len(found)
+            taken += range(start, fits)
+            leases += found
+            self._declined.pop(keys[stop - 1], None)
+            if fits == stop:
+                continue
+            left.append(slice(fits, stop))
+            if not declined:
+                self._count_dropped(lengths[fits:])
+                break
+            self._hierarchy.counts["store_declined"] += stop - fits
+            self._declined[keys[stop - 1]] = None
+            if len(self._declined) > MAX_DECLINED:
+                del self._declined[next(iter(self._declined))]
+        return taken, leases, map(arrival, left)
+
+    def _continues_declined(self, parent: ChunkKey) -> bool:
+        """Whether a chunk was declined, and is not held: those that continue it would be useless."""
+        return parent in self._declined and parent not in self._hierarchy.catalog
 
     def _count_dropped(self, lengths: Sequence[int]) -> None:
         """Count and log chunks that an engine cannot store."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.catalog.catalog import State
+from kvtier.catalog.eviction import Arrival
 from kvtier.catalog.hints import ChunkHints
 from kvtier.events import Evict, Prefetch, Store
 from kvtier.memory.keys import ChunkKey
-from kvtier.pipeline.room import surplus_of, victims_for, victims_over_maximum
+from kvtier.pipeline.room import may_decline, surplus_of, victims_for, victims_over_maximum
 from kvtier.pipeline.worth import worth_loading
 from kvtier.plugins import Plugins
 from kvtier.simulation.tiers import Clock, SimulatedTier, SimulatedTiers, make_catalog
@@ -37,6 +38,7 @@ class SimulatedCache:
             SimulatedTier(index, settings, self.catalog, gb_s)
             for index, (settings, gb_s) in enumerate(zip(tiers.settings, tiers.gb_s, strict=True))
         ]
+        self._may_decline = may_decline(self.tiers)
         self._has_tenants = self.tiers[FIRST].tenants is not None
         self._router = Router(self.catalog, self.tiers, self._clock.read)
         self._leased: set[int] = set()
@@ -133,19 +135,33 @@ class SimulatedCache:
         """Do what :class:`~kvtier.pipeline.store.StoreStage` does with the chunks that were computed."""
         missing = keys[found:]
         absent = self.catalog.absent(missing, FIRST)
-        self._make_room(FIRST, len(absent))
-        absent = absent[: self._fitting(FIRST, len(absent))]
+        self._make_room(FIRST, len(absent), self._arrival(keys, found, absent, hints))
+        fitting = self._fitting(FIRST, len(absent))
+        absent, left = absent[:fitting], absent[fitting:]
         for start, stop in _runs(absent):
             chain = missing[start:stop]
             before = found + start - 1
             parent = keys[before] if before >= 0 else None
             lengths = [self._chunk_bytes] * len(chain)
             self.catalog.add_chain(chain, FIRST, lengths, State.READY, parent, hints=hints)
+        if arrival := self._arrival(keys, found, left, hints):
+            self.catalog.decline(FIRST, arrival)
         self.written[FIRST] += len(absent)
         if len(self.tiers) > 1 and absent:
             event = Store(keys=[missing[at] for at in absent])
             self._router.admission.stored(event.keys)
             self._execute(self._router.store(event))
+
+    def _arrival(
+        self, keys: Sequence[ChunkKey], found: int, absent: Sequence[int], hints: ChunkHints | None
+    ) -> Arrival | None:
+        """Return what to tell a policy about new chunks, whose positions are counted from ``found`` on."""
+        if not absent or not self._may_decline:
+            return None
+        first = found + absent[0]
+        new = [keys[found + at] for at in absent]
+        parent = keys[first - 1] if first else None
+        return self.catalog.arrival(new, [self._chunk_bytes] * len(new), parent, hints)
 
     def _execute(self, plan: Sequence[Transfer]) -> None:
         for transfer in plan:
@@ -160,13 +176,13 @@ class SimulatedCache:
         self._add_copies(absent, target)
         return len(absent)
 
-    def _make_room(self, tier: int, incoming: int) -> None:
+    def _make_room(self, tier: int, incoming: int, arrival: Arrival | None = None) -> None:
         """Do what ``EvictStage.make_room`` does, in the first tier as well: its eviction is never late."""
         catalog, level = self.catalog, self.tiers[tier]
         if surplus := surplus_of(catalog, level):
             catalog.remove_all(surplus, tier)
         leased = self._leased.__contains__ if self._leased else None
-        if victims := victims_for(catalog, level, incoming * self._chunk_bytes, leased):
+        if victims := victims_for(catalog, level, incoming * self._chunk_bytes, leased, arrival):
             self._evict(tier, victims)
 
     def _evict(self, tier: int, victims: Sequence[ChunkKey]) -> None:

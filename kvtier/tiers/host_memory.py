@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.eviction import RemovalReason
+from kvtier.catalog.eviction import Arrival, RemovalReason
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.tenants import Reach
 from kvtier.memory.arena import Arena, address_of
@@ -76,7 +76,7 @@ class HostMemory(Level):
         lengths = [lease.length for lease in leases]
         namespace, catalog = headers[0].namespace, self._catalog
         of_chunk, rows = hints or [None] * len(keys), []
-        for start, stop in _chains(keys, parents, of_chunk):
+        for start, stop in chains_of(keys, parents, of_chunk):
             place, run = (State.PENDING, parents[start], namespace, of_chunk[start]), slice(start, stop)
             if stop - start == 1:  # Takes a third of the time, and is the usual case during decode.
                 rows.append(catalog.add(keys[start], self.index, lengths[start], *place))
@@ -126,10 +126,17 @@ class HostMemory(Level):
         return held is not None and address_of(held.view) == address_of(chunk)
 
     def victims(
-        self, limit: int, needed_bytes: int = sys.maxsize, reach: Reach = Reach.ALL
+        self,
+        limit: int,
+        needed_bytes: int = sys.maxsize,
+        reach: Reach = Reach.ALL,
+        arrival: Arrival | None = None,
     ) -> list[ChunkKey]:
-        """Return chunks without other leases, among the ``limit`` first in the order of eviction."""
-        return self._catalog.victims(self.index, needed_bytes, self._is_leased, limit, reach)
+        """Return chunks without other leases, among the ``limit`` first in the order of eviction.
+
+        ``arrival``: see :meth:`Catalog.victims`.
+        """
+        return self._catalog.victims(self.index, needed_bytes, self._is_leased, limit, reach, arrival)
 
     def _is_leased(self, row: int) -> bool:
         held = self._leases.get(row)
@@ -159,7 +166,7 @@ def _leading(leases: Iterable[Lease | None]) -> list[Lease]:
     return cast("list[Lease]", found)
 
 
-def _chains(
+def chains_of(
     keys: Sequence[ChunkKey], parents: Sequence[ChunkKey], hints: Sequence[ChunkHints | None]
 ) -> Iterable[tuple[int, int]]:
     """Return the (start, stop) of each run of chunks with equal hints, each the parent of the next one."""

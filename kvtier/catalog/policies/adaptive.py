@@ -7,7 +7,14 @@ from itertools import compress
 
 from pydantic import Field
 
-from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, EvictionPolicy, PolicySettings, RemovalReason
+from kvtier.catalog.eviction import (
+    NO_PARENT,
+    Arrival,
+    ChunkColumns,
+    EvictionPolicy,
+    PolicySettings,
+    RemovalReason,
+)
 from kvtier.catalog.policies.arc import ArcPolicy
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.policies.resume import ResumePolicy
@@ -124,14 +131,20 @@ class AdaptivePolicy(EvictionPolicy):
         cover(max(rows), self._held)
         for row in rows:
             self._held[row] = 1
-        if not self._shadows:
-            return
-        parent = self._chunks.parents[rows[0]]
-        if parent != NO_PARENT and (key := self._chunks.key(parent)) in self._open:
-            request = self._open.pop(key)
-        else:
-            request = _Request(now, self._sampled_ancestor(parent))
-        self._extend(request, rows)
+        if self._shadows:
+            parent = self._chunks.parents[rows[0]]
+            request = self._request(None if parent == NO_PARENT else self._chunks.key(parent), parent, now)
+            self._extend(request, rows)
+
+    def declined(self, arrival: Arrival) -> None:
+        """Tell all orders, and show the shadow caches the whole prompt."""
+        for order in self._orders:
+            order.declined(arrival)
+        if self._shadows:
+            request = self._request(arrival.parent_key, arrival.parent, arrival.now)
+            chosen = sampled(arrival.keys, self._threshold)
+            pairs = compress(zip(arrival.keys, arrival.lengths, strict=True), chosen)
+            self._observe_later(request, dict(pairs), arrival.keys[-1])
 
     def used(self, rows: Sequence[int], now: float) -> None:
         """Use a prefix in all orders."""
@@ -164,6 +177,10 @@ class AdaptivePolicy(EvictionPolicy):
         """Yield the chunks in the order of the best candidate."""
         return self._orders[self._active].victims()
 
+    def victims_for(self, arrival: Arrival) -> Iterator[int]:
+        """Prefer to new chunks what the best candidate prefers."""
+        return self._orders[self._active].victims_for(arrival)
+
     def chosen(self, rows: Sequence[int]) -> None:
         """Tell the best candidate, whose search it was."""
         self._orders[self._active].chosen(rows)
@@ -181,23 +198,34 @@ class AdaptivePolicy(EvictionPolicy):
             for name, policy in CANDIDATES.items()
         ]
 
+    def _request(self, before: ChunkKey | None, row: int, now: float) -> _Request:
+        """Return the open request that a chunk continues, or begin one. ``before``, ``row``: its parent."""
+        if before in self._open:
+            return self._open.pop(before)
+        return _Request(now, self._sampled_ancestor(row))
+
     def _extend(self, request: _Request, rows: Sequence[int]) -> list[int]:
-        """Add the sampled chunks to an open request, and return their rows.
+        """Add the sampled chunks to an open request, and return their rows."""
+        chosen = sampled_rows(self._chunks, rows, self._threshold)
+        lengths = self._chunks.lengths
+        keys = zip(self._chunks.keys_of(chosen), chosen, strict=True)
+        self._observe_later(request, {key: lengths[row] for key, row in keys}, self._chunks.key(rows[-1]))
+        return chosen
+
+    def _observe_later(self, request: _Request, chosen: dict[ChunkKey, int], last: ChunkKey) -> None:
+        """Add chunks with their lengths to an open request, whose last chunk is ``last`` now.
 
         If many are open, this ends the one that has been so for longest.
         """
-        chosen = sampled_rows(self._chunks, rows, self._threshold)
-        for key, row in zip(self._chunks.keys_of(chosen), chosen, strict=True):
+        for key, length in chosen.items():
             if key in self._awaited:
                 self._awaited.discard(key)
             else:
-                request.chunks[key] = self._chunks.lengths[row]
-        last = self._chunks.key(rows[-1])
+                request.chunks[key] = length
         while last in self._open or len(self._open) >= OPEN_REQUESTS:
             # In the order of their begin: policies are judged by what was used between two uses of a chunk.
             self._observe(self._open.pop(next(iter(self._open))))
         self._open[last] = request
-        return chosen
 
     def _observe(self, request: _Request) -> None:
         """Ask the shadow caches for the sampled chunks of a request."""

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from pydantic import Field
 
-from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, EvictionPolicy, PolicySettings, RemovalReason
+from kvtier.catalog.eviction import (
+    NO_PARENT,
+    Arrival,
+    ChunkColumns,
+    EvictionPolicy,
+    PolicySettings,
+    RemovalReason,
+)
 from kvtier.catalog.policies.returns import (
     AGES,
     CLASSES,
@@ -19,6 +27,7 @@ from kvtier.catalog.policies.returns import (
     class_retained,
 )
 from kvtier.catalog.policies.visits import NONE, Visits
+from kvtier.memory.keys import ChunkKey
 
 LEFT = CLASSES
 """Class of the ends of prompts that have come back with another end."""
@@ -101,11 +110,12 @@ class ResumePolicy(EvictionPolicy):
             visits.forget_ghost(visit)  # It may have lost chunks that come back now.
         visits.give(visit, rows)
         visits.added[visit] += len(rows)
-        if visits.ghosts:
-            for key in self._chunks.keys_of(rows):
-                before = visits.ghosts.get(hash(key), NONE)
-                if before != NONE and before != visit:
-                    self._resume(visit, before, rows[-1], now)
+        keys = self._chunks.keys_of(rows) if visits.ghosts else ()
+        at, before = self._ghost_of(keys, visit)
+        if before != NONE:
+            self._resume(visit, before, rows[-1], now)
+            visits.added[visit] = len(rows) - at  # The others were there before.
+            self._put(visit, class_continued(self._kind(visit), visits.added[visit]), rows[-1], now)
 
     def used(self, rows: Sequence[int], now: float) -> None:
         """Begin a visit, which takes over the rows that are in the tier."""
@@ -118,13 +128,16 @@ class ResumePolicy(EvictionPolicy):
         last = visits.of_row[rows[-1]]
         tail = visits.tails[last]
         returning = rows[-1] in (tail, self._chunks.parents[tail]) and self._kind(last) != LEFT
+        if (ghost := visits.ghost_keys[last]) and returning:
+            # It went on: only a prompt that does so, too, is the same. That is known once it is stored.
+            returning = ghost == hash(self._chunks.key(tail))
         visit = self._begin(rows[-1], now)
         emptied = visits.take(visit, rows)
         if returning:
             self._resume(visit, last, rows[-1], now)
         for other in emptied:
             if visits.rings[other] != NONE:
-                self._close(other)
+                self._empty(other)
 
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
         """Take the rows from their visits. What is left of evicted ones is remembered."""
@@ -138,10 +151,7 @@ class ResumePolicy(EvictionPolicy):
                 parent = self._chunks.parents[row]
                 visits.remember(visit, self._chunks.key(row if parent == NO_PARENT else parent))
             if not visits.counts[visit]:
-                if visits.ghost_keys[visit]:
-                    self._become_ghost(visit)
-                else:
-                    visits.end(visit)
+                self._empty(visit)
 
     def expects(self, row: int) -> bool:
         """Whether the prompt that used a chunk last is more likely to come back than not."""
@@ -152,12 +162,68 @@ class ResumePolicy(EvictionPolicy):
 
     def victims(self) -> Iterator[int]:
         """Yield the chunks of the visits that are worth least first."""
+        return self._worth_at_most(inf)
+
+    def victims_for(self, arrival: Arrival) -> Iterator[int]:
+        """Yield only chunks of visits that are not worth more than the new ones."""
+        return self._worth_at_most(self._worth(self._arriving(arrival)))
+
+    def declined(self, arrival: Arrival) -> None:
+        """Remember a prompt that was not stored, or not to its end: it may come back like those that were."""
+        self._settle(arrival.now)
+        visits, count = self._visits, len(arrival.keys)
+        ring, visit = self._arriving(arrival), self._continued(arrival.parent)
+        if visit == NONE:
+            visit = visits.new(arrival.now, ring)
+        at, before = self._ghost_of(arrival.keys, visit)
+        if before != NONE:
+            self._resume(visit, before, arrival.parent, arrival.now)
+            visits.added[visit] = -at
+        visits.added[visit] += count
+        visits.since[visit] = arrival.now
+        self._use(ring)
+        visits.move(visit, ring)
+        if count > 1 or arrival.parent == NO_PARENT:
+            visits.remember(visit, arrival.keys[max(0, count - 2)])
+        if not visits.counts[visit]:
+            self._empty(visit)
+
+    def _continued(self, parent: int) -> int:
+        """Return the visit that ends with a row, or :data:`NONE`."""
+        visit = self._visits.visit(parent)
+        return visit if visit != NONE and self._visits.tails[visit] == parent else NONE
+
+    def _ghost_of(self, keys: Sequence[ChunkKey], visit: int) -> tuple[int, int]:
+        """Return the last of these chunks by which an earlier visit is remembered, and that visit.
+
+        Return how many chunks there are up to that one, or 0 and :data:`NONE`.
+        """
+        ghosts = self._visits.ghosts
+        for at in range(len(keys) if ghosts else 0, 0, -1):
+            before = ghosts.get(hash(keys[at - 1]), NONE)
+            if before not in (NONE, visit):
+                return at, before
+        return 0, NONE
+
+    def _arriving(self, arrival: Arrival) -> int:
+        """Return the ring in which new chunks would be."""
+        visits, visit, hints = self._visits, self._continued(arrival.parent), arrival.hints
+        kind, added = (NEW, 0) if visit == NONE else (self._kind(visit), visits.added[visit])
+        at, before = self._ghost_of(arrival.keys, visit)
+        if before != NONE:
+            kind, added = class_of(self._typical(before, arrival.now - visits.since[before])), -at
+        kind = class_continued(NEW if kind == LEFT else kind, added + len(arrival.keys))
+        return _ring_of(kind, hints.priority, hints.resume or 0.0, hints.retention or 0.0)
+
+    def _worth_at_most(self, limit: float) -> Iterator[int]:
         self._pass_by()
         if not self._ranked:
             rings = [ring for ring in self._used if ring < GHOST]
             self._ranked = sorted(rings, key=lambda ring: (self._worth(ring), ring))
         visits, later = self._visits, []
         for ring in self._ranked:
+            if limit < inf and self._worth(ring) > limit:
+                break
             for visit in visits.in_ring(ring):
                 if visit in self._passed:
                     later.append(visit)
@@ -210,23 +276,17 @@ class ResumePolicy(EvictionPolicy):
 
     def _ring(self, kind: int, row: int, now: float) -> int:
         """Return the first ring of a class, or of that which the hints of a row put it into."""
-        hints, level = self._chunks.hints, NORMAL
-        if row < len(hints):
-            level = min(len(LEVELS) - 1, max(0, round(hints.priority(row) / 50) + NORMAL))
-            if (resume_at := hints.resume_at(row)) > now:
-                kind = class_expected(resume_at - now)
-            elif (retain_until := hints.retain_until(row)) > now:
-                kind = class_retained(retain_until - now)
-        return (level * KINDS + kind) * AGES
+        hints = self._chunks.hints
+        if not 0 <= row < len(hints):
+            return (NORMAL * KINDS + kind) * AGES
+        return _ring_of(kind, hints.priority(row), hints.resume_at(row) - now, hints.retain_until(row) - now)
 
     def _resume(self, visit: int, before: int, row: int, now: float) -> None:
         """Continue the history of an earlier visit in a new one."""
         visits = self._visits
         gap = max(now - visits.since[before], 0.0)
         self._returns.returned(self._kind(before), gap)
-        typical = visits.typical[before]
-        typical = gap if not typical else typical * ((gap + 1) / (typical + 1)) ** self._learn
-        visits.typical[visit] = max(typical, 1e-3)
+        visits.typical[visit] = typical = self._typical(before, gap)
         self._put(visit, class_of(typical), row, now)
         if visits.counts[before]:  # Its last chunk, which has another continuation now.
             visits.forget_ghost(before)
@@ -234,6 +294,19 @@ class ResumePolicy(EvictionPolicy):
             visits.move(before, _LEFT_RING)
         else:
             self._close(before)
+
+    def _typical(self, before: int, gap: float) -> float:
+        """Return the typical gap of a prompt that came back after ``gap`` seconds."""
+        typical = self._visits.typical[before]
+        typical = gap if not typical else typical * ((gap + 1) / (typical + 1)) ** self._learn
+        return max(typical, 1e-3)
+
+    def _empty(self, visit: int) -> None:
+        """End a visit that has no rows, or remember it."""
+        if self._visits.ghost_keys[visit]:
+            self._become_ghost(visit)
+        else:
+            self._close(visit)
 
     def _become_ghost(self, visit: int) -> None:
         ring = self._visits.rings[visit] + GHOST
@@ -291,3 +364,13 @@ class ResumePolicy(EvictionPolicy):
                 if count:
                     self._use(ring - at + reached)
         return total
+
+
+def _ring_of(kind: int, priority: int, resume: float, retention: float) -> int:
+    """Return the first ring of a class, or of that which hints put a prompt into. Times in seconds, or 0."""
+    level = min(len(LEVELS) - 1, max(0, round(priority / 50) + NORMAL))
+    if resume > 0:
+        kind = class_expected(resume)
+    elif retention > 0:
+        kind = class_retained(retention)
+    return (level * KINDS + kind) * AGES

@@ -8,11 +8,11 @@ form a chain again, so that a policy that knows prompts sees them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
+from itertools import accumulate, compress
 
 from kvtier import native
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.eviction import ChunkColumns, MakePolicy, RemovalReason
+from kvtier.catalog.eviction import Arrival, ChunkColumns, MakePolicy, RemovalReason
 from kvtier.memory.keys import ChunkKey
 
 SAMPLED = 0x10000
@@ -32,7 +32,7 @@ def sampled_rows(chunks: ChunkColumns, rows: Sequence[int], threshold: int) -> l
 
 
 class ShadowCache:
-    """A catalog of one tier without bytes, which stores every chunk that it is asked for."""
+    """A catalog of one tier without bytes. It stores all that its policy does not decline."""
 
     def __init__(self, make: MakePolicy, capacity_bytes: int) -> None:
         self.now = 0.0
@@ -47,45 +47,52 @@ class ShadowCache:
         catalog = self._catalog
         held = len(catalog.prefix(keys)) if parent is None or parent in catalog else 0
         catalog.touch(keys)
-        absent = [key not in catalog for key in keys]
-        room = self.capacity_bytes - sum(compress(lengths, [not missing for missing in absent]))
-        for at, length in enumerate(lengths):  # Of a prompt that does not fit, the beginning is stored.
-            if absent[at] and room < length:
-                absent[at:] = [False] * (len(absent) - at)
-                break
-            room -= length * absent[at]
-        if any(absent):
-            self._make_room(sum(compress(lengths, absent)), keys)
-            self._add(keys, absent, lengths, parent)
+        if new := [at for at, key in enumerate(keys) if key not in catalog]:
+            self._store(keys, lengths, new, parent)
         return held
 
-    def _add(
-        self,
-        keys: Sequence[ChunkKey],
-        absent: Sequence[bool],
-        lengths: Sequence[int],
-        parent: ChunkKey | None,
+    def _store(
+        self, keys: Sequence[ChunkKey], lengths: Sequence[int], new: Sequence[int], parent: ChunkKey | None
     ) -> None:
-        first, count = absent.index(True), absent.count(True)
-        stop = first + count
-        if all(absent[first:stop]):
-            before = keys[first - 1] if first else parent
-            self._catalog.add_chain(keys[first:stop], 0, lengths[first:stop], State.READY, before)
-            return
-        for key, missing, length in zip(keys, absent, lengths, strict=True):
-            if missing:
-                self._catalog.add(key, 0, length, State.READY, parent)
-            parent = key
+        """Add the chunks at the positions ``new``, up to the first without room."""
+        catalog, sizes = self._catalog, [lengths[at] for at in new]
+        others = sum(lengths) - sum(sizes)
+        fitting = _fitting(sizes, self.capacity_bytes - others)
+        if fitting:
+            self._make_room(self._arrival(keys, lengths, new[:fitting], parent), keys)
+            fitting = _fitting(sizes[:fitting], self.capacity_bytes - catalog.used(0))
+        first, stop = new[0], new[0] + fitting
+        if new[:fitting] == list(range(first, stop)):
+            if fitting:
+                before = keys[first - 1] if first else parent
+                catalog.add_chain(keys[first:stop], 0, sizes[:fitting], State.READY, before)
+        else:
+            for at in new[:fitting]:
+                catalog.add(keys[at], 0, lengths[at], State.READY, keys[at - 1] if at else parent)
+        if rest := new[fitting:]:
+            catalog.decline(0, self._arrival(keys, lengths, rest, parent))
 
-    def _make_room(self, length: int, used: Sequence[ChunkKey]) -> None:
-        """Evict other chunks than those in use."""
+    def _arrival(
+        self, keys: Sequence[ChunkKey], lengths: Sequence[int], new: Sequence[int], parent: ChunkKey | None
+    ) -> Arrival:
+        before = keys[new[0] - 1] if new[0] else parent
+        return self._catalog.arrival([keys[at] for at in new], [lengths[at] for at in new], before)
+
+    def _make_room(self, arrival: Arrival, used: Sequence[ChunkKey]) -> None:
+        """Evict other chunks than those in use, unless the policy prefers them to the new ones."""
         catalog = self._catalog
-        excess = catalog.used(0) + length - self.capacity_bytes
+        excess = catalog.used(0) + sum(arrival.lengths) - self.capacity_bytes
         if excess > 0:
             busy = {catalog.row(key) for key in used}
-            catalog.remove_all(catalog.victims(0, excess, busy.__contains__), 0, RemovalReason.EVICTED)
+            victims = catalog.victims(0, excess, busy.__contains__, arrival=arrival)
+            catalog.remove_all(victims, 0, RemovalReason.EVICTED)
 
     def remove(self, keys: Sequence[ChunkKey]) -> None:
         """Remove chunks that were cleared."""
         held = [key for key in keys if key in self._catalog]
         self._catalog.remove_all(held, 0, RemovalReason.CLEARED)
+
+
+def _fitting(lengths: Sequence[int], room: int) -> int:
+    """Return how many of the first chunks fit."""
+    return sum(total <= room for total in accumulate(lengths))

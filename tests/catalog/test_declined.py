@@ -1,0 +1,172 @@
+"""New chunks that a policy declines, because those that would have to leave are worth more."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.catalog.catalog import Catalog, State
+from kvtier.catalog.eviction import EvictionPolicy
+from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.policies.adaptive import AdaptivePolicy, AdaptiveSettings
+from kvtier.catalog.policies.lru import LruPolicy
+from kvtier.catalog.policies.resume import ResumePolicy
+from kvtier.memory.keys import ChunkKey
+from kvtier.testing.eviction import LENGTH, prompt_of
+
+SESSIONS, SESSION_CHUNKS, SCAN_CHUNKS = 10, 8, 20
+GAP = 10.0
+"""Seconds after which each session comes back."""
+CAPACITY = SESSIONS * SESSION_CHUNKS + SCAN_CHUNKS
+
+
+class Tier:
+    """A catalog of one tier that stores what its policy does not decline."""
+
+    def __init__(self, policy: type[EvictionPolicy] = ResumePolicy, capacity: int = CAPACITY) -> None:
+        self.now, self.capacity = 1000.0, capacity
+        self.catalog = Catalog([policy.factory(capacity_bytes=capacity * LENGTH)], clock=lambda: self.now)
+        self.policy = self.catalog.policies[0]
+
+    def ask(self, keys: list[ChunkKey], hints: ChunkHints | None = None) -> int:
+        """Look up a prompt, and store what is missing. Return the hits."""
+        catalog = self.catalog
+        rows, _ = catalog.prefix_rows(keys)
+        catalog.touch_rows(rows)
+        if missing := keys[len(rows) :]:
+            parent = keys[len(rows) - 1] if rows else None
+            sizes = [LENGTH] * len(missing)
+            excess = catalog.used(0) + sum(sizes) - self.capacity * LENGTH
+            if excess > 0:
+                arrival = catalog.arrival(missing, sizes, parent, hints)
+                victims = catalog.victims(0, excess, set(rows).__contains__, arrival=arrival)
+                catalog.remove_all(victims, 0)
+            room = self.capacity - catalog.count(0)
+            if missing[:room]:
+                catalog.add_chain(missing[:room], 0, sizes[:room], State.READY, parent, hints=hints)
+            if rest := missing[room:]:
+                before = missing[room - 1] if room else parent
+                catalog.decline(0, catalog.arrival(rest, sizes[room:], before, hints))
+        return len(rows)
+
+
+class Traffic:
+    """Sessions that come back after :data:`GAP` seconds, and between them prompts that never do."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier, self.scanned = tier, 0
+
+    def round(self) -> int:
+        """Let each session come once, and a prompt that is new after each. Return the sessions' hits."""
+        hits = 0
+        for number in range(SESSIONS):
+            self.tier.now += GAP / SESSIONS
+            hits += self.tier.ask(prompt_of(number, SESSION_CHUNKS))
+            self.scanned += 1
+            self.tier.ask(prompt_of(10_000 + self.scanned, SCAN_CHUNKS))
+        return hits
+
+
+def is_held(tier: Tier, keys: list[ChunkKey]) -> bool:
+    return len(tier.catalog.prefix(keys)) == len(keys)
+
+
+@pytest.fixture
+def traffic() -> Traffic:
+    """Traffic from which the policy has learned who comes back."""
+    traffic = Traffic(Tier())
+    for _ in range(30):
+        traffic.round()
+    return traffic
+
+
+def test_prompts_of_a_kind_that_never_returns_do_not_replace_those_that_do(traffic: Traffic) -> None:
+    assert sum(traffic.round() for _ in range(10)) == 10 * SESSIONS * SESSION_CHUNKS
+    lru = Traffic(Tier(LruPolicy))
+    assert sum(lru.round() for _ in range(10)) == 0
+
+
+def test_what_is_worth_more_is_stored(traffic: Traffic) -> None:
+    """A prompt of the same length, whose client tells that it continues at once."""
+    keys = prompt_of(1_000, SCAN_CHUNKS + 1)
+    traffic.tier.ask(keys)
+    assert not is_held(traffic.tier, keys)
+    urgent = prompt_of(2_000, SCAN_CHUNKS + 1)
+    traffic.tier.ask(urgent, ChunkHints(resume=0.5, priority=100))
+    assert is_held(traffic.tier, urgent)
+
+
+def test_as_much_is_stored_as_there_is_room_for_without_better_ones(traffic: Traffic) -> None:
+    """The beginning of the prompt, in place of the last one of its kind."""
+    tier = traffic.tier
+    held = {key for number in range(SESSIONS) for key in prompt_of(number, SESSION_CHUNKS)}
+    keys = prompt_of(3_000, 3 * SCAN_CHUNKS)
+    tier.ask(keys)
+    assert len(tier.catalog.prefix(keys)) == SCAN_CHUNKS
+    assert all(key in tier.catalog for key in held)
+
+
+def test_declined_prompt_that_comes_back_is_stored(traffic: Traffic) -> None:
+    """It is remembered, and then known as one that returns."""
+    tier, keys = traffic.tier, prompt_of(4_000, CAPACITY - SESSIONS)
+    tier.ask(keys)
+    assert not is_held(tier, keys)
+    stored = 0
+    for _ in range(20):
+        tier.now += GAP / 20
+        tier.ask(keys)
+        stored = max(stored, len(tier.catalog.prefix(keys)))
+    assert stored == len(keys)
+
+
+def test_declined_prompts_count_as_waited_for() -> None:
+    """Otherwise those of a kind that is declined would never be known to come back, or not to."""
+    tier = Tier()
+    policy = tier.policy
+    assert isinstance(policy, ResumePolicy)
+    keys = prompt_of(1, 5)
+    arrival = tier.catalog.arrival(keys, [LENGTH] * 5, None)
+    tier.catalog.decline(0, arrival)
+    [visit] = policy._visits.ghosts.values()
+    assert policy._visits.counts[visit] == 0
+    kind = policy._kind(visit)
+    tier.now += 30
+    tier.ask(keys)
+    returned = policy._returns._exact[kind]
+    assert sum(returned.returns) == 1
+    assert policy._visits.typical[policy._visits.visit(0)] == pytest.approx(30)
+
+
+def test_prompts_that_only_share_their_beginning_are_remembered_each() -> None:
+    """A common beginning belongs to the last of them. The others lose it, and must not be forgotten."""
+    tier, shared = Tier(), prompt_of(1, 4)
+    policy = tier.policy
+    assert isinstance(policy, ResumePolicy)
+    tier.ask(shared)
+    prompts = [shared + prompt_of(number, 6) for number in (10, 11, 12)]
+    for keys in prompts:
+        tier.now += 1
+        rows, _ = tier.catalog.prefix_rows(keys)
+        tier.catalog.touch_rows(rows)
+        tier.catalog.decline(0, tier.catalog.arrival(keys[4:], [LENGTH] * 6, shared[-1]))
+    assert len(policy._visits.ghosts) == 3
+    tier.now += 20
+    tier.ask(prompts[1])
+    visit = policy._visits.visit(tier.catalog.row(prompts[1][-1]) or 0)
+    assert policy._visits.typical[visit] == pytest.approx(21)
+
+
+def test_adaptive_declines_as_the_policy_that_it_follows() -> None:
+    chosen = AdaptiveSettings.model_validate({"type": "adaptive", "sampling": 1.0, "window": 500})
+    tier = Tier()
+    make = AdaptivePolicy.factory(chosen, CAPACITY * LENGTH)
+    tier.catalog = Catalog([make], clock=lambda: tier.now)
+    policy = tier.catalog.policies[0]
+    assert isinstance(policy, AdaptivePolicy)
+    traffic = Traffic(tier)
+    for _ in range(60):
+        traffic.round()
+    assert policy.follows == "resume"
+    assert sum(traffic.round() for _ in range(10)) == 10 * SESSIONS * SESSION_CHUNKS
+    asked = SESSION_CHUNKS / (SESSION_CHUNKS + SCAN_CHUNKS)
+    assert policy.hit_rates["resume"] == pytest.approx(asked, abs=0.03), "its shadow cache declines, too"
+    assert policy.hit_rates["lru"] < 0.02, "and sees what was declined"
