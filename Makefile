@@ -15,6 +15,9 @@ FUZZ ?= 60
 SOAK ?= 600
 SEED ?= 1
 
+# With it, each of the hundreds of processes that the tests start would compile kvtier anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install system-packages compiler demo test test-slow test-versions test-gpu fuzz soak lint docs format bench clean \
         native native-tests native-asan native-ubsan native-tsan gpu-wheels bench-gpu

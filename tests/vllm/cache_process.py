@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvtier.bridge import client
 from kvtier.errors import ChannelError
@@ -22,6 +22,16 @@ TIMEOUT_SECONDS = 60.0
 """Upper bound for whatever a test waits for; no assertion depends on it."""
 START_SECONDS = 240.0
 """Upper bound for a process start: imports take 1 s when idle, over a minute next to thirty processes."""
+
+
+class Process(Protocol):
+    """What is needed of a ``subprocess.Popen``."""
+
+    @property
+    def pid(self) -> int: ...
+    def send_signal(self, signum: int, /) -> None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float, /) -> object: ...
 
 
 class CacheProcess:
@@ -63,7 +73,7 @@ class CacheProcess:
         self.config.write_text(json.dumps(self.settings))  # JSON is YAML
         self.log = folder / "cache.log"
         self._hold = folder / "hold"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self.environment: dict[str, str] = {}
         """Additional environment variables, from the next start on."""
 
@@ -84,18 +94,22 @@ class CacheProcess:
     def start(self, *, fault: Sequence[str] = ()) -> None:
         """Start the process and wait until it answers. ``fault`` is as in ``faulty_serve.py``."""
         self._hold.touch()
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+        environment = {**inherited, **self.environment, "KVTIER_CONFIG_FILE": str(self.config)}
+        self._process = self._run(environment, fault)
+        self.wait_until(lambda status: True, START_SECONDS)
+
+    def _run(self, environment: dict[str, str], fault: Sequence[str]) -> Process:
         faulty = [str(Path(__file__).with_name("faulty_serve.py")), str(self._hold), *fault]
         program = faulty if fault else ["-m", "kvtier", "serve"]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
         with self.log.open("ab") as output:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, *program],
-                env={**environment, **self.environment, "KVTIER_CONFIG_FILE": str(self.config)},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
             )
-        self.wait_until(lambda status: True, START_SECONDS)
 
     def release_disk(self) -> None:
         """Complete the disk operations that a ``hold-...`` fault blocks."""

@@ -9,17 +9,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from kvtier.bridge import client
 from tests.vllm import models
-from tests.vllm.cache_process import CacheProcess
+from tests.vllm.cache_process import CHUNK, CacheProcess
 from tests.vllm.engine import Engine, Engines
+from tests.vllm.forked_cache_process import ForkedCacheProcess
 
 StartEngine = Callable[..., AbstractContextManager[Engine]]
 Oracle = Callable[..., list[int]]
 MakeCache = Callable[..., CacheProcess]
+FillDisk = Callable[..., None]
+
+
+class Running(NamedTuple):
+    """An engine of the small Llama and its cache process, both with default settings."""
+
+    engine: Engine
+    cache: CacheProcess
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,7 +67,7 @@ def make_cache() -> Iterator[MakeCache]:
             # A short path: the path of a Unix socket is limited to 107 bytes.
             folder = Path(tempfile.mkdtemp(prefix="kvt-"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            cache = CacheProcess(folder, **settings)
+            cache = ForkedCacheProcess(folder, **settings)
             stack.callback(cache.kill)
             return cache
 
@@ -88,6 +98,73 @@ def start(engines: Engines) -> StartEngine:
                 engine.wait_until_free()
 
     return start
+
+
+@pytest.fixture(scope="session")
+def started(llama: Path, engines: Engines) -> Iterator[Callable[[], Running]]:
+    """Return what :func:`running` shares, started again if a test has killed any of it."""
+    with contextlib.ExitStack() as stack:
+        held: list[Running] = []
+
+        def get() -> Running:
+            if not held or not held[0].engine.process.is_alive() or held[0].cache.pid is None:
+                stack.close()
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvt-")))
+                cache = ForkedCacheProcess(folder)
+                stack.callback(cache.kill)
+                cache.start()
+                held[:] = [Running(stack.enter_context(engines.engine(llama, cache.connector)), cache)]
+            return held[0]
+
+        yield get
+
+
+@pytest.fixture
+def running(started: Callable[[], Running]) -> Iterator[Running]:
+    """An engine and its cache process that hold nothing, for tests that need no others.
+
+    They run for the whole session, so no test may change the engine's weights. At the end of a test nothing
+    may be left, as with :func:`start`.
+    """
+    engine, cache = shared = started()
+    clear(shared)
+    yield shared
+    try:
+        cache.wait_until_idle()
+        engine.wait_until_free()
+    except BaseException:
+        engine.kill()  # The next test gets others.
+        raise
+
+
+def clear(running: Running) -> None:
+    """Remove every block and chunk, from the disk as well.
+
+    Not by an external reset: after one, an engine no longer shares its chunks with others.
+    """
+    running.engine.reset_prefix_cache()
+    weights_id = running.cache.status()["engines"][0]["weights_id"]
+    client.clear_weights(running.cache.socket, weights_id)
+    running.cache.wait_until(lambda status: not any(tier["chunks"] for tier in status["tiers"]))
+    running.cache.wait_until_idle()
+
+
+@pytest.fixture
+def fill_disk(started: Callable[[], Running]) -> FillDisk:
+    """``fill_disk(cache, *prompts)``: give a cache process that is not started a disk with these prompts.
+
+    Without an engine and a cache process for it, which take longer than most tests.
+    """
+
+    def fill(cache: CacheProcess, *prompts: Sequence[int], new: int = 16) -> None:
+        engine, filled = shared = started()
+        clear(shared)
+        for tokens in prompts:
+            engine.generate(tokens, new)
+        filled.wait_until_stored(sum(len(tokens) // CHUNK * CHUNK for tokens in prompts))
+        shutil.copytree(filled.disk, cache.disk)
+
+    return fill
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ steps. So requests can be added, aborted and counted while others run.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import time
 import traceback
@@ -96,6 +97,9 @@ class _Host:
             arguments = {**arguments, "kv_transfer_config": connector}
         if "kv_events_config" in arguments:
             arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
+        _reconnect_soon()
+        if not arguments.pop("spawned_ranks", False) and arguments.get("tensor_parallel_size", 1) > 1:
+            _fork_workers()
         self._llm = LLM(**arguments)
         return int(self._core.scheduler.block_size)
 
@@ -185,6 +189,24 @@ class _Host:
         """Shut the engine down as a server does on exit."""
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
+
+
+def _reconnect_soon() -> None:
+    """Let the bridges look for a restarted cache process within a second, where they back off up to 30."""
+    from kvtier.rpc import client
+
+    client.MIN_RETRY_SECONDS, client.MAX_RETRY_SECONDS = 0.1, 1.0
+
+
+def _fork_workers() -> None:
+    """Fork the workers of this engine, which has imported everything that they need.
+
+    vLLM spawns them on CPUs, whatever its environment says, and then each imports vLLM for itself: that takes
+    ten times as long as the rest of a test.
+    """
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def _logprobs(completion: Any) -> list[dict[str, float]] | None:

@@ -52,8 +52,13 @@ def inject_fault(name: str, how: str, hold: Path) -> None:
     setattr(DiskBackend, name, faulty)
 
 
-if __name__ == "__main__":
-    for fault in sys.argv[2:]:
+def serve(hold: Path, faults: Sequence[str]) -> None:
+    """Inject faults, and run ``kvtier serve``."""
+    for fault in faults:
         kind, method = fault.split("-")
-        inject_fault(method, kind, Path(sys.argv[1]))
+        inject_fault(method, kind, hold)
     main(["serve"])
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), sys.argv[2:])

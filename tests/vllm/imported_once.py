@@ -1,4 +1,6 @@
-"""The imports of every engine's process, done once in the parent that they are forked from.
+"""The imports of all forked processes, done once in their parent: of engines, cache processes and pytest.
+
+pytest would rewrite and compile each module of hypothesis again, in the process of every ``*_side.py``.
 
 vLLM runs full garbage collections while an engine starts and shuts down. Imported modules are most of the
 live objects, so they are frozen out of the collections: three seconds per engine become less than one.
@@ -9,16 +11,29 @@ from __future__ import annotations
 import atexit
 import gc
 
+import anyio._backends._asyncio
+import hypothesis.strategies
+import pytest
 import transformers
 import vllm.entrypoints.llm
 import vllm.model_executor.layers.quantization.online.base
 import vllm.model_executor.models.llama
 import vllm.v1.engine.llm_engine
 import vllm.v1.worker.cpu_worker
+import xdist.scheduler
 
+import kvtier.backends.cpu
+import kvtier.backends.disk
+import kvtier.backends.infinistore
+import kvtier.backends.mooncake
+import kvtier.backends.redis
+import kvtier.backends.valkey
+import kvtier.bridge.serve
+import kvtier.cli
+import kvtier.transports.tcp
 from kvtier.integrations.vllm import connector
 
-__all__ = ["connector", "transformers", "vllm"]
+__all__ = ["anyio", "connector", "hypothesis", "kvtier", "pytest", "transformers", "vllm", "xdist"]
 
 # The parent must exit like any process, or libraries report leaks. Its children skip atexit handlers.
 atexit.register(gc.unfreeze)

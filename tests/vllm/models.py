@@ -6,9 +6,15 @@ equal tokens would prove nothing.
 
 from __future__ import annotations
 
-from functools import cache
+import sys
+from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
+
+from tests.vllm.forks import forks
+
+P = ParamSpec("P")
 
 VOCABULARY = 512
 """Tokens 0 to 255 are bytes of text; a model may generate any of the 512."""
@@ -32,6 +38,28 @@ WINDOW = 128
 """The attention window of the hybrid model, in tokens."""
 
 
+def forked(make: Callable[P, Path]) -> Callable[P, Path]:
+    """Have a model made by a forked process, which has transformers: it takes seconds to import."""
+
+    @wraps(make)
+    def run(*arguments: P.args, **options: P.kwargs) -> Path:
+        if "transformers" in sys.modules:
+            return make(*arguments, **options)
+        process = forks().Process(target=_make, args=(make.__name__, arguments, options))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, f"{make.__name__} has failed"
+        return Path(str(arguments[0]))
+
+    return run
+
+
+def _make(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Main function of the process."""
+    globals()[name](*arguments, **options)
+
+
+@forked
 def make_llama(directory: Path, *, kv_heads: int = 2, seed: int = 7) -> Path:
     """Make a Llama: full attention in four layers, one KV-cache group, 2 KiB per token and head."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -40,6 +68,7 @@ def make_llama(directory: Path, *, kv_heads: int = 2, seed: int = 7) -> Path:
     return _save(LlamaForCausalLM, config, directory, seed)
 
 
+@forked
 def make_hybrid(directory: Path) -> Path:
     """Make a Gemma 3 text model with alternating sliding and full attention: at least two KV-cache groups."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -51,6 +80,7 @@ def make_hybrid(directory: Path) -> Path:
     return _save(Gemma3ForCausalLM, config, directory)
 
 
+@forked
 def make_mamba(directory: Path) -> Path:
     """Make a Mamba 2 model, whose layers keep a state and no KV."""
     from transformers import Mamba2Config, Mamba2ForCausalLM
@@ -86,6 +116,7 @@ _MAMBA: dict[str, Any] = {
 }
 
 
+@forked
 def make_granite(directory: Path) -> Path:
     """Make a Granite 4 hybrid: three Mamba 2 layers and one of full attention, four KV-cache groups."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
@@ -104,6 +135,7 @@ def make_granite(directory: Path) -> Path:
     return _save(GraniteMoeHybridForCausalLM, config, directory)
 
 
+@forked
 def make_falcon(directory: Path) -> Path:
     """Make a Falcon-H1: every layer has both attention and a Mamba 2 state."""
     from transformers import FalconH1Config, FalconH1ForCausalLM
@@ -112,6 +144,7 @@ def make_falcon(directory: Path) -> Path:
     return _save(FalconH1ForCausalLM, config, directory)
 
 
+@forked
 def make_zamba(directory: Path) -> Path:
     """Make a Zamba2: Mamba 2 layers, some with attention that they share."""
     from transformers import Zamba2Config, Zamba2ForCausalLM
@@ -135,6 +168,7 @@ def make_zamba(directory: Path) -> Path:
     return _save(Zamba2ForCausalLM, config, directory)
 
 
+@forked
 def make_deepseek(directory: Path) -> Path:
     """Make a DeepSeek-V2: latent attention (MLA), without experts."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
@@ -160,6 +194,7 @@ def make_deepseek(directory: Path) -> Path:
     return _save(DeepseekV2ForCausalLM, config, directory)
 
 
+@forked
 def make_qwen3_next(directory: Path) -> Path:
     """Make a Qwen3-Next: three layers of gated delta net and one of full attention."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM

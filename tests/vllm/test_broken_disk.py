@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.cache_process import CHUNK, MIB, CacheProcess
-from tests.vllm.conftest import MakeCache, Oracle, StartEngine
+from tests.vllm.cache_process import CHUNK, MIB
+from tests.vllm.conftest import FillDisk, MakeCache, Oracle, StartEngine
 from tests.vllm.models import prompt
 
 LENGTH = 1000
@@ -40,11 +40,15 @@ def swap(path: Path) -> None:
     [corrupt, *(pytest.param(damage, marks=pytest.mark.slow) for damage in (swap, truncate, Path.unlink))],
 )
 def test_damaged_file_is_recomputed(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, damage: Callable[[Path], None]
+    llama: Path,
+    make_cache: MakeCache,
+    fill_disk: FillDisk,
+    start: StartEngine,
+    oracle: Oracle,
+    damage: Callable[[Path], None],
 ) -> None:
-    with start(llama, cache) as engine:
-        engine.generate(prompt(LENGTH))
-    cache.stop()
+    cache = make_cache()
+    fill_disk(cache, prompt(LENGTH))
     files = sorted(cache.disk.rglob("*.kv"), key=lambda file: file.stat().st_mtime_ns)
     assert len(files) == LENGTH // CHUNK
     damage(files[len(files) // 2])
@@ -81,13 +85,15 @@ def test_full_disk_stays_within_its_capacity(
 
 @pytest.mark.parametrize("fault", [pytest.param("fail-get", marks=pytest.mark.slow), "hang-get"])
 def test_unreadable_disk_costs_misses(
-    llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle, fault: str
+    llama: Path,
+    make_cache: MakeCache,
+    fill_disk: FillDisk,
+    start: StartEngine,
+    oracle: Oracle,
+    fault: str,
 ) -> None:
     cache = make_cache(ssd={"deadline": "300ms"})
-    cache.start()
-    with start(llama, cache) as engine:
-        engine.generate(prompt(LENGTH))
-    cache.stop()
+    fill_disk(cache, prompt(LENGTH))
     cache.start(fault=[fault])
     prompts = [prompt(LENGTH), prompt(LENGTH + 300), prompt(600, start=9000)]
     # Hung reads keep their memory, so the cache process never becomes idle here.

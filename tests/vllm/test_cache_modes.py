@@ -9,7 +9,7 @@ import pytest
 
 from tests.vllm import models
 from tests.vllm.cache_process import CHUNK, CacheProcess
-from tests.vllm.conftest import MakeCache, Oracle, StartEngine
+from tests.vllm.conftest import MakeCache, Oracle, Running, StartEngine
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.models import prompt
 from tests.vllm.test_states import MAMBA
@@ -62,19 +62,17 @@ def test_modes(
         assert chunks(cache) == held
 
 
-def test_mode_of_one_request_does_not_affect_another(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
-) -> None:
+def test_mode_of_one_request_does_not_affect_another(llama: Path, running: Running, oracle: Oracle) -> None:
     first, second = prompt(LENGTH), prompt(LENGTH, start=5000)
-    with start(llama, cache) as engine:
-        private = engine.submit(first, params={"kvtier": {"cache": "off"}})
-        stored = engine.submit(second)
-        assert engine.answer(private).tokens == oracle(llama, first)
-        assert engine.answer(stored).tokens == oracle(llama, second)
-        cache.wait_until_stored(WHOLE_CHUNKS)
-        engine.reset_prefix_cache()
-        assert engine.generate(first).cached == 0
-        assert engine.generate(second).cached == WHOLE_CHUNKS
+    engine, cache = running
+    private = engine.submit(first, params={"kvtier": {"cache": "off"}})
+    stored = engine.submit(second)
+    assert engine.answer(private).tokens == oracle(llama, first)
+    assert engine.answer(stored).tokens == oracle(llama, second)
+    cache.wait_until_stored(WHOLE_CHUNKS)
+    engine.reset_prefix_cache()
+    assert engine.generate(first).cached == 0
+    assert engine.generate(second).cached == WHOLE_CHUNKS
 
 
 def test_states_are_stored_and_loaded_by_mode(

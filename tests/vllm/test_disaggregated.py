@@ -16,6 +16,7 @@ from kvtier.testing.servers import free_port
 from tests.vllm.cache_process import CHUNK, MIB, CacheProcess, is_idle
 from tests.vllm.conftest import Oracle
 from tests.vllm.engine import Answer, Engine, Engines
+from tests.vllm.forked_cache_process import ForkedCacheProcess
 from tests.vllm.models import prompt
 
 LENGTH = 1000
@@ -154,7 +155,7 @@ class Hosts:
         }
         folder = Path(tempfile.mkdtemp(prefix="kvt-"))
         settings = {"kv_transfer": {"timeout": EXPECT_SECONDS}, **self._settings, **settings}
-        cache = CacheProcess(folder, peer=peer, **settings)
+        cache = ForkedCacheProcess(folder, peer=peer, **settings)
         try:
             cache.start()
             yield cache

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.vllm.cache_process import CHUNK, CacheProcess
-from tests.vllm.conftest import MakeCache, Oracle, StartEngine
+from tests.vllm.conftest import FillDisk, MakeCache, Oracle, StartEngine
 from tests.vllm.engine import Engine
 from tests.vllm.models import prompt
 
@@ -18,13 +19,13 @@ LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
 PROMPTS = [prompt(LENGTH, start=1200 * number) for number in range(4)]
 
+Prepare = Callable[..., None]
+
 
 @pytest.fixture
 def cache(make_cache: MakeCache) -> CacheProcess:
     """Its disk deadline exceeds the test: operations that are held must still be pending at the kill."""
-    cache = make_cache(ssd={"deadline": "60s"})
-    cache.start()
-    return cache
+    return make_cache(ssd={"deadline": "60s"})
 
 
 @pytest.fixture(params=["loads", pytest.param("stores", marks=pytest.mark.slow)])
@@ -33,14 +34,27 @@ def moment(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def prepare(moment: str, llama: Path, cache: CacheProcess, start: StartEngine, **settings: Any) -> None:
-    """For loads, put every prompt on a disk that completes no read until released."""
-    if moment == "loads":
-        with start(llama, cache, **settings) as engine:
-            engine.generate_all(PROMPTS, 1)
-            cache.wait_until_stored(len(PROMPTS) * WHOLE_CHUNKS)
-        cache.stop()
+@pytest.fixture
+def prepare(
+    moment: str, llama: Path, cache: CacheProcess, start: StartEngine, fill_disk: FillDisk
+) -> Prepare:
+    """Start the cache process. For loads, the prompts are on a disk that holds reads until released."""
+
+    def prepare(**settings: Any) -> None:
+        if moment == "stores":
+            cache.start()
+            return
+        if settings:
+            cache.start()
+            with start(llama, cache, **settings) as engine:
+                engine.generate_all(PROMPTS, 1)
+                cache.wait_until_stored(len(PROMPTS) * WHOLE_CHUNKS)
+            cache.stop()
+        else:
+            fill_disk(cache, *PROMPTS, new=1)
         cache.start(fault=["hold-get"])
+
+    return prepare
 
 
 def provoke(moment: str, engine: Engine, cache: CacheProcess) -> list[int]:
@@ -63,9 +77,9 @@ def check_all(engine: Engine, cache: CacheProcess, llama: Path, oracle: Oracle) 
 
 
 def test_engine_killed(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, moment: str
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, moment: str, prepare: Prepare
 ) -> None:
-    prepare(moment, llama, cache, start)
+    prepare()
     with start(llama, cache, max_num_batched_tokens=256) as engine:
         provoke(moment, engine, cache)
         engine.kill()
@@ -77,10 +91,10 @@ def test_engine_killed(
 
 
 def test_cache_process_killed(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, moment: str
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, moment: str, prepare: Prepare
 ) -> None:
     expected = [oracle(llama, tokens, 50) for tokens in PROMPTS]
-    prepare(moment, llama, cache, start)
+    prepare()
     with start(llama, cache, max_num_batched_tokens=256) as engine:
         requests = provoke(moment, engine, cache)
         cache.kill()
@@ -96,9 +110,9 @@ def test_cache_process_killed(
 
 @pytest.mark.slow  # Each of its engines takes as long to start as a whole other test.
 def test_worker_killed(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, moment: str
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, moment: str, prepare: Prepare
 ) -> None:
-    prepare(moment, llama, cache, start, tensor_parallel_size=2)
+    prepare(tensor_parallel_size=2)
     with start(llama, cache, max_num_batched_tokens=256, tensor_parallel_size=2) as engine:
         provoke(moment, engine, cache)
         os.kill(engine.workers()[0], signal.SIGKILL)

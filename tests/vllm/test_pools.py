@@ -18,6 +18,7 @@ from tests.servers import SERVERS
 from tests.vllm.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
 from tests.vllm.engine import Engine, Engines
+from tests.vllm.forked_cache_process import ForkedCacheProcess
 from tests.vllm.models import prompt
 
 LENGTH = 1000
@@ -111,7 +112,7 @@ def test_engine_hits_what_another_stored(
 def keys(llama: Path, engines: Engines) -> Iterator[list[ChunkKey]]:
     """Keys of one prompt's chunks, from a disk's file names: equal in every tier and process."""
     with tempfile.TemporaryDirectory(prefix="kvt-") as folder:
-        cache = CacheProcess(Path(folder))
+        cache = ForkedCacheProcess(Path(folder))
         cache.start()
         try:
             with engines.engine(llama, cache.connector) as engine:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.vllm import models
 from tests.vllm.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess, is_idle
-from tests.vllm.conftest import MakeCache, Oracle, StartEngine
+from tests.vllm.conftest import MakeCache, Oracle, Running, StartEngine
 from tests.vllm.engine import Answer, Engine, Engines
 from tests.vllm.models import prompt
 
@@ -45,15 +45,14 @@ def store(engine: Engine, cache: CacheProcess) -> Answer:
         assert engine.generate(prompt(LENGTH)).tokens == cold.tokens
 
 
-def test_cold_then_warm_from_memory(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
-) -> None:
-    with start(llama, cache) as engine:
-        cold = engine.generate(prompt(LENGTH))
-        cache.wait_until_stored(LENGTH)
-        engine.reset_prefix_cache()
-        warm = engine.generate(prompt(LENGTH))
-        assert tokens_from(engine, "host") == WHOLE_CHUNKS
+def test_cold_then_warm_from_memory(llama: Path, running: Running, oracle: Oracle) -> None:
+    engine, cache = running
+    before = tokens_from(engine, "host")
+    cold = engine.generate(prompt(LENGTH))
+    cache.wait_until_stored(LENGTH)
+    engine.reset_prefix_cache()
+    warm = engine.generate(prompt(LENGTH))
+    assert tokens_from(engine, "host") - before == WHOLE_CHUNKS
     expected = oracle(llama, prompt(LENGTH))
     assert cold == Answer(expected, 0, "length")
     assert warm == Answer(expected, WHOLE_CHUNKS, "length")
@@ -91,10 +90,11 @@ def test_memory_outlives_the_engine(
 
 
 def test_two_engines_hit_each_others_chunks(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
+    llama: Path, running: Running, start: StartEngine, oracle: Oracle
 ) -> None:
     first, second = prompt(LENGTH), prompt(LENGTH, start=5000)
-    with start(llama, cache) as engine_a, start(llama, cache) as engine_b:
+    engine_a, cache = running
+    with start(llama, cache) as engine_b:
         engine_a.generate(first)
         engine_b.generate(second)
         cache.wait_until_stored(2 * WHOLE_CHUNKS)
@@ -105,22 +105,20 @@ def test_two_engines_hit_each_others_chunks(
     ]
 
 
-def test_chat_reuses_decoded_tokens(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
-) -> None:
+def test_chat_reuses_decoded_tokens(llama: Path, running: Running, oracle: Oracle) -> None:
     turns = [prompt(300), prompt(200, start=4000), prompt(150, start=8000)]
     conversation: list[int] = []
-    with start(llama, cache) as engine:
-        for turn in turns:
-            known = len(conversation)
-            conversation += turn
-            engine.reset_prefix_cache()
-            answer = engine.generate(conversation, 100)
-            # The last decoded token has no KV yet.
-            assert answer.cached == max(0, known - 1) // CHUNK * CHUNK
-            assert answer.tokens == oracle(llama, conversation, 100)
-            conversation += answer.tokens
-            cache.wait_until_stored(len(conversation) - 1)
+    engine, cache = running
+    for turn in turns:
+        known = len(conversation)
+        conversation += turn
+        engine.reset_prefix_cache()
+        answer = engine.generate(conversation, 100)
+        # The last decoded token has no KV yet.
+        assert answer.cached == max(0, known - 1) // CHUNK * CHUNK
+        assert answer.tokens == oracle(llama, conversation, 100)
+        conversation += answer.tokens
+        cache.wait_until_stored(len(conversation) - 1)
 
 
 def test_decoded_tokens_are_not_stored_without_save_decode(
@@ -134,12 +132,12 @@ def test_decoded_tokens_are_not_stored_without_save_decode(
         assert cache.status()["tiers"][0]["chunks"] == 300 // CHUNK
 
 
-def test_prompt_of_whole_chunks(llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle) -> None:
-    with start(llama, cache) as engine:
-        engine.generate(prompt(WHOLE_CHUNKS))
-        cache.wait_until_stored(WHOLE_CHUNKS)
-        engine.reset_prefix_cache()
-        warm = engine.generate(prompt(WHOLE_CHUNKS))
+def test_prompt_of_whole_chunks(llama: Path, running: Running, oracle: Oracle) -> None:
+    engine, cache = running
+    engine.generate(prompt(WHOLE_CHUNKS))
+    cache.wait_until_stored(WHOLE_CHUNKS)
+    engine.reset_prefix_cache()
+    warm = engine.generate(prompt(WHOLE_CHUNKS))
     assert warm.tokens == oracle(llama, prompt(WHOLE_CHUNKS))
     assert warm.cached >= WHOLE_CHUNKS - CHUNK
 
@@ -175,12 +173,15 @@ def test_tensor_parallel(llama: Path, cache: CacheProcess, start: StartEngine, o
 def test_head_of_two_ranks_is_stored_once(
     tmp_path: Path, cache: CacheProcess, start: StartEngine, engines: Engines
 ) -> None:
-    """One KV head: 2 KiB per token, with one rank or two. Each rank writes half of the chunks."""
+    """One KV head: 2 KiB per token, with one rank or two. Each rank writes half of the chunks.
+
+    The ranks are spawned, as vLLM does. Those of other tests are forked, which takes a tenth of the time.
+    """
     model, sizes = models.make_llama(tmp_path / "model", kv_heads=1), []
     with engines.engine(model, None, enable_prefix_caching=False) as plain:
         expected = plain.generate(prompt(LENGTH)).tokens
     for ranks in (1, 2):
-        with start(model, cache, tensor_parallel_size=ranks) as engine:
+        with start(model, cache, tensor_parallel_size=ranks, spawned_ranks=True) as engine:
             assert engine.generate(prompt(LENGTH)).tokens == expected
             cache.wait_until_stored(WHOLE_CHUNKS * ranks)
             engine.reset_prefix_cache()
@@ -192,12 +193,13 @@ def test_head_of_two_ranks_is_stored_once(
 
 
 def test_engines_with_different_block_sizes_share_nothing(
-    llama: Path, cache: CacheProcess, start: StartEngine
+    llama: Path, running: Running, start: StartEngine
 ) -> None:
-    with start(llama, cache) as engine:
-        engine.generate(prompt(LENGTH))
-    with start(llama, cache, block_size=64) as engine:
-        assert engine.generate(prompt(LENGTH)).cached == 0
+    engine, cache = running
+    engine.generate(prompt(LENGTH))
+    cache.wait_until_stored(LENGTH)
+    with start(llama, cache, block_size=64) as other:
+        assert other.generate(prompt(LENGTH)).cached == 0
 
 
 def test_external_reset_clears_kvtier(llama: Path, cache: CacheProcess, start: StartEngine) -> None:
@@ -230,12 +232,10 @@ def test_connector_starts_a_cache_process_if_no_socket_is_set(
     started.wait_until_exited(pid)
 
 
-@pytest.mark.parametrize("length", [pytest.param(CHUNK - 1, marks=pytest.mark.slow), CHUNK, CHUNK + 1])
-def test_around_one_chunk(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, length: int
-) -> None:
-    with start(llama, cache) as engine:
-        engine.generate(prompt(length))
-        cache.wait_until_stored(length)
-        engine.reset_prefix_cache()
-        assert engine.generate(prompt(length)).tokens == oracle(llama, prompt(length))
+@pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1])
+def test_around_one_chunk(llama: Path, running: Running, oracle: Oracle, length: int) -> None:
+    engine, cache = running
+    engine.generate(prompt(length))
+    cache.wait_until_stored(length)
+    engine.reset_prefix_cache()
+    assert engine.generate(prompt(length)).tokens == oracle(llama, prompt(length))

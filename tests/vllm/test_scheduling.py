@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.vllm.cache_process import CHUNK, MIB, CacheProcess
-from tests.vllm.conftest import MakeCache, Oracle, StartEngine
+from tests.vllm.conftest import FillDisk, MakeCache, Oracle, Running, StartEngine
 from tests.vllm.models import prompt
 
 LENGTH = 1000
@@ -19,12 +19,10 @@ def sharing_a_prefix(count: int) -> list[list[int]]:
 
 
 def test_eight_requests_at_once_share_a_prefix_from_disk(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
+    llama: Path, make_cache: MakeCache, fill_disk: FillDisk, start: StartEngine, oracle: Oracle
 ) -> None:
-    prompts = sharing_a_prefix(8)
-    with start(llama, cache) as engine:
-        engine.generate(prompt(SHARED))
-    cache.stop()
+    prompts, cache = sharing_a_prefix(8), make_cache()
+    fill_disk(cache, prompt(SHARED))
     cache.start()
     with start(llama, cache) as engine:
         answers = engine.generate_all(prompts)
@@ -34,16 +32,14 @@ def test_eight_requests_at_once_share_a_prefix_from_disk(
     assert read["get_ok"] == SHARED // CHUNK, "one read per chunk, however many requests need it"
 
 
-def test_eight_cold_requests_at_once(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
-) -> None:
+def test_eight_cold_requests_at_once(llama: Path, running: Running, oracle: Oracle) -> None:
     prompts = sharing_a_prefix(8)
     expected = [oracle(llama, tokens) for tokens in prompts]
-    with start(llama, cache) as engine:
-        for _ in range(2):
-            assert [answer.tokens for answer in engine.generate_all(prompts)] == expected
-            cache.wait_until_idle()
-            engine.reset_prefix_cache()
+    engine, cache = running
+    for _ in range(2):
+        assert [answer.tokens for answer in engine.generate_all(prompts)] == expected
+        cache.wait_until_idle()
+        engine.reset_prefix_cache()
 
 
 def test_chunked_prefill_in_small_batches(
@@ -96,11 +92,10 @@ def test_aborted_requests_free_everything(
 
 
 def test_requests_aborted_during_disk_reads_free_everything(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
+    llama: Path, make_cache: MakeCache, fill_disk: FillDisk, start: StartEngine, oracle: Oracle
 ) -> None:
-    with start(llama, cache) as engine:
-        engine.generate(prompt(LENGTH))
-    cache.stop()
+    cache = make_cache()
+    fill_disk(cache, prompt(LENGTH))
     cache.start(fault=["slow-get"])
     with start(llama, cache) as engine:
         loading = [engine.submit(prompt(LENGTH)) for _ in range(4)]
@@ -113,13 +108,10 @@ def test_requests_aborted_during_disk_reads_free_everything(
 
 
 def test_request_waiting_for_the_disk_does_not_block_others(
-    llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
+    llama: Path, make_cache: MakeCache, fill_disk: FillDisk, start: StartEngine, oracle: Oracle
 ) -> None:
     cache = make_cache(ssd={"deadline": "10m"}, prefetch={"policy": "timeout", "deadline": "10m"})
-    cache.start()
-    with start(llama, cache) as engine:
-        engine.generate(prompt(LENGTH))
-    cache.stop()
+    fill_disk(cache, prompt(LENGTH))
     cache.start(fault=["hang-get"])
     with start(llama, cache) as engine:
         waiting = engine.submit(prompt(LENGTH))

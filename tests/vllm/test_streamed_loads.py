@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.vllm.cache_process import CHUNK, CacheProcess
-from tests.vllm.conftest import MakeCache, Oracle, StartEngine
-from tests.vllm.engine import Engine, Engines
+from tests.vllm.conftest import FillDisk, MakeCache, Oracle, StartEngine
+from tests.vllm.engine import Engine
 from tests.vllm.models import prompt
 
 LENGTH = 1500
@@ -24,27 +22,11 @@ FIRST = 2
 Restart = Callable[[str], None]
 
 
-@pytest.fixture(scope="module")
-def stored(llama: Path, engines: Engines) -> Iterator[Path]:
-    """A disk with the prompt, for each test to copy."""
-    with tempfile.TemporaryDirectory(prefix="kvt-") as folder:
-        cache = CacheProcess(Path(folder))
-        cache.start()
-        try:
-            with engines.engine(llama, cache.connector) as engine:
-                engine.generate(PROMPT)
-                cache.wait_until_stored(WHOLE_CHUNKS)
-            cache.stop()
-            yield cache.disk
-        finally:
-            cache.kill()
-
-
 @pytest.fixture
-def cache(make_cache: MakeCache, stored: Path) -> CacheProcess:
+def cache(make_cache: MakeCache, fill_disk: FillDisk) -> CacheProcess:
     """It has the prompt on disk, and is not started yet. Its disk deadline exceeds the test."""
     cache = make_cache(ssd={"deadline": "60s"}, prefetch={"deadline": "60s"})
-    shutil.copytree(stored, cache.disk)
+    fill_disk(cache, PROMPT)
     return cache
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.vllm import models
 from tests.vllm.cache_process import CHUNK, CacheProcess
-from tests.vllm.conftest import Oracle, StartEngine
+from tests.vllm.conftest import Oracle, Running, StartEngine
 from tests.vllm.models import prompt
 
 LENGTH = 1000
@@ -16,18 +16,18 @@ WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
 
 
 def test_tenants_with_different_salts_never_hit_each_other(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
+    llama: Path, running: Running, oracle: Oracle
 ) -> None:
-    with start(llama, cache) as engine:
-        for stored, salt in enumerate(("one", "other", None), 1):
-            engine.reset_prefix_cache()
-            cold = engine.generate(prompt(LENGTH), salt=salt)
-            assert (cold.cached, cold.tokens) == (0, oracle(llama, prompt(LENGTH)))
-            cache.wait_until_stored(stored * WHOLE_CHUNKS)
-        for salt in ("one", "other", None):
-            engine.reset_prefix_cache()
-            warm = engine.generate(prompt(LENGTH), salt=salt)
-            assert (warm.cached, warm.tokens) == (WHOLE_CHUNKS, oracle(llama, prompt(LENGTH)))
+    engine, cache = running
+    for stored, salt in enumerate(("one", "other", None), 1):
+        engine.reset_prefix_cache()
+        cold = engine.generate(prompt(LENGTH), salt=salt)
+        assert (cold.cached, cold.tokens) == (0, oracle(llama, prompt(LENGTH)))
+        cache.wait_until_stored(stored * WHOLE_CHUNKS)
+    for salt in ("one", "other", None):
+        engine.reset_prefix_cache()
+        warm = engine.generate(prompt(LENGTH), salt=salt)
+        assert (warm.cached, warm.tokens) == (WHOLE_CHUNKS, oracle(llama, prompt(LENGTH)))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,136 @@
+"""What a real cache does with new chunks that its eviction policy finds worth less than those it holds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import anyio
+import pytest
+
+from kvtier import Settings, TieredCache
+from kvtier.catalog.hints import ChunkHints
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+from kvtier.memory.keys import ChunkKey
+from kvtier.testing.eviction import prompt_of
+
+from .conftest import CHUNK_OBJECT_BYTES
+from .faulty_sources import BUILT_IN
+
+pytestmark = pytest.mark.anyio
+ROOT, NAMESPACE = ChunkKey(bytes(32)), bytes(32)
+CHUNKS = 8
+WORTHY, WORTHLESS = ChunkHints(priority=100), ChunkHints(priority=-100)
+
+
+def headers(keys: Sequence[ChunkKey], parent: ChunkKey = ROOT) -> list[ChunkHeader]:
+    size = CHUNK_OBJECT_BYTES - HEADER_BYTES
+    return [
+        ChunkHeader(key, before, NAMESPACE, size) for key, before in zip(keys, [parent, *keys], strict=False)
+    ]
+
+
+def store(
+    cache: TieredCache, new: list[ChunkHeader], hints: ChunkHints, *, declining: bool = True
+) -> list[bool]:
+    """Store chunks as an engine does. Return which of them had room."""
+    reserved = cache.reserve_all(new, [hints] * len(new), declining=declining)
+    cache.commit([reservation for reservation in reserved if reservation is not None])
+    return [reservation is not None for reservation in reserved]
+
+
+def memory(**more: Any) -> dict[str, Any]:
+    return {"eviction": "resume", "high_watermark": 1.0, "low_watermark": 1.0, **more}
+
+
+@pytest.fixture
+async def cache(settings: Callable[..., Settings]) -> AsyncIterator[TieredCache]:
+    """A memory tier that is full of chunks of high priority."""
+    async with TieredCache.open(settings(ram=CHUNKS, ssd=0, memory=memory()), plugins=BUILT_IN) as cache:
+        assert all(store(cache, headers(prompt_of(1, CHUNKS)), WORTHY))
+        yield cache
+
+
+def held(cache: TieredCache) -> int:
+    return len(cache.hierarchy.catalog.prefix(prompt_of(1, CHUNKS)))
+
+
+async def test_declined_chunks_are_counted_and_do_not_warn(
+    cache: TieredCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert store(cache, headers(prompt_of(2, 3)), WORTHLESS) == [False] * 3
+    assert held(cache) == CHUNKS
+    assert cache.hierarchy.counts["store_declined"] == 3
+    assert cache.hierarchy.counts["store_dropped"] == 0
+    assert not caplog.records
+
+
+async def test_chunks_that_are_worth_more_replace_the_others(cache: TieredCache) -> None:
+    assert store(cache, headers(prompt_of(2, 3)), WORTHY) == [True] * 3
+    assert held(cache) == CHUNKS - 3
+
+
+async def test_nothing_is_declined_unless_the_caller_allows_it(cache: TieredCache) -> None:
+    """Such as what a peer pushes, or a user of the library stores."""
+    assert store(cache, headers(prompt_of(2, 3)), WORTHLESS, declining=False) == [True] * 3
+
+
+async def test_what_continues_declined_chunks_is_declined_even_if_there_is_room(cache: TieredCache) -> None:
+    """An engine stores a long prompt in parts. Without the first one, the others would never be hits."""
+    keys = prompt_of(2, 6)
+    assert store(cache, headers(keys[:2]), WORTHLESS) == [False] * 2
+    victims = cache.hierarchy.catalog.victims(0, 4 * CHUNK_OBJECT_BYTES)
+    cache.hierarchy.drop(victims)
+    assert store(cache, headers(keys[2:4], keys[1]), WORTHLESS) == [False] * 2
+    assert store(cache, headers(keys[4:], keys[3]), WORTHY) == [False] * 2
+    assert cache.hierarchy.counts["store_declined"] == 6
+    assert store(cache, headers(keys[:2]), WORTHLESS) == [True] * 2, "there is room for it now"
+    assert store(cache, headers(keys[2:4], keys[1]), WORTHLESS) == [True] * 2
+
+
+async def test_other_prompts_of_the_same_reservation_are_stored(cache: TieredCache) -> None:
+    """A step of an engine reserves for all of its requests at once."""
+    new = headers(prompt_of(2, 2)) + headers(prompt_of(3, 2))
+    hints = [WORTHLESS] * 2 + [WORTHY] * 2
+    reserved = cache.reserve_all(new, hints, declining=True)
+    assert [reservation is not None for reservation in reserved] == [False, False, True, True]
+    cache.abandon([reservation for reservation in reserved if reservation is not None])
+
+
+async def test_only_the_end_of_a_prompt_is_declined(cache: TieredCache) -> None:
+    """As much is stored as there is room for, and what is declined continues it."""
+    keys = prompt_of(2, 5)
+    cache.hierarchy.drop(cache.hierarchy.catalog.victims(0, 2 * CHUNK_OBJECT_BYTES))
+    assert store(cache, headers(keys), WORTHLESS) == [True, True, False, False, False]
+    assert held(cache) == CHUNKS - 2
+    assert len(cache.hierarchy.catalog.prefix(keys)) == 2
+
+
+async def test_chunks_in_use_are_no_reason_to_decline(cache: TieredCache) -> None:
+    """There is no room then, and that is what is counted."""
+    leases = cache.hierarchy.memory.lease_ready(prompt_of(1, CHUNKS))
+    assert store(cache, headers(prompt_of(2, 3)), WORTHY) == [False] * 3
+    assert cache.hierarchy.counts["store_dropped"] == 3
+    assert cache.hierarchy.counts["store_declined"] == 0
+    for chunk in leases:
+        chunk.lease.release()
+
+
+@pytest.mark.parametrize(
+    "more", [{"ssd": 64}, {"ssd": 0, "tenants": {"a": {"share": 0.5}}}], ids=["disk", "tenants"]
+)
+async def test_lower_tiers_get_every_chunk_and_tenants_are_not_compared(
+    settings: Callable[..., Settings], more: dict[str, Any]
+) -> None:
+    tiers = settings(ram=CHUNKS, memory=memory(), **more)
+    async with TieredCache.open(tiers, plugins=BUILT_IN) as cache:
+        store(cache, headers(prompt_of(1, CHUNKS)), WORTHY)
+        for number in range(2, 50):
+            if any(store(cache, headers(prompt_of(number, 3)), WORTHLESS)):
+                break
+            await anyio.sleep(0.1)  # What is on its way to the disk is in use.
+        else:
+            pytest.fail("nothing was stored")
+        assert cache.hierarchy.counts["store_declined"] == 0
