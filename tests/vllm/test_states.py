@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,31 @@ class Hybrid(NamedTuple):
         return prompts_of([length + self.extra for length in lengths])
 
 
+class Plain:
+    """vLLM without kvtier, one engine for each model."""
+
+    def __init__(self, engines: Engines, running: ExitStack) -> None:
+        self._engines, self._running = engines, running
+        self._of: dict[Path, Engine] = {}
+
+    def answers(self, hybrid: Hybrid, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the tokens of each prompt, computed from the first token on."""
+        if hybrid.path not in self._of:
+            started = self._engines.engine(hybrid.path, None, **hybrid.arguments)
+            self._of[hybrid.path] = self._running.enter_context(started)
+        engine, answers = self._of[hybrid.path], []
+        for tokens in prompts:
+            engine.reset_prefix_cache()
+            answers.append(engine.generate(tokens).tokens)
+        return answers
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Engines) -> Iterator[Plain]:
+    with ExitStack() as running:
+        yield Plain(engines, running)
+
+
 @pytest.fixture(scope="module")
 def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.make_granite(tmp_path_factory.mktemp("granite"))
@@ -66,9 +92,10 @@ HYBRIDS: dict[str, tuple[Callable[[Path], Path], dict[str, Any], int]] = {
     scope="module",
     params=[pytest.param(name, marks=() if name == "granite-4-h" else pytest.mark.slow) for name in HYBRIDS],
 )
-def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+def hybrid(request: pytest.FixtureRequest, granite: Path, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
     make, arguments, extra = HYBRIDS[request.param]
-    return Hybrid(make(tmp_path_factory.mktemp(request.param)), MAMBA | arguments, extra)
+    path = granite if not arguments and make is models.make_granite else None
+    return Hybrid(path or make(tmp_path_factory.mktemp(request.param)), MAMBA | arguments, extra)
 
 
 @pytest.fixture
@@ -80,16 +107,6 @@ def cache(make_cache: MakeCache) -> CacheProcess:
 
 def prompts_of(lengths: list[int]) -> list[list[int]]:
     return [prompt(length, start=5000 * at) for at, length in enumerate(lengths)]
-
-
-def expected(engines: Engines, hybrid: Hybrid, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the tokens of the same vLLM without kvtier, each computed from the first token on."""
-    with engines.engine(hybrid.path, None, **hybrid.arguments) as plain:
-        answers = []
-        for tokens in prompts:
-            answers.append(plain.generate(tokens).tokens)
-            plain.reset_prefix_cache()
-        return answers
 
 
 def warm(engine: Engine, answers: list[list[int]], prompts: list[list[int]]) -> list[Answer]:
@@ -121,11 +138,11 @@ def store(
 
 
 def test_warm_from_memory_and_from_disk(
-    hybrid: Hybrid, cache: CacheProcess, start: StartEngine, engines: Engines
+    hybrid: Hybrid, cache: CacheProcess, start: StartEngine, plain: Plain
 ) -> None:
     """Prompts of all lengths around boundaries: a hit ends at the last state, which is at the last block."""
     prompts = hybrid.prompts(*LENGTHS)
-    tokens = expected(engines, hybrid, prompts)
+    tokens = plain.answers(hybrid, prompts)
     with start(hybrid.path, cache, **hybrid.arguments) as engine:
         assert [answer.cached for answer in generate(engine, prompts)] == [0] * len(prompts)
         engine.reset_prefix_cache()
@@ -137,18 +154,16 @@ def test_warm_from_memory_and_from_disk(
 
 
 def test_chat_continues_at_its_last_state_and_drops_older_ones(
-    granite: Path, cache: CacheProcess, start: StartEngine, engines: Engines
+    granite: Path, cache: CacheProcess, start: StartEngine, plain: Plain
 ) -> None:
     turns = [prompt(length, start=5000 * at) for at, length in enumerate([600, 300, 300, 300])]
-    with engines.engine(granite, None, **MAMBA) as plain:
-        conversation: list[int] = []
-        said, asked = [], []
-        for turn in turns:
-            conversation = conversation + turn
-            asked.append(conversation)
-            plain.reset_prefix_cache()
-            said.append(plain.generate(conversation).tokens)
-            conversation = conversation + said[-1]
+    conversation: list[int] = []
+    said, asked = [], []
+    for turn in turns:
+        conversation = conversation + turn
+        asked.append(conversation)
+        said += plain.answers(Hybrid(granite, MAMBA), [conversation])
+        conversation = conversation + said[-1]
     hits = []
     with start(granite, cache, **MAMBA) as engine:
         for tokens, answer in zip(asked, said, strict=True):
@@ -164,12 +179,12 @@ def test_chat_continues_at_its_last_state_and_drops_older_ones(
 
 
 def test_prompts_that_branch_share_the_state_before(
-    granite: Path, cache: CacheProcess, start: StartEngine, engines: Engines
+    granite: Path, cache: CacheProcess, start: StartEngine, plain: Plain
 ) -> None:
     """The first prompt does not end at the branch. The second one stores a state there, the third hits it."""
     shared = prompt(512)
     prompts = [shared + prompt(100, start=9000 * at) for at in (1, 2, 3)]
-    tokens = expected(engines, Hybrid(granite, MAMBA), prompts)
+    tokens = plain.answers(Hybrid(granite, MAMBA), prompts)
     with start(granite, cache, **MAMBA) as engine:
         for answer, tokens_of in zip(tokens, prompts, strict=True):
             found = engine.generate(tokens_of)
@@ -180,10 +195,10 @@ def test_prompts_that_branch_share_the_state_before(
 
 
 def test_preempted_requests_continue(
-    hybrid: Hybrid, cache: CacheProcess, start: StartEngine, engines: Engines
+    hybrid: Hybrid, cache: CacheProcess, start: StartEngine, plain: Plain
 ) -> None:
     prompts = hybrid.prompts(700, 500, 300)
-    tokens = expected(engines, hybrid, prompts)
+    tokens = plain.answers(hybrid, prompts)
     with start(hybrid.path, cache, **hybrid.arguments) as engine:
         numbers = [engine.submit(tokens_of) for tokens_of in prompts]
         for _ in range(hybrid.preemptions):
@@ -192,10 +207,10 @@ def test_preempted_requests_continue(
 
 
 def test_cache_process_that_is_killed_costs_a_miss(
-    hybrid: Hybrid, cache: CacheProcess, start: StartEngine, engines: Engines
+    hybrid: Hybrid, cache: CacheProcess, start: StartEngine, plain: Plain
 ) -> None:
     prompts = hybrid.prompts(700, 500)
-    tokens = expected(engines, hybrid, prompts)
+    tokens = plain.answers(hybrid, prompts)
     with start(hybrid.path, cache, **hybrid.arguments) as engine:
         generate(engine, prompts)
         cache.wait_until_idle()
@@ -209,10 +224,10 @@ def test_cache_process_that_is_killed_costs_a_miss(
 
 @pytest.mark.slow
 def test_chunks_and_state_come_from_a_peer(
-    hybrid: Hybrid, make_cache: MakeCache, start: StartEngine, engines: Engines
+    hybrid: Hybrid, make_cache: MakeCache, start: StartEngine, plain: Plain
 ) -> None:
     prompts = hybrid.prompts(700, 500)
-    tokens = expected(engines, hybrid, prompts)
+    tokens = plain.answers(hybrid, prompts)
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     peer = {"secret": "sixteen or more characters", "transport": {"type": "tcp"}, "timeout": "2s"}
     first, second = (
@@ -232,11 +247,11 @@ def test_chunks_and_state_come_from_a_peer(
 
 @pytest.mark.slow
 def test_load_that_fails_is_computed(
-    hybrid: Hybrid, make_cache: MakeCache, start: StartEngine, engines: Engines
+    hybrid: Hybrid, make_cache: MakeCache, start: StartEngine, plain: Plain
 ) -> None:
     """The cache process grants chunks and state, and stops before it confirms their copies."""
     prompts = hybrid.prompts(700)
-    tokens = expected(engines, hybrid, prompts)
+    tokens = plain.answers(hybrid, prompts)
     cache = make_cache(chunk_tokens="auto", prefetch={"policy": "timeout"})
     cache.start()
     with start(hybrid.path, cache, **hybrid.arguments) as engine:
