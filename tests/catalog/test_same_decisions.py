@@ -36,15 +36,22 @@ def evicted(policy: type[EvictionPolicy]) -> list[ChunkKey]:
         rows, _ = catalog.prefix_rows(keys)
         catalog.touch_rows(rows)
         missing, parent = keys[len(rows) :], keys[len(rows) - 1] if rows else None
+        late = None
         needed = catalog.used(0) + len(missing) * LENGTH - CHUNKS * LENGTH
         if needed > 0:
             leased = set(rows)
-            victims = catalog.victims(0, needed, leased.__contains__)
+            arrival = catalog.arrival(missing, [LENGTH] * len(missing), parent)
+            victims = catalog.victims(0, needed, leased.__contains__, arrival=arrival)
             catalog.remove_all(victims, 0)
             gone += victims
+            if declined := missing[CHUNKS - catalog.count(0) :]:
+                missing = missing[: -len(declined)]
+                late = declined, [LENGTH] * len(declined), missing[-1] if missing else parent
         missing = [key for key in missing if key not in catalog]
         if missing:
             catalog.add_chain(missing, 0, [LENGTH] * len(missing), State.READY, parent)
+        if late is not None:
+            catalog.decline(0, catalog.arrival(*late))
     return gone
 
 
