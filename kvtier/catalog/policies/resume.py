@@ -99,9 +99,8 @@ class ResumePolicy(EvictionPolicy):
         self._settle(now)
         visits = self._visits
         visits.cover(max(rows))
-        parent = self._chunks.parents[rows[0]]
-        visit = visits.visit(parent)
-        if visit == NONE or visits.tails[visit] != parent:
+        visit = self._continued(self._chunks.parents[rows[0]])
+        if visit == NONE:
             visit = self._begin(rows[-1], now, class_continued(NEW, len(rows)))
         else:
             kind = self._kind(visit)
@@ -211,7 +210,8 @@ class ResumePolicy(EvictionPolicy):
         kind, added = (NEW, 0) if visit == NONE else (self._kind(visit), visits.added[visit])
         at, before = self._ghost_of(arrival.keys, visit)
         if before != NONE:
-            kind, added = class_of(self._typical(before, arrival.now - visits.since[before])), -at
+            gap = max(arrival.now - visits.since[before], 0.0)
+            kind, added = class_of(self._typical(before, gap)), -at
         kind = class_continued(NEW if kind == LEFT else kind, added + len(arrival.keys))
         return _ring_of(kind, hints.priority, hints.resume or 0.0, hints.retention or 0.0)
 
