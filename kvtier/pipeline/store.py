@@ -169,7 +169,6 @@ class StoreStage:
             fits = start + len(found)
             taken += range(start, fits)
             leases += found
-            self._declined.pop(keys[stop - 1], None)
             if fits == stop:
                 continue
             left.append(slice(fits, stop))

@@ -293,6 +293,27 @@ async def test_held_and_duplicate_chunks_are_refused() -> None:
         assert len(cache.hierarchy.catalog) == 3
 
 
+@pytest.mark.parametrize("state", [False, True])
+async def test_chunks_are_declined_except_of_models_with_states(state: bool) -> None:
+    """A state needs its chunks, and these are useless without it."""
+    groups = (GroupLayout(16, (1024,)), *([GroupLayout(16, (1024,), state=True)] if state else []))
+    tier = {"name": "ram", "type": "cpu", "capacity": "1MiB", "eviction": "resume"}
+    async with TieredCache.open(Settings(chunk_tokens=CHUNK_TOKENS, tiers=[tier]), plugins=BUILT_IN) as cache:
+        hello = Hello(
+            protocol.VERSION, "engine", "scheduler", 0, ChunkLayout(CHUNK_TOKENS, groups), NAMESPACE
+        )
+        engine = Engine(cache, hello, itertools.count(1))
+        keys = chunk_keys(ROOT, range(CHUNK_TOKENS * 200), CHUNK_TOKENS)
+        worthy = Run(ROOT, join_keys(keys), CHUNK_TOKENS, hints=ChunkHints(priority=100))
+        engine.commit([lease for lease in engine.reserve(Reserve(1, [worthy])).leases if lease], 0)
+        others = chunk_keys(root_key(bytes(32)), range(CHUNK_TOKENS * 4), CHUNK_TOKENS)
+        worthless = Run(ROOT, join_keys(others), CHUNK_TOKENS, hints=ChunkHints(priority=-100))
+        leases = engine.reserve(Reserve(2, [worthless])).leases
+        assert [bool(lease) for lease in leases] == [state] * 4
+        assert cache.hierarchy.counts["store_declined"] == (0 if state else 4)
+        engine.close()
+
+
 async def test_memory_is_kept_while_another_rank_may_write() -> None:
     layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024,)),), ranks=2)
     settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": "4MiB"}])

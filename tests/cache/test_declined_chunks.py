@@ -11,6 +11,7 @@ import pytest
 
 from kvtier import Settings, TieredCache
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.eviction import prompt_of
@@ -52,6 +53,12 @@ async def cache(settings: Callable[..., Settings]) -> AsyncIterator[TieredCache]
         yield cache
 
 
+def policy_of(cache: TieredCache) -> ResumePolicy:
+    policy = cache.hierarchy.catalog.policies[0]
+    assert isinstance(policy, ResumePolicy)
+    return policy
+
+
 def held(cache: TieredCache) -> int:
     return len(cache.hierarchy.catalog.prefix(prompt_of(1, CHUNKS)))
 
@@ -65,6 +72,7 @@ async def test_declined_chunks_are_counted_and_do_not_warn(
     assert cache.hierarchy.counts["store_declined"] == 3
     assert cache.hierarchy.counts["store_dropped"] == 0
     assert not caplog.records
+    assert len(policy_of(cache)._visits.ghosts) == 1, "the prompt is remembered"
 
 
 async def test_chunks_that_are_worth_more_replace_the_others(cache: TieredCache) -> None:
@@ -106,6 +114,8 @@ async def test_only_the_end_of_a_prompt_is_declined(cache: TieredCache) -> None:
     assert store(cache, headers(keys), WORTHLESS) == [True, True, False, False, False]
     assert held(cache) == CHUNKS - 2
     assert len(cache.hierarchy.catalog.prefix(keys)) == 2
+    visits = policy_of(cache)._visits
+    assert visits.counts[visits.ghosts[hash(keys[3])]] == 2, "together with what is stored of it"
 
 
 async def test_chunks_in_use_are_no_reason_to_decline(cache: TieredCache) -> None:

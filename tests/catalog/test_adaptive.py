@@ -77,6 +77,17 @@ def test_a_loop_that_does_not_fit_is_not_left_to_lru() -> None:
     assert cache.policy.hit_rates["lru"] < 0.1
 
 
+@pytest.mark.parametrize("active", range(len(CANDIDATES)))
+def test_a_search_without_eviction_changes_no_order(active: int) -> None:
+    cache = Cache(100)
+    for number in range(5):
+        cache.ask(prompt_of(number, 2))
+    cache.policy._active = active
+    first = cache.catalog.victims(0, 6 * LENGTH)
+    assert len(first) == 6
+    assert cache.catalog.victims(0, 6 * LENGTH) == first
+
+
 def test_it_goes_back_when_the_traffic_changes() -> None:
     """Each prompt is asked for twice, 20 prompts apart: LRU hits each second time."""
     cache = Cache(200, window=1000)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import pytest
 
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.eviction import EvictionPolicy
+from kvtier.catalog.eviction import Arrival, EvictionPolicy
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.policies.adaptive import AdaptivePolicy, AdaptiveSettings
+from kvtier.catalog.policies.adaptive import CANDIDATES, AdaptivePolicy, AdaptiveSettings
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.policies.resume import ResumePolicy
+from kvtier.catalog.policies.shadow import ShadowCache
 from kvtier.memory.keys import ChunkKey
+from kvtier.plugins import Plugins
+from kvtier.simulation.cache import SimulatedCache
+from kvtier.simulation.tiers import one_tier
 from kvtier.testing.eviction import LENGTH, prompt_of
 
 SESSIONS, SESSION_CHUNKS, SCAN_CHUNKS = 10, 8, 20
 GAP = 10.0
 """Seconds after which each session comes back."""
-CAPACITY = SESSIONS * SESSION_CHUNKS + SCAN_CHUNKS
+ROOM = SCAN_CHUNKS // 2
+"""Besides the sessions: a new prompt as a whole would replace chunks of theirs."""
+CAPACITY = SESSIONS * SESSION_CHUNKS + ROOM
 
 
 class Tier:
@@ -101,13 +107,13 @@ def test_as_much_is_stored_as_there_is_room_for_without_better_ones(traffic: Tra
     held = {key for number in range(SESSIONS) for key in prompt_of(number, SESSION_CHUNKS)}
     keys = prompt_of(3_000, 3 * SCAN_CHUNKS)
     tier.ask(keys)
-    assert len(tier.catalog.prefix(keys)) == SCAN_CHUNKS
+    assert len(tier.catalog.prefix(keys)) == ROOM
     assert all(key in tier.catalog for key in held)
 
 
 def test_declined_prompt_that_comes_back_is_stored(traffic: Traffic) -> None:
     """It is remembered, and then known as one that returns."""
-    tier, keys = traffic.tier, prompt_of(4_000, CAPACITY - SESSIONS)
+    tier, keys = traffic.tier, prompt_of(4_000, SCAN_CHUNKS)
     tier.ask(keys)
     assert not is_held(tier, keys)
     stored = 0
@@ -170,3 +176,54 @@ def test_adaptive_declines_as_the_policy_that_it_follows() -> None:
     asked = SESSION_CHUNKS / (SESSION_CHUNKS + SCAN_CHUNKS)
     assert policy.hit_rates["resume"] == pytest.approx(asked, abs=0.03), "its shadow cache declines, too"
     assert policy.hit_rates["lru"] < 0.02, "and sees what was declined"
+
+
+def test_shadow_caches_see_what_is_declined() -> None:
+    """Otherwise a policy that stores it would seem to miss it."""
+    chosen = AdaptiveSettings.model_validate({"type": "adaptive", "sampling": 1.0})
+    catalog = Catalog([AdaptivePolicy.factory(chosen, CAPACITY * LENGTH)])
+    policy = catalog.policies[0]
+    assert isinstance(policy, AdaptivePolicy)
+    catalog.add_chain(prompt_of(1, 1), 0, [LENGTH], State.READY)
+    keys = prompt_of(2, 5)
+    for _ in range(3):  # The last one is still open.
+        catalog.decline(0, catalog.arrival(keys, [LENGTH] * 5, None))
+    assert policy.hit_rates == dict.fromkeys(CANDIDATES, 5 / 11)
+
+
+class Counting(ResumePolicy):
+    """Counts the chunks that were declined."""
+
+    count = 0
+
+    def declined(self, arrival: Arrival) -> None:
+        self.count += len(arrival.keys)
+        super().declined(arrival)
+
+
+def test_shadow_cache_declines_and_tells_its_policy() -> None:
+    shadow = ShadowCache(Counting.factory(capacity_bytes=CAPACITY * LENGTH), CAPACITY * LENGTH)
+    hits = 0
+    for turn in range(400):
+        shadow.now += GAP / SESSIONS
+        found = shadow.access(prompt_of(turn % SESSIONS, SESSION_CHUNKS), [LENGTH] * SESSION_CHUNKS, None)
+        hits += found if turn >= 300 else 0
+        shadow.access(prompt_of(10_000 + turn, SCAN_CHUNKS), [LENGTH] * SCAN_CHUNKS, None)
+    policy = shadow._catalog.policies[0]
+    assert isinstance(policy, Counting)
+    assert hits == 100 * SESSION_CHUNKS
+    assert policy.count >= 100 * (SCAN_CHUNKS - ROOM)
+
+
+def test_simulation_declines_as_the_cache_does() -> None:
+    tiers = one_tier(Plugins.load([]), "resume", 10 * LENGTH, {})
+    simulated = SimulatedCache(Plugins.load([]), tiers, LENGTH)
+    first, second = prompt_of(1, 9), prompt_of(2, 4)
+    simulated.serve(1.0, first, ChunkHints(priority=100))
+    simulated.serve(2.0, second, ChunkHints(priority=-100))
+    assert len(simulated.catalog.prefix(first)) == 9
+    assert len(simulated.catalog.prefix(second)) == 1, "there is room for one chunk"
+    policy = simulated.catalog.policies[0]
+    assert isinstance(policy, ResumePolicy)
+    [visit] = policy._visits.ghosts.values()
+    assert policy._visits.counts[visit] == 1, "what was declined is remembered with what was stored"

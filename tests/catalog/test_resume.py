@@ -100,6 +100,19 @@ def test_parts_of_a_long_prompt_count_together() -> None:
     assert policy._kind(policy._visits.visit(rows[-1])) == class_of(0), "with nothing new"
 
 
+def test_chunks_that_were_there_before_an_eviction_are_not_new() -> None:
+    """A prompt of 20 chunks comes back with 3 more. One of its last chunks tells that it is the same."""
+    cache, keys = Cache(100), prompt_of(1, 23)
+    policy = cache.catalog.policies[0]
+    assert isinstance(policy, ResumePolicy)
+    cache.ask(keys[:20])
+    cache.catalog.remove_all(cache.catalog.victims(0), 0)
+    cache.now += 30
+    cache.ask(keys)
+    kind = policy._kind(policy._visits.visit(cache.catalog.row(keys[-1]) or 0))
+    assert kind == class_continued(class_of(30), 4)
+
+
 @pytest.mark.parametrize("kind", [class_expected(0), class_expected(1e9), CLASSES - 1])
 def test_class_of_a_hint_does_not_depend_on_the_new_chunks(kind: int) -> None:
     assert class_continued(kind, 100) == kind

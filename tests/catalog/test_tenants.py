@@ -14,6 +14,7 @@ from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import EvictionPolicy, RemovalReason
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.lru import LruPolicy
+from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.catalog.policies.tinylfu import TinyLfuPolicy
 from kvtier.catalog.tenants import Quota, Reach, TenantPolicies, Tenants, Usage, tenant_of_salt
 from kvtier.memory.keys import ChunkKey
@@ -296,6 +297,17 @@ def test_encoded_chunks_count_with_their_length_in_the_tier() -> None:
     assert [policy.usage()[1].used_bytes for policy in tenants.tiers] == [LENGTH, 4]
     catalog.remove(key(1), 1)
     assert [policy.usage()[1].used_bytes for policy in tenants.tiers] == [LENGTH, 0]
+
+
+def test_a_search_without_eviction_changes_no_order() -> None:
+    """Each tenant's policy learns which of its chunks could leave."""
+    shared = Shared(policy=ResumePolicy)
+    for _ in range(4):
+        for tenant in ("a", "b"):
+            shared.store(tenant, 2)
+    first = shared.catalog.victims(0, 8 * LENGTH)
+    assert len(first) == 8
+    assert shared.catalog.victims(0, 8 * LENGTH) == first
 
 
 def test_reach() -> None:
