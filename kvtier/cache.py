@@ -326,8 +326,7 @@ class TieredCache:
         """Call :meth:`reserve` for each chunk of one namespace, in a fifth of the time.
 
         ``hints``: those of each chunk, or none at all. Once one reservation fails for lack of memory, so do
-        all after it. ``declining``: as in
-        :meth:`StoreStage.reserve_all`.
+        all after it. ``declining``: see :meth:`StoreStage.reserve_all`.
         """
         return self._storing.reserve_all(headers, hints, declining=declining)
 

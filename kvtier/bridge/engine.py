@@ -312,7 +312,7 @@ class Engine:
             for run, (kv_transfer, headers) in zip(request.runs, runs, strict=True):
                 hints += [] if kv_transfer else [run.hints] * len(headers)
         # A state needs its chunks, and these are useless without it.
-        declining = not self.layout.has_states
+        declining = not self.layout.has_states and not any(run.awaited for run in request.runs)
         reserved = iter(self._cache.reserve_all(in_arena, hints, declining=declining))
         staging = self._buffers
         fillings: list[Filling | None] = []

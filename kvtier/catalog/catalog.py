@@ -381,8 +381,8 @@ class Catalog:
 
         They are READY, not pinned, and not ``is_leased`` (given a row). Of two chunks of a prompt, the later
         one comes first. Examines at most ``limit`` chunks that are READY and not pinned, of tenants within
-        ``reach``. ``arrival``: the chunks for which the room is needed. With them, the policy may prefer what
-        the tier holds, and then there are fewer victims.
+        ``reach``. ``arrival``: the new chunks that need the room. If the policy prefers what the tier holds,
+        the victims are too few for them.
         """
         rows = select_victims(
             self.policies[tier],
@@ -412,7 +412,7 @@ class Catalog:
         return Arrival(keys, lengths, row, parent, self._clock(), hints or NO_HINTS)
 
     def decline(self, tier: int, arrival: Arrival) -> None:
-        """Record that a tier does not store new chunks, which still tells its policy about their prompt."""
+        """Report new chunks that a tier does not store to its policy, which learns from all prompts."""
         self.policies[tier].declined(arrival)
 
     def _is_pinned(self) -> Callable[[int], bool]:

@@ -81,7 +81,7 @@ class Arrival:
     parent: int
     """The row of the chunk before the first, or :data:`NO_PARENT`."""
     parent_key: ChunkKey | None
-    """Its key, known even if it is not in the catalog; ``None`` if there is none."""
+    """Its key, even if it is not in the catalog; ``None`` at the beginning of a prompt."""
     now: float
     hints: ChunkHints = NO_HINTS
 
@@ -150,18 +150,23 @@ class EvictionPolicy(ABC):
         So a policy that offers last what could not leave knows what could.
         """
 
+    @property
+    def declines(self) -> bool:
+        """Whether it may prefer what the tier holds to new chunks: see :meth:`victims_for`."""
+        return False
+
     def victims_for(self, arrival: Arrival) -> Iterator[int]:
         """Yield the rows to evict for new chunks, which no other tier will hold.
 
-        May end before there is room for all of them, if what is left is worth more. Then the last ones are
-        not stored. By default, all new chunks are.
+        A policy that :attr:`declines` ends where all other rows are worth more than the new chunks. The last
+        ones of these may have no room then, and are not stored.
         """
         return self.victims()
 
     def declined(self, arrival: Arrival) -> None:  # noqa: B027 - has a default on purpose
-        """Called with new chunks that were not stored: there was no room, or :meth:`victims_for` has ended.
+        """Called with new chunks that were not stored, for lack of room or because it has declined them.
 
-        ``arrival.parent`` is the last chunk of their prompt that was.
+        ``arrival.parent`` is the last chunk of their prompt that is stored.
         """
 
     @property

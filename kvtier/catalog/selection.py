@@ -35,7 +35,7 @@ def select_victims(
     tier, but a prefix that is not in use is evicted from its end. Only chunks with ``ready[row] & mask`` may
     leave; at most ``limit`` of them that are neither pinned nor deferred are examined. ``children``: their
     number in the tier, by row. ``reach``: of which tenants. ``arrival``: the new chunks that need the room,
-    if the policy may prefer what is left. Tenants who share a tier cannot be compared in that way.
+    if the policy may decline them.
     """
     parents, lengths = columns.parents, columns.lengths
     left = waiting = -1

@@ -67,7 +67,7 @@ class EvictStage:
     def allocate_for(self, arrival: Arrival) -> tuple[list[Lease], bool]:
         """Allocate memory for new chunks as :meth:`allocate_all`, but drop nothing that is worth more.
 
-        Return the leases, and whether that is why there are none for the last chunks.
+        Return the leases, and whether the last chunks have none for that reason.
         """
         leases = self._allocate_all(arrival.lengths, arrival)
         if len(leases) == len(arrival.lengths):

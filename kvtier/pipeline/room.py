@@ -13,11 +13,8 @@ from kvtier.tiers.level import Level
 
 
 def may_decline(tiers: Sequence[Level]) -> bool:
-    """Whether the first tier may prefer what it holds to new chunks.
-
-    Not above others, which get them through it, and not if tenants share it: theirs are not comparable.
-    """
-    return len(tiers) == 1 and tiers[0].tenants is None
+    """Whether the first tier may decline new chunks. Not above others, which get them through it."""
+    return len(tiers) == 1 and tiers[0].declines
 
 
 def surplus_of(catalog: Catalog, target: Level) -> list[ChunkKey]:

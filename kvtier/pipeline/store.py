@@ -42,6 +42,7 @@ class Reservation:
 
 MAX_OVERFLOW_KEYS = 100_000
 MAX_DECLINED = 4096
+"""Chunks to remember because what continues them is declined as well."""
 ADMITTED_AT_ONCE = 64
 """Chunks to queue before other tasks run. About 0.3 ms."""
 
@@ -105,7 +106,7 @@ class StoreStage:
         self._memory = hierarchy.memory
         self._evicting = evicting
         self._declined: dict[ChunkKey, None] = {}
-        """The last chunks of declined ones, the oldest first: what continues them would be useless."""
+        """The last chunks of declined prompts, the oldest first: what continues them would be useless."""
         self._queues = {tier: WriteQueue(capacity) for tier, capacity in queue_bytes.items()}
 
     def reserve_all(
@@ -118,8 +119,8 @@ class StoreStage:
         """Reserve memory for chunks of one namespace. ``None`` for those READY or PENDING, or without room.
 
         After the first chunk that does not fit, no others are tried: later chunks of the prompt would be
-        useless without it, and the search for victims is expensive. ``declining``: nor do chunks fit that the
-        eviction policy finds worth less than those that would leave, see :meth:`EvictionPolicy.victims_for`.
+        useless without it, and the search for victims is expensive. ``declining``: the eviction policy of a
+        single tier may decline chunks, see :meth:`EvictionPolicy.victims_for`. The other prompts are tried.
         """
         hierarchy = self._hierarchy
         keys = [header.key for header in headers]
@@ -149,9 +150,9 @@ class StoreStage:
     def _allocate_unless_declined(
         self, headers: Sequence[ChunkHeader], hints: Sequence[ChunkHints | None]
     ) -> tuple[list[int], list[Lease], Iterator[Arrival]]:
-        """Return the positions of the chunks that get room, their leases, and the chunks without room.
+        """Return the positions of the chunks that get room, their leases, and those without room by prompt.
 
-        Evaluate the latter once the others are in the catalog: it finds the last one of each prompt there.
+        The latter are evaluated lazily, once the former are in the catalog: their parents are among them.
         """
         taken, leases, left = list[int](), list[Lease](), list[slice]()
         hints = hints or [None] * len(headers)
@@ -169,6 +170,8 @@ class StoreStage:
             fits = start + len(found)
             taken += range(start, fits)
             leases += found
+            for key in keys[start:fits] if self._declined else ():
+                self._declined.pop(key, None)
             if fits == stop:
                 continue
             left.append(slice(fits, stop))
@@ -176,8 +179,9 @@ class StoreStage:
                 self._count_dropped(lengths[fits:])
                 break
             self._hierarchy.counts["store_declined"] += stop - fits
-            self._declined[keys[stop - 1]] = None
-            if len(self._declined) > MAX_DECLINED:
+            # The last chunk may be the partial one at the end of a prompt, which the next whole one replaces.
+            self._declined.update(dict.fromkeys(keys[max(fits, stop - 2) : stop]))
+            while len(self._declined) > MAX_DECLINED:
                 del self._declined[next(iter(self._declined))]
         return taken, leases, map(arrival, left)
 

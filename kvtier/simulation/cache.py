@@ -38,7 +38,6 @@ class SimulatedCache:
             SimulatedTier(index, settings, self.catalog, gb_s)
             for index, (settings, gb_s) in enumerate(zip(tiers.settings, tiers.gb_s, strict=True))
         ]
-        self._may_decline = may_decline(self.tiers)
         self._has_tenants = self.tiers[FIRST].tenants is not None
         self._router = Router(self.catalog, self.tiers, self._clock.read)
         self._leased: set[int] = set()
@@ -155,8 +154,8 @@ class SimulatedCache:
     def _arrival(
         self, keys: Sequence[ChunkKey], found: int, absent: Sequence[int], hints: ChunkHints | None
     ) -> Arrival | None:
-        """Return what to tell a policy about new chunks, whose positions are counted from ``found`` on."""
-        if not absent or not self._may_decline:
+        """Describe new chunks to a policy that may decline them. Their positions count from ``found`` on."""
+        if not absent or not may_decline(self.tiers):
             return None
         first = found + absent[0]
         new = [keys[found + at] for at in absent]

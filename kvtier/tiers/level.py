@@ -120,6 +120,11 @@ class Level:
         return self._catalog.policies[self.index].follows or self.eviction
 
     @property
+    def declines(self) -> bool:
+        """Whether its policy may prefer what it holds to new chunks."""
+        return self._catalog.policies[self.index].declines
+
+    @property
     def tenants(self) -> TenantPolicies | None:
         """How tenants share the tier; ``None`` if they do not."""
         policy = self._catalog.policies[self.index]

@@ -293,8 +293,10 @@ async def test_held_and_duplicate_chunks_are_refused() -> None:
         assert len(cache.hierarchy.catalog) == 3
 
 
-@pytest.mark.parametrize("state", [False, True])
-async def test_chunks_are_declined_except_of_models_with_states(state: bool) -> None:
+@pytest.mark.parametrize(("state", "awaited"), [(False, False), (True, False), (False, True)])
+async def test_chunks_are_declined_except_of_models_with_states_and_for_decode_instances(
+    state: bool, awaited: bool
+) -> None:
     """A state needs its chunks, and these are useless without it."""
     groups = (GroupLayout(16, (1024,)), *([GroupLayout(16, (1024,), state=True)] if state else []))
     tier = {"name": "ram", "type": "cpu", "capacity": "1MiB", "eviction": "resume"}
@@ -307,10 +309,12 @@ async def test_chunks_are_declined_except_of_models_with_states(state: bool) -> 
         worthy = Run(ROOT, join_keys(keys), CHUNK_TOKENS, hints=ChunkHints(priority=100))
         engine.commit([lease for lease in engine.reserve(Reserve(1, [worthy])).leases if lease], 0)
         others = chunk_keys(root_key(bytes(32)), range(CHUNK_TOKENS * 4), CHUNK_TOKENS)
-        worthless = Run(ROOT, join_keys(others), CHUNK_TOKENS, hints=ChunkHints(priority=-100))
+        worthless = Run(
+            ROOT, join_keys(others), CHUNK_TOKENS, hints=ChunkHints(priority=-100), awaited=awaited
+        )
         leases = engine.reserve(Reserve(2, [worthless])).leases
-        assert [bool(lease) for lease in leases] == [state] * 4
-        assert cache.hierarchy.counts["store_declined"] == (0 if state else 4)
+        assert [bool(lease) for lease in leases] == [state or awaited] * 4
+        assert cache.hierarchy.counts["store_declined"] == (0 if state or awaited else 4)
         engine.close()
 
 

@@ -98,6 +98,26 @@ async def test_what_continues_declined_chunks_is_declined_even_if_there_is_room(
     assert store(cache, headers(keys[2:4], keys[1]), WORTHLESS) == [True] * 2
 
 
+async def test_whole_chunk_in_place_of_a_declined_partial_one_is_declined(cache: TieredCache) -> None:
+    """Both have the same parent: decoding completes the chunk at the end of the prompt."""
+    keys = prompt_of(2, 4)
+    [partial], [whole] = prompt_of(3, 1), prompt_of(4, 1)
+    assert store(cache, headers([*keys, partial]), WORTHLESS) == [False] * 5
+    cache.hierarchy.drop(cache.hierarchy.catalog.victims(0, 4 * CHUNK_OBJECT_BYTES))
+    assert store(cache, headers([whole], keys[-1]), WORTHLESS) == [False]
+
+
+async def test_prompt_that_was_declined_before_is_continued_by_another_one(cache: TieredCache) -> None:
+    """Both in one reservation: the second one continues chunks that are not in the catalog yet."""
+    keys, more = prompt_of(2, 2), prompt_of(3, 1)
+    assert store(cache, headers(keys), WORTHLESS) == [False] * 2
+    both = headers(keys) + headers(more, keys[-1])
+    hints = [WORTHY, WORTHY, ChunkHints(priority=100)]
+    reserved = cache.reserve_all(both, hints, declining=True)
+    assert all(reservation is not None for reservation in reserved)
+    cache.abandon([reservation for reservation in reserved if reservation is not None])
+
+
 async def test_other_prompts_of_the_same_reservation_are_stored(cache: TieredCache) -> None:
     """A step of an engine reserves for all of its requests at once."""
     new = headers(prompt_of(2, 2)) + headers(prompt_of(3, 2))

@@ -92,7 +92,7 @@ def test_prompts_of_a_kind_that_never_returns_do_not_replace_those_that_do(traff
 
 
 def test_what_is_worth_more_is_stored(traffic: Traffic) -> None:
-    """A prompt of the same length, whose client tells that it continues at once."""
+    """A prompt of the same length, whose client reports that it continues at once."""
     keys = prompt_of(1_000, SCAN_CHUNKS + 1)
     traffic.tier.ask(keys)
     assert not is_held(traffic.tier, keys)

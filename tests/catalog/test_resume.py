@@ -101,7 +101,7 @@ def test_parts_of_a_long_prompt_count_together() -> None:
 
 
 def test_chunks_that_were_there_before_an_eviction_are_not_new() -> None:
-    """A prompt of 20 chunks comes back with 3 more. One of its last chunks tells that it is the same."""
+    """A prompt of 20 chunks comes back with 3 more. It is recognized by one of its last chunks."""
     cache, keys = Cache(100), prompt_of(1, 23)
     policy = cache.catalog.policies[0]
     assert isinstance(policy, ResumePolicy)

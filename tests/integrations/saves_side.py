@@ -191,6 +191,7 @@ def test_step_waits_only_for_room_that_is_useless_later(
     assert saves.plan(state, 48, 3) == 3
     saves.step(lambda _: None, 0.5)
     assert bridge.waits == ([0.5] if window or kv_transfer else [])
+    assert [run.awaited for run in bridge.calls[0].runs] == [kv_transfer is not None], "or it may be declined"
 
 
 def test_step_waits_for_the_room_of_a_state(saves: Saves, bridge: Bridge, state: RequestState) -> None:

@@ -140,7 +140,7 @@ def running(started: Callable[[], Running]) -> Iterator[Running]:
 def clear(running: Running) -> None:
     """Remove every block and chunk, from the disk as well.
 
-    Not by an external reset: after one, an engine no longer shares its chunks with others.
+    Not by an external reset, after which an engine shares its chunks with no other.
     """
     running.engine.reset_prefix_cache()
     weights_id = running.cache.status()["engines"][0]["weights_id"]

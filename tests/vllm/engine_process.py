@@ -201,7 +201,7 @@ def _reconnect_soon() -> None:
 def _fork_workers() -> None:
     """Fork the workers of this engine, which has imported everything that they need.
 
-    vLLM spawns them on CPUs, whatever its environment says, and then each imports vLLM for itself: that takes
+    vLLM spawns them on CPUs, whatever its environment requests, and each imports vLLM for itself: that takes
     ten times as long as the rest of a test.
     """
     from vllm.v1.executor import multiproc_executor

@@ -137,7 +137,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._extend(request, rows)
 
     def declined(self, arrival: Arrival) -> None:
-        """Tell all orders, and show the shadow caches the whole prompt."""
+        """Report the chunks to all orders, and to the shadow caches, which see whole prompts."""
         for order in self._orders:
             order.declined(arrival)
         if self._shadows:
@@ -177,8 +177,13 @@ class AdaptivePolicy(EvictionPolicy):
         """Yield the chunks in the order of the best candidate."""
         return self._orders[self._active].victims()
 
+    @property
+    def declines(self) -> bool:
+        """Whether the best candidate does."""
+        return self._orders[self._active].declines
+
     def victims_for(self, arrival: Arrival) -> Iterator[int]:
-        """Prefer to new chunks what the best candidate prefers."""
+        """Yield what the best candidate would evict for new chunks."""
         return self._orders[self._active].victims_for(arrival)
 
     def chosen(self, rows: Sequence[int]) -> None:

@@ -163,6 +163,11 @@ class ResumePolicy(EvictionPolicy):
         """Yield the chunks of the visits that are worth least first."""
         return self._worth_at_most(inf)
 
+    @property
+    def declines(self) -> bool:
+        """Always: only prompts that come back are worth the room."""
+        return True
+
     def victims_for(self, arrival: Arrival) -> Iterator[int]:
         """Yield only chunks of visits that are not worth more than the new ones."""
         return self._worth_at_most(self._worth(self._arriving(arrival)))

@@ -104,6 +104,7 @@ class Save:
             hints=state.chunk_hints,
             block_hashes=state.block_hashes(start, start + sum(self.sizes)),
             continued=self.continued,
+            awaited=state.kv_transfer is not None,
         )
         return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
 
