@@ -107,6 +107,15 @@ async def test_whole_chunk_in_place_of_a_declined_partial_one_is_declined(cache:
     assert store(cache, headers([whole], keys[-1]), WORTHLESS) == [False]
 
 
+async def test_what_continues_declined_chunks_that_a_peer_has_pushed_since_is_stored(
+    cache: TieredCache,
+) -> None:
+    keys = prompt_of(2, 3)
+    assert store(cache, headers(keys[:2]), WORTHLESS) == [False] * 2
+    assert store(cache, headers(keys[:2]), WORTHY, declining=False) == [True] * 2
+    assert store(cache, headers(keys[2:], keys[1]), WORTHY) == [True]
+
+
 async def test_prompt_that_was_declined_before_is_continued_by_another_one(cache: TieredCache) -> None:
     """Both in one reservation: the second one continues chunks that are not in the catalog yet."""
     keys, more = prompt_of(2, 2), prompt_of(3, 1)

@@ -215,6 +215,18 @@ def test_shadow_cache_declines_and_tells_its_policy() -> None:
     assert policy.count >= 100 * (SCAN_CHUNKS - ROOM)
 
 
+@pytest.mark.parametrize(("follows", "declines"), [("lru", False), ("arc", False), ("resume", True)])
+def test_adaptive_declines_while_it_follows_resume(follows: str, declines: bool) -> None:
+    tiers = one_tier(Plugins.load([]), "adaptive", 10 * LENGTH, {})
+    simulated = SimulatedCache(Plugins.load([]), tiers, LENGTH)
+    policy = simulated.catalog.policies[0]
+    assert isinstance(policy, AdaptivePolicy)
+    policy._active = list(CANDIDATES).index(follows)
+    simulated.serve(1.0, prompt_of(1, 9), ChunkHints(priority=100))
+    simulated.serve(2.0, prompt_of(2, 4), ChunkHints(priority=-100))
+    assert len(simulated.catalog.prefix(prompt_of(1, 9))) == (9 if declines else 6)
+
+
 def test_simulation_declines_as_the_cache_does() -> None:
     tiers = one_tier(Plugins.load([]), "resume", 10 * LENGTH, {})
     simulated = SimulatedCache(Plugins.load([]), tiers, LENGTH)
