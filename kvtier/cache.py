@@ -320,14 +320,15 @@ class TieredCache:
         self,
         headers: Sequence[ChunkHeader],
         hints: Sequence[ChunkHints | None] = (),
-        following: Sequence[int] | None = None,
+        *,
+        declining: bool = False,
     ) -> list[Reservation | None]:
         """Call :meth:`reserve` for each chunk of one namespace, in a fifth of the time.
 
         ``hints``: those of each chunk, or none at all. Once one reservation fails for lack of memory, so do
-        all after it. ``following``: see :meth:`StoreStage.reserve_all`.
+        all after it. ``declining``: see :meth:`StoreStage.reserve_all`.
         """
-        return self._storing.reserve_all(headers, hints, following)
+        return self._storing.reserve_all(headers, hints, declining=declining)
 
     def commit(self, reservations: Sequence[Reservation], *, pushed: bool = False) -> None:
         """Publish filled chunks, and write them to the tiers below that admit them.

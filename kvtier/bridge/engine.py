@@ -311,12 +311,9 @@ class Engine:
         if any(run.hints is not None for run in request.runs):
             for run, (kv_transfer, headers) in zip(request.runs, runs, strict=True):
                 hints += [] if kv_transfer else [run.hints] * len(headers)
-        following = None
         # A state needs its chunks, and these are useless without it.
-        if not self.layout.has_states and not any(run.awaited for run in request.runs):
-            arena = [run for run in request.runs if not run.kv_transfer]
-            following = [run.following + left for run in arena for left in _places(run)[::-1]]
-        reserved = iter(self._cache.reserve_all(in_arena, hints, following))
+        declining = not self.layout.has_states and not any(run.awaited for run in request.runs)
+        reserved = iter(self._cache.reserve_all(in_arena, hints, declining=declining))
         staging = self._buffers
         fillings: list[Filling | None] = []
         for kv_transfer, headers in runs:
@@ -326,7 +323,7 @@ class Engine:
             else:
                 chunks = islice(reserved, len(headers))
                 fillings += [None if chunk is None else Filling(chunk) for chunk in chunks]
-        continued = iter([run.continued for run in request.runs for _ in _places(run)])
+        continued = iter([run.continued for run in request.runs for _ in range(len(run.keys) // KEY_BYTES)])
         leases, offsets = [NO_LEASE] * len(fillings), [0] * len(fillings)
         for index, (filling, chunk) in enumerate(zip(fillings, continued, strict=True)):
             if filling is not None:
@@ -427,11 +424,6 @@ class Engine:
             "reservations": len(self._fillings),
             "tickets": len(self._tickets),
         }
-
-
-def _places(run: Run) -> range:
-    """Return the places of the chunks in a run."""
-    return range(len(run.keys) // KEY_BYTES)
 
 
 def _stage(staging: Staging | None, transfer: Transfer | None, header: ChunkHeader) -> Filling | None:

@@ -53,7 +53,7 @@ from kvtier.memory.layout import ChunkLayout
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 from kvtier.whatif.report import Report
 
-VERSION = 13
+VERSION = 12
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
@@ -196,8 +196,6 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     """For a state: the last chunk of the hit that the request continued. It supersedes states before that."""
     awaited: bool = False
     """Whether a decode instance waits for the chunks, which are stored whatever they are worth."""
-    following: int = 0
-    """How many more chunks the prompt has, which later runs will store. A policy may decline long ones."""
 
 
 class Reserve(Request, frozen=True, array_like=True, tag=14):

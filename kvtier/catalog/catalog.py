@@ -406,11 +406,10 @@ class Catalog:
         lengths: Sequence[int],
         parent: ChunkKey | None,
         hints: ChunkHints | None = None,
-        following: int = 0,
     ) -> Arrival:
         """Return a description of new consecutive chunks, for :meth:`victims` and :meth:`decline`."""
         row = NO_PARENT if parent is None else self._find(parent)
-        return Arrival(keys, lengths, row, parent, self._clock(), hints or NO_HINTS, following)
+        return Arrival(keys, lengths, row, parent, self._clock(), hints or NO_HINTS)
 
     def decline(self, tier: int, arrival: Arrival) -> None:
         """Report new chunks that a tier does not store to its policy, which learns from all prompts."""

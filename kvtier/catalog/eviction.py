@@ -84,8 +84,6 @@ class Arrival:
     """Its key, even if it is not in the catalog; ``None`` at the beginning of a prompt."""
     now: float
     hints: ChunkHints = NO_HINTS
-    following: int = 0
-    """How many more new chunks the prompt has, which will arrive later."""
 
 
 class PolicySettings(BaseModel):

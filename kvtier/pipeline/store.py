@@ -113,14 +113,14 @@ class StoreStage:
         self,
         headers: Sequence[ChunkHeader],
         hints: Sequence[ChunkHints | None] = (),
-        following: Sequence[int] | None = None,
+        *,
+        declining: bool = False,
     ) -> list[Reservation | None]:
         """Reserve memory for chunks of one namespace. ``None`` for those READY or PENDING, or without room.
 
         After the first chunk that does not fit, no others are tried: later chunks of the prompt would be
-        useless without it, and the search for victims is expensive. ``following``: given if the eviction
-        policy of a single tier may decline chunks, see :meth:`EvictionPolicy.victims_for`; then how many more
-        each chunk's prompt has. The other prompts are tried.
+        useless without it, and the search for victims is expensive. ``declining``: the eviction policy of a
+        single tier may decline chunks, see :meth:`EvictionPolicy.victims_for`. The other prompts are tried.
         """
         hierarchy = self._hierarchy
         keys = [header.key for header in headers]
@@ -130,9 +130,8 @@ class StoreStage:
         hierarchy.counts["store_known"] += len(headers) - len(absent)
         missing = [headers[at] for at in absent]
         hints = [hints[at] for at in absent] if hints else []
-        if following is not None and may_decline(hierarchy.tiers):
-            following = [following[at] for at in absent]
-            taken, leases, left = self._allocate_unless_declined(missing, hints, following)
+        if declining and may_decline(hierarchy.tiers):
+            taken, leases, left = self._allocate_unless_declined(missing, hints)
         else:
             lengths = [object_bytes(header.payload_bytes) for header in missing]
             leases, left = self._evicting.allocate_all(lengths), iter(())
@@ -149,10 +148,7 @@ class StoreStage:
         return reservations
 
     def _allocate_unless_declined(
-        self,
-        headers: Sequence[ChunkHeader],
-        hints: Sequence[ChunkHints | None],
-        following: Sequence[int],
+        self, headers: Sequence[ChunkHeader], hints: Sequence[ChunkHints | None]
     ) -> tuple[list[int], list[Lease], Iterator[Arrival]]:
         """Return the positions of the chunks that get room, their leases, and those without room by prompt.
 
@@ -164,8 +160,8 @@ class StoreStage:
         lengths = [object_bytes(header.payload_bytes) for header in headers]
 
         def arrival(run: slice) -> Arrival:
-            at, later = run.start, following[run.stop - 1]
-            return self._hierarchy.catalog.arrival(keys[run], lengths[run], parents[at], hints[at], later)
+            at = run.start
+            return self._hierarchy.catalog.arrival(keys[run], lengths[run], parents[at], hints[at])
 
         for start, stop in chains_of(keys, parents, hints):
             found, declined = list[Lease](), self._continues_declined(parents[start])

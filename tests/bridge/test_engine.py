@@ -318,35 +318,6 @@ async def test_chunks_are_declined_except_of_models_with_states_and_for_decode_i
         engine.close()
 
 
-async def test_policy_knows_how_long_prompts_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each run in a reservation, without those of the staging buffer."""
-    tier = {"name": "ram", "type": "cpu", "capacity": "1MiB", "eviction": "resume"}
-    async with TieredCache.open(Settings(chunk_tokens=CHUNK_TOKENS, tiers=[tier]), plugins=BUILT_IN) as cache:
-        layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024,)),))
-        hello = Hello(protocol.VERSION, "engine", "scheduler", 0, layout, NAMESPACE)
-        engine = Engine(cache, hello, itertools.count(1))
-        declined: list[tuple[int, int]] = []
-        monkeypatch.setattr(
-            cache.hierarchy.catalog.policies[0],
-            "declined",
-            lambda arrival: declined.append((len(arrival.keys), arrival.following)),
-        )
-        keys = chunk_keys(ROOT, range(CHUNK_TOKENS * 200), CHUNK_TOKENS)
-        worthy, worthless = ChunkHints(priority=100), ChunkHints(priority=-100)
-        full = engine.reserve(Reserve(1, [Run(ROOT, join_keys(keys), CHUNK_TOKENS, hints=worthy)]))
-        engine.commit([lease for lease in full.leases if lease], 0)
-        declined.clear()
-        first, second = (chunk_keys(bytes([at]) * 32, range(CHUNK_TOKENS * 3), CHUNK_TOKENS) for at in (1, 2))
-        runs = [
-            Run(ROOT, join_keys(first), CHUNK_TOKENS, kv_transfer=5, following=9),
-            Run(ROOT, join_keys(first), CHUNK_TOKENS, hints=worthless, following=7),
-            Run(ROOT, join_keys(second), CHUNK_TOKENS, hints=worthless),
-        ]
-        engine.reserve(Reserve(2, runs))
-        assert declined == [(3, 7), (3, 0)]
-        engine.close()
-
-
 async def test_memory_is_kept_while_another_rank_may_write() -> None:
     layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024,)),), ranks=2)
     settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": "4MiB"}])

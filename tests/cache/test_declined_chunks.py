@@ -33,11 +33,10 @@ def headers(keys: Sequence[ChunkKey], parent: ChunkKey = ROOT) -> list[ChunkHead
 
 
 def store(
-    cache: TieredCache, new: list[ChunkHeader], hints: ChunkHints, *, following: int | None = 0
+    cache: TieredCache, new: list[ChunkHeader], hints: ChunkHints, *, declining: bool = True
 ) -> list[bool]:
     """Store chunks as an engine does. Return which of them had room."""
-    lengths = None if following is None else [following] * len(new)
-    reserved = cache.reserve_all(new, [hints] * len(new), lengths)
+    reserved = cache.reserve_all(new, [hints] * len(new), declining=declining)
     cache.commit([reservation for reservation in reserved if reservation is not None])
     return [reservation is not None for reservation in reserved]
 
@@ -83,7 +82,7 @@ async def test_chunks_that_are_worth_more_replace_the_others(cache: TieredCache)
 
 async def test_nothing_is_declined_unless_the_caller_allows_it(cache: TieredCache) -> None:
     """Such as what a peer pushes, or a user of the library stores."""
-    assert store(cache, headers(prompt_of(2, 3)), WORTHLESS, following=None) == [True] * 3
+    assert store(cache, headers(prompt_of(2, 3)), WORTHLESS, declining=False) == [True] * 3
 
 
 async def test_what_continues_declined_chunks_is_declined_even_if_there_is_room(cache: TieredCache) -> None:
@@ -113,7 +112,7 @@ async def test_what_continues_declined_chunks_that_a_peer_has_pushed_since_is_st
 ) -> None:
     keys = prompt_of(2, 3)
     assert store(cache, headers(keys[:2]), WORTHLESS) == [False] * 2
-    assert store(cache, headers(keys[:2]), WORTHY, following=None) == [True] * 2
+    assert store(cache, headers(keys[:2]), WORTHY, declining=False) == [True] * 2
     assert store(cache, headers(keys[2:], keys[1]), WORTHY) == [True]
 
 
@@ -123,7 +122,7 @@ async def test_prompt_that_was_declined_before_is_continued_by_another_one(cache
     assert store(cache, headers(keys), WORTHLESS) == [False] * 2
     both = headers(keys) + headers(more, keys[-1])
     hints = [WORTHY, WORTHY, ChunkHints(priority=100)]
-    reserved = cache.reserve_all(both, hints, [0] * len(hints))
+    reserved = cache.reserve_all(both, hints, declining=True)
     assert all(reservation is not None for reservation in reserved)
     cache.abandon([reservation for reservation in reserved if reservation is not None])
 
@@ -132,7 +131,7 @@ async def test_other_prompts_of_the_same_reservation_are_stored(cache: TieredCac
     """A step of an engine reserves for all of its requests at once."""
     new = headers(prompt_of(2, 2)) + headers(prompt_of(3, 2))
     hints = [WORTHLESS] * 2 + [WORTHY] * 2
-    reserved = cache.reserve_all(new, hints, [0] * len(hints))
+    reserved = cache.reserve_all(new, hints, declining=True)
     assert [reservation is not None for reservation in reserved] == [False, False, True, True]
     cache.abandon([reservation for reservation in reserved if reservation is not None])
 

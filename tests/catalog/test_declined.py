@@ -111,21 +111,6 @@ def test_as_much_is_stored_as_there_is_room_for_without_better_ones(traffic: Tra
     assert all(key in tier.catalog for key in held)
 
 
-def test_first_part_is_judged_by_the_length_of_the_whole_prompt(traffic: Traffic) -> None:
-    """An engine stores a long prompt in parts. The first one looks like a new session, which comes back."""
-    policy, prompt = traffic.tier.policy, prompt_of(5_000, SCAN_CHUNKS)
-    assert isinstance(policy, ResumePolicy)
-
-    def worth(chunks: int, following: int) -> float:
-        sizes = [LENGTH] * chunks
-        arrival = traffic.tier.catalog.arrival(prompt[:chunks], sizes, None, following=following)
-        return policy._worth(policy._arriving(arrival))
-
-    whole = worth(SCAN_CHUNKS, 0)
-    assert worth(SESSION_CHUNKS, SCAN_CHUNKS - SESSION_CHUNKS) == whole
-    assert worth(SESSION_CHUNKS, 0) > 2 * whole
-
-
 def test_declined_prompt_that_comes_back_is_stored(traffic: Traffic) -> None:
     """It is remembered, and then known as one that returns."""
     tier, keys = traffic.tier, prompt_of(4_000, SCAN_CHUNKS)

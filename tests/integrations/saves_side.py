@@ -289,19 +289,6 @@ def test_one_request_may_keep_more_than_that(bridge: Bridge) -> None:
     assert saves.finish(state, 48, ([1, 2, 3],))
 
 
-def test_runs_tell_how_many_chunks_of_the_prompt_follow(bridge: Bridge) -> None:
-    """Those that decoding adds are not known, and do not count."""
-    saves, _ = on_gpu(bridge, 100)
-    [state] = requests(1)
-    for computed in (16, 32, 48):
-        saves.plan(state, computed, 1)
-    state.keys.append(ChunkKey(bytes(32)))
-    state.request.num_tokens = 64
-    saves.plan(state, 64, 1)
-    saves.step(lambda _: None, 0.0)
-    assert [run.following for call in bridge.calls for run in call.runs] == [2, 1, 0, 0]
-
-
 def test_step_may_write_what_is_new_to_its_requests() -> None:
     layout = ChunkLayout(32, (GroupLayout(16, (64,)), GroupLayout(32, (64,), state=True)))
     model = ModelLayout(layout, bytes(32), (), (0, 2))

@@ -34,7 +34,7 @@ def run(tests: Path, log: Path) -> None:
         ("reports_side.py", 2),
         ("connector_side.py", 9),
         ("layout_side.py", 56),
-        ("saves_side.py", 21),
+        ("saves_side.py", 20),
         ("kv_events_side.py", 39),
         ("weights_side.py", 14),
         ("parted_side.py", 26),

@@ -217,7 +217,7 @@ class ResumePolicy(EvictionPolicy):
         if before != NONE:
             gap = max(arrival.now - visits.since[before], 0.0)
             kind, added = class_of(self._typical(before, gap)), -at
-        kind = class_continued(NEW if kind == LEFT else kind, added + len(arrival.keys) + arrival.following)
+        kind = class_continued(NEW if kind == LEFT else kind, added + len(arrival.keys))
         return _ring_of(kind, hints.priority, hints.resume or 0.0, hints.retention or 0.0)
 
     def _worth_at_most(self, limit: float) -> Iterator[int]:

@@ -116,11 +116,6 @@ class RequestState:
             self._hash(stop)
         return bytes(self.hashes[start // step * BLOCK_HASH_BYTES : stop // step * BLOCK_HASH_BYTES])
 
-    @property
-    def prompt_chunks(self) -> int:
-        """The number of whole chunks of the prompt."""
-        return int(self.request.num_prompt_tokens) // self.chunk_tokens
-
     def _whole_chunks(self, tokens: int) -> int:
         if self.lookahead:
             tokens = min(tokens, len(self.request.all_token_ids) - self.lookahead)

@@ -105,7 +105,6 @@ class Save:
             block_hashes=state.block_hashes(start, start + sum(self.sizes)),
             continued=self.continued,
             awaited=state.kv_transfer is not None,
-            following=max(0, state.prompt_chunks - self.first - len(self.keys)),
         )
         return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
 
