@@ -22,7 +22,7 @@ from kvtier.events import Event, Evict
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
-from kvtier.pipeline.room import surplus_of, victims_for, victims_over_maximum
+from kvtier.pipeline.room import may_decline, surplus_of, victims_for, victims_over_maximum
 from kvtier.tiers.batches import BATCH_BYTES, concurrently, in_batches
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.router import Transfer
@@ -92,11 +92,18 @@ class EvictStage:
                 leases += self._allocate_by_dropping(length, wanted - len(leases), arrival)
             if len(leases) < wanted:
                 break
-        tenants = memory.tenants is not None  # One may be above its maximum once these are stored.
         # Includes these leases, which are not in the catalog yet.
-        if leases and (tenants or memory.excess_bytes(sum(lengths[: len(leases)]))):
+        if leases and self._evicts_ahead(sum(lengths[: len(leases)])):
             self._needed.set()
         return leases
+
+    def _evicts_ahead(self, incoming: int) -> bool:
+        """Whether to evict in the background once ``incoming`` more bytes are stored.
+
+        Not if the policy may decline: in free space, worse chunks would replace better ones.
+        """
+        tenants = self._memory.tenants is not None  # One may be above its maximum then.
+        return tenants or (not may_decline(self._hierarchy.tiers) and self._memory.excess_bytes(incoming) > 0)
 
     def _allocate_by_dropping(self, length: int, count: int, arrival: Arrival | None) -> list[Lease]:
         """Drop chunks that need no demotion, and allocate ``length`` bytes up to ``count`` times instead.

@@ -32,10 +32,10 @@ def victims_for(
 ) -> list[ChunkKey]:
     """Return the coldest chunks of a tier, to be evicted until ``incoming`` more bytes fit.
 
-    ``is_leased``: whether the chunk in a row of the catalog must stay. ``arrival``: what the room is for,
-    see :meth:`Catalog.victims`.
+    ``is_leased``: whether the chunk in a row of the catalog must stay. ``arrival``: what the room is for, see
+    :meth:`Catalog.victims`. Then there is no watermark: what may be declined must not find room anyway.
     """
-    excess = target.excess_bytes(incoming)
+    excess = target.excess_bytes(incoming) if arrival is None else target.missing_bytes(incoming)
     if not excess:
         return []
     return catalog.victims(target.index, min(excess, incoming + BATCH_BYTES), is_leased, arrival=arrival)

@@ -173,7 +173,10 @@ class LocalTierSettings(TierSettings):
         default=0.95,
         gt=0,
         le=1,
-        description="Fraction of the capacity in use at which eviction starts.",
+        description=(
+            "Fraction of the capacity in use at which eviction starts. A single tier whose policy may decline "
+            "chunks is filled: in room that was made in advance, worse ones would replace better ones."
+        ),
         examples=[0.95],
     )
     low_watermark: Number = Field(

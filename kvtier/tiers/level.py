@@ -109,6 +109,10 @@ class Level:
             return self._refused_bytes
         return max(self._refused_bytes, int(required - settings.capacity * settings.low_watermark))
 
+    def missing_bytes(self, incoming: int) -> int:
+        """Return the bytes to evict so that ``incoming`` more fit into the capacity."""
+        return 0 if self.capacity is None else max(0, self.used_bytes + incoming - self.capacity)
+
     @property
     def eviction(self) -> str:
         """The name of its eviction policy; empty for a shared pool."""

@@ -136,6 +136,19 @@ async def test_other_prompts_of_the_same_reservation_are_stored(cache: TieredCac
     cache.abandon([reservation for reservation in reserved if reservation is not None])
 
 
+@pytest.mark.parametrize(("policy", "left"), [("resume", CHUNKS), ("lru", 2)])
+async def test_no_room_is_made_in_advance_for_what_may_be_declined(
+    settings: Callable[..., Settings], policy: str, left: int
+) -> None:
+    """Whatever comes next would be stored there, and the better chunks that were evicted for it are gone."""
+    tier = {"eviction": policy, "high_watermark": 0.5, "low_watermark": 0.25}
+    async with TieredCache.open(settings(ram=CHUNKS, ssd=0, memory=tier), plugins=BUILT_IN) as cache:
+        assert all(store(cache, headers(prompt_of(1, CHUNKS)), WORTHY))
+        await anyio.wait_all_tasks_blocked()
+        assert held(cache) == left
+        assert any(store(cache, headers(prompt_of(2, 1)), WORTHLESS)) == (policy == "lru")
+
+
 async def test_only_the_end_of_a_prompt_is_declined(cache: TieredCache) -> None:
     """As much is stored as there is room for, and what is declined continues it."""
     keys = prompt_of(2, 5)
