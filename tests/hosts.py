@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import select
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,6 @@ import anyio
 import anyio.to_thread
 
 from tests.network import Host
-from tests.network.network import ROOT
 
 TIMEOUT_SECONDS = 60.0
 LEAK_TIMEOUT_SECONDS = 30.0
@@ -35,13 +33,7 @@ class HostProcess:
 
     def __init__(self, host: Host, module: str) -> None:
         self.host = host
-        self._process = host.popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
+        self._process = host.python(module)
 
     def call(self, name: str, **arguments: object) -> Any:
         """Call a method and return its result."""

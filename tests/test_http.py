@@ -44,7 +44,7 @@ def files() -> set[str]:
 
 
 async def get(address: tuple[str, int], path: str = "/", **options: object) -> httpx.Response:
-    async with httpx.AsyncClient(trust_env=False, **options) as client:
+    async with httpx.AsyncClient(**{"trust_env": False, "verify": False, **options}) as client:
         scheme = "https" if "verify" in options else "http"
         return await client.get(f"{scheme}://{address[0]}:{address[1]}{path}")
 
@@ -201,7 +201,7 @@ async def test_shutdown_closes_streams_and_web_sockets(caplog: pytest.LogCapture
     tasks, begun = asyncio.all_tasks(), anyio.Event()
 
     async def read(address: tuple[str, int]) -> None:
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=False) as client:
             with suppress(httpx.HTTPError):
                 async with client.stream("GET", f"http://{address[0]}:{address[1]}/stream") as response:
                     async for _ in response.aiter_bytes():
@@ -281,7 +281,7 @@ async def test_active_connection_does_not_time_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(kvtier.http, "REQUEST_SECONDS", 0.2)
     async with (
         serving(endless([]), "127.0.0.1:0") as (host, port),
-        httpx.AsyncClient(trust_env=False) as client,
+        httpx.AsyncClient(trust_env=False, verify=False) as client,
         connect(f"ws://{host}:{port}/socket") as websocket,
     ):
         deadline = asyncio.get_running_loop().time() + 0.5

@@ -98,13 +98,14 @@ def _root(
 
 def _add_plugin_commands(app: typer.Typer) -> None:
     """Add the commands of plugins. Only warn about a broken plugin, so that `kvtier doctor` can run."""
-    if not entry_points(group="kvtier"):
+    found = entry_points(group="kvtier")
+    if not found:
         return
     from kvtier.plugins import Plugins
     from kvtier.settings import load_settings
 
     try:
-        Plugins.load(load_settings().plugins).add_commands(app)
+        Plugins.load(load_settings().plugins, found).add_commands(app)
     except SettingsError:
         return  # The command itself reports it.
     except KVTierError as error:

@@ -174,8 +174,8 @@ class LocalTierSettings(TierSettings):
         gt=0,
         le=1,
         description=(
-            "Fraction of the capacity in use at which eviction starts. A single tier whose policy may decline "
-            "chunks is filled: in room that was made in advance, worse ones would replace better ones."
+            "Fraction of the capacity in use at which eviction starts. A single tier whose policy may "
+            "decline chunks is filled: in free space, worse ones would replace better ones."
         ),
         examples=[0.95],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -43,9 +44,15 @@ async def opened(server: RedisServer, **settings: Any) -> AsyncIterator[RedisBac
         await backend.close()
 
 
+@lru_cache(maxsize=2 * len(KEYS))
+def content(key: ChunkKey, size: int) -> bytes:
+    """Return a value's bytes. They are kept, because tests write and read the same values again and again."""
+    return noise(key, size)
+
+
 def values(size: int, keys: Sequence[ChunkKey] = KEYS) -> list[tuple[ChunkKey, memoryview]]:
     """Return a value of ``size`` bytes for each key."""
-    return [(key, memoryview(bytearray(noise(key, size)))) for key in keys]
+    return [(key, memoryview(bytearray(content(key, size)))) for key in keys]
 
 
 def buffers(size: int, keys: Sequence[ChunkKey] = KEYS) -> list[tuple[ChunkKey, memoryview]]:
@@ -85,4 +92,4 @@ async def assert_works(backend: Backend, size: int = MIB) -> None:
     assert list(await backend.contains(KEYS)) == [True] * len(KEYS)
     items = buffers(size)
     assert list(await backend.get(items)) == [OK] * len(KEYS)
-    assert all(same(view, noise(key, size)) for key, view in items)
+    assert all(same(view, content(key, size)) for key, view in items)

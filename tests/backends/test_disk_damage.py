@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +20,10 @@ from kvtier.testing.backend import blank, make_key, noise
 from tests.backends.chunks import FAILED, FULL, MISS, OK, blanks, chunks, disk, disk_engines, opened
 from tests.backends.composed import SealedBackend
 from tests.backends.writer import KEYS
+from tests.forks import python
 from tests.small_disk import mounted
 
 pytestmark = pytest.mark.anyio
-
-ROOT = Path(__file__).parents[2]
 
 
 async def scanned(backend: SealedBackend) -> list[StoredObject]:
@@ -43,13 +41,14 @@ def killed(tmp_path: Path, io: str, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path / "ssd"
     delays = random.Random(request.node.name)
     for _ in range(3):
-        command = [sys.executable, "-m", "tests.backends.writer", str(folder), io]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
+        process = python("tests.backends.writer", str(folder), io, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        with process.stdout:
             assert process.stdout.readline(), "the writer exited before its first write"
             time.sleep(delays.uniform(0, 0.25))
             assert lock_holder(folder) == (folder / ".lock").read_text()
             process.kill()
+            process.wait()
         assert lock_holder(folder) is None
     return folder
 

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import typer.main
 from anyio.from_thread import start_blocking_portal
 
 from kvtier.backends.disk.backend import object_path
@@ -18,6 +20,7 @@ from kvtier.backends.disk.folder import ObjectFolder
 from kvtier.cli import main
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
+from tests.forks import Forked, python
 
 PAYLOAD_BYTES = 5000
 
@@ -40,6 +43,14 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture(autouse=True, scope="package")
+def _signatures_read_once() -> Iterator[None]:
+    """Typer reads the signatures of all commands in each run: a third of the CPU of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_params_from_function", cache(typer.main.get_params_from_function))
+        yield
+
+
 @pytest.fixture
 def kvtier(capsys: pytest.CaptureFixture[str]) -> Kvtier:
     """Run a command in this process."""
@@ -54,8 +65,19 @@ def kvtier(capsys: pytest.CaptureFixture[str]) -> Kvtier:
     return run
 
 
+def fork(*arguments: object, **variables: str) -> Forked:
+    """Run a command in a forked process."""
+    return python(
+        "kvtier",
+        *map(str, arguments),
+        environment={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
 def spawn(*arguments: object, **variables: str) -> subprocess.Popen[str]:
-    """Start a command in its own process."""
+    """Start a command as a user does."""
     return subprocess.Popen(
         [sys.executable, "-m", "kvtier", *map(str, arguments)],
         env={**os.environ, **variables},

@@ -13,7 +13,7 @@ from kvtier.memory.keys import chunk_keys, root_key
 from kvtier.memory.layout import namespace
 from tests.bridge.conftest import CHUNK_TOKENS, LAYOUT, hello, is_serving, reserve, wait_until
 
-from .conftest import Kvtier, spawn
+from .conftest import Kvtier, fork
 
 CHUNKS = 3
 WEIGHTS = ("step-1", "step-2")
@@ -57,7 +57,7 @@ def test_weights_are_cleared_in_one_tier_and_in_all(kvtier: Kvtier, socket: Path
     }
     config = tmp_path / "kvtier.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML
-    process = spawn("serve", "--config", config)
+    process = fork("serve", "--config", config)
     try:
         wait_until(lambda: is_serving(socket))
         store(socket)

@@ -116,8 +116,8 @@ def _only_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Skip the checks of the machine, register the shelf, and check that every backend is closed."""
     load = Plugins.load
 
-    def with_shelf(only: Sequence[str] | None = None) -> Plugins:
-        plugins = load(only)
+    def with_shelf(*arguments: Any) -> Plugins:
+        plugins = load(*arguments)
         plugins.register(PoolPlugin(), "shelf", "the test")
         return plugins
 

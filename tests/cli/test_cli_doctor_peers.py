@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from kvtier.bridge import client
 from kvtier.errors import ChannelError
 from kvtier.testing.servers import free_port
+from tests.forks import Forked, python
 
 from .conftest import Kvtier
 
@@ -30,7 +30,7 @@ Doctor = Callable[..., dict[str, Any]]
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
     """Start a listening instance, and return its address."""
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[Forked] = []
 
     def start(**peer: Any) -> str:
         address = f"127.0.0.1:{free_port()}"
@@ -42,13 +42,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         }
         config = tmp_path / f"{len(running)}.yaml"
         config.write_text(json.dumps(settings))
-        running.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "kvtier", "serve", "--config", str(config)],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        )
+        running.append(python("kvtier", "serve", "--config", str(config), stdout=DEVNULL, stderr=DEVNULL))
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while True:
             try:

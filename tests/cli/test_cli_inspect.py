@@ -12,7 +12,7 @@ from kvtier.backends.disk.backend import object_path
 from kvtier.cli import inspect, inspect_files
 from kvtier.memory.keys import ChunkKey
 
-from .conftest import Kvtier, held, spawn, store
+from .conftest import Kvtier, fork, held, store
 
 OBJECT_BYTES = 8192
 TIMEOUT_SECONDS = 60
@@ -187,7 +187,7 @@ def test_what_is_no_file_is_no_chunk(folder: Path, arguments: list[str]) -> None
     pipe, other = (object_path(folder, ChunkKey(bytes([0, number]) + bytes(30))) for number in (7, 8))
     os.mkfifo(pipe)
     other.mkdir()
-    process = spawn("inspect", arguments[0], folder, *arguments[1:])
+    process = fork("inspect", arguments[0], folder, *arguments[1:])
     try:
         output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     finally:

@@ -20,7 +20,7 @@ from kvtier.memory.host import total_bytes
 from kvtier.settings import Settings
 from kvtier.units import format_size
 
-from .conftest import Kvtier, spawn
+from .conftest import Kvtier, fork, spawn
 
 TIERS = json.dumps([{"name": "ram", "type": "cpu", "capacity": "1MiB"}])
 
@@ -56,7 +56,7 @@ def test_serves_until_a_signal(serving: subprocess.Popen[str], address: Path, nu
 
 
 def test_second_process_on_the_same_socket_is_refused(serving: subprocess.Popen[str], address: Path) -> None:
-    second = spawn("serve", "--socket", address, KVTIER_TIERS=TIERS)
+    second = fork("serve", "--socket", address, KVTIER_TIERS=TIERS)
     _, errors = second.communicate(timeout=60)
     assert second.returncode == 1
     assert errors.startswith(f"error: process {serving.pid} already serves on {address}")
@@ -65,7 +65,7 @@ def test_second_process_on_the_same_socket_is_refused(serving: subprocess.Popen[
 def test_unwritable_path(tmp_path: Path, address: Path) -> None:
     (tmp_path / "file").touch()
     disk = {"name": "ssd", "type": "disk", "capacity": "1MiB", "path": str(tmp_path / "file" / "disk")}
-    process = spawn("serve", "--socket", address, KVTIER_TIERS=json.dumps([*json.loads(TIERS), disk]))
+    process = fork("serve", "--socket", address, KVTIER_TIERS=json.dumps([*json.loads(TIERS), disk]))
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert errors.startswith(f"error: tier 'ssd': path {tmp_path}/file/disk cannot be used (Not a directory)")
@@ -109,7 +109,7 @@ def test_invalid_option_names_the_setting(kvtier: Kvtier) -> None:
 
 def test_more_memory_than_the_host_has_is_refused(address: Path) -> None:
     tiers = json.dumps([{"name": "ram", "type": "cpu", "capacity": "1000TiB"}])
-    process = spawn("serve", "--socket", address, KVTIER_TIERS=tiers)
+    process = fork("serve", "--socket", address, KVTIER_TIERS=tiers)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     memory = format_size(total_bytes())

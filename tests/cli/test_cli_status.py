@@ -11,7 +11,7 @@ from kvtier.testing.servers import free_port
 from tests.bridge.conftest import KEYS, is_serving, wait_until
 from tests.bridge.conftest import store as store_chunks
 
-from .conftest import Kvtier, spawn
+from .conftest import Kvtier, fork
 
 CHUNKS = 4
 
@@ -36,7 +36,7 @@ def test_tables_and_json(kvtier: Kvtier, socket: Path, tmp_path: Path) -> None:
     }
     config = tmp_path / "kvtier.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML
-    process = spawn("serve", "--config", config)
+    process = fork("serve", "--config", config)
     try:
         wait_until(lambda: is_serving(socket))
         scheduler, worker = store_chunks(socket, KEYS[:CHUNKS])

@@ -10,7 +10,7 @@ import pytest
 from tests.bridge.conftest import KEYS, is_serving, wait_until
 from tests.bridge.conftest import store as store_chunks
 
-from .conftest import Kvtier, spawn
+from .conftest import Kvtier, fork
 
 
 @pytest.mark.parametrize("tenants", [{"team-a": {"share": 0.25, "max": 0.5}, "other": {"max": 0.75}}, {}])
@@ -20,7 +20,7 @@ def test_table_and_json(kvtier: Kvtier, tmp_path: Path, tenants: dict[str, dict[
     config.write_text(
         json.dumps({"socket": str(socket), "tiers": [tier], "tenants": tenants, "chunk_tokens": 64})
     )
-    process = spawn("serve", "--config", config)
+    process = fork("serve", "--config", config)
     try:
         wait_until(lambda: is_serving(socket))
         scheduler, worker = store_chunks(socket, KEYS[:4])

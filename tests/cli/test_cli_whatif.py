@@ -15,7 +15,7 @@ from kvtier.whatif.sentences import DISABLED, NOTHING_OBSERVED, UNRELIABLE, basi
 from tests.bridge.conftest import CHUNK_TOKENS, KEYS, is_serving, store, wait_until
 from tests.whatif.reports import GIB, REPORT
 
-from .conftest import Kvtier, spawn
+from .conftest import Kvtier, fork
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_real_cache_process(kvtier: Kvtier, tmp_path: Path) -> None:
     socket, config = tmp_path / "kv.sock", tmp_path / "kvtier.yaml"
     tiers = [{"name": "ram", "type": "cpu", "capacity": "8MiB"}]
     config.write_text(json.dumps({"socket": str(socket), "tiers": tiers, "chunk_tokens": CHUNK_TOKENS}))
-    process = spawn("serve", "--config", config)
+    process = fork("serve", "--config", config)
     try:
         wait_until(lambda: is_serving(socket))
         assert kvtier("whatif", "--socket", socket).output == f"{NOTHING_OBSERVED}\n"

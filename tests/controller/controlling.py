@@ -296,7 +296,7 @@ async def running_controller(folder: Path, **changes: Any) -> AsyncIterator[Runn
     async with run_controller(settings) as controller:
         host, port = controller.address
         async with httpx.AsyncClient(
-            base_url=f"http://{host}:{port}", headers=headers, timeout=30, trust_env=False
+            base_url=f"http://{host}:{port}", headers=headers, timeout=30, trust_env=False, verify=False
         ) as client:
             yield RunningController(controller, client, token)
     assert controller.operations.events.unfinished == 0

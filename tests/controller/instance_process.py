@@ -18,8 +18,7 @@ import anyio.to_thread
 from kvtier.agent.agent import Serving
 from kvtier.instance import Instance
 from tests.controller.holding import BUILT_IN, Node, prompt, settings_of
-
-ROOT = Path(__file__).parents[2]
+from tests.forks import Forked, python
 
 
 class InstanceProcess:
@@ -28,17 +27,12 @@ class InstanceProcess:
     def __init__(self, name: str, url: str, *, advertise: int | None = None, **settings: Any) -> None:
         self.name = name
         self._settings = {"name": name, "url": url, "advertise": advertise, **settings}
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Forked | None = None
 
     def start(self) -> None:
         """Start the process, or restart it on the same port."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.controller.instance_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
+        program = "tests.controller.instance_process"
+        self._process = python(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._call(self._settings)
 
     def store(self, chunks: int) -> None:

@@ -33,7 +33,7 @@ WRITES = ("/lookup", "/move", "/prefetch", "/pin", "/unpin", "/clear")
 
 async def test_requests_and_registration_require_the_token(tmp_path: Path) -> None:
     async with running_controller(tmp_path, token=TOKEN) as controller:
-        async with httpx.AsyncClient(base_url=controller.url, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=controller.url, trust_env=False, verify=False) as client:
             for headers in ({}, {"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": f"Basic {TOKEN}"}):
                 for method, paths in (("GET", READS), ("POST", WRITES)):
                     for path in paths:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from kvtier.testing.relay import Relay
 from kvtier.testing.servers import free_port
 from tests.controller.holding import CHUNK_BYTES, CHUNK_TOKENS, TIMEOUT_SECONDS, prompt
 from tests.controller.instance_process import InstanceProcess
+from tests.forks import Forked, python
 
 CHUNKS = 20
 TOKENS = prompt(CHUNKS)
@@ -33,16 +32,14 @@ class Controller:
     def __init__(self, folder: Path) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
         self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-        self._client = httpx.Client(base_url=self.url, timeout=30, trust_env=False)
+        self._process: Forked | None = None
+        self._client = httpx.Client(base_url=self.url, timeout=30, trust_env=False, verify=False)
 
     def start(self) -> None:
         listen, state = self.url.removeprefix("http://"), str(self._folder / "state.sqlite")
-        command = [sys.executable, "-m", "kvtier", "controller", "--listen", listen, "--state", state]
+        options = ["--listen", listen, "--state", state, "--instance-timeout", "2s", "--heartbeat", "0.2s"]
         with (self._folder / "controller.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [*command, "--instance-timeout", "2s", "--heartbeat", "0.2s"], stderr=log
-            )
+            self._process = python("kvtier", "controller", *options, stderr=log)
         wait_until(self._is_up)
 
     def kill(self) -> None:

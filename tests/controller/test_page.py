@@ -387,7 +387,10 @@ async def test_keyboard_only(browser: Browser) -> None:
 
 
 async def test_files_are_served_with_their_headers(tmp_path: Path) -> None:
-    async with real(tmp_path, token=TOKEN) as (_, url), httpx.AsyncClient(base_url=url) as client:
+    async with (
+        real(tmp_path, token=TOKEN) as (_, url),
+        httpx.AsyncClient(base_url=url, verify=False) as client,
+    ):
         for path in FILES.iterdir():
             at = "/" if path.name == "index.html" else f"/page/{path.name}"
             answer = await client.get(at)

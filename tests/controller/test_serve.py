@@ -160,7 +160,7 @@ def test_command_starts_answers_and_exits(tmp_path: Path) -> None:
         "--listen", "127.0.0.1:0", "--token-file", str(tmp_path / "token"), "--state", str(state)
     ) as process:  # fmt: skip
         url = address_of(process)
-        with httpx.Client(base_url=url, trust_env=False) as client:
+        with httpx.Client(base_url=url, trust_env=False, verify=False) as client:
             assert client.get("/healthz").json()["instances"] == 0
             assert client.get("/instances").status_code == 401
             client.headers["Authorization"] = f"Bearer {TOKEN}"

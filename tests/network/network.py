@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import socket
@@ -11,14 +12,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple, Self
 
 from kvtier.errors import KVTierError
+from tests.forks import ROOT, Forked, run_module
 from tests.network import namespaces, relay
-
-ROOT = Path(__file__).parents[2]
 
 
 class NetworkError(KVTierError):
@@ -51,7 +52,7 @@ class Host:
         self.address = relay.address(number)
         self.number = number
         self._namespace = namespace
-        self._processes: list[subprocess.Popen[Any]] = []
+        self._processes: list[subprocess.Popen[Any] | Forked] = []
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a process on this host. ``options`` are those of ``subprocess.Popen``.
@@ -62,6 +63,14 @@ class Host:
         pass_fds = (*options.pop("pass_fds", ()), self._namespace)
         arguments = [namespaces.__file__, str(self._namespace), str(os.getpid()), *command]
         process = subprocess.Popen([sys.executable, "-I", "-S", *arguments], pass_fds=pass_fds, **options)
+        self._processes.append(process)
+        return process
+
+    def python(self, module: str) -> Forked:
+        """Run ``python -m MODULE`` on this host in a forked process, with pipes to its stdin and stdout."""
+        with Connection(os.dup(self._namespace)) as namespace:
+            arguments = (namespace, module)
+            process = Forked(_run_module, arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._processes.append(process)
         return process
 
@@ -85,7 +94,7 @@ class Host:
         return made[0]
 
     def kill(self) -> None:
-        """Kill the processes started with :meth:`popen`, but not their child processes."""
+        """Kill the processes started with :meth:`popen` or :meth:`python`, but not their child processes."""
         for process in self._processes:
             process.kill()
 
@@ -211,3 +220,15 @@ class Network:
         if "error" in state:
             raise NetworkError(f"cannot create the network: {state['error']}")
         return state
+
+
+def _run_module(namespace: Connection, module: str) -> None:
+    """Run a module on a host. The process's main function."""
+    namespaces.enter(namespace.fileno())
+    namespace.close()
+    # Check only now: from here on, the clean-up of the namespace after the test's exit finds this process.
+    test = multiprocessing.parent_process()
+    if test is None or not test.is_alive():
+        sys.exit("the test's process has exited")
+    namespaces.see_own_devices()
+    run_module(module)

@@ -6,12 +6,11 @@ The program reads one line of JSON: settings and chunk numbers. It answers every
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import anyio
@@ -22,9 +21,9 @@ from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import make_key, noise
+from tests.forks import Forked, python
 
 SECRET = "what the processes of these tests know"
-ROOT = Path(__file__).parents[2]
 
 
 def payload_of(key: ChunkKey, length: int) -> bytes:
@@ -68,14 +67,14 @@ class PeerProcess:
         self.port = 0
         self._folder = folder
         self._peer = peer
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Forked | None = None
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._process = _spawn()
+        self._process = await python_in_thread("tests.peers.peer_process")
         config = {
             "listen": self.address,
             "numbers": self.numbers,
@@ -90,7 +89,7 @@ class PeerProcess:
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
-        os.kill(self._process.pid, number)
+        self._process.send_signal(number)
 
     async def kill(self) -> None:
         """Kill the process with SIGKILL and reap it. Idempotent."""
@@ -117,9 +116,10 @@ class PeerProcess:
         return decoded
 
 
-def _spawn() -> subprocess.Popen[str]:
-    program = [sys.executable, "-m", "tests.peers.peer_process"]
-    return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+async def python_in_thread(module: str) -> Forked:
+    """Run a module with pipes. In a thread, since the first start waits for the parent of all."""
+    start = partial(python, module, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return await anyio.to_thread.run_sync(start)
 
 
 async def main() -> None:

@@ -8,12 +8,9 @@ The program reads one line of JSON (settings), then one command per line, and an
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -23,10 +20,10 @@ from kvtier.instance import Instance
 from kvtier.peers.kv_transfer import KVTransfer
 from kvtier.peers.source import Read, Source
 from kvtier.testing.backend import make_key
+from tests.forks import Forked
 
-from .peer_process import settings_of, store
+from .peer_process import python_in_thread, settings_of, store
 
-ROOT = Path(__file__).parents[2]
 CAPACITY = 256 << 20
 
 
@@ -36,11 +33,11 @@ class PushProcess:
     def __init__(self, kind: str, payload: int, blocks_after: int | None = None) -> None:
         """After ``blocks_after`` batches, block in the middle of the next one until :meth:`resume`."""
         self._config = {"payload": payload, "peer": {"transport": kind}, "blocks_after": blocks_after}
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Forked | None = None
         self.address = ""
 
     async def __aenter__(self) -> PushProcess:
-        self._process = _spawn()
+        self._process = await python_in_thread("tests.peers.push_process")
         self.address = f"127.0.0.1:{await self._request(self._config)}"
         return self
 
@@ -65,7 +62,7 @@ class PushProcess:
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
-        os.kill(self._process.pid, number)
+        self._process.send_signal(number)
 
     async def kill(self) -> None:
         """Kill the process with SIGKILL and reap it. Idempotent."""
@@ -89,11 +86,6 @@ class PushProcess:
             reply = await anyio.to_thread.run_sync(process.stdout.readline, abandon_on_cancel=True)
         assert reply, "the process has ended"
         return json.loads(reply)
-
-
-def _spawn() -> subprocess.Popen[str]:
-    program = [sys.executable, "-m", "tests.peers.push_process"]
-    return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 def block_after(batches: int) -> anyio.Event:

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
+
 PACKAGE = Path(__file__).parent / "package"
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
+Kvtier = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def install(source: Path, site: Path) -> None:
@@ -50,18 +53,41 @@ def example_installed(site: Path) -> Path:
 
 
 @pytest.fixture
-def python(site: Path) -> Python:
-    """Run a Python interpreter that finds the packages in ``site``."""
+def variables(site: Path) -> dict[str, str]:
+    """Environment variables of a process that finds the packages in ``site``."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    return {**clean, "PYTHONPATH": str(site), "COLUMNS": "200", "NO_COLOR": "1"}
 
-    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+
+@pytest.fixture
+def python(variables: dict[str, str]) -> Python:
+    """Run a Python interpreter that finds the packages in ``site``."""
+
+    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, *arguments],
-            env={**clean, "PYTHONPATH": str(site), "COLUMNS": "200", "NO_COLOR": "1", **variables},
+            env={**variables, **more},
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
         )
+
+    return run
+
+
+@pytest.fixture
+def kvtier(variables: dict[str, str]) -> Kvtier:
+    """Run a command in a forked process that finds the packages in ``site``."""
+
+    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        environment = {**variables, **more}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = forks.python("kvtier", *arguments, environment=environment, **pipes)
+        try:
+            output, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(arguments, process.wait(), output, errors)
 
     return run

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.hookspecs import hookspec
-from tests.plugins.conftest import PACKAGE, Python, install, write_metadata
+from tests.plugins.conftest import PACKAGE, Kvtier, Python, install, write_metadata
 
 pytestmark = pytest.mark.usefixtures("example_installed")
 
@@ -43,8 +43,8 @@ def test_plugins_command_lists_the_example(python: Python) -> None:
     assert loaded["example"]["provides"] == ["shelf", "pigeon", "fifo", "mirror"]
 
 
-def test_plugins_table_shows_source_and_provided_names(python: Python) -> None:
-    rows = python("-m", "kvtier", "plugins").stdout.splitlines()
+def test_plugins_table_shows_source_and_provided_names(kvtier: Kvtier) -> None:
+    rows = kvtier("plugins").stdout.splitlines()
     (row,) = [row for row in rows if row.startswith("example ")]
     assert "kvtier-example 1.2.3" in row
     assert "shelf, pigeon, fifo, mirror" in row
@@ -66,37 +66,37 @@ anyio.run(run)
     assert result.stdout.splitlines() == ["['cpu', 'shelf']", "['auto']"], result.stderr
 
 
-def test_example_settings_are_validated(python: Python) -> None:
-    result = python("-m", "kvtier", "config", "check", KVTIER_TIERS=TIERS.replace("label", "labl"))
+def test_example_settings_are_validated(kvtier: Kvtier) -> None:
+    result = kvtier("config", "check", KVTIER_TIERS=TIERS.replace("label", "labl"))
     assert result.returncode == 1
     assert "tiers[1].label (in KVTIER_TIERS) is required, for example top" in result.stderr
 
 
-def test_example_command_is_available(python: Python) -> None:
-    assert python("-m", "kvtier", "hello", "world").stdout == "Hello world, from a plugin\n"
+def test_example_command_is_available(kvtier: Kvtier) -> None:
+    assert kvtier("hello", "world").stdout == "Hello world, from a plugin\n"
 
 
-def test_example_tier_type_is_in_the_schema(python: Python) -> None:
-    schema = json.loads(python("-m", "kvtier", "config", "schema").stdout)
+def test_example_tier_type_is_in_the_schema(kvtier: Kvtier) -> None:
+    schema = json.loads(kvtier("config", "schema").stdout)
     assert (
         schema["$defs"]["tier_shelf"]["properties"]["label"]["description"] == "What is written on the shelf."
     )
 
 
 @pytest.mark.parametrize("name", ["kvtier-example", "kvtier_example", "example"])
-def test_plugin_is_loaded_by_distribution_or_entry_point_name(python: Python, name: str) -> None:
-    result = python("-m", "kvtier", "plugins", "--json", KVTIER_PLUGINS=json.dumps([name]))
+def test_plugin_is_loaded_by_distribution_or_entry_point_name(kvtier: Kvtier, name: str) -> None:
+    result = kvtier("plugins", "--json", KVTIER_PLUGINS=json.dumps([name]))
     assert "example" in [plugin["name"] for plugin in json.loads(result.stdout)]
 
 
-def test_empty_list_loads_only_built_in_plugins(python: Python) -> None:
-    result = python("-m", "kvtier", "plugins", "--json", KVTIER_PLUGINS="[]")
+def test_empty_list_loads_only_built_in_plugins(kvtier: Kvtier) -> None:
+    result = kvtier("plugins", "--json", KVTIER_PLUGINS="[]")
     assert {plugin["source"] for plugin in json.loads(result.stdout)} == {"built in"}
-    assert python("-m", "kvtier", "hello", "world", KVTIER_PLUGINS="[]").returncode == 2
+    assert kvtier("hello", "world", KVTIER_PLUGINS="[]").returncode == 2
 
 
-def test_plugin_that_is_not_installed(python: Python) -> None:
-    result = python("-m", "kvtier", "plugins", KVTIER_PLUGINS='["kvtier-exmaple"]')
+def test_plugin_that_is_not_installed(kvtier: Kvtier) -> None:
+    result = kvtier("plugins", KVTIER_PLUGINS='["kvtier-exmaple"]')
     assert result.returncode == 1
     assert (
         "plugins lists 'kvtier-exmaple', which is not installed: did you mean kvtier-example?"
@@ -104,29 +104,29 @@ def test_plugin_that_is_not_installed(python: Python) -> None:
     )
 
 
-def test_conflict_error_names_both_distributions(python: Python, site: Path) -> None:
+def test_conflict_error_names_both_distributions(kvtier: Kvtier, site: Path) -> None:
     (site / "rival.py").write_text(
         "from kvtier import hookimpl\n"
         "from kvtier_example.plugin import ShelfBackend\n"
         "@hookimpl\ndef kvtier_backends(): return {'shelf': ShelfBackend}\n"
     )
     write_metadata(site, "kvtier-rival", "0.1", {"rival": "rival"})
-    result = python("-m", "kvtier", "plugins")
+    result = kvtier("plugins")
     assert result.returncode == 1
     claim = (
         "example (kvtier-example 1.2.3) and rival (kvtier-rival 0.1) both provide 'shelf' in kvtier_backends"
     )
     assert claim in result.stderr
-    assert python("-m", "kvtier", "plugins", KVTIER_PLUGINS='["rival"]').returncode == 0
+    assert kvtier("plugins", KVTIER_PLUGINS='["rival"]').returncode == 0
 
 
-def test_broken_plugin_is_named_and_other_commands_work(python: Python, site: Path) -> None:
+def test_broken_plugin_is_named_and_other_commands_work(kvtier: Kvtier, site: Path) -> None:
     write_metadata(site, "kvtier-broken", "0.1", {"broken": "no_such_module"})
-    result = python("-m", "kvtier", "plugins")
+    result = kvtier("plugins")
     assert result.returncode == 1
     assert "plugin broken (kvtier-broken 0.1) cannot be imported (ModuleNotFoundError" in result.stderr
     assert "or remove it from the setting plugins" in result.stderr
-    other = python("-m", "kvtier", "inspect", "ls", str(site))
+    other = kvtier("inspect", "ls", str(site))
     assert other.returncode == 0
     assert "warning: plugin commands are not available" in other.stderr
 

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from kvtier.cli import main, terminal
-from tests.hosts import ROOT
+from tests.forks import ROOT, Forked, python
 
 TIMEOUT_SECONDS = 60
 LONG = "word " * 2000
@@ -40,12 +40,7 @@ class Engine:
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.proxy.stub_process", str(self.port)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.process = python("tests.proxy.stub_process", str(self.port), stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
 
@@ -57,30 +52,30 @@ class Engine:
 class ProxyProcess:
     """``kvtier proxy`` with the shortest check interval, and a client of it."""
 
-    def __init__(self, prefillers: list[Engine], decoders: list[Engine], log: Path) -> None:
+    def __init__(self, prefillers: list[Engine], decoders: list[Engine], log: Path, *, fork: bool) -> None:
+        """Without ``fork``, start the command as a user does."""
         options = ["--listen", "127.0.0.1:0", "--check", "100ms"]
         options += [part for engine in prefillers for part in ("--prefill", engine.url)]
         options += [part for engine in decoders for part in ("--decode", engine.url)]
         self.log = log
+        self.process: Forked | subprocess.Popen[str]
         with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "kvtier",
-                    "proxy",
-                    *options,
-                ],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
+            self.process = (
+                python("kvtier", "proxy", *options, stdout=subprocess.PIPE, stderr=file)
+                if fork
+                else subprocess.Popen(
+                    [sys.executable, "-m", "kvtier", "proxy", *options],
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=file,
+                    text=True,
+                )
             )
         self.wait_until(lambda: "proxy listening on" in log.read_text())
         found = re.search(r"proxy listening on (\S+),", log.read_text())
         assert found
-        self.client = httpx.Client(base_url=found[1], trust_env=False, timeout=TIMEOUT_SECONDS)
+        self.client = httpx.Client(base_url=found[1], trust_env=False, verify=False, timeout=TIMEOUT_SECONDS)
         self.wait_until(lambda: set(self.states().values()) == {"up"})
 
     def states(self) -> dict[str, str]:
@@ -107,19 +102,21 @@ class ProxyProcess:
         self.process.communicate()
 
 
-Start = Callable[[int, int], tuple[ProxyProcess, list[Engine], list[Engine]]]
+Start = Callable[..., tuple[ProxyProcess, list[Engine], list[Engine]]]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as stack:
 
-        def start_all(prefillers: int, decoders: int) -> tuple[ProxyProcess, list[Engine], list[Engine]]:
+        def start_all(
+            prefillers: int, decoders: int, *, fork: bool = True
+        ) -> tuple[ProxyProcess, list[Engine], list[Engine]]:
             engines = []
             for _ in range(prefillers + decoders):
                 engines.append(Engine())
                 stack.callback(engines[-1].kill)
-            proxy = ProxyProcess(engines[:prefillers], engines[prefillers:], tmp_path / "log")
+            proxy = ProxyProcess(engines[:prefillers], engines[prefillers:], tmp_path / "log", fork=fork)
             stack.callback(proxy.close)
             return proxy, engines[:prefillers], engines[prefillers:]
 
@@ -127,7 +124,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_serves_and_prints_prefill_statistics(start: Start) -> None:
-    proxy, _, _ = start(1, 1)
+    proxy, _, _ = start(1, 1, fork=False)
     headers = {"Authorization": "Bearer sk-of-a-client"}
     for number in range(3):
         body = {"model": "m", "prompt": f"{number} {LONG}"}

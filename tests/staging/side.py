@@ -5,7 +5,6 @@ Needs torch, but not vLLM.
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 import traceback
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from kvtier.bridge.protocol import Hello, Role, Run
 from kvtier.memory.keys import ChunkKey, chunk_key, chunk_keys, encode_tokens, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from tests.bridge.conftest import wait_for_reply
+from tests.forks import forks
 
 CHUNK = 64
 BLOCK = 16
@@ -235,8 +235,7 @@ class Side:
 def side(path: Path, device: str, ranks: int = 1) -> Iterator[Side]:
     """Run an engine that uses a running cache process."""
     # Forked from a process that has imported but not used torch: CUDA is initialized in the child.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", __name__])
+    context = forks(["torch"])
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, str(path), device, ranks), daemon=True)
     process.start()

@@ -25,7 +25,7 @@ class ControllerProcess:
         self.log = folder / "controller.log"
         self._state = folder / "controller.sqlite"
         self._process: subprocess.Popen[bytes] | None = None
-        self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT_SECONDS, trust_env=False)
+        self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT_SECONDS, trust_env=False, verify=False)
 
     def start(self) -> None:
         """Start the process and wait until it answers."""

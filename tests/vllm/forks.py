@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
-from collections.abc import Iterator
-from functools import cache
-from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
-from pathlib import Path
+
+from tests import forks as any_forks
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -21,29 +16,10 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # Otherwise each worker of an engine would claim a NUMA node.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # For the parent, which silently skips modules that it cannot import. Another vLLM may be in front.
-    "PYTHONPATH": os.pathsep.join(
-        [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[2])]
-    ),
+    "PYTHONPATH": any_forks.PYTHONPATH,
 }
 
 
-@cache
 def forks() -> ForkServerContext:
     """Return the context that forks the processes. Starts the parent, which takes a while."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.vllm.imported_once"])
-    with _environment(ENVIRONMENT):
-        forkserver.ensure_running()
-    return context
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    return any_forks.forks(["torch", "tests.vllm.imported_once"], ENVIRONMENT)

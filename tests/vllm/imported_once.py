@@ -1,4 +1,4 @@
-"""The imports of all forked processes, done once in their parent: of engines, cache processes and pytest.
+"""What processes with vLLM import, done once in their parent, before ``tests.imported_once``.
 
 pytest would rewrite and compile each module of hypothesis again, in the process of every ``*_side.py``.
 
@@ -22,18 +22,9 @@ import vllm.v1.engine.llm_engine
 import vllm.v1.worker.cpu_worker
 import xdist.scheduler
 
-import kvtier.backends.cpu
-import kvtier.backends.disk
-import kvtier.backends.infinistore
-import kvtier.backends.mooncake
-import kvtier.backends.redis
-import kvtier.backends.valkey
-import kvtier.bridge.serve
-import kvtier.cli
-import kvtier.transports.tcp
 from kvtier.integrations.vllm import connector
 
-__all__ = ["anyio", "connector", "hypothesis", "kvtier", "pytest", "transformers", "vllm", "xdist"]
+__all__ = ["anyio", "connector", "hypothesis", "pytest", "transformers", "vllm", "xdist"]
 
 # The parent must exit like any process, or libraries report leaks. Its children skip atexit handlers.
 atexit.register(gc.unfreeze)
