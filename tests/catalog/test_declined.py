@@ -13,10 +13,12 @@ from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.catalog.policies.shadow import ShadowCache
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
+from kvtier.settings import Settings
 from kvtier.simulation.cache import SimulatedCache
-from kvtier.simulation.tiers import one_tier
+from kvtier.simulation.tiers import configured, one_tier
 from kvtier.testing.eviction import LENGTH, prompt_of
 
+PLUGINS = Plugins.load([])
 SESSIONS, SESSION_CHUNKS, SCAN_CHUNKS = 10, 8, 20
 GAP = 10.0
 """Seconds after which each session comes back."""
@@ -217,8 +219,8 @@ def test_shadow_cache_declines_and_tells_its_policy() -> None:
 
 @pytest.mark.parametrize(("follows", "declines"), [("lru", False), ("arc", False), ("resume", True)])
 def test_adaptive_declines_while_it_follows_resume(follows: str, declines: bool) -> None:
-    tiers = one_tier(Plugins.load([]), "adaptive", 10 * LENGTH, {})
-    simulated = SimulatedCache(Plugins.load([]), tiers, LENGTH)
+    tiers = one_tier(PLUGINS, "adaptive", 10 * LENGTH, {})
+    simulated = SimulatedCache(PLUGINS, tiers, LENGTH)
     policy = simulated.catalog.policies[0]
     assert isinstance(policy, AdaptivePolicy)
     policy._active = list(CANDIDATES).index(follows)
@@ -228,8 +230,8 @@ def test_adaptive_declines_while_it_follows_resume(follows: str, declines: bool)
 
 
 def test_simulation_declines_as_the_cache_does() -> None:
-    tiers = one_tier(Plugins.load([]), "resume", 10 * LENGTH, {})
-    simulated = SimulatedCache(Plugins.load([]), tiers, LENGTH)
+    tiers = one_tier(PLUGINS, "resume", 10 * LENGTH, {})
+    simulated = SimulatedCache(PLUGINS, tiers, LENGTH)
     first, second = prompt_of(1, 9), prompt_of(2, 4)
     simulated.serve(1.0, first, ChunkHints(priority=100))
     simulated.serve(2.0, second, ChunkHints(priority=-100))
@@ -239,3 +241,14 @@ def test_simulation_declines_as_the_cache_does() -> None:
     assert isinstance(policy, ResumePolicy)
     [visit] = policy._visits.ghosts.values()
     assert policy._visits.counts[visit] == 1, "what was declined is remembered with what was stored"
+
+
+@pytest.mark.parametrize(("eviction", "fills"), [("resume", True), ("lru", False)])
+def test_simulation_fills_a_tier_that_may_decline(eviction: str, fills: bool) -> None:
+    """There are no watermarks then, as in the cache."""
+    tier = {"name": "ram", "type": "cpu", "capacity": 10 * LENGTH, "eviction": eviction}
+    settings = Settings(tiers=[{**tier, "high_watermark": 0.5, "low_watermark": 0.25}])
+    simulated = SimulatedCache(PLUGINS, configured(PLUGINS, settings, None, {}), LENGTH)
+    for number in range(10):
+        simulated.serve(1.0 + number, prompt_of(number, 1))
+    assert (simulated.catalog.count(0) == 10) == fills
