@@ -170,7 +170,7 @@ class ResumePolicy(EvictionPolicy):
 
     def victims_for(self, arrival: Arrival) -> Iterator[int]:
         """Yield only chunks of visits that are not worth more than the new ones."""
-        return self._worth_at_most(self._worth(self._arriving(arrival)))
+        return self._worth_at_most(self._worth(self._arriving(arrival)), self._continued(arrival.parent))
 
     def declined(self, arrival: Arrival) -> None:
         """Remember a prompt that was not stored, or not to its end: it may come back like those that were."""
@@ -220,7 +220,8 @@ class ResumePolicy(EvictionPolicy):
         kind = class_continued(NEW if kind == LEFT else kind, added + len(arrival.keys))
         return _ring_of(kind, hints.priority, hints.resume or 0.0, hints.retention or 0.0)
 
-    def _worth_at_most(self, limit: float) -> Iterator[int]:
+    def _worth_at_most(self, limit: float, spared: int = NONE) -> Iterator[int]:
+        """Yield the chunks of visits that are not worth more, except of one."""
         self._pass_by()
         if not self._ranked:
             rings = [ring for ring in self._used if ring < GHOST]
@@ -230,6 +231,8 @@ class ResumePolicy(EvictionPolicy):
             if limit < inf and self._worth(ring) > limit:
                 break
             for visit in visits.in_ring(ring):
+                if visit == spared:
+                    continue
                 if visit in self._passed:
                     later.append(visit)
                 else:
