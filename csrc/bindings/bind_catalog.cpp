@@ -321,14 +321,14 @@ class ChunkTable {
 // `order`: an iterator. See select_victims in kvtier/catalog/selection.py; a negative limit is none.
 nb::list select_victims(nb::handle order, nb::handle parents, nb::handle lengths, nb::handle children, nb::handle ready,
                         std::uint8_t mask, nb::handle is_pinned, nb::handle is_leased, std::int64_t needed_bytes,
-                        std::int64_t limit, std::int64_t deferred) {
+                        std::int64_t limit, std::int64_t deferred, bool whole) {
     // Python code may run meanwhile, but cannot resize a column.
     const Column<Row> above(parents);
     const Column<std::uint64_t> sizes(lengths);
     const Column<Count> counts(children);
     const Column<std::uint8_t> masks(ready);
     const catalog::Tier tier{above.span(), sizes.span(), counts.span(), masks.span(), mask};
-    const catalog::Wanted wanted{needed_bytes, limit, deferred};
+    const catalog::Wanted wanted{needed_bytes, limit, deferred, whole};
     const catalog::IsRow pinned = as_question(is_pinned), leased = as_question(is_leased);
     if (nb::isinstance<LruOrder>(order)) {
         LruOrder& lru = nb::cast<LruOrder&>(order);
@@ -365,7 +365,8 @@ void bind_catalog(nb::module_& module) {
     module.def("split_keys", &split_keys, nb::arg("joined"));
     module.def("select_victims", &select_victims, nb::arg("order"), nb::arg("parents"), nb::arg("lengths"),
                nb::arg("children"), nb::arg("ready"), nb::arg("mask"), nb::arg("is_pinned").none(),
-               nb::arg("is_leased").none(), nb::arg("needed_bytes"), nb::arg("limit"), nb::arg("deferred"));
+               nb::arg("is_leased").none(), nb::arg("needed_bytes"), nb::arg("limit"), nb::arg("deferred"),
+               nb::arg("whole"));
 }
 
 }  // namespace kvtier::bindings

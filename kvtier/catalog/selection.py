@@ -56,6 +56,7 @@ def select_victims(
             needed_bytes,
             left,
             waiting,
+            arrival is None,
         )
     chosen: list[int] = []
     deferred: dict[int, None] = {}
@@ -91,7 +92,7 @@ def select_victims(
             if deferred and parent in deferred:
                 choose_deferred(parent)
     else:
-        if not chosen and deferred:
+        if not chosen and deferred and arrival is None:  # Otherwise their children are worth more.
             return _unblocked(list(deferred), shared)
     return chosen if shared is None or reach is Reach.ANY else shared.due(chosen)
 

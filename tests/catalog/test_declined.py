@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier import native
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import Arrival, EvictionPolicy
 from kvtier.catalog.hints import ChunkHints
@@ -111,6 +112,24 @@ def test_as_much_is_stored_as_there_is_room_for_without_better_ones(traffic: Tra
     tier.ask(keys)
     assert len(tier.catalog.prefix(keys)) == ROOM
     assert all(key in tier.catalog for key in held)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_beginning_does_not_leave_before_what_is_worth_more(
+    is_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order ends before the chunks that continue it: without it, they could no longer be hit."""
+    if not is_native:
+        monkeypatch.setattr(native, "available", lambda: False)
+    tier = Tier(capacity=10)
+    beginning, rest = prompt_of(1, 1), prompt_of(2, 9)
+    tier.ask(beginning, ChunkHints(priority=-100))
+    tier.ask(beginning + rest)
+    tier.catalog.set_hints([tier.catalog.row(beginning[0]) or 0], ChunkHints(priority=-100))
+    tier.ask(beginning)  # The visit of the beginning alone is worth less than that of the rest.
+    assert tier.catalog.count(0) == 10
+    tier.ask(prompt_of(3, 1), ChunkHints(priority=-100))
+    assert is_held(tier, beginning + rest)
 
 
 def test_declined_prompt_that_comes_back_is_stored(traffic: Traffic) -> None:

@@ -169,7 +169,7 @@ def test_errors_of_an_order_and_of_questions_are_raised() -> None:
     def select(order: Iterator[int], leased: Callable[[int], bool] | None = None) -> list[int]:
         children, ready = array("I", [0, 0]), bytearray(b"\1\1")
         return native.core.select_victims(
-            order, columns.parents, columns.lengths, children, ready, 1, None, leased, 9, -1, -1
+            order, columns.parents, columns.lengths, children, ready, 1, None, leased, 9, -1, -1, True
         )
 
     def fails(row: int) -> bool:

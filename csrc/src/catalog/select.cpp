@@ -101,7 +101,7 @@ std::vector<Row> select(const std::function<Row()>& next, const Tier& tier, cons
         finish(row);
     }
     // In a corrupt, circular chain every chunk waits for another: it must not stay in the tier for ever.
-    if (chosen.empty() && !deferred.empty()) chosen.push_back(deferred.back());
+    if (wanted.whole && chosen.empty() && !deferred.empty()) chosen.push_back(deferred.back());
     return chosen;
 }
 
