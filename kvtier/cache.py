@@ -242,7 +242,9 @@ class TieredCache:
             found, keys, expected, local=local, expect=expect, expect_chunks=expect_chunks
         )
         if not local and not repeated:
-            self._report_lookup(keys, expected, found.count - (found.partial is not None), hints, compute)
+            whole = found.count - (found.partial is not None)
+            self.hierarchy.catalog.report_missed(keys[whole:])
+            self._report_lookup(keys, expected, whole, hints, compute)
         return found
 
     def look_up_state(

@@ -349,6 +349,12 @@ class Catalog:
         for policy in self.policies:
             policy.used(rows, self._clock())
 
+    def report_missed(self, keys: Sequence[ChunkKey]) -> None:
+        """Report the chunks of a prompt behind those just used, which no tier holds."""
+        if keys:
+            for policy in self.policies:
+                policy.missed(keys, self._clock())
+
     def set_hints(self, rows: Sequence[int], hints: ChunkHints) -> None:
         """Replace the hints of chunks, given their rows."""
         self._hints.set(rows, hints, self._clock())

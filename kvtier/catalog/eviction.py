@@ -130,6 +130,12 @@ class EvictionPolicy(ABC):
     def used(self, rows: Sequence[int], now: float) -> None:
         """Called when a prefix is used, with its rows from the root. Some of them may not be in this tier."""
 
+    def missed(self, keys: Sequence[ChunkKey], now: float) -> None:  # noqa: B027 - has a default on purpose
+        """Called after :meth:`used` with the chunks of the prompt behind those, which no tier holds.
+
+        Most are added soon, a long prompt in several parts: what it is worth can be known before.
+        """
+
     @abstractmethod
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
         """Called when chunks are removed from the tier. Their columns are valid until this returns."""

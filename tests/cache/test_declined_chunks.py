@@ -136,6 +136,19 @@ async def test_other_prompts_of_the_same_reservation_are_stored(cache: TieredCac
     cache.abandon([reservation for reservation in reserved if reservation is not None])
 
 
+async def test_policy_knows_what_a_prompt_misses(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first lookup of an engine on. Others store nothing, or not soon."""
+    missed: list[Sequence[ChunkKey]] = []
+    monkeypatch.setattr(policy_of(cache), "missed", lambda keys, _: missed.append(keys))
+    new = prompt_of(2, 3)
+    for keys in (prompt_of(1, CHUNKS), prompt_of(1, CHUNKS) + new, new):
+        cache.look_up(keys).release()
+    assert missed == [new, new]
+    cache.look_up(new, local=True).release()
+    cache.look_up(new, repeated=True).release()
+    assert len(missed) == 2
+
+
 @pytest.mark.parametrize(("policy", "left"), [("resume", CHUNKS), ("lru", 2)])
 async def test_no_room_is_made_in_advance_for_what_may_be_declined(
     settings: Callable[..., Settings], policy: str, left: int

@@ -11,6 +11,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.adaptive import CANDIDATES, AdaptivePolicy, AdaptiveSettings
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.policies.resume import ResumePolicy
+from kvtier.catalog.policies.returns import NEW, class_continued
 from kvtier.catalog.policies.shadow import ShadowCache
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
@@ -114,6 +115,77 @@ def test_as_much_is_stored_as_there_is_room_for_without_better_ones(traffic: Tra
     assert all(key in tier.catalog for key in held)
 
 
+def part_by_part(tier: Tier, keys: list[ChunkKey], size: int) -> None:
+    """Look a prompt up that is not held, and store it as an engine does."""
+    tier.catalog.report_missed(keys)
+    for start in range(0, len(keys), size):
+        part, parent = keys[start : start + size], keys[start - 1] if start else None
+        sizes = [LENGTH] * len(part)
+        arrival = tier.catalog.arrival(part, sizes, parent)
+        if parent is not None and parent not in tier.catalog:  # It continues what was declined.
+            tier.catalog.decline(0, arrival)
+            continue
+        excess = tier.catalog.used(0) + sum(sizes) - tier.capacity * LENGTH
+        if excess > 0:
+            tier.catalog.remove_all(tier.catalog.victims(0, excess, arrival=arrival), 0)
+        if tier.capacity - tier.catalog.count(0) < len(part):
+            tier.catalog.decline(0, arrival)
+        else:
+            tier.catalog.add_chain(part, 0, sizes, State.READY, parent)
+
+
+def test_prompt_that_is_stored_in_parts_is_judged_as_a_whole(traffic: Traffic) -> None:
+    """Its first part looks like a new session, which comes back."""
+    policy, keys = traffic.tier.policy, prompt_of(5_000, SCAN_CHUNKS)
+    assert isinstance(policy, ResumePolicy)
+
+    def worth(part: list[ChunkKey]) -> float:
+        arrival = traffic.tier.catalog.arrival(part, [LENGTH] * len(part), None)
+        return policy._worth(policy._arriving(arrival, policy._incoming.rest(part, None, {})))
+
+    first, whole = worth(keys[:SESSION_CHUNKS]), worth(keys)
+    assert first > 2 * whole
+    traffic.tier.catalog.report_missed(keys)
+    assert worth(keys[:SESSION_CHUNKS]) == whole
+
+
+def test_prompt_that_is_declined_in_parts_is_remembered_once(traffic: Traffic) -> None:
+    """By its last part, whose class is that of the whole prompt."""
+    policy = traffic.tier.policy
+    assert isinstance(policy, ResumePolicy)
+    keys = prompt_of(6_000, 4 * SCAN_CHUNKS)
+    before = len(policy._visits)
+    part_by_part(traffic.tier, keys, SCAN_CHUNKS)
+    assert not is_held(traffic.tier, keys[:1])
+    assert len(policy._visits) == before + 1
+    visit = policy._visits.ghosts[hash(keys[-2])]
+    assert policy._visits.added[visit] == len(keys)
+    assert policy._kind(visit) == class_continued(NEW, len(keys))
+
+
+def test_parts_are_added_to_one_visit_that_is_recognized_by_its_end() -> None:
+    tier, keys = Tier(capacity=40), prompt_of(1, 30)
+    policy = tier.policy
+    assert isinstance(policy, ResumePolicy)
+    part_by_part(tier, keys, 4)
+    [visit] = {policy._visits.visit(row) for row in tier.catalog.prefix_rows(keys)[0]}
+    assert policy._visits.added[visit] == len(keys)
+    tier.catalog.remove_all(keys[::-1], 0)
+    tier.now += 30
+    part_by_part(tier, keys, 4)
+    visits = {policy._visits.visit(row) for row in tier.catalog.prefix_rows(keys)[0]}
+    [visit] = visits
+    assert policy._visits.typical[visit] == pytest.approx(30)
+    assert policy._visits.added[visit] == 1, "the last chunk is behind the one that is remembered"
+    assert sum(policy._returns._all.returns) == 1
+
+
+def test_next_part_of_a_prompt_does_not_replace_the_parts_before_it() -> None:
+    tier = Tier(capacity=10)
+    part_by_part(tier, prompt_of(1, 16), 4)
+    assert len(tier.catalog.prefix(prompt_of(1, 16))) == 8
+
+
 @pytest.mark.parametrize("is_native", [True, False])
 def test_beginning_does_not_leave_before_what_is_worth_more(
     is_native: bool, monkeypatch: pytest.MonkeyPatch
@@ -197,6 +269,16 @@ def test_adaptive_declines_as_the_policy_that_it_follows() -> None:
     asked = SESSION_CHUNKS / (SESSION_CHUNKS + SCAN_CHUNKS)
     assert policy.hit_rates["resume"] == pytest.approx(asked, abs=0.03), "its shadow cache declines, too"
     assert policy.hit_rates["lru"] < 0.02, "and sees what was declined"
+
+
+def test_adaptive_passes_on_what_a_prompt_misses() -> None:
+    catalog = Catalog([AdaptivePolicy.factory(capacity_bytes=CAPACITY * LENGTH)])
+    policy = catalog.policies[0]
+    assert isinstance(policy, AdaptivePolicy)
+    catalog.report_missed(prompt_of(1, 5))
+    resume = policy._orders[list(CANDIDATES).index("resume")]
+    assert isinstance(resume, ResumePolicy)
+    assert resume._incoming.rest(prompt_of(1, 2), None, {}).chunks == 5
 
 
 def test_shadow_caches_see_what_is_declined() -> None:

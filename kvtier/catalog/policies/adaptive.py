@@ -157,6 +157,11 @@ class AdaptivePolicy(EvictionPolicy):
             request.awaited = [key for key in self._chunks.keys_of(absent) if key in request.chunks]
             self._awaited.update(request.awaited)
 
+    def missed(self, keys: Sequence[ChunkKey], now: float) -> None:
+        """Report the chunks to all orders. The shadow caches see whole prompts."""
+        for order in self._orders:
+            order.missed(keys, now)
+
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
         """Remove chunks from all orders, and those that were cleared from the shadow caches."""
         for order in self._orders:

@@ -15,6 +15,7 @@ from kvtier.catalog.eviction import (
     PolicySettings,
     RemovalReason,
 )
+from kvtier.catalog.policies.incoming import IncomingPrompts, Rest
 from kvtier.catalog.policies.returns import (
     AGES,
     CLASSES,
@@ -76,6 +77,7 @@ class ResumePolicy(EvictionPolicy):
         self._chunks = chunks
         self._returns = Returns()
         self._visits = Visits(chunks, 2 * GHOST)
+        self._incoming = IncomingPrompts()
         self._used: set[int] = set()
         """The rings that may have visits."""
         self._ghosts = 0
@@ -99,28 +101,36 @@ class ResumePolicy(EvictionPolicy):
         self._settle(now)
         visits = self._visits
         visits.cover(max(rows))
-        visit = self._continued(self._chunks.parents[rows[0]])
+        above = self._chunks.parents[rows[0]]
+        keys, parent = self._chunks.keys_of(rows), None if above == NO_PARENT else self._chunks.key(above)
+        rest = self._incoming.rest(keys, parent, visits.ghosts)
+        self._incoming.passed(keys, parent, rest)
+        visit = self._continued(above)
         if visit == NONE:
-            visit = self._begin(rows[-1], now, class_continued(NEW, len(rows)))
+            visit = self._begin(rows[-1], now, class_continued(NEW, rest.chunks))
         else:
             kind = self._kind(visit)
-            kind = class_continued(NEW if kind == LEFT else kind, visits.added[visit] + len(rows))
+            kind = class_continued(NEW if kind == LEFT else kind, visits.added[visit] + rest.chunks)
             self._put(visit, kind, rows[-1], now)
             visits.forget_ghost(visit)  # It may have lost chunks that come back now.
         visits.give(visit, rows)
         visits.added[visit] += len(rows)
-        keys = self._chunks.keys_of(rows) if visits.ghosts else ()
-        at, before = self._ghost_of(keys, visit)
+        before = self._before(rest, visit)
         if before != NONE:
             self._resume(visit, before, rows[-1], now)
-            visits.added[visit] = len(rows) - at  # The others were there before.
-            self._put(visit, class_continued(self._kind(visit), visits.added[visit]), rows[-1], now)
+            visits.added[visit] = len(rows) - rest.known  # The others were there before.
+            kind = class_continued(self._kind(visit), rest.chunks - rest.known)
+            self._put(visit, kind, rows[-1], now)
 
     def used(self, rows: Sequence[int], now: float) -> None:
         """Begin a visit, which takes over the rows that are in the tier."""
         self._settle(now)
         for run in self._visits.runs(rows):
             self._revisit(run, now)
+
+    def missed(self, keys: Sequence[ChunkKey], now: float) -> None:
+        """Recognise a prompt as a whole, before its parts are stored."""
+        self._incoming.expect(keys, self._visits.ghosts)
 
     def _revisit(self, rows: Sequence[int], now: float) -> None:
         visits = self._visits
@@ -170,54 +180,59 @@ class ResumePolicy(EvictionPolicy):
 
     def victims_for(self, arrival: Arrival) -> Iterator[int]:
         """Yield only chunks of visits that are not worth more than the new ones."""
-        return self._worth_at_most(self._worth(self._arriving(arrival)), self._continued(arrival.parent))
+        rest = self._incoming.rest(arrival.keys, arrival.parent_key, self._visits.ghosts)
+        limit = self._worth(self._arriving(arrival, rest))
+        return self._worth_at_most(limit, self._continued(arrival.parent))
 
     def declined(self, arrival: Arrival) -> None:
         """Remember a prompt that was not stored, or not to its end: it may come back like those that were."""
         self._settle(arrival.now)
         visits, count = self._visits, len(arrival.keys)
-        ring, visit = self._arriving(arrival), self._continued(arrival.parent)
+        rest = self._incoming.rest(arrival.keys, arrival.parent_key, visits.ghosts)
+        ring, visit = self._arriving(arrival, rest), self._of(arrival, rest)
         if visit == NONE:
             visit = visits.new(arrival.now, ring)
-        at, before = self._ghost_of(arrival.keys, visit)
+        before = self._before(rest, visit)
         if before != NONE:
             self._resume(visit, before, arrival.parent, arrival.now)
-            visits.added[visit] = -at
+            visits.added[visit] = -rest.known
         visits.added[visit] += count
         visits.since[visit] = arrival.now
+        self._ghosts -= visits.rings[visit] >= GHOST
         self._use(ring)
         visits.move(visit, ring)
+        if rest.declined:
+            visits.forget_ghost(visit)
         if count > 1 or arrival.parent == NO_PARENT:
             visits.remember(visit, arrival.keys[max(0, count - 2)])
         if not visits.counts[visit]:
             self._empty(visit)
+        self._incoming.passed(arrival.keys, arrival.parent_key, rest, visits.ghost_keys[visit])
 
     def _continued(self, parent: int) -> int:
         """Return the visit that ends with a row, or :data:`NONE`."""
         visit = self._visits.visit(parent)
         return visit if visit != NONE and self._visits.tails[visit] == parent else NONE
 
-    def _ghost_of(self, keys: Sequence[ChunkKey], visit: int) -> tuple[int, int]:
-        """Return the last of these chunks by which an earlier visit is remembered, and that visit.
+    def _of(self, arrival: Arrival, rest: Rest) -> int:
+        """Return the visit that new chunks continue, stored or declined so far, or :data:`NONE`."""
+        visit = self._continued(arrival.parent)
+        return self._visits.ghosts.get(rest.declined, NONE) if visit == NONE else visit
 
-        Return how many chunks there are up to that one, or 0 and :data:`NONE`.
-        """
-        ghosts = self._visits.ghosts
-        for at in range(len(keys) if ghosts else 0, 0, -1):
-            before = ghosts.get(hash(keys[at - 1]), NONE)
-            if before not in (NONE, visit):
-                return at, before
-        return 0, NONE
+    def _before(self, rest: Rest, visit: int) -> int:
+        """Return the earlier visit of a prompt that is remembered, or :data:`NONE`."""
+        before = self._visits.ghosts.get(rest.ghost, NONE)
+        return NONE if before == visit else before
 
-    def _arriving(self, arrival: Arrival) -> int:
+    def _arriving(self, arrival: Arrival, rest: Rest) -> int:
         """Return the ring in which new chunks would be."""
-        visits, visit, hints = self._visits, self._continued(arrival.parent), arrival.hints
+        visits, visit, hints = self._visits, self._of(arrival, rest), arrival.hints
         kind, added = (NEW, 0) if visit == NONE else (self._kind(visit), visits.added[visit])
-        at, before = self._ghost_of(arrival.keys, visit)
+        before = self._before(rest, visit)
         if before != NONE:
             gap = max(arrival.now - visits.since[before], 0.0)
-            kind, added = class_of(self._typical(before, gap)), -at
-        kind = class_continued(NEW if kind == LEFT else kind, added + len(arrival.keys))
+            kind, added = class_of(self._typical(before, gap)), -rest.known
+        kind = class_continued(NEW if kind == LEFT else kind, added + rest.chunks)
         return _ring_of(kind, hints.priority, hints.resume or 0.0, hints.retention or 0.0)
 
     def _worth_at_most(self, limit: float, spared: int = NONE) -> Iterator[int]:
