@@ -164,15 +164,20 @@ def test_chat_continues_at_its_last_state_and_drops_older_ones(
         asked.append(conversation)
         said += plain.answers(Hybrid(granite, MAMBA), [conversation])
         conversation = conversation + said[-1]
+    ends = [(len(tokens) - 1) // BLOCK * BLOCK for tokens in asked]
     hits = []
     with start(granite, cache, **MAMBA) as engine:
-        for tokens, answer in zip(asked, said, strict=True):
-            found = engine.generate(tokens)
+        for tokens, answer, end in zip(asked, said, ends, strict=True):
+            found, deadline = engine.generate(tokens), time.monotonic() + TIMEOUT_SECONDS
             assert found.tokens == answer
             hits.append(found.cached)
             engine.reset_prefix_cache()
             cache.wait_until_idle()
-    ends = [(len(tokens) - 1) // BLOCK * BLOCK for tokens in asked]
+            # Until its state is stored: see store().
+            while engine.generate(tokens).cached < end and time.monotonic() < deadline:
+                engine.reset_prefix_cache()
+                cache.wait_until_idle()
+            engine.reset_prefix_cache()
     assert hits == [0, *ends[:-1]]
     chunks = cache.status()["tiers"][0]["chunks"] - len(asked[-1] + said[-1]) // BLOCK
     assert chunks <= 6, "two states of each of the last two turns, and those of a branch"
