@@ -350,7 +350,7 @@ class Catalog:
             policy.used(rows, self._clock())
 
     def report_missed(self, keys: Sequence[ChunkKey]) -> None:
-        """Report the chunks of a prompt behind those just used, which no tier holds."""
+        """Report the chunks of a prompt behind those just used, which were not found."""
         if keys:
             for policy in self.policies:
                 policy.missed(keys, self._clock())

@@ -131,9 +131,9 @@ class EvictionPolicy(ABC):
         """Called when a prefix is used, with its rows from the root. Some of them may not be in this tier."""
 
     def missed(self, keys: Sequence[ChunkKey], now: float) -> None:  # noqa: B027 - has a default on purpose
-        """Called after :meth:`used` with the chunks of the prompt behind those, which no tier holds.
+        """Called after :meth:`used` with the chunks of the prompt behind those: they were not found.
 
-        Most are added soon, a long prompt in several parts: what it is worth can be known before.
+        Most are added soon, a long prompt in several parts. A policy can value it as a whole from the first.
         """
 
     @abstractmethod

@@ -9,16 +9,16 @@ KEYS = prompt_of(1, 10)
 GHOST = {hash(KEYS[7]): 3}
 
 
-def test_each_part_knows_the_rest_and_the_earlier_visit() -> None:
+def test_each_part_knows_the_rest_and_the_first_one_the_earlier_visit() -> None:
     incoming = IncomingPrompts()
     incoming.expect(KEYS, GHOST)
     first = incoming.rest(KEYS[:4], None, GHOST)
     assert first == Rest(10, 8, hash(KEYS[7]))
     incoming.passed(KEYS[:4], None, first)
-    second = incoming.rest(KEYS[4:6], KEYS[3], GHOST)
-    assert second == Rest(6, 4, hash(KEYS[7]))
+    second = incoming.rest(KEYS[4:6], KEYS[3], {})
+    assert second == Rest(6), "the first part continues the earlier visit, which is a ghost no more"
     incoming.passed(KEYS[4:6], KEYS[3], second, declined=5)
-    assert incoming.rest(KEYS[6:], KEYS[5], GHOST) == Rest(4, 2, hash(KEYS[7]), 5)
+    assert incoming.rest(KEYS[6:], KEYS[5], {}) == Rest(4, declined=5)
 
 
 def test_unknown_prompts_are_judged_by_their_chunks() -> None:

@@ -20,9 +20,9 @@ class Rest(NamedTuple):
 
     chunks: int
     known: int = 0
-    """How many there are up to the last one by which an earlier visit is remembered; negative behind it."""
+    """How many there are up to the last one by which an earlier visit is remembered."""
     ghost: int = 0
-    """The hash of that chunk's key; 0 if no earlier visit is remembered."""
+    """The hash of that chunk's key; 0 if there is none. The next part continues that visit."""
     declined: int = 0
     """The hash by which this visit is remembered if the part before was declined; otherwise 0."""
 
@@ -57,7 +57,7 @@ class IncomingPrompts:
                 self._rests.pop(hash(key), None)
         left = rest.chunks - len(keys)
         if left > 0:
-            self._put(hash(keys[-1]), Rest(left, rest.known - len(keys), rest.ghost, declined))
+            self._put(hash(keys[-1]), Rest(left, declined=declined))
 
     def _put(self, key: int, rest: Rest) -> None:
         self._rests.pop(key, None)

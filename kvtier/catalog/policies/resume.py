@@ -189,7 +189,7 @@ class ResumePolicy(EvictionPolicy):
         self._settle(arrival.now)
         visits, count = self._visits, len(arrival.keys)
         rest = self._incoming.rest(arrival.keys, arrival.parent_key, visits.ghosts)
-        ring, visit = self._arriving(arrival, rest), self._of(arrival, rest)
+        ring, visit = self._arriving(arrival, rest), self._visit_of(arrival, rest)
         if visit == NONE:
             visit = visits.new(arrival.now, ring)
         before = self._before(rest, visit)
@@ -214,7 +214,7 @@ class ResumePolicy(EvictionPolicy):
         visit = self._visits.visit(parent)
         return visit if visit != NONE and self._visits.tails[visit] == parent else NONE
 
-    def _of(self, arrival: Arrival, rest: Rest) -> int:
+    def _visit_of(self, arrival: Arrival, rest: Rest) -> int:
         """Return the visit that new chunks continue, stored or declined so far, or :data:`NONE`."""
         visit = self._continued(arrival.parent)
         return self._visits.ghosts.get(rest.declined, NONE) if visit == NONE else visit
@@ -226,7 +226,7 @@ class ResumePolicy(EvictionPolicy):
 
     def _arriving(self, arrival: Arrival, rest: Rest) -> int:
         """Return the ring in which new chunks would be."""
-        visits, visit, hints = self._visits, self._of(arrival, rest), arrival.hints
+        visits, visit, hints = self._visits, self._visit_of(arrival, rest), arrival.hints
         kind, added = (NEW, 0) if visit == NONE else (self._kind(visit), visits.added[visit])
         before = self._before(rest, visit)
         if before != NONE:
