@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import cast
 
 from kvtier.catalog.catalog import Catalog, State
@@ -175,4 +176,4 @@ def chains_of(
         for at in range(len(keys))
         if not at or parents[at] != keys[at - 1] or hints[at] is not hints[at - 1]
     ]
-    return zip(starts, [*starts[1:], len(keys)], strict=True)
+    return pairwise([*starts, len(keys)])

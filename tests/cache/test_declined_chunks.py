@@ -162,6 +162,13 @@ async def test_no_room_is_made_in_advance_for_what_may_be_declined(
         assert any(store(cache, headers(prompt_of(2, 1)), WORTHLESS)) == (policy == "lru")
 
 
+async def test_prompt_that_is_held_already_is_neither_stored_nor_declined(cache: TieredCache) -> None:
+    """As when two requests with the same prompt are computed at once."""
+    assert store(cache, headers(prompt_of(1, CHUNKS)), WORTHLESS) == [False] * CHUNKS
+    assert store(cache, [], WORTHLESS) == []
+    assert cache.hierarchy.counts["store_declined"] == 0
+
+
 async def test_only_the_end_of_a_prompt_is_declined(cache: TieredCache) -> None:
     """As much is stored as there is room for, and what is declined continues it."""
     keys = prompt_of(2, 5)
