@@ -200,7 +200,7 @@ def select_victims(
     """Choose victims in an order: see :func:`kvtier.catalog.selection.select_victims`.
 
     ``limit`` and ``deferred``: how many chunks to examine and to pass by at most; negative for no limit.
-    ``whole``: the order has all chunks, so that one leaves even if all wait for their children. The
+    ``whole``: the order has all chunks of the tier, so that one leaves even if all wait for others. The
     columns cannot be resized meanwhile. Raises ``IndexError`` if ``order`` yields what is not a row, and what
     ``order`` and the two functions raise.
     """

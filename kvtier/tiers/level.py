@@ -141,7 +141,7 @@ class Level:
 
     def fits(self, length: int) -> bool:
         """Whether ``length`` more bytes fit into the capacity."""
-        return self.capacity is None or self.used_bytes + length <= self.capacity
+        return not self.missing_bytes(length)
 
     @property
     def surplus_chunks(self) -> int:

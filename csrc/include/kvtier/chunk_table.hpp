@@ -84,7 +84,7 @@ struct Wanted {
     std::int64_t bytes;
     std::int64_t limit;
     std::int64_t deferred;
-    bool whole = true;  // Whether the order has all chunks of the tier, or the policy declines to offer more.
+    bool whole = true;  // False if the order leaves out the chunks that the policy prefers to new ones.
 };
 
 // Choose victims in the order of `next`, which returns `no_row` at the end. `is_pinned` and `is_leased` may be empty.

@@ -67,7 +67,7 @@ class IncomingPrompts:
 
 
 def _seen(keys: Sequence[ChunkKey], ghosts: Mapping[int, int]) -> Rest:
-    """Return what the chunks themselves tell."""
+    """Return what is known from the chunks themselves."""
     for at in range(len(keys) if ghosts else 0, 0, -1):
         if (ghost := hash(keys[at - 1])) in ghosts:
             return Rest(len(keys), at, ghost)
