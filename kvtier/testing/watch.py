@@ -105,7 +105,7 @@ class LoopWatch:
         self._record(stall)
 
     def _sample(self, stall: _Stall) -> None:
-        frame = sys._current_frames().get(self._thread_id)
+        frame = _current_frames().get(self._thread_id)
         place = (id(frame), frame.f_lasti) if frame is not None else None
         cpu_seconds, tasks = self._cpu_seconds(), _tasks()
         asleep = place == stall.place and not _is_select(frame)
@@ -205,6 +205,21 @@ def _explained(task: _Task, past: _Task | None, elapsed: float) -> float:
     else:
         explained = period if task.is_runnable else computed + waited
     return explained * elapsed / period
+
+
+def _current_frames() -> dict[int, FrameType]:
+    """Return the frame of each thread, without a garbage collection meanwhile.
+
+    CPython before 3.11.9 holds a lock that a starting thread needs: a finalizer that gives up the GIL then
+    blocks both threads for ever (https://github.com/python/cpython/issues/106883).
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _is_select(frame: FrameType | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from kvtier.testing import watch
 from kvtier.testing.watch import LoopWatch
 
 CONFTEST = """
@@ -254,3 +256,20 @@ async def test_watch_ignores_a_loop_whose_child_waits_for_a_core() -> None:
             other.wait()
     assert took > 0.5, "the child did not have to wait"
     assert watch.blocks == []
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_no_garbage_is_collected_while_frames_are_taken(
+    collecting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In CPython 3.11, a finalizer in it and a thread that starts would wait for each other for ever."""
+    meanwhile: list[bool] = []
+    monkeypatch.setattr(sys, "_current_frames", lambda: meanwhile.append(gc.isenabled()) or {})
+    if not collecting:
+        gc.disable()
+    try:
+        assert watch._current_frames() == {}
+        assert gc.isenabled() == collecting
+    finally:
+        gc.enable()
+    assert meanwhile == [False]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvtier import native
@@ -161,6 +163,8 @@ def test_prompt_that_is_declined_in_parts_is_remembered_once(traffic: Traffic) -
     visit = policy._visits.ghosts[hash(keys[-2])]
     assert policy._visits.added[visit] == len(keys)
     assert policy._kind(visit) == class_continued(NEW, len(keys))
+    empty = [visit for visit in set(policy._visits.ghosts.values()) if not policy._visits.counts[visit]]
+    assert policy._ghosts == len(empty), "it counts once"
 
 
 def test_parts_are_added_to_one_visit_that_is_recognized_by_its_end() -> None:
@@ -170,6 +174,7 @@ def test_parts_are_added_to_one_visit_that_is_recognized_by_its_end() -> None:
     part_by_part(tier, keys, 4)
     [visit] = {policy._visits.visit(row) for row in tier.catalog.prefix_rows(keys)[0]}
     assert policy._visits.added[visit] == len(keys)
+    assert not policy._incoming._rests, "nothing of it is to come"
     tier.catalog.remove_all(keys[::-1], 0)
     tier.now += 30
     part_by_part(tier, keys, 4)
@@ -328,6 +333,16 @@ def test_adaptive_declines_while_it_follows_resume(follows: str, declines: bool)
     simulated.serve(1.0, prompt_of(1, 9), ChunkHints(priority=100))
     simulated.serve(2.0, prompt_of(2, 4), ChunkHints(priority=-100))
     assert len(simulated.catalog.prefix(prompt_of(1, 9))) == (9 if declines else 6)
+
+
+def test_simulation_reports_what_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = SimulatedCache(PLUGINS, one_tier(PLUGINS, "resume", 10 * LENGTH, {}), LENGTH)
+    missed: list[Sequence[ChunkKey]] = []
+    monkeypatch.setattr(simulated.catalog.policies[0], "missed", lambda keys, _: missed.append(keys))
+    first = prompt_of(1, 3)
+    for keys in (first, first, first + prompt_of(2, 2)):
+        simulated.serve(1.0, keys)
+    assert missed == [first, prompt_of(2, 2)]
 
 
 def test_simulation_declines_as_the_cache_does() -> None:
