@@ -124,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not plan:
         raise SystemExit(f"--start, --span: {options.trace} has no request in this window")
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="kvt-") as name:
+        models.make_llama(Path(name, "model"), width=options.width)
         compare(plan, options.policy.split(","), options.capacity / 100, Path(name))
 
 
@@ -137,6 +138,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--speed", type=float, default=2, help="divides times, default: %(default)s")
     parser.add_argument(
         "--blocks", type=int, default=16, help="of the trace in a chunk, default: %(default)s"
+    )
+    parser.add_argument(
+        "--width", type=int, default=256, help="of the model: how much it computes; default: %(default)s"
     )
     parser.add_argument("--capacity", type=float, default=10, help="%% of the distinct chunks; %(default)s")
     return parser.parse_args(arguments)
@@ -165,7 +169,7 @@ def tokens_of(seed: str, count: int) -> list[int]:
 
 
 def compare(plan: Sequence[Planned], policies: Sequence[str], fraction: float, folder: Path) -> None:
-    """Replay the plan with each policy, and print the table."""
+    """Replay the plan with each policy, and print the table. ``folder`` has the model."""
     trace = trace_of(plan, [planned.time for planned in plan])
     chunk_bytes = MODEL.chunk_bytes(trace)
     chunks = int(trace.unique * fraction)
@@ -174,7 +178,6 @@ def compare(plan: Sequence[Planned], policies: Sequence[str], fraction: float, f
         raise SystemExit(f"--capacity: has {chunks} chunks, of {longest} of the longest prompt: use more")
     settings = {policy: settings_for(policy, chunks * chunk_bytes) for policy in policies}
     prompts = [planned.prompt(number) for number, planned in enumerate(plan)]
-    models.make_llama(folder / "model")
     results = {}
     for policy, each in settings.items():
         (folder / policy).mkdir()

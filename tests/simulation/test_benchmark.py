@@ -1,9 +1,13 @@
-"""benchmarks/hit_rates.py, benchmarks/write_admission.py and benchmarks/simulate.py at a small size."""
+"""The benchmarks of simulations, at a small size."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from benchmarks.retention import Hinted, gaps_of, hints_of
+from kvtier.simulation.trace import Trace
 from tests.benchmark import run_benchmark
 from tests.simulation.making import mooncake_line
 
@@ -33,3 +37,29 @@ def test_simulate() -> None:
     assert "400 requests of 100 chunks, lru" in shown
     assert "peak GB" in shown
     assert shown.count("%") == 4
+
+
+def test_retention(tmp_path: Path) -> None:
+    """There is room for one prompt: soon the one of every other request, as in the optimum."""
+    trace = tmp_path / "trace.jsonl"
+    numbers = [at % 20 // 2 + 1 if at % 2 else 0 for at in range(200)]
+    prompts = [[4 * number + chunk for chunk in range(4)] for number in numbers]
+    trace.write_text("".join(mooncake_line(9_000 * at, prompt) for at, prompt in enumerate(prompts)))
+    shown = run_benchmark("retention", str(trace), "--percent", "10,100", "--hinted-percent", "10")
+    assert "| hint `resume` | 10 % |" in shown
+    assert "| in 100% of the requests, exact | 97% |" in shown
+    assert "| tenth | 10 % | 100 % |" in shown
+    assert "| 10 | +0.0 | +0.0 |" in shown
+
+
+def test_hints_of_retention(tmp_path: Path) -> None:
+    """A prompt whose last chunk but one is asked for again comes back. Others have no hint."""
+    path = tmp_path / "trace.jsonl"
+    prompts = [[1, 2, 3], [7, 8, 9], [1, 2, 3, 4], [7, 5, 6]]
+    path.write_text("".join(mooncake_line(10_000 * at, prompt) for at, prompt in enumerate(prompts)))
+    gaps = gaps_of(Trace.read(path, 512))
+    assert gaps == {0: pytest.approx(20.0)}
+    (hint,) = hints_of(gaps, Hinted(1, 0.5)).values()
+    assert hint.resume != pytest.approx(20.0)
+    assert hint.resume == pytest.approx(20.0, rel=0.5)
+    assert hints_of(gaps, Hinted(0, 0)) == {}

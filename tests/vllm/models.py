@@ -60,11 +60,15 @@ def _make(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Non
 
 
 @forked
-def make_llama(directory: Path, *, kv_heads: int = 2, seed: int = 7) -> Path:
-    """Make a Llama: full attention in four layers, one KV-cache group, 2 KiB per token and head."""
+def make_llama(directory: Path, *, kv_heads: int = 2, width: int = 256, seed: int = 7) -> Path:
+    """Make a Llama: full attention in four layers, one KV-cache group, 2 KiB per token and head.
+
+    With ``width`` a token takes longer to compute, and its KV has the same size.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(num_hidden_layers=4, **_COMMON | {"num_key_value_heads": kv_heads})
+    sizes = {"num_key_value_heads": kv_heads, "hidden_size": width, "intermediate_size": 2 * width}
+    config = LlamaConfig(num_hidden_layers=4, **_COMMON | sizes)
     return _save(LlamaForCausalLM, config, directory, seed)
 
 
