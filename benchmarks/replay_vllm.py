@@ -13,7 +13,7 @@ seconds of the trace. The tokens of a chunk follow from its id, so equal ids are
 with a few tokens of its own, which fill no chunk.
 
 Every policy gets a new cache process, with one memory tier for a fraction of all distinct chunks, and a new
-vLLM with a tiny model and without a prefix cache of its own, so that all hits come from the tier. It computes
+vLLM with a small model and without a prefix cache of its own, so that all hits come from the tier. It computes
 on one core: on a busy machine, two threads would wait for each other. A request is sent at its time, but not
 before the previous one of its session is answered. Hits are what vLLM reports. They are compared with what
 ``kvtier simulate`` computes from the plan, and from the times at which the requests were sent (*as sent*),
@@ -140,7 +140,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--blocks", type=int, default=16, help="of the trace in a chunk, default: %(default)s"
     )
     parser.add_argument(
-        "--width", type=int, default=256, help="of the model: how much it computes; default: %(default)s"
+        "--width", type=int, default=1024, help="of the model: how much it computes; default: %(default)s"
     )
     parser.add_argument("--capacity", type=float, default=10, help="%% of the distinct chunks; %(default)s")
     return parser.parse_args(arguments)

@@ -125,6 +125,17 @@ def test_tier_of_few_chunks_is_sampled_enough_to_decide() -> None:
     assert larger.policy.follows != "lru"
 
 
+def test_large_leads_decide_before_much_is_known() -> None:
+    """The half of a loop that fits is soon 500 hits more, which is what a whole window must have."""
+    cache = Cache(200, window=100_000)
+    loop(cache, 80, 3)
+    assert 0 < cache.policy.hit_rates["resume"] * cache.policy._asked < 500
+    assert cache.policy.follows == "lru"
+    loop(cache, 80, 7)
+    assert cache.asked < 100_000 / 8
+    assert cache.policy.follows == "resume"
+
+
 def test_small_leads_change_nothing() -> None:
     cache = Cache(200, window=1000, margin=0.1)
     for number in range(400):

@@ -266,5 +266,7 @@ class AdaptivePolicy(EvictionPolicy):
     def _choose(self) -> None:
         best = max(range(len(self._hits)), key=self._hits.__getitem__)
         lead = self._hits[best] - self._hits[self._active]
-        if self._asked >= self._window / 8 and lead > self._settings.margin * self._asked:
+        # A few prompts do not decide, unless the lead is already as large as a whole window must have.
+        seen = self._asked if self._asked >= self._window / 8 else self._window
+        if lead > self._settings.margin * seen:
             self._active = best
