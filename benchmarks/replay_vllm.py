@@ -13,12 +13,12 @@ seconds of the trace. The tokens of a chunk follow from its id, so equal ids are
 with a few tokens of its own, which fill no chunk.
 
 Every policy gets a new cache process, with one memory tier for a fraction of all distinct chunks, and a new
-vLLM with a small model and without a prefix cache of its own, so that all hits come from the tier. It computes
-on one core: on a busy machine, two threads would wait for each other. A request is sent at its time, but not
-before the previous one of its session is answered. Hits are what vLLM reports. They are compared with what
-``kvtier simulate`` computes from the plan, and from the times at which the requests were sent (*as sent*),
-which differ if the machine cannot keep up. All policies must produce the same tokens: otherwise the benchmark
-fails.
+vLLM with a small model and without a prefix cache of its own, so that all hits come from the tier. It
+computes on one core: on a busy machine, two threads would wait for each other. A request is sent at its time,
+but not before the previous one of its session is answered. Hits are what vLLM reports. They are compared with
+what ``kvtier simulate`` computes from the plan, and from the times at which the requests were sent (*as
+sent*), which differ if the machine cannot keep up. All policies must produce the same tokens: otherwise the
+benchmark fails.
 
 Times must not be divided by much. ``resume``, and so ``adaptive``, learns for how long prompts are away, but
 does not distinguish times below two seconds. A typical gap of an agent is 15 seconds.

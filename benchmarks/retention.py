@@ -4,10 +4,10 @@
 
     python -m benchmarks.retention TRACE...      # as Markdown: five minutes for two traces
 
-*With hints*: requests get the hint ``resume``, which says when the prompt comes back, if it does. Figures are
-shares of the distance from the better of ``lru`` and ``arc`` to Belady's optimum. *By tenths*: the hit rate
-of ``adaptive`` less that of the better of both, in points, in each tenth of the trace's time. Figures are
-exact: they do not depend on the machine.
+*With hints*: requests get the hint ``resume`` with the time after which the prompt comes back, if it does.
+Figures are shares of the distance from the better of ``lru`` and ``arc`` to Belady's optimum. *By tenths*:
+the hit rate of ``adaptive`` less that of the better of both, in points, in each tenth of the trace's time.
+Figures are exact: they do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def covered_shares(path: Path, percent: float) -> dict[Hinted, float]:
 def gaps_of(trace: Trace) -> dict[int, float]:
     """Return after how many seconds the prompt of each request comes back, of those that do.
 
-    The last chunk is one that is not yet full: its prompt has come back if the one before it has.
+    The last chunk may not be full yet, so the one before it is what a later request would repeat.
     """
     next_use: dict[int, float] = {}
     gaps = {}

@@ -21,7 +21,7 @@ WARM_UP, SCAN, AFTER = 200.0, 75.0, 30.0
 """Seconds. Sessions come back ten times before the scan, and once or twice after it."""
 LEARNING = dict.fromkeys(POLICIES, SCAN) | {"adaptive": 3 * SCAN}
 """Seconds of a scan before what is left of the sessions counts. ``adaptive`` begins as ``lru``, and may
-change after 2,500 sampled chunks, or with a lead of 100: in a tier as small as this one, that takes minutes."""
+change with a lead of 100 sampled chunks, or after 2,500: minutes in a tier as small as this one."""
 EXTREME = ChunkHints("another", priority=100, retention=7 * 86_400.0, resume=3.0)
 """These prompts do not come back in three seconds."""
 
