@@ -204,7 +204,9 @@ async def test_requests_of_the_actions(browser: Browser) -> None:
                 await page.page.locator("#seconds").fill(field)
             await page.button(action).click()
             await expect(page.outcome).to_have_text("Requested …")
-            assert controller.requests == [(path, {**query, "model": "llama", **body})]
+            # The lookup after the previous action may be late.
+            requested = [request for request in controller.requests if request[0] != "lookup"]
+            assert requested == [(path, {**query, "model": "llama", **body})]
             result = RESULT | {"tokens": 2048, "chunks": 8}
             controller.publish_event(event(f"e{number}", action.lower(), "done", result=result))
             await expect(page.outcome).to_have_attribute("data-state", "done")
