@@ -48,12 +48,13 @@ class Trace:
         ``chunk_tokens``: tokens of a chunk, unless the file is a recording, whose chunks have a size.
         """
         requests, recorded = read_trace(path, chunk_tokens)
-        return cls.load(path.name, islice(requests, limit), None if recorded else chunk_tokens)
+        return cls.load(str(path), islice(requests, limit), None if recorded else chunk_tokens)
 
     @classmethod
     def load(cls, name: str, requests: Iterable[TraceRequest], chunk_tokens: int | None) -> Trace:
         """Take all requests. Raises :class:`TraceError` if there is none, and what ``requests`` raises.
 
+        ``name``: the path of the file, of which the trace keeps the last part, or another name.
         ``chunk_tokens``: if ``None``, the least with which every prompt fits into its chunks. This is exact,
         unless all prompts are short.
         """
@@ -76,7 +77,7 @@ class Trace:
         monotonic = all(earlier <= later for earlier, later in pairwise(times))
         order = range(len(ends)) if monotonic else array("I", sorted(range(len(ends)), key=times.__getitem__))
         return cls(
-            name=name,
+            name=Path(name).name,
             chunks=chunks,
             ends=ends,
             times=times,

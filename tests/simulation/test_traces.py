@@ -18,6 +18,7 @@ from kvtier.simulation.trace import Trace
 from kvtier.simulation.traces import read_trace
 from tests.simulation.making import bailian_line, mooncake_line
 
+RECORDING_HEADER = encode_frame(Header(version=VERSION, id=bytes(ID_BYTES), started=1e9)) or b""
 PACK: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
 
 
@@ -62,11 +63,10 @@ def test_chunks_of_bailian_are_equal_only_after_equal_prefixes(tmp_path: Path) -
 
 def test_recording_has_its_own_chunks(tmp_path: Path) -> None:
     path = tmp_path / "recording"
-    header = Header(version=VERSION, id=bytes(ID_BYTES), started=1e9)
     hints = ChunkHints(tenant="a")
     chunks = array("Q", [1 << 63, 5]).tobytes()
     records = [Record(1.5, 250, 128, 4096, chunks), Record(2.5, 256, 128, 4096, chunks, hints)]
-    frames = [encode_frame(header), *map(encode_frame, records)]
+    frames = [RECORDING_HEADER, *map(encode_frame, records)]
     path.write_bytes(MAGIC + b"".join(frame for frame in frames if frame is not None))
     trace = Trace.read(path, 512)
     assert (trace.chunk_tokens, trace.chunk_bytes, trace.unique) == (128, 4096, 2)
@@ -102,6 +102,9 @@ def test_limit_leaves_the_rest_unread(tmp_path: Path) -> None:
         (mooncake_line(0, [1]).encode() + mooncake_line(1, [-1]).encode(), "line 2: .*between 0 and"),
         (mooncake_line(0, [1]).encode() + mooncake_line(1, [1 << 64]).encode(), "line 2: "),
         (mooncake_line(0, [1]).encode() + mooncake_line(1, []).encode(), "line 2: hash_ids is empty"),
+        ((mooncake_line(0, [1]) + bailian_line(1, [1])).encode(), "line 2: is in the format of Bailian"),
+        ((bailian_line(0, [1]) + mooncake_line(1, [1])).encode(), "line 2: .*chat_id"),
+        (MAGIC + RECORDING_HEADER, "has no requests"),
         (mooncake_line(0, [1], hash_ids="abc").encode(), "line 1: .*hash_ids"),
         (bailian_line(0, [1], timestamp=None).encode(), "line 1: .*timestamp"),
         (bailian_line(0, [1], timestamp="1").encode(), "line 1: .*timestamp"),
