@@ -108,6 +108,8 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     """The type of each tier: ``cpu``, ``disk``, …"""
     peer: str | None
     """Address on which this instance listens for peers, ``HOST:PORT``; the host may be a wildcard."""
+    pools: bool = False
+    """Whether there are shared pools. A lookup asks them what they hold before it fetches anything."""
 
 
 class Lookup(Request, frozen=True, array_like=True, tag=10):

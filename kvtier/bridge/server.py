@@ -294,6 +294,7 @@ class Connection:
             [*(tier.name for tier in cache.hierarchy.tiers), *staging],
             [*(tier.settings.type for tier in cache.hierarchy.tiers), *staging],
             self._server.peer,
+            any(tier.shared for tier in cache.hierarchy.tiers),
         )
         self._endpoint.send(welcome, [] if self._remote else [cache.arena.fd])
 

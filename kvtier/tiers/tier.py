@@ -115,6 +115,8 @@ class Tier(Level):
 
     async def held(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Query which keys the medium holds; none if the deadline passes."""
+        if not keys:
+            return []
         held: Sequence[bool] = [False] * len(keys)
 
         async def run() -> None:
@@ -123,7 +125,7 @@ class Tier(Level):
 
         action = f"looking up {len(keys)} objects"
         ended = self._wait_for(self._start(run), self.settings.deadline, action, "counted as misses")
-        return held if keys and await ended else [False] * len(keys)
+        return held if await ended else [False] * len(keys)
 
     async def put(
         self, chunks: Sequence[ChunkBytes], settle: Settle, priority: Priority
