@@ -744,6 +744,24 @@ def test_room_for_states_is_requested_with_the_lookup(with_states: SchedulerSide
     assert {run.keys for run in cache.receive(Reserve).runs} == {state_key(key) for key in ends}
 
 
+def test_room_for_states_is_requested_once_pools_have_answered(
+    with_states: SchedulerSide, engine: Engine, cache: Cache
+) -> None:
+    """What has room to be stored would not be fetched from a pool any more."""
+    bridge = engine.bridges[0]
+    assert bridge.welcome is not None
+    bridge.welcome = msgspec.structs.replace(bridge.welcome, pools=True)
+    request = make_request(4 * CHUNK_TOKENS + 1)
+    with_states.on_new_request(request)
+    look_up = cache.receive(Lookup)
+    assert cache.nothing_received()
+    cache.send(Found(look_up.ticket, [], [], [], 0))
+    wait_until(lambda: with_states.matched_tokens(request, 0) == (0, False))
+    with_states.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1] * 8, [2] * 8)), 0)
+    ends = split_keys(look_up.keys)[2:]
+    assert {run.keys for run in cache.receive(Reserve).runs} == {state_key(key) for key in ends}
+
+
 def test_long_queue_reserves_room_for_few_states(with_states: SchedulerSide, cache: Cache) -> None:
     """One of 40 MB per request would evict the whole cache."""
     reserved = 0
