@@ -762,6 +762,17 @@ def test_room_for_states_is_requested_once_pools_have_answered(
     assert {run.keys for run in cache.receive(Reserve).runs} == {state_key(key) for key in ends}
 
 
+def test_prompt_that_is_not_looked_up_does_not_wait_for_pools(
+    with_states: SchedulerSide, engine: Engine, cache: Cache
+) -> None:
+    bridge = engine.bridges[0]
+    assert bridge.welcome is not None
+    bridge.welcome = msgspec.structs.replace(bridge.welcome, pools=True)
+    request = make_request(4 * CHUNK_TOKENS + 1, kv_transfer_params={"kvtier": {"cache": "write"}})
+    with_states.on_new_request(request)
+    assert len(cache.receive(Reserve).runs) == 2
+
+
 def test_long_queue_reserves_room_for_few_states(with_states: SchedulerSide, cache: Cache) -> None:
     """One of 40 MB per request would evict the whole cache."""
     reserved = 0

@@ -29,7 +29,7 @@ def run(tests: Path, log: Path) -> None:
     [
         ("worker_side.py", 23),
         ("cuda_side.py", 22),
-        ("scheduler_side.py", 54),
+        ("scheduler_side.py", 55),
         ("answers_side.py", 9),
         ("reports_side.py", 2),
         ("connector_side.py", 9),

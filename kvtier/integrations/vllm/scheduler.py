@@ -125,7 +125,7 @@ class SchedulerSide:
         # Before any chunk is promoted or stored, so that none is evicted before it is pushed.
         self._kv_transfers.begin(state)
         self._look_up(state)
-        if not self._asks_pools:
+        if state.ticket is None or not self._asks_pools:
             self._expect_states(state)
 
     @property
