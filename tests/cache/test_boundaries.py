@@ -128,6 +128,12 @@ async def test_pools_are_asked_for_chunks_and_states(settings: MakeSettings) -> 
         assert contents(await look_up(harness)) == [*KEYS[:5], state_key(KEYS[4])]
 
 
+async def test_pool_without_chunks_has_no_states(settings: MakeSettings) -> None:
+    """Nothing is left to ask it for: a query that nobody awaits would be an error here."""
+    async with opened(settings, "pool") as harness:
+        assert contents(await look_up(harness)) == []
+
+
 async def test_silent_pool_costs_only_its_own_chunks(settings: MakeSettings) -> None:
     async with opened(settings, "pool") as harness:
         store(harness, states=[1])
