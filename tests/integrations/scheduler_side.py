@@ -744,10 +744,10 @@ def test_room_for_states_is_requested_with_the_lookup(with_states: SchedulerSide
     assert {run.keys for run in cache.receive(Reserve).runs} == {state_key(key) for key in ends}
 
 
-def test_room_for_states_is_requested_once_pools_have_answered(
+def test_no_room_for_states_is_requested_while_pools_are_asked(
     with_states: SchedulerSide, engine: Engine, cache: Cache
 ) -> None:
-    """What has room to be stored would not be fetched from a pool any more."""
+    """What has room to be stored would not be fetched from a pool. It is requested in the first step."""
     bridge = engine.bridges[0]
     assert bridge.welcome is not None
     bridge.welcome = msgspec.structs.replace(bridge.welcome, pools=True)
@@ -757,7 +757,8 @@ def test_room_for_states_is_requested_once_pools_have_answered(
     assert cache.nothing_received()
     cache.send(Found(look_up.ticket, [], [], [], 0))
     wait_until(lambda: with_states.matched_tokens(request, 0) == (0, False))
-    with_states.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1] * 8, [2] * 8)), 0)
+    engine.admit(request)
+    engine.step(0)
     ends = split_keys(look_up.keys)[2:]
     assert {run.keys for run in cache.receive(Reserve).runs} == {state_key(key) for key in ends}
 

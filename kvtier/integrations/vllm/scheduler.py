@@ -125,21 +125,12 @@ class SchedulerSide:
         # Before any chunk is promoted or stored, so that none is evicted before it is pushed.
         self._kv_transfers.begin(state)
         self._look_up(state)
-        if state.ticket is None or not self._asks_pools:
-            self._expect_states(state)
-
-    @property
-    def _asks_pools(self) -> bool:
-        """Whether a lookup asks shared pools before anything that they hold is fetched."""
-        return self._bridge.welcome is not None and self._bridge.welcome.pools
-
-    def _expect_states(self, state: RequestState) -> None:
-        """Reserve room for the states of a prompt, which exist for one step, perhaps the first.
-
-        Not before pools have answered: what has room to be stored is not fetched. After a hit, other states
-        are needed. Not for a long queue: a state takes as much room as many chunks.
-        """
-        early = self._saves.expected_states < MAX_EARLY_STATES
+        # States exist for one step, perhaps the first, which must not wait for room. After a hit, those that
+        # continue it are needed instead. Not for a long queue: a state takes as much room as many chunks. Not
+        # while shared pools are asked, either: what has room to be stored is not fetched from them.
+        welcome = self._bridge.welcome
+        asks_pools = state.ticket is not None and welcome is not None and welcome.pools
+        early = self._saves.expected_states < MAX_EARLY_STATES and not asks_pools
         if self._states is not None and state.stores and early and self._saves.possible:
             self._states.expect(state)
             self._saves.request()
@@ -258,8 +249,6 @@ class SchedulerSide:
         state.next_chunk = max(state.next_chunk, hit.tokens // chunk)
         if state.hit_chunks:
             self._saves.forget_states(state)
-        elif self._asks_pools:
-            self._expect_states(state)
         if not external_tokens:
             self._cancel_lookup(state)
             return
