@@ -134,8 +134,10 @@ async def recording(
 
     ``tenants``: the name of the configured tenant by each name that requests use for it.
     """
-    recorder = Recorder(await to_thread.run_sync(RecordingFile.open, settings, tenants or {}))
-    logger.info("recording to %s", settings.path)
+    file = await to_thread.run_sync(RecordingFile.open, settings, tenants or {})
+    if not file.problem:
+        logger.info("recording to %s", settings.path)
+    recorder = Recorder(file)
     async with open_tasks() as tasks:
         tasks.start_soon(recorder.run)
         try:
