@@ -98,7 +98,7 @@ cuda-stand-in: $(VENV)/.kvtier
 	@! command -v c++ >/dev/null || $(BIN)/python -m tests.cuda_stand_in.building
 
 test: install $(VENV)/.pools system-packages cuda-stand-in  ## Run the tests, real vLLM engines included
-	$(BIN)/pytest -m "not slow and not gpu" $(WORKERS) $(RERUNS) $(PYTEST)
+	$(BIN)/python tools/run_tests.py -m "not slow and not gpu" $(WORKERS) $(RERUNS) $(PYTEST)
 
 test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take minutes each
 	$(BIN)/pytest -m "slow and not gpu" $(RERUNS) $(PYTEST)

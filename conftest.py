@@ -11,6 +11,7 @@ passes only on its second attempt still shows a defect, of the test or of the so
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Generator
 from typing import Any
@@ -23,7 +24,7 @@ from xdist.scheduler import LoadScopeScheduling
 settings.register_profile("kvtier", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvtier")
 
-ENGINES = ("tests/vllm/", "tests/integrations/", "tests/demo/")
+ENGINES = ("tests/vllm/", "tests/demo/")
 SHOWN_LINES = 60
 """Last lines shown of each first failure, which may not be reproducible."""
 
@@ -59,6 +60,8 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
+        # Otherwise libraries report leaks when the process exits.
+        atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

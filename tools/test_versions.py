@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 from pip_install import pip_install
+from run_tests import commands, passed
 
-TESTS = ("tests/integrations", "tests/vllm")
+TESTS = "tests/vllm"
 FOLDER = Path(sys.prefix)
 
 
@@ -29,20 +30,22 @@ def install(version: str) -> Path:
 
 
 def run(version: str, options: list[str]) -> str:
-    """Run the tests with a version. Return pytest's last line, or its exit code."""
+    """Run the tests with a version. Return the last line of each run of pytest."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(install(version)), *filter(None, [environment.get("PYTHONPATH")])]
     )
-    command = [sys.executable, "-m", "pytest", "-m", "vllm and not slow", *TESTS, *options]
-    lines = []
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            lines.append(line.strip(" =\n"))
-    passed = process.returncode == 0
-    return f"{'passed' if passed else 'FAILED'}: {next(filter(None, reversed(lines)), '')}"
+    lines, codes = [], []
+    for command in commands(["-m", "vllm and not slow", *options], [TESTS]):
+        last = ""
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                last = line.strip(" =\n") or last
+        lines.append(last)
+        codes.append(process.returncode)
+    return f"{'passed' if passed(codes) else 'FAILED'}: {'; '.join(lines)}"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Room for states: reserved in advance, used in one step, given back otherwise. See ``test_with_vllm.py``."""
+"""Room for states: reserved in advance, used in one step, given back otherwise."""
 
 from __future__ import annotations
 

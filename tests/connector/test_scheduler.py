@@ -1,7 +1,4 @@
-"""Scheduler side of the connector with a scripted cache process: batching, short waits, late answers.
-
-See ``test_with_vllm.py``.
-"""
+"""Scheduler side of the connector with a scripted cache process: batching, short waits, late answers."""
 
 from __future__ import annotations
 

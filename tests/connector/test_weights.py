@@ -1,4 +1,4 @@
-"""Scheduler side while the weights change, with a scripted cache process. See ``test_with_vllm.py``."""
+"""Scheduler side while the weights change, with a scripted cache process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvtier.memory.keys import chunk_keys, join_keys
 from kvtier.memory.layout import has_weights, namespace
 from tests.bridge.conftest import wait_until
 
-from .scheduler_side import Cache, Worker, wait_for_replies
+from .test_scheduler import Cache, Worker, wait_for_replies
 
 TOKENS = 4 * CHUNK_TOKENS
 

@@ -1,4 +1,4 @@
-"""Worker side of the connector: tracking of asynchronous copies. See ``test_with_vllm.py``."""
+"""Worker side of the connector: tracking of asynchronous copies."""
 
 from __future__ import annotations
 

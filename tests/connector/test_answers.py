@@ -2,7 +2,7 @@
 
 The scheduler's side of the connector runs between two models. That of vLLM's scheduler asks, allocates,
 computes, preempts and aborts. That of a cache process answers in pieces, late, or not at all, between any two
-hooks. See ``test_with_vllm.py``.
+hooks.
 """
 
 from __future__ import annotations

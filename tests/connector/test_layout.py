@@ -1,4 +1,4 @@
-"""Layouts from vLLM's own descriptions of KV caches. See ``test_with_vllm.py``."""
+"""Layouts from vLLM's own descriptions of KV caches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whatever happens to copies and to the cache process, a worker reports only what is true, and once.
 
 The worker's side of the connector with loads and saves in random parts, copies that end late or fail, and a
-cache process that answers late, never, or is replaced by another one. See ``test_with_vllm.py``.
+cache process that answers late, never, or is replaced by another one.
 """
 
 from __future__ import annotations

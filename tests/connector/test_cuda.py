@@ -1,4 +1,4 @@
-"""Worker side of the connector with GPU copies, on the stand-in for CUDA. See ``test_with_vllm.py``."""
+"""Worker side of the connector with GPU copies, on the stand-in for CUDA."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvtier.memory.arena import Arena, ArenaMap
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout
 from kvtier.rpc.calls import Call
+from tests.connector.test_worker import LAYOUT, Bridge
 from tests.cuda_stand_in.control import COPIES, StandIn
 from tests.cuda_stand_in.fixtures import stand_in
-from tests.integrations.worker_side import LAYOUT, Bridge
 
 __all__ = ["stand_in"]
 

@@ -1,4 +1,4 @@
-"""An engine of several parts: how the answers of its sides are combined. See ``test_with_vllm.py``."""
+"""An engine of several parts: how the answers of its sides are combined."""
 
 from __future__ import annotations
 

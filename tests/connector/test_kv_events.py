@@ -1,4 +1,4 @@
-"""KV events: what routers see of the tiers. See ``test_with_vllm.py``."""
+"""KV events: what routers see of the tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Version check, waits, registration and counters of the connector. See ``test_with_vllm.py``."""
+"""Version check, waits, registration and counters of the connector."""
 
 from __future__ import annotations
 

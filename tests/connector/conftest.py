@@ -1,0 +1,26 @@
+"""Tests of the connector with vLLM's own classes, and without engines: ``pytest tests/connector``.
+
+They need a run of their own (``tools/run_tests.py``), because vLLM changes the interpreter that imports it:
+its environment variables, its logging, torch.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.vllm.forks import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)  # Before any test imports vLLM.
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # vLLM and torch cause warnings themselves.
+    config.addinivalue_line("filterwarnings", "ignore")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/connector/" in item.nodeid:
+            item.add_marker(pytest.mark.vllm)
