@@ -14,6 +14,7 @@ RERUNS := --reruns 1
 FUZZ ?= 60
 SOAK ?= 600
 SEED ?= 1
+PART ?= 1/1
 
 # With it, each of the hundreds of processes that the tests start would compile kvtier anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,6 +27,7 @@ help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "PYTHON=…  the Python to use (3.11 or newer)    DEVICE=cpu|cuda  the vLLM to install; default: auto"
 	@echo "DEMO='--tokens 4000'  options of kvtier demo    PYTEST='-k disk'  options of pytest"
+	@echo "PART=2/4  the second of four parts of the slow tests, which together are all"
 	@echo "FUZZ=600  seconds that make fuzz runs each of its programs"
 	@echo "SOAK=7200  seconds that make soak injects faults    SEED=2  seed of its faults and requests"
 
@@ -101,7 +103,7 @@ test: install $(VENV)/.pools system-packages cuda-stand-in  ## Run the tests, re
 	$(BIN)/python tools/run_tests.py -m "not slow and not gpu" $(WORKERS) $(RERUNS) $(PYTEST)
 
 test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take minutes each
-	$(BIN)/pytest -m "slow and not gpu" $(RERUNS) $(PYTEST)
+	$(BIN)/pytest -m "slow and not gpu" --part $(PART) $(RERUNS) $(PYTEST)
 
 # Other versions of vLLM than that of tools/install_vllm.py.
 VERSIONS ?= 0.30.0 0.31.0

@@ -7,12 +7,17 @@ because many tests wait for servers.
 
 With ``--reruns``, a failed test is repeated, and the summary lists it with its first failure: a test that
 passes only on its second attempt still shows a defect, of the test or of the software.
+
+With ``--part 2/4``, only the tests of one part run. Every test belongs to exactly one, by a hash of its name:
+other tests that come or go do not move it.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import gc
+import hashlib
 from collections.abc import Generator
 from typing import Any
 
@@ -41,9 +46,30 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _FileSchedul
     return _FileScheduling(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the slowest tests to the front."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--part``."""
+    parser.addoption("--part", type=_part, default=(1, 1), metavar="K/N", help="run only the K-th of N parts")
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part: write 2/4 for the second of four")
+    return int(part), int(parts)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the tests of ``--part``, and move the slowest to the front."""
+    part, parts = config.getoption("part")
+    others = [item for item in items if _hash(item.nodeid) % parts != part - 1]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if _hash(item.nodeid) % parts == part - 1]
     items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
 
 
 @pytest.hookimpl(wrapper=True)
