@@ -1,4 +1,4 @@
-"""The example in the README runs unchanged."""
+"""The README's first screen is right about a clone, and its example runs unchanged."""
 
 from __future__ import annotations
 
@@ -23,3 +23,17 @@ def test_library_example_runs() -> None:
         [sys.executable, "-c", example], env=environment, capture_output=True, text=True, check=False
     )
     assert (result.returncode, result.stdout) == (0, "1000 tokens came back\n"), result.stderr
+
+
+def test_first_screen_is_about_a_clone() -> None:
+    """Nothing is published, so ``pip install`` is not the first command that a reader can run."""
+    readme = README.read_text()
+    screen = "\n".join(readme.splitlines()[:30])
+    clone, later = screen.split("Once kvtier is published")
+    targets = re.findall(r"`make (\S+)`", clone)
+    assert targets == ["demo", "test"]
+    makefile = (README.parent / "Makefile").read_text()
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+    assert "no GPU was ever used" in " ".join(clone.split())
+    assert "pip install" not in clone
+    assert 'pip install "kvtier[vllm]"' in later
