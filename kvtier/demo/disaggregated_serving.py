@@ -23,11 +23,12 @@ from kvtier.demo.work import (
     SPARE_TOKENS,
     VLLM_READY_SECONDS,
     WARM_UP_TOKENS,
+    Model,
     Options,
     Work,
     cache_answers,
     make_prompts,
-    model_of,
+    served_model,
     vllm_arguments,
 )
 from kvtier.testing.servers import free_port
@@ -101,11 +102,11 @@ def serving(
     ``prompts``: number of prompts to make, of ``options.tokens`` tokens each and without overlap.
     ``memory``: capacity of each cache process. Raises :class:`DemoFailed`.
     """
-    model = model_of(options, work, steps)
     ports = {name: free_port() for name in ("prefiller", "decoder", "proxy")}
     _write_settings(work, transport, memory)
     with ExitStack() as stack:
-        clients = {name: stack.enter_context(Client(port, model)) for name, port in ports.items()}
+        model = stack.enter_context(served_model(options, work, steps))
+        clients = {name: stack.enter_context(Client(port, model.name)) for name, port in ports.items()}
         running = Serving(work, clients["prefiller"], clients["decoder"], clients["proxy"])
         stack.callback(running.kill)
         with steps.step("starting the cache processes"):
@@ -149,10 +150,12 @@ def _write_settings(work: Work, transport: str, memory: str) -> None:
         file.write_text(yaml.safe_dump(settings, sort_keys=False))
 
 
-def _start_engine(name: str, model: str, port: int, options: Options, work: Work, new_tokens: int) -> Server:
+def _start_engine(
+    name: str, model: Model, port: int, options: Options, work: Work, new_tokens: int
+) -> Server:
     number = list(ROLES).index(name)
     return start_vllm(
-        model,
+        model.name,
         port=port,
         config=work.config(name),
         log=work.log(name),
@@ -161,7 +164,7 @@ def _start_engine(name: str, model: str, port: int, options: Options, work: Work
         kv_role=ROLES[name][1],
         scratch=work.sockets,
         name=f"the {name}'s vLLM",
-        variables=_share_of_machine(number),
+        variables={**model.variables, **_share_of_machine(number)},
     )
 
 

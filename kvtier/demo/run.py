@@ -21,12 +21,13 @@ from kvtier.demo.work import (
     SPARE_TOKENS,
     VLLM_READY_SECONDS,
     WARM_UP_TOKENS,
+    Model,
     Options,
     Work,
     cache_answers,
     conclude,
     make_prompts,
-    model_of,
+    served_model,
     vllm_arguments,
     work_folder,
 )
@@ -46,7 +47,8 @@ def run_demo(options: Options, console: Console) -> bool:
     with exit_on_signals(), work_folder(options) as work:
         demo = _Demo(options, work, report.Steps(console))
         try:
-            runs = demo.run()
+            with served_model(options, work, demo.steps) as model:
+                runs = demo.run(model)
         except (httpx.HTTPError, ChannelError) as error:
             raise demo.failure(error) from error
         finally:
@@ -66,8 +68,7 @@ class _Demo:
     cache: Server | None = None
     prompt: list[int] = field(default_factory=list)
 
-    def run(self) -> list[report.Run]:
-        model = model_of(self.options, self.work, self.steps)
+    def run(self, model: Model) -> list[report.Run]:
         self._write_settings()
         runs = []
         self._start_cache()
@@ -128,19 +129,20 @@ class _Demo:
             self.cache.wait_until(lambda: cache_answers(self.work.socket()), CACHE_READY_SECONDS)
 
     @contextlib.contextmanager
-    def _serving(self, model: str) -> Iterator[Client]:
+    def _serving(self, model: Model) -> Iterator[Client]:
         """Start vLLM and warm it up with a prompt shorter than a chunk, so that nothing is stored."""
         port = free_port()
-        with Client(port, model) as client:
+        with Client(port, model.name) as client:
             with self.steps.step("starting vLLM"):
                 self.vllm = start_vllm(
-                    model,
+                    model.name,
                     port=port,
                     config=self.work.config(),
                     log=self.work.log("vllm"),
                     max_tokens=self.options.tokens + NEW_TOKENS + SPARE_TOKENS,
                     arguments=vllm_arguments(self.options),
                     scratch=self.work.sockets,
+                    variables=model.variables,
                 )
                 self.vllm.wait_until(client.healthy, VLLM_READY_SECONDS)
                 if not self.prompt:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,6 +20,7 @@ from kvtier.demo.model import is_model, make_model, prompt_text
 from kvtier.demo.report import Steps
 from kvtier.demo.server import DemoFailed
 from kvtier.errors import ChannelError
+from kvtier.testing.hub import Hub
 
 CHUNK_TOKENS = 256
 SPARE_TOKENS = 64
@@ -26,7 +28,9 @@ WARM_UP_TOKENS = 32
 """Less than a chunk, so that the warm-up request stores nothing."""
 VLLM_READY_SECONDS = 600.0
 CACHE_READY_SECONDS = 120.0
-LOCAL_MODEL_ARGUMENTS = ("--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.3")
+MODEL_NAME = "kvtier/demo"
+"""The name of the generated model, as on a hub."""
+GENERATED_MODEL_ARGUMENTS = ("--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.3")
 """The generated model needs 2 GB; vLLM refuses to start unless all memory that it may use is free."""
 
 
@@ -71,20 +75,37 @@ class Work:
         return self.sockets / f"{name}.sock"
 
 
-def model_of(options: Options, work: Work, steps: Steps) -> str:
-    """Return the folder or name of the model; generate one if the options do not name any."""
+class Model(NamedTuple):
+    """The model of a demo, as vLLM is given it."""
+
+    name: str
+    """Its folder, or its name on a hub."""
+    variables: Mapping[str, str] = {}
+    """The environment in which vLLM finds it."""
+
+
+@contextlib.contextmanager
+def served_model(options: Options, work: Work, steps: Steps) -> Iterator[Model]:
+    """Yield the model; generate one if the options do not name any, and serve it from a hub on loopback."""
     if options.model is not None:
-        return options.model
+        yield Model(options.model)
+        return
     if not is_model(work.model):
         with steps.step("generating a model of 100 M parameters"):
             make_model(work.model)
-    return str(work.model)
+    downloads = work.folder / "downloads"
+    with Hub() as hub:
+        hub.push(MODEL_NAME, work.model)
+        try:
+            yield Model(MODEL_NAME, hub.variables(downloads))
+        finally:
+            rmtree(downloads, ignore_errors=True)
 
 
 def vllm_arguments(options: Options) -> list[str]:
     """Return the arguments for every vLLM server of a demo."""
     arguments = ["--dtype", options.dtype, *options.vllm_arguments]
-    return arguments if options.model is not None else [*LOCAL_MODEL_ARGUMENTS, *arguments]
+    return arguments if options.model is not None else [*GENERATED_MODEL_ARGUMENTS, *arguments]
 
 
 def cache_answers(socket: Path) -> bool:

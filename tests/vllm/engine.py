@@ -65,14 +65,17 @@ class Engine:
 
     def open(
         self,
-        model: Path,
+        model: Path | str,
         connector: dict[str, Any] | None,
         *,
         kv_role: str = "kv_both",
         connector_type: dict[str, str] | None = None,
+        hub: dict[str, str] | None = None,
         **arguments: Any,
     ) -> None:
         """Build the engine. ``connector`` holds kvtier's settings, or is ``None`` for vLLM without kvtier.
+
+        ``model`` is a folder, or a name on the hub that ``hub`` describes: its environment variables.
 
         ``connector_type`` selects another class than kvtier's: its ``kv_connector`` and
         ``kv_connector_module_path``.
@@ -85,9 +88,9 @@ class Engine:
                 **(connector_type or {}),
             }
         arguments = {**ARGUMENTS, "model": str(model), **arguments}
-        self.block_tokens = self._call("open", arguments=arguments, connector=transfer)
+        self.block_tokens = self._call("open", arguments=arguments, connector=transfer, hub=hub)
 
-    def generate(self, tokens: Sequence[int], new: int = 16, **options: Any) -> Answer:
+    def generate(self, tokens: Sequence[int] | str, new: int = 16, **options: Any) -> Answer:
         """Run one request with greedy decoding."""
         return self.answer(self.submit(tokens, new, **options))
 
@@ -97,7 +100,7 @@ class Engine:
 
     def submit(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | str,
         new: int = 16,
         *,
         salt: str | None = None,
@@ -107,7 +110,7 @@ class Engine:
     ) -> int:
         """Send a request, and return the number that :meth:`answer` and :meth:`abort` take.
 
-        ``params`` are its ``kv_transfer_params``, ``logprobs`` how many of the most likely tokens to report.
+        ``tokens`` may be text, for an engine with a tokenizer. ``params`` are its ``kv_transfer_params``, ``logprobs`` how many of the most likely tokens to report.
         """
         number = next(self._numbers)
         sampling: dict[str, Any] = {
@@ -119,7 +122,11 @@ class Engine:
         }
         if params is not None:
             sampling["extra_args"] = {"kv_transfer_params": params}
-        message = {"request": str(number), "tokens": list(tokens), "sampling": sampling}
+        message = {
+            "request": str(number),
+            "tokens": tokens if isinstance(tokens, str) else list(tokens),
+            "sampling": sampling,
+        }
         self._send(number, "generate", **message, salt=salt, lora=lora)
         return number
 
@@ -258,7 +265,7 @@ class Engines:
     @contextlib.contextmanager
     def engine(
         self,
-        model: Path,
+        model: Path | str,
         connector: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> Iterator[Engine]:

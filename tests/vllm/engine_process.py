@@ -6,6 +6,7 @@ steps. So requests can be added, aborted and counted while others run.
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -84,7 +85,15 @@ class _Host:
     def _send(self, number: int, **answer: Any) -> None:
         self._connection.send_bytes(json.dumps({"number": number, **answer}).encode())
 
-    def _open(self, number: int, arguments: dict[str, Any], connector: dict[str, Any] | None) -> int:
+    def _open(
+        self,
+        number: int,
+        arguments: dict[str, Any],
+        connector: dict[str, Any] | None,
+        hub: dict[str, str] | None,
+    ) -> int:
+        if hub is not None:
+            _use_hub(hub)
         from vllm import LLM
         from vllm.config import KVEventsConfig
 
@@ -107,7 +116,7 @@ class _Host:
         self,
         number: int,
         request: str,
-        tokens: list[int],
+        tokens: list[int] | str,
         sampling: dict[str, Any],
         salt: str | None,
         lora: dict[str, Any] | None,
@@ -115,7 +124,7 @@ class _Host:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
-        prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+        prompt: dict[str, Any] = {"prompt" if isinstance(tokens, str) else "prompt_token_ids": tokens}
         if salt is not None:
             prompt["cache_salt"] = salt
         self._pending[request] = number
@@ -196,6 +205,15 @@ def _reconnect_soon() -> None:
     from kvtier.rpc import client
 
     client.MIN_RETRY_SECONDS, client.MAX_RETRY_SECONDS = 0.1, 1.0
+
+
+def _use_hub(variables: dict[str, str]) -> None:
+    """Let huggingface_hub read these variables again: the parent has imported it for use without a hub."""
+    from huggingface_hub import constants, hf_api
+
+    os.environ.update(variables)
+    importlib.reload(constants)
+    hf_api.api.endpoint = constants.ENDPOINT
 
 
 def _fork_workers() -> None:

@@ -257,6 +257,28 @@ def make_lora(directory: Path, *, seed: int) -> Path:
     return directory
 
 
+def write_tokenizer(directory: Path, *, reverse: bool = False) -> None:
+    """Write a tokenizer whose tokens are the bytes of a text, as in :func:`prompt`; or ``255 - byte``."""
+    import json
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # GPT-2's characters for bytes: those that can be printed for themselves, then 256 and up for the others.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted({*range(256)} - {*printable})
+    characters = {byte: chr(byte) for byte in printable}
+    characters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    tokens = {character: 255 - byte if reverse else byte for byte, character in characters.items()}
+    tokens |= {f"<{number}>": number for number in range(256, VOCABULARY)}
+    tokenizer = Tokenizer(models.BPE(tokens, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 @cache
 def _text() -> bytes:
     from pydoc_data.topics import topics

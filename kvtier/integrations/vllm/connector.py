@@ -28,6 +28,7 @@ from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
 from kvtier.integrations.vllm.parted import PartedMetadata, PartedSchedulerSide
 from kvtier.integrations.vllm.parts import engine_rank, other_parts, part_metadata
+from kvtier.integrations.vllm.plain import plain, text
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.served import engine_model
 from kvtier.integrations.vllm.speculation import lookahead_tokens
@@ -61,11 +62,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._log = LogThread.of(logger)
         check_version(logger)
         transfer = self._kv_transfer_config
-        settings = load_settings(transfer.kv_connector_extra_config)
+        settings = load_settings(plain(transfer.kv_connector_extra_config))
         settings = settings.model_copy(update={"role": role_of(settings, transfer.kv_role)})
         events = vllm_config.kv_events_config
         self._publishes_events = events is not None and events.enable_kv_cache_events
-        self._bridges = Bridges(settings, transfer.engine_id)
+        self._bridges = Bridges(settings, text(transfer.engine_id))
         self._scheduler: SchedulerSide | PartedSchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._pool: BlockPool | None = None
@@ -173,7 +174,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_weight_version(self, version: str) -> None:
         """Use the chunks of the weights that the engine has now. Not a hook: see ``weights.py``."""
-        self._scheduler_side.set_weight_version(version)
+        self._scheduler_side.set_weight_version(text(version))
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

@@ -8,12 +8,13 @@ import msgspec
 
 from kvtier.integrations.vllm.compat import block_index, block_stored
 from kvtier.integrations.vllm.layout import ModelLayout
+from kvtier.integrations.vllm.plain import builtin
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder(enc_hook=builtin).encode
 
 
 def published_group(model: ModelLayout) -> int | None:

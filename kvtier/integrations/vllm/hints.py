@@ -21,6 +21,7 @@ import msgspec
 
 from kvtier.catalog.hints import CacheHint, CacheMode, ChunkHints
 from kvtier.catalog.tenants import tenant_of_salt
+from kvtier.integrations.vllm.plain import plain
 from kvtier.settings.peer import split_address
 
 NAME = "kvtier"
@@ -67,7 +68,7 @@ class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ChunkHints(**fields)
 
 
-def hints_for_chunks(hints: Hints, salt: str | None) -> ChunkHints | None:
+def hints_for_chunks(hints: Hints, salt: str) -> ChunkHints | None:
     """Return the hints to store with a prompt's chunks. The tenant is that of the hints, else of the salt."""
     given = hints.for_chunks
     if not salt or (given is not None and given.tenant):
@@ -85,7 +86,7 @@ def has_hints(params: Mapping[str, object] | None) -> bool:
 
 def read_hints(params: Mapping[str, object]) -> Hints:
     """Parse a request's hints, which are client input. Raises ``ValueError`` if they are invalid."""
-    hints = msgspec.convert(params[NAME], Hints)
+    hints = msgspec.convert(plain(params[NAME]), Hints)
     if hints.kv_transfer is not None:
         _, port = split_address(hints.kv_transfer.to)
         if not port or not hints.kv_transfer.to.isprintable():

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 from kvtier.errors import LayoutError
 from kvtier.integrations.vllm.compat import block_tokens_of, hit_alignment
 from kvtier.integrations.vllm.parts import Part, part_of
+from kvtier.integrations.vllm.plain import commit_of, plain
 from kvtier.integrations.vllm.probe import probe
 from kvtier.integrations.vllm.specs import check_prefill, needs, shards_of, stored_groups
 from kvtier.integrations.vllm.speculation import draft_model
@@ -143,12 +144,12 @@ def _regions(config: KVCacheConfig, group: KVCacheGroupSpec) -> Iterator[Region]
 
 def _tensor_regions(num_blocks: int, tensor: KVCacheTensor, group: KVCacheGroupSpec) -> Iterator[Region]:
     """Yield the regions of a group's layers in one tensor: of states, without the padding after them."""
-    page_bytes = tensor.block_stride
+    page_bytes = int(tensor.block_stride)
     run_bytes = num_blocks * page_bytes
     layers = [(index, layer) for index, layer in enumerate(tensor.layers) if layer in group.layer_names]
     if needs(group).state:
         for index, layer in layers:
-            state_bytes = _spec_of(group, layer).state_content_size_bytes
+            state_bytes = int(_spec_of(group, layer).state_content_size_bytes)
             offset = tensor.offset + index * tensor.layer_stride
             yield Region(layer, offset, state_bytes, page_bytes, num_blocks)
     elif tensor.layer_stride < run_bytes:
@@ -169,7 +170,7 @@ def _spec_of(group: KVCacheGroupSpec, layer: str) -> Any:
 def _platform(vllm_config: VllmConfig, config: KVCacheConfig, part: Part) -> str:
     device = vllm_config.device_config.device_type
     parts = [
-        device,
+        str(device),
         str(config.kv_cache_layout),
         str(vllm_config.cache_config.cache_dtype),
         str(vllm_config.model_config.dtype),
@@ -188,12 +189,12 @@ def _model(vllm_config: VllmConfig) -> str:
     shape = model.hf_config.to_dict()
     for volatile in ("_name_or_path", "transformers_version"):
         shape.pop(volatile, None)
-    parts = [model.model, model.revision, model.quantization, shape]
+    parts = [model.model, commit_of(model.revision), model.quantization, shape]
     if (drafter := draft_model(vllm_config)) is not None:
         # Not its shape: vLLM's workers change that when they load an EAGLE head.
         method = vllm_config.speculative_config.method
-        parts += [method, drafter.model, drafter.revision, drafter.quantization]
-    return json.dumps(parts, sort_keys=True, default=str)
+        parts += [method, drafter.model, commit_of(drafter.revision), drafter.quantization]
+    return json.dumps(plain(parts), sort_keys=True)
 
 
 def page_views(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvtier.catalog.hints import ChunkHints
 from kvtier.integrations.vllm.hints import NO_HINTS, Hints, hints_for_chunks
 from kvtier.integrations.vllm.hits import NO_HIT, Hit
+from kvtier.integrations.vllm.plain import plain, text
 from kvtier.memory.keys import (
     BLOCK_HASH_BYTES,
     TOKEN_BYTES,
@@ -95,7 +96,7 @@ class RequestState:
     """The hints to store with the prompt's chunks."""
 
     def __post_init__(self) -> None:
-        self.chunk_hints = hints_for_chunks(self.hints, self.request.cache_salt)
+        self.chunk_hints = hints_for_chunks(self.hints, text(self.request.cache_salt))
 
     def extend(self, tokens: int, first: int = 0) -> list[ChunkKey]:
         """Return the keys of whole chunks from index ``first`` to ``tokens`` tokens. Hashes no key twice.
@@ -178,7 +179,7 @@ def request_root(namespace: bytes, request: Request) -> ChunkKey:
     """Return the root key of a request's chunks: that of its tenant (``cache_salt``) and LoRA adapter."""
     lora = request.lora_request
     adapter = () if lora is None else ("lora", lora.lora_name, lora.lora_path)
-    return root_key(namespace, request.cache_salt or "", encode_extra(adapter))
+    return root_key(namespace, text(request.cache_salt), encode_extra(plain(adapter)))
 
 
 def _block_extras(request: Request, step: int, first: int, stop: int) -> Iterator[tuple[int, bytes]]:
@@ -186,7 +187,7 @@ def _block_extras(request: Request, step: int, first: int, stop: int) -> Iterato
     for feature in request.mm_features:
         offset, length = feature.mm_position.offset, feature.mm_position.length
         for block in range(max(first, offset // step), min(stop, -(-(offset + length) // step))):
-            yield block, encode_extra([("mm", feature.identifier, offset - block * step)])
+            yield block, encode_extra(plain([("mm", feature.identifier, offset - block * step)]))
 
 
 def _extra(request: Request, start: int, stop: int, lookahead: int = 0) -> bytes:
@@ -199,4 +200,4 @@ def _extra(request: Request, start: int, stop: int, lookahead: int = 0) -> bytes
         offset, length = feature.mm_position.offset, feature.mm_position.length
         if offset < stop and start < offset + length:
             parts.append(("mm", feature.identifier, offset - start))
-    return encode_extra(parts)
+    return encode_extra(plain(parts))

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from kvtier.agent.served import EngineModel, TokenizerSource
+from kvtier.integrations.vllm.plain import commit_of, text
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,7 +19,7 @@ def engine_model(vllm_config: VllmConfig) -> EngineModel:
     model = vllm_config.model_config
     served = model.served_model_name
     names = [served] if isinstance(served, str) else list(served or ())
-    return EngineModel(list(dict.fromkeys([*names, str(model.model)])), _tokenizer(model))
+    return EngineModel(list(dict.fromkeys(map(text, [*names, model.model]))), _tokenizer(model))
 
 
 def _tokenizer(model: Any) -> TokenizerSource | None:
@@ -37,4 +38,5 @@ def _tokenizer(model: Any) -> TokenizerSource | None:
     except Exception:  # Optional: clients of the controller can send token ids instead of text.
         logger.debug("cannot locate the tokenizer", exc_info=True)
         return None
-    return TokenizerSource(str(path), mode, model.tokenizer_revision, bool(model.trust_remote_code))
+    revision = commit_of(model.tokenizer_revision)
+    return TokenizerSource(text(path), text(mode), revision, bool(model.trust_remote_code))
