@@ -28,8 +28,8 @@ WARM_UP_TOKENS = 32
 """Less than a chunk, so that the warm-up request stores nothing."""
 VLLM_READY_SECONDS = 600.0
 CACHE_READY_SECONDS = 120.0
-MODEL_NAME = "kvtier/demo"
-"""The name of the generated model, as on a hub."""
+MODEL_NAME = "kvtier-demo/llama-100m"
+"""The name of the generated model, as on a hub. No folder may have it: vLLM prefers folders."""
 GENERATED_MODEL_ARGUMENTS = ("--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.3")
 """The generated model needs 2 GB; vLLM refuses to start unless all memory that it may use is free."""
 

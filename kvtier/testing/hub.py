@@ -107,9 +107,9 @@ class _Handler(BaseHTTPRequestHandler):
         except _NotFound as error:
             self._send_json({"error": "not found"}, HTTPStatus.NOT_FOUND, {"X-Error-Code": str(error)})
 
-    do_HEAD = do_GET
+    do_HEAD = do_GET  # noqa: N815 - the name in the base class
 
-    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the name in the base class
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - as in the base class
         """Log nothing."""
 
     def _answer(self) -> None:

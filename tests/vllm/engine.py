@@ -110,7 +110,8 @@ class Engine:
     ) -> int:
         """Send a request, and return the number that :meth:`answer` and :meth:`abort` take.
 
-        ``tokens`` may be text, for an engine with a tokenizer. ``params`` are its ``kv_transfer_params``, ``logprobs`` how many of the most likely tokens to report.
+        ``tokens`` may be text, for an engine with a tokenizer. ``params`` are its ``kv_transfer_params``,
+        ``logprobs`` how many of the most likely tokens to report.
         """
         number = next(self._numbers)
         sampling: dict[str, Any] = {
@@ -122,11 +123,8 @@ class Engine:
         }
         if params is not None:
             sampling["extra_args"] = {"kv_transfer_params": params}
-        message = {
-            "request": str(number),
-            "tokens": tokens if isinstance(tokens, str) else list(tokens),
-            "sampling": sampling,
-        }
+        prompt = tokens if isinstance(tokens, str) else list(tokens)
+        message = {"request": str(number), "tokens": prompt, "sampling": sampling}
         self._send(number, "generate", **message, salt=salt, lora=lora)
         return number
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from kvtier.demo.client import Client
 from kvtier.demo.report import Steps
 from kvtier.demo.server import DemoFailed, Server, start_proxy, start_vllm
-from kvtier.demo.work import Options, Work, make_prompts, model_of, vllm_arguments, work_folder
+from kvtier.demo.work import Model, Options, Work, make_prompts, served_model, vllm_arguments, work_folder
 from kvtier.testing.servers import free_port
 from tests.vllm.cache_process import MIB, CacheProcess
 from tests.vllm.test_disaggregated import ROLES, SECRET, is_quiet
@@ -46,7 +46,7 @@ ON_ALL_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2"}
 class Member:
     """One engine and its cache process."""
 
-    def __init__(self, work: Work, model: str, kv_role: str, number: int) -> None:
+    def __init__(self, work: Work, model: Model, kv_role: str, number: int) -> None:
         peer = {"listen": f"127.0.0.1:{free_port()}", "secret": SECRET, "transport": "tcp"}
         folder = work.sockets / f"{kv_role}-{number}"
         folder.mkdir()
@@ -56,9 +56,9 @@ class Member:
         self.cache.start()
         port = free_port()
         config = folder / "kvtier.yaml"
-        self.client = Client(port, model)
+        self.client = Client(port, model.name)
         self.server = start_vllm(
-            model,
+            model.name,
             port=port,
             config=config,
             log=work.log(folder.name),
@@ -67,7 +67,7 @@ class Member:
             kv_role=kv_role,
             scratch=work.sockets,
             name=folder.name,
-            variables=ON_ALL_CORES,
+            variables={**model.variables, **ON_ALL_CORES},
         )
 
     def kill(self) -> None:
@@ -78,7 +78,7 @@ class Member:
 class Fleet:
     """All engines, the proxy, and a client of the proxy."""
 
-    def __init__(self, work: Work, model: str, stack: ExitStack) -> None:
+    def __init__(self, work: Work, model: Model, stack: ExitStack) -> None:
         self._work = work
         self.members: dict[str, list[Member]] = {}
         for kv_role in ROLES:
@@ -89,7 +89,7 @@ class Fleet:
         for member in self.all:
             member.server.wait_until(member.client.healthy, READY_SECONDS)
         self._port = free_port()
-        self.proxy = stack.enter_context(Client(self._port, model))
+        self.proxy = stack.enter_context(Client(self._port, model.name))
         self.start_proxy()
         stack.callback(lambda: self.proxy_server.kill())
         self.prompts = make_prompts(self.decoder, TOKENS, 2 * PROMPTS)
@@ -140,7 +140,7 @@ class Fleet:
 def running_fleet() -> Iterator[Fleet]:
     with tempfile.TemporaryDirectory(prefix="kvt-") as folder, ExitStack() as stack:
         work = stack.enter_context(work_folder(Options(work_dir=Path(folder))))
-        model = model_of(Options(), work, Steps(Console(file=io.StringIO())))
+        model = stack.enter_context(served_model(Options(), work, Steps(Console(file=io.StringIO()))))
         yield Fleet(work, model, stack)
 
 

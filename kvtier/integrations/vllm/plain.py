@@ -61,4 +61,4 @@ def commit_of(revision: str | None) -> str | None:
 
     vLLM resolves it once (``ModelConfig.__post_init__``), to a ``str`` that equals what the user has typed.
     """
-    return plain(getattr(revision, "resolved", None) or revision)
+    return text(getattr(revision, "resolved", None) or revision) or None
