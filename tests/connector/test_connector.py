@@ -6,11 +6,13 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.renderers.base import BaseRenderer
 
 from kvtier import Settings
 from kvtier.agent.served import EngineModel
@@ -38,6 +40,33 @@ def test_newer_version_is_tried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     with caplog.at_level("WARNING", connector.logger.name):
         compat.check_version(connector.logger)
     assert "tested with vLLM 0.30 to 0.33, and vLLM 0.99.1 is installed" in caplog.text
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("gigabytes", [0, 4])
+def test_inputs_are_numbered_as_vllm_does(caching: bool, gigabytes: float) -> None:
+    """Compared with the method of vLLM that numbers them."""
+    inputs = SimpleNamespace(mm_processor_cache_gb=gigabytes)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=inputs),
+        cache_config=SimpleNamespace(enable_prefix_caching=caching),
+    )
+    renderer: Any = SimpleNamespace(
+        model_config=config.model_config, config=config, _validate_mm_uuids=lambda *_: None
+    )
+    image = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    named = BaseRenderer._process_mm_uuids(
+        cast("Any", renderer), {}, cast("Any", image), {}, "renderer0-mm-1"
+    )
+    assert compat.numbers_inputs(cast("Any", config)) == bool(named)
+
+
+def test_text_models_have_no_inputs_to_number() -> None:
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=None),
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+    )
+    assert not compat.numbers_inputs(config)
 
 
 @pytest.mark.parametrize("policy", ["timeout", "wait"])

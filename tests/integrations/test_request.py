@@ -50,6 +50,14 @@ def test_keys_grow_with_the_tokens() -> None:
     assert state.parent(2) == state.keys[1]
 
 
+def test_inputs_that_vllm_numbers_are_not_cached() -> None:
+    """The first image of every process has the same number, so it would be a hit for any other image."""
+    picture = request(mm_features=[image("renderer0-mm-1-image-0", 0, CHUNK)])
+    assert cacheable(picture)
+    assert not cacheable(picture, numbered=True)
+    assert cacheable(request(), numbered=True)
+
+
 def test_tail_has_its_own_key() -> None:
     plain = request()
     state = RequestState(plain, request_root(NAMESPACE, plain), CHUNK)

@@ -65,6 +65,17 @@ def writes_before_hooks(config: VllmConfig, cache: KVCacheConfig) -> bool:
     return bool(getattr(config, "use_v2_model_runner", True) and (zeroes or within_blocks))
 
 
+def numbers_inputs(config: VllmConfig) -> bool:
+    """Whether vLLM numbers images and other inputs in their order of arrival, instead of hashing them.
+
+    It does if none of its caches needs hashes (``_process_mm_uuids`` in ``vllm/renderers/base.py``).
+    The numbers start again with each API process, so they identify an input in one process only.
+    """
+    inputs = config.model_config.multimodal_config
+    caching = config.cache_config.enable_prefix_caching
+    return inputs is not None and inputs.mm_processor_cache_gb == 0 and not caching
+
+
 def hit_alignment(config: KVCacheConfig) -> int:
     """Return the number of tokens of which a hit is a multiple."""
     alignment = getattr(config, "cache_hit_alignment_tokens", None)  # From 0.32 on.

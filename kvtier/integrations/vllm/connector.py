@@ -20,7 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.integrations.vllm.bridges import IDLE_TIMEOUT_SECONDS, Bridges
-from kvtier.integrations.vllm.compat import check_version, hit_sources, writes_before_hooks
+from kvtier.integrations.vllm.compat import (
+    check_version,
+    hit_sources,
+    numbers_inputs,
+    writes_before_hooks,
+)
 from kvtier.integrations.vllm.kv_transfer import role_of
 from kvtier.integrations.vllm.layout import ModelLayout, model_layout, namespaces
 from kvtier.integrations.vllm.log_thread import LogThread
@@ -81,6 +86,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             self._scheduler = self._open_part(self._model)
             follow_weight_version()
+            if numbers_inputs(vllm_config):
+                logger.warning(
+                    "prompts with images, audio or video are not cached: with --no-enable-prefix-caching and "
+                    "--mm-processor-cache-gb 0, vLLM does not hash these inputs; remove one of the two flags"
+                )
         else:
             rank %= self._model.layout.ranks
             stages = settings.kv_transfer.device == "cuda"
@@ -105,7 +115,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             weights.bind(self._pool)
         lookahead = lookahead_tokens(config)
         deferred = config.device_config.device_type != "cpu"
-        return SchedulerSide(settings, model, bridge, weights=weights, lookahead=lookahead, deferred=deferred)
+        return SchedulerSide(
+            settings,
+            model,
+            bridge,
+            weights=weights,
+            lookahead=lookahead,
+            deferred=deferred,
+            numbered=numbers_inputs(config),
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -170,8 +170,13 @@ def token_list(request: Request) -> Sequence[int]:
     return tokens
 
 
-def cacheable(request: Request) -> bool:
-    """Return whether the request's KV is determined by token ids and known extra keys."""
+def cacheable(request: Request, *, numbered: bool = False) -> bool:
+    """Return whether the request's KV is determined by token ids and known extra keys.
+
+    ``numbered``: whether the identifiers of images and other inputs are no hashes: see ``numbers_inputs``.
+    """
+    if numbered and request.mm_features:
+        return False
     return request.prompt_embeds is None and request.prompt_token_ids is not None
 
 

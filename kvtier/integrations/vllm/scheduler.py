@@ -70,10 +70,12 @@ class SchedulerSide:
         weights: EngineWeights,
         lookahead: int = 0,
         deferred: bool = False,
+        numbered: bool = False,
     ) -> None:
         """``lookahead``: how many tokens after it the KV of a token depends on (``speculation.py``).
 
-        ``deferred``: whether workers may still be copying when a step ends.
+        ``deferred``: whether workers may still be copying when a step ends. ``numbered``: whether
+        vLLM numbers images, so that requests with any are not cached (``numbers_inputs``).
         """
         self._settings = settings
         self._model = model
@@ -82,6 +84,7 @@ class SchedulerSide:
         self._weights = weights
         self._lookahead = lookahead
         self._deferred = deferred
+        self._numbered = numbered
         waits = settings.prefetch.policy == "wait"
         self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
         self._stats = TransferStats()
@@ -116,7 +119,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """Look up the whole prompt, so that chunks on disk are prefetched while the request is queued."""
-        if not cacheable(request) or self._weights.is_mixed():
+        if not cacheable(request, numbered=self._numbered) or self._weights.is_mixed():
             return
         hints = self._kv_transfers.hints(request)
         if hints.mode == "off":  # No hook knows the request, so it costs nothing.
