@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,11 +39,18 @@ FIRST_ENGINE_SECONDS = 60.0
 """How long a cache process that an engine started waits for that engine to connect."""
 
 
-async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idle: bool = False) -> None:
+async def serve(
+    settings: Settings,
+    *,
+    socket: Path | None = None,
+    exit_when_idle: bool = False,
+    on_serving: Callable[[], None] = lambda: None,
+) -> None:
     """Serve engines on a Unix socket until SIGTERM or SIGINT, or until the last engine has disconnected.
 
     Then stop serving, and finish pending writes to lower tiers for up to ``drain_timeout``; a second signal
     cancels them. With ``exit_when_idle``, exit ``linger`` seconds after the last engine has disconnected.
+    ``on_serving`` is called once engines can connect.
     Raises :class:`ChannelError` if another process serves on this socket or on ``metrics.listen``,
     :class:`SettingsError` if ``recording.path`` cannot be written, and the errors of :meth:`Instance.open`.
     """
@@ -60,7 +67,7 @@ async def serve(settings: Settings, *, socket: Path | None = None, exit_when_idl
         await tasks.start(stop_on_signals, serving, draining, logger)
         async with _serving_metrics(settings.metrics.listen, server):
             with server.notices.listening(logger), _frozen(), serving:
-                await _serve_engines(server, path, settings.linger if exit_when_idle else None)
+                await _serve_engines(server, path, on_serving, settings.linger if exit_when_idle else None)
             with draining:
                 await _finish(instance.cache)
         tasks.cancel_scope.cancel()
@@ -106,10 +113,13 @@ async def _serving_metrics(listen: str | None, server: BridgeServer) -> AsyncIte
             yield
 
 
-async def _serve_engines(server: BridgeServer, path: Path, linger: float | None) -> None:
+async def _serve_engines(
+    server: BridgeServer, path: Path, on_serving: Callable[[], None], linger: float | None
+) -> None:
     names = ", ".join(f"{tier.name} ({tier.settings.type})" for tier in server.cache.hierarchy.tiers)
     async with listening(path, server.handle):
         logger.info("serving %s on %s, process %d", names, path, os.getpid())
+        on_serving()
         if linger is None:
             await anyio.sleep_forever()
         else:

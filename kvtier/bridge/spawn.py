@@ -30,9 +30,6 @@ START_SECONDS = 120.0
 POLL_SECONDS = 0.02
 MESSAGE_BYTES = 4096
 
-_started: list[subprocess.Popen[bytes]] = []
-"""Children deliberately outlive the engine: referenced here to avoid a ``ResourceWarning``."""
-
 
 def default_address(settings: Settings) -> Path:
     """Return the socket path for these settings, in a directory that only this user can access.
@@ -58,17 +55,18 @@ def default_address(settings: Settings) -> Path:
 
 
 class CacheProcess:
-    """A cache process that this engine starts if none is running."""
+    """A cache process that this engine starts if none is running, and that survives the engine."""
 
     def __init__(self, settings: Settings, path: Path) -> None:
         self._settings = settings
         self._path = path
         self._child: subprocess.Popen[bytes] | None = None
+        """Starts the cache process, and exits once that serves: see ``child.py``."""
         self._starting = False
 
     @property
     def log(self) -> Path:
-        """The child's log file."""
+        """The cache process's log file."""
         return self._path.with_suffix(".log")
 
     def start(self) -> None:
@@ -93,11 +91,11 @@ class CacheProcess:
                     start_new_session=True,
                     pass_fds=[lock.fileno()],
                 )
-            _started.append(self._child)
             assert self._child.stdin is not None
             with self._child.stdin as settings:
                 settings.write(self._settings.model_dump_json(context=REVEALED).encode())
-        logger.info("started cache process %d, log: %s", self._child.pid, self.log)
+        run_in_background(self._child.wait)  # Leave no zombie.
+        logger.info("starting a cache process, log: %s", self.log)
 
     def start_in_background(self) -> None:
         """Call :meth:`start` in a thread, as creating a process takes milliseconds; for a running engine."""
@@ -112,7 +110,7 @@ class CacheProcess:
     def _try_to_start(self) -> None:
         try:
             self.start()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             logger.warning("cannot start a cache process: %s", error)
         finally:
             self._starting = False

@@ -29,7 +29,7 @@ Executor = Callable[[Callable[[], None]], Awaitable[None]]
 """Runs a function in a worker thread. The result is done when the function returns."""
 
 
-def run_in_background(function: Callable[[], None]) -> None:
+def run_in_background(function: Callable[[], object]) -> None:
     """Run a function in a daemon thread and return immediately.
 
     ``threading.Thread.start`` waits until the thread runs, which has blocked an engine's step for 60 and

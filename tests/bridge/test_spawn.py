@@ -71,6 +71,24 @@ def test_process_is_shared_and_exits_after_last_engine(settings: Settings) -> No
     wait_until(lambda: not path.exists())
 
 
+def test_process_is_no_descendant_of_the_engine(settings: Settings) -> None:
+    """vLLM kills the descendants of an engine that it stops."""
+    path = default_address(settings)
+    process = CacheProcess(settings, path)
+    process.start_and_wait(lambda: status(path))
+    assert os.getpid() not in list(ancestors(status(path)["pid"]))
+    child = process._child
+    assert child is not None
+    wait_until(lambda: not Path("/proc", str(child.pid)).exists())
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """Yield the parent of a process, its parent, and so on."""
+    while pid:
+        pid = int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[1])
+        yield pid
+
+
 def test_concurrent_starts_share_one_process(settings: Settings) -> None:
     path = default_address(settings)
     code = (
