@@ -178,6 +178,7 @@ class TieredCache:
         tasks.start_soon(self._forgetting.run)
         for tier in self.hierarchy.lower:
             tasks.start_soon(self._storing.run, tier.index)
+            tasks.start_soon(tier.contact)
 
     @property
     def worth(self) -> Worth:

@@ -63,7 +63,7 @@ def _tables(report: Report) -> Iterator[Table]:
 
 
 def _tiers(tiers: list[Report]) -> Table:
-    rows = table("tier", "type", "used", "of", "chunks", "eviction", "")
+    rows = table("tier", "type", "used", "of", "chunks", "eviction", "last error")
     for tier in tiers:
         capacity = tier["capacity_bytes"]
         rows.add_row(
@@ -73,7 +73,7 @@ def _tiers(tiers: list[Report]) -> Table:
             "-" if capacity is None else format_size(capacity),
             str(tier["chunks"]),
             escape(_eviction(tier["eviction"], tier["eviction_in_use"])),
-            "" if tier["available"] else "[red]unavailable[/red]",
+            ("" if tier["available"] else "[red]unavailable[/red] ") + escape(tier.get("error") or ""),
         )
     return rows
 

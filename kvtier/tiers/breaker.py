@@ -61,6 +61,8 @@ class CircuitBreaker:
         self.state = BreakerState.CLOSED
         self.outages = 0
         """How often the breaker opened. A failed probe belongs to the current outage."""
+        self.error: str | None = None
+        """Why the medium last failed; ``None`` once a call has succeeded."""
         self._name = name
         self._breaker = Breaker(failures, Backoff(cooldown, max_cooldown, jitter=0.0), clock)
         self._warn = RateLimitedLog(logger)
@@ -127,6 +129,7 @@ class CircuitBreaker:
 
     def _count_success(self) -> None:
         self._breaker.record_success(_CALLS)
+        self.error = None
         if self.state is BreakerState.PROBING:
             self._breaker.close()
             self.state = BreakerState.CLOSED
@@ -135,6 +138,7 @@ class CircuitBreaker:
             logger.info("tier %s: circuit breaker closed", self._name)
 
     def _count_failure(self, reason: str) -> None:
+        self.error = reason
         opened = self._breaker.record_failure(_CALLS)
         if self.state is BreakerState.PROBING:
             self._breaker.open(_CALLS)

@@ -14,10 +14,12 @@ from typing import TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
+from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject, SupportsCheck
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.eviction import RemovalReason
+from kvtier.concurrency.backoff import Backoff
 from kvtier.concurrency.tasks import wait_for_event
+from kvtier.errors import KVTierError
 from kvtier.events import Priority
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
@@ -99,7 +101,40 @@ class Tier(Level):
 
     def status(self) -> dict[str, object]:
         """Return the state for display and tests."""
-        return {**super().status(), "reading": self.reading.status()}
+        return {**super().status(), "reading": self.reading.status(), "error": self.breaker.error}
+
+    async def contact(self) -> None:
+        """Check a shared pool until it answers, and log the result: it may be unused for hours after a start.
+
+        Ends as soon as a call succeeds. A failed check does not count as a failed call.
+        """
+        check = self.capabilities.check
+        if check is None or not self.shared:
+            return
+        backoff, logged = Backoff(), ""
+        while (error := await self._error_of(check)) is not None:
+            self.breaker.error = error
+            if error != logged:
+                logger.warning("tier %s: %s", self.name, error)
+                logged = error
+            await anyio.sleep(backoff.next())
+            if self.breaker.error is None:
+                return
+
+    async def _error_of(self, check: SupportsCheck) -> str | None:
+        """Check the medium, and return the error; ``None`` if it answers."""
+        seconds = self.settings.deadline
+        try:
+            with anyio.fail_after(seconds):
+                logger.info("tier %s: %s", self.name, await check.check())
+        except TimeoutError:
+            return f"no answer within {format_duration(seconds)}"
+        except KVTierError as error:
+            return str(error)
+        except Exception as error:
+            return repr(error)
+        self.breaker.error = None
+        return None
 
     async def held_prefix(self, keys: Sequence[ChunkKey]) -> int:
         """Query how many leading keys the medium holds; 0 if the deadline passes."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtier.backends.redis.topology import SLOTS
 from kvtier.testing.servers import TIMEOUT_SECONDS, free_port
-from tests.servers.redis import HOST, RedisServer
+from tests.servers.redis import HOST, RedisServer, TLSFiles
 
 from .redis_pool import execute, info
 
@@ -73,25 +73,57 @@ class Sentinels:
 class Cluster:
     """Three primaries, each with a third of the hash slots."""
 
-    def __init__(self, kind: type[RedisServer], folder: Path, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        kind: type[RedisServer],
+        folder: Path,
+        stack: ExitStack,
+        *,
+        tls: TLSFiles | None = None,
+        password: str | None = None,
+    ) -> None:
         self._kind = kind
+        self._folder = folder
+        self._stack = stack
+        self._tls = tls
+        self._password = password
         self.nodes: list[RedisServer] = []
         for number in range(3):
-            bus = str(free_port())
-            # By default, the whole cluster stops serving when one node is down.
-            partial = ["--cluster-require-full-coverage", "no", "--cluster-node-timeout", "1000"]
-            options = ["--cluster-enabled", "yes", "--cluster-port", bus, *partial]
-            self.nodes.append(stack.enter_context(kind(_make_folder(folder / str(number)), options=options)))
+            self._add()
             first, last = number * SLOTS // 3, (number + 1) * SLOTS // 3 - 1
             self.nodes[-1].command("CLUSTER", "ADDSLOTSRANGE", str(first), str(last))
             self.nodes[-1].command("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
-            if number:
-                self.nodes[0].command("CLUSTER", "MEET", HOST, str(self.nodes[-1].port), bus)
         wait_until(self.is_healthy)
+
+    def _add(self) -> None:
+        """Start a node, without slots, and let it join."""
+        bus = str(free_port())
+        # By default, the whole cluster stops serving when one node is down.
+        partial = ["--cluster-require-full-coverage", "no", "--cluster-node-timeout", "1000"]
+        options = ["--cluster-enabled", "yes", "--cluster-port", bus, *partial]
+        if self._tls is not None:
+            options += ["--tls-cluster", "yes", "--tls-replication", "yes"]
+        if self._password is not None:
+            options += ["--masterauth", self._password]
+        folder = _make_folder(self._folder / str(len(self.nodes)))
+        node = self._kind(folder, tls=self._tls, password=self._password, options=options)
+        self.nodes.append(self._stack.enter_context(node))
+        if node is not self.nodes[0]:
+            self.nodes[0].command("CLUSTER", "MEET", HOST, str(node.port), bus)
+
+    def add_replica(self, primary: RedisServer) -> RedisServer:
+        """Start a replica of a node, and wait until it is in sync."""
+        self._add()
+        wait_until(self.is_healthy)
+        replica = self.nodes[-1]
+        replica.command("CLUSTER", "REPLICATE", self._name_of(primary))
+        wait_until(lambda: info(replica).get("master_link_status") == "up")
+        return replica
 
     def tier(self) -> dict[str, Any]:
         """See :meth:`Server.tier`. The URL names one node; the client discovers the others."""
-        return {"type": self._kind.type, "url": f"{self._kind.type}+cluster://{HOST}:{self.nodes[1].port}"}
+        tier = self.nodes[1].tier()
+        return {**tier, "url": tier["url"].replace("://", "+cluster://")}
 
     def owner_of(self, slot: int) -> RedisServer:
         """Return the node that owns a slot, unless it was migrated."""
@@ -114,4 +146,5 @@ class Cluster:
         """Whether every node reports all nodes and slots as up."""
         states = [execute(node, "CLUSTER INFO") for node in self.nodes]
         fields = ("cluster_state", "cluster_known_nodes", "cluster_slots_ok")
-        return all([state[name] for name in fields] == ["ok", "3", str(SLOTS)] for state in states)
+        expected = ["ok", str(len(self.nodes)), str(SLOTS)]
+        return all([state[name] for name in fields] == expected for state in states)

@@ -15,7 +15,7 @@ from kvtier.backends.redis import RedisBackend, RedisSettings
 from kvtier.backends.valkey import ValkeyBackend, ValkeySettings
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import blank, make_key, noise, same
-from tests.servers.redis import RedisServer
+from tests.servers.redis import HOST, RedisServer
 
 OK, MISS, FULL, FAILED = Outcome.OK, Outcome.MISS, Outcome.FULL, Outcome.FAILED
 MIB = 1 << 20
@@ -64,7 +64,10 @@ def execute(server: RedisServer, *arguments: str) -> Any:
     """Execute a command with the server's client library, and return its reply."""
     import redis  # Imported here, because it is an optional dependency.
 
-    with closing(redis.Redis(port=server.port, protocol=2, decode_responses=True)) as client:
+    tier = server.tier()
+    tls = {"ssl": True, "ssl_ca_certs": tier["ca_file"]} if "ca_file" in tier else {}
+    options = {"protocol": 2, "decode_responses": True, "password": tier.get("password"), **tls}
+    with closing(redis.Redis(HOST, server.port, **options)) as client:
         return client.execute_command(*arguments)
 
 

@@ -14,9 +14,11 @@ from kvtier.backends.redis.topology import slot_of
 from kvtier.backends.redis.url import Endpoint
 from kvtier.errors import TierError
 from kvtier.testing.backend import make_key, noise, same
+from kvtier.testing.servers import free_port
 from tests.servers.redis import HOST, RedisServer
 from tests.servers.valkey import ValkeyServer
 
+from .certificates import make_certificate
 from .redis_groups import Cluster, Sentinels, wait_until
 from .redis_pool import FAILED, KEYS, MIB, MISS, OK, assert_works, buffers, info, opened, values, warnings
 
@@ -122,7 +124,13 @@ async def test_cluster_keys_are_spread_over_all_nodes(
     async with opened(node) as backend:
         assert FAILED in await backend.put(values(100))
     (warning,) = warnings(caplog)
-    assert warning == f"pool: {Endpoint(HOST, node.port)} is a cluster node: use a +cluster:// `url`"
+    message = f"{Endpoint(HOST, node.port)} is a cluster node: use a +cluster:// `url`"
+    assert warning == f"pool: {message}"
+    # The keys of its own slots work, which a trial with one chunk would take for success.
+    async with opened(node) as backend:
+        with pytest.raises(TierError) as failure:
+            await backend.check()
+    assert str(failure.value) == message
     for name in (
         b"123456789",
         b"{user1000}.following",
@@ -155,6 +163,62 @@ async def test_dead_node_fails_only_its_own_keys(cluster: Cluster) -> None:
         await assert_works(backend)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])
+async def test_cluster_failover(
+    kind: type[RedisServer], tmp_path: Path, secure: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A primary, which is also the node in the URL, is killed during traffic: its replica takes over."""
+    if secure and kind is not RedisServer:
+        pytest.skip("the packaged Valkey is built without TLS")
+    tls = make_certificate(tmp_path / "tls") if secure else None
+    with ExitStack() as stack:
+        cluster = Cluster(kind, tmp_path, stack, tls=tls, password="sesame" if secure else None)
+        primary = cluster.nodes[1]
+        replica = cluster.add_replica(primary)
+        keys = [make_key(number) for number in range(60)]
+        async with opened(cluster, deadline=2) as backend:
+            await assert_works(backend)
+            assert list(await backend.put(values(1000, keys))) == [OK] * 60
+            assert "in a cluster of 3 primaries" in await backend.check()
+            primary.kill()
+            promoted = False
+            while not promoted:
+                items = buffers(1000, keys)
+                outcomes = await backend.get(items)
+                assert MISS not in outcomes
+                for (key, view), outcome in zip(items, outcomes, strict=True):
+                    assert outcome is FAILED or same(view, noise(key, 1000))
+                promoted = FAILED not in outcomes
+                await anyio.sleep(0.02)
+            assert info(replica)["role"] == "master"
+            while FAILED in await backend.put(values(1000)):
+                await anyio.sleep(0.02)
+            # The old primary comes back as a replica.
+            primary.start()
+            wait_until(lambda: info(primary)["role"] == "slave")
+            await assert_works(backend)
+            assert "in a cluster of 3 primaries" in await backend.check()
+    assert all("failed: " in message for message in warnings(caplog))
+
+
+async def test_node_without_slots(
+    kind: type[RedisServer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with kind(tmp_path, options=["--cluster-enabled", "yes", "--cluster-port", str(free_port())]) as node:
+        url = f"{node.type}+cluster://{HOST}:{node.port}"
+        message = f"{HOST}:{node.port} is not part of a cluster that has hash slots"
+        async with opened(node, url=url) as backend:
+            assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
+            with pytest.raises(TierError, match=message):
+                await backend.check()
+        node.command("CLUSTER", "ADDSLOTSRANGE", "0", "9000")
+        async with opened(node, url=url) as backend:
+            with pytest.raises(TierError, match="7383 of 16384 hash slots of the cluster have no server"):
+                await backend.check()
+    assert warnings(caplog) == [f"pool: {message}"]
+
+
 async def test_slot_migration(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     """All keys are in one slot. During the migration, each node holds half of them."""
     prefix = "kvtier{tag}:"
@@ -176,15 +240,3 @@ async def test_slot_migration(cluster: Cluster, caplog: pytest.LogCaptureFixture
             await assert_works(backend)
         assert (source.command("DBSIZE"), target.command("DBSIZE")) == (0, 8)
     assert warnings(caplog) == []
-
-
-async def test_cluster_url_for_a_standalone_server(
-    kind: type[RedisServer], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with kind(tmp_path) as server:
-        url = f"{server.type}+cluster://{HOST}:{server.port}"
-        async with opened(server, url=url) as backend:
-            assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
-            with pytest.raises(TierError, match="cluster support disabled"):
-                await backend.check()
-    assert len(warnings(caplog)) == 1

@@ -201,6 +201,26 @@ async def test_rejected_password(
     assert warning == f"pool: 127.0.0.1:{server.port} {message}"
 
 
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("{}://127.0.0.1:{}/99", "has no database of this number: check the end of `url`"),
+        ("{}+sentinel://127.0.0.1:{}/main", "is not a sentinel: use its own form of `url`"),
+        ("{}+cluster://127.0.0.1:{}", "is not a cluster node: use a `url` without +cluster"),
+    ],
+)
+async def test_url_that_does_not_fit_the_server(
+    server: RedisServer, url: str, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(server, url=url.format(server.type, server.port)) as backend:
+        with pytest.raises(ConnectionError, match=f"no server answers: .* {message}"):
+            await backend.contains(KEYS)
+        with pytest.raises(TierError, match=message):
+            await backend.check()
+    (warning,) = warnings(caplog)
+    assert message in warning
+
+
 async def test_password_for_a_server_without_one(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -291,6 +311,7 @@ async def test_too_many_clients(start: Start, caplog: pytest.LogCaptureFixture) 
             "HOST:1 has reached its client limit: raise its maxclients",
         ),
         ("LOADING Redis is loading", "HOST:1 is still loading its data"),
+        ("ERR SELECT is not allowed in cluster mode", "HOST:1 is a cluster node: use a +cluster:// `url`"),
         ("MOVED 1 b:2", "HOST:1 is a cluster node: use a +cluster:// `url`"),
         ("READONLY You can't", "HOST:1 is a read-only replica: set `url` to its primary"),
         ("ERR {0} \x1b[31m" + "x" * 500, "HOST:1 replied: ERR {0} ?[31m" + "x" * 187),

@@ -123,6 +123,13 @@ def test_tls_files_require_a_tls_url(name: str) -> None:
     assert getattr(settings(url="rediss://cache", **{name: "~/ca.pem"}), name) == Path.home() / "ca.pem"
 
 
+@pytest.mark.parametrize("given", [{"user": "me"}, {"url": "redis://me@cache"}, {"sentinel_user": "me"}])
+def test_user_requires_a_password(given: dict[str, Any]) -> None:
+    """Without one the client would silently be the default user."""
+    with pytest.raises(ValidationError, match=r"user` requires `(sentinel_)?password`"):
+        settings(**{"url": "redis://cache", **given})
+
+
 def test_key_requires_a_certificate() -> None:
     with pytest.raises(ValidationError, match="requires `certificate_file`: set that, too"):
         settings(url="rediss://cache", key_file="key.pem")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +14,7 @@ from kvtier.backends.redis import RedisBackend
 from kvtier.errors import TierError
 from tests.servers.redis import HOST, RedisServer, TLSFiles
 
-from .certificates import make_certificate
+from .certificates import expire, make_certificate
 from .redis_pool import FAILED, KEYS, assert_unreachable, assert_works, backend_on, opened, values, warnings
 
 pytestmark = [
@@ -42,6 +43,12 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 def client_settings(scheme: str, server: RedisServer) -> dict[str, Any]:
     """Return the settings with which the redis or valkey backend uses a server."""
     return {"type": scheme, "url": f"{scheme}s://{HOST}:{server.port}"}
+
+
+def listens(port: int) -> bool:
+    """Return whether a port accepts connections."""
+    with socket.socket() as connection:
+        return connection.connect_ex((HOST, port)) == 0
 
 
 async def assert_rejected(backend: RedisBackend, message: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,10 +106,21 @@ async def test_client_certificate(
         await assert_works(backend)
         assert " used" in await backend.check()
     async with opened(server, **client_settings(scheme, server)) as backend:
-        assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
-        assert len(warnings(caplog)) == 1
-        with pytest.raises(TierError):
-            await backend.check()
+        await assert_rejected(backend, "check `certificate_file` and `key_file`", caplog)
+
+
+async def test_expired_certificate(
+    scheme: str,
+    serve: Serve,
+    files: TLSFiles,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expire(files)
+    monkeypatch.setattr(RedisServer, "_answers", lambda server: listens(server.port))
+    server = serve(tls=files)
+    async with opened(server, **client_settings(scheme, server)) as backend:
+        await assert_rejected(backend, "certificate has expired: renew it on the server", caplog)
 
 
 async def test_tls_mismatch_between_client_and_server(
@@ -113,13 +131,15 @@ async def test_tls_mismatch_between_client_and_server(
         assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
         with pytest.raises(TierError, match="does `url` match its TLS"):
             await backend.check()
+        with pytest.raises(ConnectionError, match="handshake in time: is it running, and does `url` match"):
+            await backend.contains(KEYS)
     server.stop()
     (tmp_path / "second").mkdir()
     with RedisServer(tmp_path / "second", tls=files) as server:
         plain = {"type": scheme, "url": f"{scheme}://{HOST}:{server.port}", "ca_file": None}
         async with opened(server, **plain, deadline=2) as backend:
             assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
-            with pytest.raises(TierError, match=f"{HOST}:{server.port}"):
+            with pytest.raises(TierError, match=f"{HOST}:{server.port}.*does `url` match its TLS"):
                 await backend.check()
 
 

@@ -8,10 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from kvtier import ModelCache, Settings, TieredCache, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
+from kvtier.errors import TierError
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
@@ -287,3 +289,60 @@ async def test_chunks_expire_with_the_ttl_of_the_pool(settings: MakeSettings, pr
         with anyio.fail_after(60):
             while not set(model.keys(tokens)).intersection(Shared.pools["pool"]):
                 await anyio.sleep(0.02)
+
+
+class Checked(Shared):
+    """A pool with a check, which succeeds after ``failures``."""
+
+    failures = 2
+    checks = 0
+
+    async def check(self) -> str:
+        self.checks += 1
+        if self.checks <= self.failures:
+            raise TierError("cache:6379 failed: Connection refused")
+        return "Redis 7.0.15"
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        if self.checks <= self.failures:
+            raise ConnectionError("no server answers")
+        return await super().contains(keys)
+
+
+async def test_unreachable_pool_is_reported_before_it_is_used(
+    settings: MakeSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="kvtier")
+    monkeypatch.setattr(SharedPlugin, "kvtier_backends", hookimpl(lambda self: {"shared": Checked}))
+    monkeypatch.setattr("kvtier.concurrency.backoff.Backoff.next", lambda backoff: 0.01)
+    errors: list[object] = []
+    async with opened(settings) as (cache, _):
+        tier = cache.hierarchy.lower[0]
+        with anyio.fail_after(60):
+            while Shared.latest.checks <= Checked.failures:
+                errors.append(tier.status()["error"])
+                await anyio.sleep(0.001)
+        await anyio.lowlevel.checkpoint()
+        assert tier.status()["error"] is None
+        assert tier.outages == 0
+    assert "cache:6379 failed: Connection refused" in errors
+    logged = [record.getMessage() for record in caplog.records if "tier pool" in record.getMessage()]
+    assert logged == ["tier pool: cache:6379 failed: Connection refused", "tier pool: Redis 7.0.15"]
+
+
+async def test_check_of_a_pool_ends_when_a_call_succeeds(
+    settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as without permission for the command that the check uses."""
+    monkeypatch.setattr(SharedPlugin, "kvtier_backends", hookimpl(lambda self: {"shared": Checked}))
+    monkeypatch.setattr(Checked, "failures", 1)
+    tokens = prompt(1024)
+    async with opened(settings) as (cache, model):
+        tier = cache.hierarchy.lower[0]
+        with anyio.fail_after(60):
+            while tier.status()["error"] is None:
+                await anyio.sleep(0.001)
+        await model.store(tokens, rows(tokens))
+        assert await cache.drain(60)
+        assert tier.status()["error"] is None
+        assert Shared.latest.checks == 1

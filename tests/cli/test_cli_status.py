@@ -22,14 +22,14 @@ def socket(tmp_path: Path) -> Path:
 
 
 def test_tables_and_json(kvtier: Kvtier, socket: Path, tmp_path: Path) -> None:
-    peer, controller = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    peer, controller, pool = (f"127.0.0.1:{free_port()}" for _ in range(3))
     settings = {
         "socket": str(socket),
         "chunk_tokens": 64,
         "tiers": [
             {"name": "ram", "type": "cpu", "capacity": "8MiB"},
             {"name": "ssd", "type": "disk", "capacity": "16MiB", "path": str(tmp_path / "ssd")},
-            {"name": "pool", "type": "redis", "url": f"redis://127.0.0.1:{free_port()}", "write": "never"},
+            {"name": "pool", "type": "redis", "url": f"redis://{pool}", "write": "never"},
         ],
         "peer": {"listen": "127.0.0.1:0", "secret": "sixteen or more characters", "others": [peer]},
         "controller": {"url": f"http://{controller}"},
@@ -55,7 +55,7 @@ def test_tables_and_json(kvtier: Kvtier, socket: Path, tmp_path: Path) -> None:
     assert f"Process {process.pid}, instance {report['instance']}, on {socket}: 0B to be" in result.output
     assert ["ram", "cpu", "1.02MiB", "8MiB", str(CHUNKS), "adaptive:", "lru"] in lines
     assert ["ssd", "disk", "1.02MiB", "16MiB", str(CHUNKS), "adaptive:", "lru"] in lines
-    assert ["pool", "redis", "0B", "-", "0", "-"] in lines
+    assert ["pool", "redis", "0B", "-", "0", "-", *f"{pool} failed: Connection refused".split()] in lines
     assert ["engine", "-", str(0), str(0), str(0)] in lines
     assert f"{peer}  -         not connected" in result.output
     assert f"http://{controller}  not connected" in result.output

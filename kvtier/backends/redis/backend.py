@@ -102,7 +102,7 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
     ) -> Sequence[bool | None]:
         answers = await self._pool.execute(Batch(operation, keys, self._settings.deadline))
         if keys and all(answer is None for answer in answers):
-            raise ConnectionError("no server answers")
+            raise ConnectionError(f"no server answers: {self._pool.last_error}")
         return answers
 
     async def check(self) -> str:

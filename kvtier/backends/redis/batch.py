@@ -102,6 +102,8 @@ class Pool:
         self.topology = topology
         self._name = name
         self._nodes = nodes
+        self.last_error = ""
+        """The last failure or refusal, as one line."""
         # Separate rate limits, so that an unreachable server does not suppress the warning about a full one.
         self._warn_of_failure = RateLimitedLog(logger)
         self._warn_of_refusal = RateLimitedLog(logger)
@@ -118,7 +120,7 @@ class Pool:
         try:
             placement = await self.topology.placement(batch.deadline)
         except ControlFailed as failed:
-            self._warn_of_failure("%s: %s", self._name, describe_control_failure(failed))
+            self._report(self._warn_of_failure, describe_control_failure(failed))
             return batch.answers
         except TimeoutError:
             return batch.answers  # The call that held the topology lock has logged it.
@@ -190,7 +192,7 @@ class Pool:
 
     def _note_failure(self, node: Node, error: OSError) -> None:
         self.topology.invalidate()
-        self._warn_of_failure("%s: %s", self._name, describe_failure(error, node.endpoint))
+        self._report(self._warn_of_failure, describe_failure(error, node.endpoint))
 
     def _handle_error(self, batch: Batch[ItemT, AnswerT], index: int, reply: ErrorReply, node: Node) -> None:
         if reply.code in OTHER_NODE_CODES:
@@ -203,7 +205,11 @@ class Pool:
         if reply.code == "WRONGTYPE":
             return
         warn = self._warn_of_room if reply.code == "OOM" else self._warn_of_refusal
-        warn("%s: %s", self._name, describe_refusal(reply, node.endpoint))
+        self._report(warn, describe_refusal(reply, node.endpoint))
+
+    def _report(self, warn: RateLimitedLog, message: str) -> None:
+        self.last_error = message
+        warn("%s: %s", self._name, message)
 
 
 async def _run_concurrently(count: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -30,6 +30,13 @@ async def check(product: str, control: Control, topology: Topology, seconds: flo
     for endpoint, info in answers:
         if info["role"] != "master":
             raise TierError(describe_refusal(ErrorReply("READONLY", ""), endpoint))
+        if info.get("cluster_enabled") and placement.by_slot is None:
+            raise TierError(describe_refusal(ErrorReply("MOVED", ""), endpoint))
+    if placement.by_slot is not None and (unassigned := placement.by_slot.count(None)):
+        raise TierError(
+            f"{unassigned} of {len(placement.by_slot)} hash slots of the cluster have no server, and their "
+            "chunks are misses: check CLUSTER INFO"
+        )
     return _summary(product, [info for _, info in answers])
 
 

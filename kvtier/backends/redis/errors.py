@@ -35,9 +35,13 @@ _MESSAGES = {
     "WRONGPASS": "{} rejects the user or password: check `user` and `password`",
 }
 _MESSAGES_BY_PHRASE = {
+    "DB index is out of range": "{} has no database of this number: check the end of `url`",
     "invalid bulk length": (
         "{} rejects values as large as a chunk: raise its proto-max-bulk-len, or lower `chunk_tokens`"
     ),
+    "cluster support disabled": "{} is not a cluster node: use a `url` without +cluster",
+    "SELECT is not allowed in cluster mode": _MESSAGES["MOVED"],
+    "SENTINEL": "{} is not a sentinel: use its own form of `url`, without +sentinel",
     "max number of clients": "{} has reached its client limit: raise its maxclients, or lower `connections`",
 }
 """Messages for errors with a generic code, by a phrase in the reply."""
@@ -48,6 +52,10 @@ _CODES_OF_ERRORS = {
     "NoPermissionError": "NOPERM",
 }
 """Error codes by exception of redis-py and compatible libraries, which drop the code of the reply."""
+_RENEW = "renew it on the server, and check the clocks"
+_OTHER_NAME = "name the server in `url` as its certificate does"
+_CERTIFICATE_REMEDIES = {9: _RENEW, 10: _RENEW, 62: _OTHER_NAME, 64: _OTHER_NAME}
+"""Remedies by OpenSSL's ``X509_V_ERR_*``: not yet valid, expired, another host name, another IP address."""
 MAX_MESSAGE_LENGTH = 200
 
 
@@ -93,13 +101,17 @@ def describe_failure(error: OSError, endpoint: Endpoint) -> str:
     if isinstance(error, Refused):
         return describe_refusal(error.reply, endpoint)
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the certificate of {endpoint} cannot be verified: {error.verify_message}: check `ca_file`"
+        remedy = _CERTIFICATE_REMEDIES.get(error.verify_code, "check `ca_file`")
+        return f"the certificate of {endpoint} cannot be verified: {error.verify_message}: {remedy}"
     if isinstance(error, ssl.SSLError):
-        return f"TLS error from {endpoint}: {error.reason or error}"
+        # A server that requires a client certificate closes the connection, with or without an alert.
+        return f"TLS error from {endpoint}: {error.reason or error}: check `certificate_file` and `key_file`"
     # asyncio replaces the system's message with one that contains addresses.
     reason = (
         os.strerror(error.errno) if isinstance(error, ConnectionError) and error.errno else error.strerror
     )
+    if "handshake operation timed out" in str(error):
+        reason = "no answer to the TLS handshake in time: is it running, and does `url` match its TLS?"
     return f"{endpoint} failed: {reason or error}"
 
 
@@ -108,8 +120,12 @@ def describe_control_failure(failed: ControlFailed) -> str:
     error: BaseException | None = failed.__cause__
     if error is None:
         return str(failed)
+    text = str(error)
+    for phrase in _MESSAGES_BY_PHRASE:
+        if phrase in text:
+            return describe_refusal(ErrorReply("ERR", text), failed.endpoint)
     code = _CODES_OF_ERRORS.get(type(error).__name__)
-    if code == "WRONGPASS" and "required" in str(error):
+    if code == "WRONGPASS" and "required" in text:
         code = "NOAUTH"
     if code is not None:
         return describe_refusal(ErrorReply(code, code), failed.endpoint)
@@ -118,10 +134,12 @@ def describe_control_failure(failed: ControlFailed) -> str:
         for cause in causes:
             # The library's own ConnectionError is not an OSError, and is less specific.
             if isinstance(cause, kind) and not isinstance(cause, TimeoutError):
-                return describe_failure(cause, failed.endpoint)
+                closed = isinstance(cause, (ConnectionResetError, BrokenPipeError))
+                hint = ": does `url` match its TLS, and does it accept `certificate_file`?" if closed else ""
+                return describe_failure(cause, failed.endpoint) + hint
     if any("Timeout" in type(cause).__name__ for cause in causes):
         return f"{failed.endpoint} does not answer in time: is it running, and does `url` match its TLS?"
-    return f"{failed.endpoint} sent an unexpected reply: {_printable(str(error))}"
+    return f"{failed.endpoint} sent an unexpected reply: {_printable(text)}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -129,6 +129,13 @@ class RedisSettings(TierSettings):
         if path is not None and info.data.get("certificate_file") is None:
             raise ValueError("it requires `certificate_file`: set that, too")
         return path
+
+    @model_validator(mode="after")
+    def _require_password(self) -> Self:
+        for user, password in (("user", "password"), ("sentinel_user", "sentinel_password")):
+            if getattr(self, user) is not None and getattr(self, password) is None:
+                raise ValueError(f"`{user}` requires `{password}`: set that, too, or omit `{user}`")
+        return self
 
     @property
     def pool_url(self) -> PoolURL:

@@ -102,6 +102,9 @@ class Cluster(Topology):
             except ControlFailed as error:
                 failure = error
                 continue
+            if not ranges:
+                failure = ControlFailed(endpoint, f"{endpoint} is not part of a cluster that has hash slots")
+                continue
             placement = _placement_of(ranges)
             self._members = placement.endpoints
             return placement
