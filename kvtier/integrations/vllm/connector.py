@@ -26,6 +26,7 @@ from kvtier.integrations.vllm.compat import (
     numbers_inputs,
     writes_before_hooks,
 )
+from kvtier.integrations.vllm.identity import Identities
 from kvtier.integrations.vllm.kv_transfer import role_of
 from kvtier.integrations.vllm.layout import ModelLayout, model_layout, namespaces
 from kvtier.integrations.vllm.log_thread import LogThread
@@ -78,12 +79,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._spins = vllm_config.parallel_config.world_size > 1
         """Whether vLLM's workers are separate processes, which spin between steps."""
         rank = 0 if role is KVConnectorRole.SCHEDULER else engine_rank()
+        weights_id = settings.weights_id
+        self._identities = Identities.of(vllm_config, weights_id)
         self._model = model_layout(
-            vllm_config, kv_cache_config, settings.chunk_tokens, settings.weights_id, rank
+            vllm_config, kv_cache_config, settings.chunk_tokens, weights_id, rank, self._identities
         )
         if role is KVConnectorRole.SCHEDULER:
             # vLLM reads this after the constructor: a failed load must cause recomputation, not an error.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            self._identities.warn(vllm_config)
             self._scheduler = self._open_part(self._model)
             follow_weight_version()
             if numbers_inputs(vllm_config):
@@ -110,7 +114,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         config = self._vllm_config
         bridge = self._bridges.scheduler(model, engine_model(config), to=to)
         settings = self._bridges.settings
-        weights = EngineWeights(settings.weights_id, namespaces(config, model.layout))
+        namespace_of = namespaces(config, model.layout, self._identities)
+        weights = EngineWeights(settings.weights_id, namespace_of, self._identities.model.is_current)
         if self._pool is not None:
             weights.bind(self._pool)
         lookahead = lookahead_tokens(config)

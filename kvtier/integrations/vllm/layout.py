@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvtier.errors import LayoutError
 from kvtier.integrations.vllm.compat import block_tokens_of, hit_alignment
+from kvtier.integrations.vllm.identity import NAMES_ONLY, Identities
 from kvtier.integrations.vllm.parts import Part, part_of
 from kvtier.integrations.vllm.plain import commit_of, plain
 from kvtier.integrations.vllm.probe import probe
@@ -77,10 +78,12 @@ def model_layout(
     chunk_tokens: int | Literal["auto"],
     weights_id: str = "",
     rank: int = 0,
+    identities: Identities = NAMES_ONLY,
 ) -> ModelLayout:
     """Return the layout of the chunks of a rank's part. Raises :class:`LayoutError` if it is unsupported.
 
     ``chunk_tokens``: with ``auto``, see :func:`automatic_chunk_tokens`. ``weights_id``: see the setting.
+    ``identities``: of the weights that the engine has started with.
     """
     check_prefill(vllm_config)
     part = part_of(vllm_config, rank)
@@ -109,17 +112,22 @@ def model_layout(
         platform=_platform(vllm_config, kv_cache_config, part),
     )
     layers = tuple(tuple(group.layer_names) for group in stored)
-    name = namespaces(vllm_config, layout)(weights_id)
+    name = namespaces(vllm_config, layout, identities)(weights_id)
     return ModelLayout(layout, name, regions, group_ids, layers, part.number, part.shape.parts)
 
 
-def namespaces(vllm_config: VllmConfig, layout: ChunkLayout) -> Callable[[str], bytes]:
+def namespaces(
+    vllm_config: VllmConfig, layout: ChunkLayout, identities: Identities
+) -> Callable[[str], bytes]:
     """Return a function that returns the namespace of this engine's chunks by the id of its weights.
 
-    Call this at startup: ``reload_weights`` changes the model's path in ``vllm_config``.
+    Without an id, these are the weights at startup, which their content identifies. Call this at startup:
+    ``reload_weights`` changes the model's path in ``vllm_config``.
     """
-    model = _model(vllm_config)
-    return lambda weights_id: namespace(model, layout, weights_id)
+    drafter = identities.drafter.key
+    named = _model(vllm_config, (), () if identities.drafter == identities.model else drafter)
+    unnamed = _model(vllm_config, identities.model.key, drafter)
+    return lambda weights_id: namespace(named if weights_id else unnamed, layout, weights_id)
 
 
 def automatic_chunk_tokens(groups: Sequence[GroupLayout], config: KVCacheConfig) -> int:
@@ -183,17 +191,20 @@ def _platform(vllm_config: VllmConfig, config: KVCacheConfig, part: Part) -> str
     return "|".join(parts)
 
 
-def _model(vllm_config: VllmConfig) -> str:
-    """Return a string of everything that distinguishes one model's KV from another's."""
+def _model(vllm_config: VllmConfig, weights: tuple[str, ...], drafts: tuple[str, ...]) -> str:
+    """Return a string of everything that distinguishes one model's KV from another's.
+
+    ``weights`` and ``drafts`` identify the weights of the model and of its drafter; if empty, their names do.
+    """
     model = vllm_config.model_config
     shape = model.hf_config.to_dict()
     for volatile in ("_name_or_path", "transformers_version"):
         shape.pop(volatile, None)
-    parts = [model.model, commit_of(model.revision), model.quantization, shape]
+    parts = [*(weights or (model.model, commit_of(model.revision))), model.quantization, shape]
     if (drafter := draft_model(vllm_config)) is not None:
         # Not its shape: vLLM's workers change that when they load an EAGLE head.
         method = vllm_config.speculative_config.method
-        parts += [method, drafter.model, commit_of(drafter.revision), drafter.quantization]
+        parts += [method, *(drafts or (drafter.model, commit_of(drafter.revision))), drafter.quantization]
     return json.dumps(plain(parts), sort_keys=True)
 
 

@@ -452,7 +452,7 @@ class SchedulerSide:
         if not self._weights.name(version):
             return
         self._weights_changed()
-        logger.info("weights %r: their chunks are used from now on", version)
+        logger.info("weights %r: their chunks are used from now on", self._weights.current.id or version)
         if self._weights.is_mixed():
             logger.warning(
                 "weights %r: vLLM still has KV of earlier weights. Nothing is loaded or stored until "

@@ -8,6 +8,7 @@ other weights have computed, in whatever tier, pool or peer it is, or whenever i
 from __future__ import annotations
 
 import functools
+import logging
 import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from kvtier.integrations.vllm.compat import is_empty
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+
+logger = logging.getLogger("vllm.kvtier")
 
 STARTUP_VERSION = "default"
 """vLLM's ``weight_version`` of the weights that an engine has started with."""
@@ -45,9 +48,18 @@ def follow_weight_version() -> None:
 class EngineWeights:
     """The weights of one engine: named by an id, or unknown since a reset. Not thread-safe."""
 
-    def __init__(self, startup_id: str, namespace_of: Callable[[str], bytes]) -> None:
-        """``startup_id``: the setting ``weights_id``. ``namespace_of``: returns the namespace of an id."""
+    def __init__(
+        self,
+        startup_id: str,
+        namespace_of: Callable[[str], bytes],
+        is_current: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """``startup_id``: the setting ``weights_id``. ``namespace_of``: returns the namespace of an id.
+
+        ``is_current``: returns whether the model's files are still those of the weights at startup.
+        """
         self._startup_id = startup_id
+        self._is_current = is_current
         self._namespace_of = namespace_of
         self._pool: BlockPool | None = None
         self._mixed = self._expects_reset = False
@@ -83,6 +95,15 @@ class EngineWeights:
         weights_id = self._startup_id if version == STARTUP_VERSION else version
         if weights_id == self.current.id:
             return False
+        if not weights_id and not self._is_current():
+            # Loaded again, or not: nothing tells which files these weights are from.
+            logger.warning(
+                "weight_version %r: the model's files have changed since the start, so its weights are "
+                "unknown and share no chunk with other engines; give them another name",
+                version,
+            )
+            self.forget()
+            return True
         self._use(weights_id)
         self.named = bool(weights_id)
         self._expects_reset = self._mixed

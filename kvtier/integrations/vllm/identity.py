@@ -1,0 +1,159 @@
+"""Identity of a model's weights: by the content of its files, or by its commit on a hub."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvtier.integrations.vllm.speculation import draft_model
+from kvtier.memory.fingerprint import Signature, fingerprint, signature
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.kvtier")
+
+LOCAL_FORMATS = frozenset(
+    (
+        *(
+            "auto",
+            "bitsandbytes",
+            "fastsafetensors",
+            "gguf",
+            "hf",
+            "instanttensor",
+            "mistral",
+            "npcache",
+            "pt",
+        ),
+        *("runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
+    )
+)
+"""vLLM's load formats that read the files of the model's folder."""
+
+_WEIGHTS = (".bin", ".ckpt", ".gguf", ".pt", ".pth", ".safetensors")
+_OTHERS = (".json", ".py", ".yaml", ".yml")
+_IRRELEVANT = re.compile(
+    "tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config"
+    "|trainer_state|training_args|optimizer|scheduler|rng_state"
+)
+"""Files that change no KV of given tokens: keys are made of token ids. Training writes others as well."""
+_ADAPTER = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin|pt)")
+_SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{40})")
+"""The folder of a commit in the cache of Hugging Face's hub."""
+
+
+class Identity(NamedTuple):
+    """What distinguishes the weights of one model from all others."""
+
+    key: tuple[str, ...] = ()
+    """Empty if only the model's name does."""
+    reason: str = ""
+    """Why the key is empty."""
+    files: Signature = ()
+    """Empty if the key is not that of files."""
+    path: Path = Path()
+
+    def is_current(self) -> bool:
+        """Return whether the files are still those that were read. Blocks for some milliseconds."""
+        try:
+            return not self.files or signature(self.path, decides_kv) == self.files
+        except OSError:
+            return False
+
+
+class Identities(NamedTuple):
+    """The weights that an engine has started with."""
+
+    model: Identity = Identity()
+    drafter: Identity = Identity()
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, weights_id: str) -> Identities:
+        """Read the files of an engine's models; not those of weights that the setting ``weights_id`` names.
+
+        Blocks for up to 0.1 s for each model, longer on a slow disk or network.
+        """
+        model, drafter = vllm_config.model_config, draft_model(vllm_config)
+        target = Identity() if weights_id else identify(vllm_config, model)
+        if drafter is None or drafter.model == model.model:  # MTP modules are in the model's own files.
+            return cls(target, target)
+        return cls(target, identify(vllm_config, drafter))
+
+    def warn(self, vllm_config: VllmConfig) -> None:
+        """Log which weights are identified by their name alone, and the remedy."""
+        if self.model.reason:
+            logger.warning(
+                "the weights of %s cannot be identified (%s), and chunks of others with this name would be hits: "
+                "set `weights_id` to another text whenever they change, such as KVTIER_WEIGHTS_ID=step-1200",
+                vllm_config.model_config.model,
+                self.model.reason,
+            )
+        if self.drafter.reason and self.drafter is not self.model:
+            logger.warning(
+                "the weights of the drafter %s cannot be identified (%s): use another name if they change",
+                vllm_config.speculative_config.draft_model_config.model,
+                self.drafter.reason,
+            )
+
+
+NAMES_ONLY = Identities()
+"""Of weights that only their names identify."""
+
+
+def decides_kv(name: str) -> bool:
+    """Return whether a model's file may change the KV of given tokens, by its name.
+
+    Not those of tokenizers. Those of image processors do: a request has only the hash of an image.
+    """
+    return name.endswith((*_WEIGHTS, *_OTHERS)) and not _IRRELEVANT.match(name)
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether vLLM reads a file of an adapter's folder."""
+    return _ADAPTER.fullmatch(name) is not None
+
+
+def identify(vllm_config: VllmConfig, model: Any) -> Identity:
+    """Return the identity of vLLM's ``ModelConfig`` of a model or drafter. Blocks for up to 0.1 s."""
+    load_format = getattr(vllm_config.load_config, "load_format", "auto")
+    load_format = str(getattr(load_format, "value", load_format))
+    if load_format not in LOCAL_FORMATS:
+        return Identity(reason=f"load_format is {load_format}")
+    if getattr(model, "model_weights", ""):
+        return Identity(reason="they are in an object storage")
+    path = Path(str(model.model))
+    if not path.exists():
+        commit = _commit(vllm_config, model)
+        if commit is None:
+            return Identity(reason="they are not in a local folder, and their commit is unknown")
+        return Identity(("hub", str(model.model), commit))
+    try:
+        files = signature(path, decides_kv)
+        # Nothing writes to the files of the hub's cache: the folder of a commit has only links to them.
+        found = _SNAPSHOT.search(str(path))
+        if found and all((path / file.name).is_symlink() for file in files):
+            return Identity(("hub", found[1].replace("--", "/"), found[2]))
+        return Identity(("files", fingerprint(path, files)), files=files, path=path)
+    except OSError as error:
+        return Identity(reason=str(error))
+
+
+def _commit(vllm_config: VllmConfig, model: Any) -> str | None:
+    """Return the commit of a model of a hub, which vLLM has loaded before."""
+    resolved = getattr(model.revision, "resolved", None)
+    if resolved:
+        return str(resolved)
+    from huggingface_hub import try_to_load_from_cache
+
+    for folder in (None, getattr(vllm_config.load_config, "download_dir", None)):
+        try:
+            revision = str(model.revision or "main")
+            file = try_to_load_from_cache(str(model.model), "config.json", folder, revision)
+        except ValueError:  # It is not the name of a model.
+            return None
+        if isinstance(file, str) and (found := _SNAPSHOT.search(file)):
+            return found[2]
+    return None
