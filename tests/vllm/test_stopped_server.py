@@ -1,0 +1,77 @@
+"""A real server that is stopped: the cache process that it has started serves the next one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvtier.bridge.client import status
+from kvtier.demo.client import Client
+from kvtier.demo.server import Server, start_vllm
+from kvtier.testing.servers import free_port
+from tests.vllm import models
+from tests.vllm.cache_process import CHUNK
+from tests.vllm.forks import ENVIRONMENT
+from tests.vllm.test_replicas import READY_SECONDS, complete
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+LENGTH = 900
+
+
+def test_next_server_finds_the_memory_warm(tmp_path: Path) -> None:
+    """vLLM kills its engine and all of its descendants when it is stopped."""
+    model = models.make_llama(tmp_path / "model")
+    config = tmp_path / "kvtier.yaml"
+    tiers = [{"name": "ram", "type": "cpu", "capacity": "64MiB"}]
+    settings = {"chunk_tokens": CHUNK, "partial_chunks": False, "linger": "10m", "tiers": tiers}
+    config.write_text(json.dumps(settings))
+    found, pids = [], []
+    with tempfile.TemporaryDirectory(prefix="kvt-") as runtime:
+        try:
+            for run in range(2):
+                with serving(model, config, runtime, tmp_path / f"{run}.log") as (server, port):
+                    found.append(complete(port, str(model), models.prompt(LENGTH), 0))
+                    pids.append(status(socket_in(runtime))["pid"])
+                    server.stop()
+        finally:
+            for pid in set(pids):
+                os.kill(pid, signal.SIGTERM)
+    (cold, computed), (warm, hit) = found
+    assert (computed, hit) == (0, LENGTH // CHUNK * CHUNK)
+    assert cold == warm
+    assert len(set(pids)) == 1
+
+
+@contextmanager
+def serving(model: Path, config: Path, runtime: str, log: Path) -> Iterator[tuple[Server, int]]:
+    """Run a server whose cache process has its socket below ``runtime``."""
+    port = free_port()
+    server = start_vllm(
+        str(model),
+        port=port,
+        config=config,
+        log=log,
+        max_tokens=2048,
+        arguments=["--dtype", "float32", "--kv-cache-memory-bytes", "64M", "--skip-tokenizer-init"],
+        scratch=Path(runtime),
+        variables={**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "XDG_RUNTIME_DIR": runtime},
+    )
+    try:
+        with Client(port, str(model)) as client:
+            server.wait_until(client.healthy, READY_SECONDS)
+        yield server, port
+    finally:
+        server.kill()
+
+
+def socket_in(runtime: str) -> Path:
+    (path,) = Path(runtime).glob("kvtier-*/*.sock")
+    return path
