@@ -76,10 +76,10 @@ def test_process_is_no_descendant_of_the_engine(settings: Settings) -> None:
     path = default_address(settings)
     process = CacheProcess(settings, path)
     process.start_and_wait(lambda: status(path))
-    assert os.getpid() not in list(ancestors(status(path)["pid"]))
     child = process._child
     assert child is not None
     wait_until(lambda: not Path("/proc", str(child.pid)).exists())
+    assert os.getpid() not in list(ancestors(status(path)["pid"]))
 
 
 def ancestors(pid: int) -> Iterator[int]:
