@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from benchmarks import stepping
 from benchmarks.stepping import CHUNK_TOKENS, Engine, make_request
@@ -16,7 +16,7 @@ from kvtier.bridge.protocol import Abandon, Cancel, Clear, Found, Lookup, Reserv
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.compat import is_empty
 from kvtier.integrations.vllm.request import request_root
-from kvtier.integrations.vllm.weights import follow_weight_version
+from kvtier.integrations.vllm.weights import finish_before_resets, follow_weight_version
 from kvtier.memory.keys import chunk_keys, join_keys
 from kvtier.memory.layout import has_weights, namespace
 from tests.bridge.conftest import wait_until
@@ -310,6 +310,35 @@ def test_weight_version_of_vllm_reaches_the_connectors() -> None:
         core.set_weight_version("step-1")
         assert core.get_weight_version() == "step-1"
     assert connector.versions == inner.versions == ["step-1"]
+
+
+class Saving:
+    """A scheduler with a finished request whose blocks are used for two more steps."""
+
+    def __init__(self) -> None:
+        self.steps = 2
+
+    def has_unfinished_requests(self) -> bool:
+        return False
+
+    def has_finished_requests(self) -> bool:
+        return self.steps > 0
+
+    def step(self) -> None:
+        self.steps -= 1
+
+    def reset_prefix_cache(self, *_: bool) -> bool:
+        return not self.steps
+
+
+@pytest.mark.parametrize("kind", [EngineCore, EngineCoreProc])
+def test_engine_without_a_loop_finishes_saves_before_a_reset(kind: type[EngineCore]) -> None:
+    finish_before_resets()
+    finish_before_resets()
+    core = kind.__new__(kind)
+    core.scheduler = saving = Saving()
+    core.step_fn = saving.step
+    assert core.reset_prefix_cache(True, reset_connector=True) == (kind is EngineCore)
 
 
 def test_block_pool_is_empty_only_after_a_reset() -> None:

@@ -38,7 +38,7 @@ from kvtier.integrations.vllm.plain import plain, text
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.served import engine_model
 from kvtier.integrations.vllm.speculation import lookahead_tokens
-from kvtier.integrations.vllm.weights import EngineWeights, follow_weight_version
+from kvtier.integrations.vllm.weights import EngineWeights, finish_before_resets, follow_weight_version
 from kvtier.integrations.vllm.worker import CONFIRM_SECONDS, WorkerSide
 from kvtier.settings import load_settings
 
@@ -90,6 +90,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._identities.warn(vllm_config)
             self._scheduler = self._open_part(self._model)
             follow_weight_version()
+            finish_before_resets()
             if numbers_inputs(vllm_config):
                 logger.warning(
                     "prompts with images, audio or video are not cached: with --no-enable-prefix-caching and "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,9 @@ logger = logging.getLogger("vllm.kvtier")
 
 STARTUP_VERSION = "default"
 """vLLM's ``weight_version`` of the weights that an engine has started with."""
+
+FINISH_SECONDS = 1.0
+"""How long a reset waits for saves of requests that have finished."""
 
 
 def follow_weight_version() -> None:
@@ -43,6 +47,30 @@ def follow_weight_version() -> None:
                 each.set_weight_version(weight_version)
 
     EngineCore.set_weight_version = set_weight_version
+
+
+def finish_before_resets() -> None:
+    """Have an engine without a loop of its own take the steps that free blocks before a reset. Idempotent.
+
+    Such an engine (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) takes no step after the last token of an answer. The
+    blocks that the connector saves would still be used, and ``reset_prefix_cache`` and ``sleep`` would fail.
+    """
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    original = EngineCore.reset_prefix_cache
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def reset_prefix_cache(core: EngineCore, *arguments: bool, **options: bool) -> bool:
+        deadline = time.monotonic() + FINISH_SECONDS
+        scheduler = core.scheduler
+        if not isinstance(core, EngineCoreProc) and not scheduler.has_unfinished_requests():
+            while scheduler.has_finished_requests() and time.monotonic() < deadline:
+                core.step_fn()
+        return bool(original(core, *arguments, **options))
+
+    EngineCore.reset_prefix_cache = reset_prefix_cache
 
 
 class EngineWeights:
