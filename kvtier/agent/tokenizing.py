@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -15,6 +14,7 @@ from anyio.abc import Process, TaskGroup
 
 from kvtier.agent.served import Served, TokenizerSource
 from kvtier.agent.tokenizer import Failed, Load, Prompt, Tokens, decode_answer
+from kvtier.concurrency.children import python
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError
 from kvtier.rpc.frames import FrameReader, Message, encode
@@ -29,7 +29,7 @@ IDLE_SECONDS = 300.0
 MAX_HELPERS = 2
 """Maximum number of helpers, of about 100 MB each; the least recently used one is replaced."""
 MAX_WAITING = 32
-COMMAND = (sys.executable, "-m", "kvtier.agent.tokenizer")
+COMMAND = python("-m", "kvtier.agent.tokenizer")
 
 
 class Tokenizers:

@@ -23,6 +23,7 @@ from kvtier.bridge.server import BridgeServer
 from kvtier.bridge.spawn import default_address
 from kvtier.cache import TieredCache
 from kvtier.concurrency.files import FileLocked, LockFile
+from kvtier.concurrency.placement import spread_memory
 from kvtier.concurrency.signals import stop_on_signals
 from kvtier.concurrency.slices import shorten_slices
 from kvtier.concurrency.tasks import open_tasks
@@ -54,6 +55,7 @@ async def serve(
     Raises :class:`ChannelError` if another process serves on this socket or on ``metrics.listen``,
     :class:`SettingsError` if ``recording.path`` cannot be written, and the errors of :meth:`Instance.open`.
     """
+    spread_memory()
     shorten_slices()  # So that engines need not wait for whole slices of what else computes on their CPUs.
     path = socket or settings.socket or default_address(settings)
     serving, draining = CancelScope(), CancelScope()
@@ -127,15 +129,16 @@ async def _serve_engines(
 
 
 async def _until_idle(server: BridgeServer, linger: float) -> None:
-    with anyio.move_on_after(FIRST_ENGINE_SECONDS):
-        await server.engine_connected.wait()
+    seconds = FIRST_ENGINE_SECONDS
     while True:
-        if server.engines:
-            await server.idle.wait()
-        await anyio.sleep(linger)
-        if not server.engines:
-            logger.info("no engine for %g s: shutting down", linger)
+        connected = server.engine_connected
+        with anyio.move_on_after(seconds):
+            await connected.wait()
+        if not connected.is_set():
+            logger.info("no engine for %g s: shutting down", seconds)
             return
+        await server.idle.wait()
+        seconds = linger
 
 
 async def _finish(cache: TieredCache) -> None:

@@ -27,6 +27,7 @@ from kvtier.bridge.engine import Engine
 from kvtier.bridge.kv_transfer import EngineKVTransfers
 from kvtier.bridge.notices import Notices
 from kvtier.bridge.watched import WatchedChunks
+from kvtier.concurrency.placement import Placement
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError, SettingsError
 from kvtier.instance import Instance
@@ -63,9 +64,9 @@ class BridgeServer:
         self.notices = Notices()
         """Warnings for schedulers. The owner of the server enables them with :meth:`Notices.listening`."""
         self.engine_connected = anyio.Event()
-        """Set when the first engine connects."""
+        """Set while an engine is connected. Replaced only when it is set, so that no waiter is lost."""
         self.idle = anyio.Event()
-        """Set when the last engine disconnects; replaced when an engine connects."""
+        """Set when the last engine disconnects, until one connects. Replaced only when it is set."""
         if instance.server is not None:
             instance.server.serve_engine = self.handle_remote
 
@@ -142,7 +143,8 @@ class BridgeServer:
             engine = self._engines[hello.engine] = Engine(self.cache, hello, self._numbers, self._recorder)
             self._connections[hello.engine] = set()
             self.engine_connected.set()
-            self.idle = anyio.Event()
+            if self.idle.is_set():
+                self.idle = anyio.Event()
             logger.info("engine %s connected", hello.engine)
         elif engine.layout != hello.layout or engine.startup_namespace != hello.namespace:
             raise ProtocolError(f"engine {hello.engine} is already connected with another layout")
@@ -196,6 +198,7 @@ class BridgeServer:
             self._instance.served.remove(engine.name)
             logger.info("engine %s disconnected", engine.name)
             if not self._engines:
+                self.engine_connected = anyio.Event()
                 self.idle.set()
 
     def what_if(self) -> Report | None:
@@ -207,7 +210,8 @@ class BridgeServer:
         engines = [engine.status() for engine in self._engines.values()]
         # By function name: a leak shows as a count that only grows.
         tasks = Counter(task.name for task in anyio.get_running_tasks())
-        process = {"pid": os.getpid(), "epoch": self.epoch, "tasks": tasks}
+        placement = Placement.current().describe()
+        process = {"pid": os.getpid(), "epoch": self.epoch, "tasks": tasks, "placement": placement}
         recording = {} if self._recorder is None else {"recording": self._recorder.status()}
         return {**process, "engines": engines, **recording, **self._instance.status()}
 

@@ -10,18 +10,18 @@ import fcntl
 import json
 import logging
 import os
+import stat
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from blake3 import blake3
 
+from kvtier.concurrency import children
 from kvtier.concurrency.threads import run_in_background
 from kvtier.errors import ChannelError
-from kvtier.settings import Settings
+from kvtier.settings import SOCKET_PATH_BYTES, Settings
 from kvtier.settings.secret import REVEALED
 
 logger = logging.getLogger("kvtier")
@@ -30,28 +30,46 @@ START_SECONDS = 120.0
 POLL_SECONDS = 0.02
 MESSAGE_BYTES = 4096
 
+VARIABLES = ("XDG_RUNTIME_DIR", "TMPDIR", "TEMP", "TMP")
+FALLBACKS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - the directory below belongs to this user
+"""Where the socket's directory is created if no variable names a usable place."""
+
 
 def default_address(settings: Settings) -> Path:
     """Return the socket path for these settings, in a directory that only this user can access.
 
-    Raises :class:`ChannelError` if that directory cannot be created or is accessible to other users.
+    It is below ``XDG_RUNTIME_DIR`` or the temporary directory, or else in the first of :data:`FALLBACKS`:
+    a long path, and a directory that does not exist or belongs to another user, are skipped. Processes with
+    the same environment find the same one.
+
+    Raises :class:`ChannelError` if no directory is usable.
     """
     canonical = json.dumps(settings.model_dump(mode="json", context=REVEALED), sort_keys=True).encode()
     name = blake3(canonical, derive_key_context="kvtier socket v1").hexdigest(length=8)
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    folder = base / f"kvtier-{os.getuid()}"
+    reasons = []
+    for base in dict.fromkeys((*filter(None, map(os.environ.get, VARIABLES)), *FALLBACKS)):
+        path = Path(base) / f"kvtier-{os.getuid()}" / f"{name}.sock"
+        if (reason := _unusable(path)) is None:
+            return path
+        reasons.append(reason)
+    raise ChannelError(f"no directory for the socket: set `socket` in the settings ({'; '.join(reasons)})")
+
+
+def _unusable(path: Path) -> str | None:
+    """Create the directory of a socket. Return why it is not usable; ``None`` if it is."""
+    folder = path.parent
+    if not folder.is_absolute():
+        return f"{folder} is not absolute"
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+        return f"{folder} is too long: a socket's path has at most {SOCKET_PATH_BYTES} bytes"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = folder.stat()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        owner = folder.lstat()
     except OSError as error:
-        raise ChannelError(
-            f"cannot create the socket directory: {error}: set `socket` in the settings"
-        ) from error
-    if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
-        raise ChannelError(
-            f"{folder} is accessible to other users: remove it, or set `socket` in the settings"
-        )
-    return folder / f"{name}.sock"
+        return f"cannot create {folder}: {error.strerror}"
+    if not stat.S_ISDIR(owner.st_mode) or owner.st_uid != os.getuid() or owner.st_mode & 0o077:
+        return f"{folder} is accessible to other users: remove it"
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"cannot write to {folder}"
 
 
 class CacheProcess:
@@ -73,7 +91,8 @@ class CacheProcess:
         """Start a child unless this or another rank is already starting one; do not wait for it.
 
         The settings are passed on standard input, never on the command line. The child gets its own
-        session, so that signals to the engine's process group do not reach it.
+        session, so that signals to the engine's process group do not reach it. See :mod:`children
+        <kvtier.concurrency.children>` for what it inherits.
         """
         if self._child is not None and self._child.poll() is None:
             return
@@ -83,8 +102,8 @@ class CacheProcess:
             except BlockingIOError:
                 return
             with self.log.open("ab") as log:
-                self._child = subprocess.Popen(
-                    [sys.executable, "-m", "kvtier.bridge.child", str(self._path)],
+                self._child = children.start(
+                    children.python("-m", "kvtier.bridge.child", str(self._path)),
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,

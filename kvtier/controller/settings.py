@@ -8,7 +8,8 @@ from pathlib import Path
 from pydantic import model_validator
 
 from kvtier.settings.command import CommandSettings, Token, option
-from kvtier.settings.peer import Address, FilePath, is_loopback, split_address
+from kvtier.settings.paths import LocalPath
+from kvtier.settings.peer import Address, is_loopback, split_address
 from kvtier.units import Duration
 
 HEARTBEAT_SECONDS = 2.0
@@ -39,15 +40,15 @@ class ServiceSettings(CommandSettings):
         IDLE_TIMEOUT_SECONDS, "TIME", "Drop an instance after this time without messages.", le=3600
     )
     heartbeat: Duration = option(HEARTBEAT_SECONDS, "TIME", "Heartbeat interval of instances.", ge=0.01)
-    state: FilePath = option(
+    state: LocalPath = option(
         default_state,
         "FILE",
         "File to store events and pins in.",
         shown="$XDG_STATE_HOME/kvtier/controller.sqlite",
     )
     keep_events: Duration = option(KEEP_SECONDS, "TIME", "Time to keep events after their end.")
-    tls_certificate: FilePath | None = option(None, "FILE", "Serve HTTPS with this PEM certificate.")
-    tls_key: FilePath | None = option(None, "FILE", "The certificate's PEM private key.")
+    tls_certificate: LocalPath | None = option(None, "FILE", "Serve HTTPS with this PEM certificate.")
+    tls_key: LocalPath | None = option(None, "FILE", "The certificate's PEM private key.")
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ServiceSettings:

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 
+from kvtier.concurrency import children
 from kvtier.memory import large_pages_process
 from kvtier.memory.large_pages_process import LARGE, LARGE_PAGE_BYTES, PAGE_BYTES, PREPARED, USED
 
@@ -54,7 +55,7 @@ class LargePages:
             self._words = memoryview(self._state).cast("Q")
             os.set_blocking(self._wake, False)
             numbers = map(str, (fd, state, wake, capacity, self._ahead))
-            self._process = subprocess.Popen(
+            self._process = children.start(
                 [sys.executable, "-I", "-S", large_pages_process.__file__, *numbers],
                 pass_fds=[fd, state, wake],
                 cwd="/",

@@ -17,4 +17,11 @@ def _check_path(value: object) -> object:
     return value
 
 
-LocalPath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(Path.expanduser)]
+def _expand(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:  # HOME is not set, and the user is not in the password file.
+        raise ValueError(f"cannot expand {str(path)!r}: {error}") from error
+
+
+LocalPath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(_expand)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import (
@@ -18,6 +17,7 @@ from pydantic import (
 from pydantic_settings import NoDecode
 
 from kvtier.settings.choice import Choice
+from kvtier.settings.paths import LocalPath
 from kvtier.settings.secret import Secret
 from kvtier.units import Duration, Number
 
@@ -52,7 +52,6 @@ def _validate_address(address: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_validate_address)]
-FilePath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
 class TLSSettings(BaseModel):
@@ -60,13 +59,13 @@ class TLSSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    certificate: FilePath = Field(
+    certificate: LocalPath = Field(
         description="Certificate file of this instance (PEM).", examples=["/etc/kvtier/peer.pem"]
     )
-    key: FilePath = Field(
+    key: LocalPath = Field(
         description="Private key file of the certificate (PEM).", examples=["/etc/kvtier/peer.key"]
     )
-    authority: FilePath = Field(
+    authority: LocalPath = Field(
         description="File of the CA that must have signed every peer's certificate (PEM).",
         examples=["/etc/kvtier/authority.pem"],
     )

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvtier import Settings
+from kvtier.bridge import spawn
 from kvtier.bridge.client import SchedulerBridge, status
 from kvtier.bridge.spawn import CacheProcess, default_address
+from kvtier.concurrency import placement
+from kvtier.concurrency.placement import Placement
 from kvtier.errors import ChannelError
 
 from .conftest import hello, is_serving, wait_until
+
+BIND = 2
+"""MPOL_BIND of set_mempolicy(2)."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +59,113 @@ def test_address_is_derived_from_settings(tmp_path: Path) -> None:
     assert address.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_folder_accessible_to_others_is_refused(tmp_path: Path) -> None:
-    default_address(make_settings(tmp_path)).parent.chmod(0o755)
-    with pytest.raises(ChannelError, match="accessible to other users"):
+@pytest.fixture
+def fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only fallback for the socket's folder."""
+    folder = tmp_path / "fallback"
+    folder.mkdir()
+    monkeypatch.setattr(spawn, "FALLBACKS", (str(folder),))
+    for name in spawn.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+def _open_to_others(base: Path) -> None:
+    (base / f"kvtier-{os.getuid()}").mkdir(mode=0o755)
+
+
+def _of_another_user(base: Path) -> None:
+    (base / f"kvtier-{os.getuid()}").mkdir(mode=0o700)
+    os.chown(base / f"kvtier-{os.getuid()}", 1234, -1)
+
+
+def _a_link(base: Path) -> None:
+    (base / "elsewhere").mkdir(mode=0o700)
+    (base / f"kvtier-{os.getuid()}").symlink_to(base / "elsewhere")
+
+
+def _a_file(base: Path) -> None:
+    (base / f"kvtier-{os.getuid()}").touch()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _open_to_others,
+        pytest.param(_of_another_user, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root")),
+        _a_link,
+        _a_file,
+        Path.rmdir,
+    ],
+)
+@pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
+def test_unusable_folder_is_skipped(
+    tmp_path: Path,
+    fallback: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    spoil: Callable[[Path], None],
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    monkeypatch.setenv(variable, str(base))
+    spoil(base)
+    assert default_address(make_settings(tmp_path)).parent.parent == fallback
+    monkeypatch.setattr(spawn, "FALLBACKS", ())
+    with pytest.raises(ChannelError, match=rf"set `socket` in the settings \(.*{base}.*\)"):
         default_address(make_settings(tmp_path))
+
+
+def test_long_temporary_directory_is_skipped(
+    tmp_path: Path, fallback: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on HPC clusters: a Unix socket's path has at most 107 bytes."""
+    base = tmp_path / ("long" * 25)
+    base.mkdir()
+    monkeypatch.setenv("TMPDIR", str(base))
+    address = default_address(make_settings(tmp_path))
+    assert address.parent.parent == fallback
+    assert default_address(make_settings(tmp_path)) == address
+    monkeypatch.setattr(spawn, "FALLBACKS", ())
+    with pytest.raises(ChannelError, match=r"set `socket` .* is too long: .* at most 107 bytes"):
+        default_address(make_settings(tmp_path))
+
+
+def test_process_has_the_servers_placement(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the thread that starts it, which vLLM has bound to a core and a NUMA node."""
+    path = default_address(settings)
+    process = CacheProcess(settings, path)
+    server = Placement.current()
+    monkeypatch.setenv(placement.VARIABLE, json.dumps(server))
+    scheduler = SchedulerBridge(hello("scheduler"), path)
+
+    def start() -> None:
+        Placement(server.cpus[-1:], BIND, placement.allowed_nodes()[:1]).apply()
+        process.start_and_wait(scheduler.connect)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    report = status(path)
+    folder = Path(f"/proc/{report['pid']}")
+    assert report["placement"] == server.describe()
+    assert placement.VARIABLE.encode() not in (folder / "environ").read_bytes()
+    for task in (folder / "task").iterdir():
+        assert os.sched_getaffinity(int(task.name)) == set(server.cpus)
+    assert " bind:" not in (folder / "numa_maps").read_text()
+    scheduler.close()
+
+
+def test_process_exits_after_engines_that_overlapped(settings: Settings) -> None:
+    path = default_address(settings)
+    engines = [SchedulerBridge(replace(hello("scheduler"), engine=name), path) for name in "abc"]
+    CacheProcess(settings, path).start_and_wait(engines[0].connect)
+    for leaving, joining in pairwise(engines):
+        joining.connect()
+        leaving.close()
+        wait_until(lambda: len(status(path)["engines"]) == 1)
+    engines[-1].close()
+    wait_until(lambda: not path.exists())
 
 
 def test_process_is_shared_and_exits_after_last_engine(settings: Settings) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from kvtier.backends.redis.url import PoolURL, parse_url, take_credentials
-from kvtier.settings import TierSettings
+from kvtier.settings import LocalPath, TierSettings
 from kvtier.settings.secret import Secret
 from kvtier.units import Duration, Integer
-
-PemFile = Annotated[Path, AfterValidator(Path.expanduser)]
 
 _URL_FORMS = (
     "URL of the pool: `{0}://HOST:PORT/DATABASE`, `{0}s://` for TLS, `unix:///PATH?db=0`, "
@@ -57,7 +55,7 @@ class RedisSettings(TierSettings):
         description="Password for the sentinels, if they require one, in the form of `password`.",
         examples=["{env: SENTINEL_PASSWORD}"],
     )
-    ca_file: PemFile | None = Field(
+    ca_file: LocalPath | None = Field(
         default=None,
         description=(
             "CA certificates (PEM) to verify the server with. If omitted, those of the system. The "
@@ -65,12 +63,12 @@ class RedisSettings(TierSettings):
         ),
         examples=["/etc/kvtier/pool-ca.pem"],
     )
-    certificate_file: PemFile | None = Field(
+    certificate_file: LocalPath | None = Field(
         default=None,
         description="Client certificate (PEM), if the server requires one.",
         examples=["/etc/kvtier/client.pem"],
     )
-    key_file: PemFile | None = Field(
+    key_file: LocalPath | None = Field(
         default=None,
         description="Private key of `certificate_file`. If omitted, it is read from that file.",
         examples=["/etc/kvtier/client-key.pem"],

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from kvtier.concurrency import placement
+
 CONNECTOR = "KVTierConnector"
+
+# vLLM imports this in the server's first process, before it starts others and binds their threads.
+placement.remember()
 
 
 def register() -> None:
