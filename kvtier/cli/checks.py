@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from kvtier import native
+from kvtier.concurrency.placement import list_format, memory_placement
 from kvtier.errors import ArenaError, KVTierError
 from kvtier.integrations.versions import RANGE, REQUIREMENT, support
 from kvtier.memory.arena import HUGE_PAGE_BYTES, MIN_PREPARED_BYTES, Arena, has_strict_overcommit
@@ -100,6 +101,7 @@ def check_machine(requirements: Requirements) -> Iterator[Check]:
     yield check_python()
     yield check_native()
     yield check_cores()
+    yield check_placement()
     yield check_memory(capacity - huge_page_bytes(tiers, info), available_bytes())
     yield check_overcommit(capacity, info)
     yield check_large_pages()
@@ -135,10 +137,17 @@ def check_native() -> Check:
 
 def check_cores() -> Check:
     """Check the number of CPU cores that this process may use."""
-    count = len(os.sched_getaffinity(0))
-    if count < 2:
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
         return Check("cores", "warn", "1, shared by the cache process and the engine", "provide two or more")
-    return Check("cores", "ok", str(count))
+    return Check("cores", "ok", f"{len(cpus)}: {list_format(cpus)}")
+
+
+def check_placement() -> Check:
+    """Report where a cache process that is started from here allocates the memory of its tiers."""
+    found = memory_placement().describe()
+    policy, nodes = found["memory_policy"], found["memory_nodes"] or "unknown"
+    return Check("memory placement", "ok", f"policy {policy}, NUMA nodes {nodes}")
 
 
 def check_memory(capacity: int, available: int) -> Check:

@@ -40,9 +40,12 @@ def status(
 
 def _headline(report: Report, socket: Path) -> str:
     dropped = report["counts"].get("not_admitted", 0)
+    placement = report["placement"]
     return (
         f"Process {report['pid']}, instance {report['instance']}, on {socket}: "
-        f"{format_size(report['pending_bytes'])} to be written, {report['flights']} chunks being fetched."
+        f"{format_size(report['pending_bytes'])} to be written, {report['flights']} chunks being fetched. "
+        f"CPUs {placement['cpus']}, memory policy {placement['memory_policy']}, "
+        f"NUMA nodes {placement['memory_nodes']}."
         + (f" {dropped} chunks were dropped, because no lower tier admits them." if dropped else "")
     )
 

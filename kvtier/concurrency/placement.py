@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import platform
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 VARIABLE = "_KVTIER_PLACEMENT"
@@ -52,13 +53,15 @@ class Placement(NamedTuple):
         try:
             os.sched_setaffinity(0, self.cpus)
         except OSError:  # The cpuset has changed, and has none of these CPUs now.
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+            with suppress(OSError):
+                os.sched_setaffinity(0, range(os.cpu_count() or 1))
         if self.policy is not None:
             _set_policy(self.policy, self.nodes)
 
     def describe(self) -> dict[str, str]:
         """Return CPUs, memory policy and its nodes in the kernel's list format, as ``0-3,8``."""
-        policy = "unknown" if self.policy is None else _POLICIES[self.policy & ~_MODE_FLAGS]
+        known = dict(enumerate(_POLICIES))
+        policy = "unknown" if self.policy is None else known.get(self.policy & ~_MODE_FLAGS, str(self.policy))
         return {
             "cpus": list_format(self.cpus),
             "memory_policy": policy,
@@ -88,9 +91,15 @@ def spread_memory() -> Placement:
     the operator has set is kept, and a host with one node needs none. Return the placement.
     """
     os.environ.pop(VARIABLE, None)  # Children of a cache process have its placement, not that of a server.
+    memory_placement().apply()
+    return Placement.current()
+
+
+def memory_placement() -> Placement:
+    """Return what :func:`spread_memory` would change the placement of this thread to."""
     placement, nodes = Placement.current(), allowed_nodes()
-    if placement.policy == DEFAULT and len(nodes) > 1 and _set_policy(INTERLEAVE, nodes):
-        return Placement.current()
+    if placement.policy == DEFAULT and len(nodes) > 1:
+        return placement._replace(policy=INTERLEAVE, nodes=nodes)
     return placement
 
 

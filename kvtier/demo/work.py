@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvtier.bridge import client as bridge
+from kvtier.bridge.spawn import FALLBACKS
 from kvtier.demo.causes import causes
 from kvtier.demo.client import Client
 from kvtier.demo.model import is_model, make_model, prompt_text
@@ -28,6 +30,8 @@ WARM_UP_TOKENS = 32
 """Less than a chunk, so that the warm-up request stores nothing."""
 VLLM_READY_SECONDS = 600.0
 CACHE_READY_SECONDS = 120.0
+MAX_BASE_BYTES = 40
+"""vLLM adds 36 bytes and more to the path of its temporary folder."""
 MODEL_NAME = "kvtier-demo/llama-100m"
 """The name of the generated model, as on a hub. No folder may have it: vLLM prefers folders."""
 GENERATED_MODEL_ARGUMENTS = ("--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.3")
@@ -125,13 +129,19 @@ def make_prompts(client: Client, tokens: int, count: int = 1) -> list[list[int]]
     return [text[start : start + tokens] for start in range(0, tokens * count, tokens)]
 
 
+def _short_base() -> str | None:
+    """Return a folder for Unix sockets, vLLM's among them, where the path of the temporary one is long."""
+    bases = (tempfile.gettempdir(), *FALLBACKS)
+    return next((base for base in bases if len(base) <= MAX_BASE_BYTES and os.access(base, os.W_OK)), None)
+
+
 @contextlib.contextmanager
 def work_folder(options: Options) -> Iterator[Work]:
     """Create the folders of one demo, and remove them at the end unless :attr:`Work.keep` is set.
 
     They are also kept if the demo raises :class:`DemoFailed`, whose message then contains their path.
     """
-    with tempfile.TemporaryDirectory(prefix="kvtier-") as sockets:
+    with tempfile.TemporaryDirectory(prefix="kvtier-", dir=_short_base()) as sockets:
         if options.work_dir is not None:
             base = options.work_dir.expanduser().resolve()
             base.mkdir(parents=True, exist_ok=True)
