@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 
 from kvtier.bridge.serve import serve
-from kvtier.concurrency.children import accept_signals
+from kvtier.concurrency.children import settle
 from kvtier.errors import KVTierError
 from kvtier.settings import Settings
 
@@ -47,7 +47,7 @@ def _serve(writer: int) -> None:
             os.write(writer, b"1")
         os.close(writer)
 
-    accept_signals()
+    settle()
     settings = Settings.model_validate_json(sys.stdin.buffer.read())
     sys.stdin.close()
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

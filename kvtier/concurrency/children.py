@@ -36,7 +36,7 @@ def start(
 
     - the CPUs and the memory policy of the server before vLLM bound its threads and memory;
     - no blocked signals and no real-time policy; nice value and OOM score are those of this process;
-    - umask 077, and as many open files as the hard limit allows;
+    - umask 077;
     - this process's working directory, so that relative paths in settings mean the same;
     - of this process's descriptors only those in ``pass_fds``, and none of the engine's variables for OpenMP
       and MKL. Other variables are kept, ``LD_PRELOAD`` included.
@@ -57,10 +57,7 @@ def start(
         return subprocess.Popen(command, env=environment, umask=PRIVATE_UMASK, **options)
 
     with ThreadPoolExecutor(1, thread_name_prefix="kvtier-start") as thread:
-        child = thread.submit(spawn).result()
-    _, hard = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (hard, hard))
-    return child
+        return thread.submit(spawn).result()
 
 
 def python(*arguments: str) -> list[str]:
@@ -68,8 +65,13 @@ def python(*arguments: str) -> list[str]:
     return [sys.executable, "-P", *arguments]
 
 
-def accept_signals() -> None:
-    """Undo ignored signals, which exec keeps, for example those of ``nohup``. Call from the main thread."""
+def settle() -> None:
+    """Set what only the child itself can set. Call first, from the main thread.
+
+    Undo ignored signals, which exec keeps, for example those of ``nohup``, and raise the limit of open files.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python itself ignores these.
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)

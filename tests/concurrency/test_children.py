@@ -19,7 +19,9 @@ from kvtier.concurrency.placement import Placement
 BIND = 2
 REPORT = """
 import json, os, resource, signal
+from kvtier.concurrency.children import settle
 from kvtier.concurrency.placement import Placement
+settle()
 umask = os.umask(0)
 print(json.dumps({
     "placement": Placement.current(),
@@ -137,9 +139,9 @@ def test_memory_is_spread_over_nodes_unless_the_operator_decides(monkeypatch: py
 def test_ignored_signals_are_accepted() -> None:
     code = (
         "import signal\n"
-        "from kvtier.concurrency.children import accept_signals\n"
+        "from kvtier.concurrency.children import settle\n"
         "assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN\n"
-        "accept_signals()\n"
+        "settle()\n"
         "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
         "assert signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN\n"
     )
