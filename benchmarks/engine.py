@@ -30,7 +30,7 @@ from kvtier.bridge.client import status
 from kvtier.demo.client import Client
 from kvtier.demo.model import make_model
 from kvtier.demo.server import start_cache, start_vllm
-from kvtier.demo.work import LOCAL_MODEL_ARGUMENTS
+from kvtier.demo.work import GENERATED_MODEL_ARGUMENTS
 from kvtier.testing.servers import free_port
 
 AT_ONCE = 8
@@ -160,7 +160,7 @@ def servers(folder: Path) -> Iterator[tuple[Client, Client]]:
                 config=folder / "kvtier.yaml",
                 log=folder / f"{name}.log",
                 max_tokens=LONG_TOKENS + 64,
-                arguments=[*LOCAL_MODEL_ARGUMENTS, "--dtype", "float32"],
+                arguments=[*GENERATED_MODEL_ARGUMENTS, "--dtype", "float32"],
                 connector=name == "kvtier",
             )
             started.append(server)

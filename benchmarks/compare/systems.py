@@ -25,7 +25,7 @@ from benchmarks.peer import VERSION, python
 from kvtier.demo.client import Client
 from kvtier.demo.model import make_model
 from kvtier.demo.server import DemoFailed, Server, start_cache, start_vllm
-from kvtier.demo.work import LOCAL_MODEL_ARGUMENTS
+from kvtier.demo.work import GENERATED_MODEL_ARGUMENTS
 from kvtier.testing.servers import free_port
 
 MAX_TOKENS = 1536
@@ -67,7 +67,7 @@ class System:
             config=None,
             log=self._folder / "vllm.log",
             max_tokens=MAX_TOKENS,
-            arguments=[*LOCAL_MODEL_ARGUMENTS, "--dtype", "float32", *self.parts.arguments],
+            arguments=[*GENERATED_MODEL_ARGUMENTS, "--dtype", "float32", *self.parts.arguments],
             connector=False,
             name=f"vLLM with {self.name}",
             variables=self.parts.variables,

@@ -86,7 +86,7 @@ class Identities(NamedTuple):
         """Log which weights are identified by their name alone, and the remedy."""
         if self.model.reason:
             logger.warning(
-                "the weights of %s cannot be identified (%s), and chunks of others with this name would be hits: "
+                "the weights of %s cannot be identified (%s), so chunks of others with this name are hits: "
                 "set `weights_id` to another text whenever they change, such as KVTIER_WEIGHTS_ID=step-1200",
                 vllm_config.model_config.model,
                 self.model.reason,
