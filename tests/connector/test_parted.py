@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvtier.errors import UnsupportedEngine
+from kvtier.integrations.vllm.connector import KVTierConnector
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.parted import PartedSchedulerSide
 from kvtier.integrations.vllm.parts import PartMetadata, other_parts, part_metadata
@@ -123,6 +125,32 @@ def test_parts_of_this_host_and_of_others() -> None:
     ]
     assert other_parts(model(1), [worker(0, 7)], 7) == []
     assert other_parts(model(1), [], 7) == []
+
+
+def test_parts_are_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 reports the workers again when an engine of several parts wakes up."""
+    opened: list[Side] = []
+
+    def open_part(connector: Any, model: ModelLayout, address: str) -> Side:
+        opened.append(Side())
+        return opened[-1]
+
+    monkeypatch.setattr(KVTierConnector, "_open_part", open_part)
+    connector = object.__new__(KVTierConnector)
+    connector._model = model(2)
+    first: Any = Side()
+    first.epoch = 7
+    connector._scheduler = first
+    workers: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {
+        (0, 0): worker(0, 7),
+        (1, 0): worker(1, 7),
+    }
+    connector.set_xfer_handshake_metadata_pp_aware(workers)
+    side = connector._scheduler
+    assert isinstance(side, PartedSchedulerSide)
+    connector.set_xfer_handshake_metadata_pp_aware(workers)
+    assert connector._scheduler is side
+    assert len(opened) == 1
 
 
 def test_parts_whose_cache_process_is_not_connected_yet() -> None:

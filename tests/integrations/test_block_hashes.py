@@ -169,6 +169,17 @@ def test_last_token_is_computed_with_all_that_it_sees(window: int, tokens: int, 
 
 
 @pytest.mark.parametrize(
+    ("window", "tokens", "reported"),
+    [(0, 100, 96), (0, 96, 80), (0, 64, 48), (0, 1, 0), (0, BLOCK, 0), (32, 100, 96), (32, 96, 80)],
+)
+def test_vllm_that_drops_hits_within_blocks(window: int, tokens: int, reported: int) -> None:
+    layout = ChunkLayout(CHUNK, (GroupLayout(BLOCK, (64,)), GroupLayout(BLOCK, (64,), window)))
+    state: Any = SimpleNamespace(request=SimpleNamespace(num_tokens=tokens))
+    hit = Hit(tokens, -(-tokens // CHUNK))
+    assert reported_tokens(hit, state, layout, whole_blocks=True) == reported
+
+
+@pytest.mark.parametrize(
     ("chunk", "block", "granularity"),
     [(256, 16, 16), (256, 8, 16), (1024, 16, 64), (272, 16, 272), (16, 16, 16)],
 )

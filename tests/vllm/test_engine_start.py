@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,8 +51,11 @@ def test_model_that_cannot_continue_after_cached_tokens(
     """vLLM disables prefix caching for these: MLA on a CPU answers wrongly after any load."""
     cache = make_cache(chunk_tokens="auto")
     cache.start()
-    with (
-        pytest.raises(RuntimeError, match=message),
-        engines.engine(make(tmp_path / "model"), cache.connector),
-    ):
+    model = make(tmp_path / "model")
+    with pytest.raises(RuntimeError) as refused, engines.engine(model, cache.connector):
         pass
+    if not re.search(message, str(refused.value)):
+        # On some processors vLLM has no kernels for this model. Then it does not start without kvtier, either.
+        with pytest.raises(RuntimeError), engines.engine(model, None, enable_prefix_caching=False):
+            pass
+        pytest.skip("vLLM cannot run this model on this processor")

@@ -76,6 +76,15 @@ def numbers_inputs(config: VllmConfig) -> bool:
     return inputs is not None and inputs.mm_processor_cache_gb == 0 and not caching
 
 
+def hits_end_at_blocks(config: VllmConfig) -> bool:
+    """Whether vLLM drops a hit of a connector that ends within a block, or contains a prompt's last token.
+
+    It does with auxiliary outputs, from 0.33 on (``AuxOutputSchedulerConnector.cap_external_hit``).
+    """
+    auxiliary = getattr(config, "aux_output_config", None)
+    return bool(auxiliary and auxiliary.enabled)
+
+
 def hit_alignment(config: KVCacheConfig) -> int:
     """Return the number of tokens of which a hit is a multiple."""
     alignment = getattr(config, "cache_hit_alignment_tokens", None)  # From 0.32 on.

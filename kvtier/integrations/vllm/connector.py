@@ -23,6 +23,7 @@ from kvtier.integrations.vllm.bridges import IDLE_TIMEOUT_SECONDS, Bridges
 from kvtier.integrations.vllm.compat import (
     check_version,
     hit_sources,
+    hits_end_at_blocks,
     numbers_inputs,
     writes_before_hooks,
 )
@@ -129,6 +130,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             lookahead=lookahead,
             deferred=deferred,
             numbered=numbers_inputs(config),
+            whole_blocks=hits_end_at_blocks(config),
         )
 
     @property
@@ -205,7 +207,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         """Open the other parts of the engine. Blocks until their cache processes answer, up to 5 s each."""
         first = self._scheduler_side
-        assert isinstance(first, SchedulerSide)
+        if isinstance(first, PartedSchedulerSide):  # vLLM 0.33 calls this again when it wakes up.
+            return
         others = other_parts(self._model, metadata.values(), first.epoch)
         if others:
             sides = [first, *(self._open_part(model, address) for model, address in others)]

@@ -56,19 +56,20 @@ def hit_of(lookup: LookupState, state: RequestState, layout: ChunkLayout) -> Hit
     return Hit(start + used, chunks, lookup.last_tokens) if used else Hit(min(start, tokens), chunks - 1)
 
 
-def reported_tokens(hit: Hit, state: RequestState, layout: ChunkLayout) -> int:
-    """Return how many tokens of a hit vLLM can use.
+def reported_tokens(hit: Hit, state: RequestState, layout: ChunkLayout, *, whole_blocks: bool = False) -> int:
+    """Return how many tokens of a hit vLLM can use. ``whole_blocks``: it drops hits that end within a block.
 
     It computes the last token of a prompt in any case. If the whole prompt is hit, it first frees the blocks
     outside the window of the next token: the window of the last token may include one of them. A prompt of
     one token would have no computed token then, and be looked up again and again.
     """
     tokens, chunk = int(state.request.num_tokens), layout.chunk_tokens
-    if hit.tokens < tokens or (tokens > 1 and not layout.has_windows):
+    whole_blocks = whole_blocks and not layout.has_states
+    if hit.tokens < tokens or (tokens > 1 and not layout.has_windows and not whole_blocks):
         return hit.tokens
     start = (hit.chunks - 1) * chunk
     stored, before_last = hit.stored_tokens(hit.chunks - 1, chunk), tokens - 1 - start
-    if before_last and not layout.continues(stored, before_last):
+    if before_last and (whole_blocks or not layout.continues(stored, before_last)):
         before_last = layout.usable(stored, before_last)
     return start + before_last
 

@@ -71,11 +71,13 @@ class SchedulerSide:
         lookahead: int = 0,
         deferred: bool = False,
         numbered: bool = False,
+        whole_blocks: bool = False,
     ) -> None:
         """``lookahead``: how many tokens after it the KV of a token depends on (``speculation.py``).
 
         ``deferred``: whether workers may still be copying when a step ends. ``numbered``: whether
-        vLLM numbers images, so that requests with any are not cached (``numbers_inputs``).
+        vLLM numbers images, so that requests with any are not cached (``numbers_inputs``). ``whole_blocks``:
+        whether vLLM drops hits that end within a block (``hits_end_at_blocks``).
         """
         self._settings = settings
         self._model = model
@@ -85,6 +87,7 @@ class SchedulerSide:
         self._lookahead = lookahead
         self._deferred = deferred
         self._numbered = numbered
+        self._whole_blocks = whole_blocks
         waits = settings.prefetch.policy == "wait"
         self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
         self._stats = TransferStats()
@@ -219,7 +222,7 @@ class SchedulerSide:
             return NOTHING
         state.local_tokens, state.branch = local_tokens, lookup.held
         state.hit = hit_of(lookup, state, self._layout)
-        tokens = reported_tokens(state.hit, state, self._layout)
+        tokens = reported_tokens(state.hit, state, self._layout, whole_blocks=self._whole_blocks)
         return (tokens - local_tokens, True) if tokens > local_tokens else NOTHING
 
     def _wait_left(self, limit: float) -> float:
