@@ -55,7 +55,7 @@ def test_model_that_cannot_continue_after_cached_tokens(
     with pytest.raises(RuntimeError) as refused, engines.engine(model, cache.connector):
         pass
     if not re.search(message, str(refused.value)):
-        # On some processors vLLM has no kernels for this model. Then it does not start without kvtier, either.
+        # vLLM has no kernels for this model on some processors: it does not start without kvtier, either.
         with pytest.raises(RuntimeError), engines.engine(model, None, enable_prefix_caching=False):
             pass
         pytest.skip("vLLM cannot run this model on this processor")
