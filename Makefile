@@ -19,6 +19,12 @@ PART ?= 1/1
 # With it, each of the hundreds of processes that the tests start would compile kvtier anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+# With ISA=avx2, torch, oneDNN and vLLM (tests/vllm/instruction_set.py) use no more of the processor.
+ifdef ISA
+export ATEN_CPU_CAPABILITY := $(ISA)
+export ONEDNN_MAX_CPU_ISA := $(if $(filter avx512,$(ISA)),AVX512_CORE_VNNI,AVX2)
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help install system-packages compiler demo test test-slow test-versions test-gpu fuzz soak lint docs format bench clean \
         native native-tests native-asan native-ubsan native-tsan gpu-wheels bench-gpu
@@ -27,6 +33,7 @@ help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "PYTHON=…  the Python to use (3.11 or newer)    DEVICE=cpu|cuda  the vLLM to install; default: auto"
 	@echo "DEMO='--tokens 4000'  options of kvtier demo    PYTEST='-k disk'  options of pytest"
+	@echo "ISA=avx2|avx512  the instruction set that torch and vLLM use in tests; default: all that the CPU has"
 	@echo "PART=2/4  the second of four parts of the slow tests, which together are all"
 	@echo "FUZZ=600  seconds that make fuzz runs each of its programs"
 	@echo "SOAK=7200  seconds that make soak injects faults    SEED=2  seed of its faults and requests"

@@ -10,9 +10,11 @@ import os
 
 import pytest
 
+from tests.vllm import instruction_set
 from tests.vllm.forks import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)  # Before any test imports vLLM.
+instruction_set.limit()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,6 +18,9 @@ import vllm.v1.engine.llm_engine
 import vllm.v1.worker.cpu_worker
 
 from kvtier.integrations.vllm import connector
+from tests.vllm import instruction_set
+
+instruction_set.limit()
 
 __all__ = ["anyio", "connector", "transformers", "vllm"]
 

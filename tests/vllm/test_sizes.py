@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.vllm import models
+from tests.vllm import instruction_set, models
 from tests.vllm.forks import forks
 
 KIB = 1024
-STATE_BYTES = 1_920 + 8_192 * (4 if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else 2)
+STATE_BYTES = 1_920 + 8_192 * (4 if instruction_set.has("avx512_bf16") else 2)
 """Of a Mamba layer. vLLM keeps its recurrent part as float32 on processors with AVX-512 BF16
 (``vllm/platforms/cpu.py``)."""
 
