@@ -9,18 +9,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import vllm
+from huggingface_hub import ResolvedRevision
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.renderers.base import BaseRenderer
 
 from kvtier import Settings
-from kvtier.agent.served import EngineModel
+from kvtier.agent.served import EngineModel, TokenizerSource
 from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.vllm import compat, connector, metrics, register
 from kvtier.integrations.vllm.bridges import Bridges
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job, StepMetadata
+from kvtier.integrations.vllm.served import engine_model
 from kvtier.rpc.health import UNRESPONSIVE_SECONDS
 from tests.bridge.conftest import Start, hello, is_serving, start, wait_until
 
@@ -94,6 +97,10 @@ def test_both_bridges_wait_as_long_as_the_prefetch_policy_says(
         bridge.close()
 
 
+class Name(str):
+    __slots__ = ()
+
+
 class Worker:
     """Counts its idle waits, and the steps that it has saved."""
 
@@ -132,6 +139,25 @@ def test_plugin_registers_short_name() -> None:
     register()
     register()
     assert KVConnectorFactory.get_connector_class_by_name("KVTierConnector") is connector.KVTierConnector
+
+
+def test_names_and_tokenizer_of_a_hub_model_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's configuration has subclasses of ``str``, which have no encoding."""
+    commit = "a" * 40
+    arguments = ("hf", Path("/downloads") / commit, (), {})
+    monkeypatch.setattr("vllm.tokenizers.registry.tokenizer_args_from_config", lambda model: arguments)
+    model = SimpleNamespace(
+        model=Name("org/llama"),
+        served_model_name=[Name("chat"), "org/llama"],
+        skip_tokenizer_init=False,
+        tokenizer_revision=ResolvedRevision(commit),
+        trust_remote_code=False,
+        hf_config=SimpleNamespace(model_type="llama"),
+    )
+    served = engine_model(cast("Any", SimpleNamespace(model_config=model)))
+    tokenizer = TokenizerSource(f"/downloads/{commit}", "hf", commit)
+    assert served == EngineModel(["chat", "org/llama"], tokenizer)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(served), type=EngineModel) == served
 
 
 def test_every_counter_is_documented() -> None:

@@ -8,8 +8,10 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from huggingface_hub import ResolvedRevision
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -392,6 +394,37 @@ def test_other_weights_have_another_namespace() -> None:
     config, cache = Engine().config, cache_config(FULL)
     spaces = {model_layout(config, cache, "auto", weights).namespace for weights in ("", "step-1", "step-2")}
     assert len(spaces) == 3
+
+
+def test_commit_of_a_hub_names_the_weights() -> None:
+    """A branch has other weights after its next commit; a tag of the same commit has the same."""
+
+    def spaces(revision: Any) -> tuple[bytes, bytes]:
+        drafter = drafts("eagle", "a")
+        drafter.draft_model_config.revision = revision
+        own, with_drafter = Engine().config, Engine(drafts=drafter).config
+        own.model_config.revision = revision
+        layouts = [model_layout(config, cache_config(FULL), "auto") for config in (own, with_drafter)]
+        return layouts[0].namespace, layouts[1].namespace
+
+    main, newer = ResolvedRevision("a" * 40), ResolvedRevision("b" * 40)
+    assert main == newer == "main"
+    assert not {*spaces(main)} & {*spaces(newer)}
+    assert spaces(main) == spaces(ResolvedRevision("a" * 40, "v1")) == spaces("a" * 40)
+
+
+def test_configuration_of_a_model_may_have_any_types() -> None:
+    """Remote code may define it, and each process of an engine must derive the same namespace."""
+
+    def space(**shape: Any) -> bytes:
+        config = Engine().config
+        config.model_config.hf_config = SimpleNamespace(to_dict=lambda: dict(shape))
+        return bytes(model_layout(config, cache_config(FULL), "auto").namespace)
+
+    any_types = {"dtype": torch.float32, "size": np.int64(1), 1: {"b", "a"}, "hook": object(), "f": lambda: 0}
+    assert space(**{str(key): value for key, value in any_types.items()}) == space(
+        **{"dtype": "torch.float32", "size": 1, "1": ["a", "b"], "hook": object(), "f": any_types["f"]}
+    )
 
 
 def test_prefill_over_loaded_tokens_must_be_possible() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.agent.served import EngineModel, TokenizerSource
@@ -38,5 +39,22 @@ def _tokenizer(model: Any) -> TokenizerSource | None:
     except Exception:  # Optional: clients of the controller can send token ids instead of text.
         logger.debug("cannot locate the tokenizer", exc_info=True)
         return None
-    revision = commit_of(model.tokenizer_revision)
-    return TokenizerSource(text(path), text(mode), revision, bool(model.trust_remote_code))
+    commit = commit_of(model.tokenizer_revision)
+    folder = _downloaded(text(path), commit)
+    return TokenizerSource(folder, text(mode), commit, bool(model.trust_remote_code))
+
+
+def _downloaded(path: str, revision: str | None) -> str:
+    """Return the folder of a hub's tokenizer, which vLLM has loaded; the path itself if it is one.
+
+    vLLM resolves it itself from 0.32 on. A cache process may have no access to the hub.
+    """
+    if Path(path).is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(path, revision=revision, local_files_only=True))
+    except Exception:  # Such as a download to another folder.
+        logger.debug("the tokenizer %s is not in the folder of downloads", path, exc_info=True)
+        return path
