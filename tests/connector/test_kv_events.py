@@ -165,6 +165,18 @@ def test_events_are_those_of_vllm_for_the_same_blocks(
     assert {chunk["kv_cache_spec_kind"] for chunk in chunks} == {"full_attention"}
 
 
+def test_request_of_a_program_has_the_events_of_a_clients(engine: Engine) -> None:
+    """Its salt may be a subclass of ``str``, which has no encoding."""
+
+    class Salt(str):
+        __slots__ = ()
+
+    events = engine.hold(engine.ask(engine.request(3 * CHUNK, cache_salt=Salt("tenant"))), RAM)
+    assert [type(key) for (key,) in events[0].extra_keys[:1]] == [str]
+    assert msgspec.msgpack.encode(events)
+    assert len(events) == 3
+
+
 def test_decoded_tokens_have_events_once_their_blocks_are_hashed(engine: Engine) -> None:
     request = engine.request(CHUNK - 4)
     state = RequestState(request, request_root(bytes(32), request), CHUNK)
