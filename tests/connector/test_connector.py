@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+import torch
 import vllm
 from huggingface_hub import ResolvedRevision
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -95,6 +96,30 @@ def test_both_bridges_wait_as_long_as_the_prefetch_policy_says(
     assert [bridge.responsive for bridge in bridges] == [policy == "wait"] * 2
     for bridge in bridges:
         bridge.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "tiles", "granted"),
+    [("cpu", True, True), ("cpu", True, False), ("cpu", False, True), ("cuda", True, True)],
+)
+def test_amx_is_requested_before_the_first_step(
+    device: str,
+    tiles: bool,
+    granted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Otherwise, an engine in bfloat16 whose first step computes one token ends with SIGILL."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: (calls.append("request"), granted)[1])
+    instance = object.__new__(connector.KVTierConnector)
+    instance._vllm_config = cast("Any", SimpleNamespace(device_config=SimpleNamespace(device_type=device)))
+    instance._worker = cast("Any", SimpleNamespace(register=lambda _: calls.append("register")))
+    with caplog.at_level("WARNING", connector.logger.name):
+        instance.register_kv_caches({})
+    assert calls == (["request", "register"] if device == "cpu" and tiles else ["register"])
+    assert ("--dtype float32" in caplog.text) == (not granted)
 
 
 class Name(str):

@@ -12,6 +12,8 @@ import anyio
 from anyio.abc import SocketAttribute, SocketStream
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from kvtier.proxy.checks import PROBE
+
 TOKENS = 4
 
 
@@ -256,7 +258,7 @@ class Stub:
             return self.models
         if request.path == "/tokenize":
             return self.tokenize
-        if request.body.get("prompt") == "a":
+        if request.body.get("prompt") == PROBE:
             self.probes.append(request)
             return normal if self.always is not hangs else self.always
         self.requests.append(request)

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.errors import SettingsError
 from kvtier.proxy.app import make_app
-from kvtier.proxy.checks import reachable_address
+from kvtier.proxy.checks import PROBE, reachable_address
 from kvtier.proxy.connections import Connections
 from kvtier.proxy.engine import Engine, Role, State
 from kvtier.proxy.fleet import SLACK, Fleet
@@ -119,9 +119,10 @@ def test_loopback_addresses() -> None:
 async def test_engine_is_probed_for_its_peer_address(cluster: Cluster) -> None:
     (engine,) = cluster.proxy.fleet.of(Role.DECODE)
     assert engine.peer == "127.0.0.1:55555"  # It listens on all addresses.
+    assert len(PROBE.split()) > 4, "several tokens, with any tokenizer"
     assert cluster.decoders[0].probes[0].body == {
         "model": "m",
-        "prompt": "a",
+        "prompt": PROBE,
         "max_tokens": 1,
         "kv_transfer_params": {"kvtier": {}},
     }

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import vllm
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
@@ -180,6 +181,16 @@ def is_empty(pool: BlockPool) -> bool:
     """Return whether no block is in use or cached, as after a successful ``reset_prefix_cache``."""
     used = pool.num_gpu_blocks - pool.get_num_free_blocks()
     return used <= 1 and not len(pool.cached_block_hash_to_block)  # The null block is always in use.
+
+
+def enable_tiles() -> bool:
+    """Request the registers of AMX for this process; ``False`` if that fails. ``True`` on CPUs without AMX.
+
+    Without, Linux ends a process that uses them with SIGILL (Documentation/arch/x86/xstate.rst). vLLM 0.32's
+    attention on CPUs uses them in bfloat16 without a request: it relies on a matrix product of several tokens
+    before, which makes one. The first step of an engine that hits a whole prompt computes one token.
+    """
+    return not torch.cpu._is_amx_tile_supported() or bool(torch.cpu._init_amx())
 
 
 def prefill_lookahead(vllm_config: VllmConfig) -> int:

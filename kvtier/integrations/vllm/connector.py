@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvtier.integrations.vllm.bridges import IDLE_TIMEOUT_SECONDS, Bridges
 from kvtier.integrations.vllm.compat import (
     check_version,
+    enable_tiles,
     hit_sources,
     hits_end_at_blocks,
     numbers_inputs,
@@ -225,6 +226,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the engine's KV memory."""
+        on_cpu = self._vllm_config.device_config.device_type == "cpu"
+        if on_cpu and not enable_tiles():
+            logger.warning(
+                "Linux does not let this process use AMX, which vLLM uses in bfloat16: serve with "
+                "--dtype float32 if the engine ends with SIGILL"
+            )
         self._worker_side.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
