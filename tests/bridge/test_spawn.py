@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -60,9 +61,16 @@ def test_address_is_derived_from_settings(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def short() -> Iterator[Path]:
+    """A folder whose path is short enough for a socket in it, unlike that of a worker's ``tmp_path``."""
+    with tempfile.TemporaryDirectory(prefix="kvt-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def fallback(short: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only fallback for the socket's folder."""
-    folder = tmp_path / "fallback"
+    folder = short / "fallback"
     folder.mkdir()
     monkeypatch.setattr(spawn, "FALLBACKS", (str(folder),))
     for name in spawn.VARIABLES:
@@ -101,12 +109,13 @@ def _a_file(base: Path) -> None:
 @pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
 def test_unusable_folder_is_skipped(
     tmp_path: Path,
+    short: Path,
     fallback: Path,
     monkeypatch: pytest.MonkeyPatch,
     variable: str,
     spoil: Callable[[Path], None],
 ) -> None:
-    base = tmp_path / "base"
+    base = short / "base"
     base.mkdir()
     monkeypatch.setenv(variable, str(base))
     spoil(base)
