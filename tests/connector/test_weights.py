@@ -16,7 +16,7 @@ from kvtier.bridge.protocol import Abandon, Cancel, Clear, Found, Lookup, Reserv
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.compat import is_empty
 from kvtier.integrations.vllm.request import request_root
-from kvtier.integrations.vllm.weights import finish_before_resets, follow_weight_version
+from kvtier.integrations.vllm.weights import finish_before_resets, follow_engine
 from kvtier.memory.keys import chunk_keys, join_keys
 from kvtier.memory.layout import has_weights, namespace
 from tests.bridge.conftest import wait_until
@@ -300,8 +300,8 @@ class Connector:
 
 
 def test_weight_version_of_vllm_reaches_the_connectors() -> None:
-    follow_weight_version()
-    follow_weight_version()
+    follow_engine()
+    follow_engine()
     inner = Connector()
     connector = Connector(inner, object())
     for each in (connector, None):

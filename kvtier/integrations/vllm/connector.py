@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvtier.integrations.vllm.adapters import follow_loads
 from kvtier.integrations.vllm.bridges import IDLE_TIMEOUT_SECONDS, Bridges
 from kvtier.integrations.vllm.compat import (
     check_version,
@@ -40,7 +41,7 @@ from kvtier.integrations.vllm.plain import plain, text
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.served import engine_model
 from kvtier.integrations.vllm.speculation import lookahead_tokens
-from kvtier.integrations.vllm.weights import EngineWeights, finish_before_resets, follow_weight_version
+from kvtier.integrations.vllm.weights import EngineWeights, finish_before_resets, follow_engine
 from kvtier.integrations.vllm.worker import CONFIRM_SECONDS, WorkerSide
 from kvtier.settings import load_settings
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
+    from vllm.lora.request import LoRARequest
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -91,7 +93,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             self._identities.warn(vllm_config)
             self._scheduler = self._open_part(self._model)
-            follow_weight_version()
+            follow_engine()
             finish_before_resets()
             if numbers_inputs(vllm_config):
                 logger.warning(
@@ -99,6 +101,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     "--mm-processor-cache-gb 0, vLLM does not hash these inputs; remove one of the two flags"
                 )
         else:
+            if vllm_config.lora_config is not None:
+                follow_loads()
             rank %= self._model.layout.ranks
             stages = settings.kv_transfer.device == "cuda"
             timeout = IDLE_TIMEOUT_SECONDS if self._bridges.waits else CONFIRM_SECONDS
@@ -202,6 +206,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_weight_version(self, version: str) -> None:
         """Use the chunks of the weights that the engine has now. Not a hook: see ``weights.py``."""
         self._scheduler_side.set_weight_version(text(version))
+
+    def adapter_loads(self, lora: LoRARequest) -> None:
+        """Note that the engine loads an adapter. Not a hook: see ``adapters.py``."""
+        for adapters in self._scheduler_side.adapters:
+            adapters.loads(lora)
+
+    def adapter_removed(self, number: int) -> None:
+        """Note that the engine has removed an adapter."""
+        for adapters in self._scheduler_side.adapters:
+            adapters.removes(number)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

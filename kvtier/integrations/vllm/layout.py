@@ -32,6 +32,7 @@ from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, namespa
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 MIN_STATE_TOKENS = 64
 
@@ -70,6 +71,16 @@ class ModelLayout(NamedTuple):
     def blocks(self, tables: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
         """Select the block tables of the groups in the layout."""
         return tuple(tables[group] for group in self.group_ids)
+
+    def blocks_of(self, output: SchedulerOutput) -> Callable[[str], tuple[Sequence[int], ...] | None]:
+        """Return a function for the block tables of the requests that are scheduled in this step."""
+        block_state = output.kv_connector_block_state
+
+        def blocks_of(request_id: str) -> tuple[Sequence[int], ...] | None:
+            tables = None if block_state is None else block_state.get_block_ids(request_id)
+            return None if tables is None else self.blocks(tables)
+
+        return blocks_of
 
 
 def model_layout(

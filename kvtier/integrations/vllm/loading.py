@@ -109,6 +109,8 @@ class Loads:
 
     def _arrived(self, load: Load) -> list[ChunkCopy]:
         """Return the chunks that have arrived since the last call, or set :attr:`Load.failure`."""
+        if load.state.is_mixed:
+            load.failure = load.failure or "its adapter was loaded again"
         if load.failure or load.sent == load.stop:
             return []
         lookup = self._bridge.found(load.ticket)

@@ -22,6 +22,8 @@ class Job:
     """Whether other jobs of the same load follow. It is reported after the last one."""
     failure: str = ""
     """Why the load fails."""
+    adapter: tuple[int, str] | None = None
+    """For saves: vLLM's number of the LoRA adapter, and the identity of what the keys expect it to be."""
 
     @property
     def leases(self) -> list[int]:

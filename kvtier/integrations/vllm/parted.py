@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvtier.integrations.vllm.adapters import Adapters
+
 
 @dataclass
 class PartedMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -100,6 +102,11 @@ class PartedSchedulerSide:
         """See :class:`SchedulerSide`."""
         for side in self._sides:
             side.bind(pool)
+
+    @property
+    def adapters(self) -> Sequence[Adapters]:
+        """What is known of the engine's LoRA adapters, for each part."""
+        return [adapters for side in self._sides for adapters in side.adapters]
 
     def reset(self) -> None:
         """See :class:`SchedulerSide`. Blocks as long for each part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -26,6 +27,10 @@ from kvtier.memory.keys import (
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+    from kvtier.integrations.vllm.adapters import Adapter
+
+logger = logging.getLogger("vllm.kvtier")
 
 
 @dataclass(slots=True)
@@ -75,6 +80,7 @@ class RequestState:
     hits_by_tier: dict[tuple[str, str], int] = field(default_factory=dict)
     """The tokens of the last hit, by the name and the type of their tier."""
     hints: Hints = NO_HINTS
+    adapter: Adapter | None = None
     loads: bool = True
     """Whether the request may load from the cache."""
     stores: bool = True
@@ -97,6 +103,38 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.chunk_hints = hints_for_chunks(self.hints, text(self.request.cache_salt))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its adapter was loaded again since, perhaps with other content."""
+        return self.adapter is not None and self.adapter.replaced
+
+    def note_hits(self, tiers: Sequence[tuple[str, str]], external_tokens: int) -> None:
+        """Note the name and type of the tier of each chunk of a hit, which is reported to vLLM."""
+        self.hits_by_tier, stop = {}, self.local_tokens + external_tokens
+        for index, tier in enumerate(tiers):
+            start = max(index * self.chunk_tokens, self.local_tokens)
+            tokens = min((index + 1) * self.chunk_tokens, stop) - start
+            if tokens > 0:
+                self.hits_by_tier[tier] = self.hits_by_tier.get(tier, 0) + tokens
+
+    def log_hits(self, external_tokens: int) -> None:
+        """Log the last hit."""
+        logger.info(
+            "request %s: %d of %d tokens hit (%s), %d more in vLLM's own cache",
+            self.request.request_id,
+            external_tokens,
+            self.request.num_tokens,
+            ", ".join(f"{tier} {tokens}" for (tier, _), tokens in self.hits_by_tier.items()),
+            self.local_tokens,
+        )
+
+    def hits_by_medium(self) -> dict[str, int]:
+        """Return the tokens of the last hit, by the type of their tier."""
+        found: dict[str, int] = {}
+        for (_, medium), tokens in self.hits_by_tier.items():
+            found[medium] = found.get(medium, 0) + tokens
+        return found
 
     def extend(self, tokens: int, first: int = 0) -> list[ChunkKey]:
         """Return the keys of whole chunks from index ``first`` to ``tokens`` tokens. Hashes no key twice.
@@ -180,11 +218,13 @@ def cacheable(request: Request, *, numbered: bool = False) -> bool:
     return request.prompt_embeds is None and request.prompt_token_ids is not None
 
 
-def request_root(namespace: bytes, request: Request) -> ChunkKey:
-    """Return the root key of a request's chunks: that of its tenant (``cache_salt``) and LoRA adapter."""
-    lora = request.lora_request
-    adapter = () if lora is None else ("lora", lora.lora_name, lora.lora_path)
-    return root_key(namespace, text(request.cache_salt), encode_extra(plain(adapter)))
+def request_root(namespace: bytes, request: Request, adapter: str = "") -> ChunkKey:
+    """Return the root key of a request's chunks: that of its tenant (``cache_salt``) and LoRA adapter.
+
+    ``adapter``: the identity of the adapter.
+    """
+    extra = encode_extra(("lora", adapter)) if adapter else b""
+    return root_key(namespace, text(request.cache_salt), extra)
 
 
 def _block_extras(request: Request, step: int, first: int, stop: int) -> Iterator[tuple[int, bytes]]:

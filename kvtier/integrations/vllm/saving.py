@@ -446,7 +446,9 @@ class Saves:
         if not copies:
             return None
         state.copied = self._deferred
-        return Job(state.request.request_id, save.epoch, copies)
+        lora, adapter = state.request.lora_request, state.adapter
+        expected = (lora.lora_int_id, adapter.identity) if lora and adapter else None
+        return Job(state.request.request_id, save.epoch, copies, adapter=expected)
 
     def _plan_again(self, save: Save) -> None:
         """Have the chunks of a preempted request stored once they have been computed again."""

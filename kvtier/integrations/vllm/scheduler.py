@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.catalog.siblings import marks_of
+from kvtier.integrations.vllm.adapters import Adapter, Adapters
 from kvtier.integrations.vllm.engine_blocks import EngineBlocks, published_group
 from kvtier.integrations.vllm.hints import Hints
 from kvtier.integrations.vllm.hits import hit_of, reported_tokens
@@ -26,7 +27,7 @@ from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.prefill import PrefillSpeed
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
-from kvtier.integrations.vllm.saving import Blocks, BlocksOf, Saves
+from kvtier.integrations.vllm.saving import Blocks, Saves
 from kvtier.integrations.vllm.states import States
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.integrations.vllm.written import written_blocks
@@ -95,6 +96,7 @@ class SchedulerSide:
         self._events: KVEvents | None = None
         self._kv_transfers = KVTransfers(settings, self._layout, bridge, self._stats, parts=model.parts)
         self._requests: dict[str, RequestState] = {}
+        self._adapters = Adapters(bridge)
         self._loads = Loads(model, bridge)
         self._prefill = PrefillSpeed()
         self._saves = Saves(
@@ -122,12 +124,15 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """Look up the whole prompt, so that chunks on disk are prefetched while the request is queued."""
+        adapter = self._adapters.admit(request, 0, self._wait_left(LOOKUP_WAIT_SECONDS))
+        if request.lora_request is not None and adapter is None:
+            return
         if not cacheable(request, numbered=self._numbered) or self._weights.is_mixed():
             return
         hints = self._kv_transfers.hints(request)
         if hints.mode == "off":  # No hook knows the request, so it costs nothing.
             return
-        state = self._track(request, hints)
+        state = self._track(request, hints, adapter)
         # Before any chunk is promoted or stored, so that none is evicted before it is pushed.
         self._kv_transfers.begin(state)
         self._look_up(state)
@@ -141,12 +146,26 @@ class SchedulerSide:
             self._states.expect(state)
             self._saves.request()
 
-    def _track(self, request: Request, hints: Hints) -> RequestState:
-        root = request_root(self._weights.current.namespace, request)
-        layout = self._layout
-        state = RequestState(
-            request, root, layout.chunk_tokens, self._lookahead, layout.granularity, hints=hints
-        )
+    def _admit_again(self, request: Request, local_tokens: int) -> bool:
+        """Return whether a request can use the chunks of its adapter, which may have changed since."""
+        state = self._requests.get(request.request_id)
+        if state is None and not self._adapters.is_pending(request.request_id):
+            return False
+        wait = self._wait_left(LOOKUP_WAIT_SECONDS)
+        adapter = self._adapters.admit(request, local_tokens, wait)
+        if state is not None and adapter is not state.adapter:
+            if self._adapters.is_pending(request.request_id):
+                return False
+            self._drop(self._requests.pop(request.request_id))
+            state = None
+        if state is None and adapter is not None:
+            self.on_new_request(request)
+        return adapter is not None
+
+    def _track(self, request: Request, hints: Hints, adapter: Adapter | None) -> RequestState:
+        root = request_root(self._weights.current.namespace, request, adapter.identity if adapter else "")
+        sizes = self._layout.chunk_tokens, self._lookahead, self._layout.granularity
+        state = RequestState(request, root, *sizes, hints=hints, adapter=adapter)
         state.loads, state.stores = hints.mode != "write", hints.mode != "read"
         self._requests[request.request_id] = state
         return state
@@ -189,8 +208,11 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond ``local_tokens`` can be loaded; ``None`` while that is pending."""
+        loading = request.request_id in self._loads
+        if request.lora_request is not None and not loading and not self._admit_again(request, local_tokens):
+            return ASK_AGAIN if self._adapters.is_pending(request.request_id) else NOTHING
         state = self._requests.get(request.request_id)
-        if state is None or request.request_id in self._loads:
+        if state is None or loading:
             return NOTHING
         if state.ticket is None:
             self._kv_transfers.note_preemption(state)
@@ -261,39 +283,18 @@ class SchedulerSide:
         if hit.tokens % chunk:
             state.tail_end = hit.tokens
         self._loads.begin(state, lookup, hit, self._model.blocks(blocks.get_block_ids()))
-        self._note_hits(state, [*lookup.sources, *lookup.coming][:count], external_tokens)
-
-    def _note_hits(self, state: RequestState, sources: Sequence[int], external_tokens: int) -> None:
-        request, chunk = state.request, self._layout.chunk_tokens
-        stop = state.local_tokens + external_tokens
         welcome = self._bridge.welcome
         assert welcome is not None
-        state.hits_by_tier = {}
-        for index, source in enumerate(sources):
-            start = max(index * chunk, state.local_tokens)
-            tokens = min((index + 1) * chunk, stop) - start
-            if tokens > 0:
-                # By name: when the load is done, another cache process may be connected, with other tiers.
-                tier = welcome.tiers[source], welcome.media[source]
-                state.hits_by_tier[tier] = state.hits_by_tier.get(tier, 0) + tokens
-        if self._model.part:  # The first part of the engine reports for all.
-            return
-        logger.info(
-            "request %s: %d of %d tokens hit (%s), %d more in vLLM's own cache",
-            request.request_id,
-            external_tokens,
-            request.num_tokens,
-            ", ".join(f"{tier} {tokens}" for (tier, _), tokens in state.hits_by_tier.items()),
-            state.local_tokens,
-        )
+        # By name: when the load is done, another cache process may be connected, with other tiers.
+        sources = [*lookup.sources, *lookup.coming][:count]
+        state.note_hits([(welcome.tiers[at], welcome.media[at]) for at in sources], external_tokens)
+        if not self._model.part:  # The first part of the engine reports for all.
+            state.log_hits(external_tokens)
 
     def hits_by_medium(self, request: Request) -> dict[str, int]:
         """Return the tokens of the last hit, by the type of their source tier."""
         state = self._requests.get(request.request_id)
-        found: dict[str, int] = {}
-        for (_, medium), tokens in state.hits_by_tier.items() if state is not None else ():
-            found[medium] = found.get(medium, 0) + tokens
-        return found
+        return {} if state is None else state.hits_by_medium()
 
     # Saving, at the end of every step's planning.
 
@@ -304,7 +305,7 @@ class SchedulerSide:
             if (preempted := self._requests.get(request_id)) is not None:
                 self._kv_transfers.note_preemption(preempted)
         self._plan_saves(output)
-        blocks_of = self._blocks_of(output)
+        blocks_of = self._model.blocks_of(output)
         saves = self._saves.step(blocks_of, self._wait_left(STEP_WAIT_SECONDS))
         if not self._saves.unreserved:
             self._kv_transfers.end_finished()
@@ -315,16 +316,6 @@ class SchedulerSide:
             metadata.written = written_blocks(output, self._model)
         return metadata
 
-    def _blocks_of(self, output: SchedulerOutput) -> BlocksOf:
-        """Return a function for the block tables of the requests that are scheduled in this step."""
-        block_state = output.kv_connector_block_state
-
-        def blocks_of(request_id: str) -> Blocks | None:
-            tables = None if block_state is None else block_state.get_block_ids(request_id)
-            return None if tables is None else self._model.blocks(tables)
-
-        return blocks_of
-
     def _plan_saves(self, output: SchedulerOutput) -> None:
         """Plan to store the chunks that this step completes, and a few postponed ones of earlier steps."""
         due, possible = [], self._saves.possible
@@ -333,7 +324,7 @@ class SchedulerSide:
             if state is None:
                 continue
             self._prefill.observe(state)
-            if not state.stores:
+            if not state.stores or state.is_mixed:
                 continue
             before, state.settled = state.settled, state.request.num_computed_tokens
             if not possible:
@@ -369,11 +360,7 @@ class SchedulerSide:
         ``short``: the loads to repeat; by default :meth:`short_loads`.
         """
         self._saves.freed(output.finished_sending or ())
-        again = {
-            request_id
-            for request_id in (self.short_loads(output) if short is None else short)
-            if request_id in self._requests
-        }
+        again = self._requests.keys() & (self.short_loads(output) if short is None else short)
         failed = set(output.failed_recving or ())
         for request_id in failed:
             state = self._requests.get(request_id)
@@ -387,12 +374,9 @@ class SchedulerSide:
                 self._kv_transfers.give_up(state)
         for request_id in output.finished_recving or ():
             if request_id not in failed and request_id in self._requests:
-                self._count_hits(self._requests[request_id])
+                for (tier, _), tokens in self._requests[request_id].hits_by_tier.items():
+                    self._stats.add("hit_tokens", tokens, tier)
             self._loads.finish(request_id, again=request_id in again)
-
-    def _count_hits(self, state: RequestState) -> None:
-        for (tier, _), tokens in state.hits_by_tier.items():
-            self._stats.add("hit_tokens", tokens, tier)
 
     def finished(self, request: Request, block_ids: Blocks) -> tuple[bool, dict[str, Any] | None]:
         """Plan the remaining saves of a finished request.
@@ -401,6 +385,7 @@ class SchedulerSide:
         """
         state = self._requests.pop(request.request_id, None)
         if state is None:
+            self._adapters.finish(request.request_id)
             return False, self._kv_transfers.answer(request, 0)
         self._cancel_lookup(state)
         if state.computing_since is not None:
@@ -415,7 +400,11 @@ class SchedulerSide:
         computed = min(request.num_computed_tokens, request.num_tokens - max(1, self._lookahead))
         if not self._settings.save_decode:
             computed = min(computed, request.num_prompt_tokens)
-        held = state.stores and self._saves.finish(state, computed, self._model.blocks(block_ids))
+        held = (
+            state.stores
+            and not state.is_mixed
+            and self._saves.finish(state, computed, self._model.blocks(block_ids))
+        )
         transferred = self._kv_transfers.finish(state)
         if not self._saves.unreserved:
             self._kv_transfers.end_finished()
@@ -431,6 +420,12 @@ class SchedulerSide:
     def bind(self, pool: BlockPool) -> None:
         """Set vLLM's block pool."""
         self._weights.bind(pool)
+        self._adapters.bind(pool)
+
+    @property
+    def adapters(self) -> Sequence[Adapters]:
+        """What is known of the engine's LoRA adapters."""
+        return (self._adapters,)
 
     def reset(self) -> None:
         """Use nothing that was stored so far, unless this is the reset after :meth:`set_weight_version`.
@@ -470,8 +465,7 @@ class SchedulerSide:
         """
         requests, self._requests = self._requests, {}
         for state in requests.values():
-            self._cancel_lookup(state)
-            self._kv_transfers.give_up(state)
+            self._drop(state)
         self._saves.drop()
         self._loads.fail_all("the weights have changed")
         self._bridge.use_weights(self._weights.current)
@@ -479,7 +473,12 @@ class SchedulerSide:
             self._events.forget_all()
         if not self._weights.is_mixed():
             for state in requests.values():
-                self._track(state.request, state.hints)
+                self._track(state.request, state.hints, state.adapter)
+
+    def _drop(self, state: RequestState) -> None:
+        self._cancel_lookup(state)
+        self._kv_transfers.give_up(state)
+        self._saves.drop(state)
 
     def events(self) -> Iterable[KVCacheEvent]:
         """Return the changes of the tiers as vLLM's KV events."""

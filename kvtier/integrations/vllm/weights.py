@@ -12,13 +12,14 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtier.bridge.protocol import Weights
 from kvtier.integrations.vllm.compat import is_empty
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.engine.core import EngineCore
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -29,24 +30,34 @@ FINISH_SECONDS = 1.0
 """How long a reset waits for saves of requests that have finished."""
 
 
-def follow_weight_version() -> None:
-    """Have vLLM's ``set_weight_version`` call that of the engine's connectors. Idempotent."""
+def follow_engine() -> None:
+    """Have vLLM's engine core call its connectors when it gets other weights or adapters. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
-    original = EngineCore.set_weight_version
-    if hasattr(original, "__wrapped__"):
-        return
+    for method, hook, first in (
+        ("set_weight_version", "set_weight_version", False),
+        ("add_lora", "adapter_loads", True),
+        ("remove_lora", "adapter_removed", False),
+    ):
+        original = getattr(EngineCore, method)
+        if not hasattr(original, "__wrapped__"):
+            setattr(EngineCore, method, _followed(original, hook, first=first))
+
+
+def _followed(original: Callable[..., Any], hook: str, *, first: bool) -> Callable[..., Any]:
+    """Return a method of the engine core that also calls a method of its connectors, before or after."""
 
     @functools.wraps(original)
-    def set_weight_version(core: EngineCore, weight_version: str) -> None:
-        original(core, weight_version)
+    def method(core: EngineCore, argument: Any) -> Any:
+        result = None if first else original(core, argument)
         connector = core.scheduler.get_kv_connector()
         # vLLM's MultiConnector contains others.
         for each in (connector, *getattr(connector, "_connectors", ())):
-            if hasattr(each, "set_weight_version"):
-                each.set_weight_version(weight_version)
+            if hasattr(each, hook):
+                getattr(each, hook)(argument)
+        return original(core, argument) if first else result
 
-    EngineCore.set_weight_version = set_weight_version
+    return method
 
 
 def finish_before_resets() -> None:

@@ -20,6 +20,7 @@ from operator import attrgetter
 import torch
 
 from kvtier.bridge.client import WorkerBridge
+from kvtier.integrations.vllm.adapters import is_loaded
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, Memory, PageCopies
 from kvtier.integrations.vllm.layout import ModelLayout, page_views
 from kvtier.integrations.vllm.metadata import Job
@@ -191,7 +192,12 @@ class WorkerSide:
             self._poll_copies()
 
     def save(self, jobs: Sequence[Job]) -> None:
-        """Copy complete chunks out of the engine's blocks and commit them."""
+        """Copy complete chunks out of the engine's blocks and commit them: those of the loaded adapters."""
+        for job in jobs:
+            if job.adapter is not None and not is_loaded(*job.adapter):
+                self._bridge.abandon(job.leases, job.epoch)
+                self._stats.add("not_stored_chunks", len(job.chunks))
+                job.chunks = []
         if jobs:
             self._saving.append(self._begin(jobs, self._save))
             for job in jobs:
