@@ -163,6 +163,10 @@ class Engine:
         """Replace the weights by those of another model of the same shape."""
         self._call("load_weights", path=str(model))
 
+    def load_adapter(self, lora: dict[str, Any]) -> None:
+        """Load a LoRA adapter as vLLM's API does, given the arguments of its ``LoRARequest``."""
+        self._call("load_adapter", lora=lora)
+
     def name_weights(self, version: str) -> None:
         """Set vLLM's ``weight_version``."""
         self._call("name_weights", version=version)

@@ -51,6 +51,7 @@ class _Host:
             "reset": self._reset,
             "load_weights": self._load_weights,
             "name_weights": self._name_weights,
+            "load_adapter": self._load_adapter,
             "metrics": self._metrics,
             "close": self._close,
         }
@@ -170,6 +171,11 @@ class _Host:
     def _name_weights(self, number: int, version: str) -> bool:
         self._llm.update_weight_version(version)
         return True
+
+    def _load_adapter(self, number: int, lora: dict[str, Any]) -> bool:
+        from vllm.lora.request import LoRARequest
+
+        return bool(self._llm.llm_engine.add_lora(LoRARequest(**lora)))
 
     def _metrics(self, number: int) -> dict[str, float]:
         """Return every counter and gauge: ``name``, or ``name{label}`` if it has a source or tier label."""

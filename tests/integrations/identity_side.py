@@ -1,0 +1,244 @@
+"""What identifies models and adapters to the connector. See ``test_with_vllm.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import WorkerLoRAManager
+
+from kvtier.integrations.vllm import adapters as module
+from kvtier.integrations.vllm.adapters import Adapters, follow_loads, is_loaded
+from kvtier.integrations.vllm.identity import Identities, identify
+from kvtier.integrations.vllm.weights import EngineWeights
+
+COMMIT = "0123456789" * 4
+
+
+def config(model: Any, *, load_format: str = "auto", revision: Any = None, **more: Any) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=str(model), revision=revision, **more),
+        load_config=SimpleNamespace(load_format=load_format, download_dir=None),
+        speculative_config=None,
+    )
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def key(source: Any) -> tuple[str, ...]:
+    return identify(source, source.model_config).key
+
+
+def reason(source: Any) -> str:
+    return identify(source, source.model_config).reason
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "preprocessor_config.json", "modeling.py"])
+def test_files_that_decide_kv(tmp_path: Path, name: str) -> None:
+    folder = make_model(tmp_path / "model")
+    before = key(config(folder))
+    assert before == key(config(make_model(tmp_path / "elsewhere")))
+    (folder / name).write_text("changed")
+    assert key(config(folder)) != before
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "README.md", "optimizer.pt"])
+def test_files_that_decide_no_kv(tmp_path: Path, name: str) -> None:
+    folder = make_model(tmp_path / "model")
+    before = key(config(folder))
+    (folder / name).write_text("changed")
+    assert key(config(folder)) == before
+
+
+def test_models_of_a_hub_are_their_commit(tmp_path: Path) -> None:
+    class Resolved(str):
+        resolved = COMMIT
+
+    expected = ("hub", "org/name", COMMIT)
+    assert key(config("org/name", revision=Resolved("main"))) == expected
+    # Offline, vLLM replaces the name by the folder in the hub's cache.
+    blobs = make_model(tmp_path / "models--org--name" / "blobs")
+    snapshot = tmp_path / "models--org--name" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    assert key(config(snapshot)) == expected
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").write_bytes(b"own")
+    assert key(config(snapshot))[0] == "files"
+
+
+def test_weights_that_cannot_be_identified(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_model(tmp_path / "model")
+    for load_format in ("dummy", "tensorizer", "my_loader"):
+        assert reason(config(folder, load_format=load_format)) == f"load_format is {load_format}"
+    assert reason(config(folder, model_weights="s3://bucket")) == "they are in an object storage"
+    unknown = config("org/not-in-the-cache")
+    assert "their commit is unknown" in reason(unknown)
+    Identities.of(unknown, "").warn(unknown)
+    assert "set `weights_id`" in caplog.text
+    assert "KVTIER_WEIGHTS_ID=step-1200" in caplog.text
+    caplog.clear()
+    Identities.of(unknown, "step-1").warn(unknown)
+    assert not caplog.text
+
+
+def test_startup_version_after_the_files_have_changed(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    identity = identify(config(folder), config(folder).model_config)
+    weights = EngineWeights("", lambda name: name.encode().ljust(32), identity.is_current)
+    startup = weights.current
+    weights.forget()
+    assert weights.name("default")
+    assert weights.current == startup
+    weights.forget()
+    (folder / "model.safetensors").write_bytes(b"others!")
+    assert weights.name("default")
+    assert weights.current.id.startswith("unknown-")
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> LoRARequest:
+    request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+    train(request, 1)
+    return request
+
+
+def train(lora: LoRARequest, seed: int) -> None:
+    folder = Path(lora.lora_path)
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    (folder / "adapter_model.safetensors").write_bytes(bytes([seed]) * 100)
+
+
+class Engine:
+    """What the scheduler's side knows of adapters, and a pool with nothing in it."""
+
+    def __init__(self) -> None:
+        self.bridge: Any = SimpleNamespace(waited=0.0)
+        self.adapters = Adapters(self.bridge)
+        self.used = 1
+        pool: Any = SimpleNamespace(
+            num_gpu_blocks=10, get_num_free_blocks=lambda: 10 - self.used, cached_block_hash_to_block=()
+        )
+        self.adapters.bind(pool)
+
+    def admit(self, lora: LoRARequest, local: int = 0) -> Any:
+        for adapter in self.adapters._adapters.values():
+            adapter.checked -= 1  # Time has passed.
+        return self.adapters.admit(SimpleNamespace(request_id="r", lora_request=lora), local, 10)  # type: ignore[arg-type]
+
+
+def test_content_of_an_adapter(lora: LoRARequest) -> None:
+    first = Engine().admit(lora).identity
+    os.utime(Path(lora.lora_path) / "adapter_model.safetensors", (1, 1))
+    assert Engine().admit(lora).identity == first
+    (Path(lora.lora_path) / "README.md").write_text("new")
+    assert Engine().admit(lora).identity == first
+    train(lora, 2)
+    second = Engine().admit(lora).identity
+    (Path(lora.lora_path) / "adapter_config.json").write_text("{}")
+    assert len({first, second, Engine().admit(lora).identity}) == 3
+
+
+def test_adapter_is_not_used_once_its_files_have_changed(lora: LoRARequest) -> None:
+    engine = Engine()
+    first = engine.admit(lora)
+    train(lora, 1)  # The same content again.
+    assert engine.admit(lora) is first
+    train(lora, 2)
+    assert engine.admit(lora) is None
+    train(lora, 1)  # The worker may have loaded the other one meanwhile.
+    assert engine.admit(lora) is None
+    assert not first.replaced
+    engine.adapters.loads(LoRARequest("adapter", 1, lora.lora_path, load_inplace=True))
+    assert first.replaced
+    assert engine.admit(lora).identity == first.identity
+    engine.adapters.removes(1)
+    train(lora, 2)
+    assert engine.admit(lora).identity != first.identity
+
+
+def test_kv_of_earlier_content_in_vllms_own_cache(lora: LoRARequest) -> None:
+    engine = Engine()
+    engine.used = 5
+    assert engine.admit(lora, local=64) is not None
+    train(lora, 2)
+    engine.adapters.loads(LoRARequest("adapter", 1, lora.lora_path, load_inplace=True))
+    assert engine.admit(lora, local=64) is None
+    assert engine.admit(lora) is not None
+    engine.used = 1  # vLLM's cache was reset.
+    assert engine.admit(lora, local=64) is not None
+
+
+def test_two_adapters_with_one_number(lora: LoRARequest) -> None:
+    engine = Engine()
+    assert engine.admit(lora) is not None
+    assert engine.admit(LoRARequest("other", 1, lora.lora_path)) is None
+
+
+def test_adapter_whose_folder_is_removed_after_it_was_loaded(lora: LoRARequest) -> None:
+    engine = Engine()
+    first = engine.admit(lora)
+    for file in Path(lora.lora_path).iterdir():
+        file.unlink()
+    assert engine.admit(lora) is first
+    assert Engine().admit(lora) is None
+
+
+def test_request_does_not_wait_for_a_slow_file_system(
+    lora: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "files_of", lambda _: time.sleep(60))
+    monkeypatch.setattr(module, "TIMEOUT_SECONDS", 0.05)
+    engine = Engine()
+    request: Any = SimpleNamespace(request_id="r", lora_request=lora)
+    assert engine.adapters.admit(request, 0, 0.0) is None
+    assert engine.adapters.is_pending("r")
+    time.sleep(0.06)
+    assert engine.adapters.admit(request, 0, 0.0) is None
+    assert not engine.adapters.is_pending("r")
+    engine.adapters.admit(request, 0, 0.0)
+    engine.adapters.finish("r")
+    assert not engine.adapters.is_pending("r")
+
+
+def test_worker_knows_what_it_has_loaded(lora: LoRARequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+
+    def load(manager: Any, request: LoRARequest) -> str:
+        for event in events:
+            event()
+        return "loaded"
+
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
+    follow_loads()
+    follow_loads()
+    manager: Any = None
+    first = Engine().admit(lora).identity
+    assert not is_loaded(1, first)
+    assert WorkerLoRAManager._load_adapter(manager, lora) == "loaded"
+    assert is_loaded(1, first)
+    train(lora, 2)
+    second = Engine().admit(lora).identity
+    assert is_loaded(1, first)
+    assert not is_loaded(1, second)
+    WorkerLoRAManager._load_adapter(manager, lora)
+    assert is_loaded(1, second)
+    events.append(lambda: train(lora, 3))  # While it is being loaded.
+    WorkerLoRAManager._load_adapter(manager, lora)
+    assert not any(is_loaded(1, Engine().admit(lora).identity) for _ in range(1))
+    assert not is_loaded(1, second)
+    module._loaded.clear()

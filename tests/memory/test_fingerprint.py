@@ -1,0 +1,131 @@
+"""Fingerprints depend on what is in files, and on nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from kvtier.memory import fingerprint as module
+from kvtier.memory.fingerprint import fingerprint, signature
+
+TENSORS, TENSOR_BYTES = 32, 1 << 20
+
+
+def make_weights(path: Path, *, tensors: int = TENSORS) -> Path:
+    """Write a safetensors file of zeros."""
+    entries = {
+        f"layer.{at}": {
+            "dtype": "U8",
+            "shape": [TENSOR_BYTES],
+            "data_offsets": [at * TENSOR_BYTES, (at + 1) * TENSOR_BYTES],
+        }
+        for at in range(tensors)
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(file.tell() + tensors * TENSOR_BYTES)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model that is too large to be hashed whole."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"hidden_size": 8}')
+    for shard in range(3):
+        make_weights(folder / f"model-{shard}.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(bytes(4 << 20))
+    return folder
+
+
+def read(folder: Path) -> str:
+    return fingerprint(folder, signature(folder, lambda _: True))
+
+
+def write(path: Path, offset: int, data: bytes) -> None:
+    """Change a file in place."""
+    with path.open("r+b") as file:
+        file.seek(offset, os.SEEK_SET if offset >= 0 else os.SEEK_END)
+        file.write(data)
+
+
+def test_each_kind_of_change_is_seen(folder: Path) -> None:
+    seen = [read(folder)]
+    shard = folder / "model-1.safetensors"
+    header = 8 + int.from_bytes(shard.read_bytes()[:8], "little")
+    for change in (
+        lambda: (folder / "config.json").write_text('{"hidden_size": 9}'),
+        lambda: write(shard, 12, b"F"),
+        *(
+            lambda at=at: write(shard, header + at * TENSOR_BYTES, b"\1" * TENSOR_BYTES)
+            for at in (0, 17, TENSORS - 1)
+        ),
+        lambda: write(folder / "pytorch_model.bin", -1, b"\1"),
+        lambda: write(folder / "pytorch_model.bin", 2 << 20, b"\1" * (1 << 20)),
+        lambda: shard.rename(folder / "model-9.safetensors"),
+        lambda: (folder / "model-2.safetensors").unlink(),
+        lambda: (folder / "more.json").write_text("{}"),
+    ):
+        change()
+        seen.append(read(folder))
+    assert len(set(seen)) == len(seen)
+
+
+def test_copies_and_times_and_links_make_no_difference(folder: Path, tmp_path: Path) -> None:
+    before, states = read(folder), signature(folder, lambda _: True)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    os.utime(folder / "config.json", (1, 1))
+    links = tmp_path / "links"
+    links.mkdir()
+    for file in copy.iterdir():
+        (links / file.name).symlink_to(file)
+    assert read(folder) == read(copy) == read(links) == before
+    assert signature(folder, lambda _: True) != states, "whether it is the same has to be read again"
+
+
+def test_one_byte_of_a_small_model_is_seen(tmp_path: Path) -> None:
+    file = make_weights(tmp_path / "adapter_model.safetensors")
+    before = read(tmp_path)
+    write(file, -12345, b"\1")
+    assert read(tmp_path) != before
+    assert fingerprint(file, signature(file, lambda _: True)), "a single file"
+
+
+def test_reads_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shard in range(3):
+        make_weights(tmp_path / f"{shard}.safetensors", tensors=200)
+    reads: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(
+        module.os, "pread", lambda file, size, at: (reads.append(size), pread(file, size, at))[1]
+    )
+    monkeypatch.setattr(module, "MAX_SAMPLES", 60)
+    read(tmp_path)
+    assert len(reads) <= 60 + 3 * 4
+    assert sum(reads) < 1 << 20
+
+
+def test_malformed_header(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    for content in (b"", b"1234", b"\xff" * 8 + bytes(3 << 20), struct.pack("<Q", 10) + bytes(3 << 20)):
+        file.write_bytes(content)
+        files = signature(tmp_path, lambda _: True)
+        assert fingerprint(tmp_path, files, 0)
+
+
+def test_files_that_are_missing_or_changing(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        signature(tmp_path / "none", lambda _: True)
+    with pytest.raises(FileNotFoundError, match="0 files"):
+        signature(folder, lambda _: False)
+    files = signature(folder, lambda _: True)
+    write(folder / "config.json", 0, b"[")
+    with pytest.raises(OSError, match="changed while it was read"):
+        fingerprint(folder, files)
