@@ -301,9 +301,10 @@ class Settings(BaseSettings):
     weights_id: str = Field(
         default="",
         description=(
-            "Identifies the model's weights at startup, where different ones have the same name, revision "
-            "and path: for example a training step. Chunks computed with other weights are misses. Later "
-            "weights are identified by vLLM's `weight_version`."
+            "Identifies the model's weights at startup, for example by a training step, instead of the "
+            "content of their files. Set it where kvtier cannot read these, which it logs. "
+            "Chunks computed with other weights are misses. Later weights are identified by vLLM's "
+            "`weight_version`."
         ),
         examples=["step-1200"],
     )

@@ -68,16 +68,12 @@ def test_tail_has_its_own_key() -> None:
 
 
 def test_salts_and_adapters_do_not_share_keys() -> None:
-    adapter = SimpleNamespace(lora_name="one", lora_path="/adapters/one")
-    moved = SimpleNamespace(lora_name="one", lora_path="/adapters/other")
-    requests = [
-        request(),
-        request(cache_salt="a"),
-        request(cache_salt="b"),
-        request(lora_request=adapter),
-        request(lora_request=moved),
-    ]
-    assert len({key for variant in requests for key in keys(variant)}) == 3 * len(requests)
+    roots = {
+        request_root(NAMESPACE, request(cache_salt=salt), adapter)
+        for salt in (None, "a", "b")
+        for adapter in ("", "fingerprint", "other")
+    }
+    assert len(roots) == 9
 
 
 def test_image_changes_its_chunk_and_all_following() -> None:

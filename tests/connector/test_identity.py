@@ -1,4 +1,4 @@
-"""What identifies models and adapters to the connector. See ``test_with_vllm.py``."""
+"""What identifies models and adapters to the connector."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub._revision import ResolvedRevision
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
@@ -45,7 +46,9 @@ def reason(source: Any) -> str:
     return identify(source, source.model_config).reason
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "preprocessor_config.json", "modeling.py"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "preprocessor_config.json", "modeling.py"]
+)
 def test_files_that_decide_kv(tmp_path: Path, name: str) -> None:
     folder = make_model(tmp_path / "model")
     before = key(config(folder))
@@ -63,11 +66,8 @@ def test_files_that_decide_no_kv(tmp_path: Path, name: str) -> None:
 
 
 def test_models_of_a_hub_are_their_commit(tmp_path: Path) -> None:
-    class Resolved(str):
-        resolved = COMMIT
-
     expected = ("hub", "org/name", COMMIT)
-    assert key(config("org/name", revision=Resolved("main"))) == expected
+    assert key(config("org/name", revision=ResolvedRevision(COMMIT))) == expected
     # Offline, vLLM replaces the name by the folder in the hub's cache.
     blobs = make_model(tmp_path / "models--org--name" / "blobs")
     snapshot = tmp_path / "models--org--name" / "snapshots" / COMMIT
