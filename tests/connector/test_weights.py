@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from benchmarks import stepping
 from benchmarks.stepping import CHUNK_TOKENS, Engine, make_request
 from kvtier.bridge.protocol import Abandon, Cancel, Clear, Found, Lookup, Reserve, UseWeights
+from kvtier.integrations.vllm import adapters
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.compat import is_empty
 from kvtier.integrations.vllm.request import request_root
@@ -339,6 +342,46 @@ def test_engine_without_a_loop_finishes_saves_before_a_reset(kind: type[EngineCo
     core.scheduler = saving = Saving()
     core.step_fn = saving.step
     assert core.reset_prefix_cache(True, reset_connector=True) == (kind is EngineCore)
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> LoRARequest:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"trained")
+    return LoRARequest("adapter", 1, str(folder))
+
+
+def test_request_waits_for_the_identity_of_its_adapter(
+    engine: Engine, cache: Cache, lora: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, files_of = Event(), adapters.files_of
+    monkeypatch.setattr(adapters, "files_of", lambda path: read.wait(10) and files_of(path))
+    request = make_request(TOKENS, lora_request=lora)
+    engine.scheduler.on_new_request(request)
+    assert engine.scheduler.matched_tokens(request, 0) == (None, False)
+    read.set()
+    wait_until(lambda: (engine.scheduler.matched_tokens(request, 0), engine.scheduler._requests)[1])
+    look_up = cache.receive(Lookup)
+    known = engine.scheduler._requests[request.request_id].adapter
+    assert known is not None
+    root = request_root(namespace("model", engine.scheduler._layout), request, known.identity)
+    ids = list(request.all_token_ids)
+    assert look_up.keys == join_keys(chunk_keys(root, ids, CHUNK_TOKENS))
+    engine.scheduler.finished(request, ([],))
+
+
+def test_load_fails_if_its_adapter_is_loaded_again(engine: Engine, cache: Cache, lora: LoRARequest) -> None:
+    request = make_request(TOKENS, lora_request=lora)
+    engine.scheduler.on_new_request(request)
+    cache.send(Found(cache.receive(Lookup).ticket, [1, 2], [4096, 8192], [0, 0], 0))
+    wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (2 * CHUNK_TOKENS, True))
+    engine.scheduler.allocated(request, engine._blocks([1, 2, 3, 4]), 2 * CHUNK_TOKENS)
+    for known in engine.scheduler.adapters:
+        known.loads(LoRARequest("adapter", 1, lora.lora_path, load_inplace=True))
+    engine.step(0)
+    worker: Any = engine.worker
+    assert [job.failure for job in worker.loads] == ["its adapter was loaded again"]
 
 
 def test_block_pool_is_empty_only_after_a_reset() -> None:

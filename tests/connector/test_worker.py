@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.bridge.protocol import Confirmed
 from kvtier.errors import ChannelClosed
-from kvtier.integrations.vllm import worker
+from kvtier.integrations.vllm import adapters, worker
 from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job
@@ -343,6 +343,20 @@ def test_save_of_another_epoch_is_abandoned(side: WorkerSide, bridge: Bridge, co
     assert side.take_results() == ({"b"}, set(), set())
     assert bridge.abandoned == [[1]]
     assert bridge.committed == [[2]]
+
+
+def test_save_of_an_adapter_that_is_not_loaded_is_abandoned(
+    side: WorkerSide, bridge: Bridge, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "_loaded", {1: "new"})
+    jobs = [job(name, lease, last=True) for name, lease in (("a", 1), ("b", 2), ("c", 3), ("d", 4))]
+    for saved, adapter in zip(jobs, [None, (1, "new"), (1, "old"), (2, "new")], strict=True):
+        saved.adapter = adapter
+    side.save(jobs)
+    copies.finished.add(1)
+    assert side.take_results() == ({"a", "b", "c", "d"}, set(), set())
+    assert bridge.abandoned == [[3], [4]]
+    assert bridge.committed == [[1, 2]]
 
 
 def test_device_error_fails_the_load(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvtier.integrations.vllm.plain import commit_of
 from kvtier.integrations.vllm.speculation import draft_model
 from kvtier.memory.fingerprint import Signature, fingerprint, signature
 
@@ -41,6 +42,7 @@ _IRRELEVANT = re.compile(
 )
 """Files that change no KV of given tokens: keys are made of token ids. Training writes others as well."""
 _ADAPTER = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin|pt)")
+_COMMIT = re.compile("[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{40})")
 """The folder of a commit in the cache of Hugging Face's hub."""
 
@@ -143,14 +145,13 @@ def identify(vllm_config: VllmConfig, model: Any) -> Identity:
 
 def _commit(vllm_config: VllmConfig, model: Any) -> str | None:
     """Return the commit of a model of a hub, which vLLM has loaded before."""
-    resolved = getattr(model.revision, "resolved", None)
-    if resolved:
-        return str(resolved)
+    revision = commit_of(model.revision) or "main"
+    if _COMMIT.fullmatch(revision):
+        return revision
     from huggingface_hub import try_to_load_from_cache
 
     for folder in (None, getattr(vllm_config.load_config, "download_dir", None)):
         try:
-            revision = str(model.revision or "main")
             file = try_to_load_from_cache(str(model.model), "config.json", folder, revision)
         except ValueError:  # It is not the name of a model.
             return None
