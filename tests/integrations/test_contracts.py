@@ -15,7 +15,7 @@ import pytest
 FOLDER = Path(__file__).parent / "contracts"
 CONNECTOR = Path(__file__).parents[2] / "kvtier" / "integrations" / "vllm" / "connector.py"
 USED = {
-    "EngineCore": {"scheduler", "set_weight_version"},
+    "EngineCore": {"add_lora", "remove_lora", "scheduler", "set_weight_version"},
     "Scheduler": {"get_kv_connector"},
     "AttentionSpec": {"num_kv_heads", "head_size"},
     "BlockPool": {

@@ -223,8 +223,12 @@ def follow_loads() -> None:
     """Have vLLM's workers of this process remember what they load. Idempotent."""
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    original = WorkerLoRAManager._load_adapter
-    if hasattr(original, "__wrapped__"):
+    original = getattr(WorkerLoRAManager, "_load_adapter", None)
+    if original is None:  # No method of vLLM's interface: a version without it stores nothing of adapters.
+        logger.warning(
+            "the KV of LoRA adapters is not stored: this vLLM has no WorkerLoRAManager._load_adapter"
+        )
+    if original is None or hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
