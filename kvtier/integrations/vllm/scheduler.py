@@ -384,8 +384,8 @@ class SchedulerSide:
         Return whether vLLM must keep its blocks until then, and the ``kv_transfer_params`` of its answer.
         """
         state = self._requests.pop(request.request_id, None)
+        self._adapters.finish(request.request_id)
         if state is None:
-            self._adapters.finish(request.request_id)
             return False, self._kv_transfers.answer(request, 0)
         self._cancel_lookup(state)
         if state.computing_since is not None:
