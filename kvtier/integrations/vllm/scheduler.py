@@ -125,9 +125,8 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """Look up the whole prompt, so that chunks on disk are prefetched while the request is queued."""
         adapter = self._adapters.admit(request, 0, self._wait_left(LOOKUP_WAIT_SECONDS))
-        if request.lora_request is not None and adapter is None:
-            return
-        if not cacheable(request, numbered=self._numbered) or self._weights.is_mixed():
+        unknown = request.lora_request is not None and adapter is None
+        if unknown or not cacheable(request, numbered=self._numbered) or self._weights.is_mixed():
             return
         hints = self._kv_transfers.hints(request)
         if hints.mode == "off":  # No hook knows the request, so it costs nothing.
@@ -151,8 +150,7 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None and not self._adapters.is_pending(request.request_id):
             return False
-        wait = self._wait_left(LOOKUP_WAIT_SECONDS)
-        adapter = self._adapters.admit(request, local_tokens, wait)
+        adapter = self._adapters.admit(request, local_tokens, self._wait_left(LOOKUP_WAIT_SECONDS))
         if state is not None and adapter is not state.adapter:
             if self._adapters.is_pending(request.request_id):
                 return False
