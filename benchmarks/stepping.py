@@ -140,6 +140,7 @@ class Engine:
             preempted_req_ids=None,
             num_scheduled_tokens=dict.fromkeys(requests, tokens),
             total_num_scheduled_tokens=tokens * len(requests),
+            has_sync_kv_loads=False,
             kv_connector_block_state=SimpleNamespace(
                 get_block_ids=lambda name: self.table(requests[name]) if name in requests else None,
                 boundary_state_offloads={},
@@ -154,7 +155,9 @@ class Engine:
         self.worker.save(metadata.saves)
         saved, loaded, failed = self.worker.take_results()
         self.freed |= saved
-        results = SimpleNamespace(finished_sending=saved, finished_recving=loaded, failed_recving=failed)
+        results = SimpleNamespace(
+            finished_sending=saved, finished_recving=loaded, failed_recving=failed, invalid_block_ids=()
+        )
         self.scheduler.update_from_output(results)
         timestamps.append(_now())
         return StepTime(*(end - b + a - start for start, a, b, end in zip(*timestamps, strict=True)))

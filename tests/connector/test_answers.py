@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 from random import Random
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from benchmarks.stepping import make_request
@@ -217,6 +218,8 @@ class Running:
     computed: int | None = None
     """``None`` while it waits."""
     aborted: bool = False
+    foreign: range = range(0)
+    """The numbers of the blocks that another connector loads synchronously in the next step."""
 
 
 class Part:
@@ -306,8 +309,10 @@ class EngineModel:
         self.requests: dict[str, Running] = {}
         self.lag = random.randint(0, 1)
         """How many steps late it learns of the results of a step: with asynchronous scheduling, one."""
-        self.outputs: list[tuple[set[str], set[str]]] = []
-        self.blocks = self.loaded = self.saved = 0
+        self.outputs: list[tuple[set[str], set[str], set[int], dict[str, int]]] = []
+        self.blocks = self.loaded = self.saved = self.recomputed = 0
+        self.wrong: set[int] = set()
+        """Blocks whose KV was not loaded, or is computed from such."""
 
     def allocate(self, tokens: int) -> tuple[list[int], ...]:
         tables = []
@@ -330,6 +335,10 @@ class EngineModel:
             part.cache.asking = _Later(part.side._requests, request)
         yield
 
+    def has_foreign_loads(self) -> bool:
+        """Whether another connector of a MultiConnector loads: vLLM supports that with one group only."""
+        return list(self.layout.groups) == [ATTENTION]
+
     def go_on(self, steps: int) -> None:
         for _ in range(steps):
             if self.random.random() < 0.3:
@@ -342,6 +351,7 @@ class EngineModel:
             if running.computed is None and not running.promised and not running.aborted:
                 self.admit(running)
         preempted = self.preempt()
+        invalid, has_sync_loads = self.load_synchronously()
         scheduled = {}
         for name, running in self.requests.items():
             if running.computed is not None:
@@ -352,12 +362,14 @@ class EngineModel:
             preempted_req_ids=preempted,
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
+            has_sync_kv_loads=has_sync_loads,
             kv_connector_block_state=SimpleNamespace(
                 get_block_ids=lambda name: self.requests[name].tables if name in scheduled else None,
                 boundary_state_offloads=self.offers(scheduled),
             ),
         )
         metadata = self.side.build_metadata(output)
+        self.compute(scheduled)
         steps = metadata.steps if len(self.parts) > 1 else [metadata]
         for part, step in zip(self.parts, steps, strict=True):
             for job in step.saves:
@@ -365,6 +377,8 @@ class EngineModel:
                 computed = (
                     0 if running is None else (running.computed or 0) + scheduled.get(job.request_id, 0)
                 )
+                if self.has_foreign_loads():
+                    assert not self.wrong.intersection(chain.from_iterable(c.blocks[0] for c in job.chunks))
                 self.saved += part.save(job, running, computed)
             part.load(step.loads)
         for name, tokens in scheduled.items():
@@ -372,7 +386,7 @@ class EngineModel:
             assert running.computed is not None
             running.computed += tokens
             running.request.num_computed_tokens = running.computed
-        self.outputs.append(self.results())
+        self.outputs.append((*self.results(), invalid, scheduled))
         if len(self.outputs) > self.lag:
             self.finish_loads(*self.outputs.pop(0))
         for running in list(self.requests.values()):
@@ -380,6 +394,52 @@ class EngineModel:
                 self.finish(running, RequestStatus.FINISHED_LENGTH_CAPPED)
             elif self.random.random() < 0.02:
                 self.finish(running, RequestStatus.FINISHED_ABORTED)
+
+    def load_synchronously(self) -> tuple[set[int], bool]:
+        """Let the other connector load what it has promised; return the blocks of which it fails."""
+        invalid: set[int] = set()
+        loading = [running for running in self.requests.values() if running.foreign]
+        for running in loading:
+            blocks = [running.tables[0][at] for at in running.foreign]
+            running.foreign = range(0)
+            if self.random.random() < 0.5:
+                first = self.random.randrange(len(blocks))
+                invalid.update(blocks[first:])
+        self.wrong |= invalid
+        return invalid, bool(loading)
+
+    def compute(self, scheduled: dict[str, int]) -> None:
+        """Let each request compute its blocks: wrong ones, if one before them is wrong."""
+        for name, tokens in scheduled.items() if self.has_foreign_loads() else ():
+            running = self.requests[name]
+            assert running.computed is not None
+            first, stop = running.computed // BLOCK, -(-(running.computed + tokens) // BLOCK)
+            table = running.tables[0]
+            for block in table[first:stop]:
+                self.wrong.discard(block)
+            if self.wrong.intersection(table[:first]):
+                self.wrong.update(table[first:stop])
+
+    def recompute(self, invalid: set[int], scheduled: dict[str, int]) -> None:
+        """Go back to the first invalid block, as ``Scheduler._update_requests_with_invalid_blocks`` does.
+
+        Of requests that share it, only the first does.
+        """
+        marked: set[int] = set()
+        for name, running in self.requests.items():
+            if running.computed is None or not running.tables:
+                continue
+            before = running.computed - scheduled.get(name, 0)
+            affected = [
+                at for at, block in enumerate(running.tables[0][: -(-before // BLOCK)]) if block in invalid
+            ]
+            if not affected:
+                continue
+            own = [at for at in affected if running.tables[0][at] not in marked]
+            marked.update(running.tables[0][at] for at in own)
+            running.computed = own[0] * BLOCK if own else max(0, before)
+            running.request.num_computed_tokens = running.computed
+            self.recomputed += 1
 
     def admit(self, running: Running) -> None:
         """Ask for the hit of a waiting request, and allocate its blocks, if there are any."""
@@ -397,8 +457,26 @@ class EngineModel:
         self.side.allocated(request, blocks, tokens)  # type: ignore[arg-type]
         if tokens:
             running.promised = stop
+        elif self.has_foreign_loads():
+            self.run(running, self.share(running, local))
         else:
             self.run(running, local)
+
+    def share(self, running: Running, local: int) -> int:
+        """Let a prompt begin with computed blocks of another, or load from another connector; return how far.
+
+        vLLM finds blocks that are computed again, too.
+        """
+        table, last = running.tables[0], (running.request.num_tokens - 1) // BLOCK
+        others = [other for other in self.requests.values() if other is not running and other.tables]
+        if local and others and self.random.random() < 0.7:
+            other = self.random.choice(others)
+            count = min(local, other.computed or 0, len(other.tables[0]) * BLOCK) // BLOCK
+            table[:count] = other.tables[0][:count]
+        elif last > local // BLOCK and self.random.random() < 0.7:
+            running.foreign = range(local // BLOCK, self.random.randint(local // BLOCK, last - 1) + 1)
+            return running.foreign.stop * BLOCK
+        return local
 
     def run(self, running: Running, computed: int) -> None:
         """Compute from there on. vLLM computes the last token of a prompt again."""
@@ -416,7 +494,7 @@ class EngineModel:
         }
         for name in preempted:
             running = self.requests[name]
-            running.computed, running.tables = None, ()
+            running.computed, running.tables, running.foreign = None, (), range(0)
             running.request.num_computed_tokens = 0
             running.request.num_preemptions += 1
         return preempted
@@ -441,13 +519,17 @@ class EngineModel:
             part.failed -= done
         return done, failed
 
-    def finish_loads(self, done: set[str], failed: set[str]) -> None:
+    def finish_loads(
+        self, done: set[str], failed: set[str], invalid: set[int], scheduled: dict[str, int]
+    ) -> None:
+        self.recompute(invalid, scheduled)
         for part, name in product(self.parts, done - failed):
             if not self.requests[name].aborted:
                 part.check(self.requests[name])
                 self.loaded += 1
-        output: Any = SimpleNamespace(finished_sending=set(), finished_recving=done, failed_recving=failed)
+        output = KVConnectorOutput(finished_recving=done, failed_recving=failed, invalid_block_ids=invalid)
         self.side.update_from_output(output)
+        list(self.side.events())
         for name in done:
             running = self.requests[name]
             if running.aborted:
@@ -526,3 +608,5 @@ def test_the_models_are_not_idle(layout: str) -> None:
     assert sum(engine.loaded for engine in engines) > 20
     assert sum(engine.saved for engine in engines) > 80
     assert {engine.lag for engine in engines} == {0, 1}
+    if layout == "attention":
+        assert sum(engine.recomputed for engine in engines) > 5

@@ -74,7 +74,9 @@ def state() -> RequestState:
         cache_salt=None,
     )
     root = ChunkKey(bytes(32))
-    return RequestState(request, root, 16, keys=[ChunkKey(bytes([number]) * 32) for number in (1, 2, 3)])
+    return RequestState(
+        request, root, 16, computed=48, keys=[ChunkKey(bytes([number]) * 32) for number in (1, 2, 3)]
+    )
 
 
 def step(saves: Saves) -> list[list[int]]:
@@ -242,7 +244,7 @@ def requests(count: int) -> list[RequestState]:
             all_token_ids=list(range(48)),
         )
         keys = [ChunkKey(bytes([number, at]) * 16) for at in range(3)]
-        made.append(RequestState(request, ChunkKey(bytes(32)), 16, keys=keys))
+        made.append(RequestState(request, ChunkKey(bytes(32)), 16, keys=keys, computed=48))
     return made
 
 

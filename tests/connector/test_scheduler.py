@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from benchmarks import stepping
@@ -34,7 +35,8 @@ from kvtier.integrations.vllm import loading, prefill
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job
-from kvtier.integrations.vllm.scheduler import MAX_EARLY_STATES, SchedulerSide
+from kvtier.integrations.vllm.scheduler import SchedulerSide
+from kvtier.integrations.vllm.states import MAX_EARLY_STATES
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.memory.keys import BLOCK_HASH_BYTES, split_keys, state_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
@@ -514,7 +516,7 @@ def finish_load(engine: Engine, request: Any, *, failed: bool = False) -> None:
     """Report a load as the workers do."""
     done = {request.request_id}
     failures = done if failed else set()
-    output: Any = SimpleNamespace(finished_sending=set(), finished_recving=done, failed_recving=failures)
+    output = KVConnectorOutput(finished_recving=done, failed_recving=failures)
     engine.scheduler.update_from_output(output)
 
 

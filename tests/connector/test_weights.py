@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.outputs import KVConnectorOutput
 
 from benchmarks import stepping
 from benchmarks.stepping import CHUNK_TOKENS, Engine, make_request
@@ -217,9 +218,7 @@ def test_load_in_flight_fails(engine: Engine, cache: Cache, pool: Pool) -> None:
     engine.scheduler.set_weight_version("step-1")
     assert cache.receive(Cancel).ticket == 1
     cache.receive(UseWeights)
-    failed = SimpleNamespace(
-        finished_sending=None, finished_recving={request.request_id}, failed_recving={request.request_id}
-    )
+    failed = KVConnectorOutput(finished_recving={request.request_id}, failed_recving={request.request_id})
     engine.scheduler.update_from_output(failed)
     assert cache.nothing_received(), "no lease is released twice"
     assert len(engine.scheduler._loads) == 0

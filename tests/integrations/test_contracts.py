@@ -38,7 +38,7 @@ USED = {
     "KVCacheSpec": {"block_size"},
     "KVCacheTensor": {"block_stride", "layer_stride", "layers", "offset"},
     "KVConnectorBlockState": {"boundary_state_offloads", "get_block_ids"},
-    "KVConnectorOutput": {"failed_recving", "finished_recving"},
+    "KVConnectorOutput": {"failed_recving", "finished_recving", "invalid_block_ids"},
     "MambaSpec": {"mamba_cache_mode", "state_content_size_bytes", "tp_replicated"},
     "Request": {
         "all_token_ids",
@@ -59,6 +59,7 @@ USED = {
         "status",
     },
     "SchedulerOutput": {
+        "has_sync_kv_loads",
         "kv_connector_block_state",
         "num_scheduled_tokens",
         "preempted_req_ids",

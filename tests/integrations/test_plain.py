@@ -131,6 +131,7 @@ def request(kind: Any, number: Any, path: Any) -> Any:
         identifier=kind("image"), mm_position=SimpleNamespace(offset=number(10), length=number(50))
     )
     return SimpleNamespace(
+        num_prompt_tokens=0,
         all_token_ids=[number(token) for token in range(200)],
         prompt_token_ids=[1],
         cache_salt=kind("salt"),

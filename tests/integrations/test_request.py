@@ -18,6 +18,7 @@ def request(**more: Any) -> Any:
     fields = {
         "all_token_ids": list(TOKENS),
         "prompt_token_ids": list(TOKENS),
+        "num_prompt_tokens": len(TOKENS),
         "prompt_embeds": None,
         "cache_salt": None,
         "lora_request": None,

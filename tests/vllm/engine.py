@@ -69,7 +69,7 @@ class Engine:
         connector: dict[str, Any] | None,
         *,
         kv_role: str = "kv_both",
-        connector_type: dict[str, str] | None = None,
+        connector_type: dict[str, Any] | None = None,
         hub: dict[str, str] | None = None,
         **arguments: Any,
     ) -> None:

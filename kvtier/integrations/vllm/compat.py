@@ -14,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
     resolve_block_hashes,
 )
+from vllm.v1.request import RequestStatus
 
 from kvtier.errors import LayoutError, UnsupportedEngine
 from kvtier.integrations.versions import RANGE, REQUIREMENT, support
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import BlockStored
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.request import Request
 
@@ -30,6 +32,8 @@ try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:  # Before 0.32, hits are not counted by source.
     CacheHitSource = None
+
+FAILED = {RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED}
 
 
 def check_version(logger: logging.Logger) -> None:
@@ -169,6 +173,17 @@ def _lookahead(pool: BlockPool, request: Request, ends: range) -> dict[str, Any]
     return {
         "lookahead_token_ids": [request.all_token_ids[end : end + tokens] for end in ends] if tokens else None
     }
+
+
+def has_failed(request: Request) -> bool:
+    """Return whether a request has ended so that its KV may not have been loaded or computed."""
+    return request.status in FAILED
+
+
+def connectors(scheduler: Scheduler) -> list[Any]:
+    """Return the connector of a scheduler, and those that a ``MultiConnector`` contains."""
+    connector = scheduler.get_kv_connector()
+    return [connector, *getattr(connector, "_connectors", ())]
 
 
 def block_index(pool: BlockPool) -> object:

@@ -29,6 +29,7 @@ from kvtier.integrations.vllm.compat import (
     numbers_inputs,
     writes_before_hooks,
 )
+from kvtier.integrations.vllm.failed_loads import recompute_failed_loads
 from kvtier.integrations.vllm.identity import Identities
 from kvtier.integrations.vllm.kv_transfer import role_of
 from kvtier.integrations.vllm.layout import ModelLayout, model_layout, namespaces
@@ -82,17 +83,18 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._pool: BlockPool | None = None
         self._spins = vllm_config.parallel_config.world_size > 1
         """Whether vLLM's workers are separate processes, which spin between steps."""
+        backend = vllm_config.parallel_config.distributed_executor_backend
         rank = 0 if role is KVConnectorRole.SCHEDULER else engine_rank()
         weights_id = settings.weights_id
         self._identities = Identities.of(vllm_config, weights_id)
         self._model = model_layout(
             vllm_config, kv_cache_config, settings.chunk_tokens, weights_id, rank, self._identities
         )
+        self._reports_part = self._model.parts > 1 or (self._spins and backend not in ("mp", "uni"))
         if role is KVConnectorRole.SCHEDULER:
-            # vLLM reads this after the constructor: a failed load must cause recomputation, not an error.
-            self._kv_transfer_config.kv_load_failure_policy = "recompute"
             self._identities.warn(vllm_config)
             self._scheduler = self._open_part(self._model)
+            recompute_failed_loads()
             follow_engine()
             finish_before_resets()
             if numbers_inputs(vllm_config):
@@ -203,6 +205,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler_side.reset()
         return True
 
+    def loads_request(self, request_id: str) -> bool:
+        """Return whether a request waits for a load from here. Not a hook: see ``failed_loads.py``."""
+        return self._scheduler_side.loads(request_id)
+
     def set_weight_version(self, version: str) -> None:
         """Use the chunks of the weights that the engine has now. Not a hook: see ``weights.py``."""
         self._scheduler_side.set_weight_version(text(version))
@@ -235,8 +241,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Worker hooks.
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return what the scheduler must know of this rank's part, if the engine has several ranks."""
-        return part_metadata(self._model, self._worker_bridge) if self._spins else None
+        """Return what the scheduler must know of this rank's part, if the engine may be on several hosts.
+
+        Otherwise nothing: vLLM's ``MultiConnector`` gives it to other connectors in place of theirs.
+        """
+        return part_metadata(self._model, self._worker_bridge) if self._reports_part else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the engine's KV memory."""

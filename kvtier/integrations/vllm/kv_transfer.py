@@ -204,9 +204,15 @@ class KVTransfers:
     # Both.
 
     def answer(self, request: Request, transferred: int) -> dict[str, Any] | None:
-        """Return the ``kv_transfer_params`` of a request's answer; ``None`` for a request without hints."""
-        if not has_hints(request.kv_transfer_params):
+        """Return the ``kv_transfer_params`` of a request's answer; ``None`` for a request without hints.
+
+        Call it once. Removes the hints: in vLLM's ``MultiConnector``, two answers under one name end the
+        engine, so the first kvtier answers.
+        """
+        params = request.kv_transfer_params
+        if not has_hints(params):
             return None
+        request.kv_transfer_params = {name: value for name, value in params.items() if name != NAME}
         peer = None if self._bridge.welcome is None else self._bridge.welcome.peer
         answer: dict[str, Any] = {"peer": peer}
         if transferred:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter
+from prometheus_client import REGISTRY, Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -87,6 +87,7 @@ class TransferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        _unregister()
         counter = metric_types[Counter]
         self._counters = {
             name: counter(
@@ -109,3 +110,11 @@ class TransferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name, _, tier = key.partition("/")
             values = [*labels, tier] if name == BY_TIER else labels
             self._counters[name].labels(*values).inc(amount)
+
+
+def _unregister() -> None:
+    """Unregister the counters of an earlier engine in this process, as vLLM does with its own metrics."""
+    names = {f"kvtier_{name}" for name in COUNTERS}
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", None) in names:
+            REGISTRY.unregister(collector)

@@ -118,9 +118,14 @@ class PartedSchedulerSide:
         for side in self._sides:
             side.set_weight_version(version)
 
+    def loads(self, request_id: str) -> bool:
+        """See :class:`SchedulerSide`. A load that begins does so in every part."""
+        return self._sides[0].loads(request_id)
+
     def events(self) -> Iterable[KVCacheEvent]:
         """See :class:`SchedulerSide`."""
-        return self._sides[0].events()
+        events = [side.events() for side in self._sides]
+        return events[0]
 
     def take_stats(self) -> TransferStats | None:
         """See :class:`SchedulerSide`."""

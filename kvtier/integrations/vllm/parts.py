@@ -159,16 +159,26 @@ def part_metadata(model: ModelLayout, bridge: WorkerBridge) -> PartMetadata:
 
 
 def other_parts(
-    model: ModelLayout, workers: Iterable[PartMetadata], epoch: int
+    model: ModelLayout, workers: Iterable[KVConnectorHandshakeMetadata], epoch: int
 ) -> list[tuple[ModelLayout, str]]:
     """Return the layouts of all parts but the scheduler's, and the address of each; empty for this host.
 
-    ``epoch``: the scheduler's cache process. Raises :class:`UnsupportedEngine` if a part is unknown, or is on
-    another host whose cache process does not listen.
+    ``workers`` includes what other connectors report: vLLM's ``MultiConnector`` gives each connector the
+    metadata of the first that has any. ``epoch``: the scheduler's cache process.
+
+    Raises :class:`UnsupportedEngine` if a part is unknown, or is on another host whose cache process does not
+    listen.
     """
-    by_part = {worker.part: worker for worker in workers}
+    workers = list(workers)
+    by_part = {worker.part: worker for worker in workers if isinstance(worker, PartMetadata)}
     if not by_part and model.parts == 1:  # A single rank has nothing to tell.
         return []
+    if others := {type(worker).__name__ for worker in workers if not isinstance(worker, PartMetadata)}:
+        raise UnsupportedEngine(
+            f"MultiConnector has given kvtier the {', '.join(sorted(others))} of another connector, but this "
+            f"engine has {model.parts} parts: list KVTierConnector first in `connectors`, or, beside a "
+            "connector like NixlConnector that needs its own, use one host and no pipeline stages"
+        )
     if 0 in by_part and by_part[0].epoch not in (0, epoch):
         logger.warning(
             "the workers and the scheduler of this engine use different cache processes, so nothing can be "

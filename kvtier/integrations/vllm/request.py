@@ -60,6 +60,10 @@ class RequestState:
     """What was reported to vLLM at the last query. It computes these tokens only if their load fails."""
     settled: int | None = None
     """Tokens that had been computed before the last step in which the request was scheduled."""
+    computed: int = 0
+    """Tokens whose KV is final after the last step in which the request was scheduled."""
+    prompt_tokens: int = 0
+    """Length of the prompt when it was last checked."""
     next_chunk: int = 0
     """The first chunk that is neither held nor saved."""
     tail_end: int = 0
@@ -81,9 +85,9 @@ class RequestState:
     """The tokens of the last hit, by the name and the type of their tier."""
     hints: Hints = NO_HINTS
     adapter: Adapter | None = None
-    loads: bool = True
+    loads: bool = field(init=False)
     """Whether the request may load from the cache."""
-    stores: bool = True
+    stores: bool = field(init=False)
     """Whether the request may store in the cache."""
     kv_transfer: int | None = None
     """Ticket of the running KV transfer to a peer."""
@@ -103,6 +107,23 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.chunk_hints = hints_for_chunks(self.hints, text(self.request.cache_salt))
+        self.loads, self.stores = self.hints.mode != "write", self.hints.mode != "read"
+        self.prompt_tokens = self.request.num_prompt_tokens
+
+    def follow_prompt(self) -> None:
+        """Forget the keys of tokens that vLLM has replaced, if a session was continued with further input.
+
+        It then drops the tokens that it has not computed, of which a lookup may have hashed some. Call it
+        before anything is computed from the new prompt.
+        """
+        if self.request.num_prompt_tokens == self.prompt_tokens:
+            return
+        self.prompt_tokens = self.request.num_prompt_tokens
+        self.tail_planned = False
+        kept = self.request.num_computed_tokens
+        del self.keys[max(0, kept - self.lookahead) // self.chunk_tokens :]
+        if self.granularity:
+            del self.hashes[kept // self.granularity * BLOCK_HASH_BYTES :]
 
     @property
     def is_mixed(self) -> bool:

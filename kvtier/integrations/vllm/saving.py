@@ -273,6 +273,7 @@ class Saves:
 
         Return whether vLLM must keep ``blocks`` until a worker reports its last job.
         """
+        state.computed = computed
         if not self._bridge.responsive:
             self.drop(state)
             return self.keep(state, blocks)
@@ -410,9 +411,10 @@ class Saves:
     def _job(self, save: Save, blocks_of: BlocksOf) -> Job | None:
         """Return the copies into the granted room; ``None`` if there is nothing to copy in this step."""
         state, slots = save.state, save.slots or []
-        if save.void or save.epoch != self._bridge.epoch or state.request.num_preemptions != save.preemptions:
-            if state.request.num_preemptions != save.preemptions:
-                self._plan_again(save)
+        if not save.void and state.request.num_preemptions != save.preemptions:
+            self._plan_again(save)
+            return None
+        if save.void or save.epoch != self._bridge.epoch:
             save.void = True
             self._abandon(save, save.leases)
             return None
@@ -423,6 +425,9 @@ class Saves:
         if save.state_blocks is not None:
             pages = [save.state_blocks]
         elif (blocks := state.held_blocks or blocks_of(state.request.request_id)) is not None:
+            if state.computed < save.first * self._layout.chunk_tokens + sum(save.sizes):
+                self._plan_again(save)
+                return None
             pages = [
                 chunk_blocks(self._layout, blocks, save.first + at, size)
                 for at, size in enumerate(save.sizes)
@@ -451,8 +456,10 @@ class Saves:
         return Job(state.request.request_id, save.epoch, copies, adapter=expected)
 
     def _plan_again(self, save: Save) -> None:
-        """Have the chunks of a preempted request stored once they have been computed again."""
-        if not save.void and not save.is_state:
+        """Have chunks stored once they have been computed again: vLLM has gone back behind their end."""
+        save.void = True
+        self._abandon(save, save.leases)
+        if not save.is_state:
             save.state.next_chunk = min(save.state.next_chunk, save.first)
             if save.sizes[-1] != self._layout.chunk_tokens:
                 save.state.tail_end, save.state.tail_planned = 0, False

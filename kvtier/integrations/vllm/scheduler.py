@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
-
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.catalog.siblings import marks_of
 from kvtier.integrations.vllm.adapters import Adapter, Adapters
+from kvtier.integrations.vllm.compat import has_failed
 from kvtier.integrations.vllm.engine_blocks import EngineBlocks, published_group
+from kvtier.integrations.vllm.foreign_loads import ForeignLoads
 from kvtier.integrations.vllm.hints import Hints
 from kvtier.integrations.vllm.hits import hit_of, reported_tokens
 from kvtier.integrations.vllm.kv_events import KVEvents
@@ -53,8 +53,6 @@ TIMEOUT_SECONDS = 1.0
 MAX_WAIT_SECONDS = 120.0
 """Timeout of a lookup without progress with ``prefetch.policy: wait``, because a fetch may stall."""
 CLEAR_SECONDS = 1.0
-MAX_EARLY_STATES = 8
-"""With more states to come, a request that is not scheduled yet reserves no room for its own."""
 NOTHING = (0, False)
 ASK_AGAIN = (None, False)
 
@@ -98,6 +96,7 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         self._adapters = Adapters(bridge)
         self._loads = Loads(model, bridge)
+        self._foreign_loads = ForeignLoads(self._layout.groups[0].block_tokens)
         self._prefill = PrefillSpeed()
         self._saves = Saves(
             settings, self._layout, bridge, self._stats, blocks=model.num_blocks, deferred=deferred
@@ -128,6 +127,15 @@ class SchedulerSide:
         unknown = request.lora_request is not None and adapter is None
         if unknown or not cacheable(request, numbered=self._numbered) or self._weights.is_mixed():
             return
+        try:
+            self._begin(request, adapter)
+        except Exception as error:
+            # What clients send is read and hashed here for the first time, and must not end the engine.
+            self._warn("request %s is not cached: %r", request.request_id, error)
+            if (state := self._requests.pop(request.request_id, None)) is not None:
+                self._give_up(state)
+
+    def _begin(self, request: Request, adapter: Adapter | None) -> None:
         hints = self._kv_transfers.hints(request)
         if hints.mode == "off":  # No hook knows the request, so it costs nothing.
             return
@@ -135,15 +143,8 @@ class SchedulerSide:
         # Before any chunk is promoted or stored, so that none is evicted before it is pushed.
         self._kv_transfers.begin(state)
         self._look_up(state)
-        # States exist for one step, perhaps the first, which must not wait for room. After a hit, those that
-        # continue it are needed instead. Not for a long queue: a state takes as much room as many chunks. Not
-        # while shared pools are asked, either: what has room to be stored is not fetched from them.
-        welcome = self._bridge.welcome
-        asks_pools = state.ticket is not None and welcome is not None and welcome.pools
-        early = self._saves.expected_states < MAX_EARLY_STATES and not asks_pools
-        if self._states is not None and state.stores and early and self._saves.possible:
-            self._states.expect(state)
-            self._saves.request()
+        if self._states is not None and state.stores:
+            self._states.expect_early(state, self._bridge.welcome)
 
     def _admit_again(self, request: Request, local_tokens: int) -> bool:
         """Return whether a request can use the chunks of its adapter, which may have changed since."""
@@ -154,7 +155,7 @@ class SchedulerSide:
         if state is not None and adapter is not state.adapter:
             if self._adapters.is_pending(request.request_id):
                 return False
-            self._drop(self._requests.pop(request.request_id))
+            self._give_up(self._requests.pop(request.request_id))
             state = None
         if state is None and adapter is not None:
             self.on_new_request(request)
@@ -164,7 +165,6 @@ class SchedulerSide:
         root = request_root(self._weights.current.namespace, request, adapter.identity if adapter else "")
         sizes = self._layout.chunk_tokens, self._lookahead, self._layout.granularity
         state = RequestState(request, root, *sizes, hints=hints, adapter=adapter)
-        state.loads, state.stores = hints.mode != "write", hints.mode != "read"
         self._requests[request.request_id] = state
         return state
 
@@ -212,6 +212,7 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None or loading:
             return NOTHING
+        state.follow_prompt()
         if state.ticket is None:
             self._kv_transfers.note_preemption(state)
             self._kv_transfers.begin(state)
@@ -253,6 +254,12 @@ class SchedulerSide:
         if state.ticket is not None:
             self._bridge.cancel(state.ticket)
             state.ticket = None
+
+    def _give_up(self, state: RequestState) -> None:
+        self._cancel_lookup(state)
+        state.stores = False
+        self._kv_transfers.give_up(state)
+        self._saves.drop(state)
 
     # Loading, after blocks have been allocated to a request.
 
@@ -302,9 +309,13 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             if (preempted := self._requests.get(request_id)) is not None:
                 self._kv_transfers.note_preemption(preempted)
-        self._plan_saves(output)
         blocks_of = self._model.blocks_of(output)
-        saves = self._saves.step(blocks_of, self._wait_left(STEP_WAIT_SECONDS))
+        self._foreign_loads.schedule(output.has_sync_kv_loads)
+        for state in self._foreign_loads.depending(output.num_scheduled_tokens, self._requests, blocks_of):
+            self._give_up(state)
+        self._plan_saves(output)
+        copyable = self._foreign_loads.copyable(blocks_of)
+        saves = self._saves.step(copyable, self._wait_left(STEP_WAIT_SECONDS))
         if not self._saves.unreserved:
             self._kv_transfers.end_finished()
         self._bridge.probe()
@@ -322,20 +333,21 @@ class SchedulerSide:
             if state is None:
                 continue
             self._prefill.observe(state)
+            state.follow_prompt()
             if not state.stores or state.is_mixed:
                 continue
             before, state.settled = state.settled, state.request.num_computed_tokens
+            computed = state.computed = self._computed_tokens(state.request, scheduled)
             if not possible:
                 continue
             if before is None and self._states is not None:
                 self._states.expect(state)
-            computed = self._computed_tokens(state.request, scheduled)
             if self._saves.due(state, computed):
                 # With a lookahead, a chunk at the end of a step becomes due one step later.
                 since = before if self._lookahead and before is not None else state.settled
                 due.append((state, computed, since))
         self._saves.plan_step(due)
-        if self._states is not None:
+        if self._states is not None and not self._foreign_loads.pending:
             self._states.plan(output, self._requests)
 
     def _computed_tokens(self, request: Request, scheduled: int) -> int:
@@ -353,13 +365,14 @@ class SchedulerSide:
         return {request_id for request_id in output.failed_recving or () if self._loads.is_short(request_id)}
 
     def update_from_output(self, output: KVConnectorOutput, short: Set[str] | None = None) -> None:
-        """Release the leases of loads that the workers have finished.
+        """Release the leases of loads that the workers have finished. Others' loads may be in ``output``.
 
         ``short``: the loads to repeat; by default :meth:`short_loads`.
         """
         self._saves.freed(output.finished_sending or ())
+        self._foreign_loads.fail(output.invalid_block_ids)
         again = self._requests.keys() & (self.short_loads(output) if short is None else short)
-        failed = set(output.failed_recving or ())
+        failed = {request_id for request_id in output.failed_recving or () if request_id in self._loads}
         for request_id in failed:
             state = self._requests.get(request_id)
             if state is not None:
@@ -371,7 +384,8 @@ class SchedulerSide:
                 state.load_failed = True
                 self._kv_transfers.give_up(state)
         for request_id in output.finished_recving or ():
-            if request_id not in failed and request_id in self._requests:
+            loaded = request_id in self._loads and request_id not in failed
+            if loaded and request_id in self._requests:
                 for (tier, _), tokens in self._requests[request_id].hits_by_tier.items():
                     self._stats.add("hit_tokens", tokens, tier)
             self._loads.finish(request_id, again=request_id in again)
@@ -388,10 +402,9 @@ class SchedulerSide:
         self._cancel_lookup(state)
         if state.computing_since is not None:
             self._prefill.observe(state)
-        if request.status == RequestStatus.FINISHED_ABORTED or request.request_id in self._loads:
+        if has_failed(request) or request.request_id in self._loads:
             self._loads.stop(request.request_id)
-            self._kv_transfers.give_up(state)
-            self._saves.drop(state)
+            self._give_up(state)
             loading = request.request_id in self._loads  # vLLM keeps the blocks until it has ended.
             held = state.copied and not loading and self._saves.keep(state, self._model.blocks(block_ids))
             return held, self._kv_transfers.answer(request, 0)
@@ -463,7 +476,7 @@ class SchedulerSide:
         """
         requests, self._requests = self._requests, {}
         for state in requests.values():
-            self._drop(state)
+            self._give_up(state)
         self._saves.drop()
         self._loads.fail_all("the weights have changed")
         self._bridge.use_weights(self._weights.current)
@@ -473,13 +486,13 @@ class SchedulerSide:
             for state in requests.values():
                 self._track(state.request, state.hints, state.adapter)
 
-    def _drop(self, state: RequestState) -> None:
-        self._cancel_lookup(state)
-        self._kv_transfers.give_up(state)
-        self._saves.drop(state)
+    def loads(self, request_id: str) -> bool:
+        """Return whether a request waits for a load from here, and not from another connector."""
+        return request_id in self._loads
 
     def events(self) -> Iterable[KVCacheEvent]:
-        """Return the changes of the tiers as vLLM's KV events."""
+        """Return the changes of the tiers as vLLM's KV events. Called at the end of a step's results."""
+        self._foreign_loads.process()
         if self._events is None:
             return ()
         try:

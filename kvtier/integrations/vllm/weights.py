@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bridge.protocol import Weights
-from kvtier.integrations.vllm.compat import is_empty
+from kvtier.integrations.vllm.compat import connectors, is_empty
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -50,9 +50,7 @@ def _followed(original: Callable[..., Any], hook: str, *, first: bool) -> Callab
     @functools.wraps(original)
     def method(core: EngineCore, argument: Any) -> Any:
         result = None if first else original(core, argument)
-        connector = core.scheduler.get_kv_connector()
-        # vLLM's MultiConnector contains others.
-        for each in (connector, *getattr(connector, "_connectors", ())):
+        for each in connectors(core.scheduler):
             if hasattr(each, hook):
                 getattr(each, hook)(argument)
         return original(core, argument) if first else result

@@ -1,0 +1,181 @@
+"""Beside other connectors in vLLM's ``MultiConnector``, with vLLM's own classes and without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from benchmarks.stepping import make_request
+from kvtier import Settings
+from kvtier.errors import UnsupportedEngine
+from kvtier.integrations.vllm import scheduler as scheduler_module
+from kvtier.integrations.vllm.connector import KVTierConnector
+from kvtier.integrations.vllm.failed_loads import recompute_failed_loads
+from kvtier.integrations.vllm.layout import ModelLayout
+from kvtier.integrations.vllm.metrics import TransferPromMetrics
+from kvtier.integrations.vllm.parts import PartMetadata, other_parts
+from kvtier.integrations.vllm.request import RequestState
+from kvtier.integrations.vllm.scheduler import SchedulerSide
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.layout import ChunkLayout, GroupLayout
+
+LAYOUT = ChunkLayout(32, (GroupLayout(16, (64,)),))
+
+
+class Bridge:
+    """A cache process that does not answer."""
+
+    welcome = None
+    accepts_requests = reserves = responsive = False
+    waited = 0.0
+    epoch = 0
+
+    def abandon(self, leases: Sequence[int]) -> None:
+        assert not leases
+
+    def reserve(self, _: object) -> None:
+        raise AssertionError
+
+    def update(self) -> None:
+        pass
+
+
+def side() -> SchedulerSide:
+    model = ModelLayout(LAYOUT, bytes(32), (), group_ids=(0,))
+    weights: Any = SimpleNamespace(is_mixed=lambda: False, current=SimpleNamespace(namespace=bytes(32)))
+    bridge: Any = Bridge()
+    return SchedulerSide(Settings(chunk_tokens=32), model, bridge, weights=weights)
+
+
+def connector() -> KVTierConnector:
+    made = object.__new__(KVTierConnector)
+    made._scheduler = side()
+    return made
+
+
+def multi(*connectors: Any) -> MultiConnector:
+    made = object.__new__(MultiConnector)
+    made._connectors = list(connectors)
+    made._all_support_hma = True
+    made._extra_async_saves, made._requests_to_connector = {}, {}
+    return made
+
+
+@pytest.mark.parametrize("hints", [{}, {"cache": "off"}, {"unknown": 1}, None, [1], "x", float("nan")])
+def test_one_of_two_answers_a_request_with_hints(hints: object) -> None:
+    """Two answers under one name end the engine."""
+    both = multi(connector(), connector())
+    request = make_request(64, kv_transfer_params={"kvtier": hints, "other": 1})
+    both.on_new_request(request)
+    request.status = RequestStatus.FINISHED_STOPPED
+    held, answer = both.request_finished_all_groups(request, ([1, 2, 3, 4],))
+    assert not held
+    assert answer == {"kvtier": {"peer": None}}
+    assert request.kv_transfer_params == {"other": 1}, "others read theirs"
+
+
+@pytest.mark.parametrize("fields", [{"cache_salt": "\ud800"}, {"cache_salt": 7}])
+def test_request_that_cannot_be_read_is_not_cached(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a hook raises about its content."""
+    one = side()
+    request = make_request(64, **fields)
+    if fields["cache_salt"] == 7:
+
+        def fail(*_: object) -> None:
+            raise RecursionError
+
+        monkeypatch.setattr(scheduler_module.SchedulerSide, "_look_up", fail)
+    one.on_new_request(request)
+    assert one.matched_tokens(request, 0) == (0, False)
+    request.status = RequestStatus.FINISHED_STOPPED
+    assert one.finished(request, ([1, 2, 3, 4],)) == (False, None)
+
+
+def test_second_engine_of_a_process_has_metrics() -> None:
+    config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="KVTierConnector"))
+    for _ in range(2):
+        metrics = TransferPromMetrics(
+            config, {each: each for each in (Counter, Gauge, Histogram)}, ["engine"], {0: ["0"]}
+        )
+        metrics.observe({"looked_up_tokens": 5, "hit_tokens/ram": 3})
+        counted = metrics._counters["looked_up_tokens"].labels("0")
+        assert counted._value.get() == 5
+
+
+class Payload(KVConnectorHandshakeMetadata):
+    """What another connector reports."""
+
+
+def test_metadata_of_another_connector_is_ignored() -> None:
+    model: Any = SimpleNamespace(parts=1)
+    assert other_parts(model, [Payload(), Payload()], 1) == []
+
+
+def test_parts_that_are_hidden_by_another_connector_are_refused() -> None:
+    model: Any = SimpleNamespace(parts=2)
+    workers = [PartMetadata(0, LAYOUT, bytes(32), 1, ""), Payload()]
+    with pytest.raises(
+        UnsupportedEngine, match=r"the Payload of another connector.*list KVTierConnector first"
+    ):
+        other_parts(model, workers, 1)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_only_loads_of_others_fail_a_request(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_handle_failed_recving", Scheduler._handle_failed_recving)
+    recompute_failed_loads()
+    recompute_failed_loads()
+    ours = connector()
+    monkeypatch.setattr(ours._scheduler, "loads", lambda name: name == "ours")
+    scheduler = object.__new__(Scheduler)
+    scheduler.connector = multi(object(), ours)
+    scheduler.recompute_kv_load_failures = policy == "recompute"
+    scheduler.failed_recving_kv_req_ids = set()
+    scheduler.requests = {
+        name: SimpleNamespace(status=RequestStatus.WAITING_FOR_REMOTE_KVS, num_computed_tokens=32)
+        for name in ("ours", "other")
+    }
+    failed = scheduler._handle_failed_recving({"ours", "other", "unknown"})
+    assert failed == ({"other"} if policy == "fail" else set())
+    assert scheduler.requests["ours"].num_computed_tokens == 0
+    assert "ours" in scheduler.failed_recving_kv_req_ids
+    assert scheduler.recompute_kv_load_failures == (policy == "recompute")
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_ABORTED])
+def test_request_whose_load_failed_elsewhere_stores_nothing(
+    status: RequestStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With policy `fail`, vLLM ends it with the tokens that were to be loaded counted as computed."""
+    one = side()
+    monkeypatch.setattr(Bridge, "responsive", True)
+    monkeypatch.setattr(Bridge, "reserves", True)
+    request = make_request(64)
+    one.on_new_request(request)
+    request.num_computed_tokens, request.status = 64, status
+    assert one.finished(request, ([1, 2, 3, 4],)) == (False, None)
+    assert not one._saves.unreserved
+
+
+def test_keys_of_replaced_tokens_are_forgotten() -> None:
+    """A session goes on with other tokens in the place of the last one, which was not computed."""
+    request = make_request(64, all_token_ids=list(range(64)))
+    state = RequestState(request, ChunkKey(bytes(32)), 32)
+    before = list(state.extend(64))
+    request.num_computed_tokens = 63
+    request.all_token_ids = [*range(63), 99, 100]
+    request.num_prompt_tokens = request.num_tokens = 65
+    state.follow_prompt()
+    after = state.extend(64)
+    assert after[0] == before[0]
+    assert after[1] != before[1]
