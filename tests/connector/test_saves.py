@@ -72,6 +72,7 @@ def state() -> RequestState:
         num_computed_tokens=32,
         num_tokens=48,
         cache_salt=None,
+        lora_request=None,
     )
     root = ChunkKey(bytes(32))
     return RequestState(
@@ -237,6 +238,7 @@ def requests(count: int) -> list[RequestState]:
         request: Any = SimpleNamespace(
             request_id=str(number),
             cache_salt=None,
+            lora_request=None,
             num_preemptions=0,
             num_prompt_tokens=48,
             num_computed_tokens=48,
