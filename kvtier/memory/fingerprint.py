@@ -58,7 +58,7 @@ class FileState(NamedTuple):
 
 
 Signature = tuple[FileState, ...]
-"""The states of all files, by name. While it is the same, nobody has changed them."""
+"""The states of all files, by name. While it is the same, they have not changed."""
 
 
 class _Tensor(msgspec.Struct):

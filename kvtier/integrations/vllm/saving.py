@@ -456,7 +456,7 @@ class Saves:
         return Job(state.request.request_id, save.epoch, copies, adapter=expected)
 
     def _plan_again(self, save: Save) -> None:
-        """Have chunks stored once they have been computed again: vLLM has gone back behind their end."""
+        """Have chunks stored once they have been computed again: vLLM counts fewer tokens as computed."""
         save.void = True
         self._abandon(save, save.leases)
         if not save.is_state:

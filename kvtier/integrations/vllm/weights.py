@@ -133,7 +133,7 @@ class EngineWeights:
         if weights_id == self.current.id:
             return False
         if not weights_id and not self._is_current():
-            # Loaded again, or not: nothing tells which files these weights are from.
+            # Loaded again, or not: which files these weights are from is unknown.
             logger.warning(
                 "weight_version %r: the model's files have changed since the start, so its weights are "
                 "unknown and share no chunk with other engines; give them another name",
