@@ -19,7 +19,7 @@ def expire(files: TLSFiles) -> None:
     configuration = folder / "ca.cnf"
     (folder / "index.txt").touch()
     configuration.write_text(
-        f"[ca]\ndefault_ca=a\n[a]\ndatabase={folder}/index.txt\nnew_certs_dir={folder}\npolicy=p\n"
+        f"[ca]\ndefault_ca=a\n[a]\ndatabase={folder}/index.txt\nnew_certs_dir={folder}\nserial={folder}/serial\npolicy=p\n"
         "default_md=sha256\nx509_extensions=e\n[p]\ncommonName=supplied\n"
         "[e]\nsubjectAltName=IP:127.0.0.1\nbasicConstraints=CA:TRUE\n"
     )
