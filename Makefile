@@ -26,7 +26,7 @@ export ONEDNN_MAX_CPU_ISA := $(if $(filter avx512,$(ISA)),AVX512_CORE_VNNI,AVX2)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages compiler demo test test-slow test-versions test-gpu fuzz soak lint docs format bench clean \
+.PHONY: help install system-packages compiler demo test test-slow test-versions test-upstream test-gpu fuzz soak lint docs format bench clean \
         native native-tests native-asan native-ubsan native-tsan gpu-wheels bench-gpu
 
 help:  ## List the targets
@@ -117,6 +117,9 @@ VERSIONS ?= 0.30.0 0.31.0 0.33.0
 
 test-versions: install $(VENV)/.pools system-packages  ## Run the tests of the connector with other versions of vLLM (VERSIONS=…)
 	$(BIN)/python tools/test_versions.py $(VERSIONS) -- $(WORKERS) $(RERUNS) $(PYTEST)
+
+test-upstream: install  ## Run vLLM's own tests of connectors, which are downloaded, with kvtier in place of theirs
+	$(BIN)/python tools/test_upstream.py $(PYTEST)
 
 # For a machine with a GPU, torch for it, nanobind, scikit-build-core, cmake and ninja, without vLLM and network.
 # All other requirements come from build/gpu-wheels, which make gpu-wheels has filled on another machine.
