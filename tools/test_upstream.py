@@ -9,6 +9,8 @@ other test must pass and use kvtier, and none of the list may. Prints a table. T
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import shutil
@@ -60,15 +62,17 @@ def unpack(version: str) -> Path:
         link = next((link for link in links if not link.is_wheel), None)
         if link is None:
             sys.exit(f"the package index has no source distribution of vLLM {version}")
-        new = folder.with_name(f"{folder.name}.new")
-        shutil.rmtree(new, ignore_errors=True)
-        with session.get(link.url_without_fragment, stream=True) as answer:
-            answer.raise_for_status()
-            with tarfile.open(fileobj=answer.raw, mode="r|gz") as archive:
-                for member in archive:
-                    member.name = member.name.partition("/")[2]
-                    if member.name.startswith(UNPACKED):
-                        archive.extract(member, new, filter="data")
+        answer = session.get(link.url_without_fragment, headers={"Accept-Encoding": "identity"})
+        answer.raise_for_status()
+    if link.hash_name and hashlib.new(link.hash_name, answer.content).hexdigest() != link.hash:
+        sys.exit(f"{link.filename} is damaged: its {link.hash_name} is not that of the package index")
+    new = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
+        for member in archive:
+            member.name = member.name.partition("/")[2]
+            if member.name.startswith(UNPACKED):
+                archive.extract(member, new, filter="data")
     new.rename(folder)
     return folder
 
