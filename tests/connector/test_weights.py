@@ -12,6 +12,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from benchmarks import stepping
 from benchmarks.stepping import CHUNK_TOKENS, Engine, make_request
@@ -351,6 +352,11 @@ def lora(tmp_path: Path) -> LoRARequest:
     return LoRARequest("adapter", 1, str(folder))
 
 
+def ask_until_tracked(engine: Engine, request: Request) -> None:
+    """Ask for hits until the identity of the request's adapter is known, and a lookup was sent."""
+    wait_until(lambda: (engine.scheduler.matched_tokens(request, 0), engine.scheduler._requests)[1])
+
+
 def test_request_waits_for_the_identity_of_its_adapter(
     engine: Engine, cache: Cache, lora: LoRARequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,7 +366,7 @@ def test_request_waits_for_the_identity_of_its_adapter(
     engine.scheduler.on_new_request(request)
     assert engine.scheduler.matched_tokens(request, 0) == (None, False)
     read.set()
-    wait_until(lambda: (engine.scheduler.matched_tokens(request, 0), engine.scheduler._requests)[1])
+    ask_until_tracked(engine, request)
     look_up = cache.receive(Lookup)
     known = engine.scheduler._requests[request.request_id].adapter
     assert known is not None
@@ -373,6 +379,7 @@ def test_request_waits_for_the_identity_of_its_adapter(
 def test_load_fails_if_its_adapter_is_loaded_again(engine: Engine, cache: Cache, lora: LoRARequest) -> None:
     request = make_request(TOKENS, lora_request=lora)
     engine.scheduler.on_new_request(request)
+    ask_until_tracked(engine, request)
     cache.send(Found(cache.receive(Lookup).ticket, [1, 2], [4096, 8192], [0, 0], 0))
     wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (2 * CHUNK_TOKENS, True))
     engine.scheduler.allocated(request, engine._blocks([1, 2, 3, 4]), 2 * CHUNK_TOKENS)
