@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ResolvedRevision
+from vllm.config.multimodal import MultiModalConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -29,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.errors import LayoutError
-from kvtier.integrations.vllm.layout import model_layout, page_views
+from kvtier.integrations.vllm.layout import INPUT_OPTIONS, model_layout, page_views
 from kvtier.integrations.vllm.probe import probe
 from kvtier.integrations.vllm.speculation import lookahead_tokens
 from kvtier.memory.layout import STATE_TOKENS, GroupLayout
@@ -82,6 +83,7 @@ class Engine:
     dcp: int = 1
     interleave: int = 1
     hosts: int = 1
+    inputs: MultiModalConfig | None = None
 
     @property
     def config(self) -> Any:
@@ -93,6 +95,7 @@ class Engine:
             use_mla=self.mla,
             is_prefix_caching_supported=self.cacheable,
             hf_config=SimpleNamespace(to_dict=dict),
+            multimodal_config=self.inputs,
             get_total_num_kv_heads=lambda: self.kv_heads,
         )
         return SimpleNamespace(
@@ -394,6 +397,31 @@ def test_other_weights_have_another_namespace() -> None:
     config, cache = Engine().config, cache_config(FULL)
     spaces = {model_layout(config, cache, "auto", weights).namespace for weights in ("", "step-1", "step-2")}
     assert len(spaces) == 3
+
+
+def test_options_that_decide_the_kv_of_images_are_in_the_namespace() -> None:
+    """vLLM's hash of an image does not contain them."""
+
+    def name(**options: Any) -> bytes:
+        return bytes(layout_of(FULL, engine=Engine(inputs=MultiModalConfig(**options))).namespace)
+
+    crops = [{"mm_processor_kwargs": {"num_crops": count}} for count in (4, 16)]
+    frames = [{"media_io_kwargs": {"video": {"num_frames": count}}} for count in (8, 32)]
+    options = [{}, *crops, *frames, {"video_pruning_rate": 0.5}, {"mm_encoder_attn_dtype": "fp8"}]
+    assert len({name(**each) for each in options}) == len(options)
+    assert name(limit_per_prompt={"image": 2}, mm_processor_cache_gb=0) == name()
+
+
+def test_each_option_of_images_is_known() -> None:
+    """A new one may decide the KV of an image: then it belongs into ``INPUT_OPTIONS``."""
+    irrelevant = {
+        *("allow_missing_mm_embeddings", "enable_mm_embeds", "interleave_mm_strings", "language_model_only"),
+        *("limit_per_prompt", "mm_device_do_normalize", "mm_encoder_attn_backend", "mm_encoder_only"),
+        *("mm_encoder_fp8_scale_save_margin", "mm_encoder_fp8_scale_save_path", "mm_encoder_tp_mode"),
+        *("mm_hasher_algorithm", "mm_ipc_gpu_memory_gb", "mm_processor_cache_gb", "mm_processor_cache_type"),
+        *("mm_shm_cache_max_object_size_mb", "mm_tensor_ipc", "skip_mm_profiling"),
+    }
+    assert {field.name for field in fields(MultiModalConfig)} == irrelevant.union(INPUT_OPTIONS)
 
 
 def test_commit_of_a_hub_names_the_weights() -> None:

@@ -36,6 +36,19 @@ if TYPE_CHECKING:
 
 MIN_STATE_TOKENS = 64
 
+INPUT_OPTIONS = (
+    "media_io_kwargs",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "mm_processor_kwargs",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
+"""Options of vLLM's ``MultiModalConfig`` that decide the KV of an image or other input.
+
+The hash of an input covers only the options of its request (``vllm/multimodal/processing/inputs.py``).
+"""
+
 
 class Region(NamedTuple):
     """Pages in a worker's KV memory, one for each block, ``stride`` bytes apart."""
@@ -216,6 +229,8 @@ def _model(vllm_config: VllmConfig, weights: tuple[str, ...], drafts: tuple[str,
         # Not its shape: vLLM's workers change that when they load an EAGLE head.
         method = vllm_config.speculative_config.method
         parts += [method, *(drafts or (drafter.model, commit_of(drafter.revision))), drafter.quantization]
+    if model.multimodal_config is not None:
+        parts += [[name, getattr(model.multimodal_config, name)] for name in INPUT_OPTIONS]
     return json.dumps(plain(parts), sort_keys=True)
 
 
