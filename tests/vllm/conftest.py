@@ -18,6 +18,7 @@ from tests.vllm import models
 from tests.vllm.cache_process import CHUNK, CacheProcess
 from tests.vllm.engine import Engine, Engines
 from tests.vllm.forked_cache_process import ForkedCacheProcess
+from tests.vllm.started_cache_process import StartedCacheProcess
 
 StartEngine = Callable[..., AbstractContextManager[Engine]]
 Oracle = Callable[..., list[int]]
@@ -26,7 +27,7 @@ FillDisk = Callable[..., None]
 
 
 class Running(NamedTuple):
-    """An engine of the small Llama and its cache process, both with default settings."""
+    """An engine of the small Llama and the cache process that it has started, both with default settings."""
 
     engine: Engine
     cache: CacheProcess
@@ -110,9 +111,8 @@ def started(llama: Path, engines: Engines) -> Iterator[Callable[[], Running]]:
             if not held or not held[0].engine.process.is_alive() or held[0].cache.pid is None:
                 stack.close()
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvt-")))
-                cache = ForkedCacheProcess(folder)
+                cache = StartedCacheProcess(folder)
                 stack.callback(cache.kill)
-                cache.start()
                 held[:] = [Running(stack.enter_context(engines.engine(llama, cache.connector)), cache)]
             return held[0]
 

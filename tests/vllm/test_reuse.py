@@ -12,6 +12,7 @@ from tests.vllm.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess, is_id
 from tests.vllm.conftest import MakeCache, Oracle, Running, StartEngine
 from tests.vllm.engine import Answer, Engine, Engines
 from tests.vllm.models import prompt
+from tests.vllm.started_cache_process import StartedCacheProcess
 
 LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
@@ -212,24 +213,20 @@ def test_external_reset_clears_kvtier(llama: Path, cache: CacheProcess, start: S
 
 
 def test_connector_starts_a_cache_process_if_no_socket_is_set(
-    llama: Path, make_cache: MakeCache, engines: Engines, tmp_path: Path, oracle: Oracle
+    llama: Path, engines: Engines, tmp_path: Path, oracle: Oracle
 ) -> None:
-    from kvtier.bridge.spawn import default_address
-    from kvtier.settings import load_settings
-
-    started = make_cache(linger="2s")
-    del started.settings["socket"]
-    started.settings["socket"] = str(default_address(load_settings(started.settings)))
-    own = {name: value for name, value in started.settings.items() if name != "socket"}
-    with engines.engine(llama, own) as engine:
+    cache = StartedCacheProcess(tmp_path, linger="2s")
+    with engines.engine(llama, cache.connector) as engine:
         engine.generate(prompt(LENGTH))
-        started.wait_until_stored(LENGTH)
-    with engines.engine(llama, own) as engine:
+        cache.wait_until_stored(LENGTH)
+    with engines.engine(llama, cache.connector) as engine:
         warm = engine.generate(prompt(LENGTH))
-        pid = started.status()["pid"]
-        started.wait_until(is_idle)
+        pid = cache.pid
+        cache.wait_until(is_idle)
     assert warm == Answer(oracle(llama, prompt(LENGTH)), WHOLE_CHUNKS, "length")
-    started.wait_until_exited(pid)
+    assert pid is not None
+    cache.wait_until_exited(pid)
+    cache.kill()  # Removes its files.
 
 
 @pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1])

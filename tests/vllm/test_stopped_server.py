@@ -1,4 +1,4 @@
-"""A real server that is stopped: the cache process that it has started serves the next one."""
+"""The cache process that a real server starts: it is not bound as the engine, and serves the next server."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.bridge.client import status
+from kvtier.concurrency.placement import Placement
 from kvtier.demo.client import Client
 from kvtier.demo.server import Server, start_vllm
 from kvtier.testing.servers import free_port
@@ -24,10 +25,12 @@ from tests.vllm.test_replicas import READY_SECONDS, complete
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LENGTH = 900
+AS_BY_DEFAULT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
+"""The engine is a process of its own, which vLLM binds to CPUs and to a NUMA node."""
 
 
 def test_next_server_finds_the_memory_warm(tmp_path: Path) -> None:
-    """vLLM kills its engine and all of its descendants when it is stopped."""
+    """vLLM binds the engine's thread and memory, and kills all of its descendants when it is stopped."""
     model = models.make_llama(tmp_path / "model")
     config = tmp_path / "kvtier.yaml"
     tiers = [{"name": "ram", "type": "cpu", "capacity": "64MiB"}]
@@ -40,6 +43,7 @@ def test_next_server_finds_the_memory_warm(tmp_path: Path) -> None:
                 with serving(model, config, runtime, tmp_path / f"{run}.log") as (server, port):
                     found.append(complete(port, str(model), models.prompt(LENGTH), 0))
                     pids.append(status(socket_in(runtime))["pid"])
+                    expect_placement_of_server(pids[-1])
                     server.stop()
         finally:
             for pid in set(pids):
@@ -48,6 +52,14 @@ def test_next_server_finds_the_memory_warm(tmp_path: Path) -> None:
     assert (computed, hit) == (0, LENGTH // CHUNK * CHUNK)
     assert cold == warm
     assert len(set(pids)) == 1
+
+
+def expect_placement_of_server(pid: int) -> None:
+    """Expect that a process has the CPUs and the memory policy of this one, not those of an engine."""
+    process = Path(f"/proc/{pid}")
+    affinities = [os.sched_getaffinity(int(task.name)) for task in (process / "task").iterdir()]
+    assert all(cpus == set(Placement.current().cpus) for cpus in affinities)
+    assert " bind:" not in (process / "numa_maps").read_text()
 
 
 @contextmanager
@@ -62,7 +74,7 @@ def serving(model: Path, config: Path, runtime: str, log: Path) -> Iterator[tupl
         max_tokens=2048,
         arguments=["--dtype", "float32", "--kv-cache-memory-bytes", "64M", "--skip-tokenizer-init"],
         scratch=Path(runtime),
-        variables={**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "XDG_RUNTIME_DIR": runtime},
+        variables={**ENVIRONMENT, **AS_BY_DEFAULT, "XDG_RUNTIME_DIR": runtime},
     )
     try:
         with Client(port, str(model)) as client:
