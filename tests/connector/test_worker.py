@@ -10,11 +10,11 @@ import pytest
 from kvtier.bridge.protocol import Confirmed
 from kvtier.errors import ChannelClosed
 from kvtier.integrations.vllm import adapters, worker
-from kvtier.integrations.vllm.copies import ChunkCopy
+from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.worker import WorkerSide
-from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout
 from kvtier.rpc.calls import Call, Calls
 
 LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
@@ -224,6 +224,23 @@ def test_load_in_parts_is_reported_and_confirmed_once(
     stats = side.take_stats()
     assert stats is not None
     assert stats.data["loaded_tokens"] == 5 * 64
+
+
+def test_loaded_tokens_are_those_of_the_hit(side: WorkerSide, copies: Copies) -> None:
+    """Of a chunk of 60 tokens, vLLM has the first block, and the prompt differs in the third."""
+    side.load([Job("a", 1, [ChunkCopy(1, 0, 60, ([NULL_BLOCK, 2, NULL_BLOCK, NULL_BLOCK],))])])
+    copies.finished.add(1)
+    side.take_results()
+    stats = side.take_stats()
+    assert stats is not None
+    assert (stats.data["loaded_tokens"], stats.data["loaded_bytes"]) == (16, 4096)
+
+
+def test_copied_tokens_of_models_with_windows_and_states() -> None:
+    window, state = GroupLayout(16, (100,), window=17), GroupLayout(16, (7,), state=True)
+    layout = ChunkLayout(64, (window, state))
+    assert ChunkCopy(1, 0, 60, ([1, 2], [])).copied(layout) == (60, 200)
+    assert ChunkCopy(1, 0, STATE_TOKENS, ([], [1])).copied(layout) == (0, 7)
 
 
 def test_failed_part_fails_its_load_only(side: WorkerSide, bridge: Bridge, copies: Copies) -> None:

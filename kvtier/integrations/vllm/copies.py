@@ -39,6 +39,20 @@ class ChunkCopy:
     blocks: tuple[list[int], ...]
     staging: int = 0
 
+    def copied(self, layout: ChunkLayout) -> tuple[int, int]:
+        """Return the tokens that are copied, which are fewer than the chunk's if pages are left out.
+
+        And the bytes of each rank.
+        """
+        tokens = size = 0
+        for group, ids in zip(layout.groups, self.blocks, strict=True):
+            left_out = ids.count(NULL_BLOCK)
+            size += (len(ids) - left_out) * sum(group.page_bytes)
+            if not group.state:  # A window's group stores no page of the tokens before it.
+                stop = group.blocks(self.tokens).stop - left_out
+                tokens = max(tokens, min(self.tokens, stop * group.block_tokens))
+        return tokens, size
+
 
 Pages = Sequence[Sequence[torch.Tensor]]
 """For each group and layer, the engine's memory as a byte tensor ``(blocks, page_bytes)``, maybe strided."""

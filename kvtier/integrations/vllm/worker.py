@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -307,11 +306,12 @@ class WorkerSide:
         for job in batch.jobs:
             if (reason := batch.failures.get(job.request_id)) is not None:
                 self._failed.add(job.request_id)
+                tokens, size = self._copied(job.chunks)
                 self._warn(
                     "request %s: loading %d tokens (%s) failed after %.1f s, computing them instead: %s",
                     job.request_id,
-                    sum(chunk.tokens for chunk in job.chunks),
-                    format_size(sum(self._layout.rank_bytes(chunk.tokens) for chunk in job.chunks)),
+                    tokens,
+                    format_size(size),
                     time.perf_counter() - batch.started,
                     reason,
                 )
@@ -368,14 +368,17 @@ class WorkerSide:
         """Return the arena for 0, else the staging buffer with this number if it is still open."""
         return self._staging.memory(staging) if staging else self._bridge.arena
 
+    def _copied(self, chunks: Sequence[ChunkCopy]) -> tuple[int, int]:
+        """Return how many tokens chunks copy, and how many bytes of each rank."""
+        copied = [chunk.copied(self._layout) for chunk in chunks]
+        return sum(tokens for tokens, _ in copied), sum(size for _, size in copied)
+
     def _count(
         self, what: str, verb: str, batch: _Batch, chunks: Sequence[ChunkCopy]
     ) -> tuple[int, int, float]:
         """Count copied chunks; return their tokens and bytes, and the seconds that they took."""
         seconds = time.perf_counter() - batch.started + sum(part.seconds or 0.0 for part in batch.parts)
-        sizes = Counter(chunk.tokens for chunk in chunks)
-        total = sum(self._layout.rank_bytes(size) * count for size, count in sizes.items())
-        tokens = sum(size * count for size, count in sizes.items())
+        tokens, total = self._copied(chunks)
         self._stats.add(f"{what}_tokens", tokens)
         self._stats.add(f"{what}_bytes", total)
         self._stats.add(f"{verb}_seconds", seconds)
