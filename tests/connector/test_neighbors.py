@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -15,6 +18,7 @@ from vllm.v1.request import RequestStatus
 
 from benchmarks.stepping import make_request
 from kvtier import Settings
+from kvtier.bridge import protocol
 from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.connector import KVTierConnector
@@ -24,7 +28,7 @@ from kvtier.integrations.vllm.metrics import TransferPromMetrics
 from kvtier.integrations.vllm.parts import PartMetadata, other_parts
 from kvtier.integrations.vllm.request import RequestState
 from kvtier.integrations.vllm.scheduler import SchedulerSide
-from kvtier.memory.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 
 LAYOUT = ChunkLayout(32, (GroupLayout(16, (64,)),))
@@ -48,16 +52,41 @@ class Bridge:
         pass
 
 
-def side() -> SchedulerSide:
+class Sent(Bridge):
+    """A cache process that reads what it is sent, and never answers."""
+
+    accepts_requests = True
+
+    def look_up(self, keys: Sequence[ChunkKey], tokens: int, **more: Any) -> int:
+        prompt = more["expect_chunks"], more["expect_seconds"], more["hints"], more["root"], more["marks"]
+        return self._send(protocol.Lookup(1, join_keys(keys), tokens, *prompt, more["compute_seconds"]))
+
+    def transfer_kv(self, to: str, root: ChunkKey, keys: Sequence[ChunkKey], tokens: int) -> int:
+        return self._send(protocol.KVTransfer(2, to, root, join_keys(keys), tokens))
+
+    def _send(self, message: Any) -> int:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message)) == message
+        return int(message.ticket)
+
+    def found(self, ticket: int, wait: float = 0.0) -> None:
+        assert ticket == 1
+
+    cancel = end_kv_transfer = lambda *_, **__: None
+
+    def transferred(self, ticket: int) -> None:
+        raise KeyError(ticket)
+
+
+def side(bridge: Any = None) -> SchedulerSide:
     model = ModelLayout(LAYOUT, bytes(32), (), group_ids=(0,))
     weights: Any = SimpleNamespace(is_mixed=lambda: False, current=SimpleNamespace(namespace=bytes(32)))
-    bridge: Any = Bridge()
+    bridge = bridge or Bridge()
     return SchedulerSide(Settings(chunk_tokens=32), model, bridge, weights=weights)
 
 
-def connector() -> KVTierConnector:
+def connector(bridge: Any = None) -> KVTierConnector:
     made = object.__new__(KVTierConnector)
-    made._scheduler = side()
+    made._scheduler = side(bridge)
     return made
 
 
@@ -69,7 +98,17 @@ def multi(*connectors: Any) -> MultiConnector:
     return made
 
 
-@pytest.mark.parametrize("hints", [{}, {"cache": "off"}, {"unknown": 1}, None, [1], "x", float("nan")])
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"cache": [value]}
+    return value
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [{}, {"cache": "off"}, {"unknown": 1}, None, [1], "x", float("nan"), nested(1000), nested(10_000)],
+)
 def test_one_of_two_answers_a_request_with_hints(hints: object) -> None:
     """Two answers under one name end the engine."""
     both = multi(connector(), connector())
@@ -80,6 +119,59 @@ def test_one_of_two_answers_a_request_with_hints(hints: object) -> None:
     assert not held
     assert answer == {"kvtier": {"peer": None}}
     assert request.kv_transfer_params == {"other": 1}, "others read theirs"
+
+
+TEXT = st.text(max_size=20) | st.sampled_from(
+    ["1.2.3.4:5", "x" * 100_000, "a:" + "9" * 5000, "[::1]:1", "\ud800"]
+)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([2**31, -(2**63), 2**64])
+    | st.floats()
+    | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+MODES = st.sampled_from(["both", "off", "read", "write"])
+
+
+def fields(**known: Any) -> Any:
+    """Return known hints, of which any part may be missing, and be of any type."""
+    return VALUES | st.fixed_dictionaries({}, optional={name: each | VALUES for name, each in known.items()})
+
+
+SECONDS, ADDRESSES = st.floats(0, 100), st.just("10.0.0.1:8200")
+CACHE = {
+    "tenant": TEXT,
+    "priority": st.integers(-100, 100),
+    "retention": SECONDS,
+    "resume": SECONDS,
+    "recompute": SECONDS,
+    "mode": MODES,
+}
+HINTS = fields(
+    kv_transfer=fields(to=ADDRESSES),
+    expect=fields(tokens=st.integers(1, 2**31), seconds=SECONDS),
+    cache=MODES | fields(**CACHE),
+)
+
+
+@given(VALUES | st.fixed_dictionaries({"kvtier": HINTS}), st.none() | TEXT, st.integers(1, 100))
+@example({"kvtier": {"expect": {"tokens": 10**400, "seconds": 1e308}}}, None, 64)
+def test_no_hints_end_the_engine(params: Any, salt: str | None, tokens: int) -> None:
+    """Whatever clients send, and whatever of it a message to the cache process contains."""
+    both = multi(*(connector(Sent()) for _ in range(2)))
+    request = make_request(tokens, kv_transfer_params=params, cache_salt=salt)
+    both.on_new_request(request)
+    assert both.get_num_new_matched_tokens(request, 0) == (0, False)
+    request.status = RequestStatus.FINISHED_STOPPED
+    held, answer = both.request_finished_all_groups(request, ([1, 2, 3, 4, 5, 6, 7],))
+    assert not held
+    hinted = isinstance(params, dict) and "kvtier" in params
+    assert answer == ({"kvtier": {"peer": None}} if hinted else None)
+    assert not any(each._scheduler._requests for each in both._connectors)
 
 
 @pytest.mark.parametrize("fields", [{"cache_salt": "\ud800"}, {"cache_salt": 7}])

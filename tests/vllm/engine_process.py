@@ -93,6 +93,7 @@ class _Host:
         connector: dict[str, Any] | None,
         hub: dict[str, str] | None,
     ) -> int:
+        os.environ.update(arguments.pop("environment", {}))
         if hub is not None:
             _use_hub(hub)
         from vllm import LLM
@@ -190,9 +191,10 @@ class _Host:
         pool = self._core.scheduler.kv_cache_manager.block_pool
         found["free_blocks"] = pool.get_num_free_blocks()
         found["blocks"] = pool.num_gpu_blocks
-        connector = self._core.scheduler.connector
-        if connector is not None:
-            found["waited"] = connector._scheduler._bridge.waited
+        from kvtier.integrations.vllm.compat import connectors
+
+        ours = [each for each in connectors(self._core.scheduler) if hasattr(each, "loads_request")]
+        found["waited"] = sum(each._scheduler._bridge.waited for each in ours)
         return found
 
     def _close(self, number: int) -> bool:
