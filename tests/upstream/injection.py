@@ -66,7 +66,6 @@ class Injection:
     def __init__(self, folder: Path, utils: Any) -> None:
         self.folder = folder
         (folder / "config.json").write_text(json.dumps(MODEL))
-        self.process = serve(folder)
         self.test = ""
         """The running test."""
         self.used: set[str] = set()
@@ -74,6 +73,7 @@ class Injection:
         self.last: KVTierConnector | None = None
         self.utils = utils
         self.helpers = {name: getattr(utils, name) for name in HELPERS}
+        self.process = serve(folder)
 
     def replace(self) -> None:
         """Replace the helpers. Call this before any test is imported."""
@@ -195,6 +195,7 @@ def serve(folder: Path) -> subprocess.Popen[bytes]:
     options = ["--config", str(folder / "kvtier.yaml"), "--log-level", "WARNING"]
     process = subprocess.Popen([sys.executable, "-m", "kvtier", "serve", *options])
     wait_until(lambda: process.poll() is not None or stored(folder / "socket") >= 0)
+    assert process.poll() is None, "the cache process has ended: see above"
     return process
 
 
