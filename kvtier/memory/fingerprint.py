@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -39,9 +39,11 @@ MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors format."""
 MAX_FILES = 4096
 """A folder with more is not fingerprinted."""
-THREADS = 16
-"""Files are read in parallel, for the latency of a network file system."""
+THREADS, READS = 16, 64
+"""Files, and ranges of all files, are read in parallel, for the latency of a network file system."""
 READ_BYTES = 1 << 20
+BATCH = 16
+"""Ranges that one thread reads before it gets the next ones: a local disk needs no more threads."""
 
 _LENGTH = struct.Struct("<Q")
 
@@ -90,7 +92,10 @@ def fingerprint(path: Path, files: Signature, whole_bytes: int = WHOLE_BYTES) ->
     """
     sampled = sum(file.size for file in files) > whole_bytes
     budget = max(MIN_SAMPLES, MAX_SAMPLES // len(files)) if sampled else 0
-    digests = _in_parallel(lambda file: _file_digest(_located(path, file.name), file, budget), files)
+    with ThreadPoolExecutor(READS, "kvtier-read") as reads:
+        digests = _in_parallel(
+            lambda file: _file_digest(_located(path, file.name), file, budget, reads), files
+        )
     whole = blake3(derive_key_context="kvtier files v1")
     for file, digest in zip(files, digests, strict=True):
         whole.update(msgspec.msgpack.encode((file.name, file.size, digest)))
@@ -128,18 +133,33 @@ def _state_of(descriptor: int, name: str) -> FileState:
     return FileState(name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
-def _file_digest(path: Path, file: FileState, budget: int) -> bytes:
+def _file_digest(path: Path, file: FileState, budget: int, reads: Executor) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        digest = blake3()
-        for offset, size in _ranges(descriptor, file, budget):
-            for start in range(offset, offset + size, READ_BYTES):
-                digest.update(os.pread(descriptor, min(READ_BYTES, offset + size - start), start))
+        ranges = list(_pieces(_ranges(descriptor, file, budget)))
+        batches = [ranges[at : at + BATCH] for at in range(0, len(ranges), BATCH)]
+        parts = [reads.submit(_digest, descriptor, batch) for batch in batches]
+        wait(parts)  # All, even if one fails: the descriptor is closed after them.
+        digest = blake3(b"".join(part.result() for part in parts)).digest()
         if _state_of(descriptor, file.name) != file:
             raise OSError(f"{path} has changed while it was read")
-        return digest.digest()
+        return digest
     finally:
         os.close(descriptor)
+
+
+def _digest(descriptor: int, ranges: Sequence[tuple[int, int]]) -> bytes:
+    digest = blake3()
+    for offset, size in ranges:
+        digest.update(os.pread(descriptor, size, offset))
+    return digest.digest()
+
+
+def _pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Split ranges that are longer than one read."""
+    for offset, size in ranges:
+        for start in range(offset, offset + size, READ_BYTES):
+            yield start, min(READ_BYTES, offset + size - start)
 
 
 def _ranges(descriptor: int, file: FileState, budget: int) -> Iterator[tuple[int, int]]:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,24 @@ def test_reads_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     read(tmp_path)
     assert len(reads) <= 60 + 3 * 4
     assert sum(reads) < 1 << 20
+
+
+def test_ranges_of_a_file_are_read_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read of a network file system takes milliseconds."""
+    readers, enough, pread = set(), threading.Event(), os.pread
+
+    def wait_for_others(descriptor: int, size: int, offset: int) -> bytes:
+        if threading.current_thread() is not threading.main_thread():
+            readers.add(threading.get_ident())
+            if len(readers) >= 8:
+                enough.set()
+            enough.wait(10)
+        return pread(descriptor, size, offset)
+
+    monkeypatch.setattr(module.os, "pread", wait_for_others)
+    path = make_weights(tmp_path / "model.safetensors")
+    fingerprint(path, signature(path, lambda _: True), whole_bytes=0)
+    assert enough.is_set()
 
 
 def test_malformed_header(tmp_path: Path) -> None:
