@@ -58,9 +58,10 @@ class Bridge:
 class Engine:
     """vLLM's block pool, and the events of its connector as a router receives them."""
 
-    def __init__(self, *, hash_block: int = BLOCK, window: int = 0) -> None:
+    def __init__(self, *, hash_block: int = BLOCK, window: int = 0, beside: Engine | None = None) -> None:
+        """``beside``: of which this is another kvtier, in a ``MultiConnector``."""
         self.hash_block = hash_block
-        self.pool = BlockPool(16, True, hash_block, enable_kv_cache_events=True)
+        self.pool = beside.pool if beside else BlockPool(16, True, hash_block, enable_kv_cache_events=True)
         group = GroupLayout(BLOCK, (64,), window=window)
         layout = ChunkLayout(CHUNK, (group,))
         self.model: Any = SimpleNamespace(layout=layout, group_ids=(GROUP,))
@@ -70,7 +71,7 @@ class Engine:
         self.bridge = Bridge()
         any_bridge: Any = self.bridge
         self.events = KVEvents(any_bridge, CHUNK, EngineBlocks(manager, self.model, 0))
-        self.router = RouterIndex()
+        self.router = beside.router if beside else RouterIndex()
         self.published: list[Any] = []
 
     def request(self, tokens: int | Sequence[int], **fields: Any) -> Request:
@@ -410,3 +411,34 @@ def test_event_of_vllm_033_has_the_tokens_that_its_hashes_cover(engine: Engine) 
     pool.num_hash_lookahead_tokens = 0
     found = compat.block_stored(pool, request, GROUP, BLOCK, 4, 6)
     assert found["lookahead_token_ids"] is None
+
+
+def test_two_kvtier_of_an_engine_remove_what_neither_holds(engine: Engine) -> None:
+    other = Engine(beside=engine)
+    request = engine.request(3 * CHUNK)
+    for each in (engine, other):
+        keys = each.ask(request)
+        each.hold(keys, RAM | SSD)
+    engine.hold(keys[2:], 0)
+    other.hold(keys[1:2], RAM)
+    blocks = CHUNK // BLOCK
+    assert engine.held() == {"CPU": 3 * blocks, "STORAGE": 3 * blocks}
+    engine.hold(keys[1:2], 0)
+    assert engine.held() == {"CPU": 3 * blocks, "STORAGE": 2 * blocks}
+    engine.bridge.epoch = 0  # Its cache process has exited.
+    engine.settle()
+    assert engine.held() == {"CPU": 3 * blocks, "STORAGE": 2 * blocks}
+    other.events.forget_all()
+    other.settle()
+    assert engine.held() == {"CPU": 0, "STORAGE": 0}
+
+
+def test_another_engine_of_a_process_is_not_beside(engine: Engine) -> None:
+    """Its router, and what it holds, are others."""
+    other = Engine()
+    request = engine.request(CHUNK)
+    for each in (engine, other):
+        each.hold(each.ask(request), RAM)
+    engine.hold(engine.ask(request), 0)
+    assert engine.held()["CPU"] == 0
+    assert other.held()["CPU"] == CHUNK // BLOCK

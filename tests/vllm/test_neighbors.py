@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.testing.servers import free_port
-from tests.vllm.cache_process import CHUNK
+from tests.vllm.cache_process import CHUNK, CacheProcess
 from tests.vllm.conftest import Engines, MakeCache, Oracle
+from tests.vllm.engine import Engine
 from tests.vllm.models import prompt
 
 LENGTH, LOST = 1000, 768
@@ -76,24 +78,25 @@ def test_failed_load_of_another_connector_stores_nothing_wrong(
         assert warm.cached > LOST
 
 
-REMOTE = {
-    "do_remote_prefill": True,
-    "remote_engine_id": "gone",
-    "remote_request_id": "gone",
-    "remote_host": "127.0.0.1",
-    "tp_size": 1,
-    "remote_block_ids": [list(range(1, LENGTH // 32 + 1))],
+FAILING: dict[str, dict[str, Any]] = {
+    "LossyConnector": {"lossy": LOST},
+    "NixlConnector": {
+        "do_remote_prefill": True,
+        "remote_engine_id": "gone",
+        "remote_request_id": "gone",
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "tp_size": 1,
+        "remote_block_ids": [list(range(1, LENGTH // 32 + 1))],
+    },
 }
-"""NIXL's hints for KV of an engine that does not exist."""
+"""The hints with which a load of another connector fails."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("first", ["kvtier-first", "kvtier-last"])
-@pytest.mark.parametrize(
-    "name", ["KVTierConnector", "LossyConnector", "ExampleConnector", "OffloadingConnector", "NixlConnector"]
-)
+@pytest.mark.parametrize(("policy", "first"), [("fail", True), ("recompute", False)])
+@pytest.mark.parametrize("name", ["KVTierConnector", *FAILING, "ExampleConnector", "OffloadingConnector"])
 def test_tokens_beside(
     llama: Path,
     make_cache: MakeCache,
@@ -101,11 +104,14 @@ def test_tokens_beside(
     oracle: Oracle,
     tmp_path: Path,
     name: str,
-    first: str,
+    first: bool,
     ranks: int,
     policy: str,
 ) -> None:
-    """Cold, warm, with a dead cache process, with a new one, and after a load of the other has failed."""
+    """Cold, warm, without a cache process, with a new one, and after a load of the other has failed.
+
+    ``first``: whether kvtier is the first connector. If not, vLLM schedules asynchronously.
+    """
     if name == "ExampleConnector" and ranks == 2:
         pytest.skip("its ranks write to the same files")
     if name == "NixlConnector":
@@ -116,50 +122,60 @@ def test_tokens_beside(
     children = [kvtier(each.connector) for each in caches]
     if name != "KVTierConnector":
         children.append(neighbor(name, tmp_path))
-    if first == "kvtier-last":
+    if not first:
         children.reverse()
-    # The example connector stores prompts that are computed in one step.
     arguments: dict[str, Any] = {
+        # The example connector stores prompts that are computed in one step.
         "max_num_batched_tokens": 4096 if name == "ExampleConnector" else 256,
         "tensor_parallel_size": ranks,
+        "async_scheduling": not first,
         "connector_type": {**MULTI, "kv_load_failure_policy": policy},
         "environment": {"UCX_TLS": "tcp,sm,self", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
     }
-    whole = LENGTH // CHUNK * CHUNK
     with engines.engine(llama, {"connectors": children}, **arguments) as engine:
-        tokens = prompt(LENGTH)
-        hits = {}
+        hits = visit(engine, caches, lambda tokens: oracle(llama, tokens, 16), FAILING.get(name), policy)
+    print(f"\n{name}, {first=}, {ranks=}, {policy=}: {hits}")
 
-        def check(situation: str, tokens: list[int]) -> None:
-            engine.reset_prefix_cache()
-            answer = engine.generate(tokens)
-            assert answer.tokens == oracle(llama, tokens, 16), situation
-            hits[situation] = answer.cached
 
-        check("cold", tokens)
-        for cache in caches:
-            cache.wait_until_stored(LENGTH)
-        check("warm", tokens)
-        caches[0].kill()
-        check("killed", tokens)
-        check("killed, other prompt", prompt(LENGTH, start=5000))
-        caches[0].start()
-        caches[0].wait_until(lambda status: bool(status["engines"]))
-        check("restarted", tokens)
-        for params in ({"lossy": LOST}, {**REMOTE, "remote_port": free_port()}):
-            if name != ("LossyConnector" if "lossy" in params else "NixlConnector"):
-                continue
-            failing = prompt(LENGTH, start=9000)
-            failed = engine.generate(failing, params=params)
-            if policy == "fail":
-                assert failed.reason == "error"
-            else:
-                assert failed.tokens == oracle(llama, failing, 16)
-            check("after failure", failing)
-            check("after failure, warm", failing)
-        for cache in caches:
-            cache.wait_until_idle()
-        engine.wait_until_free()
-        assert hits["cold"] == 0
-        assert min(hits["warm"], hits["restarted"]) >= whole
-        print(name, first, ranks, policy, hits)
+def visit(
+    engine: Engine,
+    caches: Sequence[CacheProcess],
+    expected: Callable[[list[int]], list[int]],
+    failing: dict[str, Any] | None,
+    policy: str,
+) -> dict[str, int]:
+    """Compare tokens in each situation; return the hits."""
+    hits: dict[str, int] = {}
+
+    def check(situation: str, tokens: list[int]) -> None:
+        engine.reset_prefix_cache()
+        answer = engine.generate(tokens)
+        assert answer.tokens == expected(tokens), situation
+        hits[situation] = answer.cached
+
+    tokens, other, lost, fresh = (prompt(LENGTH, start=start) for start in (0, 5_000, 9_000, 13_000))
+    whole = LENGTH // CHUNK * CHUNK
+    check("cold", tokens)
+    for cache in caches:
+        cache.wait_until_stored(LENGTH)
+    check("warm", tokens)
+    caches[0].kill()
+    check("killed", tokens)
+    check("killed, another prompt", other)
+    caches[0].start()
+    # An engine looks for a cache process in its steps.
+    caches[0].wait_until(lambda status: bool(status["engines"]) or not engine.generate(tokens[:8], 1))
+    check("restarted", tokens)
+    if failing:
+        failed = engine.generate(lost, params=failing)
+        assert failed.reason == "error" if policy == "fail" else failed.tokens == expected(lost)
+        check("after a failure", lost)
+        check("after a failure, warm", lost)
+    check("fresh", fresh)
+    for cache in caches:  # Loads of the other, failed or not, do not end its saves.
+        cache.wait_until(lambda status: status["tiers"][1]["chunks"] >= 2 * whole // CHUNK)
+        cache.wait_until_idle()
+    engine.wait_until_free()
+    assert hits["cold"] == 0
+    assert min(hits["warm"], hits["restarted"]) >= whole
+    return hits

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
 
 from kvtier.integrations.vllm.compat import block_index, block_stored
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.plain import builtin
+from kvtier.integrations.vllm.published import Published
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
 _encode = msgspec.msgpack.Encoder(enc_hook=builtin).encode
+_published: WeakKeyDictionary[BlockPool, WeakSet[Published]] = WeakKeyDictionary()
+"""By engine. The kvtier of a ``MultiConnector`` do not know each other otherwise."""
 
 
 def published_group(model: ModelLayout) -> int | None:
@@ -36,6 +41,8 @@ class EngineBlocks:
         self._block_tokens = model.layout.groups[group].block_tokens
         self._kind, self._window = manager.kv_cache_event_metadata[self._group]
         self._index = block_index(self._pool)
+        self.published = _published.setdefault(self._pool, WeakSet())
+        """What is published of the engine, by each of its connectors."""
 
     def describe(self, request: Request, start: int, tokens: int) -> bytes | None:
         """Return the encoded event of the whole blocks among ``tokens`` tokens from ``start`` on.

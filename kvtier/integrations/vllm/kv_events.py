@@ -63,7 +63,7 @@ class KVEvents:
         self._prompts: deque[_Prompt] = deque(maxlen=MAX_PROMPTS)
         self._chunks: OrderedDict[ChunkKey, bytes] = OrderedDict()
         """The encoded event of each chunk, least recently used first, and a chunk before its parent."""
-        self._published = Published(self._chunks)
+        self._published = Published(self._chunks, blocks.published)
         self._ended: deque[Published] = deque()
         """What was published of earlier weights, and has not been removed yet."""
         self._held: dict[ChunkKey, int] = {}
@@ -97,7 +97,7 @@ class KVEvents:
         self._published.invalidate()
         self._ended.append(self._published)
         self._chunks = OrderedDict()
-        self._published = Published(self._chunks)
+        self._published = Published(self._chunks, self._blocks.published)
 
     def take(self) -> list[KVCacheEvent]:
         """Return the events since the last call. Called once per step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import msgspec
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
@@ -44,9 +45,14 @@ def media_of_tiers(types: Iterable[str]) -> list[int]:
 class Published:
     """The chunks that were published as stored. As many as its caller has described."""
 
-    def __init__(self, chunks: Mapping[ChunkKey, bytes]) -> None:
-        """``chunks``: the encoded ``BlockStored`` event of each chunk that may be published."""
+    def __init__(self, chunks: Mapping[ChunkKey, bytes], beside: WeakSet[Published] | None = None) -> None:
+        """``chunks``: the encoded ``BlockStored`` event of each chunk that may be published.
+
+        ``beside``: what the engine's connectors have published. None of their blocks is removed.
+        """
         self._chunks = chunks
+        self._beside = WeakSet() if beside is None else beside
+        self._beside.add(self)
         self._media: dict[ChunkKey, int] = {}
         """The media that each chunk was published in, as a mask."""
         self._outdated: dict[ChunkKey, int] = {}
@@ -62,7 +68,8 @@ class Published:
         if media == before:
             return []
         blocks = _decode_blocks(self._chunks[key])
-        others = self._replace(key, blocks.block_hashes[0], add=bool(media))
+        start = blocks.block_hashes[0]
+        self._replace(key, start, add=bool(media))
         events: list[KVCacheEvent] = []
         for bit, medium in MEDIA.items():
             if media & ~before & bit:
@@ -71,21 +78,21 @@ class Published:
                 events.append(event)
         for bit, medium in MEDIA.items():
             if before & ~media & bit:
-                kept = self._blocks_in(bit, others)
+                kept = {block for each in self._beside for block in each._blocks_from(start, bit)}
                 hashes = [block for block in blocks.block_hashes if block not in kept]
                 if hashes:
                     events.append(BlockRemoved(hashes, medium, blocks.group_idx))
         return events
 
-    def _replace(self, key: ChunkKey, start: bytes | int, *, add: bool) -> tuple[ChunkKey, ...]:
-        """Add or remove a chunk that starts with a block; return the others that do."""
+    def _replace(self, key: ChunkKey, start: bytes | int, *, add: bool) -> None:
+        """Add or remove a chunk that starts with a block."""
         others = tuple(other for other in self._starts.pop(start, ()) if other != key)
         if add or others:
             self._starts[start] = (*others, key) if add else others
-        return others
 
-    def _blocks_in(self, bit: int, keys: Iterable[ChunkKey]) -> set[bytes | int]:
-        """Return the blocks of those of the chunks that are published in a medium."""
+    def _blocks_from(self, start: bytes | int, bit: int) -> set[bytes | int]:
+        """Return the blocks of the chunks that start with a block and are published in a medium."""
+        keys = self._starts.get(start, ())
         held = [key for key in keys if (self._media.get(key, 0) | self._outdated.get(key, 0)) & bit]
         return {block for key in held for block in _decode_blocks(self._chunks[key]).block_hashes}
 
