@@ -23,6 +23,7 @@ from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.connector import KVTierConnector
 from kvtier.integrations.vllm.failed_loads import recompute_failed_loads
+from kvtier.integrations.vllm.foreign_loads import MAX_STEPS_IN_FLIGHT, ForeignLoads
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metrics import TransferPromMetrics
 from kvtier.integrations.vllm.parts import PartMetadata, other_parts
@@ -257,6 +258,22 @@ def test_request_whose_load_failed_elsewhere_stores_nothing(
     request.num_computed_tokens, request.status = 64, status
     assert one.finished(request, ([1, 2, 3, 4],)) == (False, None)
     assert not one._saves.unreserved
+
+
+def test_saves_go_on_whatever_steps_vllm_reports() -> None:
+    """vLLM 0.30 to 0.33 call ``take_events`` once for each step, with and without an output."""
+    loads = ForeignLoads(16)
+    loads.process()  # Of no step.
+    loads.schedule(loads=True)
+    assert loads.pending
+    loads.schedule(loads=False)
+    loads.process()
+    assert not loads.pending
+    loads.schedule(loads=True)
+    for _ in range(MAX_STEPS_IN_FLIGHT):
+        assert loads.pending
+        loads.schedule(loads=False)
+    assert not loads.pending
 
 
 def test_keys_of_replaced_tokens_are_forgotten() -> None:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from kvtier.integrations.vllm.saving import BlocksOf
 
 
+MAX_STEPS_IN_FLIGHT = 64
+"""vLLM schedules at most one more step than it has pipeline stages before it processes the first one."""
+
+
 class ForeignLoads:
     """Which blocks of the engine cannot be trusted. Not thread-safe."""
 
@@ -31,7 +35,7 @@ class ForeignLoads:
     @property
     def pending(self) -> bool:
         """Whether a load may have failed that is not reported yet: nothing may be copied in this step."""
-        return self._last_load > self._processed
+        return self._last_load > max(self._processed, self._scheduled - MAX_STEPS_IN_FLIGHT)
 
     def copyable(self, blocks_of: BlocksOf) -> BlocksOf:
         """Return a function for the blocks that may be copied in this step: none while :attr:`pending`."""
@@ -45,7 +49,7 @@ class ForeignLoads:
 
     def process(self) -> None:
         """Count a step whose results vLLM has processed."""
-        self._processed += 1
+        self._processed = min(self._processed + 1, self._scheduled)
 
     def fail(self, blocks: Iterable[int]) -> None:
         """Note blocks whose load has failed."""
