@@ -1,10 +1,9 @@
-"""Fingerprints of weights in files: equal for copies of the same files, in any folder and of any age.
+"""Fingerprints of weights in files: equal for copies of the same files in any folder.
 
-A fingerprint covers names and contents, not times: hosts that share chunks have their own copies of a model.
-Small files are hashed whole. Of large ones, it covers the size, the header of a safetensors file, and samples
-of the tensors: :data:`MAX_SAMPLES` in all, so that 100 GB take no longer than 1 GB. Training changes every
-tensor that it trains. A change of a few bytes between samples, or of a few tensors of a model with more
-tensors than samples, is not seen.
+Small files are hashed whole, so copies of any age are equal. Of large ones, a fingerprint covers the size,
+the modification time, the header of a safetensors file, and samples of the tensors: :data:`MAX_SAMPLES` in
+all, so that 100 GB take no longer than 1 GB. Samples alone miss a change between them, such as trained
+embeddings of a few tokens. The time alone misses files that were written with an earlier time.
 
 Whether files are still those of a fingerprint is answered by their :class:`Signature`, without reading them.
 """
@@ -98,7 +97,8 @@ def fingerprint(path: Path, files: Signature, whole_bytes: int = WHOLE_BYTES) ->
         )
     whole = blake3(derive_key_context="kvtier files v1")
     for file, digest in zip(files, digests, strict=True):
-        whole.update(msgspec.msgpack.encode((file.name, file.size, digest)))
+        modified = file.modified if _is_sampled(file, budget) else None
+        whole.update(msgspec.msgpack.encode((file.name, file.size, modified, digest)))
     return whole.hexdigest()
 
 
@@ -133,6 +133,10 @@ def _state_of(descriptor: int, name: str) -> FileState:
     return FileState(name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
+def _is_sampled(file: FileState, budget: int) -> bool:
+    return budget > 0 and file.size > SMALL_BYTES
+
+
 def _file_digest(path: Path, file: FileState, budget: int, reads: Executor) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -164,7 +168,7 @@ def _pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 def _ranges(descriptor: int, file: FileState, budget: int) -> Iterator[tuple[int, int]]:
     """Yield which bytes of a file to hash: all, or its ends or header, and ``budget`` samples."""
-    if not budget or file.size <= SMALL_BYTES:
+    if not _is_sampled(file, budget):
         yield 0, file.size
         return
     # Without this, each sample reads the 128 KiB after it as well.

@@ -302,7 +302,8 @@ class Settings(BaseSettings):
         default="",
         description=(
             "Identifies the model's weights at startup, for example by a training step, instead of the "
-            "content of their files. Set it where kvtier cannot read these, which it logs. "
+            "content of their files. Set it where kvtier cannot read these, which it logs, and where hosts "
+            "have copies with other modification times. "
             "Chunks computed with other weights are misses. Later weights are identified by vLLM's "
             "`weight_version`."
         ),

@@ -19,6 +19,7 @@ from vllm.renderers.base import BaseRenderer
 
 from kvtier import Settings
 from kvtier.agent.served import EngineModel, TokenizerSource
+from kvtier.bridge.protocol import Weights
 from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.vllm import compat, connector, metrics, register
 from kvtier.integrations.vllm.bridges import Bridges
@@ -84,7 +85,7 @@ def test_both_bridges_wait_as_long_as_the_prefetch_policy_says(
     opened, greeting = Bridges(settings, "engine"), hello("scheduler")
     model = ModelLayout(greeting.layout, greeting.namespace, (), ())
     bridges = (
-        opened.scheduler(model, EngineModel([], None)),
+        opened.scheduler(model, EngineModel([], None), Weights(greeting.namespace, "")),
         opened.worker(model, 0),
     )
     process.send_signal(signal.SIGSTOP)

@@ -87,12 +87,27 @@ def test_weights_that_cannot_be_identified(tmp_path: Path, caplog: pytest.LogCap
     assert reason(config(folder, model_weights="s3://bucket")) == "they are in an object storage"
     unknown = config("org/not-in-the-cache")
     assert "their commit is unknown" in reason(unknown)
-    Identities.of(unknown, "").warn(unknown)
+    Identities.of(unknown, "").log(unknown, "")
     assert "set `weights_id`" in caplog.text
     assert "KVTIER_WEIGHTS_ID=step-1200" in caplog.text
     caplog.clear()
-    Identities.of(unknown, "step-1").warn(unknown)
+    Identities.of(unknown, "step-1").log(unknown, "step-1")
     assert not caplog.text
+
+
+def test_log_shows_what_identifies_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    local, hub = config(make_model(tmp_path / "model")), config("org/name", revision=COMMIT)
+    for source, weights_id in ((local, ""), (hub, ""), (local, "step-1200")):
+        Identities.of(source, weights_id).log(source, weights_id)
+    Identities(identify(local, local.model_config), identify(hub, hub.model_config)).log(local, "")
+    files = f"weights: files {key(local)[1][:16]}"
+    assert caplog.messages == [
+        files,
+        "weights: hub org/name @ 012345678901",
+        "weights: weights_id step-1200",
+        f"{files}; of the drafter: hub org/name @ 012345678901",
+    ]
 
 
 def test_startup_version_after_the_files_have_changed(tmp_path: Path) -> None:
@@ -121,6 +136,28 @@ def train(lora: LoRARequest, seed: int) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
     (folder / "adapter_model.safetensors").write_bytes(bytes([seed]) * 100)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_files_that_change_after_vllm_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, own: bool
+) -> None:
+    """``own``: in a process of vLLM's own. Another process may have written the files before."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if own else "0")
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: "vLLM's API")
+    source = config(make_model(tmp_path / "model"))
+    identities = Identities.of(source, "")
+    identities.log(source, "")
+    assert ("start it again" in caplog.text) == own
+    weights = EngineWeights("", lambda name: name.encode().ljust(32), identities.are_current)
+    assert weights.current.id.startswith("unknown-" if own else "")
+    weights.name("default")
+    assert weights.current.id.startswith("unknown-") == own
+    weights.name("step-1")
+    assert weights.current.id == "step-1"
+    # The process has started after the files were written.
+    monkeypatch.setattr("kvtier.integrations.vllm.identity._age_of_process", lambda: 0)
+    assert EngineWeights("", lambda _: bytes(32), identities.are_current).current.id == ""
 
 
 class Engine:
@@ -181,6 +218,37 @@ def test_kv_of_earlier_content_in_vllms_own_cache(lora: LoRARequest) -> None:
     assert engine.admit(lora) is not None
     engine.used = 1  # vLLM's cache was reset.
     assert engine.admit(lora, local=64) is not None
+
+
+def test_how_an_adapter_is_read_is_part_of_its_identity(lora: LoRARequest) -> None:
+    usual = Engine().admit(lora).identity
+    other = LoRARequest("adapter", 1, lora.lora_path, is_3d_lora_weight=True)
+    engine = Engine()
+    assert engine.admit(other).identity not in ("", usual)
+    assert engine.admit(lora) is None, "vLLM has loaded the other one by this number"
+    engine.adapters.loads(lora)
+    assert engine.admit(lora).identity == usual
+
+
+def test_what_is_remembered_is_bounded(lora: LoRARequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ADAPTERS", 8)
+    engine = Engine()
+    engine.used = 5
+    first = engine.admit(lora, local=64)
+    others = [LoRARequest(f"adapter-{at}", at, lora.lora_path) for at in range(2, 40)]
+    assert all(engine.admit(other, local=64) for other in others[:7])
+    assert engine.admit(lora, local=64) is first, "it is in use"
+    for other in others:
+        engine.admit(other)
+    adapters = engine.adapters
+    assert len(adapters._adapters) == len(adapters._names) == 8
+    assert first.replaced
+    for _ in range(2):
+        assert engine.admit(lora, local=64) is None, "whose KV vLLM has with this name is not known any more"
+    assert engine.admit(lora) is not None
+    engine.used = 1  # vLLM's cache was reset.
+    assert engine.admit(lora, local=64) is not None
+    assert not adapters._pending
 
 
 def test_two_adapters_with_one_number(lora: LoRARequest) -> None:

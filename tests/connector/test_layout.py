@@ -78,6 +78,8 @@ class Engine:
     mla: bool = False
     drafts: Any = None
     """vLLM's speculative configuration."""
+    lora: Any = None
+    """vLLM's configuration of adapters."""
     stages: int = 1
     pcp: int = 1
     dcp: int = 1
@@ -112,6 +114,7 @@ class Engine:
             scheduler_config=SimpleNamespace(enable_chunked_prefill=self.chunked),
             model_config=model,
             speculative_config=self.drafts,
+            lora_config=self.lora,
         )
 
 
@@ -155,6 +158,14 @@ def test_engines_share_chunks_only_if_the_same_model_drafts() -> None:
     names = [None, drafts("eagle", "a"), drafts("eagle", "b"), drafts("draft_model", "a")]
     assert len({name(each) for each in names}) == len(names)
     assert name(drafts("eagle", "a")) == name(drafts("eagle", "a", tokens=5))
+
+
+def test_engines_share_chunks_only_if_adapters_have_the_same_dtype() -> None:
+    def name(dtype: str | None) -> bytes:
+        lora = None if dtype is None else SimpleNamespace(lora_dtype=dtype)
+        return bytes(layout_of(FULL, engine=Engine(lora=lora)).namespace)
+
+    assert name(None) == name("float32") != name("bfloat16")
 
 
 def test_lookahead_is_what_vllm_declares() -> None:

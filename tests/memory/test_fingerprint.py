@@ -79,7 +79,19 @@ def test_each_kind_of_change_is_seen(folder: Path) -> None:
     assert len(set(seen)) == len(seen)
 
 
-def test_copies_and_times_and_links_make_no_difference(folder: Path, tmp_path: Path) -> None:
+def test_change_between_samples_of_a_large_file_is_seen(folder: Path) -> None:
+    """Such as an embedding of one token that was trained."""
+    before = read(folder)
+    shard = folder / "model-1.safetensors"
+    times = shard.stat()
+    write(shard, -1, b"\1")
+    after = read(folder)
+    assert after != before
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert read(folder) == before, "only its time shows it"
+
+
+def test_copies_and_links_and_times_of_small_files_make_no_difference(folder: Path, tmp_path: Path) -> None:
     before, states = read(folder), signature(folder, lambda _: True)
     copy = shutil.copytree(folder, tmp_path / "copy")
     os.utime(folder / "config.json", (1, 1))

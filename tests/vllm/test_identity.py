@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier.testing.servers import free_port
+from tests.servers import RedisServer
 from tests.vllm import models
-from tests.vllm.cache_process import CHUNK, CacheProcess
-from tests.vllm.conftest import Oracle, StartEngine
+from tests.vllm.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
+from tests.vllm.conftest import MakeCache, Oracle, StartEngine
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.models import prompt
 
@@ -115,18 +119,111 @@ def test_adapter_that_is_replaced_while_the_engine_runs(
         assert cache.status()["tiers"][0]["chunks"] == before
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of the same shape with other weights."""
+    return models.make_llama(tmp_path_factory.mktemp("other"), seed=8)
+
+
+def replace(served: Path, model: Path) -> None:
+    """Copy a model into the folder that is served. Its times do not show that."""
+    served.mkdir(exist_ok=True)
+    for file in model.iterdir():
+        shutil.copy(file, served / file.name)
+        os.utime(served / file.name, (1, 1))
+
+
 def test_model_files_that_are_replaced_in_place(
-    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, tmp_path: Path
+    llama: Path, other: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, tmp_path: Path
 ) -> None:
-    other = models.make_llama(tmp_path / "other", seed=8)
     assert oracle(llama, prompt(LENGTH)) != oracle(other, prompt(LENGTH))
     served = tmp_path / "served"
     for model, hit in ((llama, 0), (other, 0), (llama, WHOLE)):
-        for file in model.iterdir():
-            served.mkdir(exist_ok=True)
-            shutil.copy(file, served / file.name)
-            os.utime(served / file.name, (1, 1))
+        replace(served, model)
         with start(served, cache) as engine:
             answer = engine.generate(prompt(LENGTH))
             assert answer == Answer(oracle(model, prompt(LENGTH)), hit, "length")
             cache.wait_until_idle()
+
+
+@pytest.mark.slow
+def test_model_files_that_are_replaced_and_loaded_while_the_engine_runs(
+    llama: Path, other: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, tmp_path: Path
+) -> None:
+    served = tmp_path / "served"
+    replace(served, llama)
+
+    def check(model: Path, hit: int) -> None:
+        engine.reset_prefix_cache()
+        assert engine.generate(prompt(LENGTH)) == Answer(oracle(model, prompt(LENGTH)), hit, "length")
+        cache.wait_until_idle()
+
+    with start(served, cache) as engine:
+        check(llama, 0)
+        for model in (other, llama):
+            replace(served, model)
+            engine.reset_prefix_cache(external=True)
+            engine.load_weights(served)
+            engine.name_weights("default")  # It names the files that the engine has started with.
+            check(model, 0)
+            check(model, WHOLE)
+    replace(served, other)
+    with start(served, cache) as engine:
+        check(other, 0)
+
+
+def pools(make_cache: MakeCache, stack: ExitStack) -> list[CacheProcess]:
+    """Return two cache processes that share a Redis."""
+    if reason := RedisServer.missing():
+        pytest.skip(reason)
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvt-"))
+    server = stack.enter_context(RedisServer(Path(folder)))
+    pool = {**server.tier(), "deadline": TIMEOUT_SECONDS, "queue": 64 * MIB}
+    return [make_cache(pool=pool) for _ in range(2)]
+
+
+def peers(make_cache: MakeCache, stack: ExitStack) -> list[CacheProcess]:
+    """Return two cache processes that are peers."""
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    shared = {"secret": "sixteen or more characters", "timeout": "2s", "share": 0.9}
+    transport = {"type": "tcp", "deadline": TIMEOUT_SECONDS}
+    return [
+        make_cache(peer={"listen": own, "others": [of_other], "transport": transport, **shared})
+        for own, of_other in (addresses, addresses[::-1])
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "found"), [(pools, "found_pool"), (peers, "found_peers")])
+def test_replaced_files_and_chunks_of_another_host(
+    llama: Path,
+    other: Path,
+    make_cache: MakeCache,
+    start: StartEngine,
+    oracle: Oracle,
+    place: Place,
+    expected: Callable[[int], list[int]],
+    tmp_path: Path,
+    make: Callable[[MakeCache, ExitStack], list[CacheProcess]],
+    found: str,
+) -> None:
+    """The first one stores chunks of a model and an adapter. Where the second runs, both are replaced."""
+    served = tmp_path / "served-model"
+    with ExitStack() as stack:
+        first, second = make(make_cache, stack)
+        first.start()
+        second.start()
+        for cache, model, seed, hits in (
+            (first, llama, 1, (0, 0)),
+            (second, other, None, (0, 0)),
+            (second, llama, 2, (WHOLE, 0)),
+            (second, llama, 1, (WHOLE, WHOLE)),
+        ):
+            replace(served, model)
+            with start(served, cache, **LORA) as engine:
+                answer = engine.generate(prompt(LENGTH))
+                assert answer == Answer(oracle(model, prompt(LENGTH)), hits[0], "length")
+                cache.wait_until_idle()
+                if seed is not None:
+                    assert ask(engine, cache, place(seed)) == Answer(expected(seed), hits[1], "length")
+        assert second.status()["counts"][found] == 2 * WHOLE // CHUNK

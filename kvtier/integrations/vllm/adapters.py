@@ -44,7 +44,7 @@ FRESH_SECONDS = 0.1
 TIMEOUT_SECONDS = 1.0
 """How long a request waits for the identity of its adapter. Then it is computed without the cache."""
 MAX_ADAPTERS = 16384
-"""Of the least recently loaded ones beyond that, nothing is remembered."""
+"""Of the least recently used ones beyond that, nothing is remembered."""
 
 
 def files_of(path: str) -> tuple[Path, Signature]:
@@ -60,12 +60,18 @@ def files_of(path: str) -> tuple[Path, Signature]:
     return folder, signature(folder, is_adapter)
 
 
+def format_of(lora: LoRARequest) -> str:
+    """Return how vLLM reads the weights of an adapter, if not as usual: its files do not say that."""
+    return "3d" if getattr(lora, "is_3d_lora_weight", False) else ""
+
+
 @dataclass(slots=True, eq=False)
 class Adapter:
     """What vLLM loads by one number."""
 
     name: str
     path: str
+    format: str = ""
     files: Signature = ()
     identity: str = ""
     changed: bool = False
@@ -77,6 +83,11 @@ class Adapter:
     """When the last check ended (:func:`time.monotonic`)."""
     ended: threading.Event | None = None
     """Set at the end of the check in flight."""
+
+    def is_of(self, lora: LoRARequest) -> bool:
+        """Return whether a request means this one."""
+        wanted = (lora.lora_name, lora.lora_path, format_of(lora))
+        return (self.name, self.path, self.format) == wanted
 
     def check(self) -> None:
         """Start to compare the files, unless a check is in flight."""
@@ -100,7 +111,7 @@ class Adapter:
         try:
             folder, files = files_of(self.path)
             if files != self.files:
-                identity = fingerprint(folder, files, WHOLE_BYTES)
+                identity = fingerprint(folder, files, WHOLE_BYTES) + self.format
                 if self.identity in ("", identity):  # It may have been copied again.
                     self.identity, self.files = identity, files
                 else:
@@ -117,12 +128,13 @@ class Adapters:
 
     _bridge: SchedulerBridge
     _adapters: dict[int, Adapter] = field(default_factory=dict)
-    _names: dict[str, str] = field(default_factory=dict)
-    """The last identity of each name."""
-    _mixed: set[str] = field(default_factory=set)
-    """Names of which vLLM's own cache may have KV of several contents: its keys have names and paths only."""
+    _names: dict[str, str | None] = field(default_factory=dict)
+    """By name, of which identity vLLM's own cache may have KV: its keys have names and paths only. ``None``:
+    of several."""
+    _forgets: bool = False
+    """Whether it may have KV of any other name as well."""
     _pending: dict[str, float] = field(default_factory=dict)
-    """Until when requests wait for the identity of their adapter, by request id."""
+    """Until when unfinished requests wait for the identity of their adapter, by request id."""
     _pool: BlockPool | None = None
     _warn: RateLimitedLogs = field(default_factory=lambda: RateLimitedLogs(logger))
 
@@ -141,7 +153,7 @@ class Adapters:
     def loads(self, lora: LoRARequest) -> None:
         """Note that vLLM loads an adapter, at the request of its API: its files may have changed."""
         known = self._adapters.get(lora.lora_int_id)
-        if known is None or lora.load_inplace or (known.name, known.path) != (lora.lora_name, lora.lora_path):
+        if known is None or lora.load_inplace or not known.is_of(lora):
             self._new(lora)
 
     def removes(self, number: int) -> None:
@@ -155,14 +167,16 @@ class Adapters:
         If that is not known yet, it :meth:`is_pending`, for up to :data:`TIMEOUT_SECONDS`. ``local_tokens``:
         the tokens that vLLM's own cache has. Blocks up to ``wait`` seconds.
         """
-        if self._mixed and self._pool is not None and is_empty(self._pool):
-            self._mixed.clear()
+        if self._names and self._pool is not None and is_empty(self._pool):
+            self._names.clear()
+            self._forgets = False
         lora: LoRARequest | None = request.lora_request
         if lora is None:
             return None
         adapter = self._adapters.get(lora.lora_int_id)
         if adapter is None or (adapter.changed and lora.load_inplace):  # vLLM loads such in each step.
             adapter = self._new(lora)
+        self._adapters[lora.lora_int_id] = self._adapters.pop(lora.lora_int_id)  # The most recently used.
         started = time.monotonic()
         fresh = adapter.is_fresh(wait)
         self._bridge.waited += time.monotonic() - started
@@ -171,13 +185,20 @@ class Adapters:
         self._pending.pop(request.request_id, None)
         usable = self._is_usable(adapter, lora)
         identity = adapter.identity if usable else ""
-        if self._names.setdefault(lora.lora_name, identity) != identity:
-            self._names[lora.lora_name] = identity
-            self._mixed.add(lora.lora_name)
-        return adapter if usable and not (local_tokens and lora.lora_name in self._mixed) else None
+        is_mixed = self._mixes(lora.lora_name, identity)
+        return adapter if usable and not (local_tokens and is_mixed) else None
+
+    def _mixes(self, name: str, identity: str) -> bool:
+        """Note a request. Return whether vLLM's own cache may have KV of other contents with this name."""
+        before = self._names.pop(name, None if self._forgets else identity)
+        self._names[name] = identity if before == identity else None
+        if len(self._names) > MAX_ADAPTERS:
+            del self._names[next(iter(self._names))]
+            self._forgets = True
+        return before != identity
 
     def _is_usable(self, adapter: Adapter, lora: LoRARequest) -> bool:
-        if (adapter.name, adapter.path) != (lora.lora_name, lora.lora_path):
+        if not adapter.is_of(lora):
             self._warn(
                 "number",
                 "adapter %s: lora_int_id %d is that of %s as well, so its KV is not cached: use another",
@@ -203,7 +224,8 @@ class Adapters:
 
     def _new(self, lora: LoRARequest) -> Adapter:
         self.removes(lora.lora_int_id)
-        adapter = self._adapters[lora.lora_int_id] = Adapter(lora.lora_name, lora.lora_path)
+        adapter = Adapter(lora.lora_name, lora.lora_path, format_of(lora))
+        self._adapters[lora.lora_int_id] = adapter
         if len(self._adapters) > MAX_ADAPTERS:
             self.removes(next(iter(self._adapters)))
         adapter.check()
@@ -240,7 +262,7 @@ def follow_loads() -> None:
         # An adapter of a hub is there once it has been downloaded.
         if after is not None and before in (None, after):
             try:
-                _loaded[lora.lora_int_id] = _fingerprint(*after)
+                _loaded[lora.lora_int_id] = _fingerprint(*after) + format_of(lora)
             except OSError:
                 logger.warning("adapter %s has changed while it was loaded", lora.lora_name)
         return loaded

@@ -38,9 +38,10 @@ class Bridges(NamedTuple):
         """Whether requests wait for their chunks without a deadline."""
         return self.settings.prefetch.policy == "wait"
 
-    def scheduler(self, model: ModelLayout, served: EngineModel, *, to: str = "") -> SchedulerBridge:
+    def scheduler(
+        self, model: ModelLayout, served: EngineModel, weights: Weights, *, to: str = ""
+    ) -> SchedulerBridge:
         """Connect the scheduler to the cache process of a part: of this host, or at the address ``to``."""
-        weights = Weights(model.namespace, self.settings.weights_id)
         hello = msgspec.structs.replace(
             self._hello(model, "scheduler", 0), model=served, weights=weights, to=to
         )

@@ -92,7 +92,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         self._reports_part = self._model.parts > 1 or (self._spins and backend not in ("mp", "uni"))
         if role is KVConnectorRole.SCHEDULER:
-            self._identities.warn(vllm_config)
+            self._identities.log(vllm_config, weights_id)
             self._scheduler = self._open_part(self._model)
             recompute_failed_loads()
             follow_engine()
@@ -121,10 +121,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _open_part(self, model: ModelLayout, to: str = "") -> SchedulerSide:
         """Return the scheduler's side of a part of the engine, whose cache process may be at an address."""
         config = self._vllm_config
-        bridge = self._bridges.scheduler(model, engine_model(config), to=to)
         settings = self._bridges.settings
-        namespace_of = namespaces(config, model.layout, self._identities)
-        weights = EngineWeights(settings.weights_id, namespace_of, self._identities.model.is_current)
+        named = namespaces(config, model.layout, self._identities)
+
+        def namespace_of(weights_id: str) -> bytes:
+            # Another host has files of its own.
+            return model.namespace if weights_id == settings.weights_id else named(weights_id)
+
+        weights = EngineWeights(settings.weights_id, namespace_of, self._identities.are_current)
+        bridge = self._bridges.scheduler(model, engine_model(config), weights.current, to=to)
         if self._pool is not None:
             weights.bind(self._pool)
         lookahead = lookahead_tokens(config)

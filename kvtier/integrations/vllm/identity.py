@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,6 +68,15 @@ class Identity(NamedTuple):
         except OSError:
             return False
 
+    def __str__(self) -> str:
+        """Return what to compare between engines, for the log."""
+        match self.key:
+            case ("files", digest):
+                return f"files {digest[:16]}"
+            case ("hub", name, commit):
+                return f"hub {name} @ {commit[:12]}"
+        return "their name only"
+
 
 class Identities(NamedTuple):
     """The weights that an engine has started with."""
@@ -84,8 +96,16 @@ class Identities(NamedTuple):
             return cls(target, target)
         return cls(target, identify(vllm_config, drafter))
 
-    def warn(self, vllm_config: VllmConfig) -> None:
-        """Log which weights are identified by their name alone, and the remedy."""
+    def log(self, vllm_config: VllmConfig, weights_id: str) -> None:
+        """Log what identifies the weights: which by their name alone, and the remedy."""
+        drafter = "" if self.drafter in (self.model, Identity()) else f"; of the drafter: {self.drafter}"
+        logger.info("weights: %s%s", f"weights_id {weights_id}" if weights_id else self.model, drafter)
+        if self.were_replaced():
+            logger.warning(
+                "the files of %s have changed since vLLM started to load them, so its weights are unknown "
+                "and share no chunk with other engines: start it again",
+                vllm_config.model_config.model,
+            )
         if self.model.reason:
             logger.warning(
                 "the weights of %s cannot be identified (%s), so chunks of others with this name are hits: "
@@ -99,6 +119,22 @@ class Identities(NamedTuple):
                 vllm_config.speculative_config.draft_model_config.model,
                 self.drafter.reason,
             )
+
+    def are_current(self) -> bool:
+        """Return whether all files are still those that vLLM has loaded. Blocks for some milliseconds."""
+        return not self.were_replaced() and self.model.is_current() and self.drafter.is_current()
+
+    def were_replaced(self) -> bool:
+        """Return whether a file has changed since vLLM started this process, to load the model.
+
+        ``False`` in a process that is not vLLM's own, which may have written the files itself.
+        """
+        from vllm import envs
+
+        if not envs.VLLM_ENABLE_V1_MULTIPROCESSING or multiprocessing.parent_process() is None:
+            return False
+        started = time.time_ns() - _age_of_process()
+        return any(file.changed > started for each in self for file in each.files)
 
 
 NAMES_ONLY = Identities()
@@ -158,3 +194,10 @@ def _commit(vllm_config: VllmConfig, model: Any) -> str | None:
         if isinstance(file, str) and (found := _SNAPSHOT.search(file)):
             return found[2]
     return None
+
+
+def _age_of_process() -> int:
+    """Return for how many nanoseconds this process has run (proc(5), ``starttime``)."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    started = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) - started

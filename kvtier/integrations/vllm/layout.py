@@ -231,6 +231,9 @@ def _model(vllm_config: VllmConfig, weights: tuple[str, ...], drafts: tuple[str,
         parts += [method, *(drafts or (drafter.model, commit_of(drafter.revision))), drafter.quantization]
     if model.multimodal_config is not None:
         parts += [[name, getattr(model.multimodal_config, name)] for name in INPUT_OPTIONS]
+    lora = vllm_config.lora_config
+    if lora is not None and lora.lora_dtype != model.dtype:
+        parts.append({"lora_dtype": lora.lora_dtype})
     return json.dumps(plain(parts), sort_keys=True)
 
 

@@ -82,6 +82,10 @@ def finish_before_resets() -> None:
     EngineCore.reset_prefix_cache = reset_prefix_cache
 
 
+def _unknown_id() -> str:
+    return f"unknown-{secrets.token_hex(8)}"
+
+
 class EngineWeights:
     """The weights of one engine: named by an id, or unknown since a reset. Not thread-safe."""
 
@@ -93,14 +97,16 @@ class EngineWeights:
     ) -> None:
         """``startup_id``: the setting ``weights_id``. ``namespace_of``: returns the namespace of an id.
 
-        ``is_current``: returns whether the model's files are still those of the weights at startup.
+        ``is_current``: returns whether the model's files are still those of the weights at startup. If they
+        are not now, these weights are unknown.
         """
         self._startup_id = startup_id
         self._is_current = is_current
         self._namespace_of = namespace_of
         self._pool: BlockPool | None = None
         self._mixed = self._expects_reset = False
-        self.current = Weights(namespace_of(startup_id), startup_id)
+        current_id = startup_id or ("" if is_current() else _unknown_id())
+        self.current = Weights(namespace_of(current_id), current_id)
         self.named = bool(startup_id)
         """Whether an id names the weights, so that their chunks stay valid when the engine gets others."""
 
@@ -148,7 +154,7 @@ class EngineWeights:
 
     def forget(self) -> None:
         """Use a namespace that no other engine has: these weights may be any."""
-        self._use(f"unknown-{secrets.token_hex(8)}")
+        self._use(_unknown_id())
         self.named = self._expects_reset = False
 
     def _use(self, weights_id: str) -> None:
