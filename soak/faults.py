@@ -63,6 +63,7 @@ class Faults:
             "stop-cache": lambda fault: self._pause(fault, self._host(fault).cache),
             "kill-engine": lambda fault: self._lane(fault).kill_and_restart(fault.seconds),
             "stop-engine": lambda fault: self._lane(fault).stop_for(lambda: self._wait(fault)),
+            "replace-adapter": lambda fault: self._lane(fault).replace_adapter(restart=bool(fault.amount)),
             "kill-redis": self._kill_redis,
             "stop-redis": lambda fault: self._pause(fault, stack.redis),
             "flush-redis": self._flush_redis,

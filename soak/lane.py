@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
+from typing import Any
 
+from soak.adapters import Adapter
 from soak.findings import Record
 from soak.oracle import TIE_LOG_PROBABILITY, Mismatch, Oracle, Question, compare
 from soak.schedule import Turn
@@ -28,6 +30,7 @@ class Request:
     turn: Turn
     number: int
     """The engine's number of the request."""
+    question: Question
     sent: float
     abort_at: float | None
     aborted: bool = False
@@ -55,8 +58,10 @@ class Lane:
         turns: Sequence[Turn],
         oracle: Oracle,
         record: Record,
+        adapter: Adapter | None = None,
     ) -> None:
         self.number = number
+        self.adapter = adapter
         self._start = start
         self._oracle = oracle
         self._record = record
@@ -72,6 +77,8 @@ class Lane:
         """When the engine was stopped: start and end in ``time.monotonic``."""
         self._kill_seconds: float | None = None
         self._killed = threading.Event()
+        self._replacement: Callable[[], None] | None = None
+        self._replaced = threading.Event()
         self.is_running = False
         self.pids: list[int] = []
         """The process ids of the current engine and the previous ones."""
@@ -96,6 +103,16 @@ class Lane:
         self._killed.clear()
         self._kill_seconds = seconds
         while self.is_running and not self._killed.wait(0.1):
+            pass
+
+    def replace_adapter(self, *, restart: bool) -> None:
+        """Replace the adapter once no request is pending, and wait for that. Call from another thread.
+
+        vLLM loads it again in place or, with ``restart``, in a new engine.
+        """
+        self._replaced.clear()
+        self._replacement = self._restart if restart else self._reload_adapter
+        while self.is_running and not self._replaced.wait(0.1):
             pass
 
     def stop_for(self, wait: Callable[[], object]) -> None:
@@ -133,9 +150,25 @@ class Lane:
         self._collect_answers()
         now = self._record.now
         self._abort_due(now)
-        if now < until:
+        if self._replacement is not None:
+            if not self._pending:
+                self._replace_adapter(self._replacement)
+        elif now < until:
             self._send_due(now)
         self.engine.connection.poll(POLL_SECONDS)
+
+    def _replace_adapter(self, load: Callable[[], None]) -> None:
+        assert self.adapter is not None
+        self.adapter.replace()
+        load()
+        self._record.count("adapters replaced")
+        self._replacement = None
+        self._replaced.set()
+
+    def _reload_adapter(self) -> None:
+        assert self.adapter is not None
+        self.engine.load_adapter({**self.adapter.request, "load_inplace": True})
+        self.engine.reset_prefix_cache()  # vLLM's own, which it keeps
 
     def _restart(self, seconds: float = 0.0) -> None:
         self.engine.kill()
@@ -152,12 +185,19 @@ class Lane:
                 self._send(waiting.popleft())
 
     def _send(self, turn: Turn) -> None:
-        question = self._oracle.question(turn.conversation, turn.exchange)
-        number = self.engine.submit(question.tokens, len(question.answer))
+        question = self._oracle.question(turn.conversation, turn.exchange, self._version)
+        number = self.engine.submit(question.tokens, len(question.answer), lora=self._lora(question))
         now = time.monotonic()
         abort_at = None if turn.abort_after is None else now + turn.abort_after
-        self._pending[turn.user] = Request(turn, number, now, abort_at)
+        self._pending[turn.user] = Request(turn, number, question, now, abort_at)
         self._record.count("requests")
+
+    @property
+    def _version(self) -> int:
+        return 0 if self.adapter is None else self.adapter.version
+
+    def _lora(self, question: Question) -> dict[str, Any] | None:
+        return None if question.version is None or self.adapter is None else self.adapter.request
 
     def _abort_due(self, now: float) -> None:
         for request in list(self._pending.values()):
@@ -189,8 +229,7 @@ class Lane:
         if answer.reason == "abort":
             self._send(turn._replace(abort_after=None))
             return
-        question = self._oracle.question(turn.conversation, turn.exchange)
-        self.check(question, answer, str(turn))
+        self.check(request.question, answer, str(turn))
 
     def check(self, question: Question, answer: Answer, what: str) -> None:
         """Compare an answer with the expected one, and count it."""
@@ -199,7 +238,8 @@ class Lane:
         self._record.count("prompt tokens", len(question.tokens))
         mismatch = compare(question.answer, answer.tokens)
         if mismatch is not None:
-            cached = f"{answer.cached} of {len(question.tokens)} tokens cached"
+            version = "" if question.version is None else f", version {question.version} of the adapter"
+            cached = f"{answer.cached} of {len(question.tokens)} tokens cached{version}"
             what = f"engine {self.number}, {what}: {mismatch}; {cached}"
             notes = [f"answer {answer.tokens}", f"expected {question.answer}"]
             self.suspects.append(Suspect(question, mismatch, what, self._record.now, notes))
@@ -207,8 +247,10 @@ class Lane:
     def retry(self, suspect: Suspect) -> None:
         """Send the prompt of a wrong answer again, and add the result to its notes."""
         question = suspect.question
+        if question.version not in (None, self._version):
+            return  # Its adapter is not loaded any more.
         self.engine.reset_prefix_cache()
-        answer = self.engine.generate(question.tokens, len(question.answer))
+        answer = self.engine.generate(question.tokens, len(question.answer), lora=self._lora(question))
         mismatch = compare(question.answer, answer.tokens)
         suspect.notes.append(
             f"retried on engine {self.number}: {mismatch or 'correct'}, {answer.cached} tokens cached"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from soak import adapters
 from soak.schedule import Conversation, Piece
 from tests.vllm.engine import Engine, Engines
 from tests.vllm.models import prompt
@@ -22,6 +24,8 @@ class Question(NamedTuple):
 
     tokens: list[int]
     answer: list[int]
+    version: int | None = None
+    """The version of the adapter; ``None`` without an adapter."""
 
 
 class Mismatch(NamedTuple):
@@ -48,31 +52,56 @@ def compare(expected: Sequence[int], got: Sequence[int]) -> Mismatch | None:
 class Oracle:
     """The expected answers. It runs an engine only when needed, so that it competes with no other."""
 
-    def __init__(self, engines: Engines, model: Path) -> None:
+    def __init__(self, engines: Engines, model: Path, versions: Sequence[Path] = ()) -> None:
+        """``versions``: the folders of the versions of the adapter."""
         self._engines = engines
         self._model = model
-        self._questions: dict[tuple[int, int], Question] = {}
+        self._versions = versions
+        self._questions: dict[tuple[int, int, int | None], Question] = {}
 
     def prepare(self, conversations: Sequence[Conversation], progress: Callable[[], None]) -> None:
         """Compute the answers to all exchanges of all conversations in sequence. Blocks; 1 s each."""
-        with self._engines.engine(self._model, None, enable_prefix_caching=False) as engine:
+        with self._engine() as engine:
             for number, conversation in enumerate(conversations):
-                tokens = text(conversation.system)
-                for index, exchange in enumerate(conversation.exchanges):
-                    tokens = tokens + text(exchange.text)
-                    answer = engine.generate(tokens, exchange.new_tokens).tokens
-                    self._questions[number, index] = Question(tokens, answer)
-                    tokens = tokens + answer
-                    progress()
+                for version in range(len(self._versions)) if conversation.adapted else (None,):
+                    self._ask_all(engine, number, conversation, version, progress)
+
+    def _engine(self, **arguments: int) -> AbstractContextManager[Engine]:
+        return self._engines.engine(
+            self._model, None, enable_prefix_caching=False, **adapters.ENGINE, **arguments
+        )
+
+    def _lora(self, version: int | None) -> dict[str, Any] | None:
+        if version is None:
+            return None
+        lora = adapters.request(self._versions[version])
+        return {**lora, "lora_name": f"version-{version}", "lora_int_id": version + 1}
+
+    def _ask_all(
+        self,
+        engine: Engine,
+        number: int,
+        conversation: Conversation,
+        version: int | None,
+        progress: Callable[[], None],
+    ) -> None:
+        tokens = text(conversation.system)
+        for index, exchange in enumerate(conversation.exchanges):
+            tokens = tokens + text(exchange.text)
+            answer = engine.generate(tokens, exchange.new_tokens, lora=self._lora(version)).tokens
+            self._questions[number, index, version] = Question(tokens, answer, version)
+            tokens = tokens + answer
+            progress()
 
     @property
     def conversations(self) -> int:
         """Number of prepared conversations."""
-        return len({conversation for conversation, _ in self._questions})
+        return len({conversation for conversation, _, _ in self._questions})
 
-    def question(self, conversation: int, exchange: int) -> Question:
-        """Return a prepared prompt with its answer."""
-        return self._questions[conversation, exchange]
+    def question(self, conversation: int, exchange: int, version: int = 0) -> Question:
+        """Return a prepared prompt with its answer, of this version if the conversation uses the adapter."""
+        plain = self._questions.get((conversation, exchange, None))
+        return plain or self._questions[conversation, exchange, version]
 
     def gaps(self, mismatches: Sequence[tuple[Question, Mismatch]]) -> list[float]:
         """Return how much lower each wrong token's log-probability is than the expected one's.
@@ -81,19 +110,16 @@ class Oracle:
         """
         if not mismatches:
             return []
-        with self._engines.engine(
-            self._model, None, enable_prefix_caching=False, max_logprobs=LIKELIEST
-        ) as engine:
-            return [_gap(engine, question, mismatch) for question, mismatch in mismatches]
+        with self._engine(max_logprobs=LIKELIEST) as engine:
+            return [self._gap(engine, question, mismatch) for question, mismatch in mismatches]
 
-
-def _gap(engine: Engine, question: Question, mismatch: Mismatch) -> float:
-    tokens = question.tokens + question.answer[: mismatch.position]
-    answer = engine.generate(tokens, 1, logprobs=LIKELIEST)
-    assert answer.logprobs is not None
-    likeliest = answer.logprobs[0]
-    got, expected = likeliest.get(str(mismatch.got)), likeliest.get(str(mismatch.expected))
-    return math.inf if got is None or expected is None else expected - got
+    def _gap(self, engine: Engine, question: Question, mismatch: Mismatch) -> float:
+        tokens = question.tokens + question.answer[: mismatch.position]
+        answer = engine.generate(tokens, 1, logprobs=LIKELIEST, lora=self._lora(question.version))
+        assert answer.logprobs is not None
+        likeliest = answer.logprobs[0]
+        got, expected = likeliest.get(str(mismatch.got)), likeliest.get(str(mismatch.expected))
+        return math.inf if got is None or expected is None else expected - got
 
 
 def text(piece: Piece) -> list[int]:

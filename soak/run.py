@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from soak import leaks, stalls
+from soak.adapters import Adapter, make_versions
 from soak.faults import Faults
 from soak.findings import Record
 from soak.lane import Lane
 from soak.oracle import Oracle
 from soak.recovery import Recovery, log_errors
 from soak.schedule import HOSTS, Phase, Schedule
-from soak.stack import CONNECTOR, ENGINE, MARK, Stack, make_model, marked, running
+from soak.stack import MARK, Stack, make_model, marked, running
 from tests.vllm.engine import Engines
 
 LEFT_SECONDS = 15.0
@@ -61,8 +62,12 @@ class Run:
         logs = self.folder / "engines"
         logs.mkdir()
         engines = Engines(logs)
-        oracle = Oracle(engines, model)
-        total = sum(len(conversation.exchanges) for conversation in self.schedule.conversations)
+        versions = make_versions(self.folder / "adapter")
+        oracle = Oracle(engines, model, versions)
+        total = sum(
+            len(conversation.exchanges) * (len(versions) if conversation.adapted else 1)
+            for conversation in self.schedule.conversations
+        )
         done = iter(range(total + 1))
         self.show("starting the engine without a connector", 0, 0)
         oracle.prepare(
@@ -72,19 +77,34 @@ class Run:
         for phase in self.schedule.phases:
             folder = self.folder / phase.transport
             with running(folder, phase.transport) as stack:
-                self._phase(phase, stack, engines, model, oracle)
+                self._phase(phase, stack, engines, model, oracle, versions)
             log_errors([*sorted(folder.glob("cache-*.log")), folder / "controller.log"], self.record)
         self._record_hooks(hooks)
 
-    def _phase(self, phase: Phase, stack: Stack, engines: Engines, model: Path, oracle: Oracle) -> None:
+    def _phase(
+        self,
+        phase: Phase,
+        stack: Stack,
+        engines: Engines,
+        model: Path,
+        oracle: Oracle,
+        versions: Sequence[Path],
+    ) -> None:
         record = self.record
 
         def start(number: int) -> Callable[[], Any]:
-            cache = stack.hosts[number].cache
-            return lambda: engines.engine(model, cache.connector, connector_type=CONNECTOR, **ENGINE)
+            arguments = stack.hosts[number].engine()
+            return lambda: engines.engine(model, **arguments)
 
         lanes = [
-            Lane(number, start(number), [turn for turn in phase.turns if turn.host == number], oracle, record)
+            Lane(
+                number,
+                start(number),
+                [turn for turn in phase.turns if turn.host == number],
+                oracle,
+                record,
+                Adapter(stack.logs / f"adapter-{number}", versions),
+            )
             for number in range(HOSTS)
         ]
         with ExitStack() as cleanup:

@@ -21,6 +21,8 @@ GAP_SECONDS = 1.0
 """Minimum time between two faults of the same target."""
 
 SYSTEM_PROMPTS = 6
+ADAPTED_SHARE = 4
+"""One conversation in this many uses the adapter."""
 PROBE_TOKENS = 600
 PROBES = 2
 """Number of probe prompts per host before the faults, and of others after them."""
@@ -46,6 +48,7 @@ KINDS: dict[str, Kind] = {
     "stop-cache": Kind("cache", (0.5, 6.0)),
     "kill-engine": Kind("engine", (0.1, 1.0)),
     "stop-engine": Kind("engine", (0.5, 3.0)),
+    "replace-adapter": Kind("engine", amount=(0, 1)),
     "kill-redis": Kind("redis", (0.2, 3.0)),
     "stop-redis": Kind("redis", (0.5, 6.0)),
     "flush-redis": Kind("redis"),
@@ -65,7 +68,8 @@ KINDS: dict[str, Kind] = {
     "jump-clock": Kind("clock", (2.0, 8.0), (-40_000_000, 40_000_000)),
     "move-chunks": Kind("controller", amount=(0, 1 << 20)),
 }
-"""``move-chunks`` is not a fault but a command to the controller: copy or move a prompt's chunks."""
+"""``replace-adapter`` with amount 1 restarts the engine.
+``move-chunks`` is not a fault but a command to the controller: copy or move a prompt's chunks."""
 SINGLE = ("redis", "controller", "host", "memory")
 """Targets that exist once."""
 
@@ -105,6 +109,8 @@ class Conversation(NamedTuple):
 
     system: Piece
     exchanges: tuple[Exchange, ...]
+    adapted: bool = False
+    """Whether its requests use the adapter."""
 
 
 class Turn(NamedTuple):
@@ -148,7 +154,10 @@ def make(seed: int, seconds: float, transports: Sequence[str]) -> Schedule:
     # Few enough that they recur, and too many for memory, regardless of the duration.
     count = min(max(24, round(seconds / 30)), 240)
     systems = [_piece(generator, 200, 640) for _ in range(SYSTEM_PROMPTS)]
-    conversations = tuple(_conversation(generator, systems) for _ in range(count))
+    conversations = tuple(
+        _conversation(generator, systems)._replace(adapted=number % ADAPTED_SHARE == 0)
+        for number in range(count)
+    )
     share = seconds / len(transports)
     phases = []
     for transport in transports:

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvtier.testing.relay import Relay
 from kvtier.testing.servers import free_port
+from soak import adapters
 from soak.disks import Disk, small_disk
 from soak.schedule import HOSTS
 from tests.servers.redis import RedisServer
@@ -28,8 +29,31 @@ DISK_BYTES = 40 * MIB
 DISK_SPACE_MIB = 80
 REDIS_MEMORY = "96mb"
 CONNECTOR = {"kv_connector": "TimedConnector", "kv_connector_module_path": "soak.connector"}
-ENGINE: dict[str, Any] = {"kv_cache_memory_bytes": 32 * MIB, "max_num_batched_tokens": 1024}
+ENGINE: dict[str, Any] = {
+    "kv_cache_memory_bytes": 32 * MIB,
+    "max_num_batched_tokens": 1024,
+    **adapters.ENGINE,
+}
 """KV cache for 8192 tokens: less than the conversations need, so that kvtier loads them repeatedly."""
+MULTI = {
+    "kv_connector": "MultiConnector",
+    "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
+    "kv_load_failure_policy": "recompute",
+}
+MULTI_ENGINE: dict[str, Any] = {**ENGINE, "max_num_batched_tokens": 256}
+"""Prompts take several steps, and so does what is computed again after a failed load."""
+FAILING = {
+    "kv_connector": "FailingConnector",
+    "kv_connector_module_path": "soak.failing",
+    "kv_role": "kv_both",
+}
+SECOND = {
+    "kv_connector": "KVTierConnector",
+    "kv_connector_module_path": "kvtier.integrations.vllm.connector",
+    "kv_role": "kv_both",
+}
+"""A second kvtier, whose cache process is started by vLLM and ends with its engine."""
+SECOND_LINGER = "2s"
 MARK = "SOAK_RUN"
 """The environment variable that identifies the processes of a run."""
 
@@ -48,6 +72,23 @@ class Host:
     """The relay from this instance to the other."""
     clock: Path
     """The file with the offset of the cache process's wall clock, in libfaketime's format."""
+
+    def engine(self) -> dict[str, Any]:
+        """Return the arguments of its engine. The last one has two more connectors beside kvtier's."""
+        if self.number < HOSTS - 1:
+            return {"connector": self.cache.connector, "connector_type": CONNECTOR, **ENGINE}
+        own = {
+            "chunk_tokens": CHUNK_TOKENS,
+            "linger": SECOND_LINGER,
+            # The name makes its address that of no other run.
+            "tiers": [{"name": self.folder.name, "type": "cpu", "capacity": RAM_BYTES}],
+        }
+        connectors = [
+            FAILING,
+            {**CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": self.cache.connector},
+            {**SECOND, "kv_connector_extra_config": own},
+        ]
+        return {"connector": {"connectors": connectors}, "connector_type": MULTI, **MULTI_ENGINE}
 
     def set_clock(self, seconds: int) -> None:
         """Set the offset of the cache process's wall clock. It takes effect within 1 s."""
