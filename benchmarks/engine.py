@@ -4,6 +4,7 @@
 
     python benchmarks/engine.py                      # both, ten minutes
     python benchmarks/engine.py --rounds 3
+    python benchmarks/engine.py --serve              # with ``kvtier serve``, not the process that vLLM starts
 
 Two servers with the same model, one with kvtier and one without, are measured alternately. *Cost*: eight
 concurrent requests with new prompts, so that every lookup misses and every chunk is stored. *Gain*: the time
@@ -23,13 +24,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import yaml
-
+from benchmarks.cache_process import CacheProcess
 from benchmarks.common import show
 from kvtier.bridge.client import status
 from kvtier.demo.client import Client
 from kvtier.demo.model import make_model
-from kvtier.demo.server import start_cache, start_vllm
+from kvtier.demo.server import Server, start_vllm
 from kvtier.demo.work import GENERATED_MODEL_ARGUMENTS
 from kvtier.testing.servers import free_port
 
@@ -44,11 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Compare a real vLLM with and without kvtier.")
     parser.add_argument("--rounds", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--cost-only", action="store_true", help="do not measure the gain")
+    parser.add_argument("--serve", action="store_true", help="run kvtier serve; by default, vLLM starts it")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder, servers(Path(folder)) as (plain, kvtier):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        servers(Path(folder), serve=options.serve) as (plain, kvtier, cache),
+    ):
         cost(plain, kvtier, options.rounds)
         if not options.cost_only:
-            gain(kvtier, Path(folder), max(1, options.rounds // 2))
+            gain(kvtier, cache, max(1, options.rounds // 2))
 
 
 def cost(plain: Client, kvtier: Client, rounds: int) -> None:
@@ -83,16 +87,16 @@ def cost(plain: Client, kvtier: Client, rounds: int) -> None:
     )
 
 
-def gain(client: Client, folder: Path, rounds: int) -> None:
+def gain(client: Client, cache: CacheProcess, rounds: int) -> None:
     """Measure the time to first token of a long prompt."""
     ttft: dict[str, list[float]] = {"cold": [], "memory": [], "disk": []}
     for turn in range(rounds):
         prompt = fresh_prompt(1000 + turn, LONG_TOKENS)
         cold = client.complete(prompt, 4)
-        wait_until_stored(folder)
+        wait_until_stored(cache)
         client.reset_prefix_cache()
         memory = client.complete(prompt, 4)
-        evict_from_memory(client, folder, turn)
+        evict_from_memory(client, cache, turn)
         client.reset_prefix_cache()
         disk = client.complete(prompt, 4)
         assert cold.tokens == memory.tokens == disk.tokens, "tokens differ"
@@ -112,16 +116,16 @@ def gain(client: Client, folder: Path, rounds: int) -> None:
     )
 
 
-def evict_from_memory(client: Client, folder: Path, turn: int) -> None:
+def evict_from_memory(client: Client, cache: CacheProcess, turn: int) -> None:
     """Store other prompts until the first tier has evicted the measured one."""
     for number in range(3):
         client.complete(fresh_prompt(5000 + 10 * turn + number, LONG_TOKENS), 1)
-        wait_until_stored(folder)
+        wait_until_stored(cache)
 
 
-def wait_until_stored(folder: Path) -> None:
+def wait_until_stored(cache: CacheProcess) -> None:
     """Wait until no writes to disk are pending."""
-    while status(folder / "socket")["pending_bytes"]:
+    while status(cache.socket)["pending_bytes"]:
         time.sleep(0.02)
     time.sleep(0.1)
 
@@ -131,25 +135,24 @@ def fresh_prompt(seed: float, tokens: int) -> list[int]:
 
 
 @contextmanager
-def servers(folder: Path) -> Iterator[tuple[Client, Client]]:
+def servers(folder: Path, *, serve: bool) -> Iterator[tuple[Client, Client, CacheProcess]]:
     """Start a plain vLLM and one with kvtier, whose first tier holds two long prompts."""
     # By default, the second of two servers is bound to other cores than the first.
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(os.cpu_count()))
     model = folder / "model"
     make_model(model)
     settings = {
-        "socket": str(folder / "socket"),
         "tiers": [
             {"name": "ram", "type": "cpu", "capacity": "256MiB"},
             {"name": "ssd", "type": "disk", "path": str(folder / "disk"), "capacity": "16GiB"},
         ],
         "prefetch": {"policy": "wait"},
     }
-    (folder / "kvtier.yaml").write_text(yaml.safe_dump(settings))
-    started = [start_cache(folder / "kvtier.yaml", folder / "cache.log")]
+    cache = CacheProcess(folder, settings, serve=serve)
+    started: list[Server | CacheProcess] = [cache]
     clients = []
     try:
-        started[0].wait_until((folder / "socket").exists, 30)
+        cache.start()
         for name in ("plain", "kvtier"):
             port = free_port()
             client = Client(port, str(model))
@@ -157,20 +160,21 @@ def servers(folder: Path) -> Iterator[tuple[Client, Client]]:
             server = start_vllm(
                 str(model),
                 port=port,
-                config=folder / "kvtier.yaml",
+                config=None,
                 log=folder / f"{name}.log",
                 max_tokens=LONG_TOKENS + 64,
                 arguments=[*GENERATED_MODEL_ARGUMENTS, "--dtype", "float32"],
                 connector=name == "kvtier",
+                variables=cache.variables,
             )
             started.append(server)
             server.wait_until(client.healthy, READY_SECONDS)
-        yield clients[0], clients[1]
+        yield clients[0], clients[1], cache
     finally:
         for client in clients:
             client.__exit__(None, None, None)
-        for server in reversed(started):
-            server.stop()
+        for process in reversed(started):
+            process.stop()
 
 
 if __name__ == "__main__":

@@ -43,7 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--folder", type=Path, default=Path(), help="for the disk tiers; default: current folder"
     )
     parser.add_argument(
-        "--engines", nargs="*", choices=ENGINES, help="measure in a real vLLM instead; default: all"
+        "--engines",
+        nargs="*",
+        choices=(*ENGINES, "kvtier-serve"),
+        help=f"measure in a real vLLM instead; default: {' '.join(ENGINES)}; kvtier-serve is kvtier with a "
+        "cache process that vLLM does not start itself",
     )
     parser.add_argument(
         "--restarts", type=int, default=3, help="with --engines: restarts of each; default: %(default)s"

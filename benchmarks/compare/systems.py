@@ -16,15 +16,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from benchmarks.cache_process import CacheProcess
 from benchmarks.peer import VERSION, python
 from kvtier.demo.client import Client
 from kvtier.demo.model import make_model
-from kvtier.demo.server import DemoFailed, Server, start_cache, start_vllm
+from kvtier.demo.server import DemoFailed, Server, start_vllm
 from kvtier.demo.work import GENERATED_MODEL_ARGUMENTS
 from kvtier.testing.servers import free_port
 
@@ -40,7 +40,7 @@ class Parts:
 
     arguments: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
-    start: Callable[[], Server] | None = None
+    start: Callable[[], Server | CacheProcess] | None = None
     persistent: bool = False
     """Whether the cache outlives its process."""
 
@@ -55,7 +55,7 @@ class System:
         self._port = free_port()
         self.client = Client(self._port, str(folder.parent / "model"))
         self._engine: Server | None = None
-        self._cache: Server | None = None
+        self._cache: Server | CacheProcess | None = None
 
     def start(self) -> None:
         """Start what does not run. Raises :class:`DemoFailed`."""
@@ -84,8 +84,9 @@ class System:
         self.start()
 
     def close(self) -> None:
-        for server in filter(None, (self._engine, self._cache)):
-            server.kill()
+        for process in (self._engine, self._cache):
+            if process is not None:
+                process.kill()
 
 
 @contextmanager
@@ -115,25 +116,20 @@ def plain(_folder: Path) -> Parts:
     return Parts()
 
 
-def kvtier(folder: Path) -> Parts:
-    path = folder / "socket"
+def kvtier(folder: Path, *, serve: bool = False) -> Parts:
+    """Use the cache process that vLLM starts, or with ``serve`` one that runs ``kvtier serve``."""
     disk = {"name": "ssd", "type": "disk", "path": str(folder / "ssd"), "capacity": DISK_BYTES}
-    settings = {
-        "socket": str(path),
-        "tiers": [{"name": "ram", "type": "cpu", "capacity": HOST_BYTES}, disk],
-    }
-    config = folder / "kvtier.yaml"
-    config.write_text(yaml.safe_dump(settings))
+    settings = {"tiers": [{"name": "ram", "type": "cpu", "capacity": HOST_BYTES}, disk]}
+    cache = CacheProcess(folder, settings, serve=serve)
 
-    def start() -> Server:
-        cache = start_cache(config, folder / "cache.log")
-        cache.wait_until(path.exists, READY_SECONDS)
+    def start() -> CacheProcess:
+        cache.start()
         return cache
 
     connector = connector_arguments(
         "KVTierConnector", kv_connector_module_path="kvtier.integrations.vllm.connector"
     )
-    return Parts(connector, {"KVTIER_CONFIG_FILE": str(config)}, start, persistent=True)
+    return Parts(connector, cache.variables, start, persistent=True)
 
 
 def lmcache(folder: Path) -> Parts:
@@ -181,6 +177,7 @@ def offload(_folder: Path) -> Parts:
 SYSTEMS: dict[str, Callable[[Path], Parts]] = {
     "plain": plain,
     "kvtier": kvtier,
+    "kvtier-serve": partial(kvtier, serve=True),
     "lmcache": lmcache,
     "offload": offload,
 }
