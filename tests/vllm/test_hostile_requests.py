@@ -99,14 +99,11 @@ def test_no_request_ends_the_engine(
             server.wait_until(client.healthy, START_SECONDS)
 
             def send(seed: int) -> int:
-                answer = http.post(
+                return http.post(
                     "/v1/completions",
                     content=body(Random(seed), str(model)),
                     headers={"content-type": "application/json"},
-                )
-                if answer.status_code >= 500:
-                    print(seed, answer.text[:300])
-                return answer.status_code
+                ).status_code
 
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 answers = Counter(pool.map(send, range(REQUESTS)))

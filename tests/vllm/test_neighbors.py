@@ -147,11 +147,12 @@ def visit(
     """Compare tokens in each situation; return the hits."""
     hits: dict[str, int] = {}
 
-    def check(situation: str, tokens: list[int]) -> None:
+    def check(situation: str, tokens: list[int]) -> int:
         engine.reset_prefix_cache()
         answer = engine.generate(tokens)
         assert answer.tokens == expected(tokens), situation
         hits[situation] = answer.cached
+        return answer.cached
 
     tokens, other, lost, fresh = (prompt(LENGTH, start=start) for start in (0, 5_000, 9_000, 13_000))
     whole = LENGTH // CHUNK * CHUNK
@@ -164,18 +165,18 @@ def visit(
     check("killed, another prompt", other)
     caches[0].start()
     # An engine looks for a cache process in its steps.
-    caches[0].wait_until(lambda status: bool(status["engines"]) or not engine.generate(tokens[:8], 1))
-    check("restarted", tokens)
+    caches[0].wait_until(lambda status: check("restarted", tokens) >= whole and bool(status["engines"]))
     if failing:
         failed = engine.generate(lost, params=failing)
         assert failed.reason == "error" if policy == "fail" else failed.tokens == expected(lost)
         check("after a failure", lost)
         check("after a failure, warm", lost)
-    check("fresh", fresh)
     for cache in caches:  # Loads of the other, failed or not, do not end its saves.
-        cache.wait_until(lambda status: status["tiers"][1]["chunks"] >= 2 * whole // CHUNK)
+        cache.wait_until(
+            lambda status: status["tiers"][1]["chunks"] >= 2 * whole // CHUNK or check("fresh", fresh) < 0
+        )
         cache.wait_until_idle()
     engine.wait_until_free()
     assert hits["cold"] == 0
-    assert min(hits["warm"], hits["restarted"]) >= whole
+    assert hits["warm"] >= whole
     return hits
