@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -16,7 +17,7 @@ import pytest
 from kvtier.demo.client import Client
 from kvtier.demo.server import start_vllm
 from kvtier.testing.servers import free_port
-from tests.vllm.cache_process import START_SECONDS
+from tests.vllm.cache_process import START_SECONDS, CacheProcess
 from tests.vllm.conftest import MakeCache, Oracle
 from tests.vllm.engine import ARGUMENTS
 from tests.vllm.forks import ENVIRONMENT
@@ -35,6 +36,7 @@ HINTS: dict[str, Any] = {
     "expect": {"tokens": 256, "seconds": 0.01},
     "cache": {"tenant": "a", "priority": 1, "retention": 1, "resume": 1, "recompute": 1, "mode": "both"},
 }
+GOOD = prompt(1000)
 PROMPTS = ["[]", "[-1]", "[1000000000]", '"text"', '""', "[[1,2],[3]]", "null", "[1.5]"]
 
 
@@ -62,6 +64,7 @@ def body(random: Random, model: str) -> bytes:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_request_ends_the_engine(
     llama: Path, make_cache: MakeCache, oracle: Oracle, tmp_path: Path, count: int
@@ -107,22 +110,24 @@ def test_no_request_ends_the_engine(
 
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 answers = Counter(pool.map(send, range(REQUESTS)))
-            print(answers)
             assert client.healthy()
             assert answers[200] > REQUESTS / 4
-            tokens = prompt(1000)
-            good = {"model": str(model), "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-            for _ in range(2):
-                assert client.reset_prefix_cache()
-                answer = http.post(
-                    "/v1/completions",
-                    json=good
-                    | {"prompt": tokens, "return_token_ids": True, "kv_transfer_params": {"kvtier": {}}},
-                ).json()
-                assert answer["choices"][0]["token_ids"] == oracle(llama, tokens, 16)
-                assert set(answer["kv_transfer_params"]) == {"kvtier"}
-                for cache in caches:
-                    cache.wait_until_stored(len(tokens))
-            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > len(tokens) // 2
+            check_good_requests(client, http, model, caches, oracle(llama, GOOD, 16))
     finally:
         server.kill()
+
+
+def check_good_requests(
+    client: Client, http: httpx.Client, model: Path, caches: Sequence[CacheProcess], expected: list[int]
+) -> None:
+    """Ask twice for :data:`GOOD`: it is computed and stored, and then loaded."""
+    request: dict[str, Any] = {"model": str(model), "prompt": GOOD, "max_tokens": 16, "temperature": 0}
+    request |= {"ignore_eos": True, "return_token_ids": True, "kv_transfer_params": {"kvtier": {}}}
+    for _ in range(2):
+        assert client.reset_prefix_cache()
+        answer = http.post("/v1/completions", json=request).json()
+        assert answer["choices"][0]["token_ids"] == expected
+        assert set(answer["kv_transfer_params"]) == {"kvtier"}
+        for cache in caches:
+            cache.wait_until_stored(len(GOOD))
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > len(GOOD) // 2
