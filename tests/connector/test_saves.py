@@ -1,4 +1,4 @@
-"""Room for states: reserved in advance, used in one step, given back otherwise."""
+"""Room in advance, for states and with windows: used in one step, or given back."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_unused_room_is_given_back_at_once(
     else:
         saves.drop(state)
     assert bridge.abandoned == [1]
-    assert saves._states == {}
+    assert saves._expected == {}
 
 
 @pytest.mark.parametrize("lost", ["answer", "request"])
@@ -313,3 +313,18 @@ def test_step_may_write_what_is_new_to_its_requests() -> None:
     )
     # All but the blocks of full attention with computed tokens only: 1 and 2, and 11.
     assert sorted(written_blocks(output, model)) == [3, 4, 5, 6, 7, 8, 9, 12, 13, 14, 20, 21]
+
+
+def test_step_waits_once_for_room_in_advance_that_is_late(bridge: Bridge, state: RequestState) -> None:
+    """In the step that computes the chunk: before it, the answer is no use yet, and after it too late."""
+    any_bridge: Any = bridge
+    stats: Any = SimpleNamespace(add=lambda *_: None)
+    saves = Saves(Settings(), ChunkLayout(16, (GroupLayout(16, (64,), window=16),)), any_bridge, stats)
+    saves.expect_chunk(state, 0)
+    saves.step(lambda _: None, 0.5)
+    assert bridge.waits == []
+    assert saves.plan(state, 16, 1) == 1
+    saves.step(lambda _: None, 0.5)
+    saves.step(lambda _: None, 0.5)
+    assert bridge.waits == [0.5]
+    assert len(bridge.calls) == 1

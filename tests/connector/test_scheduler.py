@@ -33,10 +33,10 @@ from kvtier.bridge.protocol import (
 )
 from kvtier.integrations.vllm import loading, prefill
 from kvtier.integrations.vllm import scheduler as scheduler_module
+from kvtier.integrations.vllm.early import MAX_EARLY_STATES
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.scheduler import SchedulerSide
-from kvtier.integrations.vllm.states import MAX_EARLY_STATES
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.memory.keys import BLOCK_HASH_BYTES, split_keys, state_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
@@ -783,6 +783,115 @@ def test_long_queue_reserves_room_for_few_states(with_states: SchedulerSide, cac
             reserved += len(cache.answer(cache.receive(Reserve), first=reserved + 1))
             wait_until(lambda: (with_states._bridge.poll(), with_states._saves.possible)[1])
     assert MAX_EARLY_STATES <= reserved <= MAX_EARLY_STATES + 1
+
+
+@pytest.fixture
+def with_windows(engine: Engine) -> SchedulerSide:
+    """The scheduler side of a model with a window, whose steps compute up to four chunks."""
+    layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(stepping.BLOCK_TOKENS, (1024,), window=CHUNK_TOKENS),))
+    engine.scheduler = SchedulerSide(
+        Settings(chunk_tokens=CHUNK_TOKENS),
+        ModelLayout(layout, bytes(32), (), group_ids=(0,)),
+        engine.bridges[0],
+        weights=EngineWeights("", lambda _: bytes(32)),
+        step_tokens=4 * CHUNK_TOKENS,
+    )
+    return engine.scheduler
+
+
+def start(engine: Engine, cache: Cache, request: Any, *, hit: int = 0) -> None:
+    """Answer a request's lookup, and let the next step compute what is not hit."""
+    leases = list(range(101, 101 + hit))
+    look_up = cache.receive(Lookup)
+    cache.send(Found(look_up.ticket, leases, [4096 * lease for lease in leases], [0] * hit, 0))
+    expected = (hit * CHUNK_TOKENS, True) if hit else (0, False)
+    wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == expected)
+    engine.admit(request)
+    engine.scheduler.allocated(request, engine._blocks(engine.tables[request.request_id]), expected[0])
+    request.num_computed_tokens = expected[0]
+
+
+def saved(engine: Engine) -> list[int]:
+    return [chunk.lease for job in engine.worker.saves for chunk in job.chunks]  # type: ignore[attr-defined]
+
+
+def test_with_windows_room_is_requested_with_the_lookup(
+    with_windows: SchedulerSide, engine: Engine, cache: Cache, waits: list[float]
+) -> None:
+    """Before the step after the prompt's, vLLM frees all blocks but those of the last chunk."""
+    request = make_request(4 * CHUNK_TOKENS)
+    with_windows.on_new_request(request)
+    start(engine, cache, request)
+    leases = cache.answer(cache.receive(Reserve))
+    wait_for_replies(engine)
+    waits.clear()
+    engine.step(4 * CHUNK_TOKENS)
+    assert saved(engine) == leases == [1, 2, 3, 4]
+    assert not waits
+    assert cache.nothing_received()
+    assert len(engine.worker.saves) == 1, "one job for each request"  # type: ignore[attr-defined]
+
+
+def test_with_windows_room_is_requested_a_step_ahead(
+    with_windows: SchedulerSide, engine: Engine, cache: Cache
+) -> None:
+    request = make_request(12 * CHUNK_TOKENS)
+    with_windows.on_new_request(request)
+    start(engine, cache, request)
+    leases: list[int] = []
+    for _ in range(3):
+        leases += cache.answer(cache.receive(Reserve), first=len(leases) + 1)
+        wait_for_replies(engine)
+        engine.step(4 * CHUNK_TOKENS)
+    assert saved(engine) == leases == list(range(1, 13))
+    assert cache.nothing_received()
+
+
+def test_with_windows_room_before_a_hit_is_given_back(
+    with_windows: SchedulerSide, engine: Engine, cache: Cache
+) -> None:
+    """It was granted although a chunk is held: on a disk, for instance."""
+    request = make_request(4 * CHUNK_TOKENS)
+    with_windows.on_new_request(request)
+    start(engine, cache, request, hit=2)
+    cache.answer(cache.receive(Reserve))
+    wait_for_replies(engine)
+    engine.step(2 * CHUNK_TOKENS)
+    assert cache.receive(Abandon).leases == [1, 2]
+    assert saved(engine) == [3, 4]
+
+
+@pytest.mark.parametrize("end", ["aborted", "preempted"])
+def test_with_windows_room_for_chunks_that_are_not_computed_is_given_back(
+    with_windows: SchedulerSide, engine: Engine, cache: Cache, end: str
+) -> None:
+    request = make_request(4 * CHUNK_TOKENS)
+    with_windows.on_new_request(request)
+    start(engine, cache, request)
+    cache.answer(cache.receive(Reserve))
+    wait_for_replies(engine)
+    engine.step(0)
+    assert saved(engine) == []
+    if end == "aborted":
+        request.status = RequestStatus.FINISHED_ABORTED
+        with_windows.finished(request, ([],))
+    else:
+        request.num_preemptions += 1
+        engine.step(0)
+    assert sorted(cache.receive(Abandon).leases) == [1, 2, 3, 4]
+
+
+def test_long_queue_reserves_no_more_room_than_a_step_needs(
+    with_windows: SchedulerSide, cache: Cache
+) -> None:
+    reserved = 0
+    for _ in range(20):
+        with_windows.on_new_request(make_request(3 * CHUNK_TOKENS))
+        cache.receive(Lookup)
+        if not cache.nothing_received():
+            reserved += len(cache.answer(cache.receive(Reserve), first=reserved + 1))
+            wait_until(lambda: (with_windows._bridge.poll(), with_windows._saves.possible)[1])
+    assert reserved == 4
 
 
 def test_hit_is_counted_after_the_cache_process_was_replaced(streamed: Streamed) -> None:

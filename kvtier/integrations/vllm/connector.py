@@ -143,6 +143,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             deferred=deferred,
             numbered=numbers_inputs(config),
             whole_blocks=hits_end_at_blocks(config),
+            step_tokens=int(config.scheduler_config.max_num_batched_tokens),
         )
 
     @property

@@ -8,16 +8,17 @@ threads of a model on a CPU leave none to the cache process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from kvtier.bridge.client import SchedulerBridge, Slots
-from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Run
+from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.request import RequestState
-from kvtier.memory.keys import ChunkKey, join_keys, state_key
+from kvtier.integrations.vllm.save import Save
+from kvtier.memory.keys import ChunkKey, state_key
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout
 from kvtier.rpc.calls import Call
 from kvtier.settings import Settings
@@ -63,52 +64,6 @@ def state_blocks(layout: ChunkLayout, blocks: Blocks, tokens: int) -> tuple[list
     )
 
 
-@dataclass(slots=True, eq=False)
-class Save:
-    """Consecutive chunks of one request to store, or one state."""
-
-    state: RequestState
-    first: int
-    keys: list[ChunkKey]
-    sizes: list[int]
-    """Number of tokens of each chunk."""
-    preemptions: int
-    """The request's preemption count: after a further preemption it has lost its blocks."""
-    kv_transfer: int
-    """Ticket of the KV transfer for which to reserve room in the staging buffer as well; 0 for none."""
-    is_state: bool = False
-    state_blocks: tuple[list[int], ...] | None = None
-    """The blocks of a state, in the one step in which they are valid."""
-    continued: bytes = b""
-    """For a state: the last chunk of the hit that the request continued."""
-    void: bool = False
-    epoch: int = 0
-    """The cache process that the reservation was requested from."""
-    slots: list[Slots] | None = None
-    """The granted room, for each of :attr:`runs`."""
-
-    @property
-    def leases(self) -> list[int]:
-        """The reservations of the granted room."""
-        return [slot.lease for room in self.slots or () for slot in room if slot is not None]
-
-    @property
-    def runs(self) -> list[Run]:
-        """The room to reserve: in the staging buffer, if any, then in the arena."""
-        state, start = self.state, self.first * self.state.chunk_tokens
-        parent, keys = state.parent(self.first), join_keys(self.keys)
-        arena = Run(
-            parent,
-            keys,
-            self.sizes[-1],
-            hints=state.chunk_hints,
-            block_hashes=state.block_hashes(start, start + sum(self.sizes)),
-            continued=self.continued,
-            awaited=state.kv_transfer is not None,
-        )
-        return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
-
-
 class Saves:
     """The chunks being stored. Not thread-safe. Only :meth:`step` blocks, for up to its ``wait``."""
 
@@ -126,7 +81,7 @@ class Saves:
         self._deferred = deferred
         self._max_kept = blocks // MAX_KEPT_SHARE
         self._tails = not layout.has_states
-        self._loses_blocks = any(group.window for group in layout.groups)
+        self._loses_blocks = layout.has_windows
         """Whether vLLM frees blocks of a running request: those outside its attention window."""
         self._partial_chunks = settings.partial_chunks
         self._stages = settings.kv_transfer.device == "cuda"
@@ -147,8 +102,8 @@ class Saves:
         """Saves that wait for a step in which their request is scheduled."""
         self._unusable: list[int] = []
         """Reservations to abandon."""
-        self._states: dict[tuple[str, int], Save] = {}
-        """States to come, by request id and number of chunks."""
+        self._expected: dict[tuple[str, int, bool], Save] = {}
+        """What room is reserved for in advance, by request id, number of chunks before, and ``is_state``."""
         self._held: list[RequestState] = []
         """Finished requests whose blocks vLLM keeps until they are saved."""
         self._kept: dict[str, int] = {}
@@ -169,7 +124,12 @@ class Saves:
     @property
     def expected_states(self) -> int:
         """Number of states to come for which room has been planned or reserved."""
-        return len(self._states)
+        return sum(save.is_state for save in self._expected.values())
+
+    @property
+    def expected_chunks(self) -> int:
+        """Number of chunks to come for which room has been planned or reserved."""
+        return len(self._expected) - self.expected_states
 
     @property
     def unreserved(self) -> bool:
@@ -240,32 +200,64 @@ class Saves:
             if tail is not None and end // self._layout.chunk_tokens == state.next_chunk:
                 keys.append(tail)
                 sizes.append(end % self._layout.chunk_tokens)
-        if keys:
-            kv_transfer = state.kv_transfer or 0 if self._stages else 0
-            self._planned.append(Save(state, first, keys, sizes, state.request.num_preemptions, kv_transfer))
+        last: Save | None = None
+        for chunk, (key, size) in enumerate(zip(keys, sizes, strict=True), first):
+            if size == self._layout.chunk_tokens and self._take_expected(state, chunk) is not None:
+                last = None
+            elif last is None:
+                last = self._new_save(state, chunk, key, size)
+            else:
+                last.keys.append(key)
+                last.sizes.append(size)
         return len(keys)
 
-    def expect_state(self, state: RequestState, chunks: int) -> Save:
-        """Reserve room for the state at the end of a chunk, which will be there for one step only."""
-        save = self._states.get((state.request.request_id, chunks))
-        if save is None or save.void or save.preemptions != state.request.num_preemptions:
-            keys = [state_key(state.parent(chunks))]
-            save = Save(state, chunks, keys, [STATE_TOKENS], state.request.num_preemptions, 0, is_state=True)
-            save.continued = state.parent(state.hit_chunks) if state.hit_chunks else b""
-            self._states[state.request.request_id, chunks] = save
-            self._planned.append(save)
+    def _new_save(self, state: RequestState, first: int, key: ChunkKey, tokens: int) -> Save:
+        kv_transfer = state.kv_transfer or 0 if self._stages else 0
+        save = Save(state, first, [key], [tokens], state.request.num_preemptions, kv_transfer)
+        self._planned.append(save)
         return save
+
+    def expect_state(self, state: RequestState, chunks: int) -> None:
+        """Reserve room for the state at the end of a chunk, which will be there for one step only."""
+        if self._find_expected(state, chunks, is_state=True) is None:
+            save = self._new_save(state, chunks, state_key(state.parent(chunks)), STATE_TOKENS)
+            save.is_state, save.early, save.kv_transfer = True, True, 0
+            save.continued = state.parent(state.hit_chunks) if state.hit_chunks else b""
+            self._expected[state.request.request_id, chunks, True] = save
+
+    def expect_chunk(self, state: RequestState, chunk: int) -> None:
+        """Reserve room for a whole chunk of a prompt before it is computed."""
+        if self._find_expected(state, chunk) is None:
+            save = self._new_save(state, chunk, state.keys[chunk], self._layout.chunk_tokens)
+            save.early = True
+            self._expected[state.request.request_id, chunk, False] = save
 
     def plan_state(self, state: RequestState, chunks: int, blocks: tuple[list[int], ...]) -> None:
         """Store the state at the end of a chunk from ``blocks``, in this step or never."""
-        self.expect_state(state, chunks).state_blocks = blocks
-        del self._states[state.request.request_id, chunks]
+        self.expect_state(state, chunks)
+        save = self._take_expected(state, chunks, is_state=True)
+        assert save is not None
+        save.state_blocks = blocks
 
-    def forget_states(self, state: RequestState) -> None:
-        """Give up states that a request has not come to, such as those that were held already."""
+    def _find_expected(self, state: RequestState, chunks: int, *, is_state: bool = False) -> Save | None:
+        save = self._expected.get((state.request.request_id, chunks, is_state))
+        valid = save is not None and not save.void and save.preemptions == state.request.num_preemptions
+        return save if valid else None
+
+    def _take_expected(self, state: RequestState, chunks: int, *, is_state: bool = False) -> Save | None:
+        """Return the save of something that exists from this step on, if room was reserved in advance."""
+        save = self._find_expected(state, chunks, is_state=is_state)
+        if save is not None:
+            save.early = False
+            del self._expected[state.request.request_id, chunks, is_state]
+        return save
+
+    def forget(self, state: RequestState, held: int | None = None) -> None:
+        """Give up what a request has not come to: states, and chunks, or only those before ``held``."""
         request_id = state.request.request_id
-        for key in [key for key in self._states if key[0] == request_id]:
-            self._states.pop(key).void = True
+        for key, save in list(self._expected.items()):
+            if key[0] == request_id and (save.is_state or held is None or save.first < held):
+                self._expected.pop(key).void = True
         self._abandon_void()
 
     def finish(self, state: RequestState, computed: int, blocks: Blocks) -> bool:
@@ -282,7 +274,7 @@ class Saves:
             self.plan(state, computed, min(fresh + self.backlog, self.room), finished=True)
             left = computed // self._layout.chunk_tokens - state.next_chunk
             self._stats.add("not_stored_chunks", max(0, left))
-        self.forget_states(state)
+        self.forget(state)
         return self.keep(state, blocks)
 
     def keep(self, state: RequestState, blocks: Blocks) -> bool:
@@ -315,10 +307,10 @@ class Saves:
 
     def drop(self, state: RequestState | None = None) -> None:
         """Cancel the pending saves of a request, or of all requests."""
-        for save in [*self._pending(), *self._states.values()]:
+        for save in [*self._pending(), *self._expected.values()]:
             if state is None or save.state is state:
                 save.void = True
-        self._states = {key: save for key, save in self._states.items() if not save.void}
+        self._expected = {key: save for key, save in self._expected.items() if not save.void}
         self._abandon_void()
 
     def _abandon_void(self) -> None:
@@ -354,30 +346,34 @@ class Saves:
         """
         # Answers to the last step first: room that is abandoned here can be reserved for others at once.
         jobs = self._use_answers(blocks_of)
-        hurries = any(self._hurries(save) for save in self._planned)
-        call = self.request()
-        for earlier, saves in self._requested:
-            if any(save.state_blocks is not None for save in saves):
-                call, hurries = earlier, True
-        if hurries and self._bridge.await_reply(call, wait) is not None:
+        self.request()
+        awaited = [call for call, saves in self._requested if any(map(self._hurries, saves))]
+        if awaited and self._bridge.await_reply(awaited[-1], wait) is not None:
             jobs += self._use_answers(blocks_of)
         for save in self._pending():
+            save.fresh = save.early
             if save.state_blocks is not None:  # The next step may overwrite its blocks.
                 save.void = True
         return jobs + self._last_jobs()
 
     def _hurries(self, save: Save) -> bool:
         """Return whether the next step is too late for a save: its blocks may be lost, or a peer waits."""
+        if save.void or save.early or not save.fresh:
+            return False
         return self._loses_blocks or save.state_blocks is not None or save.state.kv_transfer is not None
 
     def _use_answers(self, blocks_of: BlocksOf) -> list[Job]:
         """Plan copies into the granted room, and abandon unusable reservations."""
         self._take_answers()
         granted, self._granted = self._granted, []
-        jobs = [self._job(save, blocks_of) for save in granted]
+        jobs: dict[tuple[str, int], Job] = {}
+        for save in granted:
+            job = self._job(save, blocks_of)
+            if job is not None:  # One for each request: chunks with room in advance are saves of their own.
+                jobs.setdefault((job.request_id, job.epoch), replace(job, chunks=[])).chunks += job.chunks
         self._bridge.abandon(self._unusable)
         self._unusable = []
-        return [job for job in jobs if job is not None]
+        return list(jobs.values())
 
     def request(self) -> Call[list[Slots]] | None:
         """Request room for what is planned, if that is :attr:`possible`. Does not block."""
@@ -419,7 +415,7 @@ class Saves:
             self._abandon(save, save.leases)
             return None
         blocks: Blocks | None
-        if save.is_state and save.state_blocks is None:
+        if save.early:
             self._granted.append(save)
             return None
         if save.state_blocks is not None:

@@ -15,6 +15,7 @@ from kvtier.bridge.client import SchedulerBridge
 from kvtier.catalog.siblings import marks_of
 from kvtier.integrations.vllm.adapters import Adapter, Adapters
 from kvtier.integrations.vllm.compat import has_failed
+from kvtier.integrations.vllm.early import Early
 from kvtier.integrations.vllm.engine_blocks import EngineBlocks, published_group
 from kvtier.integrations.vllm.foreign_loads import ForeignLoads
 from kvtier.integrations.vllm.hints import Hints
@@ -71,12 +72,14 @@ class SchedulerSide:
         deferred: bool = False,
         numbered: bool = False,
         whole_blocks: bool = False,
+        step_tokens: int = 0,
     ) -> None:
         """``lookahead``: how many tokens after it the KV of a token depends on (``speculation.py``).
 
         ``deferred``: whether workers may still be copying when a step ends. ``numbered``: whether
         vLLM numbers images, so that requests with any are not cached (``numbers_inputs``). ``whole_blocks``:
-        whether vLLM drops hits that end within a block (``hits_end_at_blocks``).
+        whether vLLM drops hits that end within a block (``hits_end_at_blocks``). ``step_tokens``:
+        the maximum of one step (:class:`Early`).
         """
         self._settings = settings
         self._model = model
@@ -104,6 +107,7 @@ class SchedulerSide:
         self._states: States | None = None
         if self._layout.has_states:
             self._states = States(model, self._saves, save_decode=settings.save_decode)
+        self._early = Early(model, bridge, self._saves, self._states, step_tokens=step_tokens)
         self._waited_before = 0.0
         """Value of ``bridge.waited`` when this step began."""
 
@@ -143,8 +147,7 @@ class SchedulerSide:
         # Before any chunk is promoted or stored, so that none is evicted before it is pushed.
         self._kv_transfers.begin(state)
         self._look_up(state)
-        if self._states is not None and state.stores:
-            self._states.expect_early(state, self._bridge.welcome)
+        self._early.queued(state)
 
     def _admit_again(self, request: Request, local_tokens: int) -> bool:
         """Return whether a request can use the chunks of its adapter, which may have changed since."""
@@ -281,7 +284,7 @@ class SchedulerSide:
         state.hit_chunks = max(count, state.local_tokens // chunk)
         state.next_chunk = max(state.next_chunk, hit.tokens // chunk)
         if state.hit_chunks:
-            self._saves.forget_states(state)
+            self._saves.forget(state, state.next_chunk)
         if not external_tokens:
             self._cancel_lookup(state)
             return
@@ -327,7 +330,7 @@ class SchedulerSide:
 
     def _plan_saves(self, output: SchedulerOutput) -> None:
         """Plan to store the chunks that this step completes, and a few postponed ones of earlier steps."""
-        due, possible = [], self._saves.possible
+        due, running, possible = [], [], self._saves.possible
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None:
@@ -340,13 +343,14 @@ class SchedulerSide:
             computed = state.computed = self._computed_tokens(state.request, scheduled)
             if not possible:
                 continue
-            if before is None and self._states is not None:
-                self._states.expect(state)
+            running.append((state, before is None))
             if self._saves.due(state, computed):
                 # With a lookahead, a chunk at the end of a step becomes due one step later.
                 since = before if self._lookahead and before is not None else state.settled
                 due.append((state, computed, since))
         self._saves.plan_step(due)
+        for state, first in running:
+            self._early.scheduled(state, first=first)
         if self._states is not None and not self._foreign_loads.pending:
             self._states.plan(output, self._requests)
 

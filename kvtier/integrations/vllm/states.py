@@ -17,12 +17,6 @@ from kvtier.integrations.vllm.saving import Saves
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from kvtier.bridge.protocol import Welcome
-
-MAX_EARLY_STATES = 8
-"""With more states to come, a request that is not scheduled yet reserves no room for its own."""
-
-
 class States:
     """Admits states. A state costs as much as many chunks, so not every one that vLLM leaves is stored.
 
@@ -43,19 +37,6 @@ class States:
         for chunks in {last - 1, last, state.branch}:
             if chunks > state.hit_chunks:
                 self._saves.expect_state(state, chunks)
-
-    def expect_early(self, state: RequestState, welcome: Welcome | None) -> None:
-        """Reserve that room before the request is scheduled.
-
-        States exist for one step, perhaps the first, which must not wait for room. After a hit, those that
-        continue it are needed instead. Not for a long queue: a state takes as much room as many chunks. Not
-        while shared pools are asked, either: what has room to be stored is not fetched from them.
-        """
-        asks_pools = state.ticket is not None and welcome is not None and welcome.pools
-        early = self._saves.expected_states < MAX_EARLY_STATES and not asks_pools
-        if early and self._saves.possible:
-            self.expect(state)
-            self._saves.request()
 
     def plan(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> None:
         """Plan to store the states that this step leaves at the ends of chunks."""

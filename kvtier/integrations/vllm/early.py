@@ -1,0 +1,71 @@
+"""Reserve room before the step that needs it, for what vLLM may have for that step only.
+
+That is a state, and with attention windows a chunk of the prompt, unless it is the last one. The cache
+process may answer later than the step waits.
+"""
+
+from __future__ import annotations
+
+from kvtier.bridge.client import SchedulerBridge
+from kvtier.integrations.vllm.layout import ModelLayout
+from kvtier.integrations.vllm.request import RequestState
+from kvtier.integrations.vllm.saving import Saves
+from kvtier.integrations.vllm.states import States
+
+MAX_EARLY_STATES = 8
+"""With more states to come, a request that is not scheduled yet reserves no room for its own."""
+
+
+class Early:
+    """Reserves room for queued requests, and for the next step of running ones. Never blocks.
+
+    Bounded, because room that waits for its chunk is missing elsewhere: queued requests hold at most as many
+    chunks as one step computes, and all together twice as many.
+    """
+
+    def __init__(
+        self,
+        model: ModelLayout,
+        bridge: SchedulerBridge,
+        saves: Saves,
+        states: States | None,
+        *,
+        step_tokens: int,
+    ) -> None:
+        """``step_tokens``: the maximum number of tokens that one step computes."""
+        layout = model.layout
+        self._chunk_tokens = layout.chunk_tokens
+        self._bridge = bridge
+        self._saves = saves
+        self._states = states
+        self._step_chunks = -(-step_tokens // layout.chunk_tokens) if layout.has_windows else 0
+
+    def queued(self, state: RequestState) -> None:
+        """Reserve room for what the first step of a request leaves, after its lookup was sent.
+
+        After a hit, states that continue it are needed instead. Not while shared pools are asked: what has
+        room to be stored is not fetched from them.
+        """
+        welcome = self._bridge.welcome
+        asks_pools = state.ticket is not None and welcome is not None and welcome.pools
+        if not state.stores or asks_pools or not self._saves.possible:
+            return
+        if self._states is not None and self._saves.expected_states < MAX_EARLY_STATES:
+            self._states.expect(state)
+        self._expect_chunks(state, self._step_chunks)
+        self._saves.request()
+
+    def scheduled(self, state: RequestState, *, first: bool) -> None:
+        """Plan to reserve room for what the next step leaves, and for states in the ``first`` one as well."""
+        if first and self._states is not None:
+            self._states.expect(state)
+        self._expect_chunks(state, 2 * self._step_chunks)
+
+    def _expect_chunks(self, state: RequestState, limit: int) -> None:
+        count = min(self._step_chunks, limit - self._saves.expected_chunks, self._saves.room)
+        if count <= 0:
+            return
+        first = state.next_chunk
+        stop = min(int(state.request.num_prompt_tokens), (first + count) * self._chunk_tokens)
+        for chunk in range(first, first + len(state.extend(stop, first))):
+            self._saves.expect_chunk(state, chunk)
