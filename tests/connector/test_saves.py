@@ -328,3 +328,20 @@ def test_step_waits_once_for_room_in_advance_that_is_late(bridge: Bridge, state:
     saves.step(lambda _: None, 0.5)
     assert bridge.waits == [0.5]
     assert len(bridge.calls) == 1
+
+
+def test_chunks_with_late_room_are_saved_once_it_is_granted_in_their_step(
+    bridge: Bridge, state: RequestState
+) -> None:
+    """While that request is pending, no other can be sent."""
+    any_bridge: Any = bridge
+    stats: Any = SimpleNamespace(add=lambda *_: None)
+    saves = Saves(Settings(), ChunkLayout(16, (GroupLayout(16, (64,), window=16),)), any_bridge, stats)
+    saves.expect_chunk(state, 0)
+    saves.expect_chunk(state, 1)
+    saves.step(lambda _: None, 0.5)
+    bridge.reserves, bridge.answers = False, True
+    saves.plan_step([(state, 48, 0)])
+    assert state.next_chunk == 2, "the third is planned later"
+    [job] = saves.step(lambda _: ([1, 2, 3],), 0.5)
+    assert job.leases == [1, 1]

@@ -165,14 +165,23 @@ class Saves:
     def plan_step(self, due: Iterable[tuple[RequestState, int, int]]) -> None:
         """Plan all chunks that this step completes, and up to :attr:`backlog` chunks of earlier steps.
 
+        While no room can be reserved, only those for which it was requested in advance.
         ``due``: requests, each with its computed tokens and how many of them it had before this step.
         """
         room, backlog = self.room, self.backlog
         for state, computed, since in due:
             fresh = self._fresh(state, computed, since)
-            planned = self.plan(state, computed, min(fresh + backlog, room))
+            limit = min(fresh + backlog, room) if self.possible else self._expected_next(state)
+            planned = self.plan(state, computed, limit) if limit or self.possible else 0
             room -= planned
             backlog -= max(0, planned - fresh)
+
+    def _expected_next(self, state: RequestState) -> int:
+        """Return for how many consecutive unplanned chunks room was requested in advance."""
+        stop = state.next_chunk
+        while self._find_expected(state, stop) is not None:
+            stop += 1
+        return stop - state.next_chunk
 
     def _fresh(self, state: RequestState, computed: int, since: int) -> int:
         """Return the number of unplanned whole chunks that end between ``since`` and ``computed`` tokens."""

@@ -340,10 +340,9 @@ class SchedulerSide:
             if not state.stores or state.is_mixed:
                 continue
             before, state.settled = state.settled, state.request.num_computed_tokens
+            if possible:
+                running.append((state, before is None))
             computed = state.computed = self._computed_tokens(state.request, scheduled)
-            if not possible:
-                continue
-            running.append((state, before is None))
             if self._saves.due(state, computed):
                 # With a lookahead, a chunk at the end of a step becomes due one step later.
                 since = before if self._lookahead and before is not None else state.settled
