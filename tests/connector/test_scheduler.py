@@ -33,6 +33,7 @@ from kvtier.bridge.protocol import (
 )
 from kvtier.integrations.vllm import loading, prefill
 from kvtier.integrations.vllm import scheduler as scheduler_module
+from kvtier.integrations.vllm.adapters import Adapter
 from kvtier.integrations.vllm.early import MAX_EARLY_STATES
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job
@@ -861,7 +862,25 @@ def test_with_windows_room_before_a_hit_is_given_back(
     assert saved(engine) == [3, 4]
 
 
-@pytest.mark.parametrize("end", ["aborted", "preempted"])
+def test_with_windows_no_room_is_requested_for_chunks_that_are_pushed_here(
+    with_windows: SchedulerSide, engine: Engine, cache: Cache
+) -> None:
+    """A peer cannot push a chunk that has room to be stored, and the request would wait for it."""
+    request = make_request(
+        4 * CHUNK_TOKENS, kv_transfer_params={"kvtier": {"expect": {"tokens": 2 * CHUNK_TOKENS}}}
+    )
+    with_windows.on_new_request(request)
+    look_up = cache.receive(Lookup)
+    assert look_up.expect_chunks == 2
+    assert cache.nothing_received()
+    cache.send(Found(look_up.ticket, [], [], [], 0))
+    wait_until(lambda: with_windows.matched_tokens(request, 0) == (0, False))
+    engine.admit(request)
+    engine.step(2 * CHUNK_TOKENS)
+    assert len(split_keys(cache.receive(Reserve).runs[0].keys)) == 2, "once the lookup has ended"
+
+
+@pytest.mark.parametrize("end", ["aborted", "adapter-loaded-again", "preempted"])
 def test_with_windows_room_for_chunks_that_are_not_computed_is_given_back(
     with_windows: SchedulerSide, engine: Engine, cache: Cache, end: str
 ) -> None:
@@ -874,6 +893,9 @@ def test_with_windows_room_for_chunks_that_are_not_computed_is_given_back(
     assert saved(engine) == []
     if end == "aborted":
         request.status = RequestStatus.FINISHED_ABORTED
+        with_windows.finished(request, ([],))
+    elif end == "adapter-loaded-again":
+        with_windows._requests[request.request_id].adapter = Adapter("adapter", "", replaced=True)
         with_windows.finished(request, ([],))
     else:
         request.num_preemptions += 1

@@ -43,12 +43,13 @@ class Early:
     def queued(self, state: RequestState) -> None:
         """Reserve room for what the first step of a request leaves, after its lookup was sent.
 
-        After a hit, states that continue it are needed instead. Not while shared pools are asked: what has
-        room to be stored is not fetched from them.
+        After a hit, states that continue it are needed instead. Not if chunks may come from elsewhere, from
+        shared pools or pushed by a prefill instance: a chunk with room to be stored is not received.
         """
         welcome = self._bridge.welcome
         asks_pools = state.ticket is not None and welcome is not None and welcome.pools
-        if not state.stores or asks_pools or not self._saves.possible:
+        received = asks_pools or state.hints.expect is not None
+        if not state.stores or received or not self._saves.possible:
             return
         if self._states is not None and self._saves.expected_states < MAX_EARLY_STATES:
             self._states.expect(state)

@@ -405,7 +405,7 @@ class SchedulerSide:
         self._cancel_lookup(state)
         if state.computing_since is not None:
             self._prefill.observe(state)
-        if has_failed(request) or request.request_id in self._loads:
+        if has_failed(request) or state.is_mixed or request.request_id in self._loads:
             self._loads.stop(request.request_id)
             self._give_up(state)
             loading = request.request_id in self._loads  # vLLM keeps the blocks until it has ended.
@@ -414,11 +414,7 @@ class SchedulerSide:
         computed = min(request.num_computed_tokens, request.num_tokens - max(1, self._lookahead))
         if not self._settings.save_decode:
             computed = min(computed, request.num_prompt_tokens)
-        held = (
-            state.stores
-            and not state.is_mixed
-            and self._saves.finish(state, computed, self._model.blocks(block_ids))
-        )
+        held = state.stores and self._saves.finish(state, computed, self._model.blocks(block_ids))
         transferred = self._kv_transfers.finish(state)
         if not self._saves.unreserved:
             self._kv_transfers.end_finished()

@@ -17,6 +17,7 @@ from kvtier.integrations.vllm.saving import Saves
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+
 class States:
     """Admits states. A state costs as much as many chunks, so not every one that vLLM leaves is stored.
 
