@@ -31,7 +31,7 @@ from kvtier.bridge.protocol import (
     UseWeights,
     Watch,
 )
-from kvtier.integrations.vllm import loading, prefill
+from kvtier.integrations.vllm import early, loading, prefill
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.adapters import Adapter
 from kvtier.integrations.vllm.early import MAX_EARLY_STATES
@@ -862,6 +862,38 @@ def test_with_windows_room_before_a_hit_is_given_back(
     assert saved(engine) == [3, 4]
 
 
+@pytest.mark.parametrize("seconds", [3600, 0])
+def test_with_windows_a_request_waits_for_its_room(
+    with_windows: SchedulerSide, cache: Cache, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """A busy cache process may answer the lookup before. Not for long, as the prompt can be computed."""
+    monkeypatch.setattr(early, "ROOM_SECONDS", seconds)
+    request = make_request(CHUNK_TOKENS)
+    with_windows.on_new_request(request)
+    cache.send(Found(cache.receive(Lookup).ticket, [], [], [], 0))
+    state = with_windows._requests[request.request_id]
+    wait_until(lambda: with_windows._bridge.found(state.ticket or 0).final)  # type: ignore[union-attr]
+    if seconds:
+        assert with_windows.matched_tokens(request, 0) == (None, False)
+        cache.answer(cache.receive(Reserve))
+        wait_until(lambda: with_windows.matched_tokens(request, 0) == (0, False))
+    assert with_windows.matched_tokens(request, 0) == (0, False)
+
+
+def test_with_windows_a_late_answer_is_read_before_room_is_requested(
+    with_windows: SchedulerSide, cache: Cache
+) -> None:
+    """An idle engine has not read it, and nothing is reserved while an answer is late."""
+    bridge = with_windows._bridge
+    assert bridge.await_reply(bridge.reserve([]), 0.001) is None
+    assert bridge.late
+    cache.answer(cache.receive(Reserve))
+    bridge._polled_at = 0.0
+    with_windows.on_new_request(make_request(CHUNK_TOKENS))
+    cache.receive(Lookup)
+    assert len(cache.receive(Reserve).runs) == 1
+
+
 def test_with_windows_no_room_is_requested_for_chunks_that_are_pushed_here(
     with_windows: SchedulerSide, engine: Engine, cache: Cache
 ) -> None:
@@ -901,6 +933,22 @@ def test_with_windows_room_for_chunks_that_are_not_computed_is_given_back(
         request.num_preemptions += 1
         engine.step(0)
     assert sorted(cache.receive(Abandon).leases) == [1, 2, 3, 4]
+
+
+def test_with_windows_room_for_replaced_tokens_is_given_back(
+    with_windows: SchedulerSide, engine: Engine, cache: Cache
+) -> None:
+    """A continued session: other tokens are not stored under the keys of those before them."""
+    request = make_request(4 * CHUNK_TOKENS)
+    with_windows.on_new_request(request)
+    start(engine, cache, request)
+    cache.answer(cache.receive(Reserve))
+    wait_for_replies(engine)
+    request.all_token_ids = [0, *request.all_token_ids]
+    request.num_prompt_tokens = request.num_tokens = 4 * CHUNK_TOKENS + 1
+    engine.step(4 * CHUNK_TOKENS)
+    assert cache.receive(Abandon).leases == [1, 2, 3, 4]
+    assert saved(engine) == []
 
 
 def test_long_queue_reserves_no_more_room_than_a_step_needs(

@@ -6,6 +6,8 @@ process may answer later than the step waits.
 
 from __future__ import annotations
 
+import time
+
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.request import RequestState
@@ -15,9 +17,12 @@ from kvtier.integrations.vllm.states import States
 MAX_EARLY_STATES = 8
 """With more states to come, a request that is not scheduled yet reserves no room for its own."""
 
+ROOM_SECONDS = 0.1
+"""How long a queued request may wait for its room. The answer usually follows that to its lookup at once."""
+
 
 class Early:
-    """Reserves room for queued requests, and for the next step of running ones. Never blocks.
+    """Reserves room for queued requests, and for the next step of running ones.
 
     Bounded, because room that waits for its chunk is missing elsewhere: queued requests hold at most as many
     chunks as one step computes, and all together twice as many.
@@ -48,13 +53,23 @@ class Early:
         """
         welcome = self._bridge.welcome
         asks_pools = state.ticket is not None and welcome is not None and welcome.pools
-        received = asks_pools or state.hints.expect is not None
-        if not state.stores or received or not self._saves.possible:
+        if not state.stores or asks_pools or state.hints.expect is not None:
+            return
+        self._bridge.poll_if_due()  # An idle engine has not read the last answers.
+        if not self._bridge.responsive:
             return
         if self._states is not None and self._saves.expected_states < MAX_EARLY_STATES:
             self._states.expect(state)
         self._expect_chunks(state, self._step_chunks)
         self._saves.request()
+        state.room_until = time.monotonic() + ROOM_SECONDS
+
+    def awaits_room(self, state: RequestState, wait: float) -> bool:
+        """Return whether to ask for a queued request again in the next step. Blocks up to ``wait`` seconds."""
+        if time.monotonic() < state.room_until and self._saves.awaits_room(state, wait):
+            return True
+        state.room_until = 0.0
+        return False
 
     def scheduled(self, state: RequestState, *, first: bool) -> None:
         """Plan to reserve room for what the next step leaves, and for states in the ``first`` one as well."""

@@ -54,6 +54,8 @@ class RequestState:
     """When it was last looked up (:func:`time.monotonic`); 0 before that."""
     waited: bool = False
     """Whether the scheduler has already waited for the lookup's answer once."""
+    room_until: float = 0.0
+    """Until when it waits for room in advance (:func:`time.monotonic`)."""
     local_tokens: int = 0
     """Tokens that vLLM's own cache held at the last query."""
     hit: Hit = NO_HIT
@@ -110,20 +112,30 @@ class RequestState:
         self.loads, self.stores = self.hints.mode != "write", self.hints.mode != "read"
         self.prompt_tokens = self.request.num_prompt_tokens
 
-    def follow_prompt(self) -> None:
+    def follow_prompt(self) -> bool:
         """Forget the keys of tokens that vLLM has replaced, if a session was continued with further input.
 
         It then drops the tokens that it has not computed, of which a lookup may have hashed some. Call it
-        before anything is computed from the new prompt.
+        before anything is computed from the new prompt. Return whether there is one.
         """
         if self.request.num_prompt_tokens == self.prompt_tokens:
-            return
+            return False
         self.prompt_tokens = self.request.num_prompt_tokens
         self.tail_planned = False
         kept = self.request.num_computed_tokens
         del self.keys[max(0, kept - self.lookahead) // self.chunk_tokens :]
         if self.granularity:
             del self.hashes[kept // self.granularity * BLOCK_HASH_BYTES :]
+        return True
+
+    def final_tokens(self, computed: int, *, answer: bool) -> int:
+        """Return how many of the ``computed`` leading tokens are known and have final KV.
+
+        Drafts do not count: vLLM's ``num_tokens`` includes a token only once it is accepted. Tokens of the
+        answer count only with ``answer``.
+        """
+        computed = min(computed, self.request.num_tokens - self.lookahead)
+        return int(computed if answer else min(computed, self.request.num_prompt_tokens))
 
     @property
     def is_mixed(self) -> bool:

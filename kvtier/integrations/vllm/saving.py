@@ -241,6 +241,13 @@ class Saves:
             save.early = True
             self._expected[state.request.request_id, chunk, False] = save
 
+    def awaits_room(self, state: RequestState, wait: float) -> bool:
+        """Return whether room in advance is not granted yet. Blocks up to ``wait`` seconds for the answer."""
+        if self._requested:
+            self._bridge.await_reply(self._requested[-1][0], wait)
+        asked = [save for call, saves in self._requested if not call.settled for save in saves]
+        return any(save.early and save.state is state and not save.void for save in self._planned + asked)
+
     def plan_state(self, state: RequestState, chunks: int, blocks: tuple[list[int], ...]) -> None:
         """Store the state at the end of a chunk from ``blocks``, in this step or never."""
         self.expect_state(state, chunks)
@@ -387,13 +394,14 @@ class Saves:
     def request(self) -> Call[list[Slots]] | None:
         """Request room for what is planned, if that is :attr:`possible`. Does not block."""
         if not self._bridge.responsive:
-            self._planned = []
+            self._fail(self._planned)
         saves = self._planned = [save for save in self._planned if not save.void]
         if not saves or not self.possible:
             return None
         call = self._bridge.reserve([run for save in saves for run in save.runs])
         self._planned = []
         if call is None:
+            self._fail(saves)
             return None
         self._requested.append((call, saves))
         for save in saves:
@@ -412,6 +420,13 @@ class Saves:
                 for save in saves:
                     save.slots = list(islice(slots, 2 if save.kv_transfer else 1))
                 self._granted += saves
+            else:
+                self._fail(saves)
+
+    def _fail(self, saves: Sequence[Save]) -> None:
+        """Cancel saves for which there will be no room, so that those in advance are planned again."""
+        for save in saves:
+            save.void = True
 
     def _job(self, save: Save, blocks_of: BlocksOf) -> Job | None:
         """Return the copies into the granted room; ``None`` if there is nothing to copy in this step."""

@@ -215,13 +215,14 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None or loading:
             return NOTHING
-        state.follow_prompt()
+        if state.follow_prompt():
+            self._saves.forget(state)
         if state.ticket is None:
             self._kv_transfers.note_preemption(state)
             self._kv_transfers.begin(state)
             self._look_up(state)
         if state.ticket is None:
-            return NOTHING
+            return ASK_AGAIN if self._awaits_room(state) else NOTHING
         wait = 0.0 if state.waited else self._wait_left(LOOKUP_WAIT_SECONDS)
         state.waited = True
         lookup = self._bridge.found(state.ticket, wait)
@@ -247,7 +248,12 @@ class SchedulerSide:
         state.local_tokens, state.branch = local_tokens, lookup.held
         state.hit = hit_of(lookup, state, self._layout)
         tokens = reported_tokens(state.hit, state, self._layout, whole_blocks=self._whole_blocks)
+        if self._awaits_room(state):
+            return ASK_AGAIN
         return (tokens - local_tokens, True) if tokens > local_tokens else NOTHING
+
+    def _awaits_room(self, state: RequestState) -> bool:
+        return self._early.awaits_room(state, self._wait_left(LOOKUP_WAIT_SECONDS))
 
     def _wait_left(self, limit: float) -> float:
         """Return how long a hook may still wait in this step, given the ``limit`` for all of its hooks."""
@@ -336,13 +342,15 @@ class SchedulerSide:
             if state is None:
                 continue
             self._prefill.observe(state)
-            state.follow_prompt()
+            if state.follow_prompt():
+                self._saves.forget(state)
             if not state.stores or state.is_mixed:
                 continue
             before, state.settled = state.settled, state.request.num_computed_tokens
             if possible:
                 running.append((state, before is None))
-            computed = state.computed = self._computed_tokens(state.request, scheduled)
+            computed = state.final_tokens(state.settled + scheduled, answer=self._settings.save_decode)
+            state.computed = computed
             if self._saves.due(state, computed):
                 # With a lookahead, a chunk at the end of a step becomes due one step later.
                 since = before if self._lookahead and before is not None else state.settled
@@ -352,14 +360,6 @@ class SchedulerSide:
             self._early.scheduled(state, first=first)
         if self._states is not None and not self._foreign_loads.pending:
             self._states.plan(output, self._requests)
-
-    def _computed_tokens(self, request: Request, scheduled: int) -> int:
-        """Return the number of leading tokens that are known, and whose KV is final after this step.
-
-        Drafts do not count: ``num_tokens`` includes a token only once it is accepted.
-        """
-        computed = min(request.num_computed_tokens + scheduled, request.num_tokens - self._lookahead)
-        return int(computed if self._settings.save_decode else min(computed, request.num_prompt_tokens))
 
     # Completion.
 
@@ -411,9 +411,8 @@ class SchedulerSide:
             loading = request.request_id in self._loads  # vLLM keeps the blocks until it has ended.
             held = state.copied and not loading and self._saves.keep(state, self._model.blocks(block_ids))
             return held, self._kv_transfers.answer(request, 0)
-        computed = min(request.num_computed_tokens, request.num_tokens - max(1, self._lookahead))
-        if not self._settings.save_decode:
-            computed = min(computed, request.num_prompt_tokens)
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        computed = state.final_tokens(computed, answer=self._settings.save_decode)
         held = state.stores and self._saves.finish(state, computed, self._model.blocks(block_ids))
         transferred = self._kv_transfers.finish(state)
         if not self._saves.unreserved:
