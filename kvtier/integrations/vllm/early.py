@@ -7,6 +7,7 @@ process may answer later than the step waits.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.integrations.vllm.layout import ModelLayout
@@ -16,7 +17,6 @@ from kvtier.integrations.vllm.states import States
 
 MAX_EARLY_STATES = 8
 """With more states to come, a request that is not scheduled yet reserves no room for its own."""
-
 ROOM_SECONDS = 0.1
 """How long a queued request may wait for its room. The answer usually follows that to its lookup at once."""
 
@@ -55,7 +55,8 @@ class Early:
         asks_pools = state.ticket is not None and welcome is not None and welcome.pools
         if not state.stores or asks_pools or state.hints.expect is not None:
             return
-        self._bridge.poll_if_due()  # An idle engine has not read the last answers.
+        # An idle engine has not read the last answers.
+        self._bridge.poll_if_due()
         if not self._bridge.responsive:
             return
         if self._states is not None and self._saves.expected_states < MAX_EARLY_STATES:
@@ -65,17 +66,21 @@ class Early:
         state.room_until = time.monotonic() + ROOM_SECONDS
 
     def awaits_room(self, state: RequestState, wait: float) -> bool:
-        """Return whether to ask for a queued request again in the next step. Blocks up to ``wait`` seconds."""
+        """Return whether a queued request must be asked about again. Blocks up to ``wait`` seconds."""
         if time.monotonic() < state.room_until and self._saves.awaits_room(state, wait):
             return True
         state.room_until = 0.0
         return False
 
-    def scheduled(self, state: RequestState, *, first: bool) -> None:
-        """Plan to reserve room for what the next step leaves, and for states in the ``first`` one as well."""
-        if first and self._states is not None:
-            self._states.expect(state)
-        self._expect_chunks(state, 2 * self._step_chunks)
+    def scheduled(self, running: Iterable[tuple[RequestState, bool]]) -> None:
+        """Plan to reserve room for what the next step of these requests leaves.
+
+        For states in their first step as well, of which each request's second item tells.
+        """
+        for state, first in running:
+            if first and self._states is not None:
+                self._states.expect(state)
+            self._expect_chunks(state, 2 * self._step_chunks)
 
     def _expect_chunks(self, state: RequestState, limit: int) -> None:
         count = min(self._step_chunks, limit - self._saves.expected_chunks, self._saves.room)

@@ -391,24 +391,22 @@ class Saves:
         self._unusable = []
         return list(jobs.values())
 
-    def request(self) -> Call[list[Slots]] | None:
+    def request(self) -> None:
         """Request room for what is planned, if that is :attr:`possible`. Does not block."""
         if not self._bridge.responsive:
             self._fail(self._planned)
         saves = self._planned = [save for save in self._planned if not save.void]
         if not saves or not self.possible:
-            return None
-        call = self._bridge.reserve([run for save in saves for run in save.runs])
-        self._planned = []
+            return
+        self._planned, call = [], self._bridge.reserve([run for save in saves for run in save.runs])
         if call is None:
             self._fail(saves)
-            return None
+            return
         self._requested.append((call, saves))
         for save in saves:
             save.epoch = self._bridge.epoch
             if self.events is not None and not save.is_state:
                 self.events.add(save.state, save.first, save.keys, sum(save.sizes))
-        return call
 
     def _take_answers(self) -> None:
         requested, self._requested = self._requested, []

@@ -78,12 +78,11 @@ class SchedulerSide:
 
         ``deferred``: whether workers may still be copying when a step ends. ``numbered``: whether
         vLLM numbers images, so that requests with any are not cached (``numbers_inputs``). ``whole_blocks``:
-        whether vLLM drops hits that end within a block (``hits_end_at_blocks``). ``step_tokens``:
-        the maximum of one step (:class:`Early`).
+        whether vLLM drops hits that end within a block (``hits_end_at_blocks``). ``step_tokens``: see Early.
         """
         self._settings = settings
         self._model = model
-        self._layout = model.layout
+        self._layout = layout = model.layout
         self._bridge = bridge
         self._weights = weights
         self._lookahead = lookahead
@@ -104,9 +103,8 @@ class SchedulerSide:
         self._saves = Saves(
             settings, self._layout, bridge, self._stats, blocks=model.num_blocks, deferred=deferred
         )
-        self._states: States | None = None
-        if self._layout.has_states:
-            self._states = States(model, self._saves, save_decode=settings.save_decode)
+        stateful, decode = layout.has_states, settings.save_decode
+        self._states = States(model, self._saves, save_decode=decode) if stateful else None
         self._early = Early(model, bridge, self._saves, self._states, step_tokens=step_tokens)
         self._waited_before = 0.0
         """Value of ``bridge.waited`` when this step began."""
@@ -356,8 +354,7 @@ class SchedulerSide:
                 since = before if self._lookahead and before is not None else state.settled
                 due.append((state, computed, since))
         self._saves.plan_step(due)
-        for state, first in running:
-            self._early.scheduled(state, first=first)
+        self._early.scheduled(running)
         if self._states is not None and not self._foreign_loads.pending:
             self._states.plan(output, self._requests)
 
@@ -456,16 +453,9 @@ class SchedulerSide:
 
     def set_weight_version(self, version: str) -> None:
         """Use the chunks of the weights that vLLM's ``weight_version`` names."""
-        if not self._weights.name(version):
-            return
-        self._weights_changed()
-        logger.info("weights %r: their chunks are used from now on", self._weights.current.id or version)
-        if self._weights.is_mixed():
-            logger.warning(
-                "weights %r: vLLM still has KV of earlier weights. Nothing is loaded or stored until "
-                "reset_prefix_cache, which should be called first, with reset_running_requests",
-                version,
-            )
+        if self._weights.name(version):
+            self._weights_changed()
+            self._weights.log(version)
 
     def _weights_changed(self) -> None:
         """Start all requests again with the keys of the new weights, or none if some have KV of earlier ones.

@@ -133,6 +133,16 @@ class EngineWeights:
     def _pool_is_empty(self) -> bool:
         return self._pool is not None and is_empty(self._pool)
 
+    def log(self, version: str) -> None:
+        """Log that the weights which a ``weight_version`` names are used from now on."""
+        logger.info("weights %r: their chunks are used from now on", self.current.id or version)
+        if self.is_mixed():
+            logger.warning(
+                "weights %r: vLLM still has KV of earlier weights. Nothing is loaded or stored until "
+                "reset_prefix_cache, which should be called first, with reset_running_requests",
+                version,
+            )
+
     def name(self, version: str) -> bool:
         """Use the weights that a ``weight_version`` names. Return whether these are others than before."""
         weights_id = self._startup_id if version == STARTUP_VERSION else version
