@@ -246,9 +246,8 @@ class SchedulerSide:
         state.local_tokens, state.branch = local_tokens, lookup.held
         state.hit = hit_of(lookup, state, self._layout)
         tokens = reported_tokens(state.hit, state, self._layout, whole_blocks=self._whole_blocks)
-        if self._awaits_room(state):
-            return ASK_AGAIN
-        return (tokens - local_tokens, True) if tokens > local_tokens else NOTHING
+        found = (tokens - local_tokens, True) if tokens > local_tokens else NOTHING
+        return ASK_AGAIN if self._awaits_room(state) else found
 
     def _awaits_room(self, state: RequestState) -> bool:
         return self._early.awaits_room(state, self._wait_left(LOOKUP_WAIT_SECONDS))
