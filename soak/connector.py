@@ -7,6 +7,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
 from kvtier.integrations.vllm.connector import KVTierConnector
 from soak.stalls import FOLDER, Stalls
 
@@ -62,3 +64,6 @@ class TimedConnector(KVTierConnector):
 
 for _name in HOOKS:
     setattr(TimedConnector, _name, _timed(_name))
+
+# MultiConnector finds the class of its children's statistics by name.
+KVConnectorFactory.register_connector(TimedConnector.__name__, __name__, TimedConnector.__name__)

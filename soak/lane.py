@@ -180,12 +180,25 @@ class Lane:
             self._send(request.turn._replace(abort_after=None))
 
     def _send_due(self, now: float) -> None:
-        for user, waiting in self._waiting.items():
-            if user not in self._pending and waiting and waiting[0].at <= now:
-                self._send(waiting.popleft())
+        idle = [turns for user, turns in self._waiting.items() if user not in self._pending and turns]
+        for waiting in sorted(idle, key=lambda turns: turns[0].at):
+            if waiting[0].at > now or not self._fits(waiting[0]):
+                return
+            self._send(waiting.popleft())
+
+    def _fits(self, turn: Turn) -> bool:
+        """Return whether a request may run with the pending ones: all or none of them use the adapter.
+
+        Without any connector, vLLM 0.32 on a CPU gives wrong tokens to the others in a mixed batch.
+        """
+        adapted = self._question(turn).version is not None
+        return all((request.question.version is not None) is adapted for request in self._pending.values())
+
+    def _question(self, turn: Turn) -> Question:
+        return self._oracle.question(turn.conversation, turn.exchange, self._version)
 
     def _send(self, turn: Turn) -> None:
-        question = self._oracle.question(turn.conversation, turn.exchange, self._version)
+        question = self._question(turn)
         number = self.engine.submit(question.tokens, len(question.answer), lora=self._lora(question))
         now = time.monotonic()
         abort_at = None if turn.abort_after is None else now + turn.abort_after
