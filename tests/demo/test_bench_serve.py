@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvtier.demo.disaggregated_serving import serving
 from kvtier.demo.report import Steps
-from kvtier.demo.work import Options, work_folder
+from kvtier.demo.work import MODEL_NAME, Options, work_folder
 from tests.vllm.cache_process import is_idle
 
 pytestmark = [
@@ -48,7 +48,7 @@ def test_no_request_fails() -> None:
         ):
             command = [
                 *(sys.executable, "-c", BENCH_SERVE),
-                *("--base-url", running.proxy.url, "--model", str(work.model)),
+                *("--base-url", running.proxy.url, "--model", MODEL_NAME, "--tokenizer", str(work.model)),
                 *("--dataset-name", "random", "--random-input-len", str(TOKENS)),
                 *("--random-output-len", str(NEW_TOKENS), "--num-prompts", str(PROMPTS)),
                 *("--max-concurrency", "4", "--seed", "1", "--ignore-eos"),
