@@ -22,7 +22,7 @@ def explain(
     """
     lines = []
     for details in error.errors(include_url=False):
-        key = prefix + _dotted(details)
+        key = (prefix + _dotted(details)).removesuffix(".")  # Of an error of the whole, the prefix.
         lines.append(f"{key}{place(key)} {_describe(details, model, prefix)}")
     return "\n".join(lines)
 

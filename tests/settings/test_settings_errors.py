@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
 
 from kvtier.errors import SettingsError
 from kvtier.plugins import Plugins
@@ -264,3 +264,18 @@ def test_error_does_not_show_a_secret() -> None:
     message = explain(caught.value, PoolSettings, lambda _: "", "tiers[0].")
     assert message.startswith("tiers[0].password is invalid: ")
     assert "hunter2" not in message
+
+
+class _Tier(BaseModel):
+    """Refuses every value."""
+
+    @model_validator(mode="after")
+    def _refuse(self) -> _Tier:
+        raise ValueError("`user` requires `password`")
+
+
+def test_error_of_a_whole_tier() -> None:
+    with pytest.raises(ValidationError) as failure:
+        _Tier()
+    message = explain(failure.value, _Tier, lambda _: "", "tiers[0].")
+    assert message == "tiers[0] is invalid: `user` requires `password`"
