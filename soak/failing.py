@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-SHARE = 4
-"""One request in this many is a hit."""
+from soak.schedule import fails_to_load
 
 
 @dataclass
@@ -37,7 +35,7 @@ class FailingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:  # noqa: ANN401
         """Report two thirds of the prompt, once per request."""
-        if request.request_id in self._seen or zlib.crc32(request.request_id.encode()) % SHARE:
+        if request.request_id in self._seen or not fails_to_load(request.num_prompt_tokens):
             return 0, False
         tokens = request.num_prompt_tokens * 2 // 3 // self._block_tokens * self._block_tokens
         if tokens <= num_computed_tokens:

@@ -23,11 +23,18 @@ GAP_SECONDS = 1.0
 SYSTEM_PROMPTS = 6
 ADAPTED_SHARE = 4
 """One conversation in this many uses the adapter."""
+FAILED_LOADS = 4
+"""The other connector beside kvtier's fails to load one prompt in this many; see :func:`fails_to_load`."""
 PROBE_TOKENS = 600
 PROBES = 2
 """Number of probe prompts per host before the faults, and of others after them."""
 TEXT_BYTES = 460_000
 """Size of the text for prompts; a token is a byte."""
+
+
+def fails_to_load(prompt_tokens: int) -> bool:
+    """Return whether :mod:`soak.failing` promises a prompt of this length, and fails to load it."""
+    return prompt_tokens % FAILED_LOADS == 0
 
 
 class Kind(NamedTuple):

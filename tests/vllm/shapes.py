@@ -295,13 +295,9 @@ class Engine:
     def __post_init__(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
         from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import (
-            generate_scheduler_kv_cache_config,
-            get_kv_cache_configs,
-            init_none_hash,
-            resolve_kv_cache_block_sizes,
-        )
+        from vllm.v1.core.kv_cache_utils import init_none_hash, resolve_kv_cache_block_sizes
         from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.engine.core import generate_scheduler_kv_cache_config, get_kv_cache_configs
         from vllm.v1.structured_output import StructuredOutputManager
 
         init_none_hash(sha256)
