@@ -297,16 +297,18 @@ class Engine:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import init_none_hash, resolve_kv_cache_block_sizes
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.engine.core import generate_scheduler_kv_cache_config, get_kv_cache_configs
+        from vllm.v1.engine import core
         from vllm.v1.structured_output import StructuredOutputManager
 
         init_none_hash(sha256)
         specs = [worker.recv() for worker in self.workers]
-        caches = get_kv_cache_configs(self.config, specs, [1 << 28] * len(specs))
+        find_groups = getattr(core, "get_global_kv_cache_groups", None)  # Since vLLM 0.33.
+        groups = [find_groups(self.config, specs)] if find_groups else []
+        caches = core.get_kv_cache_configs(self.config, specs, [1 << 28] * len(specs), *groups)
         for worker, cache in zip(self.workers, caches, strict=True):
             worker.send(cache)
         metadata = [worker.recv() for worker in self.workers]
-        cache = generate_scheduler_kv_cache_config(caches)
+        cache = core.generate_scheduler_kv_cache_config(caches)
         self.config.cache_config.num_gpu_blocks = cache.num_blocks
         block, hash_block = resolve_kv_cache_block_sizes(cache, self.config)
         structured = StructuredOutputManager(self.config)
