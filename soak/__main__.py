@@ -55,7 +55,8 @@ def main(
         typer.Option(metavar="FILE", help="Write all findings and counts as JSON."),
     ] = None,
     work_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for logs. Default: a temporary folder.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for logs. Default: a temporary folder."),
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the logs even without findings.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the timeline and exit.")] = False,
@@ -80,6 +81,8 @@ def main(
         return
     from soak.run import Run  # Takes seconds to import.
 
+    if work_dir is not None:
+        work_dir.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="kvtier-soak-", dir=work_dir))
     record = Record()
     try:

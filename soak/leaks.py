@@ -18,6 +18,9 @@ IDLE_SECONDS = 60.0
 POLL_SECONDS = 0.1
 SOCKETS_ALLOWED = 12
 """Connections to a peer, from a peer and to a pool are opened on demand, up to four of each, and kept."""
+PUMPS_ALLOWED = 5
+"""Each has an eventfd from its first transfer on: Redis's chunks, its lookups, what is served to peers, and
+the links to the two addresses of the peer, that of the settings and that of the controller."""
 OTHERS_ALLOWED = 2
 TASKS_ALLOWED = 2
 SERVED = "PeerServer._serve"
@@ -76,7 +79,7 @@ def descriptors(pid: int) -> Counter[str]:
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str]:
     """Return the types of descriptors that have increased by more than allowed, with their numbers."""
-    allowed = {"socket": SOCKETS_ALLOWED, "chunk file": 0}
+    allowed = {"socket": SOCKETS_ALLOWED, "chunk file": 0, "anon_inode:[eventfd]": PUMPS_ALLOWED}
     return {
         kind: f"{before.get(kind, 0)} before, {count} after"
         for kind, count in after.items()

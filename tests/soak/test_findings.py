@@ -108,6 +108,9 @@ def test_growing_descriptors_are_reported(tmp_path: Path) -> None:
         assert list(leaks.grown(before, after)) == ["chunk file"]
     assert leaks.grown({"socket": 3}, {"socket": 3 + leaks.SOCKETS_ALLOWED}) == {}
     assert list(leaks.grown({"socket": 3}, {"socket": 4 + leaks.SOCKETS_ALLOWED})) == ["socket"]
+    pumps = "anon_inode:[eventfd]"
+    assert leaks.grown({pumps: 2}, {pumps: 2 + leaks.PUMPS_ALLOWED}) == {}
+    assert list(leaks.grown({pumps: 2}, {pumps: 3 + leaks.PUMPS_ALLOWED})) == [pumps]
     pipes = [os.pipe() for _ in range(leaks.OTHERS_ALLOWED)]
     try:
         assert list(leaks.grown(before, leaks.descriptors(os.getpid()))) == ["pipe"]

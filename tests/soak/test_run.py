@@ -35,7 +35,7 @@ def test_short_run_completes_requests_during_faults(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     arguments = ["--seconds", "30", "--seed", "1", "--keep", "--report", str(report)]
     result = subprocess.run(
-        command(tmp_path, *arguments), cwd=ROOT, capture_output=True, text=True, check=False
+        command(tmp_path / "new", *arguments), cwd=ROOT, capture_output=True, text=True, check=False
     )
     found = json.loads(report.read_text())
     # Other tests on the same machine may delay a step. No other finding is acceptable.
