@@ -25,7 +25,7 @@ from kvtier.errors import SettingsError
 from kvtier.events import Move, Observer, PromptLookup
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import ChunkHeader, object_bytes
-from kvtier.memory.host import total_bytes
+from kvtier.memory.host import huge_page_bytes, memory_info, smallest_limit
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import has_weights
 from kvtier.model import ModelCache
@@ -472,12 +472,13 @@ def _check_memory(tiers: Sequence[TierSettings]) -> None:
     Whether that much is available now is left to ``kvtier doctor``.
     """
     local = [tier for tier in tiers if isinstance(tier, LocalTierSettings)]
-    wanted, total = sum(tier.capacity for tier in local), total_bytes()
-    if wanted > total:
+    wanted, smallest = sum(tier.capacity for tier in local), smallest_limit()
+    huge = huge_page_bytes(local, memory_info())
+    if wanted - huge > smallest.limit_bytes:
         names = " and ".join(f"tier {tier.name!r}" for tier in local)
+        in_huge_pages = f", {format_size(huge)} of it in huge pages" if huge else ""
         raise SettingsError(
-            f"the `capacity` of {names} is {format_size(wanted)}, and this host has {format_size(total)} of "
-            "memory: lower it"
+            f"the `capacity` of {names} is {format_size(wanted)}{in_huge_pages}, and {smallest}: lower it"
         )
 
 

@@ -22,7 +22,7 @@ from kvtier.concurrency.placement import list_format, memory_placement
 from kvtier.errors import ArenaError, KVTierError
 from kvtier.integrations.versions import RANGE, REQUIREMENT, support
 from kvtier.memory.arena import HUGE_PAGE_BYTES, MIN_PREPARED_BYTES, Arena, has_strict_overcommit
-from kvtier.memory.host import available_bytes, memory_info
+from kvtier.memory.host import available_bytes, huge_page_bytes, memory_info
 from kvtier.plugins import BUILT_IN, Plugins, is_memory
 from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
 from kvtier.units import format_size
@@ -360,9 +360,3 @@ def check_vllm(version: str | None) -> Check:
     if supported == "newer":
         return Check("vLLM", "warn", f"{version}; the connector was tested with {RANGE}")
     return Check("vLLM", "ok", version)
-
-
-def huge_page_bytes(tiers: Sequence[LocalTierSettings], info: dict[str, int]) -> int:
-    """Return the bytes that tiers take from reserved huge pages, which MemAvailable does not include."""
-    wanted = sum(tier.capacity for tier in tiers if tier.type == "hugepage")
-    return min(wanted, info.get("HugePages_Free", 0) * HUGE_PAGE_BYTES)

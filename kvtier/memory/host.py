@@ -1,11 +1,34 @@
-"""The memory of this host, or of the cgroup that limits this process (cgroup v2)."""
+"""The memory of this host, and of the cgroups that limit this process.
+
+cgroups(7), https://docs.kernel.org/admin-guide/cgroup-v2.html,
+https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.memory.large_pages import LARGE_PAGE_BYTES
+from kvtier.settings import LocalTierSettings
+from kvtier.units import format_size
 
 _MEMINFO = Path("/proc/meminfo")
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+class Limit(NamedTuple):
+    """The memory of the host, or the limit of a cgroup, without reserved huge pages."""
+
+    limit_bytes: int
+    file: Path
+    available_bytes: int
+
+    def __str__(self) -> str:
+        size = format_size(self.limit_bytes)
+        return f"this host has {size} of memory" if self.file == _MEMINFO else f"{self.file} allows {size}"
 
 
 def memory_info() -> dict[str, int]:
@@ -18,23 +41,57 @@ def memory_info() -> dict[str, int]:
     return info
 
 
-def total_bytes() -> int:
-    """Return the memory that this process could have, if no other process had any."""
-    total, limit = memory_info()["MemTotal"], _cgroup_limit()
-    return total if limit is None else min(total, limit)
+def smallest_limit() -> Limit:
+    """Return what limits the normal pages that this process could have, if no other process had any."""
+    return min(_limits())
 
 
 def available_bytes() -> int:
     """Return the memory that is available to this process now."""
-    available, limit = memory_info()["MemAvailable"], _cgroup_limit()
-    if limit is None:
-        return available
-    return min(available, limit - int(_CGROUP_LIMIT.with_name("memory.current").read_text()))
+    return max(0, min(limit.available_bytes for limit in _limits()))
 
 
-def _cgroup_limit() -> int | None:
+def huge_page_bytes(tiers: Sequence[LocalTierSettings], info: dict[str, int]) -> int:
+    """Return the bytes that tiers take from reserved huge pages.
+
+    Neither MemAvailable nor the limit of a cgroup includes them.
+    """
+    wanted = sum(tier.capacity for tier in tiers if tier.type == "hugepage")
+    return min(wanted, info.get("HugePages_Free", 0) * LARGE_PAGE_BYTES)
+
+
+def _limits() -> Iterator[Limit]:
+    """Yield the memory of the host, and the limits of the cgroup of this process and of all its ancestors."""
+    info = memory_info()
+    yield Limit(info["MemTotal"] - info.get("Hugetlb", 0), _MEMINFO, info["MemAvailable"])
     try:
-        limit = _CGROUP_LIMIT.read_text().strip()
+        lines = _MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, names = _CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = _CGROUPS / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # In a container, the path may be the host's, and only the root exists: that of the container.
+        inner = root / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            if folder.is_relative_to(root) and (limit := _limit(folder, *names)) is not None:
+                yield limit
+
+
+def _limit(folder: Path, name: str, usage: str, cache: str) -> Limit | None:
+    """Return the limit of one cgroup, or None. Page cache counts as usage, but is reclaimed when needed."""
+    try:
+        text = (folder / name).read_text().strip()
+        if text == "max":
+            return None
+        used = int((folder / usage).read_text())
+        stat = dict(line.split(" ") for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    return None if limit == "max" else int(limit)
+    return Limit(int(text), folder / name, int(text) - used + int(stat.get(cache, 0)))

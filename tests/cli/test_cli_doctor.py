@@ -17,7 +17,7 @@ from kvtier.backends.disk.backend import DiskSettings
 from kvtier.backends.hugepage import HugePageSettings
 from kvtier.cli import checks
 from kvtier.cli.checks import Check
-from kvtier.memory import arena, host
+from kvtier.memory import arena
 
 from .conftest import Kvtier, store
 
@@ -86,12 +86,6 @@ def test_overcommit(
 
 def test_huge_pages_of_another_size() -> None:
     assert checks.check_huge_pages([], {"Hugepagesize": 1 << 30}).status == "warn"
-
-
-def test_reserved_huge_pages_do_not_reduce_available_memory() -> None:
-    assert checks.huge_page_bytes(huge(), {"HugePages_Free": 3}) == 5 * MEBIBYTE
-    assert checks.huge_page_bytes(huge(), {"HugePages_Free": 1}) == 2 * MEBIBYTE
-    assert checks.huge_page_bytes([disk(Path("/x"))], {"HugePages_Free": 3}) == 0
 
 
 @pytest.mark.parametrize(("available", "status"), [(1000, "fail"), (1100, "warn"), (2000, "ok")])
@@ -244,19 +238,6 @@ def test_broken_torch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     check = checks.check_gpu()
     assert check.status == "warn"
     assert "torch cannot be used: ModuleNotFoundError" in check.found
-
-
-def test_memory_is_limited_by_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_CGROUP_LIMIT", tmp_path / "memory.max")
-    info = host.memory_info()
-    for _ in range(2):
-        assert host.available_bytes() == pytest.approx(info["MemAvailable"], rel=0.2)
-        assert host.total_bytes() == info["MemTotal"]
-        (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1048576\n")
-    (tmp_path / "memory.max").write_text("3145728\n")
-    assert host.available_bytes() == 2 * MEBIBYTE
-    assert host.total_bytes() == 3 * MEBIBYTE
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 from kvtier.cli import terminal
-from kvtier.memory.host import total_bytes
+from kvtier.memory.host import memory_info
 from kvtier.settings import Settings
 from kvtier.units import format_size
 
@@ -112,7 +112,7 @@ def test_more_memory_than_the_host_has_is_refused(address: Path) -> None:
     process = fork("serve", "--socket", address, KVTIER_TIERS=tiers)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    memory = format_size(total_bytes())
+    memory = format_size(memory_info()["MemTotal"] - memory_info()["Hugetlb"])
     assert errors == (
         f"error: the `capacity` of tier 'ram' is 1000TiB, and this host has {memory} of memory: lower it\n"
     )

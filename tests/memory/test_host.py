@@ -1,0 +1,116 @@
+"""The memory of the host, and the limits of cgroups. Files stand in for those of the kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.backends.hugepage import HugePageSettings
+from kvtier.cache import TieredCache
+from kvtier.errors import SettingsError
+from kvtier.memory import host
+from kvtier.settings import Settings
+
+MEBIBYTE = 1 << 20
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+UNLIMITED = 9223372036854771712
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root of the cgroups, which contains none."""
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host, "_MEMBERSHIP", tmp_path / "membership")
+    return tmp_path / "cgroup"
+
+
+def enter(cgroups: Path, membership: str) -> None:
+    cgroups.with_name("membership").write_text(membership)
+
+
+def limit(folder: Path, names: tuple[str, str, str], most: int | str, used: int = 0, cached: int = 0) -> None:
+    """Write what the kernel reports of a cgroup. ``used`` includes ``cached``, the page cache."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{most}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon {used - cached}\n{names[2]} {cached}\n")
+
+
+def assert_unlimited() -> None:
+    info = host.memory_info()
+    assert host.smallest_limit().limit_bytes == info["MemTotal"] - info["Hugetlb"]
+    assert host.available_bytes() == pytest.approx(info["MemAvailable"], rel=0.2)
+
+
+def test_memory_without_limit_is_that_of_the_host(cgroups: Path) -> None:
+    assert_unlimited()
+    enter(cgroups, "4:memory:/a/b\n0::/a/b\n")
+    assert_unlimited()
+    limit(cgroups / "a", V2, "max")
+    limit(cgroups / "memory/a", V1, UNLIMITED)
+    assert_unlimited()
+
+
+@pytest.mark.parametrize(
+    ("root", "membership", "names"),
+    [("", "0::/a/b/c", V2), ("memory", "5:cpu:/\n4:memory:/a/b/c\n0::/", V1)],
+    ids=["v2", "v1"],
+)
+@pytest.mark.parametrize("folder", ["a/b/c", "a", ""])
+def test_memory_is_that_of_the_smallest_cgroup_around(
+    root: str, membership: str, names: tuple[str, str, str], folder: str, cgroups: Path
+) -> None:
+    enter(cgroups, membership)
+    limit(cgroups / root / "a/b", names, 9 * MEBIBYTE, 2 * MEBIBYTE)
+    limit(cgroups / root / folder, names, 3 * MEBIBYTE, 2 * MEBIBYTE)
+    limit(cgroups / root / "other", names, MEBIBYTE)
+    assert host.smallest_limit()[:2] == (3 * MEBIBYTE, cgroups / root / folder / names[0])
+    assert host.available_bytes() == MEBIBYTE
+    limit(cgroups / root / "a/b", names, 9 * MEBIBYTE, 9 * MEBIBYTE)
+    assert host.smallest_limit().limit_bytes == 3 * MEBIBYTE
+    assert host.available_bytes() == 0
+
+
+@pytest.mark.parametrize(("root", "names"), [("", V2), ("memory", V1)])
+def test_page_cache_is_available(root: str, names: tuple[str, str, str], cgroups: Path) -> None:
+    enter(cgroups, "4:memory:/a\n0::/a")
+    limit(cgroups / root / "a", names, 10 * MEBIBYTE, used=9 * MEBIBYTE, cached=7 * MEBIBYTE)
+    assert host.available_bytes() == 8 * MEBIBYTE
+
+
+def huge_tiers() -> list[HugePageSettings]:
+    return [HugePageSettings(name="ram", type="hugepage", capacity=5 * MEBIBYTE)]
+
+
+def test_reserved_huge_pages_do_not_reduce_available_memory() -> None:
+    assert host.huge_page_bytes(huge_tiers(), {"HugePages_Free": 3}) == 5 * MEBIBYTE
+    assert host.huge_page_bytes(huge_tiers(), {"HugePages_Free": 1}) == 2 * MEBIBYTE
+    normal = [tier.model_copy(update={"type": "cpu"}) for tier in huge_tiers()]
+    assert host.huge_page_bytes(normal, {"HugePages_Free": 3}) == 0
+
+
+@pytest.mark.anyio
+async def test_a_tier_larger_than_the_cgroup_is_refused(
+    cgroups: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter(cgroups, "0::/slice/service")
+    limit(cgroups / "slice", V2, 4 * MEBIBYTE)
+    info = host.memory_info()
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr(host, "_MEMINFO", meminfo)
+    settings = Settings.model_validate({"tiers": [{"name": "ram", "type": "hugepage", "capacity": "5MiB"}]})
+    for free in (0, 1, 3):
+        lines = {**info, "HugePages_Free": free}.items()
+        meminfo.write_text("".join(f"{name}: {value}\n" for name, value in lines))
+        if free == 0:
+            with pytest.raises(SettingsError) as raised:
+                async with TieredCache.open(settings):
+                    pass
+            assert str(raised.value) == (
+                f"the `capacity` of tier 'ram' is 5MiB, and {cgroups}/slice/memory.max allows 4MiB: lower it"
+            )
+        else:
+            async with TieredCache.open(settings):
+                pass
