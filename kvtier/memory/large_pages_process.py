@@ -159,8 +159,12 @@ def reserve_addresses(length: int) -> int:
 
 
 def map_shared(address: int, length: int, fd: int, offset: int) -> None:
-    """Map a file at an address that the caller has reserved, replacing the mapping. Raises ``OSError``."""
+    """Map a file at an address that the caller has reserved, replacing the mapping. Raises ``OSError``.
+
+    Core dumps leave it out: they would have the size of the arena, and contain what users have sent.
+    """
     _map(address, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED, fd, offset)
+    _libc.madvise(address, length, mmap.MADV_DONTDUMP)
 
 
 def _map(address: int | None, length: int, access: int, flags: int, fd: int, offset: int) -> int:

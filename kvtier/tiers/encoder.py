@@ -113,7 +113,9 @@ class Encoder:
         total = sum(lengths)
         buffer = next((kept for kept in self._kept if len(kept) >= total), None)
         if buffer is None:
-            buffer = memoryview(mmap.mmap(-1, max(total, mmap.PAGESIZE)))
+            memory = mmap.mmap(-1, max(total, mmap.PAGESIZE))
+            memory.madvise(mmap.MADV_DONTDUMP)
+            buffer = memoryview(memory)
         else:
             self._kept.remove(buffer)
         ends = [0]

@@ -16,9 +16,10 @@ import pytest
 
 from kvtier.errors import ArenaError
 from kvtier.memory import arena as arena_module
-from kvtier.memory.arena import HUGE_PAGE_BYTES, Arena, ArenaMap
+from kvtier.memory.arena import HUGE_PAGE_BYTES, MIN_PREPARED_BYTES, Arena, ArenaMap, address_of
 from kvtier.memory.slices import PAGE_BYTES
 from tests.memory.leases import allocate
+from tests.memory.mapped import flags_at
 from tests.open_files import open_files
 
 HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
@@ -52,6 +53,16 @@ def test_memory_is_shared_with_another_process(arena: Arena) -> None:
     numbers = [arena.fd, arena.capacity, lease.offset + 5, 4096]
     subprocess.run([sys.executable, "-c", program, *map(str, numbers)], pass_fds=[arena.fd], check=True)
     assert bytes(lease.view) == bytes(5) + bytes([7]) * 4096 + bytes(4096 - 5)
+
+
+@pytest.mark.parametrize("capacity", [PAGE_BYTES, 2 * MIN_PREPARED_BYTES])
+def test_core_dumps_do_not_contain_the_arena(capacity: int) -> None:
+    arena = Arena.create(capacity)
+    engine = ArenaMap(os.dup(arena.fd), capacity)
+    for mapped in (arena, engine):
+        for offset in (0, capacity - 1):
+            assert "dd" in flags_at(address_of(mapped.view(offset, 1)))
+        mapped.close()
 
 
 @pytest.mark.parametrize("capacity", [0, 15 * PAGE_BYTES, 17 * PAGE_BYTES])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.memory.arena import address_of
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, StoredHeader, is_sealed, object_bytes
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.testing.backend import blank, make_key
@@ -18,6 +19,7 @@ from kvtier.tiers.encoded_seal import EncodedSeal
 from kvtier.tiers.encoder import Codecs, Encoder, Layouts
 from kvtier.tiers.sealer import Sealer
 from tests.backends.chunks import MISS, OK, blanks, chunk, chunks, disk, memory, opened
+from tests.memory.mapped import flags_at
 
 pytestmark = pytest.mark.anyio
 
@@ -244,6 +246,7 @@ def test_layouts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scratch_memory_is_reused_and_bounded() -> None:
     encoder = Encoder(Codecs(runs(), {}), Layouts(), checksum=True)
     with encoder.scratch([4096, 8192]) as first:
+        assert "dd" in flags_at(address_of(first[0])), "core dumps would contain it"
         assert [len(view) for view in first] == [4096, 8192]
         with encoder.scratch([4096]) as second:
             second[0][:1] = b"x"

@@ -21,7 +21,6 @@ NIXL: https://github.com/ai-dynamo/nixl, ``src/plugins/ucx/ucx_backend.cpp`` for
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import resource
 import select
@@ -32,6 +31,8 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from kvtier.errors import ChannelClosed, ChannelError
+from kvtier.memory import large_pages_process
+from kvtier.memory.large_pages_process import LARGE_PAGE_BYTES
 from kvtier.rpc.frames import Refused, encode_body
 from kvtier.rpc.wire import FrameSocket
 from kvtier.transports.nixl.protocol import (
@@ -61,11 +62,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 5e-6, 50e-6
 THREAD_PAUSE_MICROSECONDS = 10_000
 """Polling interval of NIXL's progress thread, for work that raises no event."""
 
-LARGE_PAGE_BYTES = 2 << 20
-
 _PR_SET_TIMERSLACK = 29
-_PROT_NONE, _MAP_FIXED = 0, 0x10
-"""Missing in Python's ``mmap`` (asm-generic/mman-common.h)."""
 
 
 class _InFlight(NamedTuple):
@@ -331,18 +328,11 @@ class NixlWorker:
 def map_shared(descriptor: int, length: int) -> int:
     """Map shared memory, 2 MiB-aligned for huge pages, and return its address. Raises ``OSError``.
 
-    It stays mapped until the process exits. The same as :mod:`kvtier.memory.arena` does in native code.
+    It stays mapped until the process exits.
     """
-    libc: Any = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_size_t
-    libc.mmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    reserved: int = libc.mmap(0, length + LARGE_PAGE_BYTES, _PROT_NONE, flags, -1, 0)
+    reserved = large_pages_process.reserve_addresses(length + LARGE_PAGE_BYTES)
     aligned = reserved + -reserved % LARGE_PAGE_BYTES
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    mapped = libc.mmap(aligned, length, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
-    if mapped != aligned:
-        raise OSError(ctypes.get_errno(), "cannot map the arena")
+    large_pages_process.map_shared(aligned, length, descriptor, 0)
     return aligned
 
 
