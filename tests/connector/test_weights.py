@@ -26,6 +26,7 @@ from kvtier.memory.keys import chunk_keys, join_keys
 from kvtier.memory.layout import has_weights, namespace
 from tests.bridge.conftest import wait_until
 
+from .test_neighbors import multi
 from .test_scheduler import Cache, Worker, wait_for_replies
 
 TOKENS = 4 * CHUNK_TOKENS
@@ -294,9 +295,9 @@ def test_reset_while_the_cache_process_is_gone(engine: Engine, cache: Cache) -> 
 class Connector:
     """A stand-in for a connector."""
 
-    def __init__(self, *connectors: Any) -> None:
+    def __init__(self) -> None:
         self.versions: list[str] = []
-        self._connectors = connectors
+        self._connectors = [None]  # Whatever another connector uses this name for.
 
     def set_weight_version(self, version: str) -> None:
         self.versions.append(version)
@@ -305,14 +306,13 @@ class Connector:
 def test_weight_version_of_vllm_reaches_the_connectors() -> None:
     follow_engine()
     follow_engine()
-    inner = Connector()
-    connector = Connector(inner, object())
-    for each in (connector, None):
+    alone, inner, innermost = Connector(), Connector(), Connector()
+    for each in (alone, multi(inner, object(), multi(innermost)), None):
         core = object.__new__(EngineCore)
         core.scheduler = SimpleNamespace(get_kv_connector=lambda each=each: each)
         core.set_weight_version("step-1")
         assert core.get_weight_version() == "step-1"
-    assert connector.versions == inner.versions == ["step-1"]
+    assert alone.versions == inner.versions == innermost.versions == ["step-1"]
 
 
 class Saving:

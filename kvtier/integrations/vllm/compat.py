@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
@@ -182,8 +183,11 @@ def has_failed(request: Request) -> bool:
 
 def connectors(scheduler: Scheduler) -> list[Any]:
     """Return the connector of a scheduler, and those that a ``MultiConnector`` contains."""
-    connector = scheduler.get_kv_connector()
-    return [connector, *getattr(connector, "_connectors", ())]
+    found = [scheduler.get_kv_connector()]
+    for each in found:
+        if isinstance(each, MultiConnector):
+            found += each._connectors
+    return found
 
 
 def block_index(pool: BlockPool) -> object:
