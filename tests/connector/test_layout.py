@@ -230,6 +230,18 @@ def test_groups_that_vllm_rebuilds_are_left_out() -> None:
     assert [group.state for group in model.layout.groups] == [True, False]
 
 
+def test_engine_without_kv_is_refused() -> None:
+    """Without groups, with groups that vLLM rebuilds only, or without memory for them."""
+    rebuilt, empty = cache_config(FULL), cache_config(FULL, STATES)
+    rebuilt.kv_cache_groups[0].enable_kv_transfer = False
+    empty.kv_cache_tensors = []
+    for config in (KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]), rebuilt, empty):
+        with pytest.raises(LayoutError, match="this model has no KV cache to store"):
+            model_layout(Engine().config, config, "auto")
+    with pytest.raises(LayoutError, match="rank 1 has no KV cache to store"):
+        model_layout(Engine(1, stages=2).config, empty, "auto", rank=1)
+
+
 def test_only_the_bytes_of_states_are_stored() -> None:
     model = layout_of(STATES, FULL)
     states, attention = model.layout.groups

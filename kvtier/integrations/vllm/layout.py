@@ -26,7 +26,7 @@ from kvtier.integrations.vllm.identity import NAMES_ONLY, Identities
 from kvtier.integrations.vllm.parts import Part, part_of
 from kvtier.integrations.vllm.plain import commit_of, plain
 from kvtier.integrations.vllm.probe import probe
-from kvtier.integrations.vllm.specs import check_prefill, needs, shards_of, stored_groups
+from kvtier.integrations.vllm.specs import check_prefill, needs, shards_of
 from kvtier.integrations.vllm.speculation import draft_model
 from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, namespace
 
@@ -111,9 +111,13 @@ def model_layout(
     """
     check_prefill(vllm_config)
     part = part_of(vllm_config, rank)
-    group_ids = stored_groups(kv_cache_config)
+    # vLLM rebuilds the other groups, and declares them so.
+    group_ids = tuple(kv_cache_config.prefix_cacheable_group_ids)
     stored = [kv_cache_config.kv_cache_groups[number] for number in group_ids]
     regions = tuple(tuple(_regions(kv_cache_config, group)) for group in stored)
+    if not any(regions):
+        where = f"rank {rank}" if part.shape.parts > 1 else "this model"
+        raise LayoutError(f"{where} has no KV cache to store: serve it without --kv-transfer-config")
     groups = []
     for group, found in zip(stored, regions, strict=True):
         window, state = needs(group)

@@ -44,17 +44,6 @@ class Needs(NamedTuple):
     """Only the state at its end."""
 
 
-def stored_groups(config: KVCacheConfig) -> tuple[int, ...]:
-    """Return the groups that are stored: the others are rebuilt by vLLM, which declares them so.
-
-    Raises :class:`LayoutError` if there are none.
-    """
-    stored = tuple(config.prefix_cacheable_group_ids)
-    if not stored:
-        raise LayoutError("the model has no KV cache to store: serve it without --kv-transfer-config")
-    return stored
-
-
 def needs(group: KVCacheGroupSpec) -> Needs:
     """Return what a hit needs of a group. Raises :class:`LayoutError` if kvtier does not support it."""
     found = {_needs(spec, group) for spec in _specs(group)}
