@@ -121,16 +121,25 @@ def engine(
     instance.close()
 
 
+def start(engine: Engine, cache: Cache, request: Any, *, hit: int = 0) -> Lookup:
+    """Answer the lookup of a new request, and let the next step compute what is not hit."""
+    engine.scheduler.on_new_request(request)
+    look_up = cache.receive(Lookup)
+    leases = list(range(101, 101 + hit))
+    cache.send(Found(look_up.ticket, leases, [4096 * lease for lease in leases], [0] * hit, 0))
+    expected = (hit * CHUNK_TOKENS, True) if hit else (0, False)
+    wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == expected)
+    engine.admit(request)
+    engine.scheduler.allocated(request, engine._blocks(engine.tables[request.request_id]), expected[0])
+    request.num_computed_tokens = expected[0]
+    return look_up
+
+
 def run(engine: Engine, cache: Cache, count: int) -> list[Any]:
     """Start requests that miss, and are computed from their first token on."""
     requests = [make_request(16 * CHUNK_TOKENS) for _ in range(count)]
     for request in requests:
-        engine.scheduler.on_new_request(request)
-        look_up = cache.receive(Lookup)
-        cache.send(Found(look_up.ticket, [], [], [], 0))
-        wait_until(lambda request=request: engine.scheduler.matched_tokens(request, 0) == (0, False))
-        engine.scheduler.allocated(request, engine._blocks([]), 0)
-        engine.admit(request)
+        start(engine, cache, request)
     engine.step(0)  # The next step may wait again.
     return requests
 
@@ -141,6 +150,13 @@ def wait_for_replies(engine: Engine) -> None:
     wait_until(lambda: (bridge.poll(), not bridge.calls)[1])
 
 
+def grant(engine: Engine, cache: Cache, reserve: Reserve | None = None, *, first: int = 1) -> list[int]:
+    """Grant every chunk of a reservation, by default the next one, and wait until the engine knows."""
+    leases = cache.answer(reserve or cache.receive(Reserve), first=first)
+    wait_for_replies(engine)
+    return leases
+
+
 def test_all_chunks_of_a_step_are_reserved_in_one_message(engine: Engine, cache: Cache) -> None:
     requests = run(engine, cache, REQUESTS)
     engine.step()
@@ -148,8 +164,7 @@ def test_all_chunks_of_a_step_are_reserved_in_one_message(engine: Engine, cache:
     assert cache.nothing_received()
     assert len(reserve.runs) == REQUESTS
     assert {run.last_tokens for run in reserve.runs} == {CHUNK_TOKENS}
-    cache.answer(reserve)
-    wait_for_replies(engine)
+    grant(engine, cache, reserve)
     engine.step()
     assert len(cache.receive(Reserve).runs) == REQUESTS
     assert {job.request_id for job in engine.worker.saves} == {request.request_id for request in requests}  # type: ignore[attr-defined]
@@ -206,8 +221,7 @@ def test_late_cache_process_is_sent_nothing_and_chunks_are_stored_later(engine: 
     engine.step()
     engine.step()
     assert cache.nothing_received()
-    cache.answer(reserve)
-    wait_for_replies(engine)
+    grant(engine, cache, reserve)
     engine.step()
     second = cache.receive(Reserve)
     assert [len(run.keys) // 32 for run in second.runs] == [3] * REQUESTS, "no chunk is lost"
@@ -222,13 +236,11 @@ def test_backlog_after_outage_is_stored_in_small_parts(engine: Engine, cache: Ca
     reserve = cache.receive(Reserve)
     for _ in range(4):
         engine.step()
-    cache.answer(reserve)
-    wait_for_replies(engine)
+    grant(engine, cache, reserve)
     engine.step()
     catch_up = cache.receive(Reserve)
     assert sum(len(run.keys) // 32 for run in catch_up.runs) == REQUESTS + 10
-    cache.answer(catch_up, first=1000)
-    wait_for_replies(engine)
+    grant(engine, cache, catch_up, first=1000)
     engine.step()
     assert sum(len(run.keys) // 32 for run in cache.receive(Reserve).runs) == REQUESTS + 10
 
@@ -319,8 +331,7 @@ def test_late_answer_is_used_while_the_request_holds_its_blocks(engine: Engine, 
     aborted.status = RequestStatus.FINISHED_ABORTED
     engine.running.remove(aborted)
     assert not engine.scheduler.finished(aborted, table(aborted))[0]
-    cache.answer(reserve)
-    wait_for_replies(engine)
+    grant(engine, cache, reserve)
     engine.step()
     (job,) = engine.worker.saves  # type: ignore[attr-defined]
     assert (job.request_id, job.leases, job.last) == (kept.request_id, [1], False)
@@ -335,8 +346,7 @@ def test_step_does_not_wait_for_room(engine: Engine, cache: Cache, waits: list[f
     waits.clear()
     engine.step()
     assert waits == []
-    cache.answer(cache.receive(Reserve))
-    wait_for_replies(engine)
+    grant(engine, cache)
     engine.step(1)
     assert waits == []
     assert [job.leases for job in engine.worker.saves] == [[1]]  # type: ignore[attr-defined]
@@ -347,8 +357,7 @@ def test_chunk_of_preempted_request_is_stored_when_computed_again(engine: Engine
     engine.step()
     first = cache.receive(Reserve)
     request.num_preemptions, request.num_computed_tokens = 1, 0
-    cache.answer(first)
-    wait_for_replies(engine)
+    grant(engine, cache, first)
     engine.step(0)
     assert cache.receive(Abandon).leases == [1]
     engine.step()
@@ -358,8 +367,7 @@ def test_chunk_of_preempted_request_is_stored_when_computed_again(engine: Engine
 def test_unscheduled_request_keeps_its_reservation(engine: Engine, cache: Cache) -> None:
     (request,) = run(engine, cache, 1)
     engine.step()
-    cache.answer(cache.receive(Reserve))
-    wait_for_replies(engine)
+    grant(engine, cache)
     engine.running.remove(request)
     engine.step()
     assert not engine.worker.saves  # type: ignore[attr-defined]
@@ -376,8 +384,7 @@ def test_blocks_of_finished_request_are_kept_until_its_answer_arrives(engine: En
     assert engine.finish(request)
     engine.step()
     assert not engine.freed
-    cache.answer(reserve)
-    wait_for_replies(engine)
+    grant(engine, cache, reserve)
     engine.step()
     assert [(job.leases, job.last) for job in engine.worker.saves] == [([1], False), ([], True)]  # type: ignore[attr-defined]
     assert engine.freed == {request.request_id}
@@ -391,8 +398,7 @@ def test_blocks_are_not_kept_for_unresponsive_cache_process(engine: Engine, cach
     wait_until(lambda: (engine.step(0), not engine.bridges[0].responsive)[1])
     assert engine.freed == {request.request_id}
     assert not engine.finish(late), "it is known to be unresponsive"
-    cache.answer(reserve)
-    wait_for_replies(engine)
+    grant(engine, cache, reserve)
     engine.step()
     assert cache.receive(Abandon) == Abandon([1, 2])
 
@@ -438,8 +444,7 @@ def test_lost_connection_discards_granted_leases(engine: Engine, cache: Cache) -
     """Lease numbers of one process are meaningless to its successor."""
     (request,) = run(engine, cache, 1)
     engine.step()
-    cache.answer(cache.receive(Reserve))
-    wait_for_replies(engine)
+    grant(engine, cache)
     engine.running.remove(request)
     cache.disconnect()
     cache._epoch = 8
@@ -800,18 +805,6 @@ def with_windows(engine: Engine) -> SchedulerSide:
     return engine.scheduler
 
 
-def start(engine: Engine, cache: Cache, request: Any, *, hit: int = 0) -> None:
-    """Answer a request's lookup, and let the next step compute what is not hit."""
-    leases = list(range(101, 101 + hit))
-    look_up = cache.receive(Lookup)
-    cache.send(Found(look_up.ticket, leases, [4096 * lease for lease in leases], [0] * hit, 0))
-    expected = (hit * CHUNK_TOKENS, True) if hit else (0, False)
-    wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == expected)
-    engine.admit(request)
-    engine.scheduler.allocated(request, engine._blocks(engine.tables[request.request_id]), expected[0])
-    request.num_computed_tokens = expected[0]
-
-
 def saved(engine: Engine) -> list[int]:
     return [chunk.lease for job in engine.worker.saves for chunk in job.chunks]  # type: ignore[attr-defined]
 
@@ -821,10 +814,8 @@ def test_with_windows_room_is_requested_with_the_lookup(
 ) -> None:
     """Before the step after the prompt's, vLLM frees all blocks but those of the last chunk."""
     request = make_request(4 * CHUNK_TOKENS)
-    with_windows.on_new_request(request)
     start(engine, cache, request)
-    leases = cache.answer(cache.receive(Reserve))
-    wait_for_replies(engine)
+    leases = grant(engine, cache)
     waits.clear()
     engine.step(4 * CHUNK_TOKENS)
     assert saved(engine) == leases == [1, 2, 3, 4]
@@ -837,12 +828,10 @@ def test_with_windows_room_is_requested_a_step_ahead(
     with_windows: SchedulerSide, engine: Engine, cache: Cache
 ) -> None:
     request = make_request(12 * CHUNK_TOKENS)
-    with_windows.on_new_request(request)
     start(engine, cache, request)
     leases: list[int] = []
     for _ in range(3):
-        leases += cache.answer(cache.receive(Reserve), first=len(leases) + 1)
-        wait_for_replies(engine)
+        leases += grant(engine, cache, first=len(leases) + 1)
         engine.step(4 * CHUNK_TOKENS)
     assert saved(engine) == leases == list(range(1, 13))
     assert cache.nothing_received()
@@ -853,10 +842,8 @@ def test_with_windows_room_before_a_hit_is_given_back(
 ) -> None:
     """It was granted although a chunk is held: on a disk, for instance."""
     request = make_request(4 * CHUNK_TOKENS)
-    with_windows.on_new_request(request)
     start(engine, cache, request, hit=2)
-    cache.answer(cache.receive(Reserve))
-    wait_for_replies(engine)
+    grant(engine, cache)
     engine.step(2 * CHUNK_TOKENS)
     assert cache.receive(Abandon).leases == [1, 2]
     assert saved(engine) == [3, 4]
@@ -917,10 +904,8 @@ def test_with_windows_room_for_chunks_that_are_not_computed_is_given_back(
     with_windows: SchedulerSide, engine: Engine, cache: Cache, end: str
 ) -> None:
     request = make_request(4 * CHUNK_TOKENS)
-    with_windows.on_new_request(request)
     start(engine, cache, request)
-    cache.answer(cache.receive(Reserve))
-    wait_for_replies(engine)
+    grant(engine, cache)
     engine.step(0)
     assert saved(engine) == []
     if end == "aborted":
@@ -940,10 +925,8 @@ def test_with_windows_room_for_replaced_tokens_is_given_back(
 ) -> None:
     """A continued session: other tokens are not stored under the keys of those before them."""
     request = make_request(4 * CHUNK_TOKENS)
-    with_windows.on_new_request(request)
     start(engine, cache, request)
-    cache.answer(cache.receive(Reserve))
-    wait_for_replies(engine)
+    grant(engine, cache)
     request.all_token_ids = [0, *request.all_token_ids]
     request.num_prompt_tokens = request.num_tokens = 4 * CHUNK_TOKENS + 1
     engine.step(4 * CHUNK_TOKENS)
@@ -1004,13 +987,7 @@ def test_lookup_reports_how_long_the_prompt_takes_to_compute(
     monkeypatch.setattr(prefill.time, "monotonic", lambda: clock[0])
     for _ in range(MIN_SAMPLES):
         request = make_request(4 * CHUNK_TOKENS, kv_transfer_params={"kvtier": {"cache": "read"}})
-        engine.scheduler.on_new_request(request)
-        look_up = cache.receive(Lookup)
-        assert look_up.compute_seconds == 0
-        cache.send(Found(look_up.ticket, [], [], [], 0))
-        wait_until(lambda request=request: engine.scheduler.matched_tokens(request, 0) == (0, False))
-        engine.scheduler.allocated(request, engine._blocks([]), 0)
-        engine.admit(request)
+        assert start(engine, cache, request).compute_seconds == 0
         for _ in range(4):
             engine.step()
             clock[0] += 0.5
@@ -1099,12 +1076,7 @@ def test_chunks_of_a_prompt_are_published_before_they_are_stored_here(
 
 def test_stored_chunks_are_watched_once(publishing: Engine, cache: Cache) -> None:
     request = described_request(2)
-    publishing.scheduler.on_new_request(request)
-    look_up = cache.receive(Lookup)
-    cache.send(Found(look_up.ticket, [], [], [], 0))
-    wait_until(lambda: publishing.scheduler.matched_tokens(request, 0) == (0, False))
-    publishing.scheduler.allocated(request, publishing._blocks([]), 0)
-    publishing.admit(request)
+    look_up = start(publishing, cache, request)
     publishing.scheduler.events()
     assert cache.receive(Watch).keys == look_up.keys
     publishing.step()

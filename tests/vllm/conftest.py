@@ -16,6 +16,7 @@ import pytest
 from kvtier.bridge import client
 from tests.vllm import models
 from tests.vllm.cache_process import CHUNK, CacheProcess
+from tests.vllm.controller_process import ControllerProcess
 from tests.vllm.engine import Engine, Engines
 from tests.vllm.forked_cache_process import ForkedCacheProcess
 from tests.vllm.started_cache_process import StartedCacheProcess
@@ -73,6 +74,15 @@ def make_cache() -> Iterator[MakeCache]:
             return cache
 
         yield make
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[ControllerProcess]:
+    """A running controller."""
+    controller = ControllerProcess(tmp_path)
+    controller.start()
+    yield controller
+    controller.close()
 
 
 @pytest.fixture

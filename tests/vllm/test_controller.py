@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,6 @@ VLLM_READY_SECONDS = 240.0
 TRIALS = 20
 
 MakeInstance = Callable[..., CacheProcess]
-
-
-@pytest.fixture
-def controller(tmp_path: Path) -> Iterator[ControllerProcess]:
-    controller = ControllerProcess(tmp_path)
-    controller.start()
-    yield controller
-    controller.close()
 
 
 @pytest.fixture

@@ -38,14 +38,6 @@ def with_tokenizer(model: Path, folder: Path) -> Path:
 
 
 @pytest.fixture
-def controller(tmp_path: Path) -> Iterator[ControllerProcess]:
-    controller = ControllerProcess(tmp_path)
-    controller.start()
-    yield controller
-    controller.close()
-
-
-@pytest.fixture
 def cache(make_cache: MakeCache, controller: ControllerProcess) -> CacheProcess:
     cache = make_cache(controller={"url": controller.url, "instance_id": "instance"})
     cache.start()
