@@ -18,6 +18,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -43,6 +44,13 @@ _MIN_TIMEOUT = 0.001
 
 class ProtocolViolation(ConnectionError):
     """The received data violates the protocol, or does not answer the request."""
+
+
+class ClosedUnanswered(ConnectionResetError):
+    """A TLS server closed the connection before it sent any data: it may have rejected the client.
+
+    With TLS 1.3, a server rejects a certificate after the client's handshake, and its alert may be lost.
+    """
 
 
 class Deadline:
@@ -316,6 +324,8 @@ class TLSConnection(Connection):
         self._secured = self._socket = context.wrap_socket(
             self._socket, server_hostname=server_name, do_handshake_on_connect=False
         )
+        self._is_answered = False
+        self._alert: ssl.SSLError | None = None
 
     def exchange(self, operations: Sequence[Operation]) -> Progress:
         """See :meth:`Connection.exchange`."""
@@ -323,7 +333,10 @@ class TLSConnection(Connection):
 
     def _set_up(self) -> None:
         self._secured.settimeout(self.deadline.remaining())
-        self._secured.do_handshake()
+        try:
+            self._secured.do_handshake()
+        except ConnectionError:
+            raise self._closed() from None
 
     def _send_some(self, buffers: Sequence[Buffer]) -> int:
         # Joined, because one TLS record per buffer would inflate small commands.
@@ -334,11 +347,29 @@ class TLSConnection(Connection):
                 return self._socket.send(data)
             except TimeoutError:
                 if peer_closed(self._socket.fileno()):
-                    raise ConnectionResetError("the server closed the connection") from None
+                    raise self._closed() from None
+            except (ConnectionError, ssl.SSLEOFError):
+                raise self._closed() from None
 
     def _receive_some(self, view: memoryview, flags: int) -> int:
+        if self._alert is not None:
+            raise copy(self._alert)
         self._socket.settimeout(self.deadline.remaining())
-        return unless_closed(self._socket.recv_into(view))
+        try:
+            received = unless_closed(self._socket.recv_into(view))
+        except (ConnectionError, ssl.SSLEOFError):
+            raise self._closed() from None
+        except ssl.SSLError as error:
+            # OpenSSL reports an alert once. Afterwards the connection is merely closed. Copied without the
+            # traceback, which holds the view.
+            self._alert = copy(error)
+            raise
+        self._is_answered = True
+        return received
+
+    def _closed(self) -> ConnectionResetError:
+        kind = ConnectionResetError if self._is_answered else ClosedUnanswered
+        return kind("the server closed the connection")
 
     def _receive_some_into(self, views: Sequence[memoryview]) -> int:
         return self._receive_some(views[0], 0)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import ssl
+import struct
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +110,54 @@ async def test_client_certificate(
         assert " used" in await backend.check()
     async with opened(server, **client_settings(scheme, server)) as backend:
         await assert_rejected(backend, "check `certificate_file` and `key_file`", caplog)
+
+
+@contextmanager
+def rejecting_server(files: TLSFiles, last_words: str) -> Iterator[int]:
+    """Serve TLS 1.3, whose handshake succeeds for the client before the server rejects it. Yield the port.
+
+    ``last_words``: ``alert``, after which the connection stays open, ``close`` or ``reset``.
+    """
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=files.authority)
+    context.load_cert_chain(files.certificate, files.key)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if last_words == "alert":
+        context.verify_mode = ssl.CERT_REQUIRED
+
+    def reject(accepted: socket.socket) -> None:
+        with suppress(OSError), context.wrap_socket(accepted, True, do_handshake_on_connect=False) as client:
+            with suppress(ssl.SSLError):
+                client.do_handshake()
+            if last_words == "reset":
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if last_words == "alert":
+                while socket.socket.recv(client, 1 << 16):
+                    pass
+
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((HOST, 0)))
+        threads = stack.enter_context(ThreadPoolExecutor())
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    threads.submit(reject, listener.accept()[0])
+
+        threads.submit(accept)
+        stack.callback(listener.shutdown, socket.SHUT_RDWR)
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("last_words", ["alert", "close", "reset"])
+async def test_client_is_rejected_after_its_handshake(
+    scheme: str, files: TLSFiles, last_words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rejecting_server(files, last_words) as port:
+        settings = {"type": scheme, "url": f"{scheme}s://{HOST}:{port}"}
+        async with opened(RedisServer(tmp_path, tls=files), **settings) as backend:
+            await assert_rejected(backend, "check `certificate_file` and `key_file`", caplog)
+            assert set(await backend.put(values(8 << 20))) == {FAILED}
+            assert "check `certificate_file` and `key_file`" in backend._pool.last_error
 
 
 async def test_expired_certificate(

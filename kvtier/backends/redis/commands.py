@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -177,8 +177,12 @@ def _raise_if_not_sent(connection: Connection, progress: Progress) -> None:
     except ConnectionError:
         # A server may send an error and close the connection in the middle of a value that it rejects.
         reply: bytes | int | ErrorReply = b""
-        with suppress(OSError):
+        try:
             reply = resp.reply(connection)
+        except ssl.SSLError:  # The server's alert.
+            raise
+        except OSError:
+            pass
         if isinstance(reply, ErrorReply):
             raise Refused(reply) from None
         raise

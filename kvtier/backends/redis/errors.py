@@ -16,6 +16,7 @@ from kvtier.backends.redis.commands import Refused
 from kvtier.backends.redis.control import ControlFailed
 from kvtier.backends.redis.resp import ErrorReply
 from kvtier.backends.redis.url import Endpoint
+from kvtier.sockets.connection import ClosedUnanswered
 
 OTHER_NODE_CODES = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "READONLY", "TRYAGAIN"})
 """Another server may accept the command: refresh the topology."""
@@ -56,6 +57,8 @@ _RENEW = "renew it on the server, and check the clocks"
 _OTHER_NAME = "name the server in `url` as its certificate does"
 _CERTIFICATE_REMEDIES = {9: _RENEW, 10: _RENEW, 62: _OTHER_NAME, 64: _OTHER_NAME}
 """Remedies by OpenSSL's ``X509_V_ERR_*``: not yet valid, expired, another host name, another IP address."""
+_CHECK_CERTIFICATE = "check `certificate_file` and `key_file`"
+_CLOSED = f"the server closed the connection: does `url` match its TLS? If so, {_CHECK_CERTIFICATE}"
 MAX_MESSAGE_LENGTH = 200
 
 
@@ -105,7 +108,9 @@ def describe_failure(error: OSError, endpoint: Endpoint) -> str:
         return f"the certificate of {endpoint} cannot be verified: {error.verify_message}: {remedy}"
     if isinstance(error, ssl.SSLError):
         # A server that requires a client certificate closes the connection, with or without an alert.
-        return f"TLS error from {endpoint}: {error.reason or error}: check `certificate_file` and `key_file`"
+        return f"TLS error from {endpoint}: {error.reason or error}: {_CHECK_CERTIFICATE}"
+    if isinstance(error, ClosedUnanswered):
+        return f"{endpoint} failed: {_CLOSED}"
     # asyncio replaces the system's message with one that contains addresses.
     reason = (
         os.strerror(error.errno) if isinstance(error, ConnectionError) and error.errno else error.strerror
@@ -134,9 +139,11 @@ def describe_control_failure(failed: ControlFailed) -> str:
         for cause in causes:
             # The library's own ConnectionError is not an OSError, and is less specific.
             if isinstance(cause, kind) and not isinstance(cause, TimeoutError):
-                closed = isinstance(cause, (ConnectionResetError, BrokenPipeError))
-                hint = ": does `url` match its TLS, and does it accept `certificate_file`?" if closed else ""
-                return describe_failure(cause, failed.endpoint) + hint
+                if isinstance(cause, (ConnectionResetError, BrokenPipeError)):
+                    cause = ClosedUnanswered()
+                return describe_failure(cause, failed.endpoint)
+    if "Connection closed by server" in text:
+        return describe_failure(ClosedUnanswered(), failed.endpoint)
     if any("Timeout" in type(cause).__name__ for cause in causes):
         return f"{failed.endpoint} does not answer in time: is it running, and does `url` match its TLS?"
     return f"{failed.endpoint} sent an unexpected reply: {_printable(text)}"
