@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
 from kvtier.integrations.vllm import adapters as module
+from kvtier.integrations.vllm import weights as weights_module
 from kvtier.integrations.vllm.adapters import Adapters, follow_loads, is_loaded
 from kvtier.integrations.vllm.identity import Identities, identify
 from kvtier.integrations.vllm.weights import EngineWeights
@@ -124,6 +126,23 @@ def test_startup_version_after_the_files_have_changed(tmp_path: Path) -> None:
     assert weights.current.id.startswith("unknown-")
 
 
+def test_startup_version_while_the_file_system_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weights_module, "CHECK_SECONDS", 0.01)
+    answers = threading.Event()
+    answers.set()
+    weights = EngineWeights("", lambda name: name.encode().ljust(32), answers.wait)
+    answers.clear()
+    weights.forget()
+    try:
+        assert weights.name("default")
+        assert weights.current.id.startswith("unknown-")
+        assert "could not be compared with those at the start in 0.01 s" in caplog.text
+    finally:
+        answers.set()
+
+
 @pytest.fixture
 def lora(tmp_path: Path) -> LoRARequest:
     request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
@@ -172,10 +191,11 @@ class Engine:
         )
         self.adapters.bind(pool)
 
-    def admit(self, lora: LoRARequest, local: int = 0) -> Any:
+    def admit(self, lora: LoRARequest, local: int = 0, wait: float = 10.0) -> Any:
         for adapter in self.adapters._adapters.values():
             adapter.checked -= 1  # Time has passed.
-        return self.adapters.admit(SimpleNamespace(request_id="r", lora_request=lora), local, 10)  # type: ignore[arg-type]
+        request: Any = SimpleNamespace(request_id="r", lora_request=lora)
+        return self.adapters.admit(request, local, wait)
 
 
 def test_content_of_an_adapter(lora: LoRARequest) -> None:
@@ -266,9 +286,7 @@ def test_adapter_whose_folder_is_removed_after_it_was_loaded(lora: LoRARequest) 
     assert Engine().admit(lora) is None
 
 
-def test_request_does_not_wait_for_a_slow_file_system(
-    lora: LoRARequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_request_waits_for_a_slow_file_system(lora: LoRARequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "files_of", lambda _: time.sleep(60))
     monkeypatch.setattr(module, "TIMEOUT_SECONDS", 0.05)
     engine = Engine()
@@ -276,11 +294,29 @@ def test_request_does_not_wait_for_a_slow_file_system(
     assert engine.adapters.admit(request, 0, 0.0) is None
     assert engine.adapters.is_pending("r")
     time.sleep(0.06)
-    assert engine.adapters.admit(request, 0, 0.0) is None
+    for _ in range(2):
+        assert engine.adapters.admit(request, 0, 0.0) is None
+        assert not engine.adapters.is_pending("r")
+
+
+def test_adapter_whose_files_can_suddenly_not_be_checked(
+    lora: LoRARequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM may have loaded others from there."""
+    engine = Engine()
+    first = engine.admit(lora)
+    assert first is not None
+    answers, files_of = threading.Event(), module.files_of
+    monkeypatch.setattr(module, "files_of", lambda path: answers.wait() and files_of(path))
+    monkeypatch.setattr(module, "TIMEOUT_SECONDS", 0.0)
+    assert engine.admit(lora, wait=0.0) is None
     assert not engine.adapters.is_pending("r")
-    engine.adapters.admit(request, 0, 0.0)
-    engine.adapters.finish("r")
-    assert not engine.adapters.is_pending("r")
+    assert "it takes more than 0 s to check the files" in caplog.text
+    monkeypatch.setattr(module, "TIMEOUT_SECONDS", 60.0)
+    answers.set()
+    assert first.ended.wait(60)
+    assert not first.is_slow
+    assert engine.admit(lora) is first
 
 
 def test_worker_knows_what_it_has_loaded(lora: LoRARequest, monkeypatch: pytest.MonkeyPatch) -> None:

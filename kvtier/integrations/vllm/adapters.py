@@ -81,6 +81,8 @@ class Adapter:
     error: str = ""
     checked: float = 0.0
     """When the last check ended (:func:`time.monotonic`)."""
+    is_slow: bool = False
+    """Whether the last check took longer than a request waits."""
     ended: threading.Event | None = None
     """Set at the end of the check in flight."""
 
@@ -108,6 +110,7 @@ class Adapter:
         return self.ended.wait(wait)
 
     def _check(self, ended: threading.Event) -> None:
+        started = time.monotonic()
         try:
             folder, files = files_of(self.path)
             if files != self.files:
@@ -119,6 +122,7 @@ class Adapter:
         except Exception as error:  # Without its files, vLLM has what it has loaded.
             self.error = f"{type(error).__name__}: {error}"
         self.checked = time.monotonic()
+        self.is_slow = self.checked - started > TIMEOUT_SECONDS
         ended.set()
 
 
@@ -180,10 +184,12 @@ class Adapters:
         started = time.monotonic()
         fresh = adapter.is_fresh(wait)
         self._bridge.waited += time.monotonic() - started
-        if not fresh and started < self._pending.setdefault(request.request_id, started + TIMEOUT_SECONDS):
-            return None
+        if not fresh and not adapter.is_slow:
+            if started < self._pending.setdefault(request.request_id, started + TIMEOUT_SECONDS):
+                return None
+            adapter.is_slow = True
         self._pending.pop(request.request_id, None)
-        usable = self._is_usable(adapter, lora)
+        usable = self._is_usable(adapter, lora, fresh=fresh)
         identity = adapter.identity if usable else ""
         is_mixed = self._mixes(lora.lora_name, identity)
         return adapter if usable and not (local_tokens and is_mixed) else None
@@ -197,7 +203,7 @@ class Adapters:
             self._forgets = True
         return before != identity
 
-    def _is_usable(self, adapter: Adapter, lora: LoRARequest) -> bool:
+    def _is_usable(self, adapter: Adapter, lora: LoRARequest, *, fresh: bool) -> bool:
         if not adapter.is_of(lora):
             self._warn(
                 "number",
@@ -214,10 +220,10 @@ class Adapters:
                 adapter.name,
                 adapter.path,
             )
-        elif not adapter.identity:
-            self._warn(
-                "unread", "adapter %s: its KV is not cached (%s)", adapter.name, adapter.error or "slow"
-            )
+        elif not adapter.identity or not fresh:
+            slow = f"it takes more than {TIMEOUT_SECONDS:g} s to check the files in {adapter.path}"
+            error = adapter.error if fresh else slow
+            self._warn("unread", "adapter %s: its KV is not cached: %s", adapter.name, error)
         else:
             return True
         return False

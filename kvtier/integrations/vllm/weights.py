@@ -12,9 +12,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bridge.protocol import Weights
+from kvtier.concurrency.threads import run_in_background
 from kvtier.integrations.vllm.compat import connectors, is_empty
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ STARTUP_VERSION = "default"
 
 FINISH_SECONDS = 1.0
 """How long a reset waits for saves of requests that have finished."""
+CHECK_SECONDS = 1.0
+"""How long the engine waits for the comparison of the model's files with those at startup."""
 
 
 def follow_engine() -> None:
@@ -148,12 +152,15 @@ class EngineWeights:
         weights_id = self._startup_id if version == STARTUP_VERSION else version
         if weights_id == self.current.id:
             return False
-        if not weights_id and not self._is_current():
+        if not weights_id and not (is_current := self._is_current_in_time()):
             # Loaded again, or not: which files these weights are from is unknown.
             logger.warning(
-                "weight_version %r: the model's files have changed since the start, so its weights are "
-                "unknown and share no chunk with other engines; give them another name",
+                "weight_version %r: the model's files %s, so its weights are unknown and share no chunk with "
+                "other engines; give them another name",
                 version,
+                "have changed since the start"
+                if is_current is not None
+                else f"could not be compared with those at the start in {CHECK_SECONDS:g} s",
             )
             self.forget()
             return True
@@ -161,6 +168,18 @@ class EngineWeights:
         self.named = bool(weights_id)
         self._expects_reset = self._mixed
         return True
+
+    def _is_current_in_time(self) -> bool | None:
+        """Return whether the files are those at startup; ``None`` after :data:`CHECK_SECONDS`.
+
+        On a file system that does not answer, the engine would block here for as long.
+        """
+        found: SimpleQueue[bool] = SimpleQueue()
+        try:
+            run_in_background(lambda: found.put(self._is_current()))
+            return found.get(timeout=CHECK_SECONDS)
+        except (Empty, RuntimeError):
+            return None
 
     def forget(self) -> None:
         """Use a namespace that no other engine has: these weights may be any."""
