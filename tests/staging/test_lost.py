@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-import anyio
 import pytest
 from anyio import CancelScope
 
@@ -53,17 +52,19 @@ async def test_pauses_start_again_after_buffers_that_have_lasted(monkeypatch: py
             pauses.append(super().next())
             return 0.0
 
-    lifetimes = iter([0.0, 0.0, 0.0, 0.3, 0.0])
+    now = 0.0
+    lifetimes = iter([0.0, 0.0, 0.0, buffers.MAX_PAUSE_SECONDS + 1, 0.0])
 
     class Engine(EngineStaging):
         async def _serve(self, workers: Sequence[object]) -> None:
+            nonlocal now
             lifetime = next(lifetimes, None)
             if lifetime is None:
                 scope.cancel()
-            await anyio.sleep(lifetime or 0.0)
+            now += lifetime or 0.0
 
     monkeypatch.setattr(buffers, "Backoff", RecordedBackoff)
-    monkeypatch.setattr(buffers, "MAX_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(buffers, "time", SimpleNamespace(monotonic=lambda: now))
     scope = CancelScope()
     await Engine(cast("Any", None), bytes(32), LAYOUT)._run(scope, [])
     assert pauses[1] > pauses[0], "buffers that are lost at once are recreated ever more slowly"
