@@ -135,9 +135,9 @@ def start(engine: Engine, cache: Cache, request: Any, *, hit: int = 0) -> Lookup
     return look_up
 
 
-def run(engine: Engine, cache: Cache, count: int) -> list[Any]:
+def run(engine: Engine, cache: Cache, count: int, tokens: int = 16 * CHUNK_TOKENS) -> list[Any]:
     """Start requests that miss, and are computed from their first token on."""
-    requests = [make_request(16 * CHUNK_TOKENS) for _ in range(count)]
+    requests = [make_request(tokens) for _ in range(count)]
     for request in requests:
         start(engine, cache, request)
     engine.step(0)  # The next step may wait again.
@@ -388,6 +388,18 @@ def test_blocks_of_finished_request_are_kept_until_its_answer_arrives(engine: En
     engine.step()
     assert [(job.leases, job.last) for job in engine.worker.saves] == [([1], False), ([], True)]  # type: ignore[attr-defined]
     assert engine.freed == {request.request_id}
+
+
+def test_prompt_without_an_answer_is_stored_to_its_end(engine: Engine, cache: Cache) -> None:
+    """It was pooled: there is no token without KV."""
+    (request,) = run(engine, cache, 1, CHUNK_TOKENS)
+    engine.step()
+    reserve = cache.receive(Reserve)
+    assert engine.finish(request)
+    cache.answer(reserve)
+    wait_for_replies(engine)
+    engine.step()
+    assert [(job.leases, job.last) for job in engine.worker.saves] == [([1], False), ([], True)]  # type: ignore[attr-defined]
 
 
 def test_blocks_are_not_kept_for_unresponsive_cache_process(engine: Engine, cache: Cache) -> None:

@@ -128,6 +128,14 @@ class RequestState:
             del self.hashes[kept // self.granularity * BLOCK_HASH_BYTES :]
         return True
 
+    def computed_at_end(self) -> int:
+        """Return how many tokens of a finished request have KV: the last one of an answer has none.
+
+        That of a prompt has, for which there is no answer if it was pooled.
+        """
+        request = self.request
+        return int(min(request.num_computed_tokens, max(request.num_tokens - 1, request.num_prompt_tokens)))
+
     def final_tokens(self, computed: int, *, answer: bool) -> int:
         """Return how many of the ``computed`` leading tokens are known and have final KV.
 

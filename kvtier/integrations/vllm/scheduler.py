@@ -407,8 +407,7 @@ class SchedulerSide:
             loading = request.request_id in self._loads  # vLLM keeps the blocks until it has ended.
             held = state.copied and not loading and self._saves.keep(state, self._model.blocks(block_ids))
             return held, self._kv_transfers.answer(request, 0)
-        computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        computed = state.final_tokens(computed, answer=self._settings.save_decode)
+        computed = state.final_tokens(state.computed_at_end(), answer=self._settings.save_decode)
         held = state.stores and self._saves.finish(state, computed, self._model.blocks(block_ids))
         transferred = self._kv_transfers.finish(state)
         if not self._saves.unreserved:
