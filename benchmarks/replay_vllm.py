@@ -4,6 +4,7 @@
 
     python -m benchmarks.replay_vllm TRACE                                  # lru and adaptive: ten minutes
     python -m benchmarks.replay_vllm TRACE --policy lru,arc,resume,adaptive
+    python -m benchmarks.replay_vllm TRACE --serve   # with ``kvtier serve``, not the process that vLLM starts
     python -m benchmarks.replay_vllm TRACE --sessions 4 --span 120 --capacity 60    # a smoke test
 
 TRACE has the format of Mooncake. Requests with the same ``session`` are one session; without that field,
@@ -38,7 +39,6 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,12 +46,13 @@ import anyio
 import httpx
 import msgspec
 
+from benchmarks.cache_process import CacheProcess
 from benchmarks.common import show
 from kvtier.bridge import client as bridge
 from kvtier.concurrency.signals import exit_on_signals
 from kvtier.demo.client import Client
-from kvtier.demo.server import Server, start_cache, start_vllm
-from kvtier.demo.work import CACHE_READY_SECONDS, VLLM_READY_SECONDS, cache_answers
+from kvtier.demo.server import Server, start_vllm
+from kvtier.demo.work import VLLM_READY_SECONDS
 from kvtier.plugins import Plugins
 from kvtier.recording.request import TraceRequest
 from kvtier.settings import Settings
@@ -125,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"--start, --span: {options.trace} has no request in this window")
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="kvt-") as name:
         models.make_llama(Path(name, "model"), width=options.width)
-        compare(plan, options.policy.split(","), options.capacity / 100, Path(name))
+        compare(plan, options.policy.split(","), options.capacity / 100, Path(name), serve=options.serve)
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -143,6 +144,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--width", type=int, default=1024, help="of the model: how much it computes; default: %(default)s"
     )
     parser.add_argument("--capacity", type=float, default=10, help="%% of the distinct chunks; %(default)s")
+    parser.add_argument("--serve", action="store_true", help="run kvtier serve; by default, vLLM starts it")
     return parser.parse_args(arguments)
 
 
@@ -168,7 +170,9 @@ def tokens_of(seed: str, count: int) -> list[int]:
     return random.Random(seed).choices(range(models.VOCABULARY), k=count)
 
 
-def compare(plan: Sequence[Planned], policies: Sequence[str], fraction: float, folder: Path) -> None:
+def compare(
+    plan: Sequence[Planned], policies: Sequence[str], fraction: float, folder: Path, *, serve: bool
+) -> None:
     """Replay the plan with each policy, and print the table. ``folder`` has the model."""
     trace = trace_of(plan, [planned.time for planned in plan])
     chunk_bytes = MODEL.chunk_bytes(trace)
@@ -181,7 +185,9 @@ def compare(plan: Sequence[Planned], policies: Sequence[str], fraction: float, f
     results = {}
     for policy, each in settings.items():
         (folder / policy).mkdir()
-        results[policy] = replay(plan, prompts, each, folder / "model", folder / policy, chunk_bytes)
+        results[policy] = replay(
+            plan, prompts, each, folder / "model", folder / policy, chunk_bytes, serve=serve
+        )
         hits = sum(answer.cached for answer in results[policy].answers)
         print(f"{policy}: {hits} hit tokens, {results[policy].seconds:.0f} s", file=sys.stderr, flush=True)
     sent = {
@@ -227,11 +233,13 @@ def replay(
     model: Path,
     folder: Path,
     chunk_bytes: int,
+    *,
+    serve: bool,
 ) -> Result:
     """Replay the plan on new processes."""
-    socket = folder / "socket"
+    cache = CacheProcess(folder, settings, serve=serve)
     longest = max(map(len, prompts)) + NEW_TOKENS
-    with serving({**settings, "socket": str(socket)}, socket, model, folder, longest) as (client, engine):
+    with serving(cache, model, folder, longest) as (client, engine):
         client.complete(tokens_of("warm-up", WARM_UP_TOKENS), 2)
         started = time.perf_counter()
         try:
@@ -239,7 +247,7 @@ def replay(
         except ExceptionGroup as errors:
             raise engine.failure(f"failed to respond ({errors.exceptions[0]!r})") from errors
         seconds = time.perf_counter() - started
-        status = bridge.status(socket)
+        status = bridge.status(cache.socket)
     (tier,) = status["tiers"]
     if tier["used_bytes"] != tier["chunks"] * chunk_bytes:
         raise SystemExit(f"{tier['chunks']} chunks have {tier['used_bytes']} bytes, not {chunk_bytes} each")
@@ -248,26 +256,23 @@ def replay(
 
 @contextmanager
 def serving(
-    settings: dict[str, Any], socket: Path, model: Path, folder: Path, max_tokens: int
+    cache: CacheProcess, model: Path, folder: Path, max_tokens: int
 ) -> Iterator[tuple[Client, Server]]:
     """Start a cache process and vLLM, and yield the latter."""
-    config = folder / "kvtier.yaml"
-    config.write_text(json.dumps(settings))  # JSON is YAML.
     port = free_port()
     threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
-        cache = start_cache(config, folder / "cache.log")
         stack.callback(cache.kill)
-        cache.wait_until(partial(cache_answers, socket), CACHE_READY_SECONDS)
+        cache.start()
         engine = start_vllm(
             str(model),
             port=port,
-            config=config,
+            config=None,
             log=folder / "vllm.log",
             max_tokens=max_tokens,
             arguments=[*ENGINE, "--hf-overrides", json.dumps({"max_position_embeddings": max_tokens})],
             scratch=folder,
-            variables={**threads, "HF_HUB_OFFLINE": "1"},
+            variables={**threads, **cache.variables, "HF_HUB_OFFLINE": "1"},
         )
         stack.callback(engine.kill)
         client = stack.enter_context(Client(port, str(model)))
