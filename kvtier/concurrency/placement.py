@@ -120,15 +120,15 @@ def list_format(numbers: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
 
 
-def _set_policy(policy: int, nodes: list[int]) -> bool:
+def _set_policy(policy: int, nodes: list[int]) -> None:
     numbers = _SET_AND_GET.get(platform.machine())
     if numbers is None:
-        return False
+        return
     mask = _Mask()
     for node in nodes:
         mask[node // _WORD_BITS] |= 1 << node % _WORD_BITS
     bits = ctypes.c_ulong(_WORDS * _WORD_BITS + 1 if nodes else 0)
-    return bool(_libc.syscall(numbers[0], policy, mask if nodes else None, bits) == 0)
+    _libc.syscall(numbers[0], policy, mask if nodes else None, bits)
 
 
 def _get_policy(flags: int) -> tuple[int | None, list[int]]:

@@ -21,18 +21,8 @@ logger = logging.getLogger("vllm.kvtier")
 
 LOCAL_FORMATS = frozenset(
     (
-        *(
-            "auto",
-            "bitsandbytes",
-            "fastsafetensors",
-            "gguf",
-            "hf",
-            "instanttensor",
-            "mistral",
-            "npcache",
-            "pt",
-        ),
-        *("runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
+        *("auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache"),
+        *("pt", "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
     )
 )
 """vLLM's load formats that read the files of the model's folder."""
