@@ -47,6 +47,8 @@ def test_nixl_process_imports_little() -> None:
         "kvtier",
         "kvtier.errors",
         "kvtier.hookmarkers",
+        "kvtier.memory",
+        "kvtier.memory.large_pages_process",
         "kvtier.rpc",
         "kvtier.rpc.frames",
         "kvtier.rpc.wire",
