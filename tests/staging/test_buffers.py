@@ -32,6 +32,8 @@ SLOT = 4 * sum(PAGES)
 BUFFER = 2 * MIB
 """Room for three prompts: few of them reuse every slice."""
 TIMEOUT_SECONDS = 30.0
+START_SECONDS = 90.0
+"""Processes that load NIXL have started by then, on a machine that is ten times slower."""
 DEVICES = [
     "cpu",
     pytest.param(
@@ -69,7 +71,7 @@ class Pair(NamedTuple):
     def wait_for_buffers(self, lost: Sequence[int] = ()) -> None:
         """Wait until both sides have usable buffers, other than the lost ones."""
         for engine, cache in ((self.prefill, self.prefill_cache), (self.decode, self.decode_cache)):
-            deadline = time.monotonic() + TIMEOUT_SECONDS
+            deadline = time.monotonic() + START_SECONDS
             while {0, *lost} & set(engine.refresh()) or not cache.status()["staging"]:
                 assert time.monotonic() < deadline, cache.tail()
                 time.sleep(0.05)
