@@ -17,7 +17,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from kvtier.backends.base import Backend
-from kvtier.catalog.catalog import Catalog, State
+from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.siblings import PromptMarks
 from kvtier.concurrency.tasks import open_tasks
@@ -38,7 +38,7 @@ from kvtier.pipeline.expect import ExpectStage
 from kvtier.pipeline.forget import ForgetStage
 from kvtier.pipeline.found import Lookup, ReportProgress, Staged
 from kvtier.pipeline.gather import Gathering, GatherStage
-from kvtier.pipeline.held import HeldChunk, parents_first
+from kvtier.pipeline.held import HeldStage
 from kvtier.pipeline.look_up import LookUpStage
 from kvtier.pipeline.move import MoveStage
 from kvtier.pipeline.prefetch import PrefetchStage
@@ -74,6 +74,7 @@ class TieredCache:
         quarter = hierarchy.memory.arena.capacity // 4
         queue_bytes = {tier.index: tier.settings.queue or quarter for tier in hierarchy.lower}
         self._evicting = EvictStage(hierarchy)
+        self._holding = HeldStage(hierarchy, self._evicting)
         self._storing = StoreStage(hierarchy, self._evicting, queue_bytes)
         self._prefetching = PrefetchStage(hierarchy, self._evicting)
         self._discovering = DiscoverStage(hierarchy)
@@ -140,8 +141,7 @@ class TieredCache:
             ]
             router, observers = Router(catalog, [memory, *lower]), list(plugins.observers(settings))
             cache = cls(settings, Hierarchy(memory, lower, catalog, router, tasks, observers, layouts))
-            await cache._load_held()
-            cache._start(tasks)
+            await cache._start(tasks)
             try:
                 yield cache
             finally:
@@ -149,36 +149,18 @@ class TieredCache:
                     await cache.finish()
                 tasks.cancel_scope.cancel()
 
-    async def _load_held(self) -> None:
-        """Add the chunks that the tiers held when opened to the catalog, least recently used first."""
-        catalog = self.hierarchy.catalog
+    async def _start(self, tasks: TaskGroup) -> None:
+        """Find the chunks in the tiers, and start the background tasks."""
         for tier in self.hierarchy.lower:
             if tier.capabilities.registration is not None:
                 await tier.capabilities.registration.register(self.arena)
-            held: list[HeldChunk] = []
-            async for batch in tier.scan():
-                held += [HeldChunk.of(stored) for stored in batch]
-            for chunk in parents_first(held):
-                header = chunk.header
-                length = object_bytes(header.payload_bytes)
-                catalog.add(chunk.key, tier.index, length, State.READY, header.parent, header.namespace)
-                catalog.resize(chunk.key, tier.index, chunk.length)
-                catalog.beginnings.set(chunk.key, header.parent, chunk.marks)
-            await self._evicting.make_room(tier.index, 0)
-            if catalog.count(tier.index):
-                logger.info(
-                    "tier %s: found %d existing chunks (%.2f GiB)",
-                    tier.name,
-                    catalog.count(tier.index),
-                    catalog.used(tier.index) / 2**30,
-                )
-
-    def _start(self, tasks: TaskGroup) -> None:
+            await self._holding.load(tier)
         tasks.start_soon(self._evicting.run)
         tasks.start_soon(self._forgetting.run)
         for tier in self.hierarchy.lower:
             tasks.start_soon(self._storing.run, tier.index)
             tasks.start_soon(tier.contact)
+            tasks.start_soon(self._holding.run, tier)
 
     @property
     def worth(self) -> Worth:

@@ -46,6 +46,15 @@ class TierError(KVTierError):
     """A tier cannot be opened."""
 
 
+class IncompleteScan(KVTierError):
+    """A medium could not list all its objects. The message says what, why and how much."""
+
+    def __init__(self, message: str, unseen_bytes: int | None = None) -> None:
+        """``unseen_bytes``: what the others take, as far as known; ``None`` if that may be anything."""
+        super().__init__(message)
+        self.unseen_bytes = unseen_bytes
+
+
 class CorruptChunk(KVTierError):
     """A chunk does not match its header."""
 

@@ -120,7 +120,11 @@ class SupportsScan(Protocol):
     """A persistent medium, private to its process, that can list its contents."""
 
     def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
-        """Yield all objects, in batches, in any order. Called once, after ``open``."""
+        """Yield all objects, in batches, in any order. Called after ``open``.
+
+        Raises :class:`~kvtier.errors.IncompleteScan` at the end if some could not be listed. It is then
+        called again from time to time, and may yield only those.
+        """
         ...
 
 

@@ -306,11 +306,16 @@ def check_disk_room(tier: LocalTierSettings, path: Path) -> Check:
 
     folder = nearest_folder(path)
     name = f"room for tier {tier.name}"
+    errors: list[OSError] = []
     try:
-        held = sum(file.stat().st_size for file in walk(path)) if path.is_dir() else 0
+        files = walk(path, lambda _, error: errors.append(error)) if path.is_dir() else ()
+        held = sum(file.stat().st_size for file in files)
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return Check(name, "warn", f"{error}")
+        errors.append(error)
+    if errors:
+        remedy = "make all of the folder readable for this user: what cannot be read counts as used"
+        return Check(name, "warn", str(errors[0]), remedy)
     found = f"{format_size(free)} free and {format_size(held)} held, capacity {format_size(tier.capacity)}"
     if free + held < tier.capacity:
         return Check(

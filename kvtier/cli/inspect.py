@@ -33,7 +33,7 @@ def ls(
     from kvtier.cli.inspect_files import list_chunks
     from kvtier.units import format_size
 
-    holder, chunks, total, described = anyio.run(list_chunks, folder, limit)
+    holder, chunks, total, described = anyio.run(list_chunks, folder, limit, _print_unread)
     if as_json:
         print_json(
             {"folder": str(folder), "holder": holder, "chunks": chunks, "bytes": total, "listed": described}
@@ -52,13 +52,20 @@ def verify(
 ) -> None:
     """Read every chunk and verify its header and checksum.
 
-    Exit status 1 if any is corrupt, whether removed or not. A cache process may be running, except with
-    --delete.
+    Exit status 1 if any is corrupt, whether removed or not, or unreadable. A cache process may be running,
+    except with --delete.
     """
     import anyio
 
     from kvtier.cli import inspect_files
     from kvtier.units import format_size
+
+    unread = 0
+
+    def note(path: Path, error: OSError) -> None:
+        nonlocal unread
+        unread += 1
+        _print_unread(path, error)
 
     with Progress(console=messages(), transient=True) as progress:
         bar = progress.add_task("verifying", total=None)
@@ -67,13 +74,13 @@ def verify(
             progress.update(bar, completed=done, total=total)
 
         checked, read, corrupt = anyio.run(
-            partial(inspect_files.verify, folder, delete=delete, progress=show)
+            partial(inspect_files.verify, folder, delete=delete, progress=show, failed=note)
         )
     for path, problem in corrupt:
         output().print(f"[red]corrupt[/red] {escape(str(path))}: {escape(problem)}")
     removed = " and removed" if delete and corrupt else ""
     output().print(f"{checked} chunks, {format_size(read)} read, {len(corrupt)} corrupt{removed}.")
-    if corrupt:
+    if corrupt or unread:
         raise typer.Exit(1)
 
 
@@ -98,6 +105,12 @@ def purge(
         bar = progress.add_task("removing", total=len(files))
         anyio.run(remove, folder, files, partial(progress.advance, bar))
     output().print(f"{len(files)} chunks removed, {format_size(total)} freed.")
+
+
+def _print_unread(path: Path, error: OSError) -> None:
+    messages().print(
+        f"[yellow]cannot read[/yellow] {escape(str(path))}: {escape(error.strerror or str(error))}"
+    )
 
 
 def _print_listing(described: list[dict[str, object]]) -> None:

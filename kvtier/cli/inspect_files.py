@@ -12,7 +12,8 @@ from typing import NamedTuple
 import aiofiles
 import aiofiles.os
 
-from kvtier.backends.disk.folder import LISTED_AT_ONCE, ObjectFolder, listed, lock_holder, walk
+from kvtier.backends.disk.folder import ObjectFolder, lock_holder
+from kvtier.backends.disk.scan import LISTED_AT_ONCE, Failed, listed, walk
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import CorruptChunk, TierError
 from kvtier.memory.header import HEADER_BYTES, StoredHeader
@@ -52,11 +53,11 @@ class Verification(NamedTuple):
     """The corrupt files, with the reason."""
 
 
-async def list_chunks(folder: Path, limit: int) -> Listing:
-    """List the ``limit`` most recently used chunks; with 0, all."""
+async def list_chunks(folder: Path, limit: int, failed: Failed) -> Listing:
+    """List the ``limit`` most recently used chunks; with 0, all. ``failed`` receives unreadable folders."""
     chunks = total = 0
     newest: list[ChunkFile] = []
-    async for files in _files(folder):
+    async for files in _files(folder, failed):
         chunks, total = chunks + len(files), total + sum(file.length for file in files)
         newest += files
         if limit:
@@ -66,21 +67,23 @@ async def list_chunks(folder: Path, limit: int) -> Listing:
     return Listing(holder, chunks, total, described)
 
 
-async def verify(folder: Path, *, delete: bool, progress: Callable[[int, int], None]) -> Verification:
+async def verify(
+    folder: Path, *, delete: bool, progress: Callable[[int, int], None], failed: Failed
+) -> Verification:
     """Read and verify every chunk. ``delete`` removes corrupt ones, and requires a folder that is not in use.
 
-    ``progress`` receives the bytes verified, and the bytes of all chunks.
+    ``progress`` receives the bytes verified, and the bytes of all chunks, ``failed`` unreadable folders.
     """
     if not delete:
-        return await _verify(folder, delete=False, progress=progress)
+        return await _verify(folder, delete=False, progress=progress, failed=failed)
     async with _claimed(folder):
-        return await _verify(folder, delete=True, progress=progress)
+        return await _verify(folder, delete=True, progress=progress, failed=failed)
 
 
 async def claimed_chunks(folder: Path) -> list[ChunkFile]:
     """Return the chunks of a folder that is not in use. Removes leftovers of interrupted writes."""
     async with _claimed(folder) as claimed:
-        return [file async for paths in claimed.objects() for file in await _status_of_all(paths)]
+        return [file async for paths in claimed.scan.objects() for file in await _status_of_all(paths)]
 
 
 async def remove(folder: Path, files: Sequence[ChunkFile], progress: Callable[[int], None]) -> None:
@@ -109,8 +112,8 @@ async def _claimed(folder: Path) -> AsyncIterator[ObjectFolder]:
         await claimed.close()
 
 
-async def _files(folder: Path) -> AsyncIterator[list[ChunkFile]]:
-    async for paths in listed(walk(folder)):
+async def _files(folder: Path, failed: Failed) -> AsyncIterator[list[ChunkFile]]:
+    async for paths in listed(walk(folder, failed)):
         yield await _status_of_all(paths)
 
 
@@ -155,8 +158,10 @@ def _describe(file: ChunkFile) -> dict[str, object]:
     }
 
 
-async def _verify(folder: Path, *, delete: bool, progress: Callable[[int, int], None]) -> Verification:
-    files = [file async for batch in _files(folder) for file in batch]
+async def _verify(
+    folder: Path, *, delete: bool, progress: Callable[[int, int], None], failed: Failed
+) -> Verification:
+    files = [file async for batch in _files(folder, failed) for file in batch]
     total = sum(file.length for file in files)
     queue = iter(files)
     checked = read = done = 0

@@ -1,14 +1,70 @@
-"""The chunks that tiers held when they were opened, in the order to add them to the catalog."""
+"""Held: add what the media hold to the catalog when they are opened, and what they could not list, later."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import anyio
+
 from kvtier.backends.base import StoredObject
+from kvtier.catalog.catalog import State
 from kvtier.catalog.siblings import marks_of
-from kvtier.memory.header import ChunkHeader, StoredHeader
+from kvtier.concurrency.backoff import Backoff
+from kvtier.memory.header import ChunkHeader, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.base import Hierarchy
+from kvtier.pipeline.evict import EvictStage
+from kvtier.tiers.tier import Tier
+from kvtier.units import format_size
+
+logger = logging.getLogger("kvtier")
+
+RETRY_SECONDS, MAX_RETRY_SECONDS = 60.0, 3600.0
+"""Back-off between scans of what a medium could not list."""
+
+
+class HeldStage:
+    """Finds the chunks in media that can list them."""
+
+    def __init__(self, hierarchy: Hierarchy, evicting: EvictStage) -> None:
+        self._hierarchy = hierarchy
+        self._evicting = evicting
+
+    async def load(self, tier: Tier) -> list[ChunkKey]:
+        """Add the chunks of a tier to the catalog, least recently used first. Return those added."""
+        catalog, index = self._hierarchy.catalog, tier.index
+        held: list[HeldChunk] = []
+        async for batch in tier.scan():
+            held += [HeldChunk.of(stored) for stored in batch]
+        found: list[ChunkKey] = []
+        for chunk in parents_first(held):
+            if catalog.state(chunk.key, index) is not State.ABSENT:  # Stored since an earlier scan.
+                continue
+            header = chunk.header
+            length = object_bytes(header.payload_bytes)
+            catalog.add(chunk.key, index, length, State.READY, header.parent, header.namespace)
+            catalog.resize(chunk.key, index, chunk.length)
+            catalog.beginnings.set(chunk.key, header.parent, chunk.marks)
+            found.append(chunk.key)
+        if found:
+            length = sum(map(catalog.length, found))
+            logger.info("tier %s: found %d existing chunks (%s)", tier.name, len(found), format_size(length))
+        await self._evicting.make_room(index, 0)
+        return found
+
+    async def run(self, tier: Tier) -> None:
+        """Scan a tier again until all that it holds has been listed."""
+        backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
+        while tier.unseen is not None:
+            await anyio.sleep(backoff.next())
+            found = await self.load(tier)
+            self._hierarchy.changed(
+                tier.index, stored=[key for key in found if key in self._hierarchy.catalog]
+            )
+            if tier.unseen is None:
+                logger.info("tier %s: all chunks are listed", tier.name)
 
 
 class HeldChunk(NamedTuple):

@@ -36,6 +36,8 @@ class Level:
         """Bytes that are removed from the catalog, but still in the medium."""
         self._refused_bytes = 0
         """Bytes of the last written batch that the medium rejected as full."""
+        self.unseen_bytes = 0
+        """Bytes in the medium that are not in the catalog, because they could not be listed."""
 
     @property
     def name(self) -> str:
@@ -93,8 +95,8 @@ class Level:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of chunk objects in the catalog, ready or pending, or being deleted."""
-        return self._catalog.used(self.index) + self._deleting_bytes
+        """Bytes of chunk objects in the catalog, ready or pending, being deleted, or unseen."""
+        return self._catalog.used(self.index) + self._deleting_bytes + self.unseen_bytes
 
     def excess_bytes(self, incoming: int) -> int:
         """Return the bytes to evict before ``incoming`` more are added; 0 below the high watermark.

@@ -19,7 +19,7 @@ from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.concurrency.backoff import Backoff
 from kvtier.concurrency.tasks import wait_for_event
-from kvtier.errors import KVTierError
+from kvtier.errors import IncompleteScan, KVTierError
 from kvtier.events import Priority
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
@@ -79,6 +79,8 @@ class Tier(Level):
         self._warn = RateLimitedLog(logger)
         self.reading = ReadCost()
         """The recent cost of reads."""
+        self.unseen: str | None = None
+        """What the last scan could not list, and why; ``None`` if it is complete."""
 
     @property
     def available(self) -> bool:
@@ -101,7 +103,12 @@ class Tier(Level):
 
     def status(self) -> dict[str, object]:
         """Return the state for display and tests."""
-        return {**super().status(), "reading": self.reading.status(), "error": self.breaker.error}
+        return {
+            **super().status(),
+            "reading": self.reading.status(),
+            "error": self.breaker.error or self.unseen,
+            "unseen_bytes": self.unseen_bytes,
+        }
 
     async def contact(self) -> None:
         """Check a shared pool until it answers, and log the result: it may be unused for hours after a start.
@@ -214,13 +221,27 @@ class Tier(Level):
         await self.breaker.call(self._deletions.run, keys, default=False)
 
     async def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
-        """Yield the valid objects in the medium, if it supports it, up to the first error."""
+        """Yield the valid objects in the medium, if it supports it, as far as they can be listed.
+
+        What cannot be counts as used from then on, until a later scan has listed it.
+        """
+        seen, unseen = 0, 0
+        reason: str | None = None
         try:
             async for batch in self.seal.scan():
+                seen += sum(stored.length for stored in batch)
                 yield batch
+        except IncompleteScan as error:
+            unseen, reason = error.unseen_bytes, str(error)
         except Exception as error:
-            self._warn("tier %s: scan aborted: %r", self.name, error)
+            unseen, reason = None, f"scan aborted: {error!r}"
             self.breaker.record_failure(repr(error))
+        if reason is not None:
+            self._warn("tier %s: %s", self.name, reason)
+        capacity = self.capacity or 0
+        unknown = max(0, capacity - self._catalog.used(self.index) - seen)
+        self.unseen_bytes = unknown if unseen is None else min(unseen, capacity)
+        self.unseen = reason
 
     async def _call(
         self,

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -138,11 +140,14 @@ def test_verify_while_a_cache_process_runs(kvtier: Kvtier, folder: Path) -> None
 def test_chunk_removed_during_verify_is_not_corrupt(
     kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def listed_before(folder: Path) -> AsyncIterator[list[inspect_files.ChunkFile]]:
+    async def listed_before(*_: Any) -> AsyncIterator[list[inspect_files.ChunkFile]]:
         yield files
 
+    def ignore(path: Path, error: OSError) -> None:
+        raise AssertionError(path) from error
+
     async def list_files() -> list[inspect_files.ChunkFile]:
-        return [file async for batch in inspect_files._files(folder) for file in batch]
+        return [file async for batch in inspect_files._files(folder, ignore) for file in batch]
 
     files = anyio.run(list_files)
     files[1].path.unlink()
@@ -196,3 +201,22 @@ def test_what_is_no_file_is_no_chunk(folder: Path, arguments: list[str]) -> None
     assert "3 chunks" in output
     assert pipe.is_fifo()
     assert other.is_dir()
+
+
+@pytest.mark.parametrize(("command", "status"), [("ls", 0), ("verify", 1)])
+def test_what_cannot_be_listed_is_named(
+    kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, status: int
+) -> None:
+    lost = chunks(folder)[0].parent
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path) == lost:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    result = kvtier("inspect", command, folder)
+    assert result.status == status
+    assert "0 chunks" in result.output  # All are in this folder.
+    assert f"cannot read {lost}: Input/output error" in result.errors.replace("\n", "")

@@ -18,8 +18,9 @@ from kvtier.backends.base import (
     SupportsRegistration,
     SupportsScan,
 )
-from kvtier.backends.disk.folder import ObjectFolder, lock_holder, object_path, walk
+from kvtier.backends.disk.folder import ObjectFolder, lock_holder, object_path
 from kvtier.backends.disk.ring import ObjectRing
+from kvtier.backends.disk.scan import walk
 from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import TierError
 from kvtier.memory.arena import Arena
@@ -147,11 +148,16 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
     async def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
         """Yield every object in the folder, and delete the temporary files of interrupted writes.
 
-        Reads one page of each file. Ignores files whose name is not a key, and logs them.
+        Reads one page of each file. Ignores files whose name is not a key, and logs them. Raises
+        :class:`IncompleteScan` if something could not be read; only that is listed by the next scan.
         """
-        async for paths in self._folder.objects():
-            described = await self._spread(self._folder.describe, paths)
-            yield [stored for stored in described if stored is not None]
+        scan = self._folder.scan
+        async for paths in scan.objects():
+            described = await self._spread(scan.describe, paths)
+            found = [stored for stored in described if stored is not None]
+            scan.count(found)
+            yield found
+        await scan.check()
 
     def _make_ring(self) -> ObjectRing | None:
         """Create the io_uring that the settings ask for, or return ``None`` to use threads."""

@@ -19,57 +19,33 @@ import itertools
 import logging
 import mmap
 import os
-import re
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
 
 import aiofiles
 import aiofiles.os
 from anyio import CancelScope
 
-from kvtier.backends.base import GetItem, Outcome, PutItem, StoredObject
+from kvtier.backends.base import GetItem, Outcome, PutItem
+from kvtier.backends.disk.scan import LOCK_FILE, PREFIX_DIGITS, PROBE_FILE, FolderScan
 from kvtier.concurrency.files import FileLocked, LockFile, holder_of
 from kvtier.errors import TierError
 from kvtier.logs import RateLimitedLog
-from kvtier.memory.header import HEADER_BYTES, OBJECT_ALIGNMENT
+from kvtier.memory.header import OBJECT_ALIGNMENT
 from kvtier.memory.keys import ChunkKey
 
 logger = logging.getLogger("kvtier")
 
-LOCK_FILE = ".lock"
-PROBE_FILE = ".probe"
-LISTED_AT_ONCE = 1024
-"""Files listed in one call into a worker thread."""
-
-_PREFIX_DIGITS = 3
-_PREFIX = re.compile(rf"[0-9a-f]{{{_PREFIX_DIGITS}}}")
-_OBJECT = re.compile(r"([0-9a-f]{64})\.kv")
-_TEMPORARY = re.compile(r"[0-9a-f]{64}\.[0-9a-f]+-[0-9]+\.tmp")
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-EntryT = TypeVar("EntryT")
 
 
 def object_path(root: Path, key: ChunkKey) -> Path:
     """Return the path for the object of ``key``, whether or not it exists."""
     return root / _object_name(key)
-
-
-def walk(root: Path) -> Iterator[Path]:
-    """Return the objects in a folder, ordered by the first digits of their keys. Raises ``OSError``."""
-    return (path for path, key in _files(root) if key is not None)
-
-
-async def listed(files: Iterator[EntryT]) -> AsyncIterator[list[EntryT]]:
-    """Yield files of :func:`walk` in batches, each with one call into a worker thread."""
-    take = aiofiles.os.wrap(lambda: list(itertools.islice(files, LISTED_AT_ONCE)))
-    while batch := await take():
-        yield batch
 
 
 def lock_holder(root: Path) -> str | None:
@@ -88,6 +64,8 @@ class ObjectFolder:
         self._token = secrets.token_hex(4)
         self._serial = itertools.count()
         self._warn = RateLimitedLog(logger)
+        self.scan = FolderScan(tier, root, self._token)
+        """Lists the objects."""
 
     @classmethod
     async def open(cls, tier: str, root: Path, *, direct: bool) -> ObjectFolder:
@@ -210,44 +188,6 @@ class ObjectFolder:
         except OSError as error:
             self._warn("tier %r cannot delete: %s", self._tier, error)
 
-    async def objects(self) -> AsyncIterator[list[Path]]:
-        """Yield the objects in batches. Deletes the files of interrupted writes and logs foreign files."""
-        foreign: list[Path] = []
-        async for entries in listed(_files(self._root)):
-            objects: list[Path] = []
-            for path, key in entries:
-                if key is not None:
-                    objects.append(path)
-                elif not _TEMPORARY.fullmatch(path.name):
-                    foreign.append(path)
-                elif f".{self._token}-" not in path.name:
-                    with suppress(OSError):
-                        await aiofiles.os.unlink(path)
-            if objects:
-                yield objects
-        if foreign:
-            logger.warning(
-                "tier %r: ignoring %d files in %s that do not belong to kvtier, such as %s",
-                self._tier,
-                len(foreign),
-                self._root,
-                foreign[0],
-            )
-
-    def describe(self, path: Path) -> StoredObject | None:
-        """Return the object in a file of :meth:`objects`; ``None`` if it was deleted.
-
-        Also ``None``, with a warning, if it is unreadable: it is kept, because the next start may read it.
-        """
-        try:
-            status, head = path.stat(), _first_bytes(path)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            self._warn("tier %r cannot read, ignoring: %s", self._tier, error)
-            return None
-        return StoredObject(ChunkKey(bytes.fromhex(path.stem)), status.st_size, status.st_mtime, head)
-
     def _write_file(self, path: Path, view: memoryview) -> None:
         direct = self._direct and _is_aligned(view)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
@@ -265,30 +205,7 @@ class ObjectFolder:
 
 def _object_name(key: ChunkKey) -> str:
     name = key.hex()
-    return f"{name[:_PREFIX_DIGITS]}/{name}.kv"
-
-
-def _key_of(entry: os.DirEntry[str], prefix: str) -> ChunkKey | None:
-    """Return the key of an object file; ``None`` if it is not one, or in the wrong prefix folder.
-
-    A folder is no object, and neither is a pipe or a device, which to open might block forever.
-    """
-    match = _OBJECT.fullmatch(entry.name)
-    if match is None or not entry.name.startswith(prefix) or not entry.is_file():
-        return None
-    return ChunkKey(bytes.fromhex(match[1]))
-
-
-def _files(root: Path) -> Iterator[tuple[Path, ChunkKey | None]]:
-    """Yield every file in the prefix folders with its key, and every other entry of the root."""
-    with os.scandir(root) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
-        if _PREFIX.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-            with os.scandir(entry) as files:
-                yield from ((Path(file.path), _key_of(file, entry.name)) for file in files)
-        elif entry.name not in (LOCK_FILE, PROBE_FILE):
-            yield Path(entry.path), None
+    return f"{name[:PREFIX_DIGITS]}/{name}.kv"
 
 
 async def _probe(tier: str, root: Path, *, direct: bool) -> bool:
@@ -314,16 +231,6 @@ async def _probe(tier: str, root: Path, *, direct: bool) -> bool:
         with suppress(FileNotFoundError):
             await aiofiles.os.unlink(path)
     return direct
-
-
-def _first_bytes(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        # Disables readahead, which would read about a hundred kilobytes per header.
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        return os.pread(descriptor, HEADER_BYTES, 0)
-    finally:
-        os.close(descriptor)
 
 
 def _is_aligned(view: memoryview) -> bool:
