@@ -160,7 +160,8 @@ class TieredCache:
         for tier in self.hierarchy.lower:
             tasks.start_soon(self._storing.run, tier.index)
             tasks.start_soon(tier.contact)
-            tasks.start_soon(self._holding.run, tier)
+            tasks.start_soon(self._holding.find_unseen, tier)
+            tasks.start_soon(self._holding.forget_lost, tier)
 
     @property
     def worth(self) -> Worth:

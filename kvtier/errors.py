@@ -46,6 +46,10 @@ class TierError(KVTierError):
     """A tier cannot be opened."""
 
 
+class MediumReplaced(KVTierError):
+    """A private medium has lost all its objects, and works again without them."""
+
+
 class IncompleteScan(KVTierError):
     """A medium could not list all its objects. The message says what, why and how much."""
 

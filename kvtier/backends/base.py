@@ -123,7 +123,8 @@ class SupportsScan(Protocol):
         """Yield all objects, in batches, in any order. Called after ``open``.
 
         Raises :class:`~kvtier.errors.IncompleteScan` at the end if some could not be listed. It is then
-        called again from time to time, and may yield only those.
+        called again from time to time, and may yield only those. ``put`` raises
+        :class:`~kvtier.errors.MediumReplaced` once if the medium has lost everything.
         """
         ...
 

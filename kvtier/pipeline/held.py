@@ -10,6 +10,7 @@ import anyio
 
 from kvtier.backends.base import StoredObject
 from kvtier.catalog.catalog import State
+from kvtier.catalog.eviction import RemovalReason
 from kvtier.catalog.siblings import marks_of
 from kvtier.concurrency.backoff import Backoff
 from kvtier.memory.header import ChunkHeader, StoredHeader, object_bytes
@@ -54,7 +55,17 @@ class HeldStage:
         await self._evicting.make_room(index, 0)
         return found
 
-    async def run(self, tier: Tier) -> None:
+    async def forget_lost(self, tier: Tier) -> None:
+        """Remove all chunks of a tier from the catalog whenever its medium has lost them."""
+        while True:
+            await tier.replaced.wait()
+            tier.replaced = anyio.Event()
+            catalog = self._hierarchy.catalog
+            ready = [key for key in catalog.keys(tier.index) if catalog.state(key, tier.index) is State.READY]
+            await self._evicting.remove(ready, tier.index, RemovalReason.LOST)
+            logger.warning("tier %s: %d chunks are lost", tier.name, len(ready))
+
+    async def find_unseen(self, tier: Tier) -> None:
         """Scan a tier again until all that it holds has been listed."""
         backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
         while tier.unseen is not None:

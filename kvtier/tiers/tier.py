@@ -19,7 +19,7 @@ from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.concurrency.backoff import Backoff
 from kvtier.concurrency.tasks import wait_for_event
-from kvtier.errors import IncompleteScan, KVTierError
+from kvtier.errors import IncompleteScan, KVTierError, MediumReplaced
 from kvtier.events import Priority
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
@@ -79,6 +79,8 @@ class Tier(Level):
         self._warn = RateLimitedLog(logger)
         self.reading = ReadCost()
         """The recent cost of reads."""
+        self.replaced = anyio.Event()
+        """Set when the medium has lost all its objects."""
         self.unseen: str | None = None
         """What the last scan could not list, and why; ``None`` if it is complete."""
 
@@ -209,7 +211,7 @@ class Tier(Level):
 
     async def write_items(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Seal and store chunk objects; all are ``FAILED`` while the breaker is open. See :class:`Seal`."""
-        return await self._call(self.seal.put, items, default=Outcome.FAILED)
+        return await self._call(self._seal_and_put, items, default=Outcome.FAILED)
 
     async def read_items(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Read and verify chunk objects; all are ``FAILED`` while the breaker is open. See :class:`Seal`."""
@@ -257,6 +259,13 @@ class Tier(Level):
             return await operation(items)
 
         return await self.breaker.call(call, batch, default=default)
+
+    async def _seal_and_put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        try:
+            return await self.seal.put(items)
+        except MediumReplaced:
+            self.replaced.set()
+            raise
 
     async def _contains_prefix(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Return whether the medium holds each key, up to the first that it does not."""

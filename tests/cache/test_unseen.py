@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import anyio
 import pytest
 
 from kvtier import Settings, TieredCache
+from kvtier.backends.disk.backend import lock_holder
 from kvtier.pipeline import held
+from tests.backends.chunks import disk, opened
 from tests.waiting import until
 
 from .conftest import CHUNK_OBJECT_BYTES
@@ -83,3 +86,50 @@ async def test_what_cannot_be_listed_counts_as_used(
             await until(lambda: tier.unseen is None)
         assert tier.status()["unseen_bytes"] == 0
         assert tier.used_bytes == bytes_on_disk(folder)
+
+
+async def test_folder_that_is_removed_while_in_use(
+    tmp_path: Path,
+    settings: Callable[..., Settings],
+    prompt: Callable[..., list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No chunk is written to a folder that is not locked, and none is reported that is gone."""
+    configured, folder = settings(ssd=CAPACITY), tmp_path / "ssd"
+    async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
+        tier = cache.hierarchy.lower[0]
+        store(cache, prompt(256 * 8, 1))
+        assert await cache.drain(30)
+        assert tier.count == 8
+        shutil.rmtree(folder)
+        folder.mkdir()
+        # The first batch finds out. Another process could have the new folder until then.
+        store(cache, prompt(256 * 4, 2))
+        assert await cache.drain(30)
+        await until(lambda: not tier.count)
+        assert f"{folder} was removed while in use" in caplog.text
+        keys = store(cache, prompt(256 * 4, 3))
+        assert await cache.drain(30)
+        assert tier.count == 4
+        assert lock_holder(folder) is not None
+    async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
+        assert all(key in cache.hierarchy.catalog for key in keys)
+
+
+async def test_folder_that_another_process_has_taken(
+    tmp_path: Path,
+    settings: Callable[..., Settings],
+    prompt: Callable[..., list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    configured, folder = settings(ssd=CAPACITY), tmp_path / "ssd"
+    async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
+        store(cache, prompt(256 * 8, 1))
+        assert await cache.drain(30)
+        shutil.rmtree(folder)
+        async with opened(disk(folder)):
+            store(cache, prompt(256 * 4, 2))
+            assert await cache.drain(30)
+            assert f"path {folder} is in use by process" in caplog.text
+            assert not list(folder.glob("*/*.kv"))
+            assert "is in use by" in str(cache.hierarchy.lower[0].status()["error"])

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import ClassVar, Literal, TypeVar
 
+import anyio
 from pydantic import Field
 
 from kvtier.backends.base import (
@@ -22,7 +23,7 @@ from kvtier.backends.disk.folder import ObjectFolder, lock_holder, object_path
 from kvtier.backends.disk.ring import ObjectRing
 from kvtier.backends.disk.scan import walk
 from kvtier.concurrency.threads import WorkerThreads, spread
-from kvtier.errors import TierError
+from kvtier.errors import MediumReplaced, TierError
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalPath, LocalTierSettings, TierSettings
@@ -86,6 +87,9 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
     def __init__(self, settings: DiskSettings) -> None:
         self._settings = settings
         self._ring: ObjectRing | None = None
+        self._gone: list[ObjectFolder] = []
+        """Folders that were removed. Their descriptors stay open while anything may be in flight."""
+        self._replacing = anyio.Lock()
 
     async def open(self) -> None:
         """Lock the folder.
@@ -112,7 +116,8 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
             await self._spread(lambda ring: ring.wait(), [self._ring])
             self._ring.close()
             self._ring = None  # Closes its descriptors and unpins the arena.
-        await self._folder.close()
+        for folder in (*self._gone, self._folder):
+            await folder.close()
         self._executor.close()
 
     async def register(self, arena: Arena) -> None:
@@ -130,10 +135,18 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
         return await self._spread(self._folder.holds, keys, QUICK_CALLS_PER_THREAD)
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        """Write each view to a file. ``FULL`` if the disk is full or a quota is reached."""
+        """Write each view to a file. ``FULL`` if the disk is full or a quota is reached.
+
+        If the folder was removed, creates it again, and raises :class:`MediumReplaced`.
+        """
+        folder = self._folder
         if self._ring is not None:
-            return await self._ring.write(items)
-        return await self._spread(self._folder.write, items)
+            outcomes: Sequence[Outcome] = await self._ring.write(items)
+        else:
+            outcomes = await self._spread(folder.write, items)
+        if folder.is_gone:
+            await self._replace(folder)
+        return outcomes
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Read each file into its view."""
@@ -158,6 +171,18 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
             scan.count(found)
             yield found
         await scan.check()
+
+    async def _replace(self, gone: ObjectFolder) -> None:
+        """Continue in a new folder after one was removed. Raises :class:`TierError` if that fails."""
+        async with self._replacing:
+            if self._folder is not gone:
+                return
+            settings = self._settings
+            self._folder = await ObjectFolder.open(settings.name, settings.path, direct=settings.direct)
+            self._gone.append(gone)
+            if self._ring is not None:
+                self._ring.folder = self._folder
+        raise MediumReplaced(f"{settings.path} was removed while in use: its chunks are lost")
 
     def _make_ring(self) -> ObjectRing | None:
         """Create the io_uring that the settings ask for, or return ``None`` to use threads."""

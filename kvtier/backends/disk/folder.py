@@ -54,12 +54,20 @@ def lock_holder(root: Path) -> str | None:
 
 
 class ObjectFolder:
-    """A folder of objects that this process has locked. Created with :meth:`open`."""
+    """A folder of objects that this process has locked. Created with :meth:`open`.
 
-    def __init__(self, tier: str, root: Path, lock: LockFile, *, direct: bool) -> None:
+    Objects are opened through the folder's descriptor: if another folder takes its path, because this one was
+    removed or another file system mounted, that is not locked, and must not be written to.
+    """
+
+    def __init__(self, tier: str, root: Path, lock: LockFile, descriptor: int, *, direct: bool) -> None:
         self._tier = tier
         self._root = root
         self._lock = lock
+        self._descriptor = descriptor
+        self._opened = Path(f"/proc/self/fd/{descriptor}")
+        self.is_gone = False
+        """Whether the folder was removed."""
         self._direct = direct
         self._token = secrets.token_hex(4)
         self._serial = itertools.count()
@@ -81,11 +89,16 @@ class ObjectFolder:
         with CancelScope(shield=True):
             try:
                 await aiofiles.os.makedirs(root, mode=0o700, exist_ok=True)
-                lock = await LockFile.acquire(root / LOCK_FILE, holder)
+                descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
-                    direct = await _probe(tier, root, direct=direct)
+                    lock = await LockFile.acquire(Path(f"/proc/self/fd/{descriptor}/{LOCK_FILE}"), holder)
+                    try:
+                        direct = await _probe(tier, root, direct=direct)
+                    except BaseException:
+                        await lock.release()
+                        raise
                 except BaseException:
-                    await lock.release()
+                    os.close(descriptor)
                     raise
             except FileLocked as error:
                 raise TierError(
@@ -97,7 +110,7 @@ class ObjectFolder:
                     f"tier {tier!r}: path {root} cannot be used ({error.strerror}): set the tier's `path` to "
                     "a folder that this user can write to"
                 ) from error
-        return cls(tier, root, lock, direct=direct)
+        return cls(tier, root, lock, descriptor, direct=direct)
 
     @property
     def direct(self) -> bool:
@@ -111,7 +124,7 @@ class ObjectFolder:
 
     def path_of(self, key: ChunkKey) -> str:
         """Return the path for the object of ``key``, whether or not it exists."""
-        return f"{self._root}/{_object_name(key)}"
+        return f"{self._opened}/{_object_name(key)}"
 
     def temporary_of(self, path: str) -> str:
         """Return a new temporary path for writing the object ``path``."""
@@ -127,21 +140,24 @@ class ObjectFolder:
                 error.strerror,
             )
             return Outcome.FULL
-        self._warn("tier %r cannot write: %s", self._tier, error)
+        if error.errno == errno.ENOENT:
+            self.is_gone = True
+        self._warn("tier %r cannot write: %s", self._tier, OSError(error.errno, error.strerror))
         return Outcome.FAILED
 
     def read_failed(self, error: OSError) -> Outcome:
         """Log a failed read of an existing object and return its outcome."""
-        self._warn("tier %r cannot read: %s", self._tier, error)
+        self._warn("tier %r cannot read: %s", self._tier, OSError(error.errno, error.strerror))
         return Outcome.FAILED
 
     async def close(self) -> None:
-        """Unlock the folder."""
+        """Unlock the folder. Nothing may be in flight."""
         await self._lock.release()
+        os.close(self._descriptor)
 
     def holds(self, key: ChunkKey) -> bool:
         """Return whether ``key`` has an object."""
-        return object_path(self._root, key).is_file()
+        return object_path(self._opened, key).is_file()
 
     def write(self, item: PutItem) -> Outcome:
         """Write one object to a temporary file and rename it over the one it replaces."""
@@ -182,11 +198,11 @@ class ObjectFolder:
     def remove(self, key: ChunkKey) -> None:
         """Delete one object, if it exists."""
         try:
-            object_path(self._root, key).unlink()
+            object_path(self._opened, key).unlink()
         except FileNotFoundError:
             return
         except OSError as error:
-            self._warn("tier %r cannot delete: %s", self._tier, error)
+            self._warn("tier %r cannot delete: %s", self._tier, OSError(error.errno, error.strerror))
 
     def _write_file(self, path: Path, view: memoryview) -> None:
         direct = self._direct and _is_aligned(view)

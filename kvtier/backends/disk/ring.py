@@ -31,7 +31,7 @@ class ObjectRing:
         """Transfer at most ``depth`` objects at once. Raises ``OSError`` if io_uring is unavailable."""
         if not native.available():
             raise OSError(native.missing_reason())
-        self._folder = folder
+        self.folder = folder
         self._engine = native.core.DiskEngine(depth)
         self._in_flight: dict[int, asyncio.Future[list[int]]] = {}
         self._loop = asyncio.get_running_loop()
@@ -57,7 +57,7 @@ class ObjectRing:
     async def write(self, items: Sequence[PutItem]) -> list[Outcome]:
         """Write each object to a temporary file and rename it over the one it replaces."""
         codes = await self._in_parts(self._submit_writes, items)
-        return [self._folder.write_failed(_error(code)) if code else Outcome.OK for code in codes]
+        return [self.folder.write_failed(_error(code)) if code else Outcome.OK for code in codes]
 
     async def read(self, items: Sequence[GetItem]) -> list[Outcome]:
         """Fill each view with an object of exactly its length, and update its time of last use."""
@@ -67,16 +67,16 @@ class ObjectRing:
     def _submit_writes(self, items: Sequence[PutItem]) -> int:
         files = []
         for key, view in items:
-            path = self._folder.path_of(key)
-            files.append((os.fsencode(path), os.fsencode(self._folder.temporary_of(path)), view))
-        return self._engine.write(files, self._folder.direct)
+            path = self.folder.path_of(key)
+            files.append((os.fsencode(path), os.fsencode(self.folder.temporary_of(path)), view))
+        return self._engine.write(files, self.folder.direct)
 
     def _submit_reads(self, items: Sequence[GetItem]) -> int:
-        files = [(os.fsencode(self._folder.path_of(key)), view) for key, view in items]
-        return self._engine.read(files, self._folder.direct)
+        files = [(os.fsencode(self.folder.path_of(key)), view) for key, view in items]
+        return self._engine.read(files, self.folder.direct)
 
     def _read_outcome(self, code: int) -> Outcome:
-        return Outcome.MISS if code == MISS else self._folder.read_failed(_error(code))
+        return Outcome.MISS if code == MISS else self.folder.read_failed(_error(code))
 
     async def _in_parts(
         self, submit: Callable[[Sequence[GetItem]], int], items: Sequence[GetItem]
