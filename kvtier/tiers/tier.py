@@ -227,7 +227,8 @@ class Tier(Level):
 
         What cannot be counts as used from then on, until a later scan has listed it.
         """
-        seen, unseen = 0, 0
+        seen = 0
+        unseen: int | None = 0
         reason: str | None = None
         try:
             async for batch in self.seal.scan():
