@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
+import sys
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
+
+from tests.cuda_stand_in.building import SANITIZER
 
 PACES = ("early", "late", "random", "stuck")
 """When operations run: at once, only when the host needs them, or at random one or the other.
@@ -159,6 +163,13 @@ def _load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("kvtier._native_cuda", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    flags = sys.getdlopenflags()
+    if not SANITIZER:  # Sanitizers need the usual order.
+        # It finds the stand-in before the CUDA runtime that torch has loaded for all, if built for CUDA.
+        sys.setdlopenflags(flags | os.RTLD_DEEPBIND)
+    try:
+        module = importlib.util.module_from_spec(spec)
+    finally:
+        sys.setdlopenflags(flags)
     spec.loader.exec_module(module)
     return module
