@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TypeVar
 
@@ -14,6 +14,8 @@ from kvtier.bench.errors import Stuck
 from kvtier.concurrency.threads import caller_into_loop
 from kvtier.errors import KVTierError
 
+SIGNAL_SECONDS = 0.5
+"""At most how late Ctrl-C is noticed."""
 CLEAN_UP_SECONDS = 30.0
 """Timeout for the clean-up after Ctrl-C."""
 
@@ -48,6 +50,9 @@ def run(work: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
 
     try:
         threading.Thread(target=thread, name="kvtier-bench", daemon=True).start()
+        while not result.done():
+            # A signal that arrives just before a wait does not interrupt it, however long it takes.
+            wait([result], SIGNAL_SECONDS)
         return result.result()
     except BaseException:
         with suppress(TimeoutError):

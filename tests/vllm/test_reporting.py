@@ -107,7 +107,7 @@ class Router:
 
     def held(self) -> dict[str, set[tuple[int, ...]]]:
         """Return the prefixes whose last block the catalog of the cache process holds in each medium."""
-        (listed,) = anyio.run(list_chunks, self._cache.disk, 1).described
+        (listed,) = anyio.run(list_chunks, self._cache.disk, 1, print).described
         root = root_key(bytes.fromhex(str(listed["namespace"])))
         chunks = {
             chunk_keys(root, text[:end], CHUNK, tail=True)[-1]: text[:end]
