@@ -43,7 +43,11 @@ Failed = Callable[[Path, OSError], None]
 EntryT = TypeVar("EntryT")
 
 
-def walk(root: Path, failed: Failed) -> Iterator[Path]:
+def _raise(folder: Path, error: OSError) -> None:
+    raise error
+
+
+def walk(root: Path, failed: Failed = _raise) -> Iterator[Path]:
     """Return the objects in a folder, ordered by the first digits of their keys. Blocks."""
     return (path for path, key in _files(root, failed) if key is not None)
 
