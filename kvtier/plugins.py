@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from kvtier import hookspecs
 from kvtier.errors import PluginError, SettingsError
 from kvtier.hookmarkers import PROJECT
-from kvtier.settings import LocalTierSettings, Settings, TierSettings, describe
+from kvtier.settings import LocalTierSettings, Settings, TierSettings
 from kvtier.settings.errors import explain
 from kvtier.settings.sources import suggestion
 from kvtier.settings.tenants import tenants_of_tier
@@ -234,31 +234,31 @@ class Plugins:
 
         Raises :class:`SettingsError`, which names the key, also for a conflict between tiers.
         """
-        place = describe(settings.origin("tiers"))
-        tiers = [self._tier(index, raw, place) for index, raw in enumerate(settings.tiers)]
+        tiers = [self._tier(index, raw, settings) for index, raw in enumerate(settings.tiers)]
         if not is_memory(self.backend(tiers[0].type)) or not isinstance(tiers[0], LocalTierSettings):
             memory = ", ".join(
                 name for name in self.names("kvtier_backends") if is_memory(self.backend(name))
             )
             raise SettingsError(
-                f"tiers[0].type{place} is {tiers[0].type}, which engines cannot copy to: the first tier must "
-                f"be memory; put one of {memory} before the {tiers[0].type} tier"
+                f"{settings.at('tiers[0].type')} is {tiers[0].type}, which engines cannot copy to: the first "
+                f"tier must be memory; put one of {memory} before the {tiers[0].type} tier"
             )
         seen: dict[str, int] = {}
         for index, tier in enumerate(tiers):
             if tier.name in seen:
                 raise SettingsError(
-                    f"tiers[{index}].name{place} is {tier.name!r}, which tiers[{seen[tier.name]}] already "
-                    "uses: choose another name"
+                    f"{settings.at(f'tiers[{index}].name')} is {tier.name!r}, which "
+                    f"tiers[{seen[tier.name]}] already uses: choose another name"
                 )
             seen[tier.name] = index
-        _check_paths(tiers, place)
+        _check_paths(tiers, settings)
         for index, tier in enumerate(tiers):
             if isinstance(tier, LocalTierSettings):
                 try:
                     tenants_of_tier(settings.tenants, tier.tenants)
                 except ValueError as error:
-                    raise SettingsError(f"tiers[{index}].tenants{place} is invalid: {error}") from error
+                    key = settings.at(f"tiers[{index}].tenants")
+                    raise SettingsError(f"{key} is invalid: {error}") from error
         first = tiers[0]
         assert isinstance(first, LocalTierSettings)
         quarter = first.capacity // 4
@@ -269,29 +269,28 @@ class Plugins:
 
         Raises :class:`SettingsError`, which names the key.
         """
-        place = describe(settings.origin("peer.transport"))
         raw = settings.peer.transport
-        transport = _resolve(f"peer.transport{place}", self.transport, raw["type"])
-        return _validate(transport.settings_type, raw, place, "peer.transport.")
+        transport = _resolve("peer.transport", self.transport, raw["type"], settings)
+        return _validate(transport.settings_type, raw, settings, "peer.transport.")
 
-    def _tier(self, index: int, raw: Mapping[str, Any], place: str) -> TierSettings:
+    def _tier(self, index: int, raw: Mapping[str, Any], settings: Settings) -> TierSettings:
         key = f"tiers[{index}]"
         type_name = raw.get("type")
         if not isinstance(type_name, str):
             known = ", ".join(self.names("kvtier_backends"))
             problem = "is missing" if type_name is None else f"is {type_name!r}"
-            raise SettingsError(f"{key}.type{place} {problem}: use one of {known}")
-        backend = _resolve(f"{key}.type{place}", self.backend, type_name)
-        tier = _validate(backend.settings_type, raw, place, f"{key}.")
+            raise SettingsError(f"{settings.at(f'{key}.type')} {problem}: use one of {known}")
+        backend = _resolve(f"{key}.type", self.backend, type_name, settings)
+        tier = _validate(backend.settings_type, raw, settings, f"{key}.")
         if isinstance(tier, LocalTierSettings):
-            policy = _resolve(f"{key}.eviction{place}", self.eviction, tier.eviction["type"])
-            _validate(policy.settings_type, tier.eviction, place, f"{key}.eviction.")
-            codec = _resolve(f"{key}.codec{place}", self.codec, tier.codec["type"])
-            _validate(codec.settings_type, tier.codec, place, f"{key}.codec.")
+            policy = _resolve(f"{key}.eviction", self.eviction, tier.eviction["type"], settings)
+            _validate(policy.settings_type, tier.eviction, settings, f"{key}.eviction.")
+            codec = _resolve(f"{key}.codec", self.codec, tier.codec["type"], settings)
+            _validate(codec.settings_type, tier.codec, settings, f"{key}.codec.")
             if index == 0 and tier.codec["type"] != IDENTITY:
                 raise SettingsError(
-                    f"{key}.codec{place} is {tier.codec['type']}, but engines copy to the first tier "
-                    "directly: remove it, or set it for a lower tier"
+                    f"{settings.at(f'{key}.codec')} is {tier.codec['type']}, but engines copy to the first "
+                    "tier directly: remove it, or set it for a lower tier"
                 )
         return tier
 
@@ -327,7 +326,7 @@ def _select(entries: Sequence[EntryPoint], only: Sequence[str] | None) -> list[E
     return [entry for entry, both in zip(entries, known, strict=True) if both.intersection(names)]
 
 
-def _check_paths(tiers: Sequence[TierSettings], place: str) -> None:
+def _check_paths(tiers: Sequence[TierSettings], settings: Settings) -> None:
     """Raise :class:`SettingsError` if two tiers use one folder."""
     seen: dict[str, int] = {}
     for index, tier in enumerate(tiers):
@@ -337,7 +336,7 @@ def _check_paths(tiers: Sequence[TierSettings], place: str) -> None:
         other = seen.setdefault(os.path.abspath(path), index)  # noqa: PTH100 - reads no file system
         if other != index:
             raise SettingsError(
-                f"tiers[{index}].path{place} is {path}, which tiers[{other}] already uses: "
+                f"{settings.at(f'tiers[{index}].path')} is {path}, which tiers[{other}] already uses: "
                 "set a folder of its own"
             )
 
@@ -360,16 +359,16 @@ def _label(name: str, source: str) -> str:
     return f"{name} ({source})"
 
 
-def _validate(model: type[ModelT], raw: Mapping[str, Any], place: str, prefix: str) -> ModelT:
+def _validate(model: type[ModelT], raw: Mapping[str, Any], settings: Settings, prefix: str) -> ModelT:
     """Return the settings of a component. Raises :class:`SettingsError`, which names the key."""
     try:
         return model.model_validate(dict(raw))
     except ValidationError as error:
-        raise SettingsError(explain(error, model, lambda _: place, prefix)) from error
+        raise SettingsError(explain(error, model, settings.at, prefix)) from error
 
 
-def _resolve(key: str, find: Callable[[str], Found], name: str) -> Found:
+def _resolve(key: str, find: Callable[[str], Found], name: str, settings: Settings) -> Found:
     try:
         return find(name)
     except SettingsError as error:
-        raise SettingsError(f"{key}: {error}") from error
+        raise SettingsError(f"{settings.at(key)}: {error}") from error

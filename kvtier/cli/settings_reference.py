@@ -28,7 +28,8 @@ hold lists and nested settings as JSON. `kvtier config show` prints the effectiv
 `kvtier config check` validates them.
 
 Sizes are written as `5GiB`, `500MB` or a number of bytes; durations as `250ms`, `2s`, `1m` or a number of
-seconds. [settings.schema.json](settings.schema.json) provides completion and validation in an editor.
+seconds. A file has at most 256 KiB, 10,000 keys and values, and 32 levels.
+[settings.schema.json](settings.schema.json) provides completion and validation in an editor.
 
 ```yaml
 {example}```

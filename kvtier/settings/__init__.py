@@ -7,13 +7,12 @@ from kvtier.settings.model import (
     PAGE_BYTES,
     SOCKET_PATH_BYTES,
     LocalTierSettings,
-    Origin,
     PrefetchSettings,
     Settings,
     TierSettings,
-    describe,
     load_settings,
 )
+from kvtier.settings.origins import Origin
 from kvtier.settings.paths import LocalPath
 
 __all__ = [
@@ -26,6 +25,5 @@ __all__ = [
     "PrefetchSettings",
     "Settings",
     "TierSettings",
-    "describe",
     "load_settings",
 ]

@@ -7,12 +7,28 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
+MAX_DIGITS = 100
+
+
+def parse_json(text: str) -> Any:  # noqa: ANN401 - as json.loads
+    """Parse the JSON of a variable. Raises ``ValueError``, also if it is nested too deeply for Python."""
+    try:
+        return json.loads(text, parse_int=_parse_int)
+    except RecursionError:
+        raise ValueError("too many mappings and lists inside each other") from None
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
 
 def parse_choice(value: object) -> object:
     """Return a mapping for a name, and parse the JSON of an environment variable."""
     if not isinstance(value, str):
         return value
-    return json.loads(value) if value.lstrip().startswith("{") else {"type": value}
+    return parse_json(value) if value.lstrip().startswith("{") else {"type": value}
 
 
 def _check(value: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from typing import get_args, get_origin
 
@@ -11,26 +12,37 @@ from pydantic_core import ErrorDetails
 
 from kvtier.settings.sources import nested_model, suggestion
 
+MAX_LINES = 20
+MAX_CHARACTERS = 800
+
 
 def explain(
-    error: ValidationError, model: type[BaseModel], place: Callable[[str], str], prefix: str = ""
+    error: ValidationError, model: type[BaseModel], at: Callable[[str], str], prefix: str = ""
 ) -> str:
-    """Return one line per invalid key of ``model``.
+    """Return one line per invalid key of ``model``, of the first ones if there are many.
 
-    ``prefix`` is prepended to each key (``tiers[1].``). ``place`` returns where a key was set, as a phrase
-    that follows the key.
+    ``prefix`` is prepended to each key (``tiers[1].``). ``at`` returns a key and where it was set.
     """
+    found = error.errors(include_url=False)
     lines = []
-    for details in error.errors(include_url=False):
+    for details in found[:MAX_LINES]:
         key = (prefix + _dotted(details)).removesuffix(".")  # Of an error of the whole, the prefix.
-        lines.append(f"{key}{place(key)} {_describe(details, model, prefix)}")
+        lines.append(f"{at(key)} {_shorten(_describe(details, model, prefix))}")
+    if len(found) > MAX_LINES:
+        lines.append(f"and {len(found) - MAX_LINES} more")
     return "\n".join(lines)
+
+
+def _shorten(text: str) -> str:
+    """Return a text that may contain a value of any length, without its middle."""
+    half = MAX_CHARACTERS // 2
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:half]} … {text[-half:]}"
 
 
 def _dotted(details: ErrorDetails) -> str:
     key = ""
     for part in details["loc"]:
-        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
+        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else str(part)
     return key
 
 
@@ -47,7 +59,9 @@ def _describe(details: ErrorDetails, model: type[BaseModel], prefix: str) -> str
     if details["type"] == "value_error":
         return f"is invalid: {details['ctx']['error']}"
     remedy = details["msg"].replace("Input should be", "it should be")
-    value = "invalid" if field is not None and _is_secret(field.annotation) else repr(details["input"])
+    secret = field is not None and _is_secret(field.annotation)
+    # Unlike repr(), it bounds depth and length.
+    value = "invalid" if secret else reprlib.repr(details["input"])
     return f"is {value}: {remedy[0].lower()}{remedy[1:]}{example}"
 
 

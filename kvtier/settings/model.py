@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -33,6 +33,7 @@ from kvtier.settings.choice import Choice
 from kvtier.settings.controller import ControllerSettings, MetricsSettings
 from kvtier.settings.errors import explain
 from kvtier.settings.kv_transfer import KVTransferSettings, Role
+from kvtier.settings.origins import Origin, Origins
 from kvtier.settings.paths import LocalPath
 from kvtier.settings.peer import PeerSettings
 from kvtier.settings.recording import RecordingSettings
@@ -46,6 +47,7 @@ from kvtier.settings.sources import (
 )
 from kvtier.settings.tenants import Tenants, TierTenantSettings
 from kvtier.settings.whatif import WhatIfSettings
+from kvtier.settings.yaml_file import SettingsFile
 from kvtier.units import Duration, Integer, Number, Size, reject_bool
 
 PAGE_BYTES = 4096
@@ -56,14 +58,6 @@ SOCKET_PATH_BYTES = 107
 
 DEFAULT_EVICTION = "adaptive"
 """Hits most on agents, and elsewhere hardly less than the best: see ``benchmarks/README.md``."""
-
-
-class Origin(NamedTuple):
-    """The source of a value."""
-
-    kind: Literal["default", "file", "environment", "override"]
-    where: str = ""
-    """Path of the file, name of the variable, or empty."""
 
 
 def _check_socket_path_length(path: Path) -> Path:
@@ -404,11 +398,15 @@ class Settings(BaseSettings):
         examples=["INFO"],
     )
 
-    _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
+    _origins: Origins = PrivateAttr(default_factory=Origins)
 
     def origin(self, key: str) -> Origin:
         """Return the source of the dotted ``key``; for ``tiers[1].path`` that of ``tiers``."""
-        return _origin(self._origins, key)
+        return self._origins.of(key)
+
+    def at(self, key: str) -> str:
+        """Return the dotted ``key`` and where it was set, for a message."""
+        return self._origins.at(key)
 
     @classmethod
     def settings_customise_sources(
@@ -431,36 +429,23 @@ def load_settings(overrides: Mapping[str, Any] | None = None, *, file: Path | No
     and what to use instead.
     """
     path = file or configured_file()
+    read = read_file(path) if path else SettingsFile({}, {})
     layers: list[tuple[Mapping[str, Any], Callable[[str], Origin]]] = [
-        (read_file(path) if path else {}, lambda _: Origin("file", str(path))),
+        (read.values, lambda _: Origin("file", str(path))),
         (read_environment(Settings), lambda key: Origin("environment", _variable_of(key))),
         (overrides or {}, lambda _: Origin("override")),
     ]
     values: dict[str, Any] = {}
-    origins: dict[str, Origin] = {}
+    origins = Origins(lines=read.lines)
     for layer, origin_of in layers:
         values = merged(values, layer)
-        origins.update((key, origin_of(key)) for key in given_names(Settings, layer))
+        origins.given.update((key, origin_of(key)) for key in given_names(Settings, layer))
     try:
         settings = Settings(**values)
     except ValidationError as error:
-        raise SettingsError(explain(error, Settings, lambda key: describe(_origin(origins, key)))) from error
-    settings._origins.update(origins)
+        raise SettingsError(explain(error, Settings, origins.at)) from error
+    settings._origins = origins
     return settings
-
-
-def describe(origin: Origin) -> str:
-    """Return the source of a value as a phrase that follows its key in a message."""
-    if origin.kind == "override":
-        return " (set on the command line, in code or in kv_connector_extra_config)"
-    return f" (in {origin.where})" if origin.where else ""
-
-
-def _origin(origins: Mapping[str, Origin], key: str) -> Origin:
-    name = key.partition("[")[0]
-    while name not in origins and "." in name:
-        name = name.rpartition(".")[0]
-    return origins.get(name, Origin("default"))
 
 
 def _variable_of(key: str) -> str:

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode
 
 from kvtier.errors import SettingsError
 from kvtier.native import VARIABLE as NATIVE_VARIABLE
+from kvtier.settings.choice import parse_json
+from kvtier.settings.yaml_file import MAX_BYTES, SettingsFile, parse_file
 
 PREFIX = "KVTIER_"
 DELIMITER = "__"
@@ -59,7 +60,7 @@ def given_names(model: type[BaseModel], values: Mapping[str, Any], prefix: str =
         if nested is not None and isinstance(value, Mapping):
             yield from given_names(nested, value, f"{prefix}{name}.")
         else:
-            yield prefix + name
+            yield f"{prefix}{name}"
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
@@ -79,24 +80,17 @@ def merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]
     return both
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> SettingsFile:
     """Read the settings from a YAML file. Blocks. Raises :class:`SettingsError`."""
     try:
-        content = yaml.load(path.read_bytes(), _UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise SettingsError(
             f"cannot read the settings file {path} ({error.strerror}): "
             f"create it, or set another with {FILE_VARIABLE} or --config"
         ) from error
-    except yaml.YAMLError as error:
-        raise SettingsError(f"the settings file {path} is not YAML: {_place(error)}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise SettingsError(
-            f"the settings file {path} is not a mapping of settings: use lines such as chunk_tokens: 256"
-        )
-    return content
+    return parse_file(path, data)
 
 
 def read_environment(settings: type[BaseSettings]) -> dict[str, Any]:
@@ -115,7 +109,7 @@ class _Environment(EnvSettingsSource):
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: object) -> object:
         """Decode JSON. Raises :class:`SettingsError`."""
         try:
-            return super().decode_complex_value(field_name, field, value)
+            return value if NoDecode in field.metadata else parse_json(str(value))
         except ValueError as error:
             # For a nested setting, field_name is only the last part of its key.
             nested = f".{field_name}"
@@ -125,29 +119,6 @@ class _Environment(EnvSettingsSource):
             raise SettingsError(
                 f"{name} is not JSON ({error}): use for example {name}='{example}'"
             ) from error
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Loader that rejects duplicate keys in a mapping; PyYAML would silently keep the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Construct a mapping. Raises ``yaml.YAMLError`` with the line of a duplicate key."""
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"duplicate key {key.value!r}", key.start_mark
-                )
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def _place(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
-    return " ".join(str(error).split())
 
 
 def _is_foreign(name: str, value: str) -> bool:

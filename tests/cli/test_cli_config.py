@@ -112,20 +112,26 @@ def test_check_names_the_valid_values(kvtier: Kvtier, file: Path) -> None:
     result = kvtier("config", "check", "-c", file)
     assert result.status == 1
     assert result.output == ""
-    assert f"tiers[1].write (in {file}) is 'sometimes': it should be 'through', 'on_evict'" in result.errors
+    assert (
+        f"tiers[1].write (in {file}, line 4) is 'sometimes': it should be 'through', 'on_evict'"
+        in result.errors
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("chunk_tokens: true", "chunk_tokens (in {}) is invalid: true is not a number"),
+        ("chunk_tokens: true", "chunk_tokens (in {}, line 1) is invalid: true is not a number"),
         ('socket: "/run/a\\0b"', "the path contains a NUL character"),
-        ("peer: {{transport: pigeon}}", "peer.transport (in {}): unknown transport 'pigeon': use one of tcp"),
+        (
+            "peer: {{transport: pigeon}}",
+            "peer.transport (in {}, line 1): unknown transport 'pigeon': use one of tcp",
+        ),
         (
             "tiers: [{{name: ram, type: cpu, capacity: 1MiB}}, "
             "{{name: a, type: disk, capacity: 1MiB, path: /var/a}}, "
             "{{name: b, type: disk, capacity: 1MiB, path: /var/b/../a}}]",
-            "tiers[2].path (in {}) is /var/b/../a, which tiers[1] already uses",
+            "tiers[2].path (in {}, line 1) is /var/b/../a, which tiers[1] already uses",
         ),
     ],
     ids=["boolean", "NUL", "transport", "path"],

@@ -40,7 +40,10 @@ def tier_error(plugins: Plugins, *tiers: Mapping[str, Any]) -> str:
 
 def test_unknown_setting_in_the_file(write_file: WriteFile) -> None:
     path = write_file("chunk_token: 256")
-    assert load_error(file=path) == f"chunk_token (in {path}) is not a setting: did you mean chunk_tokens?"
+    assert (
+        load_error(file=path)
+        == f"chunk_token (in {path}, line 1) is not a setting: did you mean chunk_tokens?"
+    )
 
 
 def test_unknown_nested_setting(write_file: WriteFile) -> None:
@@ -261,7 +264,7 @@ def test_error_does_not_show_a_secret() -> None:
 
     with pytest.raises(ValidationError) as caught:
         PoolSettings.model_validate({**RAM, "password": "hunter2"})
-    message = explain(caught.value, PoolSettings, lambda _: "", "tiers[0].")
+    message = explain(caught.value, PoolSettings, str, "tiers[0].")
     assert message.startswith("tiers[0].password is invalid: ")
     assert "hunter2" not in message
 
@@ -277,5 +280,5 @@ class _Tier(BaseModel):
 def test_error_of_a_whole_tier() -> None:
     with pytest.raises(ValidationError) as failure:
         _Tier()
-    message = explain(failure.value, _Tier, lambda _: "", "tiers[0].")
+    message = explain(failure.value, _Tier, str, "tiers[0].")
     assert message == "tiers[0] is invalid: `user` requires `password`"

@@ -105,7 +105,7 @@ def test_each_setting_from_the_file(key: str, write_file: WriteFile) -> None:
     settings = load_settings(file=path)
     assert value_of(settings, key) == value
     assert (value_of(Settings(), key) != value) is (key not in ONE_VALUE)
-    assert settings.origin(key) == Origin("file", str(path))
+    assert settings.origin(key) == Origin("file", str(path), 1)
 
 
 @pytest.mark.parametrize("key", EXAMPLES)
