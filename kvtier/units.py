@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from reprlib import repr as _shown
 from typing import Annotated
 
 from pydantic import BeforeValidator, WithJsonSchema
@@ -25,6 +26,12 @@ SIZE_UNITS = {
 }
 DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
+MAX_INTEGER = (1 << 63) - 1
+"""Limit of sizes and whole numbers: what the operating system and the native core can express."""
+MAX_SECONDS = 100 * 365 * 24 * 3600
+"""Limit of durations: Python cannot wait for 300 years."""
+MAX_CHARACTERS = 100
+
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
@@ -32,7 +39,11 @@ def parse_size(value: object) -> int:
     """Parse a size such as ``"5GiB"``, ``"4096"`` or ``4096``. Raises ``ValueError`` with the remedy."""
     amount = _quantity(value, SIZE_UNITS)
     if amount is None:
-        raise ValueError(f"{value!r} is not a size: use a number of bytes, or for example 5GiB or 500MB")
+        raise ValueError(
+            f"{_shown(value)} is not a size: use a number of bytes, or for example 5GiB or 500MB"
+        )
+    if amount > MAX_INTEGER:
+        raise ValueError(f"{_shown(value)} is more than 8191PiB: use for example 5GiB or 500MB")
     return int(amount)
 
 
@@ -41,8 +52,10 @@ def parse_duration(value: object) -> float:
     amount = _quantity(value, DURATION_UNITS)
     if amount is None:
         raise ValueError(
-            f"{value!r} is not a duration: use a number of seconds, or for example 250ms, 2s or 1m"
+            f"{_shown(value)} is not a duration: use a number of seconds, or for example 250ms, 2s or 1m"
         )
+    if amount > MAX_SECONDS:
+        raise ValueError(f"{_shown(value)} is more than {MAX_SECONDS // 3600}h: use for example 2s or 1m")
     return amount
 
 
@@ -65,9 +78,13 @@ def format_duration(seconds: float) -> str:
 def _quantity(value: object, units: Mapping[str, float]) -> float | None:
     if isinstance(value, bool):
         return None
-    if isinstance(value, int | float):
+    if isinstance(value, int):
+        return value if value >= 0 else None
+    if isinstance(value, float):
         return value if value >= 0 and math.isfinite(value) else None
-    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if not isinstance(value, str) or len(value) > MAX_CHARACTERS:
+        return None
+    match = _QUANTITY.fullmatch(value)
     if match is None:
         return None
     number, unit = match.groups()
@@ -82,10 +99,12 @@ def _short(number: float) -> str:
     return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
-def reject_bool(value: object) -> object:
-    """Reject ``true`` and ``false``, which Python takes for 1 and 0."""
+def check_number(value: object) -> object:
+    """Reject ``true`` and ``false``, which Python takes for 1 and 0, and integers of more than 64 bits."""
     if isinstance(value, bool):
         raise ValueError(f"{str(value).lower()} is not a number")  # noqa: TRY004 - for pydantic
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise ValueError(f"the number is too large: use at most {MAX_INTEGER}")
     return value
 
 
@@ -110,8 +129,8 @@ Duration = Annotated[
 ]
 """A setting in seconds."""
 
-Integer = Annotated[int, BeforeValidator(reject_bool)]
+Integer = Annotated[int, BeforeValidator(check_number)]
 """A setting that is a whole number."""
 
-Number = Annotated[float, BeforeValidator(reject_bool)]
+Number = Annotated[float, BeforeValidator(check_number)]
 """A setting that is a number."""

@@ -11,6 +11,7 @@ mappings; :meth:`kvtier.plugins.Plugins.tier_settings` validates them as :class:
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,7 +30,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvtier.errors import SettingsError
-from kvtier.settings.choice import Choice
+from kvtier.settings.choice import MAX_DIGITS, Choice
 from kvtier.settings.controller import ControllerSettings, MetricsSettings
 from kvtier.settings.errors import explain
 from kvtier.settings.kv_transfer import KVTransferSettings, Role
@@ -48,10 +49,12 @@ from kvtier.settings.sources import (
 from kvtier.settings.tenants import Tenants, TierTenantSettings
 from kvtier.settings.whatif import WhatIfSettings
 from kvtier.settings.yaml_file import SettingsFile
-from kvtier.units import Duration, Integer, Number, Size, reject_bool
+from kvtier.units import Duration, Integer, Number, Size, check_number
 
 PAGE_BYTES = 4096
 """Minimum capacity: one page, the accounting unit of every tier."""
+
+MAX_CHUNK_TOKENS = 1 << 20
 
 SOCKET_PATH_BYTES = 107
 """Maximum length of a Unix socket path (``sockaddr_un`` without the terminating NUL)."""
@@ -248,14 +251,14 @@ def _chunk_tokens(value: object) -> int | str:
     text = value.strip() if isinstance(value, str) else value
     if text == "auto":
         return "auto"
-    if isinstance(text, str) and text.isascii() and text.isdigit():
+    if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < MAX_DIGITS:
         text = int(text)
-    if not isinstance(text, int) or text < 1:
-        raise ValueError(f"{value!r}: use a whole number of at least 1, or auto")
+    if not isinstance(text, int) or not 1 <= text <= MAX_CHUNK_TOKENS:
+        raise ValueError(f"{reprlib.repr(value)}: use a whole number from 1 to {MAX_CHUNK_TOKENS}, or auto")
     return text
 
 
-ChunkTokens = Annotated[int | Literal["auto"], BeforeValidator(_chunk_tokens), BeforeValidator(reject_bool)]
+ChunkTokens = Annotated[int | Literal["auto"], BeforeValidator(_chunk_tokens), BeforeValidator(check_number)]
 
 
 class Settings(BaseSettings):

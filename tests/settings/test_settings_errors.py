@@ -109,8 +109,16 @@ def test_list_that_is_not_json(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "remedy"),
     [
-        ("chunk_tokens", 0, "use a whole number of at least 1, or auto"),
-        ("chunk_tokens", "many", "use a whole number of at least 1, or auto"),
+        ("chunk_tokens", 0, "use a whole number from 1 to 1048576, or auto"),
+        ("chunk_tokens", "9" * 50, "use a whole number from 1 to 1048576, or auto"),
+        ("chunk_tokens", "9" * 5000, "use a whole number from 1 to 1048576, or auto"),
+        ("chunk_tokens", 10**400, "use at most 9223372036854775807"),
+        ("recording", {"files": 1 << 63}, "use at most 9223372036854775807"),
+        ("linger", "99999999999999999999h", "is more than 876000h: use for example 2s or 1m"),
+        ("linger", 1e308, "is more than 876000h"),
+        ("linger", 10**400, "is more than 876000h"),
+        ("drain_timeout", "1" * 5000 + "s", "is not a duration"),
+        ("chunk_tokens", "many", "use a whole number from 1 to 1048576, or auto"),
         ("chunk_tokens", True, "true is not a number"),
         ("linger", "soon", "use a number of seconds"),
         ("tiers", [], "should have at least 1 item"),
@@ -179,6 +187,16 @@ def test_capacity_with_a_wrong_unit(plugins: Plugins) -> None:
     message = tier_error(plugins, RAM, {**SSD, "capacity": "5 gigs"})
     assert message.startswith("tiers[1].capacity")
     assert "'5 gigs' is not a size: use a number of bytes, or for example 5GiB or 500MB" in message
+
+
+@pytest.mark.parametrize(
+    "size", ["99999999999999999999GiB", "8388608TiB", 1 << 63, "9" * 20, "9" * 50 + ".5TiB"]
+)
+@pytest.mark.parametrize("key", ["capacity", "queue"])
+def test_size_that_no_medium_has(plugins: Plugins, key: str, size: object) -> None:
+    message = tier_error(plugins, RAM, SSD | {key: size})
+    assert message.startswith(f"tiers[1].{key} (set on the command line")
+    assert message.endswith("is more than 8191PiB: use for example 5GiB or 500MB")
 
 
 def test_first_tier_must_be_memory(plugins: Plugins) -> None:
