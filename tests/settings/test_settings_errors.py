@@ -58,6 +58,28 @@ def test_empty_path_is_rejected(plugins: Plugins) -> None:
     assert "the path is empty" in tier_error(plugins, RAM, SSD | {"path": ""})
 
 
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("file:///data", "'file:///data' is a URL, not a path: use /data"),
+        ("FILE:/data", "use /data"),
+        ("unix:///run/kvtier.sock", "use /run/kvtier.sock"),
+        (Path("unix:///run/kvtier.sock"), "use /run/kvtier.sock"),
+        ("s3://bucket/chunks", "is a URL, not a path: use a path on this host"),
+    ],
+)
+def test_url_in_the_place_of_a_path(plugins: Plugins, path: str | Path, remedy: str) -> None:
+    """A path would be relative: a folder named ``file:`` in the current one."""
+    assert remedy in tier_error(plugins, RAM, SSD | {"path": path})
+    assert remedy in load_error({"socket": path})
+    assert remedy in load_error({"recording": {"path": path}})
+
+
+def test_path_with_a_colon(plugins: Plugins) -> None:
+    tiers = plugins.tier_settings(load_settings({"tiers": [RAM, SSD | {"path": "/mnt/a://b:/c"}]}))
+    assert getattr(tiers[1], "path", None) == Path("/mnt/a:/b:/c")
+
+
 def test_unknown_setting_from_code() -> None:
     message = load_error({"entirely_made_up": 1})
     assert message.startswith(

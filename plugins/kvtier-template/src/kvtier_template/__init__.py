@@ -16,13 +16,13 @@ from kvtier import TierError, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.memory.keys import ChunkKey
-from kvtier.settings import TierSettings
+from kvtier.settings import LocalPath, TierSettings
 
 
 class TemplateSettings(TierSettings):
     """Settings of a tier of type ``template``."""
 
-    path: Path = Field(description="The folder that all hosts mount.", examples=["/mnt/kvtier"])
+    path: LocalPath = Field(description="The folder that all hosts mount.", examples=["/mnt/kvtier"])
 
 
 class TemplateBackend(Backend):
