@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -17,9 +19,10 @@ import pluggy
 from pydantic import BaseModel, ValidationError
 
 from kvtier import hookspecs
-from kvtier.errors import PluginError, SettingsError
+from kvtier.errors import KVTierError, PluginError, SettingsError
 from kvtier.hookmarkers import PROJECT
 from kvtier.settings import LocalTierSettings, Settings, TierSettings
+from kvtier.settings.choice import valid_choice
 from kvtier.settings.errors import explain
 from kvtier.settings.sources import suggestion
 from kvtier.settings.tenants import tenants_of_tier
@@ -187,8 +190,8 @@ class Plugins:
         if name not in provided:
             known = ", ".join(provided) or "none"
             raise SettingsError(
-                f"unknown {what} {name!r}: use one of {known}, or install and load the plugin that provides "
-                "it (`kvtier plugins` lists the loaded ones)"
+                f"unknown {what} {reprlib.repr(name)}: use one of {known}, or install and load the plugin "
+                "that provides it (`kvtier plugins` lists the loaded ones)"
             )
         return provided[name][0]
 
@@ -232,67 +235,69 @@ class Plugins:
     def tier_settings(self, settings: Settings) -> list[TierSettings]:
         """Return the tiers, each validated by its backend's ``settings_type``, with ``queue`` filled in.
 
-        Raises :class:`SettingsError`, which names the key, also for a conflict between tiers.
+        Raises :class:`SettingsError` with one line per invalid key, also for conflicts between tiers.
         """
-        tiers = [self._tier(index, raw, settings) for index, raw in enumerate(settings.tiers)]
-        if not is_memory(self.backend(tiers[0].type)) or not isinstance(tiers[0], LocalTierSettings):
-            memory = ", ".join(
-                name for name in self.names("kvtier_backends") if is_memory(self.backend(name))
-            )
-            raise SettingsError(
-                f"{settings.at('tiers[0].type')} is {tiers[0].type}, which engines cannot copy to: the first "
-                f"tier must be memory; put one of {memory} before the {tiers[0].type} tier"
-            )
-        seen: dict[str, int] = {}
-        for index, tier in enumerate(tiers):
-            if tier.name in seen:
-                raise SettingsError(
-                    f"{settings.at(f'tiers[{index}].name')} is {tier.name!r}, which "
-                    f"tiers[{seen[tier.name]}] already uses: choose another name"
-                )
-            seen[tier.name] = index
-        _check_paths(tiers, settings)
-        for index, tier in enumerate(tiers):
-            if isinstance(tier, LocalTierSettings):
-                try:
-                    tenants_of_tier(settings.tenants, tier.tenants)
-                except ValueError as error:
-                    key = settings.at(f"tiers[{index}].tenants")
-                    raise SettingsError(f"{key} is invalid: {error}") from error
+        problems: list[str] = []
+        tiers: dict[int, TierSettings] = {}
+        for index, raw in enumerate(settings.tiers):
+            with collected(problems):
+                tiers[index] = self._tier(index, raw, settings, problems)
+        problems += _conflicts(tiers, settings)
+        if problems:
+            raise SettingsError("\n".join(problems))
         first = tiers[0]
         assert isinstance(first, LocalTierSettings)
         quarter = first.capacity // 4
-        return [tier if tier.queue else tier.model_copy(update={"queue": quarter}) for tier in tiers]
+        return [tier if tier.queue else tier.model_copy(update={"queue": quarter}) for tier in tiers.values()]
 
     def transport_settings(self, settings: Settings) -> TransportSettings:
         """Return the settings of the transport between peers, validated by its ``settings_type``.
 
         Raises :class:`SettingsError`, which names the key.
         """
-        raw = settings.peer.transport
-        transport = _resolve("peer.transport", self.transport, raw["type"], settings)
-        return _validate(transport.settings_type, raw, settings, "peer.transport.")
+        transport: TransportSettings = self._component(
+            "peer.transport", settings.peer.transport, self.transport, settings
+        )
+        return transport
 
-    def _tier(self, index: int, raw: Mapping[str, Any], settings: Settings) -> TierSettings:
+    def _tier(
+        self, index: int, raw: Mapping[str, Any], settings: Settings, problems: list[str]
+    ) -> TierSettings:
+        """Return a tier. Add to ``problems``, or raise the last one as a :class:`SettingsError`."""
         key = f"tiers[{index}]"
         type_name = raw.get("type")
         if not isinstance(type_name, str):
             known = ", ".join(self.names("kvtier_backends"))
-            problem = "is missing" if type_name is None else f"is {type_name!r}"
+            problem = "is missing" if type_name is None else f"is {reprlib.repr(type_name)}"
             raise SettingsError(f"{settings.at(f'{key}.type')} {problem}: use one of {known}")
         backend = _resolve(f"{key}.type", self.backend, type_name, settings)
-        tier = _validate(backend.settings_type, raw, settings, f"{key}.")
-        if isinstance(tier, LocalTierSettings):
-            policy = _resolve(f"{key}.eviction", self.eviction, tier.eviction["type"], settings)
-            _validate(policy.settings_type, tier.eviction, settings, f"{key}.eviction.")
-            codec = _resolve(f"{key}.codec", self.codec, tier.codec["type"], settings)
-            _validate(codec.settings_type, tier.codec, settings, f"{key}.codec.")
-            if index == 0 and tier.codec["type"] != IDENTITY:
-                raise SettingsError(
-                    f"{settings.at(f'{key}.codec')} is {tier.codec['type']}, but engines copy to the first "
-                    "tier directly: remove it, or set it for a lower tier"
+        is_local = issubclass(backend.settings_type, LocalTierSettings)
+        if index == 0 and not (is_memory(backend) and is_local):
+            names = self.names("kvtier_backends")
+            memory = ", ".join(name for name in names if is_memory(self.backend(name)))
+            problems.append(
+                f"{settings.at(f'{key}.type')} is {type_name}, which engines cannot copy to: the first "
+                f"tier must be memory; put one of {memory} before the {type_name} tier"
+            )
+        for name, find in (("eviction", self.eviction), ("codec", self.codec)) if is_local else ():
+            choice = valid_choice(raw.get(name, backend.settings_type.model_fields[name].default))
+            if choice is None:  # The tier's own validation says so.
+                continue
+            with collected(problems):
+                self._component(f"{key}.{name}", choice, find, settings)
+            if index == 0 and name == "codec" and choice["type"] != IDENTITY:
+                problems.append(
+                    f"{settings.at(f'{key}.codec')} is {choice['type']}, but engines copy to the first tier "
+                    "directly: remove it, or set it for a lower tier"
                 )
-        return tier
+        return _validate(backend.settings_type, raw, settings, f"{key}.")
+
+    def _component(
+        self, key: str, choice: Mapping[str, Any], find: Callable[[str], Any], settings: Settings
+    ) -> Any:  # noqa: ANN401 - the settings of any component
+        """Return the settings of a component. Raises :class:`SettingsError`, which names the key."""
+        component = _resolve(key, find, choice["type"], settings)
+        return _validate(component.settings_type, choice, settings, f"{key}.")
 
 
 def installed(found: Iterable[EntryPoint] | None = None) -> list[EntryPoint]:
@@ -322,23 +327,43 @@ def _select(entries: Sequence[EntryPoint], only: Sequence[str] | None) -> list[E
             remedy = (
                 suggestion(given, available) if available else "no plugin is installed, use [] or omit it"
             )
-            raise SettingsError(f"plugins lists {given!r}, which is not installed: {remedy}")
+            raise SettingsError(f"plugins lists {reprlib.repr(given)}, which is not installed: {remedy}")
     return [entry for entry, both in zip(entries, known, strict=True) if both.intersection(names)]
 
 
-def _check_paths(tiers: Sequence[TierSettings], settings: Settings) -> None:
-    """Raise :class:`SettingsError` if two tiers use one folder."""
-    seen: dict[str, int] = {}
-    for index, tier in enumerate(tiers):
-        path = getattr(tier, "path", None)
-        if not isinstance(path, Path):
-            continue
-        other = seen.setdefault(os.path.abspath(path), index)  # noqa: PTH100 - reads no file system
-        if other != index:
-            raise SettingsError(
-                f"{settings.at(f'tiers[{index}].path')} is {path}, which tiers[{other}] already uses: "
-                "set a folder of its own"
+def _conflicts(tiers: Mapping[int, TierSettings], settings: Settings) -> Iterator[str]:
+    """Yield what is wrong between the tiers: equal names and folders, and tenants that do not fit."""
+    names: dict[str, int] = {}
+    paths: dict[str, int] = {}
+    for index, tier in tiers.items():
+        key = f"tiers[{index}]"
+        if (other := names.setdefault(tier.name, index)) != index:
+            yield (
+                f"{settings.at(f'{key}.name')} is {tier.name!r}, which tiers[{other}] already uses: "
+                "choose another name"
             )
+        path = getattr(tier, "path", None)
+        if isinstance(path, Path):
+            other = paths.setdefault(os.path.abspath(path), index)  # noqa: PTH100 - reads no file system
+            if other != index:
+                yield (
+                    f"{settings.at(f'{key}.path')} is {path}, which tiers[{other}] already uses: "
+                    "set a folder of its own"
+                )
+        if isinstance(tier, LocalTierSettings):
+            try:
+                tenants_of_tier(settings.tenants, tier.tenants)
+            except ValueError as error:
+                yield f"{settings.at(f'{key}.tenants')} is invalid: {error}"
+
+
+@contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """Add an error that ends the block to ``problems``."""
+    try:
+        yield
+    except KVTierError as error:
+        problems.append(str(error))
 
 
 def _normalize(name: str) -> str:

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from kvtier import native
+from kvtier.cli.loading import load_all
 from kvtier.concurrency.placement import list_format, memory_placement
-from kvtier.errors import ArenaError, KVTierError
+from kvtier.errors import ArenaError
 from kvtier.integrations.versions import RANGE, REQUIREMENT, support
 from kvtier.memory.arena import HUGE_PAGE_BYTES, MIN_PREPARED_BYTES, Arena, has_strict_overcommit
 from kvtier.memory.host import available_bytes, huge_page_bytes, memory_info
 from kvtier.plugins import BUILT_IN, Plugins, is_memory
-from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
+from kvtier.settings import LocalTierSettings, Settings, TierSettings
 from kvtier.units import format_size
 
 OLDEST_PYTHON = (3, 11)
@@ -57,27 +58,14 @@ class Requirements(NamedTuple):
 
 def check_settings(file: Path | None) -> tuple[list[Check], Requirements]:
     """Check settings and plugins, and return their requirements."""
-    nothing = Requirements([], 0)
-    try:
-        settings = load_settings(file=file)
-    except KVTierError as error:
-        return [Check("settings", "fail", str(error), "kvtier config schema --markdown")], nothing
-    try:
-        plugins = Plugins.load(settings.plugins)
-    except KVTierError as error:
-        return [Check("plugins", "fail", str(error))], nothing
+    settings, plugins, tiers, problems = load_all(file)
+    if problems:
+        found = "\n".join(problems)
+        return [Check("settings", "fail", found, "kvtier config schema --markdown")], Requirements([], 0)
     third_party = [
         f"{plugin.name} ({plugin.source})" for plugin in plugins.loaded() if plugin.source != BUILT_IN
     ]
     plugins_check = Check("plugins", "ok", ", ".join(third_party) or "built-in only")
-    try:
-        tiers = plugins.tier_settings(settings)
-        plugins.transport_settings(settings)
-    except KVTierError as error:
-        return [
-            plugins_check,
-            Check("settings", "fail", str(error), "kvtier config schema --markdown"),
-        ], nothing
     names = ", ".join(_describe(tier) for tier in tiers)
     memory = sum(tier.capacity for tier in _local(tiers) if is_memory(plugins.backend(tier.type)))
     requirements = Requirements(tiers, memory, plugins, settings)

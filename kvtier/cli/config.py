@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from kvtier.cli.terminal import AsJson, ConfigFile, output, print_json, table
+from kvtier.errors import SettingsError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -48,7 +49,11 @@ def check(config: ConfigFile = None) -> None:
 
     Paths and servers are not opened; use `kvtier doctor` to check them.
     """
-    _, tiers = _load(config)
+    from kvtier.cli.loading import load_all
+
+    _, _, tiers, problems = load_all(config)
+    if problems:
+        raise SettingsError("\n".join(problems))
     names = ", ".join(f"{tier.name} ({tier.type})" for tier in tiers)
     output().print(f"The settings are valid. Tiers, fastest first: {escape(names)}.")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
@@ -29,6 +31,15 @@ def parse_choice(value: object) -> object:
     if not isinstance(value, str):
         return value
     return parse_json(value) if value.lstrip().startswith("{") else {"type": value}
+
+
+def valid_choice(value: object) -> Mapping[str, Any] | None:
+    """Return the mapping of a name or mapping, or ``None`` if it is neither."""
+    with suppress(ValueError):
+        value = parse_choice(value)
+        if isinstance(value, Mapping) and isinstance(value.get("type"), str):
+            return value
+    return None
 
 
 def _check(value: dict[str, Any]) -> dict[str, Any]:

@@ -431,11 +431,27 @@ def load_settings(overrides: Mapping[str, Any] | None = None, *, file: Path | No
     Blocks while it reads the file. Raises :class:`SettingsError` with one line per invalid key: its source
     and what to use instead.
     """
+    settings, problems = load_valid(overrides, file=file)
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return settings
+
+
+def load_valid(
+    overrides: Mapping[str, Any] | None = None, *, file: Path | None = None
+) -> tuple[Settings, list[str]]:
+    """Read the settings like :func:`load_settings`, with defaults for what is invalid, and why it is."""
     path = file or configured_file()
-    read = read_file(path) if path else SettingsFile({}, {})
+    read, problems = SettingsFile({}, {}), list[str]()
+    try:
+        read = read_file(path) if path else read
+    except SettingsError as error:
+        problems.append(str(error))
+    variables, unusable = read_environment(Settings)
+    problems += unusable
     layers: list[tuple[Mapping[str, Any], Callable[[str], Origin]]] = [
         (read.values, lambda _: Origin("file", str(path))),
-        (read_environment(Settings), lambda key: Origin("environment", _variable_of(key))),
+        (variables, lambda key: Origin("environment", _variable_of(key))),
         (overrides or {}, lambda _: Origin("override")),
     ]
     values: dict[str, Any] = {}
@@ -446,9 +462,14 @@ def load_settings(overrides: Mapping[str, Any] | None = None, *, file: Path | No
     try:
         settings = Settings(**values)
     except ValidationError as error:
-        raise SettingsError(explain(error, Settings, origins.at)) from error
+        problems.append(explain(error, Settings, origins.at))
+        wrong = {details["loc"][0] for details in error.errors(include_url=False)}
+        settings = Settings(**{name: value for name, value in values.items() if name not in wrong})
+        if "tenants" in wrong:  # What a tier says of them cannot be checked.
+            for tier in settings.tiers:
+                tier.pop("tenants", None)
     settings._origins = origins
-    return settings
+    return settings, problems
 
 
 def _variable_of(key: str) -> str:

@@ -93,21 +93,40 @@ def read_file(path: Path) -> SettingsFile:
     return parse_file(path, data)
 
 
-def read_environment(settings: type[BaseSettings]) -> dict[str, Any]:
-    """Read the settings from ``KVTIER_*`` variables. Raises :class:`SettingsError` for unknown ones."""
+def read_environment(settings: type[BaseSettings]) -> tuple[dict[str, Any], list[str]]:
+    """Read the settings from ``KVTIER_*`` variables. Return them, and what is wrong with others."""
+    problems = []
     known = [*(variable_name(name) for name in field_names(settings)), FILE_VARIABLE, NATIVE_VARIABLE]
     for name, value in os.environ.items():
         upper = name.upper()
         if upper.startswith(PREFIX) and upper not in known and not _is_foreign(upper, value):
-            raise SettingsError(f"the variable {name} is not a setting: {suggestion(upper, known)}")
-    return _Environment(settings)()
+            problems.append(f"the variable {name} is not a setting: {suggestion(upper, known)}")
+    source = _Environment(settings, known)
+    values = _without_unreadable(source())
+    return values, problems + source.problems
+
+
+_UNREADABLE = object()
+
+
+def _without_unreadable(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_unreadable(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if value is not _UNREADABLE
+    }
 
 
 class _Environment(EnvSettingsSource):
-    """Environment source whose error names the variable that is not valid JSON."""
+    """Environment source that names the variables that are not valid JSON."""
+
+    def __init__(self, settings: type[BaseSettings], known: Sequence[str]) -> None:
+        super().__init__(settings)
+        self.env_vars = {name: value for name, value in self.env_vars.items() if name.upper() in known}
+        self.problems: list[str] = []
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: object) -> object:
-        """Decode JSON. Raises :class:`SettingsError`."""
+        """Decode JSON."""
         try:
             return value if NoDecode in field.metadata else parse_json(str(value))
         except ValueError as error:
@@ -116,9 +135,8 @@ class _Environment(EnvSettingsSource):
             names = (name for name in field_names(self.settings_cls) if f".{name}".endswith(nested))
             name = variable_name(next(names, field_name))
             example = (field.examples or ["{...}"])[0]
-            raise SettingsError(
-                f"{name} is not JSON ({error}): use for example {name}='{example}'"
-            ) from error
+            self.problems.append(f"{name} is not JSON ({error}): use for example {name}='{example}'")
+            return _UNREADABLE
 
 
 def _is_foreign(name: str, value: str) -> bool:

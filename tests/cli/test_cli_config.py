@@ -144,6 +144,37 @@ def test_check_rejects(kvtier: Kvtier, tmp_path: Path, settings: str, message: s
     assert message.format(file) in " ".join(result.errors.split())
 
 
+def test_check_reports_all_levels_at_once(
+    kvtier: Kvtier, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIER_LINGER", "soon")
+    monkeypatch.setenv("KVTIER_WHATIF", "on")
+    monkeypatch.setenv("KVTIER_LINGR", "1s")
+    file.write_text(
+        "chunk_tokens: 0\nplugins: [missing]\npeer:\n  transport: pigeon\ntenants: {a: {share: 2}}\ntiers:\n"
+        "- {name: ram, type: cpu, capacity: much, eviction: mru, tenants: {a: {share: 0.5}}}\n"
+        "- {name: ssd, type: disk, capacity: 1GiB, path: /data}\n"
+        "- name: ssd\n  type: disk\n  capacity: 1GiB\n  path: /x/../data\n"
+    )
+    lines = kvtier("config", "check", "-c", file).errors.removeprefix("error: ").splitlines()
+    expected = {
+        "the variable KVTIER_LINGR is not a setting": "did you mean KVTIER_LINGER?",
+        "KVTIER_WHATIF is not JSON": "use for example",
+        f"chunk_tokens (in {file}, line 1)": "use a whole number from 1",
+        "linger (in KVTIER_LINGER)": "use a number of seconds",
+        f"tenants.a.share (in {file}, line 5)": "less than or equal to 1",
+        "plugins lists 'missing', which is not installed": "",
+        f"peer.transport (in {file}, line 4)": "use one of tcp",
+        f"tiers[0].eviction (in {file}, line 7)": "use one of lru",
+        f"tiers[0].capacity (in {file}, line 7)": "for example 5GiB",
+        f"tiers[2].name (in {file}, line 9)": "choose another name",
+        f"tiers[2].path (in {file}, line 12)": "set a folder of its own",
+    }
+    assert len(lines) == len(expected)
+    for start, remedy in expected.items():
+        assert any(line.startswith(start) and remedy in line for line in lines), start
+
+
 def test_schema_works_with_invalid_settings(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_CHUNK_TOKENS", "none")
     plugins = Plugins.load()

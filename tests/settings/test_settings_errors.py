@@ -158,6 +158,45 @@ def test_invalid_value(key: str, value: object, remedy: str) -> None:
     assert remedy in message.lower() or remedy in message
 
 
+def test_all_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_PEER__OTHERS", "a,b")
+    monkeypatch.setenv("KVTIER_TIERS", "ram")
+    monkeypatch.setenv("KVTIER_LINGR", "1s")
+    monkeypatch.setenv("KVTIER_LINGER", "soon")
+    lines = sorted(load_error({"log_level": "LOUD"}).splitlines())
+    assert [line.split(" is ")[0] for line in lines] == [
+        "KVTIER_PEER__OTHERS",
+        "KVTIER_TIERS",
+        "linger (in KVTIER_LINGER)",
+        "log_level (set on the command line, in code or in kv_connector_extra_config)",
+        "the variable KVTIER_LINGR",
+    ]
+
+
+def test_all_tiers_are_reported(plugins: Plugins) -> None:
+    tiers = [
+        SSD | {"name": "a b", "eviction": "mru", "codec": "zip"},
+        {"type": 7},
+        RAM | {"type": "tape"},
+        RAM | {"eviction": {"type": "lru", "sped": 1}, "evictoin": 1},
+        RAM | {"tenants": {"none": {}}},
+    ]
+    with pytest.raises(SettingsError) as caught:
+        plugins.tier_settings(load_settings({"tiers": tiers}))
+    assert [line.partition(" (")[0] for line in str(caught.value).splitlines()] == [
+        "tiers[0].type",
+        "tiers[0].eviction",
+        "tiers[0].codec",
+        "tiers[0].codec",
+        "tiers[0].name",
+        "tiers[1].type",
+        "tiers[2].type",
+        "tiers[3].eviction.sped",
+        "tiers[3].evictoin",
+        "tiers[4].tenants",
+    ]
+
+
 def test_each_error_has_a_line() -> None:
     lines = load_error({"chunk_tokens": 0, "linger": "soon"}).splitlines()
     assert [line.split(" ")[0] for line in lines] == ["chunk_tokens", "linger"]
