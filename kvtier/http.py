@@ -16,9 +16,11 @@ from ssl import SSLContext
 from typing import Any
 
 import anyio
+import h11
 from anyio import CancelScope
 from anyio.abc import TaskStatus
 from uvicorn import Config, Server
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvtier.concurrency.tasks import open_tasks
@@ -44,6 +46,8 @@ CANCEL_SECONDS = 2
 UNREAD_SECONDS = 30.0
 """A connection whose peer accepts no data for this long is aborted, even while it is closing."""
 BACKLOG = 256
+MAX_EVENTS = 32
+"""Parts of requests that a connection parses before others are served: one takes some 15 us."""
 
 
 @asynccontextmanager
@@ -84,7 +88,6 @@ async def serving(
         limit_concurrency=limit_concurrency,
         backlog=backlog,
         timeout_graceful_shutdown=CANCEL_SECONDS,
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         workers=1,
     )
     config.load()
@@ -184,16 +187,49 @@ class _LifespanErrors:
             raise
 
 
+class _Parser(h11.Connection):
+    """Parses at most :data:`MAX_EVENTS` parts of requests at a time."""
+
+    left = MAX_EVENTS
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if not self.left:
+            return h11.NEED_DATA
+        self.left -= 1
+        return super().next_event()
+
+
+class _Flow(FlowControl):
+    """Does not resume reading while received data is waiting to be parsed."""
+
+    behind = False
+
+    def resume_reading(self) -> None:
+        if self.behind:
+            self.read_paused = False
+        else:
+            super().resume_reading()
+
+
 class _Connection(H11Protocol):
-    """Connection with a request timeout, also against slow senders, and a limit on their number."""
+    """Connection with a request timeout, also against slow senders, and a limit on their number.
+
+    Of a body in chunks of one byte each, one read has 43,000, which take seconds to parse: they are parsed in
+    slices.
+    """
+
+    conn: _Parser
+    flow: _Flow
 
     def __init__(self, *arguments: Any, **named: Any) -> None:  # noqa: ANN401 - uvicorn's own
         super().__init__(*arguments, **named)
+        self.conn = _Parser(h11.SERVER, MAX_HEAD_BYTES)
         self.access_log = False
         self._timeout: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport)
         if self.limit_concurrency is not None and len(self.connections) > 2 * self.limit_concurrency:
             transport.abort()
         self._expect_request()
@@ -202,6 +238,23 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
         if self._timeout is not None:
             self._timeout.cancel()
+
+    def handle_events(self) -> None:
+        """Parse some of what was received, and the rest after others were served."""
+        self.conn.left = MAX_EVENTS
+        super().handle_events()
+        if not self.conn.left:
+            self.flow.behind = True
+            self.transport.pause_reading()
+            self.loop.call_soon(self._catch_up)
+        elif self.flow.behind:
+            self.flow.behind = False
+            if not self.flow.read_paused:
+                self.transport.resume_reading()
+
+    def _catch_up(self) -> None:
+        if self.flow.behind and not self.transport.is_closing():
+            self.handle_events()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -367,3 +367,52 @@ async def test_serves_tls(certificate: TLSFiles) -> None:
         assert (await get(address, verify=trust)).text == "hello"
         with pytest.raises(httpx.HTTPError):
             await get(address)
+
+
+async def test_body_in_tiny_chunks_is_parsed_in_slices_and_not_read_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One read of 256 KiB has 43,000 chunks of a byte, which took a second to parse."""
+    connections: list[kvtier.http._Connection] = []
+
+    class Recorded(kvtier.http._Connection):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            connections.append(self)
+            super().connection_made(transport)
+
+    monkeypatch.setattr(kvtier.http, "_Connection", Recorded)
+    opened = anyio.Event()
+    pieces: list[bytes] = []
+
+    async def read_late(scope: Message, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        await opened.wait()
+        more = True
+        while more:
+            message = await receive()
+            pieces.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        await hello(scope, receive, send)
+
+    body = os.urandom(200_000)
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
+    async with serving(read_late, "127.0.0.1:0") as address, connect_raw(address) as stream:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stream.send, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
+            with anyio.fail_after(30):
+                while not (connections and connections[0].flow.read_paused):
+                    await anyio.sleep(0.01)
+            for _ in range(1000):
+                await anyio.lowlevel.checkpoint()
+            [connection] = connections
+            read = len(connection.cycle.body) + len(connection.conn.trailing_data[0])
+            assert read < 1 << 20, "of the 1.2 MB that the client sends"
+            opened.set()
+        await stream.send(head + b"Content-Length: 2\r\n\r\nxy")
+        answers = b""
+        with anyio.fail_after(30):
+            while answers.count(b"hello") < 2:
+                answers += await stream.receive()
+    assert b"".join(pieces) == body + b"xy"
+    assert max(map(len, pieces[1:])) <= 4 * kvtier.http.MAX_EVENTS

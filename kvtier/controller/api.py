@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import msgspec
+from msgspec import Meta
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvtier.controller.events import EventState, Kind
-from kvtier.units import Duration
+from kvtier.units import Duration, parse_duration
 
 MAX_TOKENS = 4_000_000
 MAX_PROMPT_BYTES = (4 << 20) - 4096
@@ -19,144 +22,194 @@ MAX_EVENTS = 1000
 
 _TOKENS = [128000, 849, 21435, 279, 26431]
 
-TokenID = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
-Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+TokenID = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 PositionBody = tuple[Name, Name]
+_Duration = float | str | None
+_DURATION = Duration.__metadata__[-1].json_schema  # type: ignore[attr-defined]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all request bodies: decoding stops at the first error, also of unknown fields."""
 
 
-class PromptBody(_Body):
+class PromptBody(_Body, frozen=True, kw_only=True):
     """A prompt, given as token ids or as text."""
 
-    # fail_fast: report the first invalid token id, not up to four million of them.
-    tokens: list[TokenID] | None = Field(
-        default=None,
-        fail_fast=True,
-        max_length=MAX_TOKENS,
-        description=f"The prompt's token ids, at most {MAX_TOKENS:,}. Required unless `prompt` is set.",
-        examples=[_TOKENS],
-    )
-    prompt: str | None = Field(
-        default=None,
-        description=(
-            f"The prompt as text, at most {MAX_PROMPT_BYTES:,} bytes. An instance that serves the model "
-            "tokenizes it. Chat templates are not applied."
+    tokens: Annotated[
+        Annotated[Sequence[TokenID], Meta(max_length=MAX_TOKENS)] | None,
+        Meta(
+            description=f"The prompt's token ids, at most {MAX_TOKENS:,}. Required unless `prompt` is set.",
+            examples=[_TOKENS],
         ),
-        examples=["Explain the significance of KV cache in language models."],
-    )
-    model: Name | None = Field(
-        default=None,
-        description=(
-            "The model's name, as in requests to the engine. Default: the only model that the named "
-            "instance serves, or else the only model of all instances."
+    ] = None
+    prompt: Annotated[
+        str | None,
+        Meta(
+            description=(
+                f"The prompt as text, at most {MAX_PROMPT_BYTES:,} bytes. An instance that serves the model "
+                "tokenizes it. Chat templates are not applied."
+            ),
+            examples=["Explain the significance of KV cache in language models."],
         ),
-        examples=["meta-llama/Llama-3.1-8B-Instruct"],
-    )
-    salt: str | None = Field(
-        default=None,
-        max_length=MAX_NAME_CHARACTERS,
-        description="The `cache_salt` of the requests, if any. Chunks of different salts are separate.",
-        examples=["tenant-1"],
-    )
+    ] = None
+    model: Annotated[
+        Name | None,
+        Meta(
+            description=(
+                "The model's name, as in requests to the engine. Default: the only model that the named "
+                "instance serves, or else the only model of all instances."
+            ),
+            examples=["meta-llama/Llama-3.1-8B-Instruct"],
+        ),
+    ] = None
+    salt: Annotated[
+        Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)] | None,
+        Meta(
+            description="The `cache_salt` of the requests, if any. Chunks of different salts are separate.",
+            examples=["tenant-1"],
+        ),
+    ] = None
+    _prompt_optional: ClassVar[bool] = False
 
-    @model_validator(mode="after")
-    def _check_one_prompt(self) -> PromptBody:
+    def __post_init__(self) -> None:
         if self.tokens is None and self.prompt is None and not self._prompt_optional:
             raise ValueError("set `tokens` or `prompt`")
         if self.tokens is not None and self.prompt is not None:
             raise ValueError("set `tokens` or `prompt`, not both")
-        if self.prompt is not None and len(self.prompt.encode(errors="replace")) > MAX_PROMPT_BYTES:
+        if self.prompt is not None and len(self.prompt.encode()) > MAX_PROMPT_BYTES:
             raise ValueError(f"`prompt` is longer than {MAX_PROMPT_BYTES:,} bytes: send `tokens` instead")
-        return self
-
-    @property
-    def _prompt_optional(self) -> bool:
-        return False
 
 
-class LookupBody(PromptBody):
+class LookupBody(PromptBody, frozen=True, kw_only=True):
     """Find the tiers that hold a prefix of a prompt."""
 
 
-class MoveBody(PromptBody):
+class MoveBody(PromptBody, frozen=True, kw_only=True):
     """Move a prompt's chunks to another tier, of the same or another instance."""
 
-    old_position: PositionBody = Field(
-        description="The source: an instance and the name or type of one of its tiers.",
-        examples=[["instance-1", "cpu"]],
-    )
-    new_position: PositionBody = Field(
-        description="The target: an instance and the name or type of one of its tiers.",
-        examples=[["instance-2", "cpu"]],
-    )
-    copy_: bool = Field(
-        default=False,
-        alias="copy",
-        description=(
-            "Keep the chunks at the source. By default, each is removed from the source once the target has "
-            "confirmed it."
+    old_position: Annotated[
+        PositionBody,
+        Meta(
+            description="The source: an instance and the name or type of one of its tiers.",
+            examples=[["instance-1", "cpu"]],
         ),
-    )
+    ]
+    new_position: Annotated[
+        PositionBody,
+        Meta(
+            description="The target: an instance and the name or type of one of its tiers.",
+            examples=[["instance-2", "cpu"]],
+        ),
+    ]
+    copy: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Keep the chunks at the source. By default, each is removed from the source once the target "
+                "has confirmed it."
+            )
+        ),
+    ] = False
 
-    @model_validator(mode="after")
-    def _positions_differ(self) -> MoveBody:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.old_position == self.new_position:
             raise ValueError("`old_position` and `new_position` are the same")
-        return self
 
 
-class _TierBody(PromptBody):
-    instance: Name = Field(description="The instance's `controller.instance_id`.", examples=["instance-1"])
-    tier: Name = Field(
-        description="The name of one of its tiers, or a type that only one of its tiers has.",
-        examples=["cpu"],
-    )
+class _TierBody(PromptBody, frozen=True, kw_only=True):
+    instance: Annotated[
+        Name, Meta(description="The instance's `controller.instance_id`.", examples=["instance-1"])
+    ]
+    tier: Annotated[
+        Name,
+        Meta(
+            description="The name of one of its tiers, or a type that only one of its tiers has.",
+            examples=["cpu"],
+        ),
+    ]
 
 
-class PrefetchBody(_TierBody):
+class PrefetchBody(_TierBody, frozen=True, kw_only=True):
     """Prefetch a prompt's chunks into a tier: from other tiers, shared pools or another instance."""
 
-    deadline: Annotated[Duration, Field(gt=0)] | None = Field(
-        default=None,
-        description="Maximum duration. Chunks that have arrived by then stay. Default: unlimited.",
-        examples=["5s"],
-    )
+    deadline: Annotated[
+        _Duration,
+        Meta(
+            description="Maximum duration. Chunks that have arrived by then stay. Default: unlimited.",
+            examples=["5s"],
+            extra_json_schema=_DURATION,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.seconds
+
+    @property
+    def seconds(self) -> float | None:
+        """The deadline in seconds."""
+        return _positive("deadline", self.deadline)
 
 
-class PinBody(_TierBody):
+class PinBody(_TierBody, frozen=True, kw_only=True):
     """Protect a prompt's chunks from eviction."""
 
-    ttl: Annotated[Duration, Field(gt=0)] | None = Field(
-        default=None, description="Duration of the pin. Default: until it is unpinned.", examples=["10m"]
-    )
+    ttl: Annotated[
+        _Duration,
+        Meta(
+            description="Duration of the pin. Default: until it is unpinned.",
+            examples=["10m"],
+            extra_json_schema=_DURATION,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.seconds
+
+    @property
+    def seconds(self) -> float | None:
+        """The time to live in seconds."""
+        return _positive("ttl", self.ttl)
 
 
-class UnpinBody(_TierBody):
+class UnpinBody(_TierBody, frozen=True, kw_only=True):
     """Allow a prompt's chunks to be evicted again."""
 
 
-class ClearBody(PromptBody):
+class ClearBody(PromptBody, frozen=True, kw_only=True):
     """Remove a prompt's chunks, or all chunks, from one tier or all tiers of an instance."""
 
-    instance: Name = Field(description="The instance's `controller.instance_id`.", examples=["instance-1"])
-    tier: Name | None = Field(
-        default=None,
-        description="The name or type of the tier to clear. Default: all tiers of the instance.",
-        examples=["cpu"],
-    )
+    instance: Annotated[
+        Name, Meta(description="The instance's `controller.instance_id`.", examples=["instance-1"])
+    ]
+    tier: Annotated[
+        Name | None,
+        Meta(
+            description="The name or type of the tier to clear. Default: all tiers of the instance.",
+            examples=["cpu"],
+        ),
+    ] = None
+    _prompt_optional: ClassVar[bool] = True
 
-    @model_validator(mode="after")
-    def _check_prompt_fields(self) -> ClearBody:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.tokens is None and self.prompt is None and (self.model or self.salt):
             raise ValueError("`model` and `salt` require a prompt: set `tokens` or `prompt` as well")
-        return self
 
-    @property
-    def _prompt_optional(self) -> bool:
-        return True
+
+def _positive(name: str, value: float | str | None) -> float | None:
+    if value is None:
+        return None
+    try:
+        seconds = parse_duration(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if not seconds:
+        raise ValueError(f"{name}: it must be greater than 0")
+    return seconds
 
 
 class _Answer(BaseModel):

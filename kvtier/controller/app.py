@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI, WebSocket
@@ -60,17 +59,11 @@ def make_app(operations: Operations, token: str | None = None) -> FastAPI:
     """
     bodies, authenticator = Bodies(), Authenticator(token)
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        bodies.close()
-
     app = FastAPI(
         title="kvtier controller",
         version=__version__,
         description=DESCRIPTION,
         redoc_url=None,
-        lifespan=lifespan,
     )
     _add_public_routes(app, operations.registry, authenticator)
     # For all routes added below. A second router would create every route twice.
