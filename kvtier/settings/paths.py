@@ -36,3 +36,4 @@ def _expand(path: Path) -> Path:
 
 
 LocalPath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(_expand)]
+"""A setting that is a path on this host. `~` is expanded; an empty path and a URL are refused."""
