@@ -7,6 +7,8 @@ by what torch reports of the processor, which does not depend on the variable.
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 import torch
 
@@ -22,9 +24,14 @@ def has(feature: str) -> bool:
 
 def limit() -> None:
     """Report less than the processor has, in this process and those that it forks."""
-    above = ABOVE.get(os.environ.get("ATEN_CPU_CAPABILITY", ""))
+    name = os.environ.get("ATEN_CPU_CAPABILITY", "")
+    above = ABOVE.get(name)
     if above is None:
         return
+    # torch 2.13 runs what it has compiled for another limit, which computes wrong indices.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
+        Path(tempfile.gettempdir()) / f"torchinductor-{os.getuid()}-{name}"
+    )
     found = torch.cpu.get_capabilities()
     limited = {name: False if name.startswith(above) else value for name, value in found.items()}
     torch.cpu.get_capabilities = lambda: limited
