@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import anyio
+from anyio.lowlevel import checkpoint
 
 from kvtier.backends.base import StoredObject
 from kvtier.catalog.catalog import State
@@ -14,7 +15,7 @@ from kvtier.catalog.eviction import RemovalReason
 from kvtier.catalog.siblings import marks_of
 from kvtier.concurrency.backoff import Backoff
 from kvtier.memory.header import ChunkHeader, StoredHeader, object_bytes
-from kvtier.memory.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.evict import EvictStage
 from kvtier.tiers.tier import Tier
@@ -22,6 +23,8 @@ from kvtier.units import format_size
 
 logger = logging.getLogger("kvtier")
 
+SLICE_ROWS = 8192
+"""Rows of the catalog, or chunks, that are gone through in one turn of the event loop."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 60.0, 3600.0
 """Back-off between scans of what a medium could not list."""
 
@@ -40,7 +43,9 @@ class HeldStage:
         async for batch in tier.scan():
             held += [HeldChunk.of(stored) for stored in batch]
         found: list[ChunkKey] = []
-        for chunk in parents_first(held):
+        for number, chunk in enumerate(parents_first(held), 1):
+            if number % SLICE_ROWS == 0:
+                await checkpoint()
             if catalog.state(chunk.key, index) is not State.ABSENT:  # Stored since an earlier scan.
                 continue
             header = chunk.header
@@ -60,10 +65,12 @@ class HeldStage:
         while True:
             await tier.replaced.wait()
             tier.replaced = anyio.Event()
-            catalog = self._hierarchy.catalog
-            ready = [key for key in catalog.keys(tier.index) if catalog.state(key, tier.index) is State.READY]
-            await self._evicting.remove(ready, tier.index, RemovalReason.LOST)
-            logger.warning("tier %s: %d chunks are lost", tier.name, len(ready))
+            catalog, lost = self._hierarchy.catalog, 0
+            for rows in catalog.slices(SLICE_ROWS):
+                ready = split_keys(catalog.ready_keys(tier.index, rows))
+                await self._evicting.remove(ready, tier.index, RemovalReason.LOST)
+                lost += len(ready)
+            logger.warning("tier %s: %d chunks are lost", tier.name, lost)
 
     async def find_unseen(self, tier: Tier) -> None:
         """Scan a tier again until all that it holds has been listed."""

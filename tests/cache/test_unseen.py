@@ -5,17 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 from kvtier import Settings, TieredCache
 from kvtier.backends.disk.backend import lock_holder
+from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline import held
-from tests.backends.chunks import disk, opened
+from tests.backends.chunks import FAILED, disk, opened
 from tests.waiting import until
 
 from .conftest import CHUNK_OBJECT_BYTES
@@ -51,85 +52,109 @@ def bytes_on_disk(folder: Path) -> int:
     return total
 
 
+Open = Callable[[], AbstractAsyncContextManager[TieredCache]]
+Write = Callable[[TieredCache, int, int], Awaitable[list[ChunkKey]]]
+
+
+@pytest.fixture
+def open_cache(settings: Callable[..., Settings]) -> Open:
+    configured = settings(ssd=CAPACITY)
+    return lambda: TieredCache.open(configured, plugins=BUILT_IN)
+
+
+@pytest.fixture
+def write(prompt: Callable[..., list[int]]) -> Write:
+    """Store a prompt of some chunks, and wait until they are written or given up."""
+
+    async def write_chunks(cache: TieredCache, chunks: int, seed: int) -> list[ChunkKey]:
+        keys = store(cache, prompt(256 * chunks, seed))
+        assert await cache.drain(30)
+        return keys
+
+    return write_chunks
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "ssd"
+
+
 @pytest.mark.parametrize("everything", [False, True], ids=["one-folder", "everything"])
 async def test_what_cannot_be_listed_counts_as_used(
-    tmp_path: Path,
-    settings: Callable[..., Settings],
-    prompt: Callable[..., list[int]],
+    open_cache: Open,
+    write: Write,
+    folder: Path,
     failing: set[Path],
     monkeypatch: pytest.MonkeyPatch,
     everything: bool,
 ) -> None:
-    configured, folder = settings(ssd=CAPACITY), tmp_path / "ssd"
-    async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
-        store(cache, prompt(256 * 48, 1))
-        assert await cache.drain(30)
+    async with open_cache() as cache:
+        await write(cache, 48, 1)
     assert bytes_on_disk(folder) == 48 * CHUNK_OBJECT_BYTES
 
     lost = folder if everything else next(path for path in sorted(folder.iterdir()) if path.is_dir())
     inside = sum(path.suffix == ".kv" for path in lost.iterdir())
     failing.add(lost)
     monkeypatch.setattr(held, "RETRY_SECONDS", 0.05)
-    async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
+    async with open_cache() as cache:
         tier = cache.hierarchy.lower[0]
         status = tier.status()
         assert f"such as {lost} (Input/output error)" in str(status["error"])
         assert tier.count == (0 if everything else 48 - inside)
         assert tier.used_bytes >= 48 * CHUNK_OBJECT_BYTES
         for seed in range(2, 6):
-            store(cache, prompt(256 * 16, seed))
-            assert await cache.drain(30)
+            await write(cache, 16, seed)
         assert bytes_on_disk(folder) <= CAPACITY * CHUNK_OBJECT_BYTES
 
         failing.clear()
-        with anyio.fail_after(60):
-            await until(lambda: tier.unseen is None)
+        await until(lambda: tier.unseen is None)
         assert tier.status()["unseen_bytes"] == 0
         assert tier.used_bytes == bytes_on_disk(folder)
 
 
 async def test_folder_that_is_removed_while_in_use(
-    tmp_path: Path,
-    settings: Callable[..., Settings],
-    prompt: Callable[..., list[int]],
-    caplog: pytest.LogCaptureFixture,
+    open_cache: Open, write: Write, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No chunk is written to a folder that is not locked, and none is reported that is gone."""
-    configured, folder = settings(ssd=CAPACITY), tmp_path / "ssd"
-    async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
+    async with open_cache() as cache:
         tier = cache.hierarchy.lower[0]
-        store(cache, prompt(256 * 8, 1))
-        assert await cache.drain(30)
+        await write(cache, 8, 1)
         assert tier.count == 8
         shutil.rmtree(folder)
         folder.mkdir()
-        # The first batch finds out. Another process could have the new folder until then.
-        store(cache, prompt(256 * 4, 2))
-        assert await cache.drain(30)
+        await write(cache, 4, 2)  # The first batch finds out.
         await until(lambda: not tier.count)
         assert f"{folder} was removed while in use" in caplog.text
-        keys = store(cache, prompt(256 * 4, 3))
-        assert await cache.drain(30)
+        keys = await write(cache, 4, 3)
         assert tier.count == 4
         assert lock_holder(folder) is not None
-    async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
+    async with open_cache() as cache:
         assert all(key in cache.hierarchy.catalog for key in keys)
 
 
 async def test_folder_that_another_process_has_taken(
-    tmp_path: Path,
-    settings: Callable[..., Settings],
-    prompt: Callable[..., list[int]],
-    caplog: pytest.LogCaptureFixture,
+    open_cache: Open, write: Write, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    configured, folder = settings(ssd=CAPACITY), tmp_path / "ssd"
-    async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
-        store(cache, prompt(256 * 8, 1))
-        assert await cache.drain(30)
+    async with open_cache() as cache:
+        await write(cache, 8, 1)
         shutil.rmtree(folder)
         async with opened(disk(folder)):
-            store(cache, prompt(256 * 4, 2))
-            assert await cache.drain(30)
+            await write(cache, 4, 2)
             assert f"path {folder} is in use by process" in caplog.text
             assert not list(folder.glob("*/*.kv"))
             assert "is in use by" in str(cache.hierarchy.lower[0].status()["error"])
+
+
+async def test_folder_that_is_emptied_while_in_use(open_cache: Open, write: Write, folder: Path) -> None:
+    """It is still this process's folder, and goes on being used."""
+    async with open_cache() as cache:
+        tier = cache.hierarchy.lower[0]
+        await write(cache, 8, 1)
+        for prefix in folder.glob("???"):
+            shutil.rmtree(prefix)
+        disk_folder = tier.backend._folder  # type: ignore[attr-defined]
+        # As when a folder is removed between a write and its rename.
+        assert disk_folder.write_failed(FileNotFoundError(errno.ENOENT, "No such file")) is FAILED
+        await write(cache, 4, 2)
+        assert tier.status()["error"] is None
+        assert bytes_on_disk(folder) == 4 * CHUNK_OBJECT_BYTES

@@ -144,7 +144,7 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
             outcomes: Sequence[Outcome] = await self._ring.write(items)
         else:
             outcomes = await self._spread(folder.write, items)
-        if folder.is_gone:
+        if await folder.is_gone():
             await self._replace(folder)
         return outcomes
 

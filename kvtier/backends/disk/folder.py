@@ -41,6 +41,7 @@ from kvtier.memory.keys import ChunkKey
 logger = logging.getLogger("kvtier")
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+_MISSING = frozenset({errno.ENOENT, errno.ESTALE})
 
 
 def object_path(root: Path, key: ChunkKey) -> Path:
@@ -66,13 +67,13 @@ class ObjectFolder:
         self._lock = lock
         self._descriptor = descriptor
         self._opened = Path(f"/proc/self/fd/{descriptor}")
-        self.is_gone = False
-        """Whether the folder was removed."""
+        self._is_suspect = False
+        """Whether a write has not found the folder, or one of those in it."""
         self._direct = direct
         self._token = secrets.token_hex(4)
         self._serial = itertools.count()
         self._warn = RateLimitedLog(logger)
-        self.scan = FolderScan(tier, root, self._token)
+        self.scan = FolderScan(tier, root, self._opened, self._token)
         """Lists the objects."""
 
     @classmethod
@@ -89,7 +90,8 @@ class ObjectFolder:
         with CancelScope(shield=True):
             try:
                 await aiofiles.os.makedirs(root, mode=0o700, exist_ok=True)
-                descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                descriptor = await aiofiles.os.wrap(os.open)(root, flags)
                 try:
                     lock = await LockFile.acquire(Path(f"/proc/self/fd/{descriptor}/{LOCK_FILE}"), holder)
                     try:
@@ -140,8 +142,8 @@ class ObjectFolder:
                 error.strerror,
             )
             return Outcome.FULL
-        if error.errno == errno.ENOENT:
-            self.is_gone = True
+        if error.errno in _MISSING:
+            self._is_suspect = True
         self._warn("tier %r cannot write: %s", self._tier, OSError(error.errno, error.strerror))
         return Outcome.FAILED
 
@@ -154,6 +156,17 @@ class ObjectFolder:
         """Unlock the folder. Nothing may be in flight."""
         await self._lock.release()
         os.close(self._descriptor)
+
+    async def is_gone(self) -> bool:
+        """Whether the folder was removed, or another has its path. Looks only after a write has failed so."""
+        suspect, self._is_suspect = self._is_suspect, False
+        return suspect and await aiofiles.os.wrap(self._has_lost_its_path)()
+
+    def _has_lost_its_path(self) -> bool:
+        try:
+            return not os.path.samestat(os.fstat(self._descriptor), self._root.stat())
+        except OSError as error:
+            return error.errno in _MISSING
 
     def holds(self, key: ChunkKey) -> bool:
         """Return whether ``key`` has an object."""

@@ -70,10 +70,11 @@ class _Unread(NamedTuple):
 class FolderScan:
     """Lists a folder once, and then again what could not be read."""
 
-    def __init__(self, tier: str, root: Path, token: str) -> None:
-        """``token``: in the names of this process's temporary files."""
+    def __init__(self, tier: str, root: Path, opened: Path, token: str) -> None:
+        """``opened``: a path to this folder and no other. ``token``: in this process's temporary names."""
         self._tier = tier
         self._root = root
+        self._opened = opened
         self._token = token
         self._unread: dict[Path, _Unread] = {}
         self._lengths: Counter[str] = Counter()
@@ -92,7 +93,7 @@ class FolderScan:
                     foreign.append(path)
                 elif f".{self._token}-" not in path.name:
                     with suppress(OSError):
-                        await aiofiles.os.unlink(path)
+                        await aiofiles.os.unlink(self._opened / path.relative_to(self._root))
             if objects:
                 yield objects
         if foreign:
@@ -114,7 +115,7 @@ class FolderScan:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._unread[path if length else path.parent] = _Unread(error, length)
+            self._unread[path.parent if length is None else path] = _Unread(error, length)
             return None
         return StoredObject(ChunkKey(bytes.fromhex(path.stem)), length, status.st_mtime, head)
 
