@@ -131,7 +131,20 @@ class _TierBody(PromptBody, frozen=True, kw_only=True):
     ]
 
 
-class PrefetchBody(_TierBody, frozen=True, kw_only=True):
+class _TimedBody(_TierBody, frozen=True, kw_only=True):
+    _timed: ClassVar[str]
+    """The field that is a duration."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seconds()
+
+    def seconds(self) -> float | None:
+        """Return the duration in seconds. Raises ``ValueError``, while the body is decoded."""
+        return _positive(self._timed, getattr(self, self._timed))
+
+
+class PrefetchBody(_TimedBody, frozen=True, kw_only=True):
     """Prefetch a prompt's chunks into a tier: from other tiers, shared pools or another instance."""
 
     deadline: Annotated[
@@ -142,18 +155,10 @@ class PrefetchBody(_TierBody, frozen=True, kw_only=True):
             extra_json_schema=_DURATION,
         ),
     ] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.seconds
-
-    @property
-    def seconds(self) -> float | None:
-        """The deadline in seconds."""
-        return _positive("deadline", self.deadline)
+    _timed: ClassVar[str] = "deadline"
 
 
-class PinBody(_TierBody, frozen=True, kw_only=True):
+class PinBody(_TimedBody, frozen=True, kw_only=True):
     """Protect a prompt's chunks from eviction."""
 
     ttl: Annotated[
@@ -164,15 +169,7 @@ class PinBody(_TierBody, frozen=True, kw_only=True):
             extra_json_schema=_DURATION,
         ),
     ] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.seconds
-
-    @property
-    def seconds(self) -> float | None:
-        """The time to live in seconds."""
-        return _positive("ttl", self.ttl)
+    _timed: ClassVar[str] = "ttl"
 
 
 class UnpinBody(_TierBody, frozen=True, kw_only=True):

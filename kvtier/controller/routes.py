@@ -65,7 +65,7 @@ def add_operations(router: APIRouter, operations: Operations, bodies: Bodies) ->
         Sources are the instance's other tiers and shared pools, then the instance that holds most.
         """
         place = body.instance, body.tier
-        return _accepted(await operations.prefetch(place, _query(body), seconds=body.seconds))
+        return _accepted(await operations.prefetch(place, _query(body), seconds=body.seconds()))
 
     @router.post("/pin", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(PinBody))
     async def pin(body: PinBody = pin_body) -> Accepted:
@@ -74,7 +74,7 @@ def add_operations(router: APIRouter, operations: Operations, bodies: Bodies) ->
         Moving or clearing chunks unpins them.
         """
         place = body.instance, body.tier
-        return _accepted(await operations.pin(place, _query(body), seconds=body.seconds))
+        return _accepted(await operations.pin(place, _query(body), seconds=body.seconds()))
 
     @router.post("/unpin", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(UnpinBody))
     async def unpin(body: UnpinBody = unpin_body) -> Accepted:
