@@ -288,6 +288,14 @@ def writable_remedy(path: Path) -> str:
     return f"mkdir -p {path} && chown {os.getuid()} {path}, or set another `path`"
 
 
+def _bytes_of(file: Path) -> int:
+    """Return the size of a chunk; 0 if a running cache process has removed it meanwhile."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def check_disk_room(tier: LocalTierSettings, path: Path) -> Check:
     """Check that the disk has room for the tier's capacity, less what it holds already."""
     from kvtier.backends.disk.backend import walk
@@ -297,7 +305,7 @@ def check_disk_room(tier: LocalTierSettings, path: Path) -> Check:
     errors: list[OSError] = []
     try:
         files = walk(path, lambda _, error: errors.append(error)) if path.is_dir() else ()
-        held = sum(file.stat().st_size for file in files)
+        held = sum(map(_bytes_of, files))
         free = shutil.disk_usage(folder).free
     except OSError as error:
         errors.append(error)

@@ -170,6 +170,34 @@ def test_disk_room_includes_the_chunks_of_the_tier(tmp_path: Path, monkeypatch: 
     assert checks.check_disk_room(disk(tmp_path / "new", MEBIBYTE), tmp_path / "new").status == "ok"
 
 
+def test_disk_room_beside_a_chunk_that_is_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(tmp_path / "disk", 1)
+    real = Path.stat
+
+    def stat(path: Path, **named: Any) -> os.stat_result:
+        if path.suffix == ".kv":
+            path.unlink()
+        return real(path, **named)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE), tmp_path / "disk").status == "ok"
+
+
+def test_disk_room_with_a_folder_that_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(tmp_path / "disk", 1)
+
+    def scandir(path: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    check = checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE), tmp_path / "disk")
+    assert check.status == "warn"
+    assert "Input/output error" in check.found
+    assert "what cannot be read counts as used" in str(check.remedy)
+
+
 @pytest.mark.parametrize(
     ("limit", "status"), [(resource.RLIM_INFINITY, "ok"), (MEBIBYTE, "ok"), (MEBIBYTE - 1, "warn")]
 )
