@@ -89,14 +89,16 @@ class Cluster:
         self._password = password
         self.nodes: list[RedisServer] = []
         for number in range(3):
-            self._add()
+            bus = self._start()
             first, last = number * SLOTS // 3, (number + 1) * SLOTS // 3 - 1
             self.nodes[-1].command("CLUSTER", "ADDSLOTSRANGE", str(first), str(last))
+            # Refused once it knows another node, so before they meet.
             self.nodes[-1].command("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
+            self._join(bus)
         wait_until(self.is_healthy)
 
-    def _add(self) -> None:
-        """Start a node, without slots, and let it join."""
+    def _start(self) -> str:
+        """Start a node, without slots; return its port for other nodes."""
         bus = str(free_port())
         # By default, the whole cluster stops serving when one node is down.
         partial = ["--cluster-require-full-coverage", "no", "--cluster-node-timeout", "1000"]
@@ -108,12 +110,16 @@ class Cluster:
         folder = _make_folder(self._folder / str(len(self.nodes)))
         node = self._kind(folder, tls=self._tls, password=self._password, options=options)
         self.nodes.append(self._stack.enter_context(node))
-        if node is not self.nodes[0]:
-            self.nodes[0].command("CLUSTER", "MEET", HOST, str(node.port), bus)
+        return bus
+
+    def _join(self, bus: str) -> None:
+        """Let the last node join the others."""
+        if len(self.nodes) > 1:
+            self.nodes[0].command("CLUSTER", "MEET", HOST, str(self.nodes[-1].port), bus)
 
     def add_replica(self, primary: RedisServer) -> RedisServer:
         """Start a replica of a node, and wait until it is in sync."""
-        self._add()
+        self._join(self._start())
         wait_until(self.is_healthy)
         replica = self.nodes[-1]
         replica.command("CLUSTER", "REPLICATE", self._name_of(primary))
