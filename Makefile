@@ -134,6 +134,8 @@ gpu-wheels:  ## Download what test-gpu and bench-gpu need besides torch, for a m
 
 $(GPU_VENV)/.kvtier: pyproject.toml $(shell find csrc -type f)
 	@$(GPU_PYTHON) -m venv --system-site-packages $(GPU_VENV)
+	@$(GPU_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  >$$($(GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gpu_python.pth
 	@$(GPU_VENV)/bin/python -m pip install -q $(OFFLINE) --no-build-isolation -e . $(GPU_PACKAGES)
 	@$(GPU_VENV)/bin/python -m kvtier.native
 	@touch $@
