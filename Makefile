@@ -141,7 +141,7 @@ $(GPU_VENV)/.kvtier: pyproject.toml $(shell find csrc -type f)
 	@touch $@
 
 test-gpu: $(GPU_VENV)/.kvtier  ## Run the tests that need a CUDA device, with torch of GPU_PYTHON=…
-	$(GPU_VENV)/bin/python -m pytest -m gpu tests/native $(PYTEST)
+	$(GPU_VENV)/bin/python -m pytest -m gpu tests/native tests/staging $(PYTEST)
 
 bench-gpu: $(GPU_VENV)/.kvtier  ## Measure copies between a GPU and the arena
 	$(GPU_VENV)/bin/python -m benchmarks.gpu

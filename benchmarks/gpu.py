@@ -5,12 +5,12 @@
     make bench-gpu                       # needs a GPU, torch for it, and 6 GiB of memory on both sides
     python -m benchmarks.gpu --small     # smoke test with some megabytes
 
-Host to device is a load, device to host a save. The limit is one ``cudaMemcpyAsync`` of as many bytes between
-pinned memory and the device, in the same run. Blocks are in random order. ``copy_engines`` uses those of the
-GPU, ``kernel`` is one launch, and ``best`` is what the connector uses. A second table shows how much longer
-repeated matrix products on the engine's stream take while pages are copied continuously. A third one shows
-how much longer steps of the engine take in which saves begin: if it waits for none, as with the connector
-unless a step may change blocks that are being saved, and if each step waits for the save before.
+Host to device is a load, device to host a save. The limit is one ``cudaMemcpyAsync`` of as many bytes
+between pinned memory and the device, in the same run. Blocks are in random order. ``best`` is what the
+connector uses, ``direct`` what it uses if the device has no memory for the bounce buffers. A second table
+shows how much longer repeated matrix products on the engine's stream take while pages are copied. A third one
+shows how much longer steps of the engine take in which saves begin: if it waits for none, as with the
+connector unless a step may change blocks that are being saved, and if each step waits for the save before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvtier.memory.layout import ChunkLayout, GroupLayout
 CHUNK_TOKENS = 256
 NULL = 0
 KIB, GIB = 1 << 10, 1 << 30
-METHODS = ("BEST", "KERNEL", "COPY_ENGINES")
+METHODS = ("BEST", "DIRECT")
 
 PAGES = {
     f"pages of {size // KIB} KiB": GroupLayout(16, (size,) * 8)

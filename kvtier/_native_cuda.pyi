@@ -10,11 +10,10 @@ class CudaError(RuntimeError):
     """An error reported by CUDA, for a call or for earlier work on the device."""
 
 class CopyMethod(Enum):
-    """How a batch is copied: by one kernel, by the copy engines, or by whichever suits its pages."""
+    """How a batch is copied: through bounce buffers on the device if there are any, or by a kernel only."""
 
     BEST = 0
-    KERNEL = 1
-    COPY_ENGINES = 2
+    DIRECT = 1
 
 def device_count() -> int:
     """Return the number of devices; 0 without a driver."""
@@ -34,9 +33,12 @@ class PinnedMemory:
 class DevicePages:
     """The addresses of an engine's KV pages on a device, for copies of many pages per call.
 
-    ``groups`` and ``skipped`` are as for :class:`kvtier._native.KvMemory`. Not thread-safe. The destructor
-    waits for the copies in flight.
+    ``groups`` and ``skipped`` are as for :class:`kvtier._native.KvMemory`. Not thread-safe. Takes 64 MiB of
+    the device for bounce buffers. The destructor waits for the copies in flight.
     """
+
+    staged: bool
+    """Whether there was memory for the bounce buffers. Without them, copies disturb the engine's kernels."""
 
     def __init__(self, device: int, groups: list[list[tuple[int, int, int, int]]], skipped: int) -> None: ...
     def load(

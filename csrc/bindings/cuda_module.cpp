@@ -75,11 +75,11 @@ NB_MODULE(_native_cuda, module) {
     module.def("use_device", &use_device, nb::arg("device"));
     nb::enum_<CopyMethod>(module, "CopyMethod")
         .value("BEST", CopyMethod::best)
-        .value("KERNEL", CopyMethod::kernel)
-        .value("COPY_ENGINES", CopyMethod::copy_engines);
+        .value("DIRECT", CopyMethod::direct);
     nb::class_<Pinned>(module, "PinnedMemory").def(nb::new_(&pin), nb::arg("memory"));
     nb::class_<DevicePages>(module, "DevicePages")
         .def(nb::new_(&device_pages), nb::arg("device"), nb::arg("groups"), nb::arg("skipped"))
+        .def_prop_ro("staged", &DevicePages::staged)
         .def("load", &begin_copy<Direction::into_engine>, nb::arg("arena"), nb::arg("chunks"), nb::arg("engine"),
              nb::arg("method") = CopyMethod::best, nb::arg("after") = std::vector<Ticket>())
         .def("save", &begin_copy<Direction::out_of_engine>, nb::arg("arena"), nb::arg("chunks"), nb::arg("engine"),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kvtier import native
 from kvtier.bridge.protocol import Confirmed
-from kvtier.integrations.vllm import reads, worker
+from kvtier.integrations.vllm import cuda_copies, page_copies, reads, worker
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.cuda_copies import CudaCopies
 from kvtier.integrations.vllm.layout import ModelLayout, Region
@@ -21,7 +23,7 @@ from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout
 from kvtier.rpc.calls import Call
 from tests.connector.test_worker import LAYOUT, Bridge
-from tests.cuda_stand_in.control import COPIES, StandIn
+from tests.cuda_stand_in.control import TRANSFER, StandIn
 from tests.cuda_stand_in.fixtures import stand_in
 
 __all__ = ["stand_in"]
@@ -103,8 +105,8 @@ class Worker:
         return set().union(*(held.get(kernel, set()) for kernel in kernels))
 
     def copies(self) -> list[int]:
-        """Return the numbers of all copies."""
-        return [operation.number for operation in self.machine.trace() if operation.what in COPIES]
+        """Return the number of the transfer of each copy."""
+        return [operation.number for operation in self.machine.trace() if operation.what == TRANSFER]
 
     def reuse(self, chunk: ChunkCopy) -> None:
         """Check that no copy uses the blocks of a chunk any more."""
@@ -269,7 +271,7 @@ def test_load_waits_for_saves_of_its_blocks_and_the_engine_does_not(
     engine.step([], [job(chunk(3, 5, 6, 9, 10), request="saved"), job(SAVED, request="saved")])
     engine.side.protect([])
     engine.side.load([job(LOADED)])
-    save, _ = engine.copies()
+    *_, save, _load = engine.copies()
     assert save in engine.machine.trace()[-1].after
     assert engine.step([11]) == set()
     engine.machine.synchronize()
@@ -297,7 +299,7 @@ def test_blocks_of_a_finished_request_are_kept_until_its_copies_are_done(
 
 @stuck
 def test_slow_copies_read_a_limited_number_of_blocks(engine: Worker, bridge: CacheProcess) -> None:
-    limit = BLOCKS // reads.MAX_SHARE // 4
+    limit = BLOCKS // reads.MAX_SHARE // 4 + reads.YOUNG_STEPS  # Each step has one copy.
     for lease in range(3, 3 + limit):
         engine.step([], [job(chunk(lease, *range(4 * lease, 4 * lease + 4)), last=False)])
     assert bridge.abandoned == []
@@ -314,6 +316,19 @@ def test_slow_copies_read_a_limited_number_of_blocks(engine: Worker, bridge: Cac
     engine.machine.synchronize()
 
 
+@stuck
+def test_each_step_may_save_more_than_that(engine: Worker, bridge: CacheProcess) -> None:
+    """As in the prefill of a long prompt: each step begins while the GPU still computes the last one."""
+    share = BLOCKS // reads.MAX_SHARE // 4
+    chunks = [chunk(4 + at, *range(4 * at, 4 * at + 4)) for at in range(share)]
+    for _ in range(1 + reads.YOUNG_STEPS):
+        engine.step([], [Job("request", 1, chunks, last=False)])
+    engine.machine.synchronize()
+    engine.side.take_results()
+    assert not bridge.abandoned
+    assert len(bridge.read) == share
+
+
 def test_one_step_may_save_more_than_that(engine: Worker, bridge: CacheProcess) -> None:
     """Also in parts: the engine waits for one at most."""
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -325,3 +340,18 @@ def test_one_step_may_save_more_than_that(engine: Worker, bridge: CacheProcess) 
         engine.side.take_results()
     assert not bridge.abandoned
     engine.machine.synchronize()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_engine_starts_if_cuda_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise native.cuda.CudaError("no kernel image is available for execution on the device")
+
+    on_gpu: Any = [[SimpleNamespace(device=torch.device("cuda", 0))]]
+    monkeypatch.setattr(native, "cuda_problem", lambda: "")
+    monkeypatch.setattr(cuda_copies, "CudaCopies", fails)
+    monkeypatch.setattr(page_copies, "TorchCopies", lambda *_: "torch")
+    assert page_copies.page_copies(LAYOUT, 0, on_gpu, NULL_BLOCK) == "torch"
+    assert "no kernel image" in caplog.text

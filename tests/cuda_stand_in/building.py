@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SANITIZER = os.environ.get("KVTIER_TEST_SANITIZER", "")
 """With which the stand-in is built: ``address`` or ``thread``; else without. See test_sanitizers.py."""
-CPP_TESTS = ("cuda_stand_in", "cuda_13", "cuda_12", "cuda_errors_13", "cuda_errors_12")
+CPP_TESTS = ("cuda_stand_in", "cuda", "cuda_errors")
 
 
 def build(*targets: str, sources: Path = ROOT / "csrc", folder: Path | None = None) -> Path:

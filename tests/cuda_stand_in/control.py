@@ -34,7 +34,8 @@ class Operation(NamedTuple):
 
 
 KERNEL = "a kernel of the engine"
-COPIES = ("the copy kernel", "a copy by the copy engines")
+TRANSFER = "a copy by the copy engines"
+"""Between a bounce buffer and the arena: the end of a save."""
 
 
 class StandIn:
@@ -67,9 +68,9 @@ class StandIn:
         return found
 
     def held(self) -> dict[int, set[int]]:
-        """Return for each of the engine's kernels that waits for copies: the number of it, and of these."""
+        """Return for each kernel of the engine that waits for saves: its number, and their transfers."""
         trace = self.trace()
-        copies = {operation.number for operation in trace if operation.what in COPIES}
+        copies = {operation.number for operation in trace if operation.what == TRANSFER}
         waits = {each.number: copies.intersection(each.after) for each in trace if each.what == KERNEL}
         return {number: waited for number, waited in waits.items() if waited}
 
@@ -83,9 +84,9 @@ class StandIn:
 
     def alive(self) -> dict[str, int]:
         """Return how many streams, events, pinned allocations and registrations exist, without zeros."""
-        counts = (ctypes.c_size_t * 4)()
+        counts = (ctypes.c_size_t * 5)()
         self._library.stand_in_alive(counts)
-        names = ("streams", "events", "allocated", "registered")
+        names = ("streams", "events", "allocated", "registered", "buffers")
         return {name: count for name, count in zip(names, counts, strict=True) if count}
 
     def has_context(self, device: int) -> bool:

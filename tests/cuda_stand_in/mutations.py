@@ -16,27 +16,27 @@ class Mutation(NamedTuple):
     """Whether the tests of the worker find it, instead of those of the copies."""
 
 
-PAGES, FLIGHT, CALLS, PINNED = (
-    f"src/cuda/{name}" for name in ("device_pages.cpp", "flight.hpp", "calls.hpp", "pinned.cpp")
+PAGES, LANE, FLIGHT, CALLS, PINNED = (
+    f"src/cuda/{name}" for name in ("device_pages.cpp", "lane.hpp", "flight.hpp", "calls.hpp", "pinned.cpp")
 )
 
 CPP = (
     Mutation(
         "the engine's stream is not recorded",
         PAGES,
-        'check(cudaEventRecord(flight->completed, engine), "cudaEventRecord");',
+        "record(flight->completed, engine);",
         "",
     ),
     Mutation(
         "a copy does not wait for the engine",
         PAGES,
-        'check(cudaStreamWaitEvent(flight->stream, flight->completed, 0), "cudaStreamWaitEvent");',
+        "wait_for(flight->completed, flight->lane->kernels);",
         "",
     ),
     Mutation(
         "the engine does not wait for a save that is held",
         PAGES,
-        'check(cudaStreamWaitEvent(stream, found->second->completed, 0), "cudaStreamWaitEvent");',
+        "wait_for(found->second->completed, stream);",
         "",
     ),
     Mutation(
@@ -49,34 +49,60 @@ CPP = (
     Mutation(
         "a load does not wait for saves of its pages",
         PAGES,
-        "for (const Ticket ticket : after) hold(flight->stream, ticket);",
+        "for (const Ticket ticket : after) hold(flight->lane->kernels, ticket);",
         "static_cast<void>(after);",
     ),
     Mutation(
         "the engine waits for every save",
         PAGES,
         "        in_flight_.emplace(next_, std::move(flight));",
-        '        check(cudaStreamWaitEvent(engine, flight->completed, 0), "cudaStreamWaitEvent");\n'
-        "        in_flight_.emplace(next_, std::move(flight));",
-    ),
-    Mutation(
-        "a list of moves that is too short is freed",
-        PAGES,
-        "        lists_.push_back(moves);",
-        "        for (Move* const old : lists_) ignore(cudaFreeHost(old));\n        lists_ = {moves};",
+        "        wait_for(flight->completed, engine);\n        in_flight_.emplace(next_, std::move(flight));",
     ),
     Mutation(
         "the end of a copy is not recorded",
         PAGES,
-        'check(cudaEventRecord(flight.completed, flight.stream), "cudaEventRecord");',
+        "record(flight.completed, lane.drains());",
         "",
     ),
     Mutation(
-        "the end of a copy is recorded in the stream of the other direction",
+        "the end of a direct copy is not recorded",
         PAGES,
-        'check(cudaEventRecord(flight.completed, flight.stream), "cudaEventRecord");',
-        "check(cudaEventRecord(flight.completed, streams_[direction == Direction::into_engine].get()), "
-        '"cudaEventRecord");',
+        "record(flight.completed, flight.lane->kernels);",
+        "",
+    ),
+    Mutation(
+        "a copy ends with the first of its streams",
+        PAGES,
+        "record(flight.completed, lane.drains());",
+        "record(flight.completed, lane.fills());",
+    ),
+    Mutation("a buffer is filled while it is drained", PAGES, "wait_for(buffer.drained, lane.fills());", ""),
+    Mutation("a buffer is drained while it is filled", PAGES, "wait_for(buffer.filled, lane.drains());", ""),
+    Mutation(
+        "the two directions share a lane",
+        PAGES,
+        "flight->lane = lane_of(direction).get();",
+        "flight->lane = lanes_[0].get();",
+    ),
+    Mutation(
+        "slices of the arena are joined across gaps",
+        PAGES,
+        "slices.back().held + slices.back().length == slice.held",
+        "true",
+    ),
+    Mutation(
+        "pages begin anew in each buffer", PAGES, "            at_ += length;", "            at_ = length;"
+    ),
+    Mutation("a full device is an error", LANE, "if (error != cudaErrorMemoryAllocation) check", "check"),
+    Mutation(
+        "half of the buffers are enough", LANE, "buffers[0].memory && buffers[1].memory", "buffers[0].memory"
+    ),
+    Mutation("buffers stay on the device", LANE, "if (buffer.memory) ignore(cudaFree(buffer.memory));", ""),
+    Mutation(
+        "an error leaves half a lane",
+        LANE,
+        "            destroy();\n            throw;",
+        "            throw;",
     ),
     Mutation(
         "a copy is done at once",
@@ -99,33 +125,29 @@ CPP = (
     Mutation(
         "a copy without a ticket is not waited for",
         PAGES,
-        "flight->wait_for_stream();  // Without a ticket, nobody else would wait for what has been started.",
+        "flight->lane->synchronize();  // Without a ticket, nobody else waits for what has been started.",
         "",
     ),
     Mutation(
         "a copy with a failed query is not waited for",
         PAGES,
-        "if (state != cudaSuccess) found->second->wait_for_stream();",
+        "if (state != cudaSuccess) found->second->lane->synchronize();",
         "",
     ),
     Mutation(
         "a copy with a failed wait is not waited for",
         FLIGHT,
-        "if (state != cudaSuccess) wait_for_stream();",
+        "if (state != cudaSuccess) lane->synchronize();",
         "",
     ),
     Mutation(
-        "a list of moves is shared by all batches",
+        "a list of moves is used again during its copy",
         PAGES,
-        "flight.moves.room(moves.size())",
-        "[&] { static MoveList all; return all.room(moves.size()); }()",
+        "        in_flight_.emplace(next_, std::move(flight));",
+        "        lists_->put(flight->lists);\n        in_flight_.emplace(next_, std::move(flight));",
     ),
-    Mutation(
-        "streams are lost if the second cannot be created",
-        PAGES,
-        "        owned.reset(stream);",
-        "        if (&owned == &streams_[1]) owned.reset(stream);",
-    ),
+    Mutation("lists of moves are not used again", PAGES, "    lists_->put(free_.back()->lists);\n", ""),
+    Mutation("a list has room for one move too many", PAGES, "count < list.size()", "count <= list.size()"),
     Mutation(
         "the error of a query stays",
         PAGES,
@@ -249,6 +271,7 @@ PYTHON = (
     Mutation(
         "states are copied last", READS, "part, length = states, MAX_PART_BYTES", "part, length = [], 0"
     ),
+    Mutation("young saves count", READS, " if ticket not in young", ""),
     Mutation("saves are copied as one", READS, "if length + size > MAX_PART_BYTES:", "if False:"),
     Mutation("shutdown does not wait for copies", WORKER, "self._copies.close()", "pass"),
     Mutation(

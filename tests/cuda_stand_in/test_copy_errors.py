@@ -12,7 +12,7 @@ from tests.cuda_stand_in.control import ILLEGAL_ADDRESS, OUT_OF_MEMORY, StandIn
 from tests.cuda_stand_in.test_copies import SIMPLE, Engine, saved
 from tests.native.test_copy import NULL, chunks
 
-RELEASES = ("cudaHostUnregister", "cudaFreeHost", "cudaStreamDestroy", "cudaEventDestroy")
+RELEASES = ("cudaHostUnregister", "cudaFreeHost", "cudaFree", "cudaStreamDestroy", "cudaEventDestroy")
 """Their errors cannot be handled, and are ignored."""
 
 
@@ -89,15 +89,30 @@ def test_each_call_fails(
             break
         assert not stand_in.finish(), (at, made[at - 1])
         assert not stand_in.alive(), (at, made[at - 1])
-        if not lasting and made[at - 1] not in RELEASES:
+        if not lasting and made[at - 1] not in (*RELEASES, "cudaMalloc"):  # Then copies are direct.
             assert len(errors) == 1, (at, made[at - 1], errors)
     stand_in.reset("late")
 
 
 def test_each_operation_fails(stand_in: StandIn, arena: ArenaMap, request: pytest.FixtureRequest) -> None:
-    for operation in (1, 2, 3):
+    for operation in range(1, 7):
         stand_in.reset(request.node.callspec.params["stand_in"])
         stand_in.fail_operation(operation)
         assert use_everything(stand_in, arena)
         assert not stand_in.finish()
         assert not stand_in.alive()
+
+
+@pytest.mark.parametrize("stand_in", ["late"], indirect=True)
+def test_without_memory_for_bounce_buffers(
+    stand_in: StandIn, arena: ArenaMap, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert use_everything(stand_in, arena) == []
+    calls = stand_in.calls()
+    for at in (number for number, call in enumerate(calls, 1) if call == "cudaMalloc"):
+        stand_in.reset("late")
+        stand_in.fail(at)
+        caplog.clear()
+        assert use_everything(stand_in, arena) == []
+        assert "lower --gpu-memory-utilization" in caplog.text
+        assert saved(SIMPLE, arena, chunks(SIMPLE, 2)[:1])

@@ -18,7 +18,7 @@ from tests.cuda_stand_in.mutations import CPP, PYTHON, READS, WORKER, Mutation
 
 pytestmark = pytest.mark.slow
 
-PROGRAMS = ("test_cuda_13", "test_cuda_errors_13")
+PROGRAMS = ("test_cuda", "test_cuda_errors")
 HANGS_AFTER_SECONDS = 60
 
 

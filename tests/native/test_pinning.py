@@ -44,6 +44,8 @@ class Arena(ArenaMap):
 class DevicePages:
     """Copies that are done once the test marks them as finished."""
 
+    staged = True
+
     def __init__(self, *_: object) -> None:
         self.started = 0
         self.finished: set[int] = set()

@@ -13,7 +13,6 @@
 #include <memory>
 #include <span>
 #include <stdexcept>
-#include <type_traits>
 #include <vector>
 
 #include "kvtier/copy.hpp"
@@ -50,19 +49,26 @@ private:
     std::span<std::byte> memory_;
 };
 
-// How to copy a batch: with one launch of a kernel that accesses host memory, or with one call to the copy engines.
-// `best` uses the copy engines if the runs are long enough for them.
-enum class CopyMethod { best, kernel, copy_engines };
+// How to copy a batch. `best`: through bounce buffers on the device, if there is memory for them. `direct`: with a
+// kernel that accesses host memory, which keeps some multiprocessors from the engine as long as PCIe takes.
+enum class CopyMethod { best, direct };
 
 using Ticket = std::uint64_t;
+
+struct Move;
+class MoveLists;
 
 // An engine's KV memory on one device. Not thread-safe.
 class DevicePages {
 public:
-    DevicePages(int device, KvMemory memory);
+    // Takes four bounce buffers on the device, two for each direction. Without memory for them, copies are direct.
+    DevicePages(int device, KvMemory memory, std::size_t buffer_bytes = std::size_t{16} << 20);
     ~DevicePages();  // Waits for the copies in flight.
     DevicePages(const DevicePages&) = delete;
     DevicePages& operator=(const DevicePages&) = delete;
+
+    // Whether there are bounce buffers.
+    bool staged() const;
 
     // Start to copy the pages of all chunks; does not wait. The copy runs after the work that is on `engine`, the
     // engine's stream, at the time of the call, and after the copies `after`. Later work on that stream does not wait
@@ -84,22 +90,20 @@ public:
 
 private:
     struct Flight;
-    struct DestroyStream {
-        void operator()(cudaStream_t stream) const;
-    };
+    struct Lane;
 
-    cudaStream_t stream_of(Direction direction) const {
-        return streams_[direction == Direction::into_engine ? 0 : 1].get();
-    }
-    void start(const PinnedMemory& arena, std::span<const PageRun> runs, Direction direction, CopyMethod method,
-               Flight& flight);
+    std::unique_ptr<Lane>& lane_of(Direction direction) { return lanes_[direction == Direction::into_engine ? 0 : 1]; }
+    std::span<Move> list_for(Flight& flight);
+    void copy_staged(std::span<const PageRun> runs, Flight& flight);
+    void copy_directly(const PinnedMemory& arena, std::span<const PageRun> runs, Flight& flight);
     std::unique_ptr<Flight> acquire_flight();
     void retire(Ticket ticket, cudaError_t state);
 
     int device_;
     KvMemory memory_;
     // By direction, because PCIe is full duplex.
-    std::unique_ptr<std::remove_pointer_t<cudaStream_t>, DestroyStream> streams_[2];
+    std::unique_ptr<Lane> lanes_[2];
+    std::unique_ptr<MoveLists> lists_;
     std::map<Ticket, std::unique_ptr<Flight>> in_flight_;
     std::vector<std::unique_ptr<Flight>> free_;
     Ticket next_ = 1;

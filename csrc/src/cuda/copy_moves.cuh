@@ -1,9 +1,8 @@
 // The copy kernel. Apart from its launch, so that tests can compile it for the host.
 //
-// One warp per run: 32 lanes of 16 bytes read 512 contiguous bytes, which are full transactions on PCIe and NVLink
-// (CUDA C++ Best Practices Guide, "Zero Copy" and "Coalesced Access to Global Memory"). Each warp has four of these in
-// flight, so that 128 warps keep 256 KiB in flight: more than PCIe 5.0 x16 needs (some 60 GB/s times 2 us). So few
-// blocks leave nearly all multiprocessors to the engine.
+// One warp per move: 32 lanes of 16 bytes read 512 contiguous bytes, which are full transactions on PCIe and NVLink
+// (CUDA C++ Best Practices Guide, "Zero Copy" and "Coalesced Access to Global Memory"). Each warp has eight of these in
+// flight, so that 128 warps keep 512 KiB in flight: more than PCIe 5.0 x16 needs (some 60 GB/s times 2 us).
 #pragma once
 
 #include <cstdint>
@@ -13,7 +12,7 @@
 namespace kvtier::cuda {
 
 inline constexpr int warp_lanes = 32;
-inline constexpr int in_flight = 4;
+inline constexpr int in_flight = 8;
 
 __device__ inline void copy_vectors(uint4* to, const uint4* from, std::size_t count, unsigned lane) {
     std::size_t at = lane;

@@ -13,8 +13,11 @@ struct Move {
     std::size_t length;
 };
 
-// Launch a kernel on `stream` that executes all moves. `moves` must be in memory that the device can read, and stay
-// unchanged until it is done.
-cudaError_t launch(const Move* moves, std::size_t count, cudaStream_t stream);
+// Launch a kernel of up to `max_blocks` blocks on `stream` that executes all moves. `moves` must be in memory that the
+// device can read, and stay unchanged until it is done.
+cudaError_t launch(const Move* moves, std::size_t count, unsigned max_blocks, cudaStream_t stream);
+
+// Load the kernel onto the current device. CUDA would do so at the first launch, and may wait for the whole device then.
+cudaError_t load_kernel();
 
 }  // namespace kvtier::cuda

@@ -39,7 +39,7 @@ void stand_in_fail_operation(std::size_t number) { fail_operation(number); }
 
 void stand_in_alive(std::size_t* counts) {
     const Alive now = alive();
-    const std::size_t all[] = {now.streams, now.events, now.allocated, now.registered};
+    const std::size_t all[] = {now.streams, now.events, now.allocated, now.registered, now.buffers};
     std::memcpy(counts, all, sizeof all);
 }
 

@@ -66,7 +66,7 @@ Access list_access(const Move* moves, std::size_t count) {
 
 // The device reads the list when the kernel runs. If it has changed since the launch, that is reported, and the list of
 // the launch is used.
-cudaError_t launch(const Move* moves, std::size_t count, cudaStream_t handle) {
+cudaError_t launch(const Move* moves, std::size_t count, unsigned, cudaStream_t handle) {
     Locked machine;
     if (const cudaError_t error = machine->enter("kernel launch")) return error;
     Stream* stream = machine->stream(handle);
@@ -94,5 +94,7 @@ cudaError_t launch(const Move* moves, std::size_t count, cudaStream_t handle) {
     // As after a real launch, this may be the error of another call, which nobody has cleared.
     return std::exchange(last_error(), cudaSuccess);
 }
+
+cudaError_t load_kernel() { return Locked()->enter("loading the kernel"); }
 
 }  // namespace kvtier::cuda

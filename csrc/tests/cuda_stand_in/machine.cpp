@@ -277,7 +277,7 @@ Alive alive() {
         return reinterpret_cast<std::uintptr_t>(entry.first) > static_cast<std::uintptr_t>(machine->devices);
     });
     return {static_cast<std::size_t>(streams), machine->events.size(), machine->memory.count(Kind::allocated),
-            machine->memory.count(Kind::registered)};
+            machine->memory.count(Kind::registered), machine->memory.count(Kind::bounce)};
 }
 
 bool has_context(int device) { return Locked()->contexts.contains(device); }

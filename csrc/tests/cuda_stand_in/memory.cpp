@@ -62,7 +62,7 @@ std::string Memory::resolve(Access& access, int device, bool kernel) const {
 }
 
 void Memory::release(const Range& range) {
-    if (range.kind == Kind::allocated) std::free(range.begin);
+    if (range.kind == Kind::allocated || range.kind == Kind::bounce) std::free(range.begin);
     if (range.kind == Kind::registered && range.on_device != range.begin) munmap(range.on_device, range.length);
 }
 

@@ -9,7 +9,8 @@
 
 namespace cuda_stand_in {
 
-enum class Kind { device, registered, allocated };
+// `device` is the engine's, `bounce` what kvtier allocates on a device, `allocated` pinned memory of the host.
+enum class Kind { device, bounce, registered, allocated };
 
 // Bytes that an operation accesses, at their address on the host.
 struct Access {

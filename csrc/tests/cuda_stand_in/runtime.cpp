@@ -2,11 +2,9 @@
 
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
 #include "machine.hpp"
@@ -26,30 +24,20 @@ cudaError_t enter(const Locked& machine, const char* call) {
     return machine->enter(call);
 }
 
-// What the copies of a batch access. They may run in any order.
-cudaError_t copy(Locked& machine, std::vector<Access> reads, std::vector<Access> writes, cudaStream_t handle) {
+// A copy between two places.
+cudaError_t copy(Locked& machine, Access from, Access to, cudaStream_t handle) {
     Stream* stream = machine->stream(handle);
     if (!stream) return failed(cudaErrorInvalidResourceHandle);
     Work work{.what = "a copy by the copy engines"};
-    for (auto* accesses : {&reads, &writes}) {
-        for (Access& access : *accesses) {
-            const std::string problem = machine->memory.resolve(access, stream->device, false);
-            if (!problem.empty()) {
-                machine->violate(work.what + " accesses " + problem);
-                return failed(cudaErrorInvalidValue);
-            }
-            work.accesses.push_back(access);
+    for (Access* const access : {&from, &to}) {
+        const std::string problem = machine->memory.resolve(*access, stream->device, false);
+        if (!problem.empty()) {
+            machine->violate(work.what + " accesses " + problem);
+            return failed(cudaErrorInvalidValue);
         }
+        work.accesses.push_back(*access);
     }
-    std::vector<std::size_t> order(reads.size());
-    std::iota(order.begin(), order.end(), std::size_t{0});
-    std::ranges::shuffle(order, machine->random);
-    work.run = [order = std::move(order), reads = std::move(reads), writes = std::move(writes)] {
-        for (const std::size_t index : order) {
-            auto* to = const_cast<std::byte*>(writes[index].begin);
-            std::memcpy(to, reads[index].begin, reads[index].length);
-        }
-    };
+    work.run = [from, to] { std::memcpy(const_cast<std::byte*>(to.begin), from.begin, from.length); };
     return machine->enqueue(*stream, std::move(work));
 }
 
@@ -176,6 +164,23 @@ cudaError_t cudaFreeHost(void* memory) {
     return error ? error : removed;
 }
 
+cudaError_t cudaMalloc(void** memory, size_t length) {
+    Locked machine;
+    if (const cudaError_t error = enter(machine, "cudaMalloc")) return error;
+    *memory = std::malloc(length);
+    return add(machine, {.begin = static_cast<std::byte*>(*memory),
+                         .length = length,
+                         .kind = Kind::bounce,
+                         .device = current_device()});
+}
+
+cudaError_t cudaFree(void* memory) {
+    Locked machine;
+    const cudaError_t error = enter(machine, "cudaFree");
+    const cudaError_t removed = remove(machine, memory, Kind::bounce, "freeing a bounce buffer");
+    return error ? error : removed;
+}
+
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
     Locked machine;
     if (const cudaError_t error = enter(machine, "cudaStreamCreateWithPriority")) return error;
@@ -255,27 +260,11 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
     return event->record ? machine->wait_for(event->record, machine.lock) : cudaSuccess;
 }
 
-cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* lengths, size_t count,
-                                 cudaMemcpyAttributes* attributes, size_t* firsts, size_t attribute_count,
-                                 cudaStream_t stream) {
-    Locked machine;
-    if (const cudaError_t error = enter(machine, "cudaMemcpyBatchAsync")) return error;
-    const bool described = attribute_count == 1 && firsts[0] == 0 &&
-                           attributes[0].srcAccessOrder == cudaMemcpySrcAccessOrderStream;
-    if (!stream || !count || !described) return failed(cudaErrorInvalidValue);
-    std::vector<Access> reads, writes;
-    for (std::size_t index = 0; index < count; ++index) {
-        reads.push_back({static_cast<const std::byte*>(from[index]), lengths[index], false});
-        writes.push_back({static_cast<const std::byte*>(to[index]), lengths[index], true});
-    }
-    return copy(machine, std::move(reads), std::move(writes), stream);
-}
-
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t length, cudaMemcpyKind, cudaStream_t stream) {
     Locked machine;
     if (const cudaError_t error = enter(machine, "cudaMemcpyAsync")) return error;
-    return copy(machine, {{static_cast<const std::byte*>(from), length, false}},
-                {{static_cast<const std::byte*>(to), length, true}}, stream);
+    return copy(machine, {static_cast<const std::byte*>(from), length, false},
+                {static_cast<const std::byte*>(to), length, true}, stream);
 }
 
 }  // extern "C"

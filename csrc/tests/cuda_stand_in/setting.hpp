@@ -15,6 +15,7 @@ namespace cuda_stand_in {
 
 constexpr std::size_t page_bytes = 1000;  // not a multiple of a vector
 constexpr std::size_t pages = 12;
+constexpr std::size_t buffer_bytes = 1500;  // so that a few pages use each buffer several times
 
 inline std::string joined(const std::vector<std::string>& lines) {
     std::string text;

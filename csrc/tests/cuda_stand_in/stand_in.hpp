@@ -52,7 +52,7 @@ void fail_operation(std::size_t number);
 
 // What exists: each should be 0 in the end.
 struct Alive {
-    std::size_t streams, events, allocated, registered;
+    std::size_t streams, events, allocated, registered, buffers;
     bool operator==(const Alive&) const = default;
 };
 Alive alive();

@@ -31,7 +31,7 @@ std::vector<Order> orders() {
     return all;
 }
 
-constexpr CopyMethod methods[] = {CopyMethod::kernel, CopyMethod::copy_engines};
+constexpr CopyMethod methods[] = {CopyMethod::best, CopyMethod::direct};
 
 void check_clean() {
     const std::vector<std::string> wrong = finish();
@@ -49,7 +49,7 @@ void round_trip(CopyMethod method) {
     Engine engine;
     const Mapped memory(arena_bytes);
     const PinnedMemory arena(memory.bytes());
-    DevicePages copies(0, engine.kv());
+    DevicePages copies(0, engine.kv(), buffer_bytes);
     engine.fill(1);
     const Ticket saved = copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), method);
     copies.hold(engine.stream(), saved);
@@ -84,7 +84,7 @@ TEST(nothing_waits_for_the_device) {
         Engine engine;
         const Mapped memory(arena_bytes);
         const PinnedMemory arena(memory.bytes());
-        DevicePages copies(0, engine.kv());
+        DevicePages copies(0, engine.kv(), buffer_bytes);
         bool ran = false;
         launch(engine.stream(), {}, false, [&ran] { ran = true; });
         const Ticket ticket = copies.begin(arena, chunk, Direction::out_of_engine, engine.stream());
@@ -103,7 +103,7 @@ TEST(a_load_holds_only_kernels_after_its_end) {
             Engine engine;
             const Mapped memory(arena_bytes);
             const PinnedMemory arena(memory.bytes());
-            DevicePages copies(0, engine.kv());
+            DevicePages copies(0, engine.kv(), buffer_bytes);
             const Ticket ticket = copies.begin(arena, chunk, Direction::into_engine, engine.stream());
             poll(copies, ticket);
             engine.fill(5);
@@ -122,7 +122,7 @@ TEST(a_save_holds_nothing_but_what_is_held) {
             Engine engine;
             const Mapped memory(arena_bytes);
             const PinnedMemory arena(memory.bytes());
-            DevicePages copies(0, engine.kv());
+            DevicePages copies(0, engine.kv(), buffer_bytes);
             const auto waits = [&] {
                 launch(engine.stream(), engine.memory().first(page_bytes), true, [] {});
                 return !trace().back().ends_with("a kernel of the engine:");
@@ -149,7 +149,7 @@ TEST(a_load_waits_for_saves_of_its_pages) {
                 Engine engine;
                 const Mapped memory(arena_bytes);
                 const PinnedMemory arena(memory.bytes());
-                DevicePages copies(0, engine.kv());
+                DevicePages copies(0, engine.kv(), buffer_bytes);
                 std::ranges::fill(memory.bytes(), std::byte{3});
                 engine.fill(1);
                 const auto save = copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), method);
@@ -173,7 +173,7 @@ TEST(batches_of_any_length_never_wait) {
         Engine engine(16, 2 * count);
         const Mapped memory(16 * count);
         const PinnedMemory arena(memory.bytes());
-        DevicePages copies(0, engine.kv());
+        DevicePages copies(0, engine.kv(), buffer_bytes);
         std::vector<std::int64_t> even;
         for (std::size_t block = 0; block < count; ++block) even.push_back(static_cast<std::int64_t>(2 * block));
         for (const std::size_t blocks : {std::size_t{10}, std::size_t{5000}, count}) {
@@ -184,28 +184,95 @@ TEST(batches_of_any_length_never_wait) {
         for (const char* wait : {"cudaFreeHost", "cudaStreamSynchronize", "cudaEventSynchronize"}) {
             CHECK(std::ranges::count(calls(), wait) == 0);
         }
-        CHECK(alive().allocated == 3);
+        CHECK(std::ranges::count(calls(), "cudaHostAlloc") == 1);
     }
     check_clean();
 }
 
-TEST(long_runs_use_the_copy_engines) {
-    constexpr std::size_t long_page = 256 << 10;
-    const auto used = [](std::size_t bytes) {
-        reset(Pace::early);
-        Engine engine(bytes, 2);
-        const Mapped memory(long_page);
-        const PinnedMemory arena(memory.bytes());
-        DevicePages copies(0, engine.kv());
-        const std::vector<ChunkPages> one = {{0, {{1}}}};
-        copies.wait(copies.begin(arena, one, Direction::out_of_engine, engine.stream()));
-        return std::ranges::count(calls(), "kernel launch") == 0;
-    };
-    CHECK(used(long_page));
-    CHECK(!used(long_page - 1));
+// Pages of different contents, in a load and a save that use the buffers many times, to and from other places.
+TEST(each_page_keeps_its_bytes) {
+    for (const auto& [pace, seed] : orders()) {
+        for (const std::size_t length : {std::size_t{16}, std::size_t{999}, buffer_bytes, std::size_t{1} << 20}) {
+            reset(pace, seed);
+            {
+                Engine engine;
+                const Mapped memory(arena_bytes);
+                const PinnedMemory arena(memory.bytes());
+                DevicePages copies(0, engine.kv(), length);
+                const auto content = [](std::size_t index) { return static_cast<std::byte>(index % 251); };
+                for (std::size_t at = 0; at < engine.memory().size(); ++at) engine.memory()[at] = content(at);
+                const std::vector<ChunkPages> from = {{0, {{9, 2, 3, 7}}}, {8000, {{11, 1}}}};
+                copies.wait(copies.begin(arena, from, Direction::out_of_engine, engine.stream()));
+                on_host(memory.bytes(), false);
+                const auto same = [&](const std::byte* bytes, std::size_t page) {
+                    for (std::size_t at = 0; at < page_bytes; ++at) {
+                        if (bytes[at] != content(page * page_bytes + at)) return false;
+                    }
+                    return true;
+                };
+                std::size_t place = 0;
+                for (const std::size_t page : {9, 2, 3, 7}) CHECK(same(&memory.bytes()[page_bytes * place++], page));
+                CHECK(same(&memory.bytes()[8000], 11) && same(&memory.bytes()[9000], 1));
+                CHECK(holds(memory.bytes().subspan(4000, 4000), 0));
+                const std::vector<ChunkPages> to = {{0, {{0, 4, 5, 8}}}};
+                copies.wait(copies.begin(arena, to, Direction::into_engine, engine.stream()));
+                on_host(engine.memory(), false);
+                CHECK(same(&engine.memory()[0], 9) && same(&engine.memory()[4 * page_bytes], 2));
+                CHECK(same(&engine.memory()[5 * page_bytes], 3) && same(&engine.memory()[8 * page_bytes], 7));
+                CHECK(same(&engine.memory()[10 * page_bytes], 10));
+            }
+            check_clean();
+        }
+    }
 }
 
-TEST(a_batch_of_many_moves_outgrows_its_list) {
+// A step of the engine that needs all multiprocessors must not wait for PCIe: no kernel accesses the arena.
+TEST(only_copy_engines_access_the_arena) {
+    reset(Pace::early);
+    {
+        Engine engine;
+        const Mapped memory(arena_bytes);
+        const PinnedMemory arena(memory.bytes());
+        DevicePages copies(0, engine.kv(), buffer_bytes);
+        CHECK(copies.staged());
+        for (const Direction direction : {Direction::out_of_engine, Direction::into_engine}) {
+            copies.wait(copies.begin(arena, chunk, direction, engine.stream()));
+        }
+        CHECK(std::ranges::count(calls(), "cudaHostGetDevicePointer") == 0);
+        CHECK(std::ranges::count(calls(), "cudaMemcpyAsync") == 6);
+    }
+    check_clean();
+}
+
+TEST(without_memory_for_buffers_copies_are_direct) {
+    for (const std::size_t buffer : {0, 1, 2, 3}) {
+        reset(Pace::random, 1);
+        {
+            Engine engine;
+            const Mapped memory(arena_bytes);
+            const PinnedMemory arena(memory.bytes());
+            { const DevicePages probe(0, engine.kv(), buffer_bytes); }
+            const std::vector<std::string> made = calls();
+            std::vector<std::size_t> places;
+            for (std::size_t at = 0; at < made.size(); ++at) {
+                if (made[at] == "cudaMalloc") places.push_back(at);
+            }
+            const auto first = static_cast<std::size_t>(
+                std::ranges::find(made, "cudaDeviceGetStreamPriorityRange") - made.begin() - 1);
+            fail({made.size() + places.at(buffer) - first + 1, cudaErrorMemoryAllocation, false});
+            DevicePages copies(0, engine.kv(), buffer_bytes);
+            fail({});
+            CHECK(!copies.staged());
+            engine.fill(1);
+            copies.wait(copies.begin(arena, chunk, Direction::out_of_engine, engine.stream()));
+            CHECK(holds(memory.bytes().first(chunk_bytes), 1));
+            copies.wait(copies.begin(arena, chunk, Direction::into_engine, engine.stream()));
+        }
+        check_clean();
+    }
+}
+
+TEST(batches_of_many_moves_use_several_lists) {
     for (const auto& [pace, seed] : orders()) {
         reset(pace, seed);
         {
@@ -213,7 +280,7 @@ TEST(a_batch_of_many_moves_outgrows_its_list) {
             Engine engine(16, 2 * count);
             const Mapped memory(16 * count);
             const PinnedMemory arena(memory.bytes());
-            DevicePages copies(0, engine.kv());
+            DevicePages copies(0, engine.kv(), buffer_bytes);
             std::vector<std::int64_t> even;
             for (std::size_t block = 0; block < count; ++block) even.push_back(static_cast<std::int64_t>(2 * block));
             engine.fill(1);
@@ -238,7 +305,7 @@ TEST(many_batches_in_flight_end_in_any_order) {
             Engine engine;
             const Mapped memory(arena_bytes);
             const PinnedMemory arena(memory.bytes());
-            DevicePages copies(0, engine.kv());
+            DevicePages copies(0, engine.kv(), buffer_bytes);
             for (int round = 1; round <= 3; ++round) {
                 std::vector<Ticket> tickets;
                 for (std::size_t at = 0; at < 4; ++at) {
@@ -269,7 +336,7 @@ TEST(shutdown_with_copies_in_flight_waits_for_them) {
                 Engine engine;
                 const Mapped memory(arena_bytes);
                 const PinnedMemory arena(memory.bytes());
-                DevicePages copies(0, engine.kv());
+                DevicePages copies(0, engine.kv(), buffer_bytes);
                 engine.fill(1);
                 const std::vector<ChunkPages> other = {{chunk_bytes, {{3, 4, 5, 6}}}};
                 copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), method);
@@ -287,7 +354,7 @@ TEST(another_device_gets_its_own_context_only) {
         cudaSetDevice(1);
         Engine engine;
         const PinnedMemory arena(memory.bytes());
-        DevicePages copies(1, engine.kv());
+        DevicePages copies(1, engine.kv(), buffer_bytes);
         copies.wait(copies.begin(arena, chunk, Direction::out_of_engine, engine.stream()));
         int device = 0;
         cudaGetDevice(&device);
@@ -306,7 +373,7 @@ TEST(copies_run_on_the_device_of_their_pages) {
             use_device(1);
             Engine engine;
             use_device(2);
-            DevicePages copies(1, engine.kv());
+            DevicePages copies(1, engine.kv(), buffer_bytes);
             copies.wait(copies.begin(arena, chunk, Direction::out_of_engine, engine.stream(), method));
             int device = 0;
             cudaGetDevice(&device);
@@ -339,7 +406,7 @@ TEST(invalid_blocks_start_nothing) {
         Engine engine;
         const Mapped memory(arena_bytes);
         const PinnedMemory arena(memory.bytes());
-        DevicePages copies(0, engine.kv());
+        DevicePages copies(0, engine.kv(), buffer_bytes);
         const std::size_t before = calls().size();
         const std::vector<ChunkPages> bad = {{0, {{1}}}, {0, {{pages}}}};
         CHECK_THROWS(std::out_of_range, copies.begin(arena, bad, Direction::into_engine, engine.stream()));

@@ -1,4 +1,4 @@
-"""Copies of whole pages between the arena and a GPU: one launch per batch, on dedicated streams.
+"""Copies of whole pages between the arena and a GPU, through bounce buffers there, on dedicated streams.
 
 Copies do not wait for the device, except those from or to a staging buffer, which torch runs. The arena is
 registered with CUDA once, in a separate thread, because that takes about 0.1 s per GiB. Until it is
@@ -92,6 +92,11 @@ class CudaCopies(PageCopies):
         self._pages = pages  # Keeps alive the memory that is referenced below by address only.
         self._device = pages[0][0].device
         self._memory = native.cuda.DevicePages(self._device.index or 0, regions(pages), null_block)
+        if not self._memory.staged:
+            logger.warning(
+                "no 64 MiB of GPU memory are free for bounce buffers, so copies slow down the engine: "
+                "lower --gpu-memory-utilization"
+            )
         self._torch = TorchCopies(layout, rank, pages, null_block)
         self._pinning: Pinning | None = None
         self._replaced: list[tuple[Pinning, set[int]]] = []

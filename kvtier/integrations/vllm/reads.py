@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout
@@ -10,7 +12,11 @@ from kvtier.memory.layout import STATE_TOKENS, ChunkLayout
 MAX_PART_BYTES = 32 << 20
 """Maximum size of a copy of several chunks. The engine waits for whole copies: 0.6 ms of PCIe 5."""
 MAX_SHARE = 4
-"""Saves in flight read at most one in so many of the engine's blocks; those of one step, any number."""
+"""Saves in flight read at most one in so many of the engine's blocks; those of three steps, any number."""
+YOUNG_STEPS = 2
+"""The saves of so many steps before this one are not late: with vLLM's asynchronous scheduling, the GPU still
+computes the last one, and has just computed the one before.
+"""
 
 
 class Reads:
@@ -27,9 +33,16 @@ class Reads:
         self._by_ticket: dict[int, set[int]] = {}
         self._states: set[int] = set()
         """Copies of states."""
+        self._steps: deque[set[int]] = deque([set()], maxlen=YOUNG_STEPS + 1)
+        """The copies of the last steps and, at the end, of this one."""
+
+    def next_step(self) -> None:
+        """Note that the copies to come are those of the next step."""
+        self._steps.append(set())
 
     def add(self, ticket: int, chunks: Sequence[ChunkCopy]) -> None:
         """Add a copy that has begun."""
+        self._steps[-1].add(ticket)
         self._by_ticket[ticket] = blocks_of(chunks)
         if any(chunk.tokens == STATE_TOKENS for chunk in chunks):
             self._states.add(ticket)
@@ -53,7 +66,8 @@ class Reads:
 
     def admits(self, chunks: Sequence[ChunkCopy]) -> bool:
         """Return whether so many more blocks may be read: a slow device must not keep the engine's blocks."""
-        reading = sum(len(read) for read in self._by_ticket.values())
+        young = set().union(*islice(self._steps, len(self._steps) - 1))
+        reading = sum(len(read) for ticket, read in self._by_ticket.items() if ticket not in young)
         return not reading or reading + len(blocks_of(chunks)) <= self._max
 
 

@@ -192,6 +192,7 @@ class WorkerSide:
 
     def save(self, jobs: Sequence[Job]) -> None:
         """Copy complete chunks out of the engine's blocks and commit them: those of the loaded adapters."""
+        self._reads.next_step()
         for job in jobs:
             if job.adapter is not None and not is_loaded(*job.adapter):
                 self._bridge.abandon(job.leases, job.epoch)

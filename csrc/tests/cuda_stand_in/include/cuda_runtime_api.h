@@ -4,10 +4,6 @@
 
 #include <stddef.h>
 
-#ifndef CUDART_VERSION
-#define CUDART_VERSION 13000
-#endif
-
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -45,6 +41,8 @@ cudaError_t cudaHostUnregister(void* memory);
 cudaError_t cudaHostGetDevicePointer(void** address, void* memory, unsigned flags);
 cudaError_t cudaHostAlloc(void** memory, size_t length, unsigned flags);
 cudaError_t cudaFreeHost(void* memory);
+cudaError_t cudaMalloc(void** memory, size_t length);
+cudaError_t cudaFree(void* memory);
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
@@ -54,25 +52,6 @@ cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
-
-#if CUDART_VERSION >= 13000
-enum cudaMemcpySrcAccessOrder { cudaMemcpySrcAccessOrderStream = 1 };
-enum cudaMemcpyFlags { cudaMemcpyFlagPreferOverlapWithCompute = 1 };
-enum cudaMemLocationType { cudaMemLocationTypeInvalid = 0 };
-struct cudaMemLocation {
-    enum cudaMemLocationType type;
-    int id;
-};
-struct cudaMemcpyAttributes {
-    enum cudaMemcpySrcAccessOrder srcAccessOrder;
-    struct cudaMemLocation srcLocHint;
-    struct cudaMemLocation dstLocHint;
-    unsigned int flags;
-};
-cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* lengths, size_t count,
-                                 struct cudaMemcpyAttributes* attributes, size_t* firsts, size_t attribute_count,
-                                 cudaStream_t stream);
-#endif
 
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t length, enum cudaMemcpyKind kind, cudaStream_t stream);
