@@ -1,4 +1,7 @@
-"""Parse and format sizes and durations such as ``5GiB`` and ``250ms``."""
+"""Parse and format sizes and durations such as ``5GiB`` and ``250ms``.
+
+Sizes may have the suffixes of Kubernetes: ``5Gi`` is ``5GiB``, ``5G`` is ``5GB``.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,16 @@ from pydantic import BeforeValidator, WithJsonSchema
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
+_BINARY = {letter: 1 << (10 * power) for power, letter in enumerate("KMGTPE", 1)}
+_DECIMAL = {letter: 10 ** (3 * power) for power, letter in enumerate("kMGTPE", 1)}
+
 SIZE_UNITS = {
     "B": 1,
-    "KiB": KIB,
-    "MiB": MIB,
-    "GiB": GIB,
-    "TiB": 1 << 40,
-    "kB": 10**3,
+    **{f"{letter}iB": scale for letter, scale in _BINARY.items()},
+    **{f"{letter}B": scale for letter, scale in _DECIMAL.items()},
     "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
+    **{f"{letter}i": scale for letter, scale in _BINARY.items()},
+    **_DECIMAL,
 }
 DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -44,6 +46,9 @@ def parse_size(value: object) -> int:
         )
     if amount > MAX_INTEGER:
         raise ValueError(f"{_shown(value)} is more than 8191PiB: use for example 5GiB or 500MB")
+    written = str(value).strip()
+    if "." in written and written[-1].isdigit() and amount < KIB:
+        raise ValueError(f"{written} has no unit: use for example {written}GiB, or a whole number of bytes")
     return int(amount)
 
 

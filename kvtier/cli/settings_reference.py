@@ -27,9 +27,10 @@ settings are merged. An unknown name is an error, in the file and among the `KVT
 hold lists and nested settings as JSON. `kvtier config show` prints the effective settings and their sources,
 `kvtier config check` validates them.
 
-Sizes are written as `5GiB`, `500MB` or a number of bytes; durations as `250ms`, `2s`, `1m` or a number of
-seconds. A file has at most 256 KiB, 10,000 keys and values, and 32 levels.
-[settings.schema.json](settings.schema.json) provides completion and validation in an editor.
+Sizes are written as `5GiB`, `500MB` or a number of bytes, or as in Kubernetes, where `5Gi` is `5GiB` and
+`5G` is `5GB`; durations as `250ms`, `2s`, `1m` or a number of seconds. A file has at most 256 KiB, 10,000
+keys and values, and 32 levels. [settings.schema.json](settings.schema.json) provides completion and
+validation in an editor.
 
 ```yaml
 {example}```
