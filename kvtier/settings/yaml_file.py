@@ -58,6 +58,11 @@ def parse_file(path: Path, data: bytes) -> SettingsFile:
         raise SettingsError(
             f"the settings file {path} is not a mapping of settings: use lines such as chunk_tokens: 256"
         )
+    if isinstance(values.get("kvtier"), dict):
+        raise SettingsError(
+            f"the settings file {path}, line {loader.lines['kvtier']}: the settings are inside kvtier: "
+            "remove this line, and the indentation of the settings below it"
+        )
     return SettingsFile(values, loader.lines)
 
 

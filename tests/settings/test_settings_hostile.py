@@ -90,6 +90,11 @@ def merged(levels: int) -> str:
         (merged(20), f"more than {MAX_VALUES} keys and values, those of aliases included"),
         (f"tiers: [{'a, ' * MAX_VALUES}]", f"more than {MAX_VALUES} keys and values"),
         ("prefetch: {<<: 3}\n", ", line 1, column 16: only mappings can be merged"),
+        (
+            "# kvtier\nkvtier:\n  linger: 1s\n",
+            ", line 2: the settings are inside kvtier: remove this line, and",
+        ),
+        ("linger: 1s\nkvtier: {tiers: []}\n", ", line 2: the settings are inside kvtier: remove this line"),
         ("#" * MAX_BYTES + "\n", " has more than 256 KiB: set the path of a settings file"),
     ],
     ids=lambda value: repr(value[:30]),
