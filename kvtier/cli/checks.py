@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import platform
 import resource
@@ -84,6 +83,8 @@ def _local(tiers: Sequence[TierSettings]) -> list[LocalTierSettings]:
 
 def check_machine(requirements: Requirements) -> Iterator[Check]:
     """Run all checks of the machine."""
+    from kvtier.cli.checks_disk import check_direct_io, check_disk_room
+
     tiers, capacity = _local(requirements.tiers), requirements.memory_bytes
     info = memory_info()
     yield check_python()
@@ -248,76 +249,6 @@ def check_io_uring() -> Check:
         )
     os.close(descriptor)
     return Check("io_uring", "ok", "available")
-
-
-def check_direct_io(name: str, path: Path) -> Check:
-    """Check that a folder, or its nearest existing parent, can be written with O_DIRECT."""
-    name = f"disk of {name}"
-    folder = nearest_folder(path)
-    where = str(path) if folder == path else f"{path} (to be created in {folder})"
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".kvtier-doctor-") as file:
-            try:
-                descriptor = os.open(file.name, os.O_WRONLY | os.O_DIRECT)
-            except OSError:
-                found = f"{where} can be written, but not with O_DIRECT"
-                return Check(
-                    name,
-                    "warn",
-                    found,
-                    "use a local file system such as ext4 or xfs; this one works, but slower",
-                )
-            try:
-                with mmap.mmap(-1, mmap.PAGESIZE) as page:
-                    os.write(descriptor, page)
-            finally:
-                os.close(descriptor)
-    except OSError as error:
-        found = f"{where} cannot be written: {error.strerror}"
-        return Check(name, "fail", found, writable_remedy(path))
-    return Check(name, "ok", f"{where} can be written with O_DIRECT")
-
-
-def nearest_folder(path: Path) -> Path:
-    """Return the folder itself, or its nearest existing parent."""
-    return next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
-
-
-def writable_remedy(path: Path) -> str:
-    """Return the remedy for a folder that is not writable."""
-    return f"mkdir -p {path} && chown {os.getuid()} {path}, or set another `path`"
-
-
-def _bytes_of(file: Path) -> int:
-    """Return the size of a chunk; 0 if a running cache process has removed it meanwhile."""
-    try:
-        return file.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def check_disk_room(tier: LocalTierSettings, path: Path) -> Check:
-    """Check that the disk has room for the tier's capacity, less what it holds already."""
-    from kvtier.backends.disk.backend import walk
-
-    folder = nearest_folder(path)
-    name = f"room for tier {tier.name}"
-    errors: list[OSError] = []
-    try:
-        files = walk(path, lambda _, error: errors.append(error)) if path.is_dir() else ()
-        held = sum(map(_bytes_of, files))
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        errors.append(error)
-    if errors:
-        remedy = "make all of the folder readable for this user: what cannot be read counts as used"
-        return Check(name, "warn", str(errors[0]), remedy)
-    found = f"{format_size(free)} free and {format_size(held)} held, capacity {format_size(tier.capacity)}"
-    if free + held < tier.capacity:
-        return Check(
-            name, "warn", found, "lower the tier's capacity, or free disk space: writes to a full disk fail"
-        )
-    return Check(name, "ok", found)
 
 
 def check_gpu() -> Check:

@@ -22,7 +22,8 @@ from kvtier.backends.base import Backend
 from kvtier.backends.disk.backend import DiskSettings, lock_holder
 from kvtier.bench.run import run
 from kvtier.cli.backend_trial import GRACE_SECONDS, REMEDY_FAILED, Problem, run_contact, run_trial
-from kvtier.cli.checks import Check, nearest_folder, writable_remedy
+from kvtier.cli.checks import Check
+from kvtier.cli.checks_disk import find_obstacle, nearest_folder, remedy_of
 from kvtier.concurrency.threads import WORKER_NAME
 from kvtier.errors import KVTierError
 from kvtier.memory.header import OBJECT_ALIGNMENT
@@ -122,10 +123,12 @@ def isolated_settings(
 
 @contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
+    if obstacle := find_obstacle(path):
+        raise Problem(*obstacle)
     try:
         folder = TemporaryDirectory(dir=nearest_folder(path), prefix=".kvtier-doctor-")
     except OSError as error:
-        raise Problem(f"{path} cannot be written: {error.strerror}", writable_remedy(path)) from error
+        raise Problem(f"{path} cannot be written: {error.strerror}", remedy_of(error, path)) from error
     with folder as name:
         yield Path(name)
 

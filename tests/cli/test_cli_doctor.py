@@ -15,7 +15,7 @@ import pytest
 
 from kvtier.backends.disk.backend import DiskSettings
 from kvtier.backends.hugepage import HugePageSettings
-from kvtier.cli import checks
+from kvtier.cli import checks, checks_disk
 from kvtier.cli.checks import Check
 from kvtier.memory import arena
 
@@ -126,24 +126,60 @@ def test_vllm_is_found_under_both_package_names(
 
 
 def test_writable_disk_path(tmp_path: Path) -> None:
-    check = checks.check_direct_io("tier ssd", tmp_path)
+    check = checks_disk.check_direct_io("tier ssd", tmp_path)
     assert check.status in ("ok", "warn")
     assert str(tmp_path) in check.found
     assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_disk_path_is_not_created(tmp_path: Path) -> None:
-    check = checks.check_direct_io("tier ssd", tmp_path / "a" / "b")
+    check = checks_disk.check_direct_io("tier ssd", tmp_path / "a" / "b")
     assert f"{tmp_path}/a/b (to be created in {tmp_path})" in check.found
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unwritable_disk_path(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    check = checks.check_direct_io("tier ssd", file / "disk")
+@pytest.mark.parametrize(
+    ("path", "found", "remedy"),
+    [
+        ("file", "{}/file is not a folder", "mv {}/file {}/file.old"),
+        ("file/disk", "{}/file is not a folder", "mv {}/file {}/file.old"),
+        ("loop", "{}/loop cannot be used: Too many levels", "rm {}/loop"),
+        ("loop/disk", "{}/loop cannot be used: Too many levels", "rm {}/loop"),
+        ("dangling/disk", "{}/dangling is a link to nothing", "rm {}/dangling"),
+        ("x" * 300, "File name too long", "set a shorter `path`"),
+    ],
+)
+def test_remedy_of_a_path_that_cannot_be_a_folder(path: str, found: str, remedy: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    check = checks_disk.check_direct_io("tier ssd", tmp_path / path)
     assert check.status == "fail"
-    assert f"mkdir -p {file}/disk" in check.remedy
+    assert found.replace("{}", str(tmp_path)) in check.found
+    assert remedy.replace("{}", str(tmp_path)) in check.remedy
+    assert "mkdir" not in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EROFS, "mount -o remount,rw /"),
+        (errno.EACCES, "mkdir -p '{}/a b' && chown "),
+        (errno.ENOSPC, "df -h -i {}"),
+        (errno.EIO, "check the medium and its mount (dmesg)"),
+    ],
+)
+def test_remedy_of_a_folder_that_cannot_be_written(
+    number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(checks_disk.tempfile, "NamedTemporaryFile", refuse)
+    check = checks_disk.check_direct_io("tier ssd", tmp_path / "a b")
+    assert (check.status, os.strerror(number) in check.found) == ("fail", True)
+    assert remedy.replace("{}", str(tmp_path)) in check.remedy
+    assert check.remedy.endswith("or set another `path`")
 
 
 def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,19 +191,26 @@ def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.Monke
         return open_file(path, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    check = checks.check_direct_io("tier ssd", tmp_path)
+    check = checks_disk.check_direct_io("tier ssd", tmp_path)
     assert check.status == "warn"
     assert "not with O_DIRECT" in check.found
 
 
 def test_disk_room_includes_the_chunks_of_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store(tmp_path / "disk", 1)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=MEBIBYTE))
-    assert checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE + 8192), tmp_path / "disk").status == "ok"
+    monkeypatch.setattr(checks_disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=MEBIBYTE))
     assert (
-        checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE + 8193), tmp_path / "disk").status == "warn"
+        checks_disk.check_disk_room(disk(tmp_path / "disk", MEBIBYTE + 8192), tmp_path / "disk").status
+        == "ok"
     )
-    assert checks.check_disk_room(disk(tmp_path / "new", MEBIBYTE), tmp_path / "new").status == "ok"
+    assert (
+        checks_disk.check_disk_room(disk(tmp_path / "disk", MEBIBYTE + 8193), tmp_path / "disk").status
+        == "warn"
+    )
+    room = checks_disk.check_disk_room
+    assert room(disk(tmp_path / "disk", MEBIBYTE + 8192), tmp_path / "disk").status == "ok"
+    assert room(disk(tmp_path / "disk", MEBIBYTE + 8193), tmp_path / "disk").status == "warn"
+    assert room(disk(tmp_path / "new", MEBIBYTE), tmp_path / "new").status == "ok"
 
 
 def test_disk_room_beside_a_chunk_that_is_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,8 +209,8 @@ def test_unwritable_disk(examine: Doctor, tiers: Callable[..., None], tmp_path: 
     tiers(disk(tmp_path / "file" / "disk"))
     (ssd,) = examine("--backend", "ssd", status=1)
     assert ssd.status == "fail"
-    assert ssd.found == f"{tmp_path}/file/disk cannot be written: Not a directory"
-    assert f"mkdir -p {tmp_path}/file/disk" in ssd.remedy
+    assert ssd.found == f"{tmp_path}/file is not a folder"
+    assert f"mv {tmp_path}/file" in ssd.remedy
 
 
 def test_pool_describes_itself(examine: Doctor, tiers: Callable[..., None]) -> None:
