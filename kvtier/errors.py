@@ -43,7 +43,12 @@ class ArenaError(KVTierError):
 
 
 class TierError(KVTierError):
-    """A tier cannot be opened."""
+    """A tier cannot be opened. The message is what was found, followed by the remedy if it is known."""
+
+    def __init__(self, found: str, remedy: str = "") -> None:
+        super().__init__(f"{found}: {remedy}" if remedy else found)
+        self.found = found
+        self.remedy = remedy
 
 
 class MediumReplaced(KVTierError):

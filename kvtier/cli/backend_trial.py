@@ -150,7 +150,8 @@ class _Trial:
         try:
             return await self._call_single("looking a chunk up", lambda: self._backend.contains([key]))
         except OSError as error:
-            raise Problem(f"the lookup of a chunk failed: {error}", REMEDY_FAILED) from error
+            found, remedy = getattr(error, "found", error), getattr(error, "remedy", "")
+            raise Problem(f"the lookup of a chunk failed: {found}", remedy or REMEDY_FAILED) from error
 
     async def _write(self, key: ChunkKey, view: memoryview) -> float:
         outcome, seconds = await self._call_single("writing a chunk", lambda: self._seal.put([(key, view)]))

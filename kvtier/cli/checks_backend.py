@@ -25,7 +25,7 @@ from kvtier.cli.backend_trial import GRACE_SECONDS, REMEDY_FAILED, Problem, run_
 from kvtier.cli.checks import Check
 from kvtier.cli.checks_disk import find_obstacle, nearest_folder, remedy_of
 from kvtier.concurrency.threads import WORKER_NAME
-from kvtier.errors import KVTierError
+from kvtier.errors import KVTierError, TierError
 from kvtier.memory.header import OBJECT_ALIGNMENT
 from kvtier.plugins import Plugins, is_memory
 from kvtier.settings import LocalTierSettings, TierSettings
@@ -35,6 +35,7 @@ _SPARE_BYTES = 2 * MIB
 """Additional capacity of a memory tier: one huge page, for rounding."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _MASK = "**********"
+_SHORT_CHARACTERS = 8
 
 
 def check_backend(plugins: Plugins, tier: TierSettings, size: int, *, checksum: bool) -> Check:
@@ -88,17 +89,26 @@ async def _run_check(name: str, tier: TierSettings, run: Callable[[], Awaitable[
             parts = await run()
             check = Check(name, "warn" if warnings else "ok", _join_parts([*parts, *warnings[:1]]))
         except Problem as problem:
-            check = Check(name, "fail", _join_parts([str(problem), *warnings[:1]]), problem.remedy)
+            check = _failed(name, str(problem), problem.remedy, warnings)
+        except TierError as error:
+            # The messages of local tiers include a remedy.
+            remedy = error.remedy or ("" if isinstance(tier, LocalTierSettings) else REMEDY_FAILED)
+            check = _failed(name, error.found, remedy, warnings)
         except KVTierError as error:
-            # The errors of local tiers include a remedy.
-            remedy = "" if isinstance(tier, LocalTierSettings) else REMEDY_FAILED
-            check = Check(name, "fail", _join_parts([str(error), *warnings[:1]]), remedy)
+            check = _failed(name, str(error), "", warnings)
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
-            check = Check(
-                name, "fail", _join_parts([found, *warnings[:1]]), "report it to the authors of the backend"
-            )
+            check = _failed(name, found, "report it to the authors of the backend", warnings)
     return check._replace(found=without_secrets(check.found, tier))
+
+
+def _failed(name: str, found: str, remedy: str, warnings: Sequence[str]) -> Check:
+    """Return a failed check, with the backend's own warning unless it says the same."""
+    first = next(iter(warnings), "")
+    if first.partition(": ")[2] in f"{found}: {remedy}":
+        return Check(name, "fail", found, remedy)
+    # It includes a remedy, which fits better than the general one.
+    return Check(name, "fail", f"{found}; {first}", "" if remedy == REMEDY_FAILED else remedy)
 
 
 @contextmanager
@@ -166,7 +176,9 @@ def _join_parts(parts: Sequence[str]) -> str:
 def without_secrets(text: str, tier: TierSettings) -> str:
     """Return ``text`` with all secrets of the tier's settings and all credentials in URLs masked."""
     for secret in _secrets(tier):
-        text = text.replace(secret, _MASK)
+        # A short one may be a part of any word.
+        edges = (r"(?<!\w)", r"(?!\w)") if len(secret) < _SHORT_CHARACTERS else ("", "")
+        text = re.sub(re.escape(secret).join(edges), lambda _: _MASK, text)
     return _CREDENTIALS.sub(_MASK, text)
 
 

@@ -319,7 +319,7 @@ async def test_too_many_clients(start: Start, caplog: pytest.LogCaptureFixture) 
     ],
 )
 def test_describe_refusal(reply: str, message: str) -> None:
-    described = describe_refusal(ErrorReply(reply.partition(" ")[0], reply), Endpoint("HOST", 1))
+    described = str(describe_refusal(ErrorReply(reply.partition(" ")[0], reply), Endpoint("HOST", 1)))
     assert described.startswith(message)
     assert len(described) < 300
 

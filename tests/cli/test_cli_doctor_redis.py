@@ -74,7 +74,9 @@ def test_healthy_server_is_left_unchanged(examine: Examine, server: RedisServer)
 
 def test_server_is_down(examine: Examine, server: RedisServer) -> None:
     server.kill()
-    assert str(server.port) in examine(status=1)["found"]
+    check = examine(status=1)
+    assert str(server.port) in check["found"]
+    assert "check that it runs and is reachable" in check["remedy"]
     server.start()
     examine(status=0)
 
@@ -90,11 +92,39 @@ def test_server_is_paused(examine: Examine, server: RedisServer) -> None:
 
 def test_wrong_password(examine: Examine, server: RedisServer) -> None:
     send_commands(server, "CONFIG SET requirepass open-sesame")
-    for wrong in ({}, {"password": "letmein"}):
-        found = examine(status=1, **wrong)["found"]
-        assert "`password`" in found
-        assert "letmein" not in found
+    for wrong, remedy in (({}, "set `password`"), ({"password": "letmein"}, "check `user` and `password`")):
+        check = examine(status=1, **wrong)
+        assert check["remedy"] == remedy
+        assert remedy not in check["found"]
+        assert "letmein" not in check["found"]
     examine(status=0, password="open-sesame")
+
+
+def test_short_password_does_not_garble_the_message(examine: Examine, server: RedisServer) -> None:
+    send_commands(server, "CONFIG SET requirepass open-sesame")
+    found = examine(status=1, password="e")["found"]
+    assert found == f"127.0.0.1:{server.port} rejects the user or password"
+
+
+@pytest.mark.parametrize("rules", ["~* -@all +info", "~other* +@all", "~* +@all -info"])
+def test_missing_rule_of_the_user(examine: Examine, server: RedisServer, rules: str) -> None:
+    send_commands(server, f"ACL SETUSER kvtier on >secret {rules}")
+    check = examine(status=1, user="kvtier", password="secret")
+    assert check["found"].endswith("denies its user the commands that kvtier needs")
+    assert check["remedy"].startswith("allow GET, SET, EXISTS and UNLINK on keys that begin with `prefix`")
+    assert "ACL SETUSER `user`" in check["remedy"]
+
+
+def test_rule_that_is_missing_for_writes(examine: Examine, server: RedisServer) -> None:
+    send_commands(server, "ACL SETUSER kvtier on >secret ~* +@all -set")
+    check = examine(status=1, user="kvtier", password="secret")
+    assert "allow GET, SET, EXISTS and UNLINK" in check["found"]
+    assert check["remedy"] == "", "not that it may not run"
+
+
+def test_tls_to_a_plain_port(examine: Examine, server: RedisServer) -> None:
+    check = examine(status=1, url=server.tier()["url"].replace("redis:", "rediss:"))
+    assert check["remedy"].endswith("does `url` match its TLS?")
 
 
 def test_server_is_full(examine: Examine, server: RedisServer) -> None:

@@ -164,13 +164,13 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
         except OSError as error:
             raise TierError(
                 f"{settings.host}:{settings.port} does not answer like an InfiniStore "
-                f"({_describe_error(error)}): check that the server is running, and that `url` has its "
-                "service port"
+                f"({_describe_error(error)})",
+                "check that the server is running, and that `url` has its service port",
             ) from error
         except Exception as error:
             raise TierError(
-                f"no RDMA connection to {settings.host} ({error}): check `device`, `link_type` and "
-                "`gid_index`, or set connection: tcp"
+                f"no RDMA connection to {settings.host} ({error})",
+                "check `device`, `link_type` and `gid_index`, or set connection: tcp",
             ) from error
         return f"InfiniStore at {settings.host}:{settings.port} over {settings.connection}"
 

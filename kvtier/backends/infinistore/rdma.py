@@ -40,12 +40,12 @@ class InfiniStoreRDMA:
             import infinistore
         except ImportError as error:
             raise TierError(
-                "connection: rdma requires InfiniStore's client library: pip install 'kvtier[infinistore]'"
+                "connection: rdma requires InfiniStore's client library", "pip install 'kvtier[infinistore]'"
             ) from error
         has_gid_index = hasattr(infinistore.ClientConfig, "hint_gid_index")
         if self._settings.gid_index is not None and not has_gid_index:
             raise TierError(
-                "this version of InfiniStore's client library does not support `gid_index`: omit it"
+                "this version of InfiniStore's client library does not support `gid_index`", "omit it"
             )
         self._library = infinistore
 

@@ -121,7 +121,7 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
         try:
             return await self._lookups.run(lambda: self._probe(name))
         except OSError as error:
-            raise TierError(f"{_describe_error(error)}: check `master`") from error
+            raise TierError(_describe_error(error), "check `master`") from error
 
     def _probe(self, name: str) -> str:
         settings, client = self._settings, self._client
@@ -129,14 +129,16 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
         (code,) = client.put([name], [memoryview(bytearray(PROBE_BYTES))])
         if code == Code.NO_ROOM:
             raise TierError(
-                f"the master at {settings.master} has no free memory: start a `mooncake_client` on some "
-                "host, or contribute memory of this host with `segment_size`"
+                f"the master at {settings.master} has no free memory",
+                "start a `mooncake_client` on some host, or contribute memory of this host with "
+                "`segment_size`",
             )
         if code:
             raise TierError(
                 f"the master at {settings.master} answers, but the transfer to the segment that it chose "
-                f"fails (code {code}): check that each client's `local_hostname` is reachable from here, and "
-                "check `protocol`, `device` and `metadata_server`"
+                f"fails (code {code})",
+                "check that each client's `local_hostname` is reachable from here, and check `protocol`, "
+                "`device` and `metadata_server`",
             )
         client.remove([name])
         return f"Mooncake at {settings.master} over {settings.protocol}, joined as {own_name}"

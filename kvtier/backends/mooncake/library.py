@@ -48,11 +48,11 @@ def load_library() -> Any:  # noqa: ANN401 - a module without types
     try:
         return importlib.import_module("mooncake.store")
     except ModuleNotFoundError as error:
-        raise TierError("the Mooncake client is missing: pip install 'kvtier[mooncake]'") from error
+        raise TierError("the Mooncake client is missing", "pip install 'kvtier[mooncake]'") from error
     except ImportError as error:
         raise TierError(
-            f"the Mooncake client cannot be loaded ({error}): install its system libraries, on Debian "
-            "libibverbs1, librdmacm1 and libnuma1"
+            f"the Mooncake client cannot be loaded ({error})",
+            "install its system libraries, on Debian libibverbs1, librdmacm1 and libnuma1",
         ) from error
 
 

@@ -13,13 +13,22 @@ from kvtier.backends.redis.batch import Batch, Operation, Pool
 from kvtier.backends.redis.check import check
 from kvtier.backends.redis.commands import Commands
 from kvtier.backends.redis.control import ClientLibrary, Control
-from kvtier.backends.redis.errors import outcome_of
+from kvtier.backends.redis.errors import Fault, outcome_of
 from kvtier.backends.redis.nodes import Access, Nodes
 from kvtier.backends.redis.settings import RedisSettings
 from kvtier.backends.redis.topology import topology_of
 from kvtier.errors import TierError
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
+
+
+class NoServer(ConnectionError):
+    """No server answers a lookup. Like :class:`TierError`, it has what was found, and a remedy if known."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(f"no server answers: {fault}")
+        self.found = f"no server answers: {fault.found}"
+        self.remedy = fault.remedy
 
 
 class RedisBackend(Backend, SupportsTTL, SupportsCheck):
@@ -102,7 +111,7 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
     ) -> Sequence[bool | None]:
         answers = await self._pool.execute(Batch(operation, keys, self._settings.deadline))
         if keys and all(answer is None for answer in answers):
-            raise ConnectionError(f"no server answers: {self._pool.last_error}")
+            raise NoServer(self._pool.last_fault)
         return answers
 
     async def check(self) -> str:
@@ -116,8 +125,8 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
         except ImportError as error:
             package = self.library.package
             raise TierError(
-                f"{settings.name}: the {self.library.product} client library is missing: "
-                f"pip install 'kvtier[{package}]'"
+                f"{settings.name}: the {self.library.product} client library is missing",
+                f"pip install 'kvtier[{package}]'",
             ) from error
         return (
             Access(

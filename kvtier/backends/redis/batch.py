@@ -15,6 +15,7 @@ from kvtier.backends.redis.commands import Exchange, send_asking
 from kvtier.backends.redis.control import ControlFailed
 from kvtier.backends.redis.errors import (
     OTHER_NODE_CODES,
+    Fault,
     Target,
     describe_control_failure,
     describe_failure,
@@ -102,8 +103,8 @@ class Pool:
         self.topology = topology
         self._name = name
         self._nodes = nodes
-        self.last_error = ""
-        """The last failure or refusal, as one line."""
+        self.last_fault = Fault("")
+        """The last failure or refusal."""
         # Separate rate limits, so that an unreachable server does not suppress the warning about a full one.
         self._warn_of_failure = RateLimitedLog(logger)
         self._warn_of_refusal = RateLimitedLog(logger)
@@ -207,9 +208,9 @@ class Pool:
         warn = self._warn_of_room if reply.code == "OOM" else self._warn_of_refusal
         self._report(warn, describe_refusal(reply, node.endpoint))
 
-    def _report(self, warn: RateLimitedLog, message: str) -> None:
-        self.last_error = message
-        warn("%s: %s", self._name, message)
+    def _report(self, warn: RateLimitedLog, fault: Fault) -> None:
+        self.last_fault = fault
+        warn("%s: %s", self._name, fault)
 
 
 async def _run_concurrently(count: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -24,18 +24,19 @@ async def check(product: str, control: Control, topology: Topology, seconds: flo
             (endpoint, await control.info(endpoint, deadline.remaining())) for endpoint in placement.endpoints
         ]
     except ControlFailed as failed:
-        raise TierError(describe_control_failure(failed)) from failed
+        raise TierError(*describe_control_failure(failed)) from failed
     except TimeoutError as error:
         raise TierError(f"no answer within {seconds:g} s") from error
     for endpoint, info in answers:
         if info["role"] != "master":
-            raise TierError(describe_refusal(ErrorReply("READONLY", ""), endpoint))
+            raise TierError(*describe_refusal(ErrorReply("READONLY", ""), endpoint))
         if info.get("cluster_enabled") and placement.by_slot is None:
-            raise TierError(describe_refusal(ErrorReply("MOVED", ""), endpoint))
+            raise TierError(*describe_refusal(ErrorReply("MOVED", ""), endpoint))
     if placement.by_slot is not None and (unassigned := placement.by_slot.count(None)):
         raise TierError(
             f"{unassigned} of {len(placement.by_slot)} hash slots of the cluster have no server, and their "
-            "chunks are misses: check CLUSTER INFO"
+            "chunks are misses",
+            "check CLUSTER INFO",
         )
     return _summary(product, [info for _, info in answers])
 

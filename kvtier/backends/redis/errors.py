@@ -29,7 +29,7 @@ _MESSAGES = {
     "NOAUTH": "{} requires a password: set `password`",
     "NOPERM": (
         "{} denies its user the commands that kvtier needs: allow GET, SET, EXISTS and UNLINK on keys that "
-        "begin with `prefix`, and INFO"
+        "begin with `prefix`, and INFO, with ACL SETUSER `user` ~`prefix`* +get +set +exists +unlink +info"
     ),
     "OOM": "{} is full and evicts nothing: raise its maxmemory, or set its maxmemory-policy to allkeys-lru",
     "READONLY": "{} is a read-only replica: set `url` to its primary, or to the sentinels that monitor it",
@@ -58,8 +58,21 @@ _OTHER_NAME = "name the server in `url` as its certificate does"
 _CERTIFICATE_REMEDIES = {9: _RENEW, 10: _RENEW, 62: _OTHER_NAME, 64: _OTHER_NAME}
 """Remedies by OpenSSL's ``X509_V_ERR_*``: not yet valid, expired, another host name, another IP address."""
 _CHECK_CERTIFICATE = "check `certificate_file` and `key_file`"
-_CLOSED = f"the server closed the connection: does `url` match its TLS? If so, {_CHECK_CERTIFICATE}"
+_CLOSED = f"does `url` match its TLS? If so, {_CHECK_CERTIFICATE}"
+_PLAIN = "its port is probably a plain one: use a `url` without TLS"
+_NOT_TLS = {"WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"}
+"""OpenSSL's reasons for an answer that is not TLS."""
 MAX_MESSAGE_LENGTH = 200
+
+
+class Fault(NamedTuple):
+    """A problem with a server, and what to do."""
+
+    found: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.found}: {self.remedy}" if self.remedy else self.found
 
 
 class Target(NamedTuple):
@@ -90,41 +103,45 @@ def redirection_of(reply: ErrorReply, asked: Endpoint) -> Target | None:
     return Target(Endpoint(host.strip("[]") or asked.host, int(port)), reply.code == "ASK")
 
 
-def describe_refusal(reply: ErrorReply, endpoint: Endpoint) -> str:
+def describe_refusal(reply: ErrorReply, endpoint: Endpoint) -> Fault:
     """Return a one-line message for an error reply."""
     message = _MESSAGES.get(reply.code)
     for phrase, by_phrase in _MESSAGES_BY_PHRASE.items():
         if message is None and phrase in reply.message:
             message = by_phrase
-    return (message or "{} replied: " + _printable(reply.message)).format(endpoint)
+    if message is None:
+        return Fault(f"{endpoint} replied: {_printable(reply.message)}")
+    found, _, remedy = message.partition(": ")
+    return Fault(found.format(endpoint), remedy)
 
 
-def describe_failure(error: OSError, endpoint: Endpoint) -> str:
+def describe_failure(error: OSError, endpoint: Endpoint) -> Fault:
     """Return a one-line message for a failed connection."""
     if isinstance(error, Refused):
         return describe_refusal(error.reply, endpoint)
     if isinstance(error, ssl.SSLCertVerificationError):
         remedy = _CERTIFICATE_REMEDIES.get(error.verify_code, "check `ca_file`")
-        return f"the certificate of {endpoint} cannot be verified: {error.verify_message}: {remedy}"
+        return Fault(f"the certificate of {endpoint} cannot be verified: {error.verify_message}", remedy)
     if isinstance(error, ssl.SSLError):
         # A server that requires a client certificate closes the connection, with or without an alert.
-        return f"TLS error from {endpoint}: {error.reason or error}: {_CHECK_CERTIFICATE}"
+        remedy = _PLAIN if error.reason in _NOT_TLS else _CHECK_CERTIFICATE
+        return Fault(f"TLS error from {endpoint}: {error.reason or error}", remedy)
     if isinstance(error, ClosedUnanswered):
-        return f"{endpoint} failed: {_CLOSED}"
+        return Fault(f"{endpoint} failed: the server closed the connection", _CLOSED)
     # asyncio replaces the system's message with one that contains addresses.
     reason = (
         os.strerror(error.errno) if isinstance(error, ConnectionError) and error.errno else error.strerror
     )
     if "handshake operation timed out" in str(error):
-        reason = "no answer to the TLS handshake in time: is it running, and does `url` match its TLS?"
-    return f"{endpoint} failed: {reason or error}"
+        return Fault(f"{endpoint} accepts connections, but does not answer the TLS handshake in time", _PLAIN)
+    return Fault(f"{endpoint} failed: {reason or error}")
 
 
-def describe_control_failure(failed: ControlFailed) -> str:
+def describe_control_failure(failed: ControlFailed) -> Fault:
     """Return a one-line message for a failed query of the client library."""
     error: BaseException | None = failed.__cause__
     if error is None:
-        return str(failed)
+        return Fault(str(failed))
     text = str(error)
     for phrase in _MESSAGES_BY_PHRASE:
         if phrase in text:
@@ -145,8 +162,10 @@ def describe_control_failure(failed: ControlFailed) -> str:
     if "Connection closed by server" in text:
         return describe_failure(ClosedUnanswered(), failed.endpoint)
     if any("Timeout" in type(cause).__name__ for cause in causes):
-        return f"{failed.endpoint} does not answer in time: is it running, and does `url` match its TLS?"
-    return f"{failed.endpoint} sent an unexpected reply: {_printable(text)}"
+        return Fault(
+            f"{failed.endpoint} does not answer in time", "is it running, and does `url` match its TLS?"
+        )
+    return Fault(f"{failed.endpoint} sent an unexpected reply: {_printable(text)}")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -156,5 +175,4 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _printable(text: str) -> str:
-    shown = "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_MESSAGE_LENGTH])
-    return shown.replace("{", "{{").replace("}", "}}")
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_MESSAGE_LENGTH])

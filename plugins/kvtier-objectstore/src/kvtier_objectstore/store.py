@@ -153,7 +153,7 @@ class ChunkStore:
             obstore.get(self._store, name).bytes()
             obstore.delete(self._store, name)
         except Exception as error:
-            raise TierError(str(self._error(error))) from None
+            raise self._tier_error(explain(error)) from None
         milliseconds = (time.monotonic() - began) * 1000
         try:
             obstore.head(self._store, name)
@@ -165,7 +165,11 @@ class ChunkStore:
             problem = explain(error)
         else:
             problem = "returns an object after its deletion: use a store with strong consistency"
-        raise TierError(f"{self._location} {problem}")
+        raise self._tier_error(problem)
+
+    def _tier_error(self, problem: str) -> TierError:
+        found, _, remedy = problem.partition(": ")
+        return TierError(f"{self._location} {found}", remedy)
 
     @property
     def _location(self) -> str:
