@@ -84,7 +84,10 @@ def _local(tiers: Sequence[TierSettings]) -> list[LocalTierSettings]:
 def check_machine(requirements: Requirements) -> Iterator[Check]:
     """Run all checks of the machine."""
     from kvtier.cli.checks_disk import check_direct_io, check_disk_room
+    from kvtier.cli.checks_environment import VLLMCommand, check_lmcache_variables, check_temporary_folder
 
+    version = vllm_version()
+    command = VLLMCommand() if version is not None else None
     tiers, capacity = _local(requirements.tiers), requirements.memory_bytes
     info = memory_info()
     yield check_python()
@@ -99,6 +102,8 @@ def check_machine(requirements: Requirements) -> Iterator[Check]:
     yield check_memfd()
     yield check_shm()
     yield check_io_uring()
+    yield check_temporary_folder()
+    yield check_lmcache_variables()
     yield check_direct_io("temporary folder", Path(tempfile.gettempdir()))
     for tier in tiers:
         path = getattr(tier, "path", None)
@@ -106,7 +111,9 @@ def check_machine(requirements: Requirements) -> Iterator[Check]:
             yield check_direct_io(f"tier {tier.name}", path)
             yield check_disk_room(tier, path)
     yield check_gpu()
-    yield check_vllm(vllm_version())
+    yield check_vllm(version)
+    if command is not None:
+        yield command.check()
 
 
 def check_python() -> Check:

@@ -55,7 +55,7 @@ def check_disk_room(tier: LocalTierSettings, path: Path) -> Check:
     name = f"room for tier {tier.name}"
     errors: list[OSError] = []
     try:
-        files = walk(path, lambda _, error: errors.append(error)) if path.is_dir() else ()
+        files = walk(path, lambda _, error: errors.append(error)) if _is_folder(path) else ()
         held = sum(map(_bytes_of, files))
         free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -81,7 +81,7 @@ def _bytes_of(file: Path) -> int:
 
 def nearest_folder(path: Path) -> Path:
     """Return the folder itself, or its nearest existing parent."""
-    return next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
+    return next((folder for folder in (path, *path.parents) if _is_folder(folder)), Path("/"))
 
 
 def find_obstacle(path: Path) -> tuple[str, str] | None:
@@ -115,6 +115,10 @@ def remedy_of(error: OSError, path: Path) -> str:
     if error.errno in (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN):
         return f"check the medium and its mount (dmesg), {_OTHER}"
     return "set another `path`"
+
+
+def _is_folder(path: Path) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112 - pathlib raises for some names
 
 
 def _mount_point(path: Path) -> Path:

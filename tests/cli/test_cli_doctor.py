@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from kvtier.backends.disk.backend import DiskSettings
 from kvtier.backends.hugepage import HugePageSettings
-from kvtier.cli import checks, checks_disk
+from kvtier.cli import checks, checks_disk, checks_environment
 from kvtier.cli.checks import Check
 from kvtier.memory import arena
 
@@ -154,6 +155,7 @@ def test_remedy_of_a_path_that_cannot_be_a_folder(path: str, found: str, remedy:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     check = checks_disk.check_direct_io("tier ssd", tmp_path / path)
+    assert checks_disk.check_disk_room(disk(tmp_path / path), tmp_path / path).name == "room for tier ssd"
     assert check.status == "fail"
     assert found.replace("{}", str(tmp_path)) in check.found
     assert remedy.replace("{}", str(tmp_path)) in check.remedy
@@ -284,6 +286,55 @@ def test_torch_is_not_imported_if_not_installed(monkeypatch: pytest.MonkeyPatch)
     assert checks.check_gpu().found == "torch is not installed"
 
 
+def test_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = "/" + "x" * 69
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    assert checks_environment.check_temporary_folder({"TMPDIR": folder}).status == "ok"
+    check = checks_environment.check_temporary_folder({"TMPDIR": "/nowhere"})
+    assert (check.status, check.remedy) == ("warn", "mkdir -p /nowhere, or unset TMPDIR")
+    monkeypatch.setattr(tempfile, "tempdir", f"{folder}y")
+    check = checks_environment.check_temporary_folder({})
+    assert (check.status, check.remedy) == ("warn", "export TMPDIR=/tmp")
+    assert "vLLM's sockets in it have 108 bytes, at most 107 work" in check.found
+
+
+def test_variables_of_lmcache() -> None:
+    assert checks_environment.check_lmcache_variables({"KVTIER_LINGER": "1s"}).status == "ok"
+    check = checks_environment.check_lmcache_variables({"LMCACHE_B": "1", "LMCACHE_A": "1", "HOME": "/"})
+    assert (check.status, check.found) == ("warn", "LMCACHE_A, LMCACHE_B: set without effect on kvtier")
+    assert check.remedy.endswith("unset LMCACHE_A LMCACHE_B")
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "found"),
+    [
+        ("#!/bin/sh\necho 0.32.0\n", "ok", "vllm, 0.32.0"),
+        (
+            "#!/bin/sh\necho Traceback; echo 'No package metadata' >&2; exit 1\n",
+            "warn",
+            "vllm cannot start: No package",
+        ),
+        ("#!/nowhere/python\n", "warn", "vllm cannot be started: No such file or directory"),
+        ("#!/bin/sh\nexec sleep 600\n", "warn", "vllm --version does not end"),
+        (None, "warn", "not found"),
+    ],
+)
+def test_vllm_command(
+    script: str | None, status: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    if script is not None:
+        (tmp_path / "vllm").write_text(script)
+        (tmp_path / "vllm").chmod(0o755)
+        if "sleep" in script:
+            monkeypatch.setattr(checks_environment, "COMMAND_SECONDS", 0.1)
+    check = checks_environment.VLLMCommand().check()
+    assert check.status == status
+    assert found in check.found
+    assert (status == "ok") == ("python -m vllm.entrypoints.openai.api_server" not in check.remedy)
+
+
 def fake_torch(count: int) -> SimpleNamespace:
     return SimpleNamespace(
         cuda=SimpleNamespace(
@@ -313,7 +364,8 @@ def test_broken_torch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_gpu_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the GPU check: importing torch into the test process takes long."""
+    """Skip the GPU check, which imports torch into the test process, and vLLM's command: both take long."""
+    monkeypatch.setattr(checks_environment, "which", lambda *_, **__: None)
     monkeypatch.setattr(checks, "check_gpu", lambda: Check("GPU", "warn", "not asked for"))
 
 
