@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from kvtier.cli.options import parse_chunk_size, select
-from kvtier.cli.terminal import ConfigFile, messages, output
+from kvtier.cli.terminal import AsJson, ConfigFile, messages, output, print_json
 from kvtier.concurrency.signals import exit_on_signals
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Examples:
 
   kvtier bench --config /etc/kvtier.yaml --tier pool --in-flight 16
 
-  kvtier bench --size 4MiB --json today.json --plot today.png
+  kvtier bench --size 4MiB --output today.json --plot today.png
 
   kvtier bench --model Qwen/Qwen3-Next-80B-A3B-Instruct
 """
@@ -74,8 +74,9 @@ def bench(
     turns: Annotated[
         int, typer.Option(min=1, help="Number of rounds, alternating with the medium's limit.")
     ] = 5,
+    as_json: AsJson = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file as JSON.")
+        Path | None, typer.Option("--output", metavar="FILE", help="Write the results to this file as JSON.")
     ] = None,
     plot: Annotated[
         Path | None,
@@ -101,15 +102,18 @@ def bench(
         if path is not None and not path.resolve().parent.is_dir():
             raise typer.BadParameter(f"there is no folder {path.parent}: create it, or name another")
     if model is not None:
-        _describe(model, json_file)
+        _describe(model, json_file, as_json=as_json)
         return
     if plot is not None:
         expect_matplotlib()
     with _targets(config, tier or []) as targets:
         rows = _measure_all(targets, extent)
-    output().print(table_of(rows, extent))
-    for remark in remarks_of(rows):
-        output().print(remark)
+    if as_json:
+        print_json(json_of(rows, extent))
+    else:
+        output().print(table_of(rows, extent))
+        for remark in remarks_of(rows):
+            output().print(remark)
     if json_file is not None:
         json_file.write_text(json.dumps(json_of(rows, extent), indent=2) + "\n")
     if plot is not None:
@@ -121,10 +125,12 @@ def bench(
         raise typer.Exit(1)
 
 
-def _describe(model: str, json_file: Path | None) -> None:
+def _describe(model: str, json_file: Path | None, *, as_json: bool) -> None:
     from kvtier.cli.bench_model import describe_model
 
-    described = describe_model(model)
+    described = describe_model(model, shown=not as_json)
+    if as_json:
+        print_json(described)
     if json_file is not None:
         json_file.write_text(json.dumps(described, indent=2) + "\n")
 

@@ -18,9 +18,18 @@ if TYPE_CHECKING:
 PROMPTS = (1_024, 8_192, 32_768)
 
 
-def describe_model(model: str) -> dict[str, object]:
-    """Print what a model stores; return it for JSON. Raises :class:`LayoutError`."""
+def describe_model(model: str, *, shown: bool) -> dict[str, object]:
+    """Return what a model stores, for JSON, and print it if ``shown``. Raises :class:`LayoutError`."""
     sizes = _sizes(model)
+    if shown:
+        _print(model, sizes)
+    prompts = {
+        tokens: {"stored": sizes.stored(tokens), "per_token": sizes.per_token(tokens)} for tokens in PROMPTS
+    }
+    return {"model": model, **sizes._asdict(), "prompts": prompts}
+
+
+def _print(model: str, sizes: ModelSizes) -> None:
     layers = ", ".join(f"{count} {kind}" for kind, count in sizes.layers.items())
     output().print(f"{model}: {layers}", soft_wrap=True)
     output().print(f"a chunk of {CHUNK_TOKENS} tokens takes {format_size(sizes.chunk)}")
@@ -31,10 +40,6 @@ def describe_model(model: str) -> dict[str, object]:
         stored, each = format_size(sizes.stored(tokens)), format_size(round(sizes.per_token(tokens)))
         result.add_row(f"{tokens:,}", stored, each)
     output().print(result)
-    prompts = {
-        tokens: {"stored": sizes.stored(tokens), "per_token": sizes.per_token(tokens)} for tokens in PROMPTS
-    }
-    return {"model": model, **sizes._asdict(), "prompts": prompts}
 
 
 def _sizes(model: str) -> ModelSizes:

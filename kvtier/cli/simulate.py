@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from kvtier.cli.options import ALL, epilog
-from kvtier.cli.terminal import messages, output, print_json
+from kvtier.cli.terminal import AsJson, messages, output, print_json
 
 if TYPE_CHECKING:
     from kvtier.plugins import Plugins
@@ -29,7 +29,6 @@ EXAMPLES = epilog(
     "kvtier simulate --config /etc/kvtier.yaml --speed disk=5.5 recording.kvtier",
 )
 
-STDOUT = Path("-")
 DEFAULT_CAPACITIES = "1%,5%,10%"
 
 
@@ -85,7 +84,7 @@ def simulate(
     ] = None,
     bench: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Take speeds of tiers from the results of `kvtier bench --json`."),
+        typer.Option(metavar="FILE", help="Take speeds of tiers from a file of `kvtier bench --output`."),
     ] = None,
     windows: Annotated[
         int, typer.Option(min=0, max=1000, help="Also show the hit rate in so many equal parts of the time.")
@@ -93,9 +92,9 @@ def simulate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Read only so many requests of each trace.")
     ] = None,
+    as_json: AsJson = False,
     json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the results to this file as JSON; - prints them."),
+        Path | None, typer.Option("--output", metavar="FILE", help="Write the results to this file as JSON.")
     ] = None,
     plot: Annotated[
         Path | None,
@@ -110,6 +109,7 @@ def simulate(
     from kvtier.plugins import Plugins
     from kvtier.settings import load_settings
     from kvtier.simulation.replay import Model
+    from kvtier.simulation.report import json_of
 
     _check_outputs(json_file, plot)
     if config is not None and capacity is not None:
@@ -120,7 +120,6 @@ def simulate(
     given = _speeds(speed or [])
     speeds = (_measured(bench) if bench is not None else {}) | given
     policies = _policies(plugins, policy or [])
-    shown = json_file != STDOUT
     studies = []
     for path in traces:
         trace = _load(path, chunk_tokens, limit)
@@ -133,19 +132,19 @@ def simulate(
             names = ", ".join(caches[0].names)
             raise typer.BadParameter(f"{bench} has no results of a tier {names}", param_hint="--bench")
         studies.append(_study(trace, plugins, caches, model, windows))
-        if shown:
+        if not as_json:
             _print(studies[-1], windows=windows > 0)
+    if as_json:
+        print_json(json_of(studies, model))
     _write(studies, model, json_file, plot)
 
 
 def _write(studies: Sequence[Study], model: Model, json_file: Path | None, plot: Path | None) -> None:
-    """Write the results to files, or print them as JSON. Raises :class:`SimulationError`."""
+    """Write the results to files. Raises :class:`SimulationError`."""
     from kvtier.simulation.report import json_of
 
-    if json_file == STDOUT:
-        print_json(json_of(studies, model))
-    elif json_file is not None:
-        with _writing("--json", json_file):
+    if json_file is not None:
+        with _writing("--output", json_file):
             json_file.write_text(json.dumps(json_of(studies, model), indent=2) + "\n")
     if plot is not None:
         from kvtier.simulation.plot import save_plot
@@ -156,8 +155,8 @@ def _write(studies: Sequence[Study], model: Model, json_file: Path | None, plot:
 
 def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
     """Find out before the work whether its results can be written. Raises ``BadParameter``."""
-    for option, path in (("--json", json_file), ("--plot", plot)):
-        if path is None or path == STDOUT:
+    for option, path in (("--output", json_file), ("--plot", plot)):
+        if path is None:
             continue
         if not path.resolve().parent.is_dir():
             reason = f"there is no folder {path.parent}: create it, or name another"
@@ -257,14 +256,14 @@ def _check_names(speeds: dict[str, float], names: Sequence[str]) -> None:
 
 
 def _measured(path: Path) -> dict[str, float]:
-    """Return GB/s by tier, as `kvtier bench --json` has written them. Raises ``BadParameter``."""
+    """Return GB/s by tier, as `kvtier bench --output` has written them. Raises ``BadParameter``."""
     try:
         rows = json.loads(path.read_text())["rows"]
         return {row["name"]: float(row["get"]["gb_s"]) for row in rows if row["get"] is not None}
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise typer.BadParameter(
-            f"{path}: does not have the results of `kvtier bench --json` ({reason})", param_hint="--bench"
+            f"{path}: does not have the results of `kvtier bench --output` ({reason})", param_hint="--bench"
         ) from error
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.segment import Segment
 from rich.table import Table
 
 PIPE_COLUMNS = 1 << 16
 """Wider than any row: in a pipe, each row of a table stays on one line."""
+_PADDING = re.compile(r" +(?=\n)")
 
 CONFIG_HELP = "YAML file with the settings. Default: the file named by KVTIER_CONFIG_FILE, if any."
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", metavar="FILE", help=CONFIG_HELP)]
@@ -21,8 +25,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def output() -> Console:
-    """Return the console for results: standard output."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+    """Return the console for results: standard output. In a pipe, lines do not end in spaces."""
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    return _PipeConsole(width=PIPE_COLUMNS, highlight=False)
+
+
+class _PipeConsole(Console):
+    """A console that leaves out the padding at the end of the rows of tables."""
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        return _PADDING.sub("", super()._render_buffer(buffer))
 
 
 def messages() -> Console:

@@ -42,7 +42,7 @@ def test_default_measures_memory_disk_and_tcp(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    result = kvtier("bench", *SMALL, "--json", tmp_path / "out.json")
+    result = kvtier("bench", *SMALL, "--output", tmp_path / "out.json")
     assert result.status == 0, result
     rows = rows_of(tmp_path / "out.json")
     assert {name: row["limit"] for name, row in rows.items()} == {
@@ -64,7 +64,7 @@ def test_default_measures_memory_disk_and_tcp(
 def test_tier_by_name_or_type(kvtier: Kvtier, configure: Configure, tmp_path: Path) -> None:
     configure({"name": "ssd", "type": "disk", "path": str(tmp_path / "ssd"), "capacity": "1GiB"})
     for tier in ("ssd", "disk"):
-        assert kvtier("bench", *SMALL, "--tier", tier, "--json", tmp_path / "out.json").status == 0
+        assert kvtier("bench", *SMALL, "--tier", tier, "--output", tmp_path / "out.json").status == 0
         assert list(rows_of(tmp_path / "out.json")) == ["ssd"]
 
 
@@ -83,7 +83,7 @@ def test_invalid_size(kvtier: Kvtier, size: str) -> None:
     assert "--size" in result.errors
 
 
-@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("option", ["--output", "--plot"])
 def test_output_file_in_a_missing_folder(kvtier: Kvtier, option: str, tmp_path: Path) -> None:
     result = kvtier("bench", option, tmp_path / "missing" / "file")
     assert result.status == 2
@@ -108,12 +108,12 @@ def test_failing_tier_is_reported_and_others_are_measured(
         {"name": "pool", "type": "redis", "url": "redis://:hidden@127.0.0.1:1", "deadline": "2s"},
         {"name": "ssd", "type": "disk", "path": "/dev/null/ssd", "capacity": "1GiB"},
     )
-    result = kvtier("bench", *SMALL, "--json", tmp_path / "out.json")
+    result = kvtier("bench", *SMALL, "--output", tmp_path / "out.json")
     assert result.status == 1
     rows = rows_of(tmp_path / "out.json")
     assert rows["ram"]["error"] is None
     assert "Connection refused" in rows["pool"]["error"]
-    assert "/dev/null/ssd cannot be written" in rows["ssd"]["error"]
+    assert "/dev/null is not a folder" in rows["ssd"]["error"]
     assert "pool: " in result.output
     assert "hidden" not in result.output + result.errors
 

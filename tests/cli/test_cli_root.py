@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 
 import kvtier as package
 from kvtier import cli
+from kvtier.cli import terminal
 from kvtier.errors import SettingsError, TierError
 
 from .conftest import Kvtier
@@ -40,6 +42,25 @@ def test_every_command_has_help(kvtier: Kvtier, command: str) -> None:
     result = kvtier(*command.split(), "--help")
     assert result.status == 0
     assert f"Usage: kvtier {command} " in result.output
+
+
+def test_json_is_a_flag_in_every_command() -> None:
+    found: dict[str, list[bool]] = {}
+    groups = [typer.main.get_command(cli.make_app())]
+    while groups:
+        for name, command in getattr(groups.pop(), "commands", {}).items():
+            groups.append(command)
+            found[name] = [option.is_flag for option in command.params if "--json" in option.opts]
+    assert found["simulate"] == found["bench"] == found["doctor"] == found["lookup"] == [True]
+    assert all(all(flags) for flags in found.values())
+
+
+def test_rows_in_a_pipe_do_not_end_in_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = terminal.table("short", "long")
+    rows.add_row("a", "x" * 500)
+    rows.add_row("b", "")
+    terminal.output().print(rows)
+    assert capsys.readouterr().out == f"short  long\na      {'x' * 500}\nb\n"
 
 
 def test_no_command_shows_the_help(kvtier: Kvtier) -> None:

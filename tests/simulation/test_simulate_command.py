@@ -34,7 +34,7 @@ def test_table_shows_each_policy_and_capacity(kvtier: Kvtier, trace: Path) -> No
 def test_json_has_all_results(kvtier: Kvtier, trace: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text(bailian_line(0, range(64)) + bailian_line(5, range(64)))
-    result = kvtier("simulate", trace, other, "--capacity", "100%", "--json", "-", "--limit", "2")
+    result = kvtier("simulate", trace, other, "--capacity", "100%", "--json", "--limit", "2")
     assert result.status == 0, result
     first, second = json.loads(result.output)["traces"]
     assert (first["name"], first["requests"], first["chunks"]) == ("made.jsonl", 2, 5)
@@ -56,7 +56,7 @@ def test_tiers_of_a_settings_file(kvtier: Kvtier, trace: Path, tmp_path: Path) -
     measured.write_text(json.dumps({"rows": rows}))
     target = tmp_path / "out.json"
     result = kvtier(
-        "simulate", trace, "--config", settings, "--bench", measured, "--speed", "fast=9", "--json", target
+        "simulate", trace, "--config", settings, "--bench", measured, "--speed", "fast=9", "--output", target
     )
     assert result.status == 0, result
     assert "hits fast" in result.output
@@ -91,10 +91,10 @@ def test_plot_without_matplotlib_names_what_to_install(
         (["--speed", "ram"], "is not NAME=GB/s"),
         (["--speed", "ram=0"], "is not NAME=GB/s"),
         (["--speed", "disk=3"], "there is no tier 'disk': use one of ram"),
-        (["--bench", "absent.json"], "kvtier bench --json"),
+        (["--bench", "absent.json"], "kvtier bench --output"),
         (["--chunk-tokens", "100"], "use a multiple of 512"),
         (["--token-bytes", "0"], "use a size from 1"),
-        (["--json", "absent/out.json"], "there is no folder"),
+        (["--output", "absent/out.json"], "there is no folder"),
         (["--config", "absent.yaml"], "absent.yaml"),
     ],
 )

@@ -26,7 +26,7 @@ def describe(model: Path, log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    main(["bench", "--model", str(model), "--json", f"{log}.json"])
+    main(["bench", "--model", str(model), "--output", f"{log}.json"])
 
 
 def bench(model: Path, log: Path) -> tuple[int | None, str]:
