@@ -11,6 +11,8 @@ from rich.markup import escape
 
 from kvtier.cli.terminal import messages, output
 
+MODEL_FILES = ("config.json", "params.json")
+"""What a folder with a model contains: the configuration of Hugging Face, or that of Mistral."""
 NEEDED = ("vllm", "httpx", "tokenizers", "safetensors", "numpy")
 
 
@@ -52,6 +54,8 @@ def demo(
     With --disaggregated, starts two vLLM servers and `kvtier proxy`, and sends prompts to one engine alone
     and through the proxy. Exit status 1 if a token differs or its KV was not transferred.
     """
+    if model is not None:
+        _check_model(model)
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         _print_error(f"{', '.join(missing)} cannot be imported: install them, or run `make demo` in a clone")
@@ -69,6 +73,19 @@ def demo(
         raise typer.Exit(1) from error
     if not shown:
         raise typer.Exit(1)
+
+
+def _check_model(model: str) -> None:
+    """Find out before vLLM starts that a folder has no model. Raises ``BadParameter``."""
+    path = Path(model)
+    if path.is_dir() and not any((path / name).is_file() for name in MODEL_FILES):
+        problem = f"the folder {model} has no {MODEL_FILES[0]}"
+    elif not path.exists() and "://" not in model and (model[:1] in "/.~" or model.count("/") > 1):
+        problem = f"there is no folder {model}"
+    else:
+        return
+    remedy = "name a folder with a model, or a model of the hub such as Qwen/Qwen3-0.6B"
+    raise typer.BadParameter(f"{problem}: {remedy}", param_hint="--model")
 
 
 def _print_error(what: str) -> None:

@@ -21,7 +21,12 @@ POLL_SECONDS = 0.1
 STOP_SECONDS = 40.0
 TAIL_LINES = 40
 ERROR_LINES = 5
-_ERROR = re.compile(r"\b\w*(?:Error|Exception|UnsupportedEngine)\b: .*")
+_ERROR = re.compile(
+    r"(?:\([^()]*\) ?)?"  # The process.
+    r"(?:(?:[\d-]+ [\d:,]+ )?ERROR (?:kvtier:|.*?\]) *)?"  # As kvtier and vLLM log.
+    r"((?:[\w.]*(?:Error|Exception|UnsupportedEngine)|error): .*)"
+)
+"""An error at the beginning of a message. Warnings and code may mention some."""
 
 CONNECTOR = {
     "kv_connector": "KVTierConnector",
@@ -63,7 +68,7 @@ class Server:
         """Return an error with the last lines of the log and the first errors in it."""
         lines = self.log.read_text(errors="replace").splitlines()
         # The root cause is usually far above the end, logged by a child process.
-        errors = dict.fromkeys(match[0] for line in lines if (match := _ERROR.search(line)))
+        errors = dict.fromkeys(match[1] for line in lines if (match := _ERROR.match(line)))
         first = ["", "First errors in the log:", *list(errors)[:ERROR_LINES]] if errors else []
         return DemoFailed("\n".join([f"{self.name} {what}; its log ends in", *lines[-TAIL_LINES:], *first]))
 

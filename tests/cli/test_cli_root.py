@@ -75,6 +75,28 @@ def test_demo_refuses_a_file_as_its_directory(kvtier: Kvtier, tmp_path: Path) ->
     assert "is a file" in " ".join(result.errors.replace("│", " ").split())
 
 
+@pytest.mark.parametrize("model", ["/nope", "./a", "a/b/c"])
+def test_demo_refuses_a_model_that_does_not_exist(
+    kvtier: Kvtier, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.cli.demo.find_spec", lambda _: pytest.fail("it has gone on"))
+    result = kvtier("demo", "--model", model)
+    assert result.status == 2
+    assert f"there is no folder {model}" in " ".join(result.errors.replace("│", " ").split())
+
+
+def test_demo_refuses_a_folder_without_a_model(
+    kvtier: Kvtier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = kvtier("demo", "--model", tmp_path)
+    assert result.status == 2
+    assert "has no config.json" in " ".join(result.errors.replace("│", " ").split())
+    monkeypatch.setattr("kvtier.cli.demo.find_spec", lambda _: None)
+    (tmp_path / "config.json").touch()
+    for model in (tmp_path, "gpt2", "Qwen/Qwen3-0.6B", "s3://bucket/a/model"):
+        assert "cannot be imported: install them" in kvtier("demo", "--model", model).errors
+
+
 def test_version(kvtier: Kvtier) -> None:
     assert kvtier("--version").output == f"kvtier {package.__version__}\n"
 

@@ -51,6 +51,33 @@ def test_exited_server_reports_its_first_error(tmp_path: Path) -> None:
     server.kill()
 
 
+def test_first_errors_are_errors(tmp_path: Path) -> None:
+    lines = [
+        "(APIServer pid=1) WARNING 11-27 02:08:58 [x.py:2] may cause `OSError: [Errno 24] Too many`.",
+        "(APIServer pid=1) INFO 11-27 02:08:58 [x.py:1] no triton: ModuleNotFoundError: No module",
+        "2026-11-27 02:07:05,666 WARNING kvtier: tier pool: ValueError: odd",
+        "    raise ValueError(f'ValueError: {problem}')",
+        "x.py:24: DeprecationWarning: OSError: is deprecated",
+        "ValueError: first",
+        "huggingface_hub.errors.HFValidationError: second",
+        "(EngineCore pid=2) ERROR 11-27 02:08:58 [core.py:1] RuntimeError: third",
+        "2026-11-27 02:07:05,666 ERROR kvtier: TierError: odd",
+        "(Worker_TP1 pid=3) kvtier.errors.UnsupportedEngine: fourth",
+        "error: tier 'ssd': the sixth, which is not shown",
+    ]
+    (tmp_path / "log").write_text("\n".join([*lines, ""]))
+    server = python("", tmp_path / "log")
+    message = str(server.failure("ended"))
+    server.kill()
+    assert message.partition("First errors in the log:\n")[2].splitlines() == [
+        "ValueError: first",
+        "huggingface_hub.errors.HFValidationError: second",
+        "RuntimeError: third",
+        "TierError: odd",
+        "kvtier.errors.UnsupportedEngine: fourth",
+    ]
+
+
 def test_server_that_is_never_ready(tmp_path: Path) -> None:
     server = python("import time; time.sleep(1000)", tmp_path / "log")
     with pytest.raises(DemoFailed, match="was not ready in 0 s"):
