@@ -7,6 +7,7 @@ of a transfer stays leased, and the catalog entry pending, until the backend cal
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -14,7 +15,7 @@ from typing import TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject, SupportsCheck
+from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.concurrency.backoff import Backoff
@@ -22,7 +23,7 @@ from kvtier.concurrency.tasks import wait_for_event
 from kvtier.errors import IncompleteScan, KVTierError, MediumReplaced
 from kvtier.events import Priority
 from kvtier.logs import RateLimitedLog
-from kvtier.memory.keys import ChunkKey
+from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.settings import TierSettings
 from kvtier.tiers.batches import BATCH_BYTES
 from kvtier.tiers.breaker import CircuitBreaker
@@ -115,13 +116,13 @@ class Tier(Level):
     async def contact(self) -> None:
         """Check a shared pool until it answers, and log the result: it may be unused for hours after a start.
 
-        Ends as soon as a call succeeds. A failed check does not count as a failed call.
+        Ends as soon as a call succeeds. A failed check does not count as a failed call. Peers, which answer
+        for prefixes, are checked by their own connections.
         """
-        check = self.capabilities.check
-        if check is None or not self.shared:
+        if not self.shared or (self.capabilities.check is None and self.capabilities.prefix is not None):
             return
         backoff, logged = Backoff(), ""
-        while (error := await self._error_of(check)) is not None:
+        while (error := await self._error()) is not None:
             self.breaker.error = error
             if error != logged:
                 logger.warning("tier %s: %s", self.name, error)
@@ -130,12 +131,15 @@ class Tier(Level):
             if self.breaker.error is None:
                 return
 
-    async def _error_of(self, check: SupportsCheck) -> str | None:
+    async def _error(self) -> str | None:
         """Check the medium, and return the error; ``None`` if it answers."""
         seconds = self.settings.deadline
         try:
             with anyio.fail_after(seconds):
-                logger.info("tier %s: %s", self.name, await check.check())
+                if self.capabilities.check is not None:
+                    logger.info("tier %s: %s", self.name, await self.capabilities.check.check())
+                else:
+                    await self.backend.contains([ChunkKey(os.urandom(KEY_BYTES))])
         except TimeoutError:
             return f"no answer within {format_duration(seconds)}"
         except KVTierError as error:

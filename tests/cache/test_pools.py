@@ -51,6 +51,9 @@ class Shared(Backend):
 
     async def close(self) -> None: ...
 
+    async def check(self) -> str:
+        return "a pool in this process"
+
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         self.queried.append(len(keys))
         with anyio.CancelScope(shield=True):
@@ -328,6 +331,37 @@ async def test_unreachable_pool_is_reported_before_it_is_used(
     assert "cache:6379 failed: Connection refused" in errors
     logged = [record.getMessage() for record in caplog.records if "tier pool" in record.getMessage()]
     assert logged == ["tier pool: cache:6379 failed: Connection refused", "tier pool: Redis 7.0.15"]
+
+
+class Unchecked(Shared):
+    """A pool without a health check that answers the third lookup."""
+
+    check = None  # type: ignore[assignment]
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        self.queried.append(len(keys))
+        if len(self.queried) < 3:
+            raise ConnectionError("nobody answers")
+        return [False for _ in keys]
+
+
+async def test_pool_without_a_health_check_is_asked_for_a_chunk(
+    settings: MakeSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(SharedPlugin, "kvtier_backends", hookimpl(lambda self: {"shared": Unchecked}))
+    monkeypatch.setattr("kvtier.concurrency.backoff.Backoff.next", lambda backoff: 0.01)
+    errors: list[object] = []
+    async with opened(settings) as (cache, _):
+        tier = cache.hierarchy.lower[0]
+        with anyio.fail_after(60):
+            while len(Shared.latest.queried) < 3:
+                errors.append(tier.status()["error"])
+                await anyio.sleep(0.001)
+        await anyio.lowlevel.checkpoint()
+        assert (tier.status()["error"], tier.outages) == (None, 0)
+    assert "ConnectionError('nobody answers')" in errors
+    logged = [record.getMessage() for record in caplog.records if "tier pool" in record.getMessage()]
+    assert logged == ["tier pool: ConnectionError('nobody answers')"]
 
 
 async def test_check_of_a_pool_ends_when_a_call_succeeds(

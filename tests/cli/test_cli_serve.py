@@ -18,6 +18,7 @@ import pytest
 from kvtier.cli import terminal
 from kvtier.memory.host import memory_info
 from kvtier.settings import Settings
+from kvtier.testing.servers import free_port
 from kvtier.units import format_size
 
 from .conftest import Kvtier, fork, spawn
@@ -70,6 +71,19 @@ def test_unwritable_path(tmp_path: Path, address: Path) -> None:
     assert process.returncode == 1
     assert errors.startswith(f"error: tier 'ssd': path {tmp_path}/file/disk cannot be used (Not a directory)")
     assert "Traceback" not in errors
+
+
+def test_pool_that_cannot_be_reached_is_named(address: Path) -> None:
+    pool = {"name": "pool", "type": "redis", "url": f"redis://127.0.0.1:{free_port()}"}
+    process = spawn("serve", "--socket", address, KVTIER_TIERS=json.dumps([*json.loads(TIERS), pool]))
+    assert process.stderr is not None
+    try:
+        lines = [process.stderr.readline() for _ in range(2)]
+    finally:
+        process.kill()
+        process.communicate()
+    place = pool["url"].removeprefix("redis://")
+    assert any(f"WARNING kvtier: tier pool: {place} failed: Connection refused" in line for line in lines)
 
 
 @pytest.fixture
