@@ -225,7 +225,7 @@ def test_disk_room_beside_a_chunk_that_is_evicted(tmp_path: Path, monkeypatch: p
         return real(path, **named)
 
     monkeypatch.setattr(Path, "stat", stat)
-    assert checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE), tmp_path / "disk").status == "ok"
+    assert checks_disk.check_disk_room(disk(tmp_path / "disk", MEBIBYTE), tmp_path / "disk").status == "ok"
 
 
 def test_disk_room_with_a_folder_that_cannot_be_listed(
@@ -237,7 +237,7 @@ def test_disk_room_with_a_folder_that_cannot_be_listed(
         raise OSError(errno.EIO, "Input/output error", str(path))
 
     monkeypatch.setattr(os, "scandir", scandir)
-    check = checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE), tmp_path / "disk")
+    check = checks_disk.check_disk_room(disk(tmp_path / "disk", MEBIBYTE), tmp_path / "disk")
     assert check.status == "warn"
     assert "Input/output error" in check.found
     assert "what cannot be read counts as used" in str(check.remedy)
