@@ -77,6 +77,15 @@ class Event(msgspec.Struct, kw_only=True, eq=False):
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Event).decode
 
+
+def _decode_row(row: tuple[str, bytes]) -> Event:
+    event_id, encoded = row
+    event = _decode(encoded)
+    if event.id != event_id:
+        raise ValueError(f"it has event {event.id:.100}")
+    return event
+
+
 Listener = Callable[[Event], None]
 
 
@@ -110,9 +119,7 @@ class EventLog:
         self._load()
 
     def _load(self) -> None:
-        for (row,) in self._state.read("SELECT event FROM events ORDER BY created_at"):
-            assert isinstance(row, bytes)
-            event = _decode(row)
+        for event in self._state.read("SELECT id, event FROM events ORDER BY created_at", _decode_row):
             self._events[event.id] = event
         for event in self._events.values():
             if not event.ended:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from kvtier.controller.errors import TooManyPins
-from kvtier.controller.state import State, Value
+from kvtier.controller.state import State
 from kvtier.memory.keys import ChunkKey, join_keys, split_keys
 
 MAX_KEYS = 250_000
@@ -42,11 +42,8 @@ class Pins:
         self._pins: dict[str, dict[ChunkKey, Pin]] = {}
         """By instance and last key of the run."""
         self._keys = 0
-        for instance, keys, until, given_at in state.read("SELECT instance, keys, until, given_at FROM pins"):
-            assert isinstance(instance, str)
-            assert isinstance(keys, bytes)
-            assert isinstance(given_at, float)
-            self._put(instance, Pin(split_keys(keys), _expiry(until), given_at))
+        for instance, pin in state.read("SELECT instance, last, keys, until, given_at FROM pins", _decode):
+            self._put(instance, pin)
 
     def __len__(self) -> int:
         """Return the number of pinned keys, counting a key once per pin."""
@@ -154,5 +151,11 @@ class Pins:
             self._remove(instance, last)
 
 
-def _expiry(until: Value) -> float:
-    return until if isinstance(until, float) else math.inf
+def _decode(row: object) -> tuple[str, Pin]:
+    instance, last, joined, until, given_at = msgspec.convert(
+        row, tuple[str, bytes, bytes, float | None, float]
+    )
+    keys = split_keys(joined)
+    if not keys or keys[-1] != last:
+        raise ValueError("its chunks are not those of its key")
+    return instance, Pin(keys, math.inf if until is None else until, given_at)

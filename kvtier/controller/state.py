@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import aiofiles
 import aiofiles.os
+import msgspec
 from anyio import CancelScope, to_thread
 
 from kvtier.concurrency.files import open_private
-from kvtier.errors import ControllerError
+from kvtier.errors import ControllerError, KVTierError
 
 logger = logging.getLogger("kvtier.controller")
 
@@ -34,6 +36,7 @@ CREATE TABLE pins (
 """
 
 Value = str | bytes | float | int | None
+RowT = TypeVar("RowT")
 
 
 class State:
@@ -60,9 +63,24 @@ class State:
             with CancelScope(shield=True):
                 await to_thread.run_sync(connection.close)
 
-    def read(self, query: str) -> list[tuple[Value, ...]]:
-        """Return all rows of a query."""
-        return self._connection.execute(query).fetchall()
+    def read(self, query: str, decode: Callable[[Any], RowT]) -> list[RowT]:
+        """Return all rows of a query, decoded. Rows that cannot be decoded are skipped with a warning.
+
+        The first column is named in the warning. Raises: ControllerError: the file is damaged.
+        """
+        try:
+            rows = self._connection.execute(query).fetchall()
+        except sqlite3.Error as error:
+            raise ControllerError(
+                f"{_unusable(self.path)} ({error}): remove it, or set another file with --state"
+            ) from error
+        decoded = []
+        for row in rows:
+            try:
+                decoded.append(decode(row))
+            except (ValueError, TypeError, msgspec.MsgspecError, KVTierError) as error:
+                logger.warning("%s: a damaged row is skipped, of %.100r: %s", self.path, row[0], error)
+        return decoded
 
     def write(self, statement: str, rows: Iterable[Sequence[Value]]) -> None:
         """Execute a statement for each row, in one transaction.
@@ -122,6 +140,8 @@ def _unusable(path: Path) -> str:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    # Damaged text must not hide the other rows.
+    connection.text_factory = lambda text: text.decode(errors="replace")
     # Set before the first access: with an exclusive lock, the WAL needs no shared memory.
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     # Set before the next statement, which would otherwise wait for the disk.

@@ -97,7 +97,7 @@ def test_events_expire(state: State) -> None:
     assert log.newest(10) == [young, in_flight]
     with pytest.raises(UnknownName):
         log.find(old.id)
-    assert len(state.read("SELECT id FROM events")) == 2
+    assert len(state.read("SELECT id FROM events", tuple)) == 2
 
 
 def test_number_of_ended_events_is_limited(state: State) -> None:
@@ -105,7 +105,7 @@ def test_number_of_ended_events_is_limited(state: State) -> None:
     in_flight = log.create("clear")
     ended = [finished(log) for _ in range(10)]
     assert log.newest(100) == [*ended[:-4:-1], in_flight]
-    assert len(state.read("SELECT id FROM events")) == 4
+    assert len(state.read("SELECT id FROM events", tuple)) == 4
 
 
 def test_number_of_unfinished_events_is_limited(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
