@@ -445,6 +445,7 @@ class TieredCache:
             "flights": len(self._prefetching.flights),
             "pushed": {"announced": self.expecting.announced, "waiting": self.expecting.waiting},
             "pending_bytes": self.pending_bytes,
+            "pinned_chunks": hierarchy.catalog.pinned,
             "counts": dict(hierarchy.counts),
         }
 

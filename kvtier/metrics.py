@@ -266,7 +266,7 @@ class CacheMetrics(Collector):
             ("engines", "Connected engines.", len(status.get("engines", ()))),
             ("arena_used_bytes", "Memory in use in the first tier.", arena.used),
             ("arena_leases", "Leases on memory of the first tier.", arena.leases),
-            ("pinned_chunks", "Chunks pinned against eviction.", len(self._cache.hierarchy.catalog.pins)),
+            ("pinned_chunks", "Chunks pinned against eviction.", self._cache.hierarchy.catalog.pinned),
             ("prefetching_chunks", "Chunks in flight into the first tier.", flights),
             ("pending_bytes", "Bytes still to be written to lower tiers.", self._cache.pending_bytes),
         ):

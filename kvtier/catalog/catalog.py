@@ -421,6 +421,11 @@ class Catalog:
         """Report new chunks that a tier does not store to its policy, which learns from all prompts."""
         self.policies[tier].declined(arrival)
 
+    @property
+    def pinned(self) -> int:
+        """The number of pinned chunks."""
+        return self.pins.count(self._clock())
+
     def _is_pinned(self) -> Callable[[int], bool]:
         now = self._clock()
         return lambda row: self.pins.holds(self.columns.key(row), now)

@@ -13,14 +13,24 @@ class ChunkPins:
 
     def __init__(self) -> None:
         self._until: dict[ChunkKey, float] = {}
+        self._first_end = math.inf
+        """No pin expires before."""
 
-    def __len__(self) -> int:
-        """Return the number of pinned chunks. An expired pin counts until its chunk is asked for."""
+    def __bool__(self) -> bool:
+        """Return whether any chunk may be pinned."""
+        return bool(self._until)
+
+    def count(self, now: float) -> int:
+        """Return the number of pinned chunks. Removes expired pins."""
+        if self._first_end <= now:
+            self._until = {key: until for key, until in self._until.items() if until > now}
+            self._first_end = min(self._until.values(), default=math.inf)
         return len(self._until)
 
     def add(self, keys: Iterable[ChunkKey], until: float | None) -> None:
         """Pin chunks until a time, or permanently with ``None``. The longer one of two pins counts."""
         end = math.inf if until is None else until
+        self._first_end = min(self._first_end, end)
         for key in keys:
             self._until[key] = max(end, self._until.get(key, end))
 

@@ -23,6 +23,7 @@ from kvtier.controller.api import (
     InstancesAnswer,
     InstanceWithHistory,
     LookupAnswer,
+    PinsAnswer,
 )
 from kvtier.errors import ControllerError
 from kvtier.version import __version__
@@ -74,6 +75,10 @@ class Controller:
     def event(self, event_id: str, *, wait: float | None = None) -> EventAnswer:
         """Return an event. With ``wait``, once it has ended or after so many seconds."""
         return self._answer(EventAnswer, "GET", f"/events/{quote(event_id, safe='')}", {"wait": wait})
+
+    def pins(self, instance: str | None, limit: int) -> PinsAnswer:
+        """Return the pins of an instance, or of all, newest first."""
+        return self._answer(PinsAnswer, "GET", "/pins", {"instance": instance, "limit": limit})
 
     def instances(self) -> InstancesAnswer:
         """Return all registered instances."""

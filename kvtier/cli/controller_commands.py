@@ -128,6 +128,18 @@ def clear(
     call.operate("clear", instance=instance, tier=tier)
 
 
+@controller_command("kvtier pins", "kvtier pins decode-1 --json")
+def pins(
+    call: Call,
+    instance: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="Show those of this instance.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of pins to list.")] = 100,
+) -> None:
+    """List what is pinned, newest first, also of instances that are not connected."""
+    call.show(call.client.pins(instance, limit))
+
+
 @controller_command("kvtier instances", "kvtier instances decode-1 --json")
 def instances(
     call: Call,

@@ -17,6 +17,7 @@ from kvtier.controller.api import (
     InstancesAnswer,
     InstanceWithHistory,
     LookupAnswer,
+    PinsAnswer,
     TierAnswer,
 )
 from kvtier.units import format_duration, format_size
@@ -43,6 +44,8 @@ def show(answer: BaseModel, *, as_json: bool) -> None:
             _show_instances(answer)
         case InstanceWithHistory():
             _show_instance(answer)
+        case PinsAnswer():
+            _show_pins(answer)
         case EventsAnswer():
             _show_events(answer)
         case EventAnswer():
@@ -61,6 +64,8 @@ def describe_result(event: EventAnswer) -> str:
         seconds = (event.ended_at or 0.0) - (event.started_at or event.ended_at or 0.0)
         transfer = f", {transferred(result.bytes, seconds)}" if result.bytes else ""
         text = f"{result.tokens} tokens {done}: {result.chunks} of {event.chunks} chunks{transfer}."
+    if result.unpinned and event.kind != "unpin":
+        text += f" {result.unpinned} of them were pinned, and are not any more."
     return f"{text} {result.reason}" if result.reason else text
 
 
@@ -127,6 +132,7 @@ def _show_instance(instance: InstanceAnswer) -> None:
             "last heartbeat": _time(instance.last_heartbeat),
             "models": ", ".join(instance.models) or "-",
             "engines": ", ".join(instance.engines) or "-",
+            "pinned": f"{instance.pinned} chunks",
             "hit rate": f"{_percent(instance.hit_rate)} of {instance.looked_up} chunks looked up",
         }
     )
@@ -135,6 +141,19 @@ def _show_instance(instance: InstanceAnswer) -> None:
         state = "" if tier.available else "[red]unavailable[/red]"
         rows.add_row(*map(escape, _tier_cells(tier)), str(tier.found), state)
     output().print(rows)
+
+
+def _show_pins(answer: PinsAnswer) -> None:
+    if not answer.pins:
+        output().print("Nothing is pinned.")
+        return
+    rows = table("instance", "chunks", "held", "pinned", "until")
+    for pin in answer.pins:
+        until = "unpinned" if pin.until is None else _time(pin.until)
+        rows.add_row(escape(pin.instance), str(pin.chunks), str(pin.held), _time(pin.pinned_at), until)
+    output().print(rows)
+    if answer.total > len(answer.pins):
+        output().print(f"{answer.total - len(answer.pins)} more: use --limit.")
 
 
 def _show_events(answer: EventsAnswer) -> None:

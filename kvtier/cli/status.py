@@ -43,7 +43,8 @@ def _headline(report: Report, socket: Path) -> str:
     placement = report["placement"]
     return (
         f"Process {report['pid']}, instance {report['instance']}, on {socket}: "
-        f"{format_size(report['pending_bytes'])} to be written, {report['flights']} chunks being fetched. "
+        f"{format_size(report['pending_bytes'])} to be written, {report['flights']} chunks being fetched, "
+        f"{report['pinned_chunks']} pinned. "
         f"CPUs {placement['cpus']}, memory policy {placement['memory_policy']}, "
         f"NUMA nodes {placement['memory_nodes']}."
         + (f" {dropped} chunks were dropped, because no lower tier admits them." if dropped else "")

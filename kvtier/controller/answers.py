@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from msgspec.structs import asdict
@@ -12,6 +13,8 @@ from kvtier.controller.api import (
     InstanceAnswer,
     InstancesAnswer,
     InstanceWithHistory,
+    PinAnswer,
+    PinsAnswer,
     TierAnswer,
     WhatIfAnswer,
     WhatIfReport,
@@ -19,7 +22,9 @@ from kvtier.controller.api import (
 from kvtier.controller.events import Event
 from kvtier.controller.history import Sample
 from kvtier.controller.member import Member
+from kvtier.controller.pins import Pins
 from kvtier.controller.registry import Registry
+from kvtier.memory.keys import ChunkKey
 from kvtier.whatif.sentences import NOTHING_REPORTED, basis, findings
 
 _UNKNOWN = TierState(used=0, chunks=0, available=True, found=0)
@@ -31,13 +36,13 @@ def of_event(event: Event) -> EventAnswer:
     return EventAnswer.model_validate({"event_id": event.id, **asdict(event)})
 
 
-def of_registry(registry: Registry) -> InstancesAnswer:
+def of_registry(registry: Registry, pins: Pins) -> InstancesAnswer:
     """Return the response model of all instances, sorted by id."""
     members = sorted(registry.members.values(), key=lambda member: member.id)
-    return InstancesAnswer(instances=[of_member(member) for member in members])
+    return InstancesAnswer(instances=[of_member(member, pins) for member in members])
 
 
-def of_member(member: Member) -> InstanceAnswer:
+def of_member(member: Member, pins: Pins) -> InstanceAnswer:
     """Return the response model of an instance."""
     hello, heartbeat = member.hello, member.heartbeat
     # check_heartbeat() guarantees one state per tier.
@@ -63,8 +68,32 @@ def of_member(member: Member) -> InstanceAnswer:
         ],
         looked_up=looked_up,
         hit_rate=min(1.0, found / looked_up) if looked_up else None,
+        pinned=pins.count(member.id),
         what_if_at=member.what_if_at,
     )
+
+
+def of_pins(registry: Registry, pins: Pins, instance: str | None, limit: int) -> PinsAnswer:
+    """Return the response model of the pins of an instance, or of all."""
+    newest = pins.newest(instance)
+    listed = [
+        PinAnswer(
+            instance=owner,
+            chunks=len(pin.keys),
+            held=_leading_held(registry, owner, pin.keys),
+            pinned_at=pin.given_at,
+            until=None if math.isinf(pin.until) else pin.until,
+        )
+        for owner, pin in newest[:limit]
+    ]
+    return PinsAnswer(pins=listed, total=len(newest))
+
+
+def _leading_held(registry: Registry, instance: str, keys: Sequence[ChunkKey]) -> int:
+    member = registry.members.get(instance)
+    if member is None:
+        return 0
+    return registry.holders.prefixes_of(dict.fromkeys(member.places, instance), keys).get(instance, 0)
 
 
 def what_if(member: Member) -> WhatIfAnswer:
@@ -80,6 +109,6 @@ def what_if(member: Member) -> WhatIfAnswer:
     )
 
 
-def with_history(member: Member, samples: Sequence[Sample]) -> InstanceWithHistory:
+def with_history(member: Member, pins: Pins, samples: Sequence[Sample]) -> InstanceWithHistory:
     """Return the response model of an instance, with its history."""
-    return InstanceWithHistory.model_validate({**dict(of_member(member)), "history": samples})
+    return InstanceWithHistory.model_validate({**dict(of_member(member, pins)), "history": samples})

@@ -244,6 +244,10 @@ class ResultAnswer(_Answer):
     chunks: int = Field(description="Chunks that were moved, copied, fetched, pinned, unpinned or removed.")
     bytes: int = Field(description="Bytes transferred, or freed by a clear.")
     removed: int = Field(description="Chunks removed: from the source of a move, or by a clear.")
+    unpinned: int = Field(
+        default=0,
+        description="Pinned chunks that are not pinned any more: unpinned, moved away or cleared.",
+    )
     reason: str | None = Field(description="Why fewer chunks were processed than requested.")
 
 
@@ -312,6 +316,7 @@ class InstanceAnswer(BaseModel):
     tiers: list[TierAnswer]
     looked_up: int = Field(description="Chunks that its engines have looked up since it started.")
     hit_rate: float | None = Field(description="The fraction of those that was found, from 0 to 1.")
+    pinned: int = Field(default=0, description="Chunks pinned by `POST /pin`, once for each pin.")
     what_if_at: float | None = Field(
         default=None,
         description="When it last reported what other settings would bring. `null` before that.",
@@ -407,6 +412,23 @@ class InstancesAnswer(BaseModel):
     """All registered instances, sorted by id."""
 
     instances: list[InstanceAnswer]
+
+
+class PinAnswer(BaseModel):
+    """Chunks that were pinned by one operation. Times are Unix timestamps in seconds."""
+
+    instance: str = Field(examples=["instance-1"])
+    chunks: int
+    held: int = Field(description="Of these, the leading chunks that the instance holds now.")
+    pinned_at: float
+    until: float | None = Field(description="Its end. `null` for a pin until it is unpinned.")
+
+
+class PinsAnswer(BaseModel):
+    """Pins, newest first."""
+
+    pins: list[PinAnswer]
+    total: int = Field(description="Number of pins, of which `limit` are listed.")
 
 
 class Health(BaseModel):

@@ -71,7 +71,7 @@ def make_app(operations: Operations, token: str | None = None) -> FastAPI:
     app.router.responses.update(_PROBLEMS)
     add_operations(app.router, operations, bodies)
     add_queries(app.router, operations)
-    add_stream(app.router, Stream(operations.registry, operations.events))
+    add_stream(app.router, Stream(operations.registry, operations.events, operations.pins))
     page.mount(app)
     app.add_exception_handler(ControllerError, _error_response)
     app.add_exception_handler(HTTPException, _error_response)

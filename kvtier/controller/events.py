@@ -44,6 +44,8 @@ class Result(msgspec.Struct, kw_only=True):
     """Transferred, or freed by a clear."""
     removed: int = 0
     """Chunks removed from the source of a move, or by a clear."""
+    unpinned: int = 0
+    """Pinned chunks that are not pinned any more: unpinned, moved away or cleared."""
     reason: str | None = None
     """Why fewer chunks were processed than requested."""
 

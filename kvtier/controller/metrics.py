@@ -53,16 +53,21 @@ class ControllerMetrics(Collector):
             "Chunks in a tier of an instance, according to the index.",
             labels=["instance", "tier"],
         )
+        pinned = GaugeMetricFamily(
+            "kvtier_controller_pinned_chunks", "Chunks of an instance that are pinned.", labels=["instance"]
+        )
         last_message = GaugeMetricFamily(
             "kvtier_controller_last_message_timestamp_seconds",
             "Unix timestamp of the last message from an instance.",
             labels=["instance"],
         )
         for member in registry.members.values():
+            pinned.add_metric([member.id], self._operations.pins.count(member.id))
             last_message.add_metric([member.id], member.last_message_at)
             for place, tier in zip(member.places, member.hello.tiers, strict=True):
                 chunks.add_metric([member.id, tier.name], registry.holders.count(place))
         yield chunks
+        yield pinned
         yield last_message
 
     def _event_metrics(self) -> Iterator[Metric]:

@@ -36,7 +36,7 @@ class Operations:
     def __init__(self, registry: Registry, events: EventLog, pins: Pins, tasks: TaskGroup) -> None:
         self.registry = registry
         self.events = events
-        self._pins = pins
+        self.pins = pins
         self._tasks = tasks
         self._prompts = Prompts(registry)
         self._locks = LockManager()
@@ -98,7 +98,7 @@ class Operations:
         old, new = self._place(source), self._place(target)
         prompts = await self._prompts.find(query, [old.member, new.member])
         return self._start(
-            Move(self.registry, prompts, self._pins, source=old.position, target=new.position, copy=copy)
+            Move(self.registry, prompts, self.pins, source=old.position, target=new.position, copy=copy)
         )
 
     async def prefetch(self, target: Position, query: PromptQuery, *, seconds: float | None) -> Event:
@@ -119,14 +119,14 @@ class Operations:
         member = self.registry.find(instance)
         position = target if tier is None else self._place(target).position
         prompts = [] if query is None else await self._prompts.find(query, [member])
-        return self._start(Clear(self.registry, prompts, self._pins, target=position))
+        return self._start(Clear(self.registry, prompts, self.pins, target=position))
 
     async def _start_at(
         self, kind: type[Operation], target: Position, query: PromptQuery, seconds: float | None = None
     ) -> Event:
         place = self._place(target)
         prompts = await self._prompts.find(query, [place.member])
-        return self._start(kind(self.registry, prompts, self._pins, target=place.position, seconds=seconds))
+        return self._start(kind(self.registry, prompts, self.pins, target=place.position, seconds=seconds))
 
     def _place(self, position: Position) -> Place:
         return find_place(self.registry, position)

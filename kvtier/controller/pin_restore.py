@@ -24,12 +24,12 @@ PAUSE_SECONDS = 0.1
 """Pause between two passes, as every heartbeat counts as a change of the registry."""
 
 
-def drop_stale_pins(registry: Registry, pins: Pins, member: Member, keys: Sequence[ChunkKey]) -> None:
-    """Drop the pins on those ``keys`` of which an instance has no copy left."""
+def drop_stale_pins(registry: Registry, pins: Pins, member: Member, keys: Sequence[ChunkKey]) -> int:
+    """Drop the pins on those ``keys`` of which an instance has no copy left. Return how many were pinned."""
     stale = set(keys)
     for place in member.places:
         stale -= {key for key, held in zip(keys, registry.holders.held(place, keys), strict=True) if held}
-    pins.drop(member.id, stale)
+    return pins.drop(member.id, stale)
 
 
 async def restore_pins(registry: Registry, pins: Pins) -> None:

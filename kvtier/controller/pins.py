@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
@@ -41,13 +42,26 @@ class Pins:
         self._clock = clock
         self._pins: dict[str, dict[ChunkKey, Pin]] = {}
         """By instance and last key of the run."""
-        self._keys = 0
+        self._counts: Counter[str] = Counter()
+        """Pinned keys by instance, counting a key once per pin."""
         for instance, pin in state.read("SELECT instance, last, keys, until, given_at FROM pins", _decode):
             self._put(instance, pin)
 
     def __len__(self) -> int:
         """Return the number of pinned keys, counting a key once per pin."""
-        return self._keys
+        return self._counts.total()
+
+    def count(self, instance: str) -> int:
+        """Return the number of pinned keys of an instance, counting a key once per pin."""
+        self._expire()
+        return self._counts[instance]
+
+    def newest(self, instance: str | None = None) -> list[tuple[str, Pin]]:
+        """Return the pins of an instance, or of all, with the instance's id, newest first."""
+        self._expire()
+        instances = self._pins if instance is None else [instance]
+        pins = [(each, pin) for each in instances for pin in self._pins.get(each, {}).values()]
+        return sorted(pins, key=lambda item: -item[1].given_at)
 
     def add(
         self, instance: str, keys: Sequence[ChunkKey], seconds: float | None, connected: Collection[str]
@@ -69,26 +83,30 @@ class Pins:
     def check(self, count: int, connected: Collection[str]) -> None:
         """Make room for ``count`` more keys. Raises: TooManyPins."""
         self._expire()
-        if self._keys + count > self._max_keys:
-            self._drop_disconnected(self._keys + count - self._max_keys, connected)
-        if self._keys + count > self._max_keys:
+        if len(self) + count > self._max_keys:
+            self._drop_disconnected(len(self) + count - self._max_keys, connected)
+        if len(self) + count > self._max_keys:
             raise TooManyPins(
-                f"{self._keys} chunks are pinned; {count} more would exceed the limit of {self._max_keys}: "
+                f"{len(self)} chunks are pinned; {count} more would exceed the limit of {self._max_keys}: "
                 "unpin some"
             )
 
-    def drop(self, instance: str, keys: Collection[ChunkKey]) -> None:
-        """Delete the pins on these chunks of an instance."""
+    def drop(self, instance: str, keys: Collection[ChunkKey]) -> int:
+        """Delete the pins on these chunks of an instance. Return how many of them were pinned."""
+        self._expire()
         dropped = frozenset(keys)
+        unpinned: set[ChunkKey] = set()
         for last, pin in list(self._pins.get(instance, {}).items()):
             left = [key for key in pin.keys if key not in dropped]
             if len(left) == len(pin.keys):
                 continue
+            unpinned.update(dropped.intersection(pin.keys))
             self._remove(instance, last)
             if left:
                 rest = Pin(left, pin.until, pin.given_at)
                 self._put(instance, rest)
                 self._save(instance, rest)
+        return len(unpinned)
 
     def has(self, instance: str) -> bool:
         """Return whether an instance has any pins."""
@@ -111,9 +129,9 @@ class Pins:
         pins = self._pins.setdefault(instance, {})
         before = pins.get(pin.keys[-1])
         if before is not None:
-            self._keys -= len(before.keys)
+            self._counts[instance] -= len(before.keys)
         pins[pin.keys[-1]] = pin
-        self._keys += len(pin.keys)
+        self._counts[instance] += len(pin.keys)
 
     def _save(self, instance: str, pin: Pin) -> None:
         until = None if math.isinf(pin.until) else pin.until
@@ -121,9 +139,9 @@ class Pins:
         self._state.write("REPLACE INTO pins VALUES (?, ?, ?, ?, ?)", [row])
 
     def _remove(self, instance: str, last: ChunkKey) -> None:
-        self._keys -= len(self._pins[instance].pop(last).keys)
+        self._counts[instance] -= len(self._pins[instance].pop(last).keys)
         if not self._pins[instance]:
-            del self._pins[instance]
+            del self._pins[instance], self._counts[instance]
         self._state.write("DELETE FROM pins WHERE instance = ? AND last = ?", [(instance, last)])
 
     def _expire(self) -> None:

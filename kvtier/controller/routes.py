@@ -21,6 +21,7 @@ from kvtier.controller.api import (
     LookupBody,
     MoveBody,
     PinBody,
+    PinsAnswer,
     PrefetchBody,
     PromptBody,
     UnpinBody,
@@ -71,7 +72,8 @@ def add_operations(router: APIRouter, operations: Operations, bodies: Bodies) ->
     async def pin(body: PinBody = pin_body) -> Accepted:
         """Protect the chunks of a prompt that a tier holds from eviction. Survives restarts of the instance.
 
-        Moving or clearing chunks unpins them.
+        Moving or clearing the last copy that an instance has of a chunk unpins it. `unpinned` in the event's
+        result counts these.
         """
         place = body.instance, body.tier
         return _accepted(await operations.pin(place, _query(body), seconds=body.seconds()))
@@ -118,13 +120,20 @@ def add_queries(router: APIRouter, operations: Operations) -> None:
     @router.get("/instances", tags=[STATE_TAG])
     async def instances() -> InstancesAnswer:
         """List the registered instances, with the fill of their tiers."""
-        return answers.of_registry(registry)
+        return answers.of_registry(registry, operations.pins)
 
     @router.get("/instances/{instance}", tags=[STATE_TAG])
     async def instance_with_history(instance: str) -> InstanceWithHistory:
         """Return one instance, with its history over the last hour."""
         member = registry.find(instance)
-        return answers.with_history(member, registry.history(member))
+        return answers.with_history(member, operations.pins, registry.history(member))
+
+    @router.get("/pins", tags=[STATE_TAG])
+    async def pins(
+        instance: str | None = None, limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100
+    ) -> PinsAnswer:
+        """List the pins of an instance, or of all, newest first, also of instances that are disconnected."""
+        return answers.of_pins(registry, operations.pins, instance, limit)
 
     @router.get("/instances/{instance}/whatif", tags=[STATE_TAG])
     async def what_if(instance: str) -> WhatIfAnswer:

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvtier.controller import answers
 from kvtier.controller.events import Event, EventLog
+from kvtier.controller.pins import Pins
 from kvtier.controller.registry import Registry
 
 MAX_READERS = 64
@@ -41,8 +42,9 @@ HEADERS = [
 class Stream:
     """State shared by all readers of one controller."""
 
-    def __init__(self, registry: Registry, events: EventLog) -> None:
+    def __init__(self, registry: Registry, events: EventLog, pins: Pins) -> None:
         self.registry = registry
+        self.pins = pins
         self.events = events
         self.readers = 0
         self._listed: tuple[float, bytes] = (0.0, b"")
@@ -57,7 +59,7 @@ class Stream:
         made, message = self._listed
         now = time.monotonic()
         if not message or now - made >= INSTANCES_SECONDS / 2:
-            message = _message("instances", answers.of_registry(self.registry))
+            message = _message("instances", answers.of_registry(self.registry, self.pins))
             self._listed = now, message
         return message
 

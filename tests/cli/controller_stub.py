@@ -26,7 +26,7 @@ EVENT: dict[str, Any] = {
     "started_at": 1.7e9,
     "ended_at": 1.7e9 + 2,
     "error": None,
-    "result": {"tokens": 12, "chunks": 4, "bytes": 4096, "removed": 4, "reason": None},
+    "result": {"tokens": 12, "chunks": 4, "bytes": 4096, "removed": 4, "unpinned": 0, "reason": None},
 }
 
 

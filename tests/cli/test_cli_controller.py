@@ -49,6 +49,7 @@ INSTANCE: dict[str, Any] = {
     "tiers": [TIER, {**TIER, "name": "pool", "type": "redis", "capacity": None, "shared": True}],
     "looked_up": 10,
     "hit_rate": 0.3,
+    "pinned": 0,
     "what_if_at": None,
 }
 COMMANDS = [

@@ -54,6 +54,23 @@ async def test_lookup_and_move(pair: Fleet, tmp_path: Path) -> None:
     assert await held(pair) == {"instance-2": {"ram": COUNT}, "instance-1": {"ssd": COUNT}}
 
 
+async def test_pins_are_listed_and_a_move_reports_those_that_it_ends(pair: Fleet) -> None:
+    assert (await pair.run("pins")).output == "Nothing is pinned.\n"
+    await pair.run("pin", "instance-1/ram", "--tokens", TOKENS)
+    listed = (await pair.run("pins", "instance-1")).output.splitlines()
+    assert (listed[0].split(), listed[1].split()[:3]) == (
+        ["instance", "chunks", "held", "pinned", "until"],
+        ["instance-1", "4", "4"],
+    )
+    assert listed[1].endswith("unpinned")
+    assert (await pair.json("pins", "--limit", 1))["total"] == 1
+    shown = (await pair.run("instances", "instance-1")).output.splitlines()
+    assert ["pinned", "4", "chunks"] in [line.split() for line in shown]
+    moved = await pair.run("move", "instance-1/ram", "instance-2/ram", "--tokens", TOKENS)
+    assert moved.output.rstrip().endswith("4 of them were pinned, and are not any more.")
+    assert (await pair.run("pins")).output == "Nothing is pinned.\n"
+
+
 async def test_events(pair: Fleet) -> None:
     move = ["move", "instance-1/ram", "instance-2/ram", "--tokens", TOKENS]
     event_id = (await pair.run(*move, "--no-wait")).output.strip()

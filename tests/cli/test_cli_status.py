@@ -53,6 +53,7 @@ def test_tables_and_json(kvtier: Kvtier, socket: Path, tmp_path: Path) -> None:
     assert result.status == 0
     lines = [line.split() for line in result.output.splitlines()]
     assert f"Process {process.pid}, instance {report['instance']}, on {socket}: 0B to be" in result.output
+    assert "being fetched, 0 pinned." in result.output
     assert ["ram", "cpu", "1.02MiB", "8MiB", str(CHUNKS), "adaptive:", "lru"] in lines
     assert ["ssd", "disk", "1.02MiB", "16MiB", str(CHUNKS), "adaptive:", "lru"] in lines
     assert ["pool", "redis", "0B", "-", "0", "-", *f"{pool} failed: Connection refused".split()] in lines

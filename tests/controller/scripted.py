@@ -20,7 +20,7 @@ from kvtier.controller import page
 from kvtier.http import serving
 
 GIB = 1 << 30
-RESULT: dict[str, Any] = {"tokens": 0, "chunks": 0, "bytes": 0, "removed": 0, "reason": None}
+RESULT: dict[str, Any] = {"tokens": 0, "chunks": 0, "bytes": 0, "removed": 0, "unpinned": 0, "reason": None}
 
 
 def tier(name: str, kind: str, capacity: int | None, used: int, **fields: Any) -> dict[str, Any]:
@@ -54,6 +54,7 @@ def instance(name: str, *tiers: dict[str, Any], **fields: Any) -> dict[str, Any]
         "tiers": list(tiers or [tier("ram", "cpu", 20 * GIB, 9 * GIB)]),
         "looked_up": 10_000,
         "hit_rate": 0.8,
+        "pinned": 0,
         "what_if_at": None,
     } | fields
 

@@ -129,7 +129,7 @@ async def test_move_is_done_once_the_source_has_deleted_its_chunks(controller: R
         assert event["model"] == "meta/llama"
         assert (event["chunks"], event["chunks_done"], event["bytes_done"]) == (5, 5, 500)
         assert event["result"] == {
-            "tokens": WHOLE + 44, "chunks": 5, "bytes": 500, "removed": 5, "reason": None,
+            "tokens": WHOLE + 44, "chunks": 5, "bytes": 500, "removed": 5, "unpinned": 0, "reason": None,
         }  # fmt: skip
         assert await controller.held() == {"a": {"ssd": WHOLE + 44}, "b": {"ram": WHOLE + 44}}
         [fetch], [delete] = b.commands, a.commands
@@ -194,7 +194,7 @@ async def test_full_target_takes_what_fits_and_the_source_keeps_the_rest(
         b.capacity = 3
         event = await controller.done("/move", **A_TO_B)
         assert event["result"] == {
-            "tokens": 3 * CHUNK, "chunks": 3, "bytes": 300, "removed": 3, "reason": "no room",
+            "tokens": 3 * CHUNK, "chunks": 3, "bytes": 300, "removed": 3, "unpinned": 0, "reason": "no room",
         }  # fmt: skip
         assert list(a.held[RAM]) == KEYS[3:]
         event = await controller.wait_for_end(await controller.post("/move", **A_TO_B))

@@ -7,6 +7,7 @@ import pytest
 from kvtier.agent.protocol import Lost
 from tests.controller.controlling import (
     A_TO_B,
+    B_TO_A,
     CHUNK,
     KEYS,
     TOKENS,
@@ -47,13 +48,56 @@ async def test_pins_are_restored_for_a_reconnected_instance(
 
 
 async def test_pin_ends_with_the_last_copy(controller: RunningController) -> None:
-    pins = controller.controller.operations._pins
+    pins = controller.controller.operations.pins
     async with controller.instance("a", ram=KEYS, disk=KEYS[:2]), controller.instance("b"):
         await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
         await controller.done("/move", **A_TO_B)
         assert set(pins.keys("a")) == set(KEYS[:2]), "the disk still holds these"
         await controller.done("/clear", instance="a", tier="ssd")
         assert pins.keys("a") == []
+
+
+async def test_move_and_clear_report_the_pins_that_they_end(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS, disk=KEYS[:2]), controller.instance("b"):
+        await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
+        await controller.done("/pin", instance="a", tier="ram", tokens=tokens_of(3), ttl="10m")
+        copied = await controller.done("/move", **A_TO_B, copy=True)
+        assert copied["result"]["unpinned"] == 0
+        moved = await controller.done("/move", **A_TO_B)
+        assert moved["result"]["unpinned"] == 3, "the disk still holds two; one was pinned twice"
+        cleared = await controller.done("/clear", instance="a", tier="ssd", tokens=TOKENS)
+        assert cleared["result"]["unpinned"] == 2
+        await controller.done("/pin", instance="b", tier="ram", tokens=TOKENS)
+        assert (await controller.done("/move", **B_TO_A))["result"]["unpinned"] == 5
+        await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
+        unpinned = await controller.done("/unpin", instance="a", tier="ram", tokens=TOKENS)
+        assert unpinned["result"]["unpinned"] == 5
+
+
+async def test_pins_are_listed(controller: RunningController) -> None:
+    assert await controller.get("/pins") == {"pins": [], "total": 0}
+    async with controller.instance("a", ram=KEYS), controller.instance("b", ram=KEYS[:1]) as b:
+        await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
+        await controller.done("/pin", instance="b", tier="ram", tokens=TOKENS, ttl="10m")
+        listed = await controller.get("/pins")
+        assert listed["total"] == 2
+        second, first = listed["pins"]
+        assert (first["instance"], first["chunks"], first["held"], first["until"]) == ("a", 5, 5, None)
+        assert (second["instance"], second["chunks"], second["held"]) == ("b", 1, 1)
+        assert second["until"] - second["pinned_at"] == pytest.approx(600)
+        assert await controller.get("/pins", instance="a") == {"pins": [first], "total": 1}
+        assert await controller.get("/pins", limit=1) == {"pins": [second], "total": 2}
+        assert (await controller.get("/instances/a"))["pinned"] == 5
+        metrics = (await controller.client.get("/metrics")).text
+        assert 'kvtier_controller_pinned_chunks{instance="a"} 5.0' in metrics
+        await b._remove(RAM, KEYS)
+        await controller.wait_until(
+            lambda: not controller.registry.holders.count(controller.registry.find("b").places[RAM])
+        )
+        [lost] = (await controller.get("/pins", instance="b"))["pins"]
+        assert lost == second | {"held": 0}
+    await controller.wait_until(lambda: not controller.registry.members)
+    assert [pin["held"] for pin in (await controller.get("/pins"))["pins"]] == [0, 0]
 
 
 # Clearing

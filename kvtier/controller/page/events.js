@@ -95,6 +95,7 @@ function done({ kind, num_tokens: requested, chunks, result }) {
   const part = result.tokens < requested ? `${count(result.tokens)} of ` : "";
   // A clear without a prompt counts chunks only.
   const what = requested ? part + pluralize(requested, "token") : pluralize(result.chunks, "chunk");
-  const text = `${what} ${PAST[kind] ?? "done"}${size}`;
+  const pins = result.unpinned && kind !== "unpin" ? `, ${count(result.unpinned)} of its pinned chunks unpinned` : "";
+  const text = `${what} ${PAST[kind] ?? "done"}${size}${pins}`;
   return result.reason ? `${text}: ${sentence(result.reason)}` : `${text}.`;
 }

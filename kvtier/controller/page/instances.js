@@ -3,6 +3,7 @@
 import { Chart, fillSeries, hitSeries } from "./chart.js";
 import { Bar, arrange, byId, make, setText } from "./dom.js";
 import { age, bytes, bytesOf, count, percent, pluralize } from "./format.js";
+import { Pins } from "./pins.js";
 import { WhatIf } from "./whatif.js";
 
 export class Instances {
@@ -56,6 +57,7 @@ class Card {
 
   constructor(id, api) {
     setText(this.#name, id);
+    this.pins = new Pins(id, api);
     this.whatIf = new WhatIf(id, api);
     this.node = make(
       "article",
@@ -68,6 +70,7 @@ class Card {
         this.#tiers,
         make("div", { class: "charts" }, this.#fill.node, this.#hits.node),
       ),
+      this.pins.node,
       this.whatIf.node,
     );
   }
@@ -80,6 +83,7 @@ class Card {
     this.#drawFacts(instance);
     this.#drawTiers(instance.tiers);
     this.#drawCharts(instance, now);
+    this.pins.draw(instance);
     this.whatIf.draw(instance, now);
   }
 
