@@ -222,6 +222,8 @@ class TieredCache:
         looked them up before.
         """
         found = Lookup(staged, hints, marks, compute)
+        if not local and not repeated:
+            self._looking_up.count_tokens(found, keys, expected)
         self._looking_up.prefix(
             found, keys, expected, local=local, expect=expect, expect_chunks=expect_chunks
         )
@@ -248,6 +250,8 @@ class TieredCache:
         :meth:`look_up`.
         """
         found = Lookup(hints=hints, compute=compute)
+        if not repeated:
+            self._looking_up.count_tokens(found, keys, expected)
         self._looking_up.boundary(found, keys, expected, state_bytes)
         if not repeated:
             self._report_lookup(keys, expected, max(0, found.count - 1), hints, compute)

@@ -54,7 +54,11 @@ ENGINE = "engine"
 """The source label of chunks that come from an engine."""
 
 COUNTS = (
-    ("looked_up", "kvtier_looked_up_chunks", "Chunks requested by lookups."),
+    (
+        "lookup_tokens",
+        "kvtier_lookup_tokens",
+        "Tokens of the prompts that were looked up; a lookup that a request repeats does not count.",
+    ),
     ("pool_queried", "kvtier_pool_queried_chunks", "Chunks queried in shared pools and at peers."),
     ("pool_found", "kvtier_pool_found_chunks", "Chunks found only in a shared pool or at a peer."),
     ("stored", "kvtier_stored_chunks", "Chunks stored by engines in the first tier."),
@@ -232,9 +236,9 @@ class CacheMetrics(Collector):
             ("actual", "Duration of the waits whose duration was expected.", worth.actual_seconds),
         ):
             yield CounterMetricFamily(f"kvtier_{name}_wait_seconds", text, seconds)
-        text = "Chunks found by lookups, by the tier that held them."
-        found = CounterMetricFamily("kvtier_found_chunks", text, labels=["tier"])
-        yield _by_tier(found, tiers, lambda tier: counts[f"found_{tier.name}"])
+        text = "Tokens that lookups found, by the tier that held them."
+        hits = CounterMetricFamily("kvtier_lookup_hit_tokens", text, labels=["tier"])
+        yield _by_tier(hits, tiers, lambda tier: counts[f"hit_tokens_{tier.name}"])
         text = "Chunks not stored: already held, no room in memory, or aborted by the engine."
         refused = CounterMetricFamily("kvtier_refused_chunks", text, labels=["reason"])
         for reason, key in REFUSALS:

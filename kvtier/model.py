@@ -187,7 +187,8 @@ class ModelCache:
     def _expected(self, tokens: int) -> Expected:
         whole = self._layout.chunk_tokens
         chunks = [min(whole, tokens - start) for start in range(0, tokens, whole)]
-        return Expected(self._namespace, [object_bytes(chunk * self._token_bytes) for chunk in chunks])
+        lengths = [object_bytes(chunk * self._token_bytes) for chunk in chunks]
+        return Expected(self._namespace, lengths, tokens=tokens)
 
     def _slice(self, view: memoryview, index: int, tokens: int) -> memoryview:
         start = index * self._layout.chunk_tokens

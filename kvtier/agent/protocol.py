@@ -136,6 +136,8 @@ class TierState(msgspec.Struct, frozen=True, array_like=True):
     """Whether its circuit breaker is closed."""
     found: int
     """Number of chunks that lookups have hit in it since the instance started."""
+    hit_tokens: int = 0
+    """Of these chunks, without lookups that a request repeated."""
 
 
 class Heartbeat(Message, frozen=True, array_like=True, tag=14):
@@ -148,6 +150,8 @@ class Heartbeat(Message, frozen=True, array_like=True, tag=14):
     leases: int
     pending_bytes: int
     """Bytes that are still to be written to lower tiers."""
+    looked_up_tokens: int = 0
+    """Tokens of the lookups in which ``hit_tokens`` were hit."""
 
 
 class WhatIf(Message, frozen=True, array_like=True, tag=27):

@@ -168,13 +168,19 @@ class Session:
                 hierarchy.catalog.count(tier.index),
                 tier.available,
                 hierarchy.counts[f"found_{tier.name}"],
+                hierarchy.counts[f"hit_tokens_{tier.name}"],
             )
             for tier in hierarchy.tiers
         ]
         # Each chunk in memory has a lease of its own; the others are those of engines, peers and transfers.
         leases = max(0, cache.arena.leases - hierarchy.memory.count)
         return Heartbeat(
-            tiers, hierarchy.counts["looked_up"], self._served.engines, leases, cache.pending_bytes
+            tiers,
+            hierarchy.counts["looked_up"],
+            self._served.engines,
+            leases,
+            cache.pending_bytes,
+            hierarchy.counts["lookup_tokens"],
         )
 
     async def _send(self, message: Message) -> None:

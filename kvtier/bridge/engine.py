@@ -167,7 +167,7 @@ class Engine:
         lengths = [self._whole_bytes] * chunks
         if last != whole:
             lengths[-1:] = [object_bytes(self.layout.payload_bytes(last))] if chunks else []
-        return Expected(self.namespace, lengths)
+        return Expected(self.namespace, lengths, tokens=tokens)
 
     def progress(self, number: int, found: Lookup) -> Found | None:
         """Return what has arrived since the last answer of a lookup, or ``None`` if it was cancelled."""

@@ -110,11 +110,14 @@ def _show_instances(answer: InstancesAnswer) -> None:
     if not answer.instances:
         output().print("No instance is registered: set controller.url in the settings of an instance.")
         return
-    rows = table("instance", "tier", "type", "used", "of", "chunks", "hit rate", "models", "heartbeat")
+    rows = table(
+        "instance", "tier", "type", "used", "of", "chunks", "hit rate (5 min)", "models", "heartbeat"
+    )
     for each in answer.instances:
-        common = [_percent(each.hit_rate), ", ".join(each.models) or "-", _age(each.last_heartbeat)]
+        common = [", ".join(each.models) or "-", _age(each.last_heartbeat)]
         for tier in each.tiers:
-            rows.add_row(*map(escape, [each.instance, *_tier_cells(tier), *common]))
+            cells = [each.instance, *_tier_cells(tier), _percent(tier.hit_rate), *common]
+            rows.add_row(*map(escape, cells))
     output().print(rows)
 
 
@@ -133,13 +136,13 @@ def _show_instance(instance: InstanceAnswer) -> None:
             "models": ", ".join(instance.models) or "-",
             "engines": ", ".join(instance.engines) or "-",
             "pinned": f"{instance.pinned} chunks",
-            "hit rate": f"{_percent(instance.hit_rate)} of {instance.looked_up} chunks looked up",
+            "hit rate": _hit_rate(instance),
         }
     )
-    rows = table("tier", "type", "used", "of", "chunks", "found", "")
+    rows = table("tier", "type", "used", "of", "chunks", "found", "hit rate (5 min)", "")
     for tier in instance.tiers:
         state = "" if tier.available else "[red]unavailable[/red]"
-        rows.add_row(*map(escape, _tier_cells(tier)), str(tier.found), state)
+        rows.add_row(*map(escape, _tier_cells(tier)), str(tier.found), _percent(tier.hit_rate), state)
     output().print(rows)
 
 
@@ -207,6 +210,12 @@ def _tier_cells(tier: TierAnswer) -> list[str]:
         return [tier.name, tier.type, "-", "shared", str(tier.chunks)]
     used = f"{format_size(tier.used)} ({tier.used / tier.capacity:.0%})"
     return [tier.name, tier.type, used, format_size(tier.capacity), str(tier.chunks)]
+
+
+def _hit_rate(instance: InstanceAnswer) -> str:
+    if instance.hit_rate is None:
+        return "no lookup in the last 5 min"
+    return f"{_percent(instance.hit_rate)} of {instance.looked_up_tokens} tokens looked up in the last 5 min"
 
 
 def _percent(share: float | None) -> str:

@@ -47,8 +47,7 @@ def of_member(member: Member, pins: Pins) -> InstanceAnswer:
     hello, heartbeat = member.hello, member.heartbeat
     # check_heartbeat() guarantees one state per tier.
     states = heartbeat.tiers if heartbeat is not None else [_UNKNOWN] * len(hello.tiers)
-    looked_up = heartbeat.looked_up if heartbeat is not None else 0
-    found = sum(state.found for state in states)
+    hits = member.hit_window.hits()
     return InstanceAnswer(
         instance=member.id,
         state="connected",
@@ -63,11 +62,13 @@ def of_member(member: Member, pins: Pins) -> InstanceAnswer:
         models=list(dict.fromkeys(name for model in member.models for name in model.names)),
         engines=list(heartbeat.engines) if heartbeat is not None else [],
         tiers=[
-            TierAnswer(**asdict(tier), **asdict(state))
-            for tier, state in zip(hello.tiers, states, strict=True)
+            TierAnswer(**asdict(tier), **asdict(state), hit_rate=hits.share(tokens))
+            for tier, state, tokens in zip(
+                hello.tiers, states, hits.by_tier or [0] * len(states), strict=True
+            )
         ],
-        looked_up=looked_up,
-        hit_rate=min(1.0, found / looked_up) if looked_up else None,
+        looked_up_tokens=hits.looked_up,
+        hit_rate=hits.rate,
         pinned=pins.count(member.id),
         what_if_at=member.what_if_at,
     )

@@ -284,7 +284,7 @@ class EventsAnswer(BaseModel):
 
 
 class TierAnswer(BaseModel):
-    """One tier of an instance. Sizes are in bytes; counters start at zero with the instance."""
+    """One tier of an instance. Sizes are in bytes; `found` starts at zero with the instance."""
 
     name: str
     type: str
@@ -294,6 +294,10 @@ class TierAnswer(BaseModel):
     available: bool = Field(description="`false` while its circuit breaker is open.")
     shared: bool = Field(description="Whether it is a pool that other instances write to as well.")
     found: int = Field(description="Chunks that lookups found in it.")
+    hit_rate: float | None = Field(
+        default=None,
+        description="Its part of the hit rate of the instance: tokens hit in it, of the same lookups.",
+    )
 
 
 class InstanceAnswer(BaseModel):
@@ -314,8 +318,12 @@ class InstanceAnswer(BaseModel):
     models: list[str] = Field(description="All names of the models that its engines serve.")
     engines: list[str]
     tiers: list[TierAnswer]
-    looked_up: int = Field(description="Chunks that its engines have looked up since it started.")
-    hit_rate: float | None = Field(description="The fraction of those that was found, from 0 to 1.")
+    looked_up_tokens: int = Field(
+        default=0, description="Tokens that its engines have looked up in the last 5 minutes."
+    )
+    hit_rate: float | None = Field(
+        description="The fraction of these that was found, from 0 to 1. `null` without a lookup."
+    )
     pinned: int = Field(default=0, description="Chunks pinned by `POST /pin`, once for each pin.")
     what_if_at: float | None = Field(
         default=None,
@@ -327,19 +335,21 @@ class TierSample(_Answer):
     """A tier at one point in time."""
 
     used: int
-    found: int
 
 
 class Sample(_Answer):
     """An instance at one point in time."""
 
     time: float
-    looked_up: int
+    hit_rate: float | None = Field(description="Of the 5 minutes before.")
     tiers: list[TierSample]
 
 
 class InstanceWithHistory(InstanceAnswer):
-    """One instance with its history: one sample every 10 seconds for the last hour."""
+    """One instance with its history: one sample every 10 seconds for the last hour.
+
+    There are none of the time in which it was not connected.
+    """
 
     history: list[Sample]
 

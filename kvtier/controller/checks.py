@@ -58,8 +58,11 @@ def check_heartbeat(heartbeat: Heartbeat, tiers: int) -> None:
     """Check a heartbeat of an instance that has ``tiers`` tiers."""
     if len(heartbeat.tiers) != tiers:
         raise RefusedInstance(f"its heartbeat has {len(heartbeat.tiers)} tiers, but it registered {tiers}")
-    counts = [count for tier in heartbeat.tiers for count in (tier.used, tier.chunks, tier.found)]
-    _check_counts("its heartbeat", [*counts, heartbeat.looked_up, heartbeat.leases, heartbeat.pending_bytes])
+    counts = [
+        count for tier in heartbeat.tiers for count in (tier.used, tier.chunks, tier.found, tier.hit_tokens)
+    ]
+    counts += [heartbeat.looked_up, heartbeat.looked_up_tokens, heartbeat.leases, heartbeat.pending_bytes]
+    _check_counts("its heartbeat", counts)
     if len(heartbeat.engines) > MAX_ENGINES:
         raise RefusedInstance(f"it has {len(heartbeat.engines)} engines, more than {MAX_ENGINES}")
     _check_texts("its engines", heartbeat.engines)

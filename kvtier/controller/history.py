@@ -1,4 +1,4 @@
-"""History of each instance over the last hour: fill and hits of its tiers."""
+"""History of each instance over the last hour: the fill of its tiers and its hit rate."""
 
 from __future__ import annotations
 
@@ -19,18 +19,14 @@ class TierSample(NamedTuple):
 
     used: int
     """Bytes."""
-    found: int
-    """Chunks that lookups found in the tier since the instance started."""
 
 
 class Sample(NamedTuple):
-    """One instance at one point in time.
-
-    Counters start at zero with the instance: a negative difference between two samples means a restart.
-    """
+    """One instance at one point in time. Without connection there is none."""
 
     time: float
-    looked_up: int
+    hit_rate: float | None
+    """Of the last five minutes; ``None`` without a lookup."""
     tiers: Sequence[TierSample]
 
 
@@ -70,5 +66,5 @@ class History:
 def _sample(member: Member, now: float) -> Sample:
     heartbeat = member.heartbeat
     assert heartbeat is not None
-    tiers = tuple(TierSample(tier.used, tier.found) for tier in heartbeat.tiers)
-    return Sample(now, heartbeat.looked_up, tiers)
+    tiers = tuple(TierSample(tier.used) for tier in heartbeat.tiers)
+    return Sample(now, member.hit_window.hits().rate, tiers)

@@ -28,6 +28,7 @@ from kvtier.agent.protocol import (
     Unpin,
 )
 from kvtier.controller.errors import CommandFailed, MemberGone
+from kvtier.controller.hits import HitWindow
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.keys import split_keys
 from kvtier.rpc.calls import Call
@@ -55,6 +56,7 @@ class Member:
         self.models: Sequence[Model] = ()
         self.heartbeat: Heartbeat | None = None
         """The last one."""
+        self.hit_window = HitWindow()
         self.what_if: WhatIfReport | None = None
         """What other settings would bring, as it has reported last; ``None`` before that."""
         self.what_if_at: float | None = None

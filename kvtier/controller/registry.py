@@ -228,6 +228,7 @@ class Registry:
         """Store a member's heartbeat. Raises: RefusedInstance."""
         check_heartbeat(heartbeat, len(member.places))
         member.heartbeat = heartbeat
+        member.hit_window.add(heartbeat, time.monotonic())
         self._changes.notify()
 
     def update_what_if(self, member: Member, report: WhatIfReport) -> None:

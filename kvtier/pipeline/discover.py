@@ -23,6 +23,8 @@ class Expected:
     """Bytes of each chunk object, in the order of the keys."""
     parents: Sequence[ChunkKey] | None = None
     """The parent of each, if it is not the one before."""
+    tokens: int = 0
+    """Of all chunks together; 0 if unknown."""
 
 
 Ask = Callable[[Sequence[ChunkKey]], Awaitable[Sequence[int]]]

@@ -126,6 +126,8 @@ class Lookup:
         self.hints = hints
         self.marks = marks
         self.compute = compute
+        self.tokens = self.chunk_tokens = 0
+        """Of the chunks that may be found, and of a whole chunk; 0 if they do not count for the hit rate."""
         self.began_at = time.monotonic()
         self.expected: float | None = 0.0
         """In how many seconds the chunks in flight are expected; ``None`` if unknown."""

@@ -93,6 +93,14 @@ class LookUpStage:
         else:
             self._extend_to(found, boundary)
 
+    def count_tokens(self, found: Lookup, keys: Sequence[ChunkKey], expected: Expected | None) -> None:
+        """Let the tokens of a lookup, if they are known, count for the hit rate."""
+        layout = None if expected is None else self._hierarchy.layouts.get(expected.namespace)
+        if expected is not None and layout is not None:
+            found.chunk_tokens = layout.chunk_tokens
+            found.tokens = min(expected.tokens, len(keys) * layout.chunk_tokens)
+            self._hierarchy.counts["lookup_tokens"] += found.tokens
+
     async def settle(self, found: Lookup, progress: ReportProgress | None) -> None:
         """Wait for what is in flight, as the settings say; drop the rest."""
         if found.pushed is not None:
@@ -147,6 +155,7 @@ class LookUpStage:
             return self._extend_from_memory(found, held, rows, among) and len(held) == known
         if not in_memory:
             self._prefetching.start(Prefetch(keys=held, priority=Priority.REQUESTED, among=among))
+        first = found.total
         chunks: list[FoundChunk] = []
         for key, source in zip(held, sources, strict=True):
             chunk = self._find(key, source, among)
@@ -155,8 +164,7 @@ class LookUpStage:
             chunks.append(chunk)
         found.add(chunks)
         if among == ALL_TIERS:
-            for source, count in Counter(chunk.source for chunk in chunks).items():
-                hierarchy.counts[f"found_{hierarchy.tiers[source].name}"] += count
+            self._count(found, first, [chunk.source for chunk in chunks])
         return len(chunks) == known
 
     def _extend_from_memory(
@@ -165,9 +173,20 @@ class LookUpStage:
         """Lease a prefix that is entirely in memory, in one batch."""
         leases = self._hierarchy.memory.lease_rows(rows)
         found.set_head(held, leases)
-        if among == ALL_TIERS and len(leases):
-            self._hierarchy.counts[f"found_{self._hierarchy.memory.name}"] += len(leases)
+        if among == ALL_TIERS:
+            self._count(found, found.taken, [self._hierarchy.memory.index] * len(leases))
         return len(leases) == len(held)
+
+    def _count(self, found: Lookup, first: int, sources: Sequence[int]) -> None:
+        """Count the chunks found from the ``first`` one on, and their tokens, by the tier that held them."""
+        counts, tiers, tokens = self._hierarchy.counts, self._hierarchy.tiers, found.chunk_tokens
+        for source, count in Counter(sources).items():
+            counts[f"found_{tiers[source].name}"] += count
+            counts[f"hit_tokens_{tiers[source].name}"] += count * tokens
+        if sources:
+            # The last chunk may be shorter, or hit in part.
+            excess = (first + len(sources)) * tokens - found.tokens
+            counts[f"hit_tokens_{tiers[sources[-1]].name}"] -= max(0, excess)
 
     def _extend_partially(self, found: Lookup, keys: Sequence[ChunkKey]) -> None:
         """Add a chunk that begins like the first one of ``keys`` that is not held."""
@@ -177,11 +196,15 @@ class LookUpStage:
         chunk = self._hierarchy.catalog.beginnings.like(parent, marks) if marks else None
         if chunk is not None:
             before = found.count
+            equal = found.chunk_tokens * chunk.equal // found.marks.per_chunk
+            found.tokens = min(found.tokens, found.total * found.chunk_tokens + equal)
             self._extend_from_tiers(found, [chunk.key], ALL_TIERS)
             found.partial = chunk if found.count > before else None
 
     def _extend_to(self, found: Lookup, boundary: Boundary) -> None:
         found.held = boundary.chunks
+        # The last one needed is a state, which has no tokens.
+        found.tokens = min(found.tokens, max(0, len(boundary.needed) - 1) * found.chunk_tokens)
         self._extend(found, boundary.needed, whole=True)
         found.needed = len(boundary.needed)
         if found.count < found.needed:

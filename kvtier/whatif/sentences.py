@@ -101,7 +101,7 @@ def hit_rates(report: Report) -> str:
     estimated = f"{' to '.join(dict.fromkeys((rates[0], rates[-1])))} %" if rates else "unknown"
     measured = report.measured_hit_rate
     known = "not measured yet" if measured is None else f"{100 * measured:.1f} % measured"
-    return f"Hit rate: {known}, {estimated} estimated."
+    return f"Hit rate of these chunks: {known}, {estimated} estimated."
 
 
 def _basis(report: Report) -> Iterator[str]:

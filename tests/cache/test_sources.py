@@ -10,7 +10,7 @@ from kvtier.testing.faults import Fault
 from kvtier.tiers.costs import HALF_LIFE_SECONDS, ReadCost
 
 from .conftest import CHUNK_OBJECT_BYTES, rows
-from .faulty_sources import MakeSettings, opened, set_costs, wait_until
+from .faulty_sources import CacheHarness, MakeSettings, opened, set_costs, wait_until
 
 pytestmark = pytest.mark.anyio
 Prompt = Callable[..., list[int]]
@@ -158,3 +158,30 @@ async def test_lookups_of_peers_are_not_counted(settings: MakeSettings, prompt: 
         assert (counts["looked_up"], counts["found_ram"]) == (0, 0)
         harness.cache.look_up(keys).release()
         assert (counts["looked_up"], counts["found_ram"]) == (4, 4)
+
+
+def hit_tokens(harness: CacheHarness) -> tuple[int, int]:
+    """Return the tokens that were looked up, and those of them that were hit."""
+    counts = harness.cache.hierarchy.counts
+    tiers = [tier.name for tier in harness.cache.hierarchy.tiers]
+    return counts["lookup_tokens"], sum(counts[f"hit_tokens_{name}"] for name in tiers)
+
+
+async def test_hit_rate_is_of_tokens(settings: MakeSettings, prompt: Prompt) -> None:
+    tokens = prompt(1000)
+    async with opened(settings, "peers") as harness:
+        await harness.model.store(tokens, rows(tokens))
+        keys, expected = harness.model.keys(tokens), harness.model._expected(len(tokens))
+        harness.cache.look_up(keys, expected).release()
+        assert hit_tokens(harness) == (1000, 1000), "the last chunk is shorter"
+        harness.cache.look_up(keys, expected, repeated=True).release()
+        harness.cache.look_up(keys, expected, local=True).release()
+        assert hit_tokens(harness) == (1000, 1000), "neither repeated lookups nor those of peers"
+        await harness.model.retrieve(tokens[:900], bytearray(len(rows(tokens[:900]))))
+        assert hit_tokens(harness) == (1900, 1000 + 768 + 128), "of the last chunk, 8 whole blocks are equal"
+        others = list(range(50_000, 50_600))
+        await harness.model.retrieve(others, bytearray(len(rows(others))))
+        assert hit_tokens(harness) == (2500, 1896)
+        await harness.fill(others, "peers")
+        await harness.model.retrieve([*others, 1], bytearray(len(rows([*others, 1]))))
+        assert harness.cache.hierarchy.counts["hit_tokens_peers"] == 512 + 80

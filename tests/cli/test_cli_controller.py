@@ -32,7 +32,9 @@ TIER = {
     "available": True,
     "shared": False,
     "found": 3,
+    "hit_rate": 0.2,
 }
+POOL = {**TIER, "name": "pool", "type": "redis", "capacity": None, "shared": True, "hit_rate": 0.1}
 INSTANCE: dict[str, Any] = {
     "instance": "a",
     "state": "connected",
@@ -46,8 +48,8 @@ INSTANCE: dict[str, Any] = {
     "up_to_date": True,
     "models": ["m"],
     "engines": ["vllm"],
-    "tiers": [TIER, {**TIER, "name": "pool", "type": "redis", "capacity": None, "shared": True}],
-    "looked_up": 10,
+    "tiers": [TIER, POOL],
+    "looked_up_tokens": 10,
     "hit_rate": 0.3,
     "pinned": 0,
     "what_if_at": None,
@@ -76,7 +78,7 @@ def stub() -> Iterator[Stub]:
         stub.respond("GET /events", {"events": [EVENT]})
         stub.respond("GET /instances", {"instances": [INSTANCE]})
         stub.respond(
-            "GET /instances/a", {**INSTANCE, "history": [{"time": 1.7e9, "looked_up": 1, "tiers": []}]}
+            "GET /instances/a", {**INSTANCE, "history": [{"time": 1.7e9, "hit_rate": 0.5, "tiers": []}]}
         )
         yield stub
 
@@ -289,12 +291,12 @@ def test_clear_asks_for_confirmation(kvtier: Kvtier, stub: Stub, monkeypatch: py
 
 def test_instances(kvtier: Kvtier, stub: Stub) -> None:
     lines = [line.split() for line in kvtier("instances").output.splitlines()]
-    assert lines[1][:9] == ["a", "ram", "cpu", "1MiB", "(25%)", "4MiB", "8", "30%", "m"]
-    assert lines[2][:7] == ["a", "pool", "redis", "-", "shared", "8", "30%"]
+    assert lines[1][:9] == ["a", "ram", "cpu", "1MiB", "(25%)", "4MiB", "8", "20%", "m"]
+    assert lines[2][:7] == ["a", "pool", "redis", "-", "shared", "8", "10%"]
     assert json.loads(kvtier("instances", "--json").output) == {"instances": [INSTANCE]}
     details = kvtier("instances", "a").output
     assert "none: peer.listen is not set" in details
-    assert "30% of 10 chunks looked up" in details
+    assert "30% of 10 tokens looked up in the last 5 min" in details
     assert json.loads(kvtier("instances", "a", "--json").output)["history"]
     stub.respond("GET /instances", {"instances": []})
     assert kvtier("instances").output.startswith("No instance is registered: set controller.url")

@@ -94,7 +94,7 @@ def comparable(answer: Any) -> Any:
     if "instances" in answer and isinstance(answer["instances"], list):
         first = {**answer["instances"][0]}
         tier = shape(first.pop("tiers"))
-        return {"instances": shape({**first, "hit_rate": None, "looked_up": 0}), "tiers": tier}
+        return {"instances": shape({**first, "hit_rate": None, "looked_up_tokens": 0}), "tiers": tier}
     return {**shape(answer), **same}
 
 

@@ -77,7 +77,9 @@ def hello(instance: str = "one", **changes: Any) -> Hello:
 
 
 def heartbeat(used: int = 0, looked_up: int = 0, found: int = 0) -> Heartbeat:
-    return Heartbeat([TierState(used, used // 4096, True, found)] * len(TIERS), looked_up, ["engine"], 0, 0)
+    """Return a heartbeat. All chunks that were looked up and found have one token."""
+    tiers = [TierState(used, used // 4096, True, found, found)] * len(TIERS)
+    return Heartbeat(tiers, looked_up, ["engine"], 0, 0, looked_up)
 
 
 def unconnected() -> Endpoint:

@@ -52,7 +52,7 @@ def instance(name: str, *tiers: dict[str, Any], **fields: Any) -> dict[str, Any]
         "models": ["meta-llama/Llama-3.1-8B-Instruct"],
         "engines": ["engine-0"],
         "tiers": list(tiers or [tier("ram", "cpu", 20 * GIB, 9 * GIB)]),
-        "looked_up": 10_000,
+        "looked_up_tokens": 10_000,
         "hit_rate": 0.8,
         "pinned": 0,
         "what_if_at": None,

@@ -158,7 +158,7 @@ async def test_instances_are_described(controller: RunningController) -> None:
         assert [tier["name"] for tier in described["tiers"]] == ["ram", "ssd", "pool"]
         assert described["tiers"][0] == {
             "name": "ram", "type": "cpu", "capacity": 1 << 30, "used": 0, "chunks": 0, "available": True,
-            "shared": False, "found": 0,
+            "shared": False, "found": 0, "hit_rate": None,
         }  # fmt: skip
         await a.send(heartbeat(used=8192, looked_up=100, found=20))
         await controller.wait_until(
@@ -166,14 +166,12 @@ async def test_instances_are_described(controller: RunningController) -> None:
         )
         controller.registry._history.sample(controller.registry.members.values(), 5.0)
         described = await controller.get("/instances/a")
-        assert (described["looked_up"], described["hit_rate"], described["tiers"][1]["used"]) == (
+        assert (described["looked_up_tokens"], described["hit_rate"], described["tiers"][1]["used"]) == (
             100,
             0.6,
             8192,
         )
-        assert described["history"] == [
-            {"time": 5.0, "looked_up": 100, "tiers": [{"used": 8192, "found": 20}] * 3}
-        ]
+        assert described["history"] == [{"time": 5.0, "hit_rate": 0.6, "tiers": [{"used": 8192}] * 3}]
     answer = await controller.client.get("/instances/z")
     assert answer.status_code == 404
 

@@ -140,28 +140,40 @@ async def test_charts(browser: Browser) -> None:
     controller = ScriptedController()
     now = time.time()
     ram = tier("ram", "cpu", 100, 80, found=30)
-    controller.instances = [instance("one", ram, tier("pool", "redis", None, 0, found=0), looked_up=60)]
-    counts = [(0, 20, 0), (20, 40, 10), (40, 60, 15), (40, 60, 15), (60, 80, 30)]
+    controller.instances = [instance("one", ram, tier("pool", "redis", None, 0, found=0), hit_rate=0.75)]
+    samples = [(20, None), (20, 0.25), (40, 0.5), (60, 0.6), (80, 0.75)]
     controller.histories["one"] = [
-        {
-            "time": now - 600 + 120 * n,
-            "looked_up": looked_up,
-            "tiers": [{"used": used, "found": found}, {"used": 0, "found": 0}],
-        }
-        for n, (looked_up, used, found) in enumerate(counts)
+        {"time": now - 600 + 30 * n, "hit_rate": rate, "tiers": [{"used": used}, {"used": 0}]}
+        for n, (used, rate) in enumerate(samples)
+    ]
+    # Without connection for 7 minutes.
+    controller.histories["one"] += [
+        controller.histories["one"][-1] | {"time": now - 30 * n} for n in (2, 1, 0)
     ]
     async with controller.serving() as url, visiting(browser, url) as page:
         fill = page.page.get_by_role("img", name="Fill of each tier in the last 10 min")
-        await expect(fill).to_have_accessible_name(re.compile(r"ram now 80\s%, lowest 20\s%, highest 80\s%$"))
-        hits = page.page.get_by_role("img", name="found in the last 10 min")
+        await expect(fill).to_have_accessible_name(
+            re.compile(r"ram last 80\s%, lowest 20\s%, highest 80\s%$")
+        )
+        hits = page.page.get_by_role(
+            "img", name="tokens looked up in the last 5 minutes that were found in the last"
+        )
         await expect(hits).to_have_accessible_name(
-            re.compile(r"hit rate now 75\s%, lowest 25\s%, highest 75\s%$")
+            re.compile(r"hit rate last 75\s%, lowest 25\s%, highest 75\s%$")
         )
-        await expect(page.cards.locator("figcaption")).to_have_text(["Fill80 %", "Hit rate75 %"])
+        captions = page.cards.locator("figcaption")
+        await expect(captions).to_have_text(["Fill80 %", "Hit rate, 5 min75 %"])
+        for chart in (fill, hits):
+            await expect(chart.locator(".line")).to_have_count(2)
+        left, right = [await fill.locator(".line").nth(n).get_attribute("d") for n in (0, 1)]
+        assert left is not None
+        assert right is not None
+        assert (left.count("L"), right.count("L")) == (4, 2)
         await fill.hover(position={"x": 1, "y": 5})
-        await expect(page.cards.locator("figcaption").first).to_have_text(
-            re.compile(r"Fill\d\d:\d\d\s+20\s%")
-        )
+        await expect(captions.first).to_have_text(re.compile(r"Fill\d\d:\d\d\s+20\s%"))
+        width = (await fill.bounding_box() or {"width": 0})["width"]
+        await fill.hover(position={"x": width / 2, "y": 5})
+        await expect(captions.first).not_to_have_text(re.compile(r"Fill\d\d:\d\d\s+80\s%"))
 
 
 def test_page_loads_nothing_from_other_hosts() -> None:

@@ -150,10 +150,12 @@ async def test_heartbeats_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_registry() as running, running.instance("one") as instance:
         member = running.member()
         assert running.registry.history(member) == ()
-        await instance.send(heartbeat(used=4096, looked_up=10, found=3))
-        await running.wait_until(lambda: bool(running.registry.history(member)))
-        sample = running.registry.history(member)[0]
-        assert (sample.looked_up, sample.tiers) == (10, (TierSample(4096, 3),) * len(TIERS))
+        await instance.send(heartbeat(), heartbeat(used=4096, looked_up=10, found=3))
+        await running.wait_until(lambda: _used(running) == 4096)
+        count = len(running.registry.history(member))
+        await running.wait_until(lambda: len(running.registry.history(member)) > count)
+        sample = running.registry.history(member)[-1]
+        assert (sample.hit_rate, sample.tiers) == (0.9, (TierSample(4096),) * len(TIERS))
 
 
 async def test_history_covers_an_hour_and_survives_the_connection() -> None:
@@ -164,7 +166,7 @@ async def test_history_covers_an_hour_and_survives_the_connection() -> None:
         kept.sample([member], 10.0 * number)
     samples = kept.of("one")
     assert len(samples) == 360
-    assert samples[0] == Sample(400.0, 0, (TierSample(40, 0),) * len(TIERS))
+    assert samples[0] == Sample(400.0, None, (TierSample(40),) * len(TIERS))
     again = Member(hello("one"), member.places, unconnected())
     again.heartbeat = heartbeat()
     kept.sample([again], 4500.0)

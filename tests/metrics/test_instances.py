@@ -62,7 +62,7 @@ async def test_peer_metrics_of_both_sides(tmp_path: Path) -> None:
             route = {"source": "peers", "target": "ram", "event": "prefetch"}
             assert scrape("transferred_bytes_total", **route) == 4 * CHUNK_OBJECT_BYTES
             assert scrape("pool_found_chunks_total") == 4
-            assert scrape.by("found_chunks_total", "tier") == {"peers": 4}
+            assert scrape.by("lookup_hit_tokens_total", "tier") == {"peers": len(TOKENS)}
             scrape = await wait_until(serving, lambda scrape: scrape("serving_grants") == 0)
             assert scrape("serving_issued_grants_total") == first.server.status()["granted"]
             assert scrape("serving_granted_bytes") == 0

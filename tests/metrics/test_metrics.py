@@ -36,8 +36,8 @@ async def test_counts_of_stored_found_and_transferred_chunks(tmp_path: Path) -> 
         assert scrape("build_info", version=kvtier.__version__) == 1
         assert scrape("tier_info", tier="ssd", type="disk") == 1
         assert scrape("stored_chunks_total") == 4
-        assert scrape("looked_up_chunks_total") == 4 + 8
-        assert scrape.by("found_chunks_total", "tier") == {"ram": 4, "ssd": 4}
+        assert scrape("lookup_tokens_total") == 1024 + 2048
+        assert scrape.by("lookup_hit_tokens_total", "tier") == {"ram": 1024, "ssd": 1024}
         for route in (UP, DOWN):
             assert scrape("transferred_bytes_total", **route) == 4 * CHUNK_OBJECT_BYTES
             assert scrape("transfer_outcomes_total", **route, outcome="ok") == 4

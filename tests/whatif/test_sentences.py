@@ -25,7 +25,7 @@ def test_basis_has_the_sample_the_cost_and_both_hit_rates() -> None:
     assert basis(REPORT) == [
         "Observed for 2.2 hours: 1,240,000 chunks. The sample: 1 % of all keys, 12,300 chunks.",
         "The estimate takes 0.3 % of one core.",
-        "Hit rate: 61.2 % measured, 60.0 % estimated.",
+        "Hit rate of these chunks: 61.2 % measured, 60.0 % estimated.",
     ]
 
 
@@ -52,11 +52,15 @@ def test_what_makes_the_estimate_less_exact_is_said(fields: dict[str, Any], expe
 
 def test_hit_rates_that_are_not_known_or_differ_by_tier() -> None:
     assert (
-        hit_rates(replace(REPORT, measured_hit_rate=None)) == "Hit rate: not measured yet, 60.0 % estimated."
+        hit_rates(replace(REPORT, measured_hit_rate=None))
+        == "Hit rate of these chunks: not measured yet, 60.0 % estimated."
     )
-    assert hit_rates(replace(REPORT, tiers=[])) == "Hit rate: 61.2 % measured, unknown estimated."
+    assert (
+        hit_rates(replace(REPORT, tiers=[]))
+        == "Hit rate of these chunks: 61.2 % measured, unknown estimated."
+    )
     differ = replace(REPORT, tiers=[RAM, replace(SSD, hit_rate=0.588)])
-    assert hit_rates(differ) == "Hit rate: 61.2 % measured, 58.8 to 60.0 % estimated."
+    assert hit_rates(differ) == "Hit rate of these chunks: 61.2 % measured, 58.8 to 60.0 % estimated."
 
 
 def ram(capacity: int, gained: float, seconds: float | None) -> Change:

@@ -7,7 +7,8 @@ export const WIDTH = 300;
 export const HEIGHT = 100;
 const MIN_SPAN = 300;
 const MAX_SPAN = 3600;
-const MINUTE = 60;
+/** Between two samples, after which a line is interrupted: samples are ten seconds apart. */
+const GAP = 35;
 
 /** Return the lines at 0, 50 and 100 %. */
 export const lines = () =>
@@ -43,8 +44,8 @@ export class Chart {
   }
 
   /**
-   * Draw `series`, each with a `name`, a `tone` and `points`: [seconds, fraction from 0 to 1 or null]. A null
-   * interrupts the line.
+   * Draw `series`, each with a `name`, a `tone` and `points`: [seconds, fraction from 0 to 1 or null]. A null or
+   * a gap interrupts the line.
    */
   show(series, now) {
     const first = Math.min(now, ...series.map(({ points }) => points[0]?.[0] ?? now));
@@ -62,9 +63,11 @@ export class Chart {
   /** Return the paths of a line, and of the area below it if it is the only one. */
   #paths({ tone, points }) {
     const runs = [[]];
+    let before = null;
     for (const [time, share] of points) {
-      if (share === null) runs.push([]);
-      else if (time >= this.now - this.span) runs.at(-1).push([this.#x(time), HEIGHT * (1 - share)]);
+      if (share === null || time - before > GAP) runs.push([]);
+      before = time;
+      if (share !== null && time >= this.now - this.span) runs.at(-1).push([this.#x(time), HEIGHT * (1 - share)]);
     }
     const drawn = [];
     for (const run of runs.filter((run) => run.length)) {
@@ -80,8 +83,8 @@ export class Chart {
   /** Show the current value: the pointer is not on the chart. */
   #showCurrent() {
     this.#cursor.setAttribute("visibility", "hidden");
-    const last = this.#series.map(({ points }) => known(points).at(-1));
-    const current = last[0] ? percent(last[0][1]) : "no data yet";
+    const [time, share] = this.#series[0]?.points.at(-1) ?? [0, null];
+    const current = share === null || this.now - time > GAP ? "no data" : percent(share);
     setText(this.#value, this.#series.length === 1 ? current : "");
   }
 
@@ -91,7 +94,7 @@ export class Chart {
     const time = this.now - this.span * (1 - (event.clientX - box.left) / box.width);
     const shares = this.#series.flatMap(({ name, points }) => {
       const nearest = closest(known(points), time);
-      return nearest ? [`${this.#series.length > 1 ? `${name} ` : ""}${percent(nearest[1])}`] : [];
+      return nearest && Math.abs(nearest[0] - time) <= GAP ? [`${this.#series.length > 1 ? `${name} ` : ""}${percent(nearest[1])}`] : [];
     });
     if (!shares.length) return;
     this.#cursor.setAttribute("x1", this.#x(time));
@@ -105,7 +108,7 @@ export class Chart {
       const shares = known(points).map(([, share]) => share);
       if (!shares.length) return [];
       const [low, high] = [Math.min(...shares), Math.max(...shares)];
-      return [`${name} now ${percent(shares.at(-1))}, lowest ${percent(low)}, highest ${percent(high)}`];
+      return [`${name} last ${percent(shares.at(-1))}, lowest ${percent(low)}, highest ${percent(high)}`];
     });
     return `${this.what} in the last ${age(this.span)}: ${parts.join("; ") || "no data yet"}`;
   }
@@ -127,23 +130,9 @@ export function fillSeries(instance) {
   });
 }
 
-/** The fraction of chunks found, among those looked up in the minute before each sample. */
+/** The hit rate of the five minutes before each sample. */
 export function hitSeries({ history }) {
-  const found = (sample) => sample.tiers.reduce((sum, tier) => sum + tier.found, 0);
-  const steps = history.slice(1).map((sample, index) => {
-    const asked = sample.looked_up - history[index].looked_up;
-    // A counter that decreased means a restart of the instance.
-    return asked > 0 ? [sample.time, asked, found(sample) - found(history[index])] : [sample.time, 0, 0];
-  });
-  let first = 0;
-  const points = steps.map(([time], last) => {
-    while (steps[first][0] <= time - MINUTE) first += 1;
-    const minute = steps.slice(first, last + 1);
-    const asked = minute.reduce((sum, step) => sum + step[1], 0);
-    return [time, asked ? share(minute.reduce((sum, step) => sum + step[2], 0), asked) : null];
-  });
-  // The first sample has no predecessor to compare with.
-  return [{ name: "hit rate", tone: 0, points: [...history.slice(0, 1).map(({ time }) => [time, null]), ...points] }];
+  return [{ name: "hit rate", tone: 0, points: history.map(({ time, hit_rate: rate }) => [time, rate ?? null]) }];
 }
 
 const share = (part, whole) => (part === undefined ? null : Math.min(1, Math.max(0, part / whole)));

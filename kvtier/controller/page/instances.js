@@ -51,7 +51,7 @@ class Card {
   #facts = make("dl", { class: "facts" });
   #tiers = make("ul", { class: "tiers" });
   #fill = new Chart("Fill", "Fill of each tier");
-  #hits = new Chart("Hit rate", "Share of the chunks looked up per minute that were found");
+  #hits = new Chart("Hit rate, 5 min", "Part of the tokens looked up in the last 5 minutes that were found");
   #rows = [];
   #drawn = {};
 
@@ -113,10 +113,11 @@ class Card {
     tiers.forEach((tier, number) => this.#rows[number].draw(tier));
   }
 
-  /** Redraw the charts only when there is a new sample. */
+  /** Redraw the charts when there is a new sample, or should be one. */
   #drawCharts(instance, now) {
     const { history } = instance;
-    const key = `${history.length} ${history[0]?.time} ${history.at(-1)?.time}`;
+    // At least every ten seconds, so that a gap at the end is seen.
+    const key = `${history.length} ${history[0]?.time} ${history.at(-1)?.time} ${Math.floor(now / 10)}`;
     if (this.#drawn.charts === key) return;
     this.#drawn.charts = key;
     const fill = fillSeries(instance);
@@ -171,9 +172,9 @@ function condition({ disconnectedAt, up_to_date: upToDate }) {
   return upToDate ? ["up-to-date", "up to date"] : ["catching-up", "catching up"];
 }
 
-function heartbeat({ disconnectedAt, last_heartbeat: last, hit_rate: rate, looked_up: lookedUp }, now) {
+function heartbeat({ disconnectedAt, last_heartbeat: last, hit_rate: rate, looked_up_tokens: lookedUp }, now) {
   if (disconnectedAt) return `for ${age(now - disconnectedAt)}`;
   const since = last === null ? "no heartbeat yet" : `heartbeat ${age(now - last)} ago`;
-  const hits = lookedUp && rate !== null ? `found ${percent(rate)} of ${count(lookedUp)} chunks, ` : "";
+  const hits = lookedUp && rate !== null ? `hit ${percent(rate)} of ${count(lookedUp)} tokens in 5 min, ` : "";
   return hits + since;
 }

@@ -21,6 +21,7 @@ const dialog = new TokenDialog(tryToken);
 const views = [new Instances(store, api), new Lookup(store, api), new Events(store)];
 
 let scheduled = false;
+let reconnected = false;
 
 function redraw() {
   if (scheduled) return;
@@ -35,6 +36,7 @@ function redraw() {
 function onState(state, detail) {
   connection.set(state, detail);
   if (state !== "live") return;
+  reconnected = true;
   store.ahead = detail;
   store.clearEvents();
   // Load after the stream has started, so that no change in between is missed.
@@ -43,8 +45,12 @@ function onState(state, detail) {
 }
 
 function onMessage(name, value) {
-  if (name === "instances") store.takeInstances(value.instances).forEach(loadHistory);
-  else if (name === "event") store.takeEvent(value);
+  if (name === "instances") {
+    const fresh = store.takeInstances(value.instances);
+    // The controller has samples of the time in which this page was not connected.
+    (reconnected ? value.instances.map(({ instance }) => instance) : fresh).forEach(loadHistory);
+    reconnected = false;
+  } else if (name === "event") store.takeEvent(value);
   redraw();
 }
 

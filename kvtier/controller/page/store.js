@@ -124,6 +124,6 @@ function isAhead(event, known) {
 /** Append a sample of the current state if the last one is old enough. */
 function extended(history, instance, now) {
   if (history.length && now - history.at(-1).time < SAMPLE_SECONDS) return history;
-  const tiers = instance.tiers.map(({ used, found }) => ({ used, found }));
-  return [...history, { time: now, looked_up: instance.looked_up, tiers }].slice(-MAX_SAMPLES);
+  const tiers = instance.tiers.map(({ used }) => ({ used }));
+  return [...history, { time: now, hit_rate: instance.hit_rate, tiers }].slice(-MAX_SAMPLES);
 }
