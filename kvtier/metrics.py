@@ -374,6 +374,10 @@ def _of_what_if(report: WhatIfReport | None) -> Iterator[Metric]:
     sampled = CounterMetricFamily("kvtier_whatif_sampled_chunks", text)
     text = "Lookups not observed, because the estimate could not keep up."
     dropped = CounterMetricFamily("kvtier_whatif_dropped_lookups", text)
+    text = "Part of the chunks looked up that the estimate has observed."
+    observed = GaugeMetricFamily("kvtier_whatif_observed_ratio", text)
+    text = "For how long the oldest lookup that is not observed yet has been waiting, in seconds."
+    behind = GaugeMetricFamily("kvtier_whatif_behind_seconds", text)
     if report is not None:
         by_policy = {(curve.tier, curve.policy): curve.hit_rate for curve in report.tiers}
         by_policy |= {(at.tier, at.policy): at.hit_rate for at in report.changes if at.policy is not None}
@@ -390,7 +394,9 @@ def _of_what_if(report: WhatIfReport | None) -> Iterator[Metric]:
                     fast.add_metric([curve.tier, f"{multiple:g}x"], point.fast_hit_rate)
         sampled.add_metric([], report.sampled)
         dropped.add_metric([], report.dropped)
-    yield from (rates, fast, useful, policies, sampled, dropped)
+        observed.add_metric([], report.observed)
+        behind.add_metric([], report.behind_seconds)
+    yield from (rates, fast, useful, policies, sampled, dropped, observed, behind)
 
 
 def application(metrics: CacheMetrics) -> Starlette:

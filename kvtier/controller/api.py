@@ -394,7 +394,15 @@ class WhatIfReport(_Answer):
     """What an instance estimates. Hit rates are fractions from 0 to 1."""
 
     seconds: float = Field(description="For how long lookups have been observed.")
-    chunks: int = Field(description="Chunks asked for meanwhile.")
+    chunks: int = Field(description="Chunks of lookups that were observed.")
+    looked_up: int = Field(
+        default=0,
+        description="Chunks of all lookups since the start, also of those that wait or were dropped.",
+    )
+    observed: float = Field(default=1.0, description="The part of these that was observed, from 0 to 1.")
+    behind_seconds: float = Field(
+        default=0.0, description="For how long the oldest lookup that is not observed yet has been waiting."
+    )
     sampled: int = Field(description="Of these, those in the sample.")
     sampling: float = Field(description="The part of all keys that the sample has.")
     cpu_share: float = Field(description="What the estimate takes of one core.")

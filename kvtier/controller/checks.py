@@ -88,13 +88,25 @@ def check_what_if(report: WhatIfReport, tiers: Sequence[str]) -> None:
     capacities = [change.capacity_bytes for change in changes if change.capacity_bytes is not None]
     sizes = [size for curve in curves for size in (curve.capacity_bytes, curve.useful_bytes)]
     sizes += [point.capacity_bytes for point in points]
-    _check_counts(where, [*sizes, *capacities, report.chunks, report.sampled, report.dropped])
-    shares = [report.sampling, report.measured_hit_rate or 0.0, *(point.hit_rate for point in points)]
+    _check_counts(
+        where, [*sizes, *capacities, report.chunks, report.looked_up, report.sampled, report.dropped]
+    )
+    shares = [
+        report.sampling,
+        report.observed,
+        report.measured_hit_rate or 0.0,
+        *(point.hit_rate for point in points),
+    ]
     shares += [point.fast_hit_rate for point in points if point.fast_hit_rate is not None]
     shares += [*(curve.hit_rate for curve in curves), *(change.hit_rate for change in changes)]
     _check_numbers(where, shares, 0, 1)
     _check_numbers(where, [change.gained for change in changes], -1, 1)
-    amounts = [report.seconds, report.cpu_share, report.prefill_tokens_per_second or 0.0]
+    amounts = [
+        report.seconds,
+        report.behind_seconds,
+        report.cpu_share,
+        report.prefill_tokens_per_second or 0.0,
+    ]
     _check_numbers(where, amounts, 0, MAX_COUNT)
     saved = [change.gpu_seconds_a_day or 0.0 for change in changes]
     _check_numbers(where, saved, -MAX_COUNT, MAX_COUNT)

@@ -37,7 +37,9 @@ SLICE_SECONDS = 0.005
 PAUSE_AFTER_SECONDS = 0.0003
 """For how long the thread keeps the interpreter from the event loop, except for a prompt of many chunks."""
 HALVINGS = 4
-"""How often the sample is halved at once if lookups were dropped."""
+"""How often the sample is halved at once at most, and if lookups were dropped."""
+MAX_BEHIND_SECONDS = 10.0
+"""How long a lookup may wait before the sample is lowered."""
 MAX_PENDING_BYTES = 4 << 20
 """Limit of what is not processed yet. Further lookups are dropped."""
 KEY_OBJECT_BYTES = KEY_BYTES + 41
@@ -52,14 +54,16 @@ class Estimator(Observer):
     def __init__(self, estimate: Estimate) -> None:
         self._estimate = estimate
         self._began = self._paced = time.monotonic()
-        self._pending: deque[PromptLookup | Sequence[ChunkKey]] = deque()
-        """Lookups, and chunks that were stored, in their order."""
+        self._pending: deque[tuple[float, PromptLookup | Sequence[ChunkKey]]] = deque()
+        """Lookups, and chunks that were stored, in their order, with the time at which they came."""
+        self._looked_up = 0
+        """Chunks of all lookups."""
         self._taken_bytes = self._processed_bytes = 0
         """Of what was ever pending. Each is changed in one thread only."""
         self._lower_after = 0
         """How many bytes must be processed before the sample may be lowered again."""
-        self._dropped_before = 0
-        """Lookups that were dropped before it was lowered last."""
+        self._dropped_before = self._taken_before = self._processed_before = 0
+        """Lookups that were dropped, and bytes, before it was lowered last."""
         self._threads = WorkerThreads(1)
         self._dropped = 0
         self._cpu_seconds = 0.0
@@ -72,6 +76,7 @@ class Estimator(Observer):
 
     def observe_lookup(self, lookup: PromptLookup) -> None:
         """Observe a lookup of a prompt. Takes a microsecond, and never raises."""
+        self._looked_up += len(lookup.keys)
         if not self._take(lookup, lookup.keys):
             self._dropped += 1
 
@@ -86,7 +91,7 @@ class Estimator(Observer):
         if self._stopped or self._taken_bytes - self._processed_bytes + size > MAX_PENDING_BYTES:
             return False
         self._taken_bytes += size
-        self._pending.append(item)
+        self._pending.append((time.monotonic(), item))
         return True
 
     async def run(self) -> None:
@@ -113,19 +118,12 @@ class Estimator(Observer):
         began = paused = time.thread_time()
         estimate, pending = self._estimate, self._pending
         try:
-            waiting = self._taken_bytes - self._processed_bytes
-            if waiting > MAX_PENDING_BYTES // 2 and self._processed_bytes >= self._lower_after:
-                # Lookups that are dropped distort the distances, a smaller sample only makes them less exact.
-                for _ in range(HALVINGS if self._dropped > self._dropped_before else 1):
-                    estimate.lower()
-                self._dropped_before = self._dropped
-                # What waits now has come while the sample was larger.
-                self._lower_after = self._processed_bytes + waiting
+            self._lower_if_behind()
             while pending and (now := time.thread_time()) - began < SLICE_SECONDS:
                 if now - paused > PAUSE_AFTER_SECONDS:
                     let_others_run()
                     paused = now
-                item = pending.popleft()
+                _, item = pending.popleft()
                 if isinstance(item, PromptLookup):
                     self._processed_bytes += _size(item.keys)
                     estimate.observe(item)
@@ -142,6 +140,32 @@ class Estimator(Observer):
             pending.clear()
         self._cpu_seconds += time.thread_time() - began
 
+    def _lower_if_behind(self) -> None:
+        """Lower the sample if what waits is much or old, and has not become less since it was lowered."""
+        waiting = self._taken_bytes - self._processed_bytes
+        is_behind = waiting > MAX_PENDING_BYTES // 2 or self._behind_seconds > MAX_BEHIND_SECONDS
+        if not is_behind or self._processed_bytes < self._lower_after:
+            return
+        # Lookups that are dropped distort the distances, a smaller sample only makes them less exact.
+        halvings = HALVINGS
+        if self._dropped == self._dropped_before:
+            taken = self._taken_bytes - self._taken_before
+            processed = max(1, self._processed_bytes - self._processed_before)
+            # One more than the rates suggest: half the sample takes more than half the time.
+            halvings = min(HALVINGS, 1 + (taken // processed).bit_length())
+        self._estimate.lower(halvings)
+        self._dropped_before = self._dropped
+        self._taken_before, self._processed_before = self._taken_bytes, self._processed_bytes
+        # What waits now has come while the sample was larger. A quarter of it shows whether that was enough.
+        self._lower_after = self._processed_bytes + waiting // 4
+
+    @property
+    def _behind_seconds(self) -> float:
+        try:
+            return time.monotonic() - self._pending[0][0]
+        except IndexError:  # The thread may have taken the last one.
+            return 0.0
+
     def _report_is_due(self) -> bool:
         age = time.monotonic() - self._reported
         return self._changed and (age >= REPORT_SECONDS or not self._report.chunks)
@@ -153,8 +177,16 @@ class Estimator(Observer):
         self._report = self._estimate.report(self._reported, share, self._dropped)
 
     def report(self) -> Report:
-        """Return what was known :data:`REPORT_SECONDS` ago at most. Takes microseconds."""
-        return replace(self._report, dropped=self._dropped, stopped=self._stopped)
+        """Return what was known :data:`REPORT_SECONDS` ago at most, and what is observed now."""
+        looked_up = self._looked_up
+        return replace(
+            self._report,
+            looked_up=looked_up,
+            observed=min(1.0, self._estimate.chunks / looked_up) if looked_up else 1.0,
+            behind_seconds=self._behind_seconds,
+            dropped=self._dropped,
+            stopped=self._stopped,
+        )
 
 
 def _size(keys: Sequence[ChunkKey]) -> int:

@@ -52,7 +52,7 @@ class Report(Struct, frozen=True):
     seconds: float
     """For how long lookups have been observed."""
     chunks: int
-    """How many chunks were asked for meanwhile."""
+    """How many chunks of lookups were observed."""
     sampled: int
     """Of these, those in the sample."""
     sampling: float
@@ -70,3 +70,9 @@ class Report(Struct, frozen=True):
     """The most useful ones first."""
     stopped: str = ""
     """Why nothing is observed any more; empty while it is."""
+    looked_up: int = 0
+    """Chunks of all lookups since then: also of those that wait to be observed, and of dropped ones."""
+    behind_seconds: float = 0.0
+    """For how long the oldest lookup that is not observed yet has been waiting."""
+    observed: float = 1.0
+    """Which part of these was observed, from 0 to 1."""

@@ -21,6 +21,9 @@ MIN_EXCESS = 1.25
 MAX_DIFFERENCE = 5.0
 """Percentage points between the measured and the estimated hit rate, above which it is called inexact."""
 
+MIN_BEHIND_SECONDS = 10.0
+"""How long a lookup may wait to be observed without a sentence."""
+
 DISABLED = "The estimate is switched off: set `whatif.enabled` to true, and restart the cache process."
 NOTHING_OBSERVED = "Nothing has been observed yet: no engine has looked up a chunk since the process started."
 NOTHING_REPORTED = (
@@ -108,7 +111,8 @@ def _basis(report: Report) -> Iterator[str]:
     if report.stopped:
         yield f"Nothing is observed any more, because of an error: {report.stopped}"
     sample = f"{_share(report.sampling)} of all keys, {report.sampled:,} chunks"
-    yield f"Observed for {_amount(report.seconds)}: {report.chunks:,} chunks. The sample: {sample}."
+    observed = f"{report.chunks:,} chunks, {_part(report.observed)} of those looked up"
+    yield f"Observed for {_amount(report.seconds)}: {observed}. The sample: {sample}."
     yield f"The estimate takes {_share(report.cpu_share)} of one core."
     yield hit_rates(report)
     if report.sampled < MIN_SAMPLED:
@@ -120,6 +124,9 @@ def _basis(report: Report) -> Iterator[str]:
         yield f"These differ by more than {MAX_DIFFERENCE:g} points: the estimate is inexact."
     if report.dropped:
         yield f"{report.dropped:,} lookups were not observed, because the estimate could not keep up."
+    if report.behind_seconds >= MIN_BEHIND_SECONDS:
+        behind = _amount(report.behind_seconds)
+        yield f"It is {behind} behind the lookups: the sample gets smaller until it keeps up."
     if report.prefill_tokens_per_second is None:
         yield "No engine has reported its speed of prefill yet: GPU time is unknown."
 
@@ -146,6 +153,11 @@ def _amount(seconds: float, units: Sequence[tuple[str, float]] = _UNITS) -> str:
     number = seconds / length
     text = f"{number:,.0f}" if number >= 9.95 else f"{number:.1f}".removesuffix(".0")
     return f"{text} {unit}{'' if text == '1' else 's'}"
+
+
+def _part(part: float) -> str:
+    """Return a percentage. Only all is 100 %."""
+    return _share(part if part == 1 else min(part, 0.999))
 
 
 def _share(part: float) -> str:

@@ -19,6 +19,7 @@ SSD = _curve("ssd", 1000, 250, {125: 0.55, 250: 0.599, 500: 0.6, 2000: 0.6})
 REPORT = Report(
     seconds=8000.0,
     chunks=1_240_000,
+    looked_up=1_240_000,
     sampled=12_300,
     sampling=0.01,
     cpu_share=0.003,

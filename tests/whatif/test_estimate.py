@@ -177,6 +177,24 @@ def test_smaller_sample_keeps_the_answers() -> None:
     assert report_of(estimate).tiers[0].hit_rate == pytest.approx(real, abs=0.05)
 
 
+def test_samples_that_are_lowered_several_times_at_once_are_restarted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A restart takes as long as hundreds of lookups."""
+    estimates = [estimate_of(settings_of({"chunks": 250})) for _ in range(2)]
+    for estimate in estimates:
+        observe(estimate, PROMPTS[:100])
+    one, other = estimates
+    for _ in range(12):
+        one.lower()
+    restarts: list[Estimate] = []
+    restart = Estimate._restart
+    monkeypatch.setattr(Estimate, "_restart", lambda self: (restarts.append(self), restart(self)))
+    other.lower(12)
+    assert restarts == [other]
+    assert (other._threshold, other.distances.threshold) == (one._threshold, one.distances.threshold)
+
+
 def test_chunks_of_another_size_take_over_the_miniature_caches() -> None:
     estimate = estimate_of(settings_of({"chunks": 100}))
     observe(estimate, PROMPTS[:10])

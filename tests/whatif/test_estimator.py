@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from kvtier.settings import DEFAULT_EVICTION
 from kvtier.simulation.keys import chunk_keys
 from kvtier.tiers.router import FIRST
 from kvtier.whatif.estimate import Estimate
-from kvtier.whatif.estimator import MAX_PENDING_BYTES, Estimator
+from kvtier.whatif.estimator import HALVINGS, MAX_BEHIND_SECONDS, MAX_PENDING_BYTES, Estimator
 from tests.waiting import until
 from tests.whatif.observing import PLUGINS, chats, estimate_of, settings_of
 
@@ -146,8 +147,8 @@ def lookup_of(chunks: int) -> PromptLookup:
 
 
 def test_overload_drops_lookups_and_lowers_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    lowered: list[Estimate] = []
-    monkeypatch.setattr(Estimate, "lower", lambda self: lowered.append(self))
+    lowered: list[int] = []
+    monkeypatch.setattr(Estimate, "lower", lambda _, halvings: lowered.append(halvings))
     estimate = estimate_of(settings_of({"chunks": 2000}))
     estimator = Estimator(estimate)
     for _ in range(10):
@@ -162,6 +163,40 @@ def test_overload_drops_lookups_and_lowers_the_sample(monkeypatch: pytest.Monkey
     assert estimator._taken_bytes == estimator._processed_bytes
     estimator.observe_lookup(lookup_of(100))
     assert estimator.report().dropped == dropped
+
+
+def test_sample_is_lowered_as_often_as_it_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered: list[int] = []
+    monkeypatch.setattr(Estimate, "lower", lambda _, halvings: lowered.append(halvings))
+    monkeypatch.setattr("kvtier.whatif.estimator.SLICE_SECONDS", -1.0)  # Nothing is processed.
+    estimator = Estimator(estimate_of(settings_of({"chunks": 2000})))
+
+    def wait(seconds: float) -> None:
+        estimator._pending = deque((time - seconds, item) for time, item in estimator._pending)
+
+    for _ in range(16):
+        estimator.observe_lookup(lookup_of(100))
+    estimator._process()
+    assert not lowered, "nothing has waited for long"
+    wait(MAX_BEHIND_SECONDS)
+    report = estimator.report()
+    assert (report.looked_up, report.chunks, report.observed, report.dropped) == (1600, 0, 0.0, 0)
+    assert report.behind_seconds >= MAX_BEHIND_SECONDS
+    estimator._process()
+    assert lowered == [HALVINGS], "it has processed nothing"
+    estimator._process()
+    assert lowered == [HALVINGS], "what waits has come while the sample was larger"
+    monkeypatch.setattr("kvtier.whatif.estimator.SLICE_SECONDS", 60.0)
+    estimator._process()
+    assert not estimator._pending
+    assert (estimator.report().observed, estimator.report().behind_seconds) == (1.0, 0.0)
+    # As many come as it processes.
+    monkeypatch.setattr("kvtier.whatif.estimator.SLICE_SECONDS", -1.0)
+    for _ in range(16):
+        estimator.observe_lookup(lookup_of(100))
+    wait(MAX_BEHIND_SECONDS)
+    estimator._process()
+    assert lowered == [HALVINGS, 2]
 
 
 async def test_answers_are_made_in_the_thread_and_only_if_something_has_changed(

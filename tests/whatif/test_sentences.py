@@ -23,7 +23,8 @@ def test_findings_are_the_useful_changes_and_the_tiers_that_are_too_large() -> N
 
 def test_basis_has_the_sample_the_cost_and_both_hit_rates() -> None:
     assert basis(REPORT) == [
-        "Observed for 2.2 hours: 1,240,000 chunks. The sample: 1 % of all keys, 12,300 chunks.",
+        "Observed for 2.2 hours: 1,240,000 chunks, 100 % of those looked up. The sample: 1 % of all keys, "
+        "12,300 chunks.",
         "The estimate takes 0.3 % of one core.",
         "Hit rate of these chunks: 61.2 % measured, 60.0 % estimated.",
     ]
@@ -38,6 +39,15 @@ def test_basis_has_the_sample_the_cost_and_both_hit_rates() -> None:
         ),
         ({"measured_hit_rate": 0.66}, "These differ by more than 5 points: the estimate is inexact."),
         ({"stopped": "OSError: x"}, "Nothing is observed any more, because of an error: OSError: x"),
+        (
+            {"observed": 0.99999},
+            "Observed for 2.2 hours: 1,240,000 chunks, 99.9 % of those looked up. The sample: 1 % of all "
+            "keys, 12,300 chunks.",
+        ),
+        (
+            {"behind_seconds": 42.0},
+            "It is 42 seconds behind the lookups: the sample gets smaller until it keeps up.",
+        ),
         ({"dropped": 1200}, "1,200 lookups were not observed, because the estimate could not keep up."),
         (
             {"prefill_tokens_per_second": None},
