@@ -261,7 +261,7 @@ async def test_restarted_controller_recovers_its_state(tmp_path: Path) -> None:
             assert await second.held(tokens=TOKENS) == {"a": {"ram": len(TOKENS)}}
             assert await second.get(f"/events/{pinned['event_id']}") == pinned
             catalog = a.cache.hierarchy.catalog
-            await second.wait_until(lambda: len(catalog.pins) == CHUNKS)
+            await second.wait_until(lambda: catalog.pinned == CHUNKS)
             await second.done("/move", **move_request("a/ram", "b/ram"))
             assert b.is_intact(TOKENS)
 

@@ -148,7 +148,7 @@ async def test_charts(browser: Browser) -> None:
     ]
     # Without connection for 7 minutes.
     controller.histories["one"] += [
-        controller.histories["one"][-1] | {"time": now - 30 * n} for n in (2, 1, 0)
+        controller.histories["one"][-1] | {"time": now - 30 * n, "hit_rate": 0.7} for n in (2, 1, 0)
     ]
     async with controller.serving() as url, visiting(browser, url) as page:
         fill = page.page.get_by_role("img", name="Fill of each tier in the last 10 min")

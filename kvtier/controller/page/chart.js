@@ -84,7 +84,7 @@ export class Chart {
   #showCurrent() {
     this.#cursor.setAttribute("visibility", "hidden");
     const [time, share] = this.#series[0]?.points.at(-1) ?? [0, null];
-    const current = share === null || this.now - time > GAP ? "no data" : percent(share);
+    const current = share === null || this.now - time > GAP ? "-" : percent(share);
     setText(this.#value, this.#series.length === 1 ? current : "");
   }
 
@@ -130,9 +130,10 @@ export function fillSeries(instance) {
   });
 }
 
-/** The hit rate of the five minutes before each sample. */
-export function hitSeries({ history }) {
-  return [{ name: "hit rate", tone: 0, points: history.map(({ time, hit_rate: rate }) => [time, rate ?? null]) }];
+/** The hit rate of the five minutes before each sample, and before now. */
+export function hitSeries({ history, hit_rate: current, disconnectedAt }, now) {
+  const points = history.map(({ time, hit_rate: rate }) => [time, rate ?? null]);
+  return [{ name: "hit rate", tone: 0, points: disconnectedAt ? points : [...points, [now, current ?? null]] }];
 }
 
 const share = (part, whole) => (part === undefined ? null : Math.min(1, Math.max(0, part / whole)));

@@ -113,17 +113,17 @@ class Card {
     tiers.forEach((tier, number) => this.#rows[number].draw(tier));
   }
 
-  /** Redraw the charts when there is a new sample, or should be one. */
+  /** Redraw the charts when there is a new sample or hit rate, or should be one. */
   #drawCharts(instance, now) {
     const { history } = instance;
     // At least every ten seconds, so that a gap at the end is seen.
-    const key = `${history.length} ${history[0]?.time} ${history.at(-1)?.time} ${Math.floor(now / 10)}`;
+    const key = `${history.length} ${history[0]?.time} ${history.at(-1)?.time} ${Math.floor(now / 10)} ${instance.hit_rate}`;
     if (this.#drawn.charts === key) return;
     this.#drawn.charts = key;
     const fill = fillSeries(instance);
     this.#fill.node.hidden = !fill.length;
     this.#fill.show(fill, now);
-    this.#hits.show(hitSeries(instance), now);
+    this.#hits.show(hitSeries(instance, now), now);
   }
 }
 
