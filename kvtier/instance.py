@@ -6,6 +6,7 @@ alone has neither.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -24,6 +25,7 @@ from kvtier.errors import PeerError, SettingsError
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, TierSettings, load_settings
+from kvtier.settings.peer import GUESSABLE, GUESSABLE_REMEDY
 
 if TYPE_CHECKING:
     from kvtier.agent.agent import Agent
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from kvtier.transports.base import Transport
     from kvtier.whatif.estimator import Estimator
     from kvtier.whatif.report import Report
+
+logger = logging.getLogger("kvtier")
 
 PEERS = "peers"
 """Name and type of the tier that represents all peers."""
@@ -108,9 +112,17 @@ class Instance:
         from kvtier.peers.reservations import Reservations
         from kvtier.peers.server import PeerServer
         from kvtier.peers.staging.buffers import Stagings
+        from kvtier.peers.targets import Targets
         from kvtier.rpc.authentication import Credentials
         from kvtier.transports.nixl.settings import NixlSettings
 
+        if settings.peer.guessable:
+            logger.warning("peer.secret: %s: %s", GUESSABLE, GUESSABLE_REMEDY)
+        if settings.role == "prefill" and not _may_transfer(settings):
+            logger.warning(
+                "no request can have KV transferred: set kv_transfer.targets to the decode instances, or "
+                "controller.url"
+            )
         transport_settings = plugins.transport_settings(settings)
         transport = plugins.transport(transport_settings.type)(transport_settings)
         credentials = Credentials.from_settings(settings.peer)
@@ -152,7 +164,7 @@ class Instance:
                 server = PeerServer(cache, settings.peer, transport, grants, reservations, name)
                 await stack.enter_async_context(server.serving())
             tasks = await stack.enter_async_context(open_tasks())
-            kv_transfers = KVTransfers(cache, peers, tasks, grants.limit)
+            kv_transfers = KVTransfers(cache, peers, Targets(settings), tasks, grants.limit)
             stack.callback(kv_transfers.close)
             try:
                 staging = stagings if stagings.enabled else None
@@ -189,24 +201,29 @@ class Instance:
             self._agent = agent
             if self.peers is not None and settings.controller.ask:
                 self.peers.set_directory(agent)
+            if self._kv_transfers is not None:
+                self._kv_transfers.targets.set_registered(agent)
             tasks.start_soon(agent.run)
             try:
                 yield
             finally:
                 if self.peers is not None:
                     self.peers.set_directory(None)
+                if self._kv_transfers is not None:
+                    self._kv_transfers.targets.set_registered(None)
                 tasks.cancel_scope.cancel()
 
-    def transfer_kv(self, to: str, keys: Sequence[ChunkKey]) -> KVTransfer:
+    def transfer_kv(self, to: str, keys: Sequence[ChunkKey], *, hinted: bool = False) -> KVTransfer:
         """Transfer the chunks of a prompt, in prefix order, to the peer at ``HOST:PORT``, each when READY.
 
-        Returns immediately, see :class:`~kvtier.peers.kv_transfer.KVTransfer`. The peer need not be in
-        ``peer.others``. Raises :class:`kvtier.errors.PeerError` if this instance has no credentials for
-        peers, ``to`` is not an address, or too many transfers are in flight.
+        Returns immediately, see :class:`~kvtier.peers.kv_transfer.KVTransfer`. The peer need not be in the
+        settings, unless ``to`` is from a request (``hinted``): see :class:`~kvtier.peers.targets.Targets`.
+        Raises :class:`kvtier.errors.PeerError` if this instance has no credentials for peers, ``to`` is not
+        an address, or too many transfers are in flight.
         """
         if self._kv_transfers is None:
             raise PeerError("cannot transfer KV: set peer.secret or peer.tls to authenticate to peers")
-        return self._kv_transfers.begin(to, keys)
+        return self._kv_transfers.begin(to, keys, hinted=hinted)
 
     def what_if(self) -> Report | None:
         """Return what other capacities and eviction policies would hit.
@@ -237,6 +254,11 @@ def _base_name(settings: Settings) -> str:
     if settings.controller.url is not None:
         return settings.controller.instance_name
     return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def _may_transfer(settings: Settings) -> bool:
+    named = settings.kv_transfer.targets or settings.peer.others
+    return bool(named) or settings.controller.url is not None
 
 
 def _check_peers_tier(settings: Settings) -> None:

@@ -10,29 +10,32 @@ from logging import WARNING, Logger, getLogger
 logger = getLogger("kvtier")
 
 MAX_REMEMBERED = 256
+MAX_CHANGES = 8
+"""Maximum number of :class:`ChangedWarnings` per minute, of all peers together."""
 MAX_CHARACTERS = 300
 
 
 class ChangedWarnings:
-    """Warns about a peer's error once, and again when the error changes."""
+    """Warns about a peer's error once, and again when the error changes. One rate limit for all peers."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         """``message`` has two ``%s``: the peer and the error."""
         self._message = message
         self._last: OrderedDict[str, str] = OrderedDict()
+        self._warn = RateLimitedLog(logger, burst=MAX_CHANGES, clock=clock)
 
     def note(self, peer: str, error: str) -> None:
         """Record the result of an operation: an error, or an empty string for success."""
         before = self._last.pop(peer, "")
+        if error and error != before and not self._warn(self._message, peer, error):
+            error = before  # So that it is logged later if it lasts.
         self._last[peer] = error
         if len(self._last) > MAX_REMEMBERED:
             self._last.popitem(last=False)
-        if error and error != before:
-            logger.warning(self._message, peer, error)
 
 
 class RateLimitedLog:
-    """Logs at most one message per ``interval`` seconds and counts the suppressed ones.
+    """Logs at most ``burst`` messages per ``interval`` seconds and counts the suppressed ones.
 
     Callable from any thread. Two concurrent calls may both log.
     """
@@ -43,11 +46,14 @@ class RateLimitedLog:
         *,
         level: int = WARNING,
         interval: float = 60.0,
+        burst: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._logger = logger
         self._level = level
         self._interval = interval
+        self._burst = burst
+        self._left = 0
         self._clock = clock
         self._suppressed_until = float("-inf")
         self._suppressed = 0
@@ -55,10 +61,13 @@ class RateLimitedLog:
     def __call__(self, message: str, *args: object) -> bool:
         """Log the message, or count it as suppressed. Return whether it was logged."""
         now = self._clock()
-        if now < self._suppressed_until:
+        if now >= self._suppressed_until:
+            self._suppressed_until = now + self._interval
+            self._left = self._burst
+        if not self._left:
             self._suppressed += 1
             return False
-        self._suppressed_until = now + self._interval
+        self._left -= 1
         suppressed, self._suppressed = self._suppressed, 0
         more = f" (and {suppressed} more since the last such message)" if suppressed else ""
         self._logger.log(self._level, message + more, *args)

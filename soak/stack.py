@@ -140,7 +140,7 @@ def running(logs: Path, transport: str) -> Iterator[Stack]:
         stack.callback(controller.close)
         controller.start()
         ports = [free_port() for _ in range(HOSTS)]
-        secret = secrets.token_hex(16)
+        secret = secrets.token_hex(32)
         hosts = []
         for number in range(HOSTS):
             folder = _folder(stack)

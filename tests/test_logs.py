@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvtier.logs import RateLimitedLog
+from kvtier.logs import MAX_CHANGES, ChangedWarnings, RateLimitedLog
 
 
 def test_logs_one_warning_per_interval(caplog: pytest.LogCaptureFixture) -> None:
@@ -20,4 +20,20 @@ def test_logs_one_warning_per_interval(caplog: pytest.LogCaptureFixture) -> None
         "at 0",
         "at 60 (and 2 more since the last such message)",
         "at 500 (and 1 more since the last such message)",
+    ]
+
+
+def test_changed_warnings_have_one_limit_for_all_peers(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    warnings = ChangedWarnings("%s: %s", clock=lambda: now)
+    with caplog.at_level(logging.WARNING, "kvtier"):
+        for number in range(1000):
+            warnings.note(f"10.0.{number // 256}.{number % 256}", "no answer")
+        warnings.note("b", "an error that lasts")
+        assert len(caplog.records) == MAX_CHANGES
+        now = 60
+        for _ in range(3):
+            warnings.note("b", "an error that lasts")
+    assert [record.getMessage() for record in caplog.records][MAX_CHANGES:] == [
+        f"b: an error that lasts (and {1001 - MAX_CHANGES} more since the last such message)"
     ]

@@ -34,7 +34,7 @@ from kvtier.logs import RateLimitedLog, printable
 from kvtier.memory.keys import ChunkKey
 from kvtier.rpc.frames import MAX_FRAME_BYTES
 from kvtier.settings import Settings
-from kvtier.settings.peer import split_address
+from kvtier.settings.peer import join_address, split_address
 from kvtier.version import __version__
 from kvtier.whatif.report import Report as WhatIfReport
 
@@ -61,7 +61,7 @@ class Serving:
         """Return ``HOST:PORT``; the host is ``local_host`` if the settings have a wildcard."""
         host, _ = split_address(self.listen)
         host = local_host if host in WILDCARDS else host
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        return join_address(host, self.port)
 
 
 class Agent:
@@ -134,6 +134,20 @@ class Agent:
                 except ChannelError:
                     logger.debug("lost the connection to the controller during a request")
         return holders
+
+    async def who_serves(self, addresses: Sequence[str]) -> list[str] | None:
+        """Return those of ``addresses`` at which a registered instance serves peers.
+
+        ``None`` if the controller is not connected. Waits for its answer without a timeout.
+        """
+        session = self._session
+        if session is None:
+            return None
+        try:
+            return await session.who_serves(addresses)
+        except ChannelError:
+            logger.debug("lost the connection to the controller during a request")
+            return None
 
     def status(self) -> dict[str, object]:
         """Return the state of the connection, for diagnostics and tests."""

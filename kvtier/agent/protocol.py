@@ -18,6 +18,8 @@ Sequence::
       WhatIf(report) ─────────────────────►      every 30 s, if it has changed
       WhoHolds(keys) ─────────────────────►
       ◄───────────────────────────── HeldBy
+      WhoServes(addresses) ───────────────►
+      ◄─────────────────────────── ServedAt
       ◄─────────────────────────── a command
       Progress ───────────────────────────►      any number of times
       Done or Failed ─────────────────────►      once for every command
@@ -45,9 +47,11 @@ from kvtier.memory.layout import ChunkLayout
 from kvtier.rpc.frames import Interim, Message, Ping, Pong, Refused, Reply, Request, decoder
 from kvtier.whatif.report import Report as WhatIfReport
 
-VERSION = 3
+VERSION = 4
 MAX_KEYS = 32_768
 """Maximum number of keys per message, which is 1 MiB; longer lists are split."""
+MAX_ADDRESSES = 32
+"""Maximum number of addresses in a :class:`WhoServes`."""
 CONNECT_PATH = "/connect"
 """HTTP path of the controller's WebSocket endpoint."""
 
@@ -173,6 +177,18 @@ class HeldBy(Reply, frozen=True, array_like=True, tag=16):
     chunks: list[int]
 
 
+class WhoServes(Request, frozen=True, array_like=True, tag=28):
+    """Request for those of these addresses at which an instance serves peers. At most MAX_ADDRESSES."""
+
+    addresses: list[str]
+
+
+class ServedAt(Reply, frozen=True, array_like=True, tag=29):
+    """Answer to :class:`WhoServes`: the addresses, as asked for."""
+
+    peers: list[str]
+
+
 # Commands. Each is always answered by Done or Failed.
 
 
@@ -273,8 +289,8 @@ class Failed(Outcome, frozen=True, array_like=True, tag=26):
 
 Command = Fetch | Delete | DeleteAll | Pin | Unpin | Tokenize
 Report = Serves | Changed | UpToDate | Lost | Heartbeat | WhatIf
-FromInstance = Hello | Report | WhoHolds | Progress | Done | Failed | Refused | Ping | Pong
-FromController = Welcome | HeldBy | Command | Cancel | Refused | Ping | Pong
+FromInstance = Hello | Report | WhoHolds | WhoServes | Progress | Done | Failed | Refused | Ping | Pong
+FromController = Welcome | HeldBy | ServedAt | Command | Cancel | Refused | Ping | Pong
 
 decode_from_instance: Callable[[bytes], FromInstance] = decoder(FromInstance, "a message from an instance")
 decode_from_controller: Callable[[bytes], FromController] = decoder(

@@ -16,6 +16,7 @@ from websockets.asyncio.client import ClientConnection
 from kvtier.agent.commands import Commands, Work
 from kvtier.agent.holdings import Holdings
 from kvtier.agent.protocol import (
+    MAX_ADDRESSES,
     MAX_KEYS,
     VERSION,
     Cancel,
@@ -25,11 +26,13 @@ from kvtier.agent.protocol import (
     Heartbeat,
     HeldBy,
     Hello,
+    ServedAt,
     Serves,
     TierState,
     Welcome,
     WhatIf,
     WhoHolds,
+    WhoServes,
     decode_from_controller,
 )
 from kvtier.agent.served import Served
@@ -58,7 +61,7 @@ PROGRESS_SECONDS = 0.2
 MAX_COMMANDS = 1024
 MAX_REASON_CHARACTERS = 1000
 MAX_QUESTIONS = 256
-"""Maximum number of concurrent ``WhoHolds``. Further ones are not sent."""
+"""Maximum number of concurrent ``WhoHolds`` and ``WhoServes``. Further ones are not sent."""
 
 
 class Session:
@@ -111,6 +114,23 @@ class Session:
             error = await self._endpoint.run(self._handle, drains=False)
             self._tasks.cancel_scope.cancel()
         raise error
+
+    async def who_serves(self, addresses: Sequence[str]) -> list[str] | None:
+        """Return those of ``addresses`` at which an instance serves peers; ``None`` if too many callers wait.
+
+        Raises ``ChannelError``.
+        """
+        if self._questions >= MAX_QUESTIONS:
+            return None
+        asked = list(addresses[:MAX_ADDRESSES])
+        self._questions += 1
+        try:
+            call = self._endpoint.call(
+                lambda ticket: WhoServes(ticket, asked), ServedAt, lambda answer, _wanted: answer.peers
+            )
+            return [address for address in await call.reply() if address in asked]
+        finally:
+            self._questions -= 1
 
     async def who_holds(self, keys: Sequence[ChunkKey]) -> list[tuple[str, int]]:
         """Return the holders of leading ``keys``; none if too many callers wait. Raises ``ChannelError``."""

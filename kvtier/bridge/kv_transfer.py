@@ -110,6 +110,7 @@ class EngineKVTransfers:
         self._open.pop(request.ticket, None)
         result = transfer.result
         last_error = f"{result.last_error}; here: {self._layout}" if result.refused else result.last_error
-        self._warnings.note(request.to, last_error)
+        if not transfer.unnamed:
+            self._warnings.note(request.to, last_error)
         tokens = min(result.leading * self._layout.chunk_tokens, request.tokens)
         await self._notify(KVTransferResult(request.ticket, tokens, last_error))

@@ -15,7 +15,7 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NoReturn
 
 import anyio
@@ -163,7 +163,7 @@ class BridgeServer:
     def kv_transfers(self, connection: Connection, engine: Engine, tasks: TaskGroup) -> EngineKVTransfers:
         """Return the KV transfers of a scheduler's connection."""
         return EngineKVTransfers(
-            self._instance.transfer_kv,
+            partial(self._instance.transfer_kv, hinted=True),
             self.cache.hierarchy.catalog,
             engine.layout,
             self._warnings,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
@@ -25,7 +25,7 @@ from kvtier.peers.dialing import ControlConnection, PeerDialer
 from kvtier.plugins import Plugins
 from kvtier.rpc.authentication import Credentials
 from kvtier.settings import Settings
-from kvtier.settings.peer import PeerSettings, split_address
+from kvtier.settings.peer import GUESSABLE, GUESSABLE_REMEDY, PeerSettings, split_address
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.transports.base import Access, RemoteSpan, Transport
 
@@ -35,8 +35,9 @@ INSTANCE_NAME = "kvtier doctor"
 
 
 def check_peers(plugins: Plugins, settings: Settings) -> list[Check]:
-    """Check the port that this instance listens on, and each peer. Blocking."""
-    if not settings.peer.used:
+    """Check the secret, the port that this instance listens on, and each peer. Blocking."""
+    peers = list(dict.fromkeys((*settings.peer.others, *settings.kv_transfer.targets)))
+    if settings.peer.listen is None and not peers:
         return []
     try:
         credentials = Credentials.from_settings(settings.peer)
@@ -44,17 +45,18 @@ def check_peers(plugins: Plugins, settings: Settings) -> list[Check]:
     except KVTierError as error:
         return [Check("peers", "fail", str(error))]
     transport = plugins.transport(transport_settings.type)(transport_settings)
-    checks = [_check_listening(settings.peer)] if settings.peer.listen else []
-    return checks + anyio.run(_check_all, settings.peer, credentials, transport, transport_settings.type)
+    checks = [Check("peer.secret", "warn", GUESSABLE, GUESSABLE_REMEDY)] if settings.peer.guessable else []
+    checks += [_check_listening(settings.peer)] if settings.peer.listen else []
+    return checks + anyio.run(_check_all, peers, credentials, transport, transport_settings.type)
 
 
 async def _check_all(
-    peer: PeerSettings, credentials: Credentials, transport: Transport, transport_name: str
+    peers: Sequence[str], credentials: Credentials, transport: Transport, transport_name: str
 ) -> list[Check]:
     try:
         async with _open(transport) as scratch:
             trial = _Trial(credentials, transport, transport_name, scratch)
-            return [await trial.check(address) for address in peer.others]
+            return [await trial.check(address) for address in peers]
     except PeerError as error:
         return [Check("transport", "fail", f"{transport_name}: {error}")]
 
@@ -124,7 +126,7 @@ class _Trial:
             )
         except OSError as error:
             found = f"unreachable: {error.strerror or error}"
-            return Check(name, "fail", found, f"start it, or fix {address} in peer.others or a firewall")
+            return Check(name, "fail", found, f"start it, or fix {address} in the settings or a firewall")
         except KVTierError as error:
             return Check(name, "fail", str(error))
         try:

@@ -52,15 +52,16 @@ def doctor(
         checks, requirements = check_settings(config)
         trials = _trials(requirements, backend or [], size)
         checks = [*checks, *check_machine(requirements)]
+        settings = requirements.settings
         if (
             requirements.plugins is not None
-            and requirements.settings is not None
-            and requirements.settings.peer.used
+            and settings is not None
+            and (settings.peer.used or settings.kv_transfer.targets)
         ):
             from kvtier.cli.checks_peers import check_peers
 
             status.update("connecting to peers")
-            checks += check_peers(requirements.plugins, requirements.settings)
+            checks += check_peers(requirements.plugins, settings)
         threads = threading.enumerate()
         if backend:
             status.update("writing and reading chunks")

@@ -15,6 +15,7 @@ import anyio.lowlevel
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from kvtier.agent.protocol import (
+    MAX_ADDRESSES,
     MAX_KEYS,
     VERSION,
     Changed,
@@ -28,6 +29,7 @@ from kvtier.agent.protocol import (
     UpToDate,
     WhatIf,
     WhoHolds,
+    WhoServes,
     decode_from_instance,
 )
 from kvtier.controller.errors import RefusedInstance
@@ -91,20 +93,24 @@ class _Handler:
         self._registry = registry
         self._member = member
 
-    async def __call__(self, message: Report | WhoHolds | Hello) -> None:
+    async def __call__(self, message: Report | WhoHolds | WhoServes | Hello) -> None:
         """Handle a message. Raises :class:`ProtocolError` if it is invalid."""
         try:
             await self._handle(message)
         except RefusedInstance as error:
             raise ProtocolError(str(error)) from error
 
-    async def _handle(self, message: Report | WhoHolds | Hello) -> None:
+    async def _handle(self, message: Report | WhoHolds | WhoServes | Hello) -> None:
         registry, member = self._registry, self._member
         match message:
             case Changed():
                 await self._index(message)
             case WhoHolds():
                 member.endpoint.send(registry.held_by(member, message, _split(message.keys)))
+            case WhoServes():
+                if len(message.addresses) > MAX_ADDRESSES:
+                    raise ProtocolError(f"it asks for more than {MAX_ADDRESSES} addresses at once")
+                member.endpoint.send(registry.served_at(message))
             case Heartbeat():
                 registry.update_heartbeat(member, message)
             case WhatIf():

@@ -19,8 +19,10 @@ from kvtier.agent.protocol import (
     HeldBy,
     Hello,
     Model,
+    ServedAt,
     Welcome,
     WhoHolds,
+    WhoServes,
 )
 from kvtier.controller.checks import check_heartbeat, check_hello, check_models, check_what_if
 from kvtier.controller.errors import RefusedInstance, UnknownName
@@ -32,6 +34,7 @@ from kvtier.controller.settings import HEARTBEAT_SECONDS, IDLE_TIMEOUT_SECONDS
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
 from kvtier.rpc.endpoint import Endpoint
+from kvtier.settings.peer import join_address, split_address
 from kvtier.whatif.report import Report as WhatIfReport
 
 logger = logging.getLogger("kvtier")
@@ -268,6 +271,15 @@ class Registry:
         return HeldBy(
             question.ticket, [other.hello.peer or "" for other, _ in best], [count for _, count in best]
         )
+
+    def served_at(self, question: WhoServes) -> ServedAt:
+        """Return those of the addresses at which a member serves peers, by its host name as well."""
+        served = set()
+        for hello in (member.hello for member in self._members.values()):
+            if hello.peer is not None:
+                port = split_address(hello.peer)[1]
+                served |= {hello.peer.lower(), join_address(hello.host.lower(), port)}
+        return ServedAt(question.ticket, [address for address in question.addresses if address in served])
 
     def _new_place(self) -> int:
         return self._vacant_places.pop() if self._vacant_places else next(self._new_places)

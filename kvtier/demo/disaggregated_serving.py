@@ -136,14 +136,19 @@ def serving(
 def _write_settings(work: Work, transport: str, memory: str) -> None:
     """Write the settings of both instances, with a random shared secret."""
     secret = secrets.token_hex(32)
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in ROLES}
     for name, (role, _) in ROLES.items():
         settings = {
             "role": role,
             "chunk_tokens": CHUNK_TOKENS,
             "socket": str(work.socket(name)),
             "tiers": [{"name": "ram", "type": "cpu", "capacity": memory}],
-            "peer": {"listen": f"127.0.0.1:{free_port()}", "secret": secret, "transport": transport},
-            "kv_transfer": {"timeout": f"{TIMEOUT_SECONDS}s", "reserve": f"{TIMEOUT_SECONDS}s"},
+            "peer": {"listen": addresses[name], "secret": secret, "transport": transport},
+            "kv_transfer": {
+                "timeout": f"{TIMEOUT_SECONDS}s",
+                "reserve": f"{TIMEOUT_SECONDS}s",
+                "targets": [addresses["decoder"]],
+            },
         }
         file = work.config(name)
         file.touch(mode=0o600)

@@ -19,6 +19,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import anyio
 from anyio import CancelScope
@@ -39,6 +40,7 @@ from kvtier.peers.push import PushOutcome, Target
 from kvtier.peers.source import Source
 from kvtier.peers.staging.buffers import Staging
 from kvtier.peers.staging.push import StagedChunks
+from kvtier.peers.targets import Targets, UnnamedTarget
 from kvtier.pipeline.store import Reservation
 from kvtier.settings.peer import split_address
 from kvtier.tiers.level import ChunkBytes
@@ -66,6 +68,8 @@ class KVTransfer:
     def __init__(self, transfers: KVTransfers, number: int, to: str, keys: Sequence[ChunkKey]) -> None:
         self.to = to
         """``HOST:PORT`` of the peer."""
+        self.unnamed = False
+        """Whether only a request names that address, so that nothing has connected to it."""
         self.keys = list(dict.fromkeys(keys))
         self.announced = anyio.Event()
         """Set when lookups at the peer wait for the chunks, or when the transfer has ended before."""
@@ -174,15 +178,24 @@ class KVTransfer:
         self._transfers.stop_awaiting(key, self)
         self.ready(key)
 
-    async def run(self) -> None:
+    async def run(self, *, hinted: bool) -> None:
         """Push until the transfer ends. Called once, by :class:`KVTransfers`."""
         try:
             with self._scope:
-                retry = True
+                retry = not hinted or await self._find_target()
                 while retry:
                     retry = await self._run_connected()
         finally:
             self._end()
+
+    async def _find_target(self) -> bool:
+        """Return whether requests may name the peer. Set the address to connect to."""
+        try:
+            self.to = await self._transfers.targets.find(self.to)
+        except PeerError as error:
+            self.last_error, self.unnamed = str(error), isinstance(error, UnnamedTarget)
+            return False
+        return True
 
     async def _run_connected(self) -> bool:
         """Push over one connection. Return whether to reconnect: only after the first loss."""
@@ -330,9 +343,12 @@ class KVTransfer:
 class KVTransfers(Observer):
     """All KV transfers of this host. Observes the cache, and routes READY chunks to their transfers."""
 
-    def __init__(self, cache: TieredCache, peers: PeersBackend, tasks: TaskGroup, max_bytes: int) -> None:
-        """``max_bytes``: limit of bytes leased for chunks that wait to be pushed."""
+    def __init__(
+        self, cache: TieredCache, peers: PeersBackend, targets: Targets, tasks: TaskGroup, max_bytes: int
+    ) -> None:
+        """``targets``: what requests may name. ``max_bytes``: limit of bytes leased for waiting chunks."""
         self.peers = peers
+        self.targets = targets
         self.sealer = cache.hierarchy.memory.sealer
         self.leased_bytes = 0
         self._cache = cache
@@ -349,11 +365,12 @@ class KVTransfers(Observer):
         )
         cache.add_observer(self)
 
-    def begin(self, to: str, keys: Sequence[ChunkKey]) -> KVTransfer:
+    def begin(self, to: str, keys: Sequence[ChunkKey], *, hinted: bool = False) -> KVTransfer:
         """Start pushing the chunks of a prompt, in prefix order, to the peer at ``HOST:PORT``.
 
-        The peer need not be configured. Raises :class:`PeerError` for an invalid address, too many chunks, or
-        too many transfers.
+        The peer need not be configured, unless ``to`` is from a request (``hinted``): see
+        :class:`~kvtier.peers.targets.Targets`. Raises :class:`PeerError` for an invalid address, too many
+        chunks, or too many transfers.
         """
         try:
             split_address(to)
@@ -369,7 +386,7 @@ class KVTransfers(Observer):
             self._awaiting.setdefault(key, set()).add(transfer)
         memory = self._cache.hierarchy.memory
         self.changed(FIRST, [key for key in transfer.keys if memory.state(key) is State.READY], ())
-        self._tasks.start_soon(transfer.run)
+        self._tasks.start_soon(partial(transfer.run, hinted=hinted))
         return transfer
 
     def lease(self, key: ChunkKey, *, always: bool = False) -> Lease | None:

@@ -30,6 +30,7 @@ MAX_REMEMBERED = 1024
 MAX_ADDRESS_LENGTH = 300
 
 Target = tuple[str, int]
+KeyT = TypeVar("KeyT")
 NoteT = TypeVar("NoteT")
 
 
@@ -219,7 +220,7 @@ class Roster:
         entry = self._temporary.get(target)
         if entry is None or entry.client is not client:
             return None
-        _remember(self._instances, target, client.instance)
+        remember(self._instances, target, client.instance)
         for other in self.clients:
             if other is not client and other.instance == client.instance and other.source is not None:
                 if entry.users == 1:
@@ -235,7 +236,7 @@ class Roster:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._close_when_idle, target, entry)
                     if not await entry.client.run_once():
-                        _remember(self._unusable, target, time.monotonic() + UNUSABLE_SECONDS)
+                        remember(self._unusable, target, time.monotonic() + UNUSABLE_SECONDS)
                     tasks.cancel_scope.cancel()
         finally:
             self._open -= 1
@@ -247,9 +248,9 @@ class Roster:
         self._close(target, entry)
 
 
-def _remember(notes: dict[Target, NoteT], target: Target, note: NoteT) -> None:
+def remember(notes: dict[KeyT, NoteT], key: KeyT, note: NoteT) -> None:
     """Store the newest note of an address, in a map of bounded size."""
-    notes.pop(target, None)
-    notes[target] = note
+    notes.pop(key, None)
+    notes[key] = note
     if len(notes) > MAX_REMEMBERED:
         del notes[next(iter(notes))]

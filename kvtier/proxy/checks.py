@@ -12,7 +12,7 @@ import msgspec
 
 from kvtier.proxy.body import response_params
 from kvtier.proxy.engine import Engine, Role, State, describe_transport_error
-from kvtier.settings.peer import split_address
+from kvtier.settings.peer import join_address, split_address
 
 if TYPE_CHECKING:
     from kvtier.proxy.fleet import Fleet
@@ -174,4 +174,4 @@ def reachable_address(peer: str | None, engine: Engine) -> str | None:
         return None
     if host in WILDCARDS:
         host = engine.host
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_address(host, port)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvtier.settings.peer import Address
 from kvtier.units import Duration, Size
 
 Role = Literal["both", "prefill", "decode"]
@@ -46,6 +47,16 @@ class KVTransferSettings(BaseModel):
             "cuda` also the size of the staging buffer on each GPU, on both sides; if omitted, 1GiB."
         ),
         examples=["4GiB"],
+    )
+    targets: list[Address] = Field(
+        default_factory=list,
+        max_length=4096,
+        description=(
+            "Decode instances that requests may name, each as the `HOST:PORT` that the proxy names, which it "
+            "logs for each engine. A request has KV transferred only to these, to `peer.others`, and to "
+            "instances that are registered with the controller."
+        ),
+        examples=['["10.0.0.3:8201"]'],
     )
     device: Literal["cpu", "cuda"] = Field(
         default="cpu",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import math
+import string
 from typing import Annotated
 
 from pydantic import (
@@ -23,6 +25,17 @@ from kvtier.units import Duration, Number
 
 MIN_SECRET_CHARACTERS = 16
 """Minimum length of a secret. A shorter one can be brute-forced from one captured handshake."""
+SECRET_BITS = 256
+COMMAND = "openssl rand -hex 32"
+GUESSABLE = "it has less than 32 random bytes, so a server that gets a proof of it may guess it"
+GUESSABLE_REMEDY = f"set the output of `{COMMAND}` on all instances"
+_ALPHABETS = (
+    string.digits,
+    string.hexdigits[:16],
+    string.digits + string.hexdigits[16:],
+    string.ascii_lowercase,
+    string.ascii_letters + string.digits,
+)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -35,6 +48,11 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not colon or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{address!r} is not an address: use HOST:PORT, as in 10.0.0.2:8200")
     return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Return ``HOST:PORT``, or ``[HOST]:PORT`` for an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
@@ -143,8 +161,7 @@ class PeerSettings(BaseModel):
     def _check_secret_length(cls, secret: SecretStr | None) -> SecretStr | None:
         if secret is not None and len(secret.get_secret_value()) < MIN_SECRET_CHARACTERS:
             raise ValueError(
-                f"it has fewer than {MIN_SECRET_CHARACTERS} characters: "
-                "generate one with `openssl rand -hex 32`"
+                f"it has fewer than {MIN_SECRET_CHARACTERS} characters: generate one with `{COMMAND}`"
             )
         return secret
 
@@ -157,6 +174,13 @@ class PeerSettings(BaseModel):
         return self
 
     @property
+    def guessable(self) -> bool:
+        """Whether the secret may be guessed from a proof of it: it cannot be 32 random bytes."""
+        if self.secret is None or self.tls is not None:  # With TLS, only a certified server gets a proof.
+            return False
+        return max_bits(self.secret.get_secret_value()) < SECRET_BITS
+
+    @property
     def has_credentials(self) -> bool:
         """Whether this instance can authenticate to peers."""
         return self.secret is not None or self.tls is not None
@@ -165,3 +189,10 @@ class PeerSettings(BaseModel):
     def used(self) -> bool:
         """Whether this instance serves peers or fetches from them."""
         return self.listen is not None or bool(self.others)
+
+
+def max_bits(secret: str) -> float:
+    """Return how many bits of randomness a secret can have at most, by its length and its characters."""
+    text = secret.rstrip("=")  # The padding of Base64.
+    sizes = [len(alphabet) for alphabet in _ALPHABETS if set(text) <= set(alphabet)]
+    return len(text) * math.log2(min(sizes, default=len(string.printable.strip())))

@@ -27,11 +27,13 @@ from kvtier.agent.protocol import (
     Lost,
     Model,
     Progress,
+    ServedAt,
     Serves,
     UpToDate,
     Welcome,
     WhatIf,
     WhoHolds,
+    WhoServes,
     decode_from_instance,
 )
 from kvtier.memory.keys import ChunkKey, split_keys
@@ -59,6 +61,10 @@ class Conversation:
         self.questions: list[WhoHolds] = []
         self.holders: tuple[list[str], list[int]] | None = ([], [])
         """The reply to ``WhoHolds``; ``None`` to send no reply."""
+        self.served: list[str] = []
+        """The addresses at which instances serve peers."""
+        self.asked: list[str] = []
+        """The addresses that ``WhoServes`` has asked for."""
         self.progress: list[Progress] = []
         self.answers: dict[int, Done | Failed] = {}
         self.refusal: str | None = None
@@ -123,6 +129,11 @@ class Conversation:
                 self.questions.append(message)
                 if self.holders is not None:
                     await self.send(HeldBy(message.ticket, *self.holders))
+            case WhoServes():
+                self.asked += message.addresses
+                await self.send(
+                    ServedAt(message.ticket, [at for at in message.addresses if at in self.served])
+                )
             case Ping():
                 self.pings += 1
                 await self.send(Pong(message.ticket))

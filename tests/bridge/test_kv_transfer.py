@@ -28,6 +28,7 @@ from kvtier.memory.keys import join_keys
 from kvtier.memory.layout import ChunkLayout
 from kvtier.plugins import Plugins
 from kvtier.rpc.frames import Refused
+from kvtier.testing.servers import free_port
 
 from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, ROOT, TOKENS, Host, Peer, open_host, store
 
@@ -107,9 +108,11 @@ async def open_pair(tmp_path: Path, **more: Any) -> AsyncIterator[Pair]:
     folders = [tmp_path / "here", tmp_path / "there"]
     for folder in folders:
         folder.mkdir()
+    receiver = f"127.0.0.1:{free_port()}"
+    more = {"kv_transfer": {"targets": [receiver]}, **more}
     async with (
         open_host(folders[0], peer=PEER, **more) as prefill_host,
-        open_host(folders[1], peer=PEER) as decode_host,
+        open_host(folders[1], peer={**PEER, "listen": receiver}) as decode_host,
     ):
         async with (
             prefill_host.peer() as scheduler,

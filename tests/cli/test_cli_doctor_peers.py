@@ -111,6 +111,18 @@ def test_peer_with_another_transport(serve: Serve, doctor: Doctor) -> None:
     assert "peer.transport is nixl there and tcp here" in check["remedy"]
 
 
+def test_targets_of_kv_transfers_are_contacted(kvtier: Kvtier, serve: Serve, tmp_path: Path) -> None:
+    address = serve()
+    config = tmp_path / "prefill.yaml"
+    settings = {"tiers": [RAM], "peer": {"secret": SECRET}, "kv_transfer": {"targets": [address]}}
+    config.write_text(json.dumps(settings))
+    result = kvtier("doctor", "--config", str(config), "--json")
+    checks = {check["name"]: check for check in json.loads(result.output)["checks"]}
+    assert checks[f"peer {address}"]["status"] == "ok"
+    assert checks["peer.secret"]["status"] == "warn"
+    assert "openssl rand -hex 32" in checks["peer.secret"]["remedy"]
+
+
 def test_listen_address(serve: Serve, doctor: Doctor) -> None:
     address = serve()
     assert "in use" in doctor(listen=address)[f"listening on {address}"]["found"]

@@ -7,7 +7,16 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.agent.protocol import HeldBy, Hello, Lost, TierDescription, UpToDate, WhoHolds
+from kvtier.agent.protocol import (
+    HeldBy,
+    Hello,
+    Lost,
+    ServedAt,
+    TierDescription,
+    UpToDate,
+    WhoHolds,
+    WhoServes,
+)
 from kvtier.controller import history
 from kvtier.controller import registry as registry_module
 from kvtier.controller.checks import MAX_TIERS
@@ -107,6 +116,21 @@ async def test_instance_receives_the_other_holders_of_a_prompt(running: RunningR
     await running.wait_until(lambda: not running.registry.members)
     async with running.instance("asker") as asker:
         assert await who_holds(asker) == {}
+
+
+async def test_addresses_of_registered_instances_are_known(running: RunningRegistry) -> None:
+    async with (
+        running.instance_holding("Most", KEYS),
+        running.instance_holding("no_listener", KEYS, peer=None),
+        running.instance("asker") as asker,
+    ):
+        asked = ["169.254.169.254:80", "test-host:8200", "most:8200", "most:8201", "no_listener:8200"]
+        await asker.send(WhoServes(3, asked))
+        assert await asker.receive() == ServedAt(3, ["test-host:8200", "most:8200"])
+    async with running.instance("asker") as asker:
+        await running.wait_until(lambda: list(running.registry.members) == ["asker"])
+        await asker.send(WhoServes(4, asked))
+        assert await asker.receive() == ServedAt(4, ["test-host:8200"]), "another instance on that host"
 
 
 async def test_number_of_holders_in_an_answer_is_limited(running: RunningRegistry) -> None:

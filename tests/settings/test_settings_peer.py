@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 from kvtier.errors import SettingsError
 from kvtier.settings import Settings, load_settings
-from kvtier.settings.peer import split_address
+from kvtier.settings.peer import PeerSettings, split_address
 from kvtier.settings.secret import REVEALED
 
 SECRET = "sixteen or more characters"
@@ -44,6 +46,21 @@ def test_invalid_setting_is_named(written: Mapping[str, Any], message: str) -> N
 )
 def test_split_address(address: str, parts: tuple[str, int]) -> None:
     assert split_address(address) == parts
+
+
+@pytest.mark.parametrize("length", [16, 24, 32])
+def test_secrets_of_less_than_32_random_bytes_are_guessable(length: int) -> None:
+    random = secrets.token_bytes(length)
+    base64 = [encode(random).decode() for encode in (b64encode, urlsafe_b64encode)]
+    forms = [random.hex(), random.hex().upper(), *base64]
+    assert {PeerSettings(secret=form).guessable for form in forms} == {length < 32}
+
+
+@pytest.mark.parametrize("secret", [SECRET, "1234567890" * 7, "correct horse battery staple"])
+def test_other_secrets_are_guessable_by_their_length(secret: str) -> None:
+    assert PeerSettings(secret=secret).guessable
+    tls = {"certificate": "/a.pem", "key": "/a.key", "authority": "/b.pem"}
+    assert not PeerSettings.model_validate({"secret": secret, "tls": tls}).guessable
 
 
 def test_secret_is_revealed_only_to_child_processes(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "kv_transfer.timeout": ("500ms", "0.5", 0.5),
     "kv_transfer.reserve": ("1m", "60s", 60.0),
     "kv_transfer.buffer": ("1GiB", "1073741824", 1 << 30),
+    "kv_transfer.targets": ("[a:1]", '["a:1"]', ["a:1"]),
     "kv_transfer.device": ("cpu", "cpu", "cpu"),
     "controller.url": ("http://there:9000/", "http://there:9000", "http://there:9000"),
     "controller.instance_id": ("decode-1", "decode-1", "decode-1"),

@@ -96,13 +96,15 @@ def is_fully_idle(status: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def cache(device: str = "cuda", transport: str = "nixl", **kv_transfer: Any) -> Iterator[CacheProcess]:
+def cache(
+    device: str = "cuda", transport: str = "nixl", port: int = 0, **kv_transfer: Any
+) -> Iterator[CacheProcess]:
     folder = Path(tempfile.mkdtemp(prefix="kvt-"))
     running = CacheProcess(
         folder,
         chunk_tokens=64,
         peer={
-            "listen": f"127.0.0.1:{free_port()}",
+            "listen": f"127.0.0.1:{port or free_port()}",
             "secret": "sixteen or more characters",
             "transport": {"type": transport},
         },
@@ -120,8 +122,9 @@ def cache(device: str = "cuda", transport: str = "nixl", **kv_transfer: Any) -> 
 def open_pair(memory: str, ranks: int = 1, **decode: Any) -> Iterator[Pair]:
     """Open two caches with an engine each. ``decode``: ``kv_transfer`` settings of the decode instance."""
     with ExitStack() as stack:
-        prefill_cache = stack.enter_context(cache())
-        decode_cache = stack.enter_context(cache(**decode))
+        port = free_port()
+        prefill_cache = stack.enter_context(cache(targets=[f"127.0.0.1:{port}"]))
+        decode_cache = stack.enter_context(cache(port=port, **decode))
         engines = [
             stack.enter_context(side(process.socket, memory, ranks))
             for process in (prefill_cache, decode_cache)

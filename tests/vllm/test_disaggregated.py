@@ -25,6 +25,8 @@ FIRST_CHUNKS = 2
 SECRET = "sixteen or more characters"
 EXPECT_SECONDS = 60.0
 """No assertion depends on it: the decoder stops waiting when a transfer ends early."""
+MAX_CACHES = 32
+"""Of one ``Hosts``. Each may transfer KV to any other one."""
 STEP = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 16}
 """One chunk per step: an engine that is held stops in the middle of its prefill."""
 ROLES = ("kv_producer", "kv_consumer")
@@ -145,17 +147,21 @@ class Hosts:
         self._engines = engines
         self._transport = transport
         self._settings = settings
+        self._ports = [free_port() for _ in range(MAX_CACHES)]
+        self._unused = iter(self._ports)
 
     @contextmanager
     def cache(self, **settings: Any) -> Iterator[CacheProcess]:
         peer = {
-            "listen": f"127.0.0.1:{free_port()}",
+            "listen": f"127.0.0.1:{next(self._unused)}",
             "secret": SECRET,
             "transport": {"type": self._transport},
             "share": 0.9,
         }
         folder = Path(tempfile.mkdtemp(prefix="kvt-"))
         settings = {"kv_transfer": {"timeout": EXPECT_SECONDS}, **self._settings, **settings}
+        targets = [f"127.0.0.1:{port}" for port in (*self._ports, 1)]
+        settings["kv_transfer"] = {"targets": targets, **settings["kv_transfer"]}
         cache = ForkedCacheProcess(folder, peer=peer, **settings)
         try:
             cache.start()
@@ -278,12 +284,20 @@ def test_decoder_hits_transferred_chunks_without_hints(llama: Path, pair: Pair, 
     "hints",
     [
         {"kvtier": {"kv_transfer": {"to": "127.0.0.1:1"}}},
+        {"kvtier": {"kv_transfer": {"to": "127.0.0.1:2"}}},
         {"kvtier": {"kv_transfer": {"to": "nonsense"}}},
         {"kvtier": {"expect": {"tokens": LENGTH}}},
         {"kvtier": 7},
         {"other": {"kvtier": 1}},
     ],
-    ids=["no-listener", "invalid-address", "wrong-role", "not-a-mapping", "another-connector"],
+    ids=[
+        "no-listener",
+        "unnamed-address",
+        "invalid-address",
+        "wrong-role",
+        "not-a-mapping",
+        "another-connector",
+    ],
 )
 def test_useless_hints_are_ignored(llama: Path, pair: Pair, oracle: Oracle, hints: dict[str, Any]) -> None:
     tokens = fresh(300)

@@ -46,12 +46,14 @@ ON_ALL_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2"}
 class Member:
     """One engine and its cache process."""
 
-    def __init__(self, work: Work, model: Model, kv_role: str, number: int) -> None:
-        peer = {"listen": f"127.0.0.1:{free_port()}", "secret": SECRET, "transport": "tcp"}
+    def __init__(
+        self, work: Work, model: Model, kv_role: str, number: int, listen: str, targets: list[str]
+    ) -> None:
+        peer = {"listen": listen, "secret": SECRET, "transport": "tcp"}
         folder = work.sockets / f"{kv_role}-{number}"
         folder.mkdir()
         self.cache = CacheProcess(
-            folder, ram={"capacity": 512 * MIB}, peer=peer, kv_transfer={"timeout": 60.0}
+            folder, ram={"capacity": 512 * MIB}, peer=peer, kv_transfer={"timeout": 60.0, "targets": targets}
         )
         self.cache.start()
         port = free_port()
@@ -81,8 +83,12 @@ class Fleet:
     def __init__(self, work: Work, model: Model, stack: ExitStack) -> None:
         self._work = work
         self.members: dict[str, list[Member]] = {}
+        decoders = [f"127.0.0.1:{free_port()}" for _ in range(2)]
         for kv_role in ROLES:
-            self.members[kv_role] = [Member(work, model, kv_role, number) for number in range(2)]
+            self.members[kv_role] = []
+            for number, address in enumerate(decoders):
+                listen = address if kv_role == "kv_consumer" else f"127.0.0.1:{free_port()}"
+                self.members[kv_role].append(Member(work, model, kv_role, number, listen, decoders))
             for member in self.members[kv_role]:
                 stack.callback(member.kill)
                 stack.enter_context(member.client)

@@ -20,7 +20,7 @@ from vllm.utils.network_utils import get_ip
 
 from kvtier.errors import LayoutError, UnsupportedEngine
 from kvtier.memory.layout import ChunkLayout
-from kvtier.settings.peer import split_address
+from kvtier.settings.peer import join_address, split_address
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -154,7 +154,7 @@ def part_metadata(model: ModelLayout, bridge: WorkerBridge) -> PartMetadata:
         host, port = split_address(address)
         if ip_address(host).is_unspecified:  # It listens on all interfaces.
             host = get_ip()
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = join_address(host, port)
     return PartMetadata(model.part, model.layout, model.namespace, bridge.epoch, address or "")
 
 
