@@ -50,7 +50,8 @@ from benchmarks.loads import LEAVE_BYTES, MIB, available_bytes, fragmented, satu
 from benchmarks.look_up import is_ready, look_up
 from kvtier.bench.timing import percentile, rotated
 from kvtier.bridge import protocol
-from kvtier.bridge.client import LookupState, SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.lookup_state import LookupState
 from kvtier.bridge.protocol import Hello, Role, Run
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key

@@ -38,7 +38,8 @@ import msgspec
 from benchmarks.common import confirm, reserve, show
 from benchmarks.loads import saturated
 from kvtier.bridge import protocol
-from kvtier.bridge.client import LookupState, SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.lookup_state import LookupState
 from kvtier.bridge.protocol import Hello
 from kvtier.catalog.siblings import marks_of
 from kvtier.errors import ChannelError

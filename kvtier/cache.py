@@ -331,6 +331,10 @@ class TieredCache:
         """Give up reservations whose chunks will not be filled."""
         self._storing.abandon(reservations)
 
+    def void(self, reservations: Sequence[Reservation]) -> None:
+        """Give up reservations whose memory may still be written to: the caller releases their leases."""
+        self._storing.void(reservations)
+
     def pin(self, keys: Sequence[ChunkKey], seconds: float | None = None) -> int:
         """Protect the held prefix of ``keys`` from eviction. Return its length in chunks."""
         held = keys[: len(self.hierarchy.catalog.prefix(keys))]

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from kvtier.bridge import protocol
 from kvtier.bridge.protocol import Hello, Welcome
 from kvtier.rpc.client import Client
@@ -42,7 +44,8 @@ class Bridge(Client[Welcome]):
         self._health.limit = seconds
 
     def _make_hello(self) -> Hello:
-        return self._hello
+        epoch = 0 if self.welcome is None else self.welcome.epoch
+        return msgspec.structs.replace(self._hello, epoch=epoch)
 
     def _open(self) -> UnixConnection[Welcome]:
         return open_connection(self._path, self._make_hello())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from logging import Logger
 from pathlib import Path
@@ -19,6 +18,7 @@ import msgspec
 
 from kvtier.bridge import protocol
 from kvtier.bridge.bridge import Bridge, open_connection
+from kvtier.bridge.lookup_state import LookupState
 from kvtier.bridge.notices import MAX_CHARACTERS
 from kvtier.catalog.hints import ChunkHints
 from kvtier.concurrency.threads import run_in_background
@@ -34,8 +34,6 @@ from kvtier.rpc.unix import UnixConnection
 PROBE_SECONDS = 0.25
 CLEAR_SECONDS = 600.0
 """Timeout of :func:`clear_weights`: a full disk tier has millions of files to delete."""
-MAX_ORPHANS = 100_000
-"""Maximum number of reservations that are tracked until they can be abandoned."""
 
 
 class Slot(NamedTuple):
@@ -49,56 +47,6 @@ class Slot(NamedTuple):
 
 Slots = Sequence[Slot | None]
 """The room for each chunk of a run, or ``None``."""
-
-
-@dataclass
-class LookupState:
-    """Everything that a lookup has been granted so far, in prefix order."""
-
-    call: Call[protocol.Found]
-    """Settled by the first answer; further ones may follow."""
-    leases: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-    fetching: int = 0
-    coming: list[int] = field(default_factory=list)
-    """The sources of the chunks in flight. Each of them may still fail."""
-    needed: int = 0
-    """With states: how many leases there must be. With fewer, all are useless."""
-    staging: int = 0
-    """Number of the staging buffer that holds the chunks whose source is one past the last tier."""
-    held: int = 0
-    """With states: how many leading chunks are held, also beyond the last state."""
-    last_tokens: int = 0
-    """If the last chunk is to be used in part: how many tokens its blocks hold."""
-    block_hashes: bytes = b""
-    """The block hashes of that chunk, once it has arrived."""
-    parent: bytes = b""
-    """The key before that chunk, once it has arrived."""
-    likely_blocks: int = 0
-    """How many of its blocks are expected to be equal. Never more are."""
-    updated_at: float = 0.0
-    """Time of the last answer (:func:`time.monotonic`); each batch that arrives causes one."""
-
-    @property
-    def answered(self) -> bool:
-        """Whether there was an answer."""
-        return self.call.result is not None
-
-    @property
-    def final(self) -> bool:
-        """Whether the lookup is complete."""
-        return self.answered and not self.fetching
-
-    @property
-    def located(self) -> bool:
-        """Whether it is known which chunks are held. Chunks in flight may still fail."""
-        return self.answered and len(self.coming) == self.fetching
-
-    @property
-    def total(self) -> int:
-        """The number of leases, including those of chunks in flight."""
-        return len(self.leases) + len(self.coming)
 
 
 class SchedulerBridge(Bridge):
@@ -119,6 +67,8 @@ class SchedulerBridge(Bridge):
         self._kv_transfers: dict[int, protocol.KVTransferResult | None] = {}
         """The last result of each running KV transfer."""
         self._in_use: set[int] = set()
+        self._seen = 0
+        """The last reservation that was granted by :attr:`welcome`'s process."""
         self.connections = 0
         """Number of connections so far."""
         self._greeted = hello
@@ -126,10 +76,13 @@ class SchedulerBridge(Bridge):
 
     def _make_hello(self) -> protocol.Hello:
         self._greeted = self._hello
-        return msgspec.structs.replace(self._hello, holding=sorted(self._in_use))
+        return msgspec.structs.replace(super()._make_hello(), holding=sorted(self._in_use), seen=self._seen)
 
     def _connected(self, connection: UnixConnection[protocol.Welcome]) -> None:
+        before = self.welcome
         super()._connected(connection)
+        if before is None or before.epoch != self.epoch:
+            self._seen = 0
         self.connections += 1
         weights = self._hello.weights
         if weights is not None and weights != self._greeted.weights:  # They have changed since the greeting.
@@ -146,6 +99,8 @@ class SchedulerBridge(Bridge):
         match message:
             case protocol.Found():
                 self._take_found(message)
+            case protocol.Reserved():
+                self._seen = max(self._seen, *message.leases, 0)
             case Reply():
                 pass
             case protocol.Held():
@@ -359,8 +314,8 @@ class WorkerBridge(Bridge):
         logger: Logger | None = None,
     ) -> None:
         super().__init__(hello, path, start, logger)
-        self._orphans: list[tuple[int, int]] = []
-        """Reservations to abandon: the epoch that granted each, and its number."""
+        self._filling: set[int] = set()
+        """The reservations of :attr:`welcome`'s process that this rank may be writing to."""
         self.arena: ArenaMap | None = None
         """Arena of the connected, or last connected, cache process."""
         self.staging: protocol.OfferStaging | None = None
@@ -384,16 +339,20 @@ class WorkerBridge(Bridge):
         """Report that the offered buffer with this number is open."""
         self.send(protocol.OpenedStaging(number))
 
+    def _make_hello(self) -> protocol.Hello:
+        return msgspec.structs.replace(super()._make_hello(), holding=sorted(self._filling))
+
     def _connected(self, connection: UnixConnection[protocol.Welcome]) -> None:
+        before = self.welcome
         super()._connected(connection)
+        if before is None or before.epoch != self.epoch:
+            self._filling.clear()
         if self._gpu is not None:
             connection.send(protocol.RequestStaging(self._gpu))
         # Map the new arena first: unmapping the old one holds the lock that mapping waits for.
         old, self.arena = self.arena, _map_arena(connection)
         if old is not None:
             _close_in_background(old)
-        orphans, self._orphans = self._orphans, []
-        self.abandon([lease for epoch, lease in orphans if epoch == self.epoch])
 
     def _lost(self) -> None:
         super()._lost()
@@ -408,20 +367,31 @@ class WorkerBridge(Bridge):
             case _:
                 self._logger.debug("unexpected message: %s", type(message).__name__)
 
+    def fill(self, leases: Sequence[int]) -> list[bool]:
+        """Return which reservations of the connected process may be filled, until they are committed.
+
+        Not those that it granted before this connection: others may have their memory now.
+        """
+        first = 0 if self.welcome is None else self.welcome.first_lease
+        allowed = [lease >= first for lease in leases]
+        self._filling.update(lease for lease, may in zip(leases, allowed, strict=True) if may)
+        return allowed
+
     def commit(self, leases: Sequence[int]) -> bool:
         """Report that these reservations have been filled; return whether the message was sent."""
+        self._filling.difference_update(leases)
         return not leases or self.send(protocol.Commit(list(leases)))
 
     def abandon(self, leases: Sequence[int], epoch: int = 0) -> None:
-        """Abandon reservations; those of another cache process as soon as it is connected.
+        """Abandon reservations that this rank does not write to, or no more.
 
-        ``epoch``: the process that granted them; 0 for the connected one.
+        ``epoch``: the process that granted them; 0 for the connected one. One that is connected later learns
+        it from the greeting.
         """
-        if epoch in (0, self.epoch):
-            if leases:
-                self.send(protocol.Abandon(list(leases)))
-        elif len(self._orphans) + len(leases) <= MAX_ORPHANS:
-            self._orphans += [(epoch, lease) for lease in leases]
+        if self.welcome is not None and epoch in (0, self.welcome.epoch):
+            self._filling.difference_update(leases)
+        if leases and epoch in (0, self.epoch):
+            self.send(protocol.Abandon(list(leases)))
 
     def confirm(self, leases: Sequence[int]) -> Call[bool] | None:
         """Check whether these leases are still held. ``None`` if no cache process is connected."""
@@ -434,6 +404,8 @@ class WorkerBridge(Bridge):
 
     def close(self) -> None:
         """Disconnect, and unmap the arena."""
+        if not self._filling:
+            self.send(protocol.Leave())
         super().close()
         if self.arena is not None:
             self.arena.close()

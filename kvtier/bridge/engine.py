@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from kvtier.bridge.fillings import Filling, Fillings
 from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Found, Hello, Reserve, Reserved, Run, Weights
 from kvtier.bridge.protocol import Lookup as LookupRequest
 from kvtier.cache import TieredCache
@@ -20,7 +21,6 @@ from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, ChunkKey, split_keys
 from kvtier.memory.layout import STATE_TOKENS
 from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.found import Lookup, Ready
-from kvtier.pipeline.store import Reservation
 
 if TYPE_CHECKING:
     from kvtier.agent.served import EngineModel
@@ -29,22 +29,6 @@ if TYPE_CHECKING:
     from kvtier.recording.recorder import Recorder
 
 NO_LEASE = 0
-
-
-@dataclass(slots=True)
-class Filling:
-    """A reservation, and the ranks that have finished with their slices of it."""
-
-    reservation: Reservation
-    transfer: Transfer | None = None
-    """The transfer that pushes it, if it is in ``staging``."""
-    staging: Staging | None = None
-    ranks: int = 0
-    """Bit mask of the ranks that have stopped writing to it."""
-    void: bool = False
-    """Whether a rank did not fill its slice."""
-    continued: bytes = b""
-    """See :class:`~kvtier.bridge.protocol.Run`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +60,10 @@ class Ticket:
 
 
 class Engine:
-    """Leases, reservations and lookups of one engine. They end with it."""
+    """Leases, reservations and lookups of one engine. They end with it.
+
+    Except the memory of reservations that a process may still write to, which is kept until that has exited.
+    """
 
     def __init__(
         self, cache: TieredCache, hello: Hello, numbers: Iterator[int], recorder: Recorder | None = None
@@ -102,7 +89,7 @@ class Engine:
         self._granted: dict[int, Grant] = {}
         """By the number of each lease that the engine holds."""
         self._tickets: dict[int, Ticket] = {}
-        self._fillings: dict[int, Filling] = {}
+        self.fillings = Fillings(cache, hello.layout.ranks)
 
     @property
     def namespace(self) -> bytes:
@@ -296,6 +283,17 @@ class Engine:
             ticket.cancel()
         self.release(tuple(self._granted.keys() - set(leases)))
 
+    # Connections.
+
+    def scheduler_joined(self, holding: Sequence[int], seen: int | None) -> None:
+        """Process that a new scheduler has taken over, or the same one has reconnected.
+
+        ``seen``: the last reservation that it was granted; ``None`` for another process.
+        """
+        self.keep_only(holding)
+        if seen is not None:
+            self.fillings.abandon_after(seen)
+
     def reserve(self, request: Reserve, find: Callable[[int], Transfer | None] = lambda _: None) -> Reserved:
         """Reserve room for the chunks of many requests; lease 0 for those without room.
 
@@ -330,7 +328,7 @@ class Engine:
                 filling.continued = chunk
                 leases[index] = number = next(self._numbers)
                 offsets[index] = filling.reservation.lease.offset
-                self._fillings[number] = filling
+                self.fillings.add(number, filling)
         return Reserved(request.ticket, leases, offsets, 0 if staging is None else staging.number)
 
     def _headers(self, run: Run) -> list[ChunkHeader]:
@@ -358,7 +356,7 @@ class Engine:
         """
         complete: list[Filling] = []
         void: list[Filling] = []
-        for filling in self._finish_slices(leases, rank):
+        for filling in self.fillings.finish(leases, rank):
             if filling.void:
                 void.append(filling)
             elif filling.transfer is not None and filling.staging is not None:
@@ -373,46 +371,12 @@ class Engine:
             if header.block_hashes:
                 whole = len(header.block_hashes) == self._hashes_bytes
                 self._cache.supersede_tails(header.key, whole=whole)
-        self._discard(void)
-
-    def give_up(self, leases: Sequence[int], rank: int) -> None:
-        """Record that a rank will not fill its slices. Memory is freed after the last rank has finished."""
-        for number in leases:
-            if (filling := self._fillings.get(number)) is not None:
-                filling.void = True
-        self._discard(self._finish_slices(leases, rank))
-
-    def _finish_slices(self, leases: Sequence[int], rank: int) -> list[Filling]:
-        """Record that a rank has stopped writing to its slices; return what all ranks have finished."""
-        done = []
-        for number in leases:
-            filling = self._fillings.get(number)
-            if filling is None:
-                continue
-            filling.ranks |= 1 << rank
-            if filling.ranks.bit_count() == self.layout.ranks:
-                del self._fillings[number]
-                done.append(filling)
-        return done
-
-    def abandon(self, leases: Sequence[int]) -> None:
-        """Drop reservations that have not been passed to any rank."""
-        fillings = [self._fillings.pop(number, None) for number in leases]
-        self._discard([filling for filling in fillings if filling is not None])
-
-    def _discard(self, fillings: Sequence[Filling]) -> None:
-        in_arena = []
-        for filling in fillings:
-            if filling.transfer is None:
-                in_arena.append(filling.reservation)
-            else:
-                filling.transfer.give_up(filling.reservation)
-        self._cache.abandon(in_arena)
+        self.fillings.discard(void)
 
     def close(self) -> None:
-        """Release everything: the engine has disconnected."""
+        """Release everything that no process may write to: the engine has disconnected."""
         self.keep_only(())
-        self.abandon(tuple(self._fillings))
+        self.fillings.close()
         self._tickets.clear()
 
     def status(self) -> dict[str, object]:
@@ -421,7 +385,7 @@ class Engine:
             "name": self.name,
             "weights_id": self.weights.id,
             "leases": len(self._granted),
-            "reservations": len(self._fillings),
+            "reservations": len(self.fillings),
             "tickets": len(self._tickets),
         }
 

@@ -27,6 +27,7 @@ Sequence::
       Confirm(leases) ────────────────────►     after copying out of the arena, before the data is used
       ◄────────────────────── Confirmed(held)
       Commit(leases) ─────────────────────►     after copying into the arena; READY once all ranks commit
+      Leave() ────────────────────────────►     before a worker that fills nothing disconnects
       RequestStaging(gpu) ────────────────►     once, if KV transfers bypass host memory
       ◄───────────────── OfferStaging(handle)   when a buffer is allocated, and after every reallocation
       OpenedStaging(number) ──────────────►     the buffer is in use once every rank has opened it
@@ -36,7 +37,12 @@ Consistency rules:
 - Lease numbers are unique within the lifetime of a cache process, which its random ``epoch`` identifies.
 - Leases belong to the engine. They end with ``Abandon`` or ``Cancel``, with a new scheduler
   ``Hello`` of the same engine that does not list them, or with the engine's last connection.
-- The cache process never revokes a lease: a slow engine may still be copying.
+- When the scheduler's connection or that of a rank ends, the chunks that it was filling are void: others may
+  store them. Their memory is free once every rank has stopped writing to it: with its ``Commit`` or
+  ``Abandon``, with ``Leave``, with a new ``Hello`` that does not list it, or when its process has exited. A
+  worker never fills a reservation below ``Welcome.first_lease`` that its ``Hello`` does not list.
+- A new connection of a scheduler or rank replaces its earlier one, of which nothing more is handled.
+- The cache process never frees memory that a slow engine may still be writing to.
 - A load is valid only if ``Confirmed(held=True)`` arrives after the copy.
 """
 
@@ -53,7 +59,7 @@ from kvtier.memory.layout import ChunkLayout
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 from kvtier.whatif.report import Report
 
-VERSION = 12
+VERSION = 13
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
@@ -77,7 +83,8 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
     """First frame of every connection.
 
     ``engine`` is the same for the scheduler and the workers of one part of an engine. ``holding``
-    lists the leases that a reconnecting scheduler still uses. An ``observer`` may only send
+    lists the leases that a reconnecting scheduler still uses, or the reservations that a reconnecting worker
+    still fills. An ``observer`` may only send
     :class:`Status`, :class:`WhatIf` and :class:`ClearWeights`, and owns nothing; its layout is empty.
     """
 
@@ -95,6 +102,10 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
     cache process of this host passes all messages on."""
     weights: Weights | None = None
     """Sent by schedulers. Workers only know :attr:`namespace`, that of the weights at startup."""
+    epoch: int = 0
+    """The cache process that a client was connected to before, to which ``holding`` and ``seen`` refer."""
+    seen: int = 0
+    """The last reservation that a reconnecting scheduler was granted. It knows of none after it."""
 
 
 class Welcome(Message, frozen=True, array_like=True, tag=2):
@@ -110,6 +121,8 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     """Address on which this instance listens for peers, ``HOST:PORT``; the host may be a wildcard."""
     pools: bool = False
     """Whether there are shared pools. A lookup asks them what they hold before it fetches anything."""
+    first_lease: int = 0
+    """Reservations below this number are void for a worker, except those that its ``Hello`` lists."""
 
 
 class Lookup(Request, frozen=True, array_like=True, tag=10):
@@ -228,6 +241,10 @@ class Abandon(Message, frozen=True, array_like=True, tag=17):
     """These reservations will not be filled."""
 
     leases: list[int]
+
+
+class Leave(Message, frozen=True, array_like=True, tag=37):
+    """This rank disconnects, and will not write to any reservation granted so far."""
 
 
 class Confirm(Request, frozen=True, array_like=True, tag=18):
@@ -377,7 +394,7 @@ class Notice(Message, frozen=True, array_like=True, tag=31):
 
 
 FromScheduler = Lookup | Cancel | Reserve | Clear | UseWeights | KVTransfer | EndKVTransfer | Watch
-FromWorker = Confirm | Commit | RequestStaging | OpenedStaging
+FromWorker = Confirm | Commit | Leave | RequestStaging | OpenedStaging
 FromEngine = Hello | FromScheduler | FromWorker | Abandon | Status | WhatIf | ClearWeights | Ping
 ToScheduler = Found | Reserved | Cleared | Held | KVTransferResult | Notice
 FromCache = Welcome | ToScheduler | Confirmed | OfferStaging | StatusReport | WhatIfAnswer | Refused | Pong

@@ -7,46 +7,40 @@ Messages of a connection are handled in order, most of them by the event loop as
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import anyio
-import msgspec
 from anyio.abc import TaskGroup
 
 from kvtier.bridge import protocol
+from kvtier.bridge.connection import Connection
 from kvtier.bridge.engine import Engine
 from kvtier.bridge.kv_transfer import EngineKVTransfers
 from kvtier.bridge.notices import Notices
-from kvtier.bridge.watched import WatchedChunks
+from kvtier.bridge.writers import WriterProcess
 from kvtier.concurrency.placement import Placement
 from kvtier.concurrency.tasks import open_tasks
-from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError, SettingsError
+from kvtier.errors import ChannelError, ProtocolError
 from kvtier.instance import Instance
 from kvtier.logs import ChangedWarnings
-from kvtier.pipeline.found import Lookup
 from kvtier.rpc.endpoint import Endpoint
-from kvtier.rpc.frames import Message
-from kvtier.rpc.greeting import check_hello
 from kvtier.rpc.wire import SocketWire
 
 if TYPE_CHECKING:
     from kvtier.peers.engines import RemoteEngines
-    from kvtier.peers.staging.buffers import Offer
     from kvtier.recording.recorder import Recorder
     from kvtier.whatif.report import Report
 
 logger = logging.getLogger("kvtier")
 
-HELLO_SECONDS = 10.0
+CHECK_SECONDS = 1.0
+"""Interval at which to check whether memory is still kept for a process that has disconnected."""
 
 
 class BridgeServer:
@@ -60,6 +54,8 @@ class BridgeServer:
         self._numbers = itertools.count(1)
         self._engines: dict[str, Engine] = {}
         self._connections: dict[str, set[Connection]] = {}
+        self._departed: set[Engine] = set()
+        """Engines without a connection, with memory that their processes may still write to."""
         self._warnings = ChangedWarnings("KV transfer to %s failed: %s")
         self.notices = Notices()
         """Warnings for schedulers. The owner of the server enables them with :meth:`Notices.listening`."""
@@ -88,7 +84,8 @@ class BridgeServer:
             endpoint = Endpoint(wire, protocol.decode_from_engine)
             async with open_tasks() as tasks:
                 try:
-                    await Connection(self, endpoint, tasks, remote=remote).serve()
+                    process = None if remote else WriterProcess.of(wire.frames.socket)
+                    await Connection(self, endpoint, tasks, process, remote=remote).serve()
                 finally:
                     tasks.cancel_scope.cancel()
         except ChannelError as error:
@@ -140,7 +137,9 @@ class BridgeServer:
             )
         engine = self._engines.get(hello.engine)
         if engine is None:
-            engine = self._engines[hello.engine] = Engine(self.cache, hello, self._numbers, self._recorder)
+            engine = self._engines[hello.engine] = self._returned(hello) or Engine(
+                self.cache, hello, self._numbers, self._recorder
+            )
             self._connections[hello.engine] = set()
             self.engine_connected.set()
             if self.idle.is_set():
@@ -148,12 +147,56 @@ class BridgeServer:
             logger.info("engine %s connected", hello.engine)
         elif engine.layout != hello.layout or engine.startup_namespace != hello.namespace:
             raise ProtocolError(f"engine {hello.engine} is already connected with another layout")
+        for other in tuple(self._connections[hello.engine]):
+            if (other.role, other.rank) == (hello.role, hello.rank):
+                other.replace()
+        again = hello.epoch == self.epoch
         if hello.role == "scheduler":
-            engine.keep_only(hello.holding)
+            engine.scheduler_joined(hello.holding, hello.seen if again else None)
             engine.model = hello.model
+        else:
+            connection.known = again
+            engine.fillings.worker_writes(hello.rank, connection.writer, hello.holding if again else ())
         self.use_weights(engine, hello.weights or engine.weights)
         self._connections[hello.engine].add(connection)
         return engine
+
+    def _returned(self, hello: protocol.Hello) -> Engine | None:
+        """Return the engine of a process that had disconnected, if its memory was kept."""
+        for engine in self._departed:
+            if (engine.name, engine.layout, engine.startup_namespace) == (
+                hello.engine,
+                hello.layout,
+                hello.namespace,
+            ):
+                self._departed.remove(engine)
+                return engine
+        return None
+
+    def next_lease(self) -> int:
+        """Return a number that is greater than those of all reservations so far."""
+        return next(self._numbers)
+
+    def worker_left(self, engine: Engine, rank: int, process: WriterProcess | None) -> None:
+        """Void what a worker was filling. Takes ownership of its process, ``None`` if it writes no more."""
+        if engine.fillings.worker_left(rank, process, self.next_lease()):
+            assert process is not None
+            self.cache.hierarchy.tasks.start_soon(self._await_exit, engine, process)
+        elif process is not None:
+            process.close()
+
+    async def _await_exit(self, engine: Engine, process: WriterProcess) -> None:
+        """Keep the memory that a process without a connection may write to, until it has exited."""
+        try:
+            while engine.fillings.awaits(process):
+                with anyio.move_on_after(CHECK_SECONDS):
+                    await process.wait_exited()
+                    break
+        finally:
+            engine.fillings.worker_exited(process)
+            process.close()
+        if not len(engine.fillings):
+            self._departed.discard(engine)
 
     def use_weights(self, engine: Engine, weights: protocol.Weights) -> None:
         """Process that an engine has other weights."""
@@ -186,15 +229,17 @@ class BridgeServer:
             engine.staging = stagings.of_engine(engine.name, engine.namespace, engine.layout)
         engine.staging.join(rank, request.gpu, connection.offer)
 
-    def leave(self, connection: Connection, engine: Engine) -> None:
-        """Remove a connection from its engine. The last connection closes the engine."""
+    def leave(self, connection: Connection, engine: Engine, *, replaced: bool) -> None:
+        """Remove a connection from its engine. The last connection closes the engine, unless ``replaced``."""
         connections = self._connections[engine.name]
         connections.discard(connection)
-        if not connections:
+        if not connections and not replaced:
             del self._connections[engine.name], self._engines[engine.name]
             if engine.staging is not None and self._instance.stagings is not None:
                 self._instance.stagings.remove(engine.name)
             engine.close()
+            if len(engine.fillings):
+                self._departed.add(engine)
             self._instance.served.remove(engine.name)
             logger.info("engine %s disconnected", engine.name)
             if not self._engines:
@@ -213,208 +258,16 @@ class BridgeServer:
         placement = Placement.current().describe()
         process = {"pid": os.getpid(), "epoch": self.epoch, "tasks": tasks, "placement": placement}
         recording = {} if self._recorder is None else {"recording": self._recorder.status()}
-        return {**process, "engines": engines, **recording, **self._instance.status()}
-
-
-class Connection:
-    """One scheduler, worker or observer."""
-
-    def __init__(
-        self, server: BridgeServer, endpoint: Endpoint, tasks: TaskGroup, *, remote: bool = False
-    ) -> None:
-        """``remote``: whether it comes from another host, and gets no file descriptors."""
-        self._remote = remote
-        self._server = server
-        self._endpoint = endpoint
-        self._tasks = tasks
-        self._engine: Engine | None = None
-        """``None`` for an observer."""
-        self._rank = 0
-        self._kv_transfers: EngineKVTransfers | None = None
-        self._watched: WatchedChunks | None = None
-        """``None`` until the scheduler watches a chunk."""
-
-    async def serve(self) -> None:
-        """Answer until the client closes the connection. Raises :class:`ChannelError`."""
-        try:
-            hello = check_hello(await self._endpoint.receive(HELLO_SECONDS), protocol.Hello, protocol.VERSION)
-            await self._admit(hello)
-            if hello.role != "observer":
-                self._engine, self._rank = self._server.join(self, hello), hello.rank
-            self._welcome()
-            if self._engine is not None:
-                self._start(self._engine, hello)
-            raise await self._endpoint.run(self._handle, at_once=self._handle_at_once, refuses=False)
-        except ProtocolError as error:
-            logger.warning("rejected an engine: %s", error)
-            # The engine keeps its leases until it closes the connection, because it may still be copying.
-            await self._endpoint.refuse(error, lingers=True)
-        finally:
-            self._leave()
-
-    async def _admit(self, hello: protocol.Hello) -> None:
-        """Return if it is for this cache process; else relay, and raise :class:`ChannelError` at the end."""
-        if self._remote and (hello.to or hello.role != "scheduler"):
-            raise ProtocolError("another host may only connect a scheduler, to this host's engines")
-        if hello.to:
-            await self._relay(hello)
-
-    async def _relay(self, hello: protocol.Hello) -> NoReturn:
-        """Connect a scheduler to the cache process of another host, until that connection ends."""
-        engines = self._server.remote_engines
-        if engines is None:
-            raise ProtocolError("it cannot authenticate to other hosts: set peer.secret or peer.tls")
-        try:
-            far = await engines.connect(hello.to)
-        except PeerError as error:
-            raise ProtocolError(str(error)) from error
-        try:
-            await self._endpoint.relay(msgspec.structs.replace(hello, to=""), far)
-        finally:
-            far.close()
-
-    def _start(self, engine: Engine, hello: protocol.Hello) -> None:
-        if hello.role == "scheduler":
-            self._kv_transfers = self._server.kv_transfers(self, engine, self._tasks)
-            self._tasks.start_soon(self._server.notices.forward, self._send_notices)
-
-    def _leave(self) -> None:
-        engine = self._engine
-        if engine is None:
-            return
-        if self._kv_transfers is not None:
-            self._kv_transfers.close()
-        if engine.staging is not None:
-            engine.staging.leave(self._rank, self.offer)
-        self._server.leave(self, engine)
-
-    def _welcome(self) -> None:
-        cache = self._server.cache
-        staging = [protocol.STAGING] if self._server.stages else []
-        welcome = protocol.Welcome(
-            protocol.VERSION,
-            self._server.epoch,
-            cache.arena.capacity,
-            [*(tier.name for tier in cache.hierarchy.tiers), *staging],
-            [*(tier.settings.type for tier in cache.hierarchy.tiers), *staging],
-            self._server.peer,
-            any(tier.shared for tier in cache.hierarchy.tiers),
-        )
-        self._endpoint.send(welcome, [] if self._remote else [cache.arena.fd])
-
-    def _handle_at_once(self, message: protocol.FromEngine) -> bool:
-        """Handle a message. Return ``True`` if that must be left to :meth:`_handle`."""
-        engine = self._engine
-        if engine is None:
-            return True
-        match message:
-            case protocol.Lookup():
-                answer, fetched = engine.look_up(message)
-                if fetched is not None:
-                    self._tasks.start_soon(self._send_fetched, engine, message.ticket, fetched)
-                self.send(answer)
-            case protocol.Reserve():
-                if self._kv_transfers is None:
-                    self.send(engine.reserve(message))
-                else:
-                    self.send(engine.reserve(message, self._kv_transfers.find))
-            case protocol.Confirm():
-                self.send(protocol.Confirmed(message.ticket, engine.holds(message.leases)))
-            case protocol.UseWeights():
-                self._server.use_weights(engine, message.weights)
-            case protocol.Commit():
-                engine.commit(message.leases, self._rank)
-            case protocol.Abandon():
-                if self._kv_transfers is None:
-                    engine.give_up(message.leases, self._rank)
-                else:
-                    engine.abandon(message.leases)
-            case protocol.Cancel():
-                engine.cancel(message.ticket)
-            case protocol.RequestStaging():
-                self._server.stage(self, engine, self._rank, message)
-            case protocol.OpenedStaging():
-                if engine.staging is not None:
-                    engine.staging.opened(self._rank, message.number)
-            case protocol.KVTransfer() | protocol.EndKVTransfer():
-                self._kv_transfer(message)
-            case protocol.Watch():
-                self._watch(message)
-            case _:
-                return True
-        return False
-
-    async def _handle(self, message: protocol.FromEngine) -> None:
-        match message:
-            case protocol.Status():
-                self.send(protocol.StatusReport(message.ticket, json.dumps(self._server.status()).encode()))
-            case protocol.WhatIf():
-                enabled = self._server.cache.settings.whatif.enabled
-                self.send(protocol.WhatIfAnswer(message.ticket, enabled, self._server.what_if()))
-            case protocol.ClearWeights():
-                await self._clear_weights(message)
-            case protocol.Clear() if self._engine is not None:
-                self._endpoint.uncork()
-                # Named tiers: pools are still queried if an engine uses these weights again.
-                tiers = [tier.name for tier in self._server.cache.hierarchy.tiers]
-                cleared = await self._server.cache.clear(namespace=self._engine.namespace, tiers=tiers)
-                self.send(protocol.Cleared(message.ticket, cleared.chunks))
-            case _:
-                kind = type(message).__name__
-                raise ProtocolError(f"unexpected {kind}: from an observer, or a second Hello")
-
-    def _watch(self, message: protocol.Watch) -> None:
-        if self._watched is None:
-            self._watched = WatchedChunks(self._server.cache)
-            self._tasks.start_soon(self._watched.report, self.notify)
-        self._watched.watch(message)
-
-    async def _clear_weights(self, message: protocol.ClearWeights) -> None:
-        self._endpoint.uncork()
-        try:
-            cleared = await self._server.cache.clear_weights(message.weights_id, tiers=message.tiers)
-        except SettingsError as error:
-            raise ProtocolError(str(error)) from error
-        self.send(protocol.Cleared(message.ticket, cleared.chunks, cleared.bytes))
-
-    def _kv_transfer(self, message: protocol.KVTransfer | protocol.EndKVTransfer) -> None:
-        if self._kv_transfers is None:
-            raise ProtocolError(f"unexpected {type(message).__name__}: only schedulers send it")
-        if isinstance(message, protocol.EndKVTransfer):
-            self._kv_transfers.end(message)
-        elif (result := self._kv_transfers.begin(message)) is not None:
-            self.send(result)
-
-    def send(self, message: Message) -> None:
-        """Send a message, in answer to one that is being handled."""
-        self._endpoint.send(message)
-
-    async def notify(self, message: Message) -> None:
-        """Send an unsolicited message, as soon as the engine reads. No effect if it has disconnected."""
-        with suppress(ChannelClosed):  # The receiving task also gets this error, and ends the connection.
-            await self._endpoint.drain()
-            self._endpoint.send(message)
-
-    async def offer(self, offer: Offer) -> None:
-        """Notify a worker of its staging buffer."""
-        await self.notify(protocol.OfferStaging(*offer))
-
-    async def _send_notices(self, texts: Sequence[str]) -> None:
-        for text in texts:
-            await self.notify(protocol.Notice(text))
-
-    async def _send_fetched(self, engine: Engine, ticket: int, found: Lookup) -> None:
-        async def report_progress() -> None:
-            """Grant what has arrived, which also shows the engine that it should keep waiting."""
-            answer = engine.progress(ticket, found)
-            if answer is not None:
-                await self.notify(answer)
-
-        try:
-            await self._server.cache.settle(found, report_progress)
-            answer = engine.fetched(ticket, found)
-        except BaseException:
-            found.release()
-            raise
-        if answer is not None:
-            await self.notify(answer)
+        both = [*self._engines.values(), *self._departed]
+        reservations = {
+            "bytes": sum(engine.fillings.reserved_bytes for engine in both),
+            "void_bytes": sum(engine.fillings.void_bytes for engine in both),
+            "departed_engines": len(self._departed),
+        }
+        return {
+            **process,
+            "engines": engines,
+            "reservations": reservations,
+            **recording,
+            **self._instance.status(),
+        }

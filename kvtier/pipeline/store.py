@@ -196,13 +196,17 @@ class StoreStage:
         message = "tier %s: no room to store %s (%d chunks); they are not cached"
         hierarchy.warn("store", message, self._memory.name, format_size(sum(lengths)), len(lengths))
 
-    def abandon(self, reservations: Sequence[Reservation]) -> None:
-        """Abort reservations that will not be filled."""
+    def void(self, reservations: Sequence[Reservation]) -> None:
+        """Abort reservations that will not be filled. Their memory stays leased."""
         if not reservations:
             return
         self._hierarchy.abort([reservation.header.key for reservation in reservations], self._memory.index)
-        Leases.of([reservation.lease for reservation in reservations]).release_all()
         self._hierarchy.counts["store_aborted"] += len(reservations)
+
+    def abandon(self, reservations: Sequence[Reservation]) -> None:
+        """Abort reservations that will not be filled, and free their memory."""
+        self.void(reservations)
+        Leases.of([reservation.lease for reservation in reservations]).release_all()
 
     def commit(self, reservations: Sequence[Reservation], *, pushed: bool = False) -> None:
         """Make filled chunks READY in the first tier, and queue them for the write-through tiers.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvtier.bridge import client
@@ -252,7 +253,7 @@ def test_version_mismatch_is_reported(path: Path) -> None:
 
 @pytest.mark.usefixtures("running")
 def test_clear_and_watched_chunks(path: Path) -> None:
-    watcher = SchedulerBridge(hello("scheduler"), path)
+    watcher = SchedulerBridge(msgspec.structs.replace(hello("scheduler"), engine="watcher"), path)
     watcher.connect()
     held: dict[ChunkKey, int] = {}
 
@@ -339,18 +340,21 @@ def test_each_run_gets_its_slots(path: Path) -> None:
 def test_abandoned_leases_are_sent_to_the_process_of_their_epoch(path: Path) -> None:
     """Scheduler and worker reconnect at different times, and lease numbers are valid in one process only."""
     with worker_of(path) as (cache, worker):
+        assert worker.fill([1, 2, 3]) == [True] * 3
         worker.abandon([1, 2], epoch=8)
         worker.abandon([3], epoch=7)
-        worker.abandon([4], epoch=9)
         assert cache.receive(Abandon) == Abandon([3])
+        assert worker._make_hello().holding == [1, 2]
         cache.disconnect()
         wait_until(lambda: (worker.poll(), not worker.connected)[1])
+        worker.abandon([1], epoch=7)
+        assert (worker._make_hello().holding, worker._make_hello().epoch) == ([2], 7)
         cache._epoch = 8
         worker.retry_now()
         assert not worker.ready()
         cache.greet()
         wait_until(worker.ready)
-        assert cache.receive(Abandon) == Abandon([1, 2])
+        assert (worker._make_hello().holding, worker._make_hello().epoch) == ([], 8)
 
 
 def test_late_answer_to_cancelled_lookup_holds_nothing(path: Path) -> None:

@@ -282,11 +282,11 @@ async def test_held_and_duplicate_chunks_are_refused() -> None:
         store(engine, KEYS[3:6])
         granted = reserve(engine, KEYS).leases
         assert [bool(lease) for lease in granted] == [True] * 3 + [False] * 3 + [True] * 6
-        engine.abandon(granted)
-        engine.abandon(granted)
+        engine.fillings.abandon(granted)
+        engine.fillings.abandon(granted)
         repeated = reserve(engine, [KEYS[0], KEYS[1], KEYS[0], KEYS[1]]).leases
         assert [bool(lease) for lease in repeated] == [True, True, False, False]
-        engine.abandon(repeated)
+        engine.fillings.abandon(repeated)
         counts = cache.hierarchy.counts
         assert (counts["store_known"], counts["store_aborted"]) == (5, 11)
         assert cache.arena.used == 3 * OBJECT_BYTES
@@ -326,7 +326,7 @@ async def test_memory_is_kept_while_another_rank_may_write() -> None:
             cache, Hello(protocol.VERSION, "engine", "scheduler", 0, layout, NAMESPACE), itertools.count(1)
         )
         lost, stored = reserve(engine, KEYS[:2]).leases
-        engine.give_up([lost], 1)
+        engine.fillings.give_up([lost], 1)
         engine.commit([stored], 1)
         assert cache.arena.leases == 2
         engine.commit([lost, stored], 0)

@@ -26,6 +26,7 @@ from kvtier.bridge.protocol import (
     Found,
     Held,
     Hello,
+    Leave,
     Lookup,
     Notice,
     Reserve,
@@ -176,6 +177,8 @@ async def test_disconnected_engine_leaks_nothing(tmp_path: Path) -> None:
             await store(scheduler, [worker0, worker1], KEYS[:3])
             await store(scheduler, [worker0], KEYS[3:])
             await scheduler.request(Lookup(5, join_keys(KEYS), TOKENS))
+            for worker in (worker0, worker1):  # This process lives on.
+                await worker.send(Leave())
         await host.wait_until_idle()
         assert host.server.cache.hierarchy.catalog.count(0) == 3
 

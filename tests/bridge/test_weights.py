@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -41,15 +43,22 @@ def keys(of: Weights) -> bytes:
     return join_keys(chunk_keys(root_key(of.namespace), list(range(TOKENS)), CHUNK_TOKENS))
 
 
+@asynccontextmanager
+async def workers_of(host: Host) -> AsyncIterator[list[Peer]]:
+    async with host.peer() as worker0, host.peer() as worker1:
+        for rank, worker in enumerate((worker0, worker1)):
+            await worker.greet("worker", rank, namespace=STARTUP.namespace)
+        yield [worker0, worker1]
+
+
 async def store(host: Host, of: Weights, engine: Peer) -> None:
     """Store a prompt's chunks, in memory and on disk, while the engine has these weights."""
-    await engine.send(UseWeights(of))
-    reserved = await engine.request(Reserve(1, [Run(root_key(of.namespace), keys(of), CHUNK_TOKENS)]))
-    assert isinstance(reserved, Reserved)
-    assert all(reserved.leases)
-    for rank in range(LAYOUT.ranks):
-        async with host.peer() as worker:
-            await worker.greet("worker", rank, namespace=STARTUP.namespace)
+    async with workers_of(host) as workers:
+        await engine.send(UseWeights(of))
+        reserved = await engine.request(Reserve(1, [Run(root_key(of.namespace), keys(of), CHUNK_TOKENS)]))
+        assert isinstance(reserved, Reserved)
+        assert all(reserved.leases)
+        for worker in workers:
             await worker.send(Commit(reserved.leases))
             await worker.status()
     await host.server.cache.drain(5)
@@ -76,7 +85,7 @@ def test_namespaces_of_weights() -> None:
 
 @pytest.mark.anyio
 async def test_chunks_belong_to_the_weights_at_the_time_of_their_reservation(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, host.peer() as engine:
+    async with open_host(tmp_path) as host, host.peer() as engine, workers_of(host) as workers:
         await engine.greet(namespace=STARTUP.namespace)
         reserved = await engine.request(
             Reserve(1, [Run(root_key(STARTUP.namespace), keys(STARTUP), CHUNK_TOKENS)])
@@ -84,11 +93,9 @@ async def test_chunks_belong_to_the_weights_at_the_time_of_their_reservation(tmp
         await engine.send(UseWeights(FIRST))
         assert (await engine.status())["engines"][0]["weights_id"] == "step-1"  # type: ignore[index]
         assert isinstance(reserved, Reserved)
-        for rank in range(LAYOUT.ranks):
-            async with host.peer() as worker:
-                await worker.greet("worker", rank, namespace=STARTUP.namespace)
-                await worker.send(Commit(reserved.leases))
-                await worker.status()
+        for worker in workers:
+            await worker.send(Commit(reserved.leases))
+            await worker.status()
         catalog = host.server.cache.hierarchy.catalog
         assert len(catalog.keys(0, STARTUP.namespace)) == 6
         await store(host, FIRST, engine)

@@ -26,6 +26,7 @@ class Bridge:
 
     def __init__(self) -> None:
         self.epoch, self.responsive, self.reserves = 1, True, True
+        self.connections = 1
         self.calls: list[Any] = []
         self.answers = False
         self.abandoned: list[int] = []
@@ -111,6 +112,17 @@ def test_room_in_advance_waits_for_its_state(saves: Saves, bridge: Bridge, state
     assert step(saves) == [[1]]
     assert len(bridge.calls) == 1
     assert bridge.abandoned == []
+
+
+def test_room_of_before_a_reconnect_is_given_back(saves: Saves, bridge: Bridge, state: RequestState) -> None:
+    """The cache process has let others store the chunks when the connection was lost."""
+    saves.expect_state(state, 2)
+    assert step(saves) == []
+    bridge.answer()
+    bridge.connections += 1
+    saves.plan_state(state, 2, BLOCKS)
+    assert step(saves) == []
+    assert bridge.abandoned == [1]
 
 
 def test_room_of_before_a_preemption_is_not_used(saves: Saves, bridge: Bridge, state: RequestState) -> None:

@@ -41,6 +41,11 @@ class Bridge:
         self.committed: list[list[int]] = []
         self.abandoned: list[list[int]] = []
         self.closed = False
+        self.void: set[int] = set()
+        """Reservations from before the connection."""
+
+    def fill(self, leases: list[int]) -> list[bool]:
+        return [lease not in self.void for lease in leases]
 
     def poll(self, wait: float = 0.0) -> None:
         self.polls.append(wait)
@@ -359,6 +364,18 @@ def test_save_of_another_epoch_is_abandoned(side: WorkerSide, bridge: Bridge, co
     copies.finished.add(1)
     assert side.take_results() == ({"b"}, set(), set())
     assert bridge.abandoned == [[1]]
+    assert bridge.committed == [[2]]
+
+
+def test_reservation_from_before_the_connection_is_not_written(
+    side: WorkerSide, bridge: Bridge, copies: Copies
+) -> None:
+    """Its memory may be that of another engine now."""
+    bridge.void = {1}
+    side.save([job("a", 1), job("b", 2, last=True)])
+    assert [[chunk.lease for chunk in chunks] for chunks in copies.started] == [[2]]
+    copies.finished.add(1)
+    assert side.take_results() == ({"b"}, set(), set())
     assert bridge.committed == [[2]]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvtier.memory.keys import equal_blocks
 
 if TYPE_CHECKING:
-    from kvtier.bridge.client import LookupState
+    from kvtier.bridge.lookup_state import LookupState
     from kvtier.integrations.vllm.request import RequestState
     from kvtier.memory.layout import ChunkLayout
 

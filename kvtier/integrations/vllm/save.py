@@ -35,6 +35,8 @@ class Save:
     void: bool = False
     epoch: int = 0
     """The cache process that the reservation was requested from."""
+    connection: int = 0
+    """Over which of the connections: reservations are void when it is lost."""
     slots: list[Slots] | None = None
     """The granted room, for each of :attr:`runs`."""
 

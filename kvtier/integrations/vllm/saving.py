@@ -404,7 +404,7 @@ class Saves:
             return
         self._requested.append((call, saves))
         for save in saves:
-            save.epoch = self._bridge.epoch
+            save.epoch, save.connection = self._bridge.epoch, self._bridge.connections
             if self.events is not None and not save.is_state:
                 self.events.add(save.state, save.first, save.keys, sum(save.sizes))
 
@@ -432,7 +432,7 @@ class Saves:
         if not save.void and state.request.num_preemptions != save.preemptions:
             self._plan_again(save)
             return None
-        if save.void or save.epoch != self._bridge.epoch:
+        if save.void or (save.epoch, save.connection) != (self._bridge.epoch, self._bridge.connections):
             save.void = True
             self._abandon(save, save.leases)
             return None

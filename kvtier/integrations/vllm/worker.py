@@ -250,6 +250,12 @@ class WorkerSide:
 
     def _save(self, batch: _Batch, memory: Memory, chunks: list[ChunkCopy]) -> None:
         """Copy the chunks that this rank writes. The others commit them as well, and need not wait."""
+        allowed = self._bridge.fill([chunk.lease for chunk in chunks])
+        if not all(allowed):
+            void = [chunk for chunk, may in zip(chunks, allowed, strict=True) if not may]
+            batch.chunks = [chunk for chunk in batch.chunks if chunk not in void]
+            chunks = [chunk for chunk in chunks if chunk not in void]
+            self._stats.add("not_stored_chunks", sum(not chunk.staging for chunk in void))
         chunks = [chunk for chunk in chunks if self._writes(chunk)]
         if not self._copies.deferred:
             batch.tickets.append(self._copies.save(memory, chunks))

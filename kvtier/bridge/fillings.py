@@ -1,0 +1,185 @@
+"""Reservations of one engine, and the ranks that may still write to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtier.cache import TieredCache
+from kvtier.pipeline.store import Reservation
+
+if TYPE_CHECKING:
+    from kvtier.bridge.writers import WriterProcess
+    from kvtier.peers.kv_transfer import KVTransfer as Transfer
+    from kvtier.peers.staging.buffers import Staging
+
+
+@dataclass(slots=True)
+class Filling:
+    """A reservation, and the ranks that have finished with their slices of it."""
+
+    reservation: Reservation
+    transfer: Transfer | None = None
+    """The transfer that pushes it, if it is in ``staging``."""
+    staging: Staging | None = None
+    ranks: int = 0
+    """Bit mask of the ranks that have stopped writing to it."""
+    void: bool = False
+    """Whether a rank did not fill its slice. If it is in the arena, it is not in the catalog then."""
+    continued: bytes = b""
+    """See :class:`~kvtier.bridge.protocol.Run`."""
+
+
+class Fillings:
+    """What an engine has reserved, by lease number. Memory that a process may write to is not freed."""
+
+    def __init__(self, cache: TieredCache, ranks: int) -> None:
+        """``ranks``: that must have finished with their slices of each reservation."""
+        self._cache = cache
+        self._ranks = ranks
+        self._open: dict[int, Filling] = {}
+        self._departed: dict[WriterProcess, tuple[int, int]] = {}
+        """Processes without a connection that may write to reservations: the rank of each, and the first
+        reservation that it cannot know of."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, number: int, filling: Filling) -> None:
+        """Add a reservation."""
+        self._open[number] = filling
+
+    def void_all(self) -> None:
+        """Void all. Without a scheduler, it is not known which of them a worker is filling."""
+        self.void(list(self._open.values()))
+
+    def abandon_after(self, seen: int) -> None:
+        """Drop reservations after the last one that the engine knows of."""
+        self.abandon([number for number in self._open if number > seen])
+
+    def worker_writes(self, rank: int, pid: int | None, filling: Sequence[int] = ()) -> None:
+        """Process that a rank writes to nothing that was granted so far, but ``filling``.
+
+        ``pid``: of its process, ``None`` if that was not connected before.
+        """
+        others = [process for process in self._departed if pid is None or process.pid != pid]
+        self._stop(rank, others, still=filling)
+
+    def worker_left(self, rank: int, process: WriterProcess | None, before: int) -> bool:
+        """Void what a rank was filling; return whether to call :meth:`worker_exited` later.
+
+        ``process``: ``None`` if it writes no more. ``before``: the next reservation.
+        """
+        self.void([filling for filling in self._open.values() if not filling.ranks >> rank & 1])
+        if process is None or process.exited:
+            self._stop(rank, self._departed)
+        elif self._filled_by(rank):
+            self._departed[process] = rank, before
+            return True
+        return False
+
+    def awaits(self, process: WriterProcess) -> bool:
+        """Whether a departed process may still write to reservations."""
+        rank, before = self._departed[process]
+        return any(number < before for number in self._filled_by(rank))
+
+    def worker_exited(self, process: WriterProcess) -> None:
+        """Process that a departed process has exited, or writes to nothing any more."""
+        rank, before = self._departed.pop(process)
+        self._stop(rank, self._departed, before=before)
+
+    def _stop(
+        self,
+        rank: int,
+        others: Iterable[WriterProcess],
+        *,
+        before: int | None = None,
+        still: Sequence[int] = (),
+    ) -> None:
+        """Record that a process writes to no slice of its rank, but those ``still`` filled.
+
+        ``others``: departed processes that may write to them as well. ``before``: the first reservation that
+        it cannot know of.
+        """
+        departed = [self._departed[process] for process in others]
+        first = max((known for other, known in departed if other == rank), default=0)
+        kept = set(still)
+        self.give_up(
+            [
+                number
+                for number in self._filled_by(rank)
+                if number >= first and (before is None or number < before) and number not in kept
+            ],
+            rank,
+        )
+
+    def _filled_by(self, rank: int) -> list[int]:
+        """Return the reservations to which a rank may write."""
+        return [number for number, filling in self._open.items() if not filling.ranks >> rank & 1]
+
+    def give_up(self, leases: Sequence[int], rank: int) -> None:
+        """Record that a rank will not fill its slices. Memory is freed after the last rank has finished."""
+        self.void([self._open[number] for number in leases if number in self._open])
+        self.discard(self.finish(leases, rank))
+
+    def void(self, fillings: Sequence[Filling]) -> None:
+        """Let others store these chunks. Their memory is kept until all ranks have finished."""
+        fresh = [filling for filling in fillings if not filling.void]
+        self._cache.void([filling.reservation for filling in fresh if filling.transfer is None])
+        for filling in fresh:
+            filling.void = True
+
+    def finish(self, leases: Sequence[int], rank: int) -> list[Filling]:
+        """Record that a rank has stopped writing to its slices; return what all ranks have finished."""
+        done = []
+        for number in leases:
+            filling = self._open.get(number)
+            if filling is None:
+                continue
+            filling.ranks |= 1 << rank
+            if filling.ranks.bit_count() == self._ranks:
+                del self._open[number]
+                done.append(filling)
+        return done
+
+    def abandon(self, leases: Sequence[int]) -> None:
+        """Drop reservations that have not been passed to any rank."""
+        fillings = [self._open.pop(number, None) for number in leases]
+        self.discard([filling for filling in fillings if filling is not None])
+
+    def discard(self, fillings: Sequence[Filling]) -> None:
+        """Release the memory of reservations to which no rank writes."""
+        self.void(fillings)
+        for filling in fillings:
+            if filling.transfer is None:
+                filling.reservation.lease.release()
+            else:
+                filling.transfer.give_up(filling.reservation)
+
+    def close(self) -> None:
+        """Release all to which no process may write: the engine has disconnected, and its staging buffers."""
+        self.void_all()
+        departed = sum(1 << rank for rank in {rank for rank, _ in self._departed.values()})
+        self.abandon(
+            [
+                number
+                for number, filling in self._open.items()
+                if filling.staging is not None or not departed & ~filling.ranks
+            ]
+        )
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the arena that are reserved for it."""
+        return sum(f.reservation.lease.length for f in self._open.values() if f.transfer is None)
+
+    @property
+    def void_bytes(self) -> int:
+        """Those of them that are out of use, because a process may still write to them."""
+        return sum(f.reservation.lease.length for f in self._open.values() if f.transfer is None and f.void)
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no reservations."""
+        return not self._open

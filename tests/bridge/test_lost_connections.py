@@ -1,0 +1,274 @@
+"""Reservations of an engine that loses one of its connections, or whose process disconnects and lives on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from kvtier.bridge import protocol
+from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.protocol import Commit, Found, Hello, Leave, Lookup, Reserve, Reserved, Run
+from kvtier.memory.keys import join_keys
+from kvtier.plugins import Plugins
+
+from .conftest import KEYS as REAL_KEYS
+from .conftest import LAYOUT as REAL_LAYOUT
+from .conftest import NAMESPACE as REAL_NAMESPACE
+from .conftest import ROOT as REAL_ROOT
+from .conftest import Start, is_serving, reserve, wait_until
+from .scripted import CHUNK_TOKENS, KEYS, ROOT, Host, Peer, open_host
+
+pytestmark = pytest.mark.anyio
+
+Plugins.load([])
+TWO = KEYS[:2]
+
+
+async def ask(scheduler: Peer, ticket: int = 1) -> Reserved:
+    """Reserve room for two chunks."""
+    reserved = await scheduler.request(Reserve(ticket, [Run(ROOT, join_keys(TWO), CHUNK_TOKENS)]))
+    assert isinstance(reserved, Reserved)
+    return reserved
+
+
+async def is_held(scheduler: Peer) -> bool:
+    found = await scheduler.request(Lookup(9, join_keys(TWO), 2 * CHUNK_TOKENS))
+    assert isinstance(found, Found)
+    await scheduler.send(protocol.Cancel(9))
+    return bool(found.leases)
+
+
+def reservations(host: Host) -> list[int]:
+    """Return the number of reservations of each engine."""
+    status: Any = host.server.status()
+    return [engine["reservations"] for engine in status["engines"]]
+
+
+async def until_left(host: Host, connections: int) -> None:
+    """Wait until the first engine has this many connections."""
+    with anyio.fail_after(30):
+        while len(host.server._connections["engine"]) != connections:
+            await anyio.sleep(0.005)
+
+
+@asynccontextmanager
+async def engine(host: Host, name: str = "engine") -> AsyncIterator[tuple[Peer, list[Peer]]]:
+    """An engine of two ranks, in this process."""
+    async with host.peer() as scheduler, host.peer() as worker0, host.peer() as worker1:
+        await scheduler.greet(engine=name)
+        await worker0.greet("worker", 0, engine=name)
+        await worker1.greet("worker", 1, engine=name)
+        yield scheduler, [worker0, worker1]
+        for worker in (worker0, worker1):
+            with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                await worker.send(Leave())
+
+
+async def test_scheduler_that_leaves_does_not_keep_others_from_storing(tmp_path: Path) -> None:
+    async with (
+        open_host(tmp_path) as host,
+        engine(host) as (scheduler, _),
+        engine(host, "other") as (other, _),
+    ):
+        epoch = host.server.epoch
+        first = await ask(scheduler)
+        assert (await ask(other)).leases == [0, 0], "the other engine is storing them"
+        await scheduler.stream.aclose()
+        await until_left(host, 2)
+        second = await ask(other)
+        assert all(second.leases)
+        assert not set(first.offsets) & set(second.offsets), "workers may be writing there"
+        assert reservations(host) == [2, 2]
+        async with host.peer() as again:
+            await again.greet(epoch=epoch, seen=0)
+            await again.status()
+            assert reservations(host) == [0, 2], "the answer was lost: nobody fills them"
+
+
+async def test_scheduler_that_returns_keeps_what_workers_may_fill(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host, engine(host) as (scheduler, workers):
+        reserved = await ask(scheduler)
+        async with host.peer() as again:  # Before the end of the first connection is noticed.
+            await again.greet(epoch=host.server.epoch, seen=max(reserved.leases))
+            assert reservations(host) == [2]
+            for worker in workers:
+                await worker.send(Commit(reserved.leases))
+                await worker.status()
+            assert reservations(host) == [0]
+            assert not await is_held(again), "void, as no scheduler was connected"
+            assert all((await ask(again)).leases)
+
+
+@pytest.mark.parametrize("filling", [False, True], ids=["fills-nothing", "still-fills"])
+@pytest.mark.parametrize("noticed", [False, True], ids=["at-once", "later"])
+async def test_worker_that_leaves_after_another_rank_has_committed(
+    tmp_path: Path, *, filling: bool, noticed: bool
+) -> None:
+    """Its commit may be lost with its connection."""
+    async with (
+        open_host(tmp_path) as host,
+        engine(host) as (scheduler, workers),
+        engine(host, "other") as (other, _),
+    ):
+        reserved = await ask(scheduler)
+        await workers[0].send(Commit(reserved.leases))
+        await workers[0].status()
+        if noticed:
+            await workers[1].stream.aclose()
+            await until_left(host, 2)
+            second = await ask(other)
+            assert all(second.leases)
+            assert not set(second.offsets) & set(reserved.offsets), "this process may still be writing"
+        async with host.peer() as again:
+            holding = reserved.leases if filling else []
+            welcome = await again.greet("worker", 1, epoch=host.server.epoch, holding=holding)
+            assert welcome.first_lease > max(reserved.leases)
+            assert reservations(host)[0] == (2 if filling else 0)
+            if filling:
+                await again.send(Commit(reserved.leases))
+                await again.status()
+            assert reservations(host)[0] == 0
+            assert not await is_held(scheduler), "it has left: what it has written is void"
+            await again.send(Leave())
+
+
+async def test_replaced_connection_is_not_heard_any_more(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host, engine(host) as (scheduler, workers):
+        reserved = await ask(scheduler)
+        async with host.peer() as again:
+            await again.greet("worker", 1, epoch=host.server.epoch, holding=reserved.leases)
+            with suppress(anyio.BrokenResourceError):
+                await workers[1].send(Commit(reserved.leases))
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await workers[1].receive()
+            await again.status()
+            assert reservations(host) == [2]
+            await again.send(Leave())
+
+
+async def test_another_process_does_not_free_what_the_first_may_write_to(tmp_path: Path) -> None:
+    """Such as a worker that was restarted while the one before is stopped."""
+    async with open_host(tmp_path) as host, engine(host) as (scheduler, workers):
+        await ask(scheduler)
+        await workers[1].stream.aclose()
+        await until_left(host, 2)
+        await workers[0].send(Leave())
+        async with host.peer() as again:
+            await again.greet("worker", 1)
+            await again.status()
+            assert reservations(host) == [2]
+            await again.send(Leave())
+            await again.status()
+            assert reservations(host) == [2], "this process has not been asked"
+        async with host.peer() as first:
+            await first.greet("worker", 1, epoch=host.server.epoch)
+            await first.status()
+            assert reservations(host) == [0]
+
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from kvtier.bridge import protocol
+from kvtier.bridge.client import WorkerBridge
+from tests.bridge.conftest import hello
+worker = WorkerBridge(hello("worker"), Path(sys.argv[1]))
+worker.connect()
+print("connected", flush=True)
+if sys.argv[2] == "drop":
+    sys.stdin.readline()
+    worker._drop()
+    print("dropped", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def worker_process(tmp_path: Path) -> Any:
+    """Start a process with the worker of an engine."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(mode: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(tmp_path / "socket"), mode],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "connected\n"
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def real_hello(role: protocol.Role, engine: str) -> Hello:
+    return Hello(protocol.VERSION, engine, role, 0, REAL_LAYOUT, REAL_NAMESPACE)
+
+
+def test_memory_is_kept_until_the_process_of_a_disconnected_engine_exits(
+    tmp_path: Path, start: Start, worker_process: Any
+) -> None:
+    socket = tmp_path / "socket"
+    start()
+    wait_until(lambda: is_serving(socket))
+    process = worker_process("drop")
+    scheduler = SchedulerBridge(real_hello("scheduler", "engine"), socket)
+    other = SchedulerBridge(real_hello("scheduler", "other"), socket)
+    scheduler.connect()
+    other.connect()
+    slots = reserve(scheduler, REAL_ROOT, list(REAL_KEYS[:4]))
+    offsets = {slot.offset for slot in slots if slot is not None}
+    assert len(offsets) == 4
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "dropped\n"
+    scheduler.close()
+    wait_until(lambda: [engine["name"] for engine in status(socket)["engines"]] == ["other"])
+    assert status(socket)["reservations"]["departed_engines"] == 1
+    again = reserve(other, REAL_ROOT, list(REAL_KEYS[:4]))
+    assert all(slot is not None and slot.offset not in offsets for slot in again), "others store the chunks"
+    process.kill()
+    wait_until(lambda: status(socket)["reservations"]["departed_engines"] == 0)
+    other.abandon([slot.lease for slot in again if slot is not None])
+    wait_until(lambda: status(socket)["arena"]["leases"] == 0)
+    other.close()
+
+
+def test_worker_refuses_reservations_from_before_it_has_returned(tmp_path: Path, start: Start) -> None:
+    socket = tmp_path / "socket"
+    start()
+    wait_until(lambda: is_serving(socket))
+    worker, scheduler = (
+        WorkerBridge(real_hello("worker", "engine"), socket),
+        SchedulerBridge(real_hello("scheduler", "engine"), socket),
+    )
+    worker.connect()
+    scheduler.connect()
+    filling, unknown = (
+        [slot.lease for slot in reserve(scheduler, REAL_ROOT, [key]) if slot] for key in REAL_KEYS[:2]
+    )
+    assert worker.fill(filling) == [True]
+    worker._drop()
+    wait_until(worker.ready)
+    assert worker.fill(unknown) == [False], "another engine may have its memory"
+    assert status(socket)["engines"][0]["reservations"] == 1
+    later = [slot.lease for slot in reserve(scheduler, REAL_ROOT, [REAL_KEYS[2]]) if slot]
+    assert worker.fill(later) == [True]
+    assert worker.commit(filling + later)
+    wait_until(lambda: status(socket)["engines"][0]["reservations"] == 0)
+    assert status(socket)["counts"]["stored"] == 1
+    worker.close()
+    scheduler.close()
