@@ -266,10 +266,21 @@ class CacheMetrics(Collector):
 
     def _of_gauges(self, status: Status) -> Iterator[Metric]:
         arena, flights = self._cache.arena, status["flights"]
+        reserved = status.get("reservations", {"bytes": 0, "void_bytes": 0})
         for name, text, value in (
             ("engines", "Connected engines.", len(status.get("engines", ()))),
             ("arena_used_bytes", "Memory in use in the first tier.", arena.used),
             ("arena_leases", "Leases on memory of the first tier.", arena.leases),
+            (
+                "reserved_bytes",
+                "Memory reserved for chunks that engines have not stored yet.",
+                reserved["bytes"],
+            ),
+            (
+                "void_bytes",
+                "Part of it that is out of use: a process that has disconnected or stopped may write there.",
+                reserved["void_bytes"],
+            ),
             ("pinned_chunks", "Chunks pinned against eviction.", self._cache.hierarchy.catalog.pinned),
             ("prefetching_chunks", "Chunks in flight into the first tier.", flights),
             ("pending_bytes", "Bytes still to be written to lower tiers.", self._cache.pending_bytes),

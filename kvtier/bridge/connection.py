@@ -12,7 +12,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from kvtier.bridge import protocol
-from kvtier.bridge.engine import Engine
+from kvtier.bridge.engine import NO_LEASE, Engine
 from kvtier.bridge.kv_transfer import EngineKVTransfers
 from kvtier.bridge.watched import WatchedChunks
 from kvtier.bridge.writers import WriterProcess
@@ -87,6 +87,11 @@ class Connection:
     def writer(self) -> int | None:
         """The process of a worker; ``None`` if it was not connected before."""
         return self._process.pid if self.known and self._process is not None else None
+
+    @property
+    def last_message_at(self) -> float:
+        """When the last message arrived, on the clock of :func:`time.monotonic`."""
+        return self._endpoint.last_message_at
 
     def replace(self) -> None:
         """End this connection, as its client has a new one: nothing more of it is handled."""
@@ -167,9 +172,12 @@ class Connection:
                 self.send(answer)
             case protocol.Reserve():
                 if self._kv_transfers is None:
-                    self.send(engine.reserve(message))
+                    reserved = engine.reserve(message)
                 else:
-                    self.send(engine.reserve(message, self._kv_transfers.find))
+                    reserved = engine.reserve(message, self._kv_transfers.find)
+                self.send(reserved)
+                if NO_LEASE in reserved.leases:
+                    self._server.reclaim_stopped()
             case protocol.Confirm():
                 self.send(protocol.Confirmed(message.ticket, engine.holds(message.leases)))
             case protocol.UseWeights():

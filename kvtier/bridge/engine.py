@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -21,6 +21,7 @@ from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, ChunkKey, split_keys
 from kvtier.memory.layout import STATE_TOKENS
 from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.found import Lookup, Ready
+from kvtier.units import format_size
 
 if TYPE_CHECKING:
     from kvtier.agent.served import EngineModel
@@ -311,7 +312,9 @@ class Engine:
                 hints += [] if kv_transfer else [run.hints] * len(headers)
         # A state needs its chunks, and these are useless without it.
         declining = not self.layout.has_states and not any(run.awaited for run in request.runs)
-        reserved = iter(self._cache.reserve_all(in_arena, hints, declining=declining))
+        within = self._within_share(in_arena)
+        chunks_in_arena = self._cache.reserve_all(in_arena[:within], hints[:within], declining=declining)
+        reserved = chain(chunks_in_arena, repeat(None))
         staging = self._buffers
         fillings: list[Filling | None] = []
         for kv_transfer, headers in runs:
@@ -330,6 +333,40 @@ class Engine:
                 offsets[index] = filling.reservation.lease.offset
                 self.fillings.add(number, filling)
         return Reserved(request.ticket, leases, offsets, 0 if staging is None else staging.number)
+
+    def _within_share(self, headers: Sequence[ChunkHeader]) -> int:
+        """Return how many chunks, in order, may be reserved before this engine has more than its share."""
+        cache = self._cache
+        room = cache.arena.capacity * cache.settings.reserve_share - self.fillings.reserved_bytes
+        lengths = [object_bytes(header.payload_bytes) for header in headers]
+        if sum(lengths) <= room:
+            return len(headers)
+        absent = set(cache.hierarchy.memory.absent([header.key for header in headers]))
+        for at in sorted(absent):
+            room -= lengths[at]
+            if room < 0:
+                beyond = sum(index >= at for index in absent)
+                cache.hierarchy.counts["store_dropped"] += beyond
+                limit = format_size(int(cache.arena.capacity * cache.settings.reserve_share))
+                message = (
+                    "engine %s: %d chunks are not cached: at most %s may be reserved at once (reserve_share)"
+                )
+                cache.hierarchy.warn("reserve_share", message, self.name, beyond, limit)
+                return at
+        return len(headers)
+
+    def reclaim(self) -> None:
+        """Release what a stopped engine holds, except memory that it may write to when it is continued.
+
+        Others may store its chunks. Its loads fail when it confirms them.
+        """
+        self.keep_only(())
+        self.fillings.void_all()
+
+    @property
+    def idle(self) -> bool:
+        """Whether it holds neither leases nor reservations that are not void."""
+        return not self._granted and self.fillings.all_void
 
     def _headers(self, run: Run) -> list[ChunkHeader]:
         keys = split_keys(run.keys)

@@ -30,6 +30,11 @@ class Filling:
     continued: bytes = b""
     """See :class:`~kvtier.bridge.protocol.Run`."""
 
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arena; 0 in a staging buffer."""
+        return self.reservation.lease.length if self.transfer is None else 0
+
 
 class Fillings:
     """What an engine has reserved, by lease number. Memory that a process may write to is not freed."""
@@ -39,6 +44,7 @@ class Fillings:
         self._cache = cache
         self._ranks = ranks
         self._open: dict[int, Filling] = {}
+        self._bytes = 0
         self._departed: dict[WriterProcess, tuple[int, int]] = {}
         """Processes without a connection that may write to reservations: the rank of each, and the first
         reservation that it cannot know of."""
@@ -49,6 +55,12 @@ class Fillings:
     def add(self, number: int, filling: Filling) -> None:
         """Add a reservation."""
         self._open[number] = filling
+        self._bytes += filling.arena_bytes
+
+    def _remove(self, number: int) -> Filling:
+        filling = self._open.pop(number)
+        self._bytes -= filling.arena_bytes
+        return filling
 
     def void_all(self) -> None:
         """Void all. Without a scheduler, it is not known which of them a worker is filling."""
@@ -139,14 +151,12 @@ class Fillings:
                 continue
             filling.ranks |= 1 << rank
             if filling.ranks.bit_count() == self._ranks:
-                del self._open[number]
-                done.append(filling)
+                done.append(self._remove(number))
         return done
 
     def abandon(self, leases: Sequence[int]) -> None:
         """Drop reservations that have not been passed to any rank."""
-        fillings = [self._open.pop(number, None) for number in leases]
-        self.discard([filling for filling in fillings if filling is not None])
+        self.discard([self._remove(number) for number in leases if number in self._open])
 
     def discard(self, fillings: Sequence[Filling]) -> None:
         """Release the memory of reservations to which no rank writes."""
@@ -172,14 +182,14 @@ class Fillings:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the arena that are reserved for it."""
-        return sum(f.reservation.lease.length for f in self._open.values() if f.transfer is None)
+        return self._bytes
 
     @property
     def void_bytes(self) -> int:
         """Those of them that are out of use, because a process may still write to them."""
-        return sum(f.reservation.lease.length for f in self._open.values() if f.transfer is None and f.void)
+        return sum(filling.arena_bytes for filling in self._open.values() if filling.void)
 
     @property
-    def empty(self) -> bool:
-        """Whether it has no reservations."""
-        return not self._open
+    def all_void(self) -> bool:
+        """Whether no chunk is being stored."""
+        return all(filling.void for filling in self._open.values())

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections import Counter
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from kvtier.instance import Instance
 from kvtier.logs import ChangedWarnings
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.wire import SocketWire
+from kvtier.units import format_size
 
 if TYPE_CHECKING:
     from kvtier.peers.engines import RemoteEngines
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvtier")
 
+STOPPED_SECONDS = 60.0
+"""An engine that has sent nothing for this long, though it holds something, counts as stopped."""
 CHECK_SECONDS = 1.0
 """Interval at which to check whether memory is still kept for a process that has disconnected."""
 
@@ -184,6 +188,25 @@ class BridgeServer:
             self.cache.hierarchy.tasks.start_soon(self._await_exit, engine, process)
         elif process is not None:
             process.close()
+
+    def reclaim_stopped(self) -> None:
+        """Release what stopped engines hold, because another one has found no room or a chunk being stored.
+
+        Except memory that they may still write to, which stays out of use.
+        """
+        now = time.monotonic()
+        for name, engine in self._engines.items():
+            last = max(connection.last_message_at for connection in self._connections[name])
+            if now - last < STOPPED_SECONDS or engine.idle:
+                continue
+            engine.reclaim()
+            logger.warning(
+                "engine %s has sent nothing for %.0f s: its leases are released, and the chunks that it was "
+                "storing are void; %s stay reserved for it until it continues or exits",
+                name,
+                now - last,
+                format_size(engine.fillings.reserved_bytes),
+            )
 
     async def _await_exit(self, engine: Engine, process: WriterProcess) -> None:
         """Keep the memory that a process without a connection may write to, until it has exited."""

@@ -328,6 +328,17 @@ class Settings(BaseSettings):
         ),
         examples=["10s"],
     )
+    reserve_share: Number = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description=(
+            "Maximum fraction of the first tier's capacity that one engine may have reserved for chunks that "
+            "it has not stored yet. Further chunks are not stored. So an engine that is stopped does not "
+            "keep the others from storing."
+        ),
+        examples=[0.5],
+    )
     drain_timeout: Duration = Field(
         default=30.0,
         description="How long a cache process continues to write queued chunks when it is stopped.",

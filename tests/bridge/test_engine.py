@@ -51,10 +51,16 @@ HELLO = Hello(protocol.VERSION, "engine", "scheduler", 0, LAYOUT, NAMESPACE)
 
 @asynccontextmanager
 async def engine_of(
-    capacity: str = "4MiB", *, tier_type: str = "cpu", plugins: Plugins = BUILT_IN
+    capacity: str = "4MiB",
+    *,
+    tier_type: str = "cpu",
+    plugins: Plugins = BUILT_IN,
+    reserve_share: float = 1.0,
 ) -> AsyncIterator[tuple[Engine, TieredCache]]:
     settings = Settings(
-        chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": tier_type, "capacity": capacity}]
+        chunk_tokens=CHUNK_TOKENS,
+        tiers=[{"name": "ram", "type": tier_type, "capacity": capacity}],
+        reserve_share=reserve_share,
     )
     async with TieredCache.open(settings, plugins=plugins) as cache:
         engine = Engine(cache, HELLO, itertools.count(1))
@@ -300,7 +306,8 @@ async def test_chunks_are_declined_except_of_models_with_states_and_for_decode_i
     """A state needs its chunks, and these are useless without it."""
     groups = (GroupLayout(16, (1024,)), *([GroupLayout(16, (1024,), state=True)] if state else []))
     tier = {"name": "ram", "type": "cpu", "capacity": "1MiB", "eviction": "resume"}
-    async with TieredCache.open(Settings(chunk_tokens=CHUNK_TOKENS, tiers=[tier]), plugins=BUILT_IN) as cache:
+    settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=[tier], reserve_share=1)
+    async with TieredCache.open(settings, plugins=BUILT_IN) as cache:
         hello = Hello(
             protocol.VERSION, "engine", "scheduler", 0, ChunkLayout(CHUNK_TOKENS, groups), NAMESPACE
         )
@@ -422,3 +429,19 @@ async def test_flooding_engine_does_not_starve_other_tasks() -> None:
         while flood.replies < 20:
             await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
+
+
+async def test_engine_reserves_at_most_its_share() -> None:
+    """Known chunks need no memory, and what is stored or given up counts no more."""
+    async with engine_of(f"{16 * OBJECT_BYTES}B", reserve_share=0.25) as (engine, cache):
+        first = reserve(engine, KEYS)
+        assert [bool(lease) for lease in first.leases] == [True] * 4 + [False] * 8
+        assert cache.hierarchy.counts["store_dropped"] == 8
+        other = Engine(cache, HELLO, itertools.count(100))
+        assert all(reserve(other, KEYS[4:8], KEYS[3]).leases), "the share is that of each engine"
+        other.close()
+        engine.commit(first.leases[:3], 0)
+        engine.fillings.abandon(first.leases[3:4])
+        second = reserve(engine, KEYS)
+        assert [bool(lease) for lease in second.leases] == [False] * 3 + [True] * 4 + [False] * 5
+        assert engine.fillings.reserved_bytes == 4 * OBJECT_BYTES

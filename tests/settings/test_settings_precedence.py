@@ -34,6 +34,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     ),
     "socket": ("/run/a.sock", "/run/a.sock", Path("/run/a.sock")),
     "linger": ("3s", "3s", 3.0),
+    "reserve_share": ("0.25", "0.25", 0.25),
     "drain_timeout": ("1m", "60", 60.0),
     "checksum": ("false", "false", False),
     "plugins": ("[a, b]", '["a", "b"]', ["a", "b"]),

@@ -1,0 +1,109 @@
+"""An engine that is stopped (SIGSTOP, a debugger) while it holds memory of the cache process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.bridge import server
+from kvtier.bridge.client import status
+from kvtier.bridge.protocol import Confirm, Confirmed, Found, Lookup, Reserve, Reserved, Run
+from kvtier.memory.keys import chunk_keys, join_keys, root_key
+from kvtier.plugins import Plugins
+
+from .conftest import CHUNK_TOKENS as REAL_CHUNK_TOKENS
+from .conftest import ROOT as REAL_ROOT
+from .conftest import Start, is_serving, store, wait_until
+from .scripted import CHUNK_TOKENS, NAMESPACE, open_host
+from .scripted import store as store_scripted
+
+Plugins.load([])
+
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+import msgspec
+from kvtier.bridge.client import SchedulerBridge, WorkerBridge
+from tests.bridge.conftest import CHUNK_TOKENS, ROOT, hello, reserve
+from kvtier.memory.keys import chunk_keys
+roles = [msgspec.structs.replace(hello(role), engine="stopped") for role in ("worker", "scheduler")]
+worker, scheduler = WorkerBridge(roles[0], Path(sys.argv[1])), SchedulerBridge(roles[1], Path(sys.argv[1]))
+worker.connect()
+scheduler.connect()
+keys = chunk_keys(ROOT, range(10**6, 10**6 + 200 * CHUNK_TOKENS), CHUNK_TOKENS)
+slots = [slot for slot in reserve(scheduler, ROOT, list(keys)) if slot is not None]
+worker.fill([slot.lease for slot in slots])
+print(len(slots), flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_stopped_engine_does_not_keep_others_from_storing(tmp_path: Path, start: Start) -> None:
+    socket = tmp_path / "socket"
+    start()
+    wait_until(lambda: is_serving(socket))
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, str(socket)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        assert process.stdout is not None
+        reserved = int(process.stdout.readline())
+        keys = list(chunk_keys(REAL_ROOT, range(REAL_CHUNK_TOKENS * 60), REAL_CHUNK_TOKENS))
+        for first in range(0, 60, 15):
+            store(socket, keys[first : first + 15])
+        assert status(socket)["counts"]["stored"] == 60
+        assert 60 <= reserved <= 64, "half of 32 MiB"
+        report = status(socket)
+        assert report["reservations"]["bytes"] >= reserved * 256 * 1024
+        assert report["counts"]["store_dropped"] == 200 - reserved
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    wait_until(lambda: status(socket)["reservations"]["bytes"] == 0)
+
+
+@pytest.mark.anyio
+async def test_stopped_engine_keeps_only_memory_that_it_may_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loads fail when it is continued, and what it was storing may be stored by others."""
+    keys = list(chunk_keys(root_key(NAMESPACE), range(CHUNK_TOKENS * 700), CHUNK_TOKENS))
+    async with (
+        open_host(tmp_path, reserve_share=1) as host,
+        host.peer() as stopped,
+        host.peer() as worker0,
+        host.peer() as worker1,
+        host.peer() as other,
+    ):
+        await stopped.greet()
+        await worker0.greet("worker", 0)
+        await worker1.greet("worker", 1)
+        await other.greet(engine="other")
+        await store_scripted(stopped, [worker0, worker1], keys[:40])
+        await host.server.cache.drain(30)
+        found = await stopped.request(Lookup(1, join_keys(keys[:40]), 40 * CHUNK_TOKENS))
+        assert isinstance(found, Found)
+        assert len(found.leases) == 40
+        mine = await stopped.request(Reserve(2, [Run(keys[39], join_keys(keys[40:]), CHUNK_TOKENS)]))
+        assert isinstance(mine, Reserved)
+        assert not all(mine.leases), "no memory is left"
+
+        async def others() -> int:
+            asked = await other.request(Reserve(1, [Run(keys[39], join_keys(keys[40:60]), CHUNK_TOKENS)]))
+            assert isinstance(asked, Reserved)
+            granted = zip(mine.offsets, mine.leases, strict=True)
+            assert not (set(asked.offsets) - {0}) & {offset for offset, lease in granted if lease}
+            return sum(map(bool, asked.leases))
+
+        assert await others() == 0
+        monkeypatch.setattr(server, "STOPPED_SECONDS", 0.0)
+        await others()
+        assert await others() > 0
+        assert await worker0.request(Confirm(1, found.leases)) == Confirmed(1, held=False)
