@@ -7,6 +7,7 @@ in every :data:`CATCH_UP`-th step only, while the engine runs on, and uses block
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from kvtier.integrations.vllm import worker
 from kvtier.integrations.vllm.copies import NULL_BLOCK
 from kvtier.integrations.vllm.cuda_copies import CudaCopies
-from tests.cuda_stand_in.control import COPIES, KERNEL
+from tests.cuda_stand_in.control import KERNEL, TRANSFER
 from tests.cuda_stand_in.fixtures import loaded, use
 from tests.vllm.shapes import BLOCK, Scheduled, Worker
 
@@ -49,7 +50,7 @@ class WorkerOnGPU(Worker):
         self._rows: dict[tuple[int, int], tuple[Any, int, int, list[int]]] = {}
         self._steps = 0
         self._read: dict[int, set[int]] = {}
-        """The blocks that each save reads, by the number of its operation."""
+        """The blocks that each save reads, by the number of its last operation."""
         self._waited: set[int] = set()
         self._needless: list[str] = []
         self._seen = self._kernels = self._last_ticket = 0
@@ -120,8 +121,14 @@ class WorkerOnGPU(Worker):
         self._waited |= waited
         reads = self._connector._worker_side._reads._by_ticket
         begun = [ticket for ticket in sorted(reads) if ticket > self._last_ticket]
-        copies = [operation.number for operation in new if operation.what in COPIES]
-        for number, ticket in zip(copies[len(copies) - len(begun) :], begun, strict=True):
+        copies = [operation for operation in new if operation.what != KERNEL]
+        # Each save ends with the last of its transfers. Those of loads, before their kernels, come first.
+        ends = [
+            copy.number
+            for copy, following in zip_longest(copies, copies[1:])
+            if copy.what == TRANSFER and (following is None or following.what != TRANSFER)
+        ]
+        for number, ticket in zip(ends[len(ends) - len(begun) :], begun, strict=True):
             self._read[number], self._last_ticket = set(reads[ticket]), ticket
         self._calls = [call for call in self._machine.calls() if call in WAITS]
 
