@@ -157,7 +157,7 @@ async def test_client_is_rejected_after_its_handshake(
         async with opened(RedisServer(tmp_path, tls=files), **settings) as backend:
             await assert_rejected(backend, "check `certificate_file` and `key_file`", caplog)
             assert set(await backend.put(values(8 << 20))) == {FAILED}
-            assert "check `certificate_file` and `key_file`" in backend._pool.last_error
+            assert "check `certificate_file` and `key_file`" in str(backend._pool.last_fault)
 
 
 async def test_expired_certificate(
