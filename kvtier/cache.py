@@ -21,11 +21,11 @@ from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.siblings import PromptMarks
 from kvtier.concurrency.tasks import open_tasks
-from kvtier.errors import SettingsError
+from kvtier.errors import KVTierError, SettingsError
 from kvtier.events import Move, Observer, PromptLookup
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import ChunkHeader, object_bytes
-from kvtier.memory.host import huge_page_bytes, memory_info, smallest_limit
+from kvtier.memory.host import check_memory
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import has_weights
 from kvtier.model import ModelCache
@@ -45,14 +45,13 @@ from kvtier.pipeline.prefetch import PrefetchStage
 from kvtier.pipeline.store import Reservation, StoreStage
 from kvtier.pipeline.worth import Worth
 from kvtier.plugins import Plugins, is_memory
-from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
+from kvtier.settings import Settings, TierSettings, load_settings
 from kvtier.tiers.encoder import Encoder, Layouts
 from kvtier.tiers.host_memory import HostMemory
 from kvtier.tiers.router import Router
 from kvtier.tiers.sealer import Sealer
 from kvtier.tiers.tenants import configured_tenants, shared_policy, tenants_status
 from kvtier.tiers.tier import Tier
-from kvtier.units import format_size
 
 logger = logging.getLogger("kvtier")
 
@@ -66,7 +65,10 @@ Progress = Callable[[int], None]
 
 
 class TieredCache:
-    """A cache of chunks over several tiers. Created with :meth:`open`."""
+    """A cache of chunks over several tiers. Created with :meth:`open`.
+
+    Once closed, methods that look up, store or change chunks raise :class:`KVTierError`.
+    """
 
     def __init__(self, settings: Settings, hierarchy: Hierarchy) -> None:
         self.settings = settings
@@ -94,7 +96,7 @@ class TieredCache:
             self._boundaries,
             self._storing,
         )
-        self._finished = False
+        self._finished = self._closed = False
         self._observe_lookup: ObserveLookup | None = None
 
     @classmethod
@@ -117,7 +119,7 @@ class TieredCache:
         settings = settings or load_settings()
         plugins = plugins or Plugins.load(settings.plugins)
         media = [(tier, plugins.backend(tier.type)(tier)) for tier in plugins.tier_settings(settings)]
-        _check_memory([tier for tier, backend in media if is_memory(type(backend))])
+        check_memory([tier for tier, backend in media if is_memory(type(backend))])
         media += pools
         codecs = [plugins.codecs(tier) for tier, _ in media]
         encoded = [index for index, found in enumerate(codecs) if found is not None]
@@ -147,6 +149,7 @@ class TieredCache:
             finally:
                 with anyio.CancelScope(shield=True):
                     await cache.finish()
+                cache._closed = True
                 tasks.cancel_scope.cancel()
 
     async def _start(self, tasks: TaskGroup) -> None:
@@ -173,8 +176,13 @@ class TieredCache:
         """The memory of the first tier."""
         return self.hierarchy.memory.arena
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KVTierError("the cache is closed: use it within the `with` block that opens it")
+
     def model(self, name: str, *, token_bytes: int, salt: str = "") -> ModelCache:
         """Return access to one model's chunks by token IDs, with ``token_bytes`` bytes of KV per token."""
+        self._check_open()
         return ModelCache(self, name, token_bytes=token_bytes, salt=salt)
 
     def add_observer(self, observer: Observer) -> None:
@@ -221,6 +229,7 @@ class TieredCache:
         is computed, only those are found that are worth waiting for. ``repeated``: the same request has
         looked them up before.
         """
+        self._check_open()
         found = Lookup(staged, hints, marks, compute)
         if not local and not repeated:
             self._looking_up.count_tokens(found, keys, expected)
@@ -249,6 +258,7 @@ class TieredCache:
         none is returned, and the state, an object of ``state_bytes``, is the last of them. Otherwise like
         :meth:`look_up`.
         """
+        self._check_open()
         found = Lookup(hints=hints, compute=compute)
         if not repeated:
             self._looking_up.count_tokens(found, keys, expected)
@@ -318,6 +328,7 @@ class TieredCache:
         ``hints``: those of each chunk, or none at all. Once one reservation fails for lack of memory, so do
         all after it. ``declining``: see :meth:`StoreStage.reserve_all`.
         """
+        self._check_open()
         return self._storing.reserve_all(headers, hints, declining=declining)
 
     def commit(self, reservations: Sequence[Reservation], *, pushed: bool = False) -> None:
@@ -337,6 +348,7 @@ class TieredCache:
 
     def pin(self, keys: Sequence[ChunkKey], seconds: float | None = None) -> int:
         """Protect the held prefix of ``keys`` from eviction. Return its length in chunks."""
+        self._check_open()
         held = keys[: len(self.hierarchy.catalog.prefix(keys))]
         self.hierarchy.catalog.pin(held, None if seconds is None else time.monotonic() + seconds)
         if self.hierarchy.router.admission.selective:
@@ -345,6 +357,7 @@ class TieredCache:
 
     def unpin(self, keys: Sequence[ChunkKey]) -> None:
         """Undo :meth:`pin`."""
+        self._check_open()
         self.hierarchy.catalog.pins.remove(keys)
 
     # Data path: asynchronous.
@@ -360,6 +373,7 @@ class TieredCache:
 
     async def move(self, keys: Sequence[ChunkKey], source: str, target: str, *, copy: bool = False) -> int:
         """Move chunks between tiers. Return how many of them ``target`` holds afterwards."""
+        self._check_open()
         move = Move(keys=keys, source=self._index(source), target=self._index(target), copy=copy)
         return await self._moving.execute(move)
 
@@ -368,6 +382,7 @@ class TieredCache:
 
         It starts with :meth:`Gathering.run`. The other tiers keep their chunks.
         """
+        self._check_open()
         return self._gathering.begin(keys, expected, self._index(target))
 
     async def clear(
@@ -384,6 +399,7 @@ class TieredCache:
         the rest. After clearing a namespace, or everything, in all tiers, pools are not queried for it while
         this cache is open. Returns what was removed.
         """
+        self._check_open()
         every = self.hierarchy.tiers
         chosen = [tier.index for tier in every] if tiers is None else [self._index(name) for name in tiers]
         if keys is not None:
@@ -456,22 +472,6 @@ class TieredCache:
             "pinned_chunks": hierarchy.catalog.pinned,
             "counts": dict(hierarchy.counts),
         }
-
-
-def _check_memory(tiers: Sequence[TierSettings]) -> None:
-    """Raise :class:`SettingsError` if memory tiers take more than there is: a late page would kill processes.
-
-    Whether that much is available now is left to ``kvtier doctor``.
-    """
-    local = [tier for tier in tiers if isinstance(tier, LocalTierSettings)]
-    wanted, smallest = sum(tier.capacity for tier in local), smallest_limit()
-    huge = huge_page_bytes(local, memory_info())
-    if wanted - huge > smallest.limit_bytes:
-        names = " and ".join(f"tier {tier.name!r}" for tier in local)
-        in_huge_pages = f", {format_size(huge)} of it in huge pages" if huge else ""
-        raise SettingsError(
-            f"the `capacity` of {names} is {format_size(wanted)}{in_huge_pages}, and {smallest}: lower it"
-        )
 
 
 def _open_memory(settings: TierSettings, backend: Backend, catalog: Catalog, sealer: Sealer) -> HostMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 from anyio import to_thread
@@ -12,7 +12,7 @@ from anyio import to_thread
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.siblings import PromptMarks, marks_of
 from kvtier.catalog.tenants import tenant_of_salt
-from kvtier.errors import CorruptChunk, LayoutError
+from kvtier.errors import CorruptChunk, KVTierError, LayoutError
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import (
     BLOCK_HASH_BYTES,
@@ -27,9 +27,12 @@ from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, namespa
 from kvtier.pipeline.discover import Expected
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from kvtier.cache import TieredCache
 
 
+@runtime_checkable
 class HostTensor(Protocol):
     """The part of the tensor interface needed to access its bytes without importing torch."""
 
@@ -47,8 +50,19 @@ class HostTensor(Protocol):
         ...
 
 
-Rows = bytes | bytearray | memoryview | HostTensor
-"""KV of consecutive tokens: a C-contiguous buffer or CPU tensor, tokens in the first dimension."""
+@runtime_checkable
+class HostArray(Protocol):
+    """An array of numpy. Before Python 3.12, type checkers do not know that it is a buffer."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+
+
+Rows: TypeAlias = "Buffer | HostArray | HostTensor"
+"""KV of consecutive tokens: a C-contiguous buffer, such as an array of numpy, or a CPU tensor.
+
+Of elements of any type. Tokens are the first dimension.
+"""
 
 
 class ModelCache:
@@ -56,9 +70,15 @@ class ModelCache:
 
     The KV of a token is ``token_bytes`` opaque bytes. The end of a prompt is a shorter chunk, unless
     ``partial_chunks`` is off. Prefixes are found in steps of :attr:`ChunkLayout.granularity` tokens.
+    Raises :class:`LayoutError` if ``token_bytes`` is not positive. All methods raise :class:`KVTierError`
+    once the cache is closed, and for token IDs that are not integers from 0 to 2**32 - 1.
     """
 
     def __init__(self, cache: TieredCache, name: str, *, token_bytes: int, salt: str = "") -> None:
+        if token_bytes < 1:
+            raise LayoutError(
+                f"token_bytes is {token_bytes}: set it to the bytes of KV per token, of all layers together"
+            )
         settings = cache.settings
         self._cache = cache
         chunk_tokens = CHUNK_TOKENS if settings.chunk_tokens == "auto" else settings.chunk_tokens
@@ -74,20 +94,16 @@ class ModelCache:
 
     def keys(self, tokens: Sequence[int] | bytes) -> list[ChunkKey]:
         """Return the keys of a prompt's chunks in prefix order."""
-        return chunk_keys(self._root, tokens, self._layout.chunk_tokens, tail=self._partial)
+        return chunk_keys(self._root, self._encode(tokens), self._layout.chunk_tokens, tail=self._partial)
 
     async def store(self, tokens: Sequence[int], rows: Rows, hints: ChunkHints | None = None) -> int:
         """Store the KV of a prompt. Return the number of tokens held afterwards, including those held before.
 
         Copies in a worker thread. Skips chunks for which there is no memory. ``hints`` are for the eviction
-        policies of the tiers.
+        policies of the tiers. Raises :class:`LayoutError` if ``rows`` is not as :data:`Rows` describes, or is
+        smaller than the KV of all ``tokens``.
         """
-        view = _bytes_of(rows)
-        if len(view) < len(tokens) * self._token_bytes:
-            raise LayoutError(
-                f"{len(tokens)} tokens with {self._token_bytes} bytes of KV each do not fit {len(view)} bytes"
-            )
-        encoded = encode_tokens(tokens)
+        encoded, view = self._encode(tokens), self._view(rows, len(tokens))
         keys, hashes = self.keys(encoded), self._hashes(encoded)
         parents = [self._root, *keys]
         headers, sources = [], []
@@ -116,22 +132,22 @@ class ModelCache:
     async def retrieve(self, tokens: Sequence[int], rows: Rows, hints: ChunkHints | None = None) -> int:
         """Fill ``rows`` with the KV of the longest held prefix. Return its length in tokens.
 
-        ``hints`` replace those of the chunks that are found.
+        ``hints`` replace those of the chunks that are found. Raises :class:`LayoutError` as :meth:`store`
+        does, also if less is held than ``rows`` has room for, and if it is read-only.
         """
-        view, encoded = _bytes_of(rows), encode_tokens(tokens)
+        encoded, view = self._encode(tokens), self._view(rows, len(tokens))
+        if view.readonly:
+            raise LayoutError("the memory for the KV is read-only: pass memory that can be written to")
         keys, hashes = self.keys(encoded), self._hashes(encoded)
         marks = PromptMarks(self._root, marks_of(hashes), self._hashes_bytes // BLOCK_HASH_BYTES)
         found = self._cache.look_up(keys, self._expected(len(tokens)), hints=self._owned(hints), marks=marks)
         try:
             await self._cache.settle(found)
-            fits = min(len(tokens), len(view) // self._token_bytes)
             copies, filled = [], 0
             for index, chunk in enumerate(found.chunks):
                 stop = self._tokens(index + 1, len(tokens))
                 if found.partial and index == found.count - 1:
                     stop = filled + self._equal(chunk.lease.view, hashes[index * self._hashes_bytes :])
-                if stop > fits:
-                    break
                 target = view[filled * self._token_bytes : stop * self._token_bytes]
                 copies.append((target, chunk.lease.view[HEADER_BYTES : HEADER_BYTES + len(target)]))
                 filled = stop
@@ -139,6 +155,24 @@ class ModelCache:
             return filled
         finally:
             found.release()
+
+    def _encode(self, tokens: Sequence[int] | bytes) -> bytes:
+        """Encode token IDs. Every method that takes some calls this first, so it checks whether it may."""
+        self._cache._check_open()
+        try:
+            return encode_tokens(tokens)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise KVTierError(f"token IDs must be integers from 0 to 4294967295: {error}") from error
+
+    def _view(self, rows: Rows, tokens: int) -> memoryview:
+        """Return the bytes of ``rows``, which must have room for the KV of ``tokens``."""
+        view = _bytes_of(rows)
+        if len(view) < tokens * self._token_bytes:
+            raise LayoutError(
+                f"{tokens} tokens with {self._token_bytes} bytes of KV each do not fit {len(view)} bytes: "
+                "pass fewer tokens or a larger buffer"
+            )
+        return view
 
     def _owned(self, hints: ChunkHints | None) -> ChunkHints | None:
         """Return hints with the tenant whom the salt names, if they name none."""
@@ -200,13 +234,40 @@ class ModelCache:
 
 
 def _bytes_of(rows: Rows) -> memoryview:
-    if isinstance(rows, bytes | bytearray | memoryview):
-        return memoryview(rows).cast("B")
-    if not rows.is_contiguous():
-        raise LayoutError("the KV tensor is not contiguous: pass tensor.contiguous()")
-    if str(getattr(rows, "device", "cpu")) != "cpu":
-        raise LayoutError("the KV tensor is not in host memory: pass tensor.cpu()")
-    return memoryview((ctypes.c_char * rows.nbytes).from_address(rows.data_ptr())).cast("B")
+    if isinstance(rows, HostTensor):
+        if not rows.is_contiguous():
+            raise LayoutError("the KV tensor is not contiguous: pass tensor.contiguous()")
+        if str(getattr(rows, "device", "cpu")) != "cpu":
+            raise LayoutError("the KV tensor is not in host memory: pass tensor.cpu()")
+        return _memory(rows.data_ptr(), rows.nbytes)
+    if isinstance(rows, HostArray):
+        return _bytes_of_array(rows)
+    try:
+        view = memoryview(rows)
+    except TypeError as error:
+        raise LayoutError(f"a {type(rows).__name__} is no KV: pass a buffer, an array or a tensor") from error
+    if not view.c_contiguous:
+        raise LayoutError("the KV buffer is not contiguous: pass a copy, such as bytes(buffer)")
+    try:
+        return view.cast("B")
+    except TypeError:  # Elements that it cannot cast, such as those of ctypes.
+        if view.readonly:
+            return memoryview(view.tobytes())
+        return memoryview((ctypes.c_char * view.nbytes).from_buffer(view)).cast("B")
+
+
+def _bytes_of_array(array: Any) -> memoryview:  # noqa: ANN401 - numpy need not be installed
+    """Return the bytes of an array of numpy, which exports no buffer of some types, such as bfloat16."""
+    if array.dtype.hasobject:
+        raise LayoutError("the KV array has Python objects as elements: pass an array of numbers")
+    if not array.flags.c_contiguous:
+        raise LayoutError("the KV array is not contiguous: pass numpy.ascontiguousarray(array)")
+    view = _memory(array.ctypes.data, array.nbytes)
+    return view if array.flags.writeable else view.toreadonly()
+
+
+def _memory(address: int, length: int) -> memoryview:
+    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
 
 
 def _copy_all(copies: Sequence[tuple[memoryview, memoryview]]) -> None:

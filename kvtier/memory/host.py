@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.errors import SettingsError
 from kvtier.memory.large_pages import LARGE_PAGE_BYTES
-from kvtier.settings import LocalTierSettings
+from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.units import format_size
 
 _MEMINFO = Path("/proc/meminfo")
@@ -58,6 +59,22 @@ def huge_page_bytes(tiers: Sequence[LocalTierSettings], info: dict[str, int]) ->
     """
     wanted = sum(tier.capacity for tier in tiers if tier.type == "hugepage")
     return min(wanted, info.get("HugePages_Free", 0) * LARGE_PAGE_BYTES)
+
+
+def check_memory(tiers: Sequence[TierSettings]) -> None:
+    """Raise :class:`SettingsError` if memory tiers take more than there is: a late page would kill processes.
+
+    Whether that much is available now is left to ``kvtier doctor``.
+    """
+    local = [tier for tier in tiers if isinstance(tier, LocalTierSettings)]
+    wanted, smallest = sum(tier.capacity for tier in local), smallest_limit()
+    huge = huge_page_bytes(local, memory_info())
+    if wanted - huge > smallest.limit_bytes:
+        names = " and ".join(f"tier {tier.name!r}" for tier in local)
+        in_huge_pages = f", {format_size(huge)} of it in huge pages" if huge else ""
+        raise SettingsError(
+            f"the `capacity` of {names} is {format_size(wanted)}{in_huge_pages}, and {smallest}: lower it"
+        )
 
 
 def _limits() -> Iterator[Limit]:

@@ -10,7 +10,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvtier import LayoutError, ModelCache, Settings, SettingsError, TieredCache
+from kvtier import ModelCache, Settings, SettingsError, TieredCache
 from kvtier import model as model_module
 from kvtier.catalog.siblings import marks_of
 from kvtier.memory.header import ChunkHeader
@@ -335,12 +335,6 @@ async def test_leased_chunks_survive_a_clear(settings: MakeSettings, prompt: Pro
         assert [bytes(chunk.lease.view) for chunk in found.chunks] == before
         found.release()
         assert cache.arena.used == 0
-
-
-async def test_buffers_of_wrong_size_are_rejected(settings: MakeSettings, prompt: Prompt) -> None:
-    async with opened(settings(ssd=0)) as (_, model):
-        with pytest.raises(LayoutError, match="do not fit 10 bytes"):
-            await model.store(prompt(256), bytes(10))
 
 
 async def test_exceptions_in_the_block_propagate(settings: MakeSettings) -> None:
