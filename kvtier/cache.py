@@ -27,7 +27,7 @@ from kvtier.memory.arena import Arena
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.host import check_memory
 from kvtier.memory.keys import ChunkKey
-from kvtier.memory.layout import has_weights
+from kvtier.memory.layout import ChunkLayout, has_weights
 from kvtier.model import ModelCache
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.boundaries import Boundaries
@@ -59,6 +59,9 @@ DRAIN_POLL_SECONDS = 0.02
 
 ObserveLookup = Callable[[PromptLookup], None]
 """Receives each lookup of a prompt. Called in the event loop; must neither block nor raise."""
+
+ObserveModel = Callable[[str, bytes, ChunkLayout], None]
+"""Receives the name, namespace and layout of each model that a program uses."""
 
 Progress = Callable[[int], None]
 """Callback that receives the number of remaining bytes."""
@@ -98,6 +101,7 @@ class TieredCache:
         )
         self._finished = self._closed = False
         self._observe_lookup: ObserveLookup | None = None
+        self._observe_model: ObserveModel | None = None
 
     @classmethod
     @asynccontextmanager
@@ -183,7 +187,10 @@ class TieredCache:
     def model(self, name: str, *, token_bytes: int, salt: str = "") -> ModelCache:
         """Return access to one model's chunks by token IDs, with ``token_bytes`` bytes of KV per token."""
         self._check_open()
-        return ModelCache(self, name, token_bytes=token_bytes, salt=salt)
+        model = ModelCache(self, name, token_bytes=token_bytes, salt=salt)
+        if self._observe_model is not None:
+            self._observe_model(name, model.namespace, model.layout)
+        return model
 
     def add_observer(self, observer: Observer) -> None:
         """Notify ``observer`` of every transfer and change from now on."""
@@ -196,6 +203,10 @@ class TieredCache:
     def observe_lookups(self, observe: ObserveLookup | None) -> None:
         """Report every lookup with ``expected`` that is neither ``local`` nor ``repeated`` from now on."""
         self._observe_lookup = observe
+
+    def observe_models(self, observe: ObserveModel | None) -> None:
+        """Report every model passed to :meth:`model` from now on."""
+        self._observe_model = observe
 
     # Control path: synchronous.
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 from anyio import CancelScope
 
-from kvtier.agent.served import Served
+from kvtier.agent.served import EngineModel, Served
 from kvtier.backends.base import Backend
 from kvtier.cache import TieredCache
 from kvtier.catalog.table import MAX_TIERS
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import PeerError, SettingsError
 from kvtier.memory.keys import ChunkKey
+from kvtier.memory.layout import ChunkLayout
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, TierSettings, load_settings
 from kvtier.settings.peer import GUESSABLE, GUESSABLE_REMEDY
@@ -67,7 +68,8 @@ class Instance:
         """The backend that fetches from peers, if ``peer.others`` or a controller is set."""
         self._kv_transfers = transfer
         self.served = served or Served()
-        """The models of the connected engines, maintained by the bridge server."""
+        """The models of the connected engines, maintained by the bridge server, and of programs."""
+        cache.observe_models(self._add_model)
         self.stagings = stagings
         """The engines' staging buffers, if ``kv_transfer.device`` is ``cuda``."""
         self._agent: Agent | None = None
@@ -212,6 +214,9 @@ class Instance:
                 if self._kv_transfers is not None:
                     self._kv_transfers.targets.set_registered(None)
                 tasks.cancel_scope.cancel()
+
+    def _add_model(self, name: str, namespace: bytes, layout: ChunkLayout) -> None:
+        self.served.add_model(namespace, layout, EngineModel([name]))
 
     def transfer_kv(self, to: str, keys: Sequence[ChunkKey], *, hinted: bool = False) -> KVTransfer:
         """Transfer the chunks of a prompt, in prefix order, to the peer at ``HOST:PORT``, each when READY.

@@ -92,6 +92,16 @@ class ModelCache:
         self._hashes_bytes = chunk_tokens // self._layout.granularity * BLOCK_HASH_BYTES
         """Of the block hashes of a whole chunk."""
 
+    @property
+    def namespace(self) -> bytes:
+        """What identifies the model and its layout in keys."""
+        return self._namespace
+
+    @property
+    def layout(self) -> ChunkLayout:
+        """How the KV of its chunks is laid out."""
+        return self._layout
+
     def keys(self, tokens: Sequence[int] | bytes) -> list[ChunkKey]:
         """Return the keys of a prompt's chunks in prefix order."""
         return chunk_keys(self._root, self._encode(tokens), self._layout.chunk_tokens, tail=self._partial)

@@ -1,4 +1,4 @@
-"""Registry of this instance's engines, their models and the location of their tokenizers."""
+"""Registry of this instance's engines and programs, their models and the location of their tokenizers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Served(msgspec.Struct):
 
 
 class Served:
-    """Connected engines, and the models that they serve or have served. Confined to one event loop."""
+    """Connected engines, and the models that they or programs have used. Confined to one event loop."""
 
     def __init__(self) -> None:
         self._engines: dict[str, tuple[bytes, ChunkLayout]] = {}
@@ -83,14 +83,21 @@ class Served:
     def add(self, engine: str, namespace: bytes, layout: ChunkLayout, model: EngineModel | None) -> None:
         """Add an engine, or the model that it serves. Ignores names that are too long or not printable."""
         self._engines[engine] = namespace, layout
-        names = [name for name in map(_printable, model.names if model else ()) if name]
-        if model is None or not names:
+        if model is not None:
+            self.add_model(namespace, layout, model)
+
+    def add_model(self, namespace: bytes, layout: ChunkLayout, model: EngineModel) -> None:
+        """Add a model, whether or not an engine serves it. Ignores names as :meth:`add` does."""
+        names = [name for name in map(_printable, model.names) if name]
+        if not names:
             return
         known = self._models.pop(namespace, None)
         if known is not None:
             names = [*known.names, *names]
         names = list(dict.fromkeys(names))[:MAX_NAMES]
-        self._models[namespace] = _Served(names, layout, model.tokenizer)
+        served = self._models[namespace] = _Served(names, layout, model.tokenizer)
+        if served == known:
+            return
         self._forget_oldest()
         self.version += 1
         self._changed.set()

@@ -101,14 +101,27 @@ async def test_models_are_reported_when_engines_connect(open_node: OpenNode) -> 
         served.add("engine-1", b"n" * 32, LAYOUT, None)
         served.add("engine-1", b"n" * 32, LAYOUT, EngineModel(["llama", "/models/llama"]))
         served.add("engine-2", b"n" * 32, LAYOUT, EngineModel(["chat"], TokenizerSource("/models/llama")))
-        await until(lambda: conversation.models)
-        await until(lambda: conversation.models[0].names == ["llama", "/models/llama", "chat"])
-        (model,) = conversation.models
+        names = ["llama", "/models/llama", "chat"]
+        await until(lambda: [model.names for model in conversation.models] == [["llama"], names])
+        own, model = conversation.models
         assert (model.namespace, model.layout, model.tokenizer) == (b"n" * 32, LAYOUT, True)
         await until(lambda: conversation.heartbeats[-1].engines == ["engine-1", "engine-2"])
         served.remove("engine-1")
         await until(lambda: conversation.heartbeats[-1].engines == ["engine-2"])
-        assert conversation.models == [model]
+        assert conversation.models == [own, model]
+
+
+async def test_models_of_programs_are_reported_once(open_node: OpenNode) -> None:
+    async with controlling() as controller, open_node(controller) as one:
+        conversation = await controller.up_to_date()
+        qwen = one.cache.model("qwen", token_bytes=32)
+        await until(lambda: [model.names for model in conversation.models] == [["llama"], ["qwen"]])
+        found = conversation.models[1]
+        assert (found.namespace, found.layout, found.tokenizer) == (qwen.namespace, qwen.layout, False)
+        version = one.instance.served.version
+        one.cache.model("qwen", token_bytes=32, salt="tenant")
+        assert one.instance.served.version == version
+        assert one.instance.served.engines == []
 
 
 async def test_heartbeats_report_the_tiers(open_node: OpenNode) -> None:
