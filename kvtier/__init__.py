@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from kvtier.cache import TieredCache
     from kvtier.catalog.hints import ChunkHints
     from kvtier.hookmarkers import hookimpl
+    from kvtier.instance import Instance
     from kvtier.model import ModelCache
     from kvtier.settings import Settings, load_settings
 else:
     _MODULES = {
         "ChunkHints": "kvtier.catalog.hints",
+        "Instance": "kvtier.instance",
         "ModelCache": "kvtier.model",
         "Settings": "kvtier.settings",
         "TieredCache": "kvtier.cache",
@@ -60,6 +62,7 @@ __all__ = [
     "ChannelError",
     "ChunkHints",
     "CorruptChunk",
+    "Instance",
     "KVTierError",
     "LayoutError",
     "ModelCache",

@@ -56,6 +56,7 @@ from kvtier.tiers.tier import Tier
 logger = logging.getLogger("kvtier")
 
 DRAIN_POLL_SECONDS = 0.02
+CLOSED = "the cache is closed: use it within the `with` block that opens it"
 
 ObserveLookup = Callable[[PromptLookup], None]
 """Receives each lookup of a prompt. Called in the event loop; must neither block nor raise."""
@@ -182,7 +183,7 @@ class TieredCache:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise KVTierError("the cache is closed: use it within the `with` block that opens it")
+            raise KVTierError(CLOSED)
 
     def model(self, name: str, *, token_bytes: int, salt: str = "") -> ModelCache:
         """Return access to one model's chunks by token IDs, with ``token_bytes`` bytes of KV per token."""

@@ -31,7 +31,7 @@ LAYERS = (
     ("http", "metrics", "peers"),
     ("agent",),
     ("instance",),
-    ("bridge", "testing"),
+    ("bridge", "sync", "testing"),
     ("integrations", "controller", "proxy", "bench", "demo"),
     ("cli",),
     ("__main__", "__init__"),

@@ -1,4 +1,4 @@
-"""The README's first screen is right about a clone, and its example runs unchanged."""
+"""The README's first screen is right about a clone, and the examples for programs run unchanged."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import pytest
 README = Path(__file__).parents[1] / "README.md"
 
 
-@pytest.mark.skipif(find_spec("torch") is None, reason="the example stores a torch tensor")
-def test_library_example_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+NEEDS_TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="the example stores a torch tensor")
+
+
+@pytest.mark.parametrize("page", [pytest.param("README.md", marks=NEEDS_TORCH), "docs/api/cache.md"])
+def test_library_example_runs(page: str) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (README.parent / page).read_text(), re.DOTALL)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     environment["KVTIER_TIERS"] = '[{"name": "ram", "type": "cpu", "capacity": "64MiB"}]'
     result = subprocess.run(
