@@ -78,6 +78,11 @@ COUNTS = (
         "kvtier_evicted_chunks",
         "Chunks evicted from a tier, whether or not another tier holds them.",
     ),
+    (
+        "evicted_unwritten",
+        "kvtier_evicted_unwritten_chunks",
+        "Chunks evicted from memory that no lower tier holds, because it failed, was unavailable or full.",
+    ),
     ("demoted", "kvtier_demoted_chunks", "Evicted chunks that were demoted to a lower tier."),
     (
         "not_admitted",

@@ -40,6 +40,7 @@ class EvictStage:
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self._memory = hierarchy.memory
+        self._written_below = any(tier.settings.write != "never" for tier in hierarchy.lower)
         self._needed = anyio.Event()
         self._making_room: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)
         """Held from the eviction in a lower tier until the chunks for which it made room count there."""
@@ -130,6 +131,10 @@ class EvictStage:
         return leases
 
     def _drop(self, keys: Sequence[ChunkKey], *, admitted: bool) -> None:
+        if admitted and self._written_below:
+            places = self._hierarchy.catalog.places(keys)
+            lost = sum(not (ready | pending) >> 1 for ready, pending in places)
+            self._hierarchy.counts["evicted_unwritten"] += lost
         self._hierarchy.drop(keys)
         self._hierarchy.counts["evicted"] += len(keys)
         self._hierarchy.counts["not_admitted"] += 0 if admitted else len(keys)

@@ -41,6 +41,10 @@ from kvtier.memory.keys import ChunkKey
 logger = logging.getLogger("kvtier")
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+_REMEDIES = {
+    errno.EMFILE: ": raise this process's limit (ulimit -n, LimitNOFILE)",
+    errno.ENFILE: ": raise the limit of the host (sysctl fs.file-max)",
+}
 _MISSING = frozenset({errno.ENOENT, errno.ESTALE})
 
 
@@ -144,13 +148,18 @@ class ObjectFolder:
             return Outcome.FULL
         if error.errno in _MISSING:
             self._is_suspect = True
-        self._warn("tier %r cannot write: %s", self._tier, OSError(error.errno, error.strerror))
+        self._failed("write", error)
         return Outcome.FAILED
 
     def read_failed(self, error: OSError) -> Outcome:
         """Log a failed read of an existing object and return its outcome."""
-        self._warn("tier %r cannot read: %s", self._tier, OSError(error.errno, error.strerror))
+        self._failed("read", error)
         return Outcome.FAILED
+
+    def _failed(self, action: str, error: OSError) -> None:
+        remedy = _REMEDIES.get(error.errno or 0, "")
+        plain = OSError(error.errno, error.strerror)
+        self._warn("tier %r cannot %s: %s%s", self._tier, action, plain, remedy)
 
     async def close(self) -> None:
         """Unlock the folder. Nothing may be in flight."""
