@@ -280,7 +280,7 @@ TEST(batches_of_many_moves_use_several_lists) {
             Engine engine(16, 2 * count);
             const Mapped memory(16 * count);
             const PinnedMemory arena(memory.bytes());
-            DevicePages copies(0, engine.kv(), buffer_bytes);
+            DevicePages copies(0, engine.kv(), std::size_t{1} << 20);  // so that lists are full before buffers are
             std::vector<std::int64_t> even;
             for (std::size_t block = 0; block < count; ++block) even.push_back(static_cast<std::int64_t>(2 * block));
             engine.fill(1);
