@@ -256,6 +256,15 @@ class _Connection(H11Protocol):
         if self.flow.behind and not self.transport.is_closing():
             self.handle_events()
 
+    def send_400_response(self, msg: str) -> None:
+        """Respond to an invalid request, and end it."""
+        with suppress(h11.LocalProtocolError):  # A response has begun, or must have no body.
+            super().send_400_response(msg)
+        self.transport.close()
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._expect_request()

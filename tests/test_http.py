@@ -359,6 +359,43 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> TLSFiles:
     return make_certificate(tmp_path_factory.mktemp("certificate") / "own")
 
 
+@pytest.mark.parametrize("method", ["POST", "HEAD"])
+@pytest.mark.parametrize("answered", ["before", "partly", "after"])
+async def test_invalid_body_ends_a_request_without_a_traceback(
+    answered: str, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may become invalid before its response has begun, while it is sent, or when it is complete."""
+
+    async def answer(scope: Message, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        if answered == "before":
+            await hello(scope, receive, send)
+            return
+        if answered == "partly":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"hello", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if answered == "after":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"more"})
+
+    head = f"{method} / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n".encode()
+    received = b""
+    async with serving(answer, "127.0.0.1:0") as address, connect_raw(address) as stream:
+        await stream.send(head)
+        with anyio.fail_after(30):
+            while answered != "after" and b"\r\n\r\n" not in received:
+                received += await stream.receive()
+            await stream.send(b"no length\r\n")
+            with suppress(anyio.EndOfStream):
+                while True:
+                    received += await stream.receive()
+    assert (b" 400 " in received, b" 200 " in received) == (answered == "after", answered != "after")
+    assert b"more" not in received
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 async def test_serves_tls(certificate: TLSFiles) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate.certificate, certificate.key)
