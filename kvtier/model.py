@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, runtime_checkable
 
 import msgspec
 from anyio import to_thread
@@ -70,19 +70,21 @@ class ModelCache:
 
     The KV of a token is ``token_bytes`` opaque bytes. The end of a prompt is a shorter chunk, unless
     ``partial_chunks`` is off. Prefixes are found in steps of :attr:`ChunkLayout.granularity` tokens.
-    Raises :class:`LayoutError` if ``token_bytes`` is not positive. All methods raise :class:`KVTierError`
-    once the cache is closed, and for token IDs that are not integers from 0 to 2**32 - 1.
+    Raises :class:`LayoutError` unless ``token_bytes`` is a positive integer. All methods raise
+    :class:`KVTierError` once the cache is closed, and for token IDs that are not integers from 0 to
+    2**32 - 1.
     """
 
     def __init__(self, cache: TieredCache, name: str, *, token_bytes: int, salt: str = "") -> None:
-        if token_bytes < 1:
+        # SupportsIndex: an integer of numpy, but no float.
+        if not isinstance(token_bytes, SupportsIndex) or token_bytes < 1:  # type: ignore[redundant-expr]
             raise LayoutError(
-                f"token_bytes is {token_bytes}: set it to the bytes of KV per token, of all layers together"
+                f"token_bytes is {token_bytes!r}: set it to the bytes of KV per token, of all layers together"
             )
         settings = cache.settings
         self._cache = cache
         chunk_tokens = CHUNK_TOKENS if settings.chunk_tokens == "auto" else settings.chunk_tokens
-        self._layout = ChunkLayout(chunk_tokens, (GroupLayout(1, (token_bytes,)),), platform="rows")
+        self._layout = ChunkLayout(chunk_tokens, (GroupLayout(1, (int(token_bytes),)),), platform="rows")
         self._namespace = namespace(name, self._layout)
         cache.hierarchy.layouts.add(self._namespace, self._layout)
         self._root = root_key(self._namespace, salt)

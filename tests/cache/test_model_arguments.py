@@ -150,10 +150,10 @@ async def test_wrong_token_ids_are_an_error(settings: MakeSettings, tokens: Any)
         assert cache.hierarchy.catalog.count(0) == cache.arena.used == 0
 
 
-@pytest.mark.parametrize("token_bytes", [0, -1])
+@pytest.mark.parametrize("token_bytes", [0, -1, 1.5, "2"])
 async def test_tokens_have_bytes(settings: MakeSettings, token_bytes: int) -> None:
     async with TieredCache.open(settings(ssd=0)) as cache:
-        with pytest.raises(LayoutError, match=f"token_bytes is {token_bytes}: set it to the bytes of KV"):
+        with pytest.raises(LayoutError, match=f"token_bytes is {token_bytes!r}: set it to the bytes of KV"):
             cache.model("llama", token_bytes=token_bytes)
 
 
