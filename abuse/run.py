@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from abuse import damage, hostile
+from abuse import hostile
 from abuse.engine import CHUNKS, Work
 from abuse.hostile import Addresses
 from abuse.stack import DISK_BYTES, NAMES, POLL_SECONDS, AbuseError, Process, Stack
 from kvtier.errors import ChannelError
+from soak import damage
 from soak.leaks import wait_until_idle
 
 KINDS = [

@@ -1,4 +1,4 @@
-"""The connector of the engines in a run: kvtier's, with every hook timed."""
+"""The connector of the engines in a run: kvtier's, with every hook timed, and every connection noted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from kvtier.bridge import bridge
+from kvtier.bridge.protocol import Hello, Welcome
 from kvtier.integrations.vllm.connector import KVTierConnector
+from kvtier.rpc.unix import UnixConnection
+from soak import links
 from soak.stalls import FOLDER, Stalls
 
 SCHEDULING = ("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta")
@@ -30,6 +34,16 @@ HOOKS = (
 )
 
 _stalls: Stalls | None = None
+_open_connection = bridge.open_connection
+
+
+def _open_noted(path: Path, hello: Hello) -> UnixConnection[Welcome]:
+    connection = _open_connection(path, hello)
+    links.record(Path(os.environ[FOLDER]), hello.role, path, connection._frames.socket)
+    return connection
+
+
+bridge.open_connection = _open_noted
 
 
 def _of_this_process() -> Stalls:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
+import stat
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +14,7 @@ PAGE_BYTES = 4096
 
 
 class Disk:
-    """The folder of a disk tier, with methods that damage it without the tier's knowledge."""
+    """The folder of a disk tier. :mod:`soak.damage` damages it."""
 
     def __init__(self, mount: Path, medium: str | None) -> None:
         self.tier = mount / "ssd"
@@ -48,36 +48,14 @@ class Disk:
         """Return the files of all chunks, sorted by name."""
         return sorted(self.tier.rglob("*.kv"))
 
-    def damage(self, kind: str, count: int, generator: random.Random) -> int:
-        """Damage up to ``count`` files. Return the number of chosen files."""
-        files = self.files()
-        chosen = generator.sample(files, min(count, len(files)))
-        for file in chosen:
+    def used(self) -> int:
+        """Return the bytes of all chunks."""
+        total = 0
+        for file in self.files():
             with suppress(OSError):  # Evicted meanwhile.
-                _damage(file, kind, generator)
-        return len(chosen)
-
-
-def _damage(file: Path, kind: str, generator: random.Random) -> None:
-    if kind == "remove-files":
-        file.unlink()
-        return
-    size = file.stat().st_size
-    where = generator.randrange(size)
-    if kind == "truncate-files":
-        os.truncate(file, where)
-        return
-    # Not "wb", which would create a file that was just deleted.
-    with file.open("r+b") as opened:
-        if kind == "garble-files":
-            # Not the header, so that only the checksum detects the damage.
-            opened.seek(PAGE_BYTES)
-            opened.write(generator.randbytes(max(size - PAGE_BYTES, 0)))
-            return
-        opened.seek(where)
-        byte = opened.read(1)[0]
-        opened.seek(where)
-        opened.write(bytes([byte ^ 1 << generator.randrange(8)]))
+                status = file.lstat()
+                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+        return total
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,11 +17,14 @@ from typing import Protocol
 import httpx
 
 from kvtier.testing.relay import Relay
+from soak import links
+from soak.damage import Damage
 from soak.findings import Record
 from soak.lane import Lane
 from soak.oracle import Oracle
 from soak.schedule import Fault, Phase
 from soak.stack import Host, Stack, is_running
+from soak.stalls import FOLDER
 
 SPIN = "while True: pass"
 FILL = """
@@ -35,6 +39,8 @@ with open(path, "wb") as file:
         file.write(memory[: 1 << 20])
 time.sleep(3600)
 """
+CUT_SECONDS = 0.1
+"""Interval between two cuts of the same connection."""
 MEMORY_SHARE = 4
 """At most this fraction (1/n) of the available memory is filled."""
 
@@ -58,11 +64,13 @@ class Faults:
         self._stopped = threading.Event()
         self._locks: dict[str, threading.Lock] = {}
         self._threads: list[threading.Thread] = []
-        self._handlers: dict[str, Callable[[Fault], str | None]] = {
+        self._handlers: dict[str, Callable[[Fault], str | int | None]] = {
             "kill-cache": self._kill_cache,
             "stop-cache": lambda fault: self._pause(fault, self._host(fault).cache),
             "kill-engine": lambda fault: self._lane(fault).kill_and_restart(fault.seconds),
             "stop-engine": lambda fault: self._lane(fault).stop_for(lambda: self._wait(fault)),
+            "cut-scheduler": self._cut_engine,
+            "cut-worker": self._cut_engine,
             "replace-adapter": lambda fault: self._lane(fault).replace_adapter(restart=bool(fault.amount)),
             "kill-redis": self._kill_redis,
             "stop-redis": lambda fault: self._pause(fault, stack.redis),
@@ -75,6 +83,9 @@ class Faults:
             "truncate-files": self._damage,
             "garble-files": self._damage,
             "remove-files": self._damage,
+            "plant-files": self._damage,
+            "hide-folders": self._damage,
+            "remove-folder": self._damage,
             "fill-disk": self._fill_disk,
             "cut-link": self._cut_link,
             "hold-link": self._hold_link,
@@ -105,7 +116,7 @@ class Faults:
                 return
             applied = self._record.apply(fault)
             try:
-                applied.note = self._handlers[fault.kind](fault) or ""
+                applied.end(self._handlers[fault.kind](fault))
             except Exception as error:
                 if not self._stopped.is_set():
                     self._record.find("failed recovery", f"{fault}: {error!r}")
@@ -159,23 +170,41 @@ class Faults:
     def _nixl_processes(self, fault: Fault) -> list[int]:
         return sorted(self._host(fault).nixl_processes())[: fault.amount]
 
-    def _kill_nixl(self, fault: Fault) -> str:
+    def _kill_nixl(self, fault: Fault) -> int:
         nixl_processes = self._nixl_processes(fault)
         _signal(nixl_processes, signal.SIGKILL)
-        return f"{len(nixl_processes)} killed"
+        return len(nixl_processes)
 
-    def _stop_nixl(self, fault: Fault) -> str:
+    def _stop_nixl(self, fault: Fault) -> int:
         nixl_processes = self._nixl_processes(fault)
         _signal(nixl_processes, signal.SIGSTOP)
         try:
             self._wait(fault)
         finally:
             _signal(nixl_processes, signal.SIGCONT)
-        return f"{len(nixl_processes)} stopped"
+        return len(nixl_processes)
 
-    def _damage(self, fault: Fault) -> str:
+    def _damage(self, fault: Fault) -> int:
         generator = random.Random(f"{fault} {self._seed}")  # noqa: S311 - not for secrets
-        return f"{self._host(fault).disk.damage(fault.kind, fault.amount, generator)} files"
+        damage = Damage(self._host(fault).disk, generator)
+        try:
+            damaged = damage.apply(fault.kind, fault.amount)
+            self._wait(fault)
+        finally:
+            damage.undo()
+        return damaged
+
+    def _cut_engine(self, fault: Fault) -> int:
+        """Cut the connection of an engine's scheduler or worker, and each that replaces it."""
+        role, until = fault.kind.removeprefix("cut-"), time.monotonic() + fault.seconds
+        cut: set[int | None] = set()
+        while not self._stopped.is_set():
+            engine, path = self._lane(fault).engine, self._host(fault).cache.socket
+            cut.add(links.cut(Path(os.environ[FOLDER]), engine.pid, role, path))
+            if time.monotonic() >= until:
+                break
+            self._stopped.wait(CUT_SECONDS)
+        return len(cut - {None})
 
     def _fill_disk(self, fault: Fault) -> str | None:
         disk = self._host(fault).disk

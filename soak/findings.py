@@ -39,6 +39,13 @@ class Applied:
     started: float
     ended: float | None = None
     note: str = ""
+    hit: int | None = None
+    """How many files, connections or processes were hit; ``None`` if the kind does not say."""
+
+    def end(self, result: str | int | None) -> None:
+        """Record the result: a number that was hit, or a note."""
+        self.hit = result if isinstance(result, int) else None
+        self.note = "" if result is None else f"{result} hit" if isinstance(result, int) else result
 
     def __str__(self) -> str:
         until = "…" if self.ended is None else f"{self.ended:7.2f}"
@@ -49,6 +56,10 @@ RECENT_SECONDS = 5.0
 """How long after its end a fault counts as a possible cause."""
 MAX_OF_A_KIND = 50
 """Maximum number of findings of a kind that are kept; all are counted."""
+
+
+TRIES = 3
+"""A fault that has hit nothing may find no file, or no connection at this moment, but not so many times."""
 
 
 class Record:
@@ -110,6 +121,16 @@ class Record:
         with self._lock:
             self.applied.append(applied)
         return applied
+
+    def find_without_effect(self) -> None:
+        """Report the kinds of faults that were injected some times, and have never hit anything."""
+        hits: dict[str, list[int]] = {}
+        for applied in self.applied:
+            if applied.hit is not None:
+                hits.setdefault(applied.fault.kind, []).append(applied.hit)
+        for kind, numbers in hits.items():
+            if len(numbers) >= TRIES and not any(numbers):
+                self.find("fault without effect", f"{kind} has hit nothing in {len(numbers)} times")
 
     def count(self, what: str, number: int = 1) -> None:
         """Add to a count."""

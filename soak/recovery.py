@@ -16,7 +16,7 @@ from soak import leaks
 from soak.findings import Record
 from soak.lane import Lane
 from soak.oracle import Oracle
-from soak.stack import Host, Stack, children, is_running
+from soak.stack import DISK_BYTES, Host, Stack, children, is_running
 
 RECOVERY_SECONDS = 60.0
 """How long a recovery may take."""
@@ -56,6 +56,7 @@ class Recovery:
         self._wait_for(self._is_back, "recover")
         self._probe(probes)
         self._wait_for(self._tiers, "be available")
+        self._wait_for(self._beyond_capacity, "keep its capacity")
         for suspect in [suspect for lane in self._lanes for suspect in lane.suspects]:
             for lane in (*self._lanes, *self._lanes):
                 lane.retry(suspect)
@@ -132,6 +133,13 @@ class Recovery:
             for tier in host.cache.status()["tiers"]:
                 if not tier["available"]:
                     return f"cache-{host.number}'s tier {tier['name']}: {tier}"
+        return ""
+
+    def _beyond_capacity(self) -> str:
+        """Return the first disk with more chunks than it may have; empty if there is none."""
+        for host in self._stack.hosts:
+            if (used := host.disk.used()) > DISK_BYTES:
+                return f"cache-{host.number}'s chunks take {used} of {DISK_BYTES} bytes on disk"
         return ""
 
     def _probe(self, probes: Sequence[int]) -> None:

@@ -79,6 +79,7 @@ class Run:
             with running(folder, phase.transport) as stack:
                 self._phase(phase, stack, engines, model, oracle, versions)
             log_errors([*sorted(folder.glob("cache-*.log")), folder / "controller.log"], self.record)
+        self.record.find_without_effect()
         self._record_hooks(hooks)
 
     def _phase(

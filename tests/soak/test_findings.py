@@ -240,3 +240,14 @@ def test_oracle_counts_conversations() -> None:
     oracle._questions[0, 0, None] = Question([1] * 15, [2, 3, 4])
     assert oracle.conversations == 1
     assert len(oracle.question(0, 0).answer) == conversation.exchanges[0].new_tokens
+
+
+def test_fault_without_effect_is_a_finding() -> None:
+    record = Record()
+    for kind, hits in (("cut-worker", [0, 0, 0]), ("plant-files", [0, 0, 4]), ("kill-nixl", [0, 0])):
+        for number in hits:
+            record.apply(Fault(0.0, kind, "engine-0", 1.0, 0)).end(number)
+    for _ in range(5):
+        record.apply(Fault(0.0, "kill-redis", "redis", 1.0, 0)).end(None)
+    record.find_without_effect()
+    assert [finding.what for finding in record.findings] == ["cut-worker has hit nothing in 3 times"]
