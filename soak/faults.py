@@ -14,14 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-import httpx
-
+from kvtier.errors import ChannelError
 from kvtier.testing.relay import Relay
 from soak import links
+from soak.commands import Commands
 from soak.damage import Damage
 from soak.findings import Record
 from soak.lane import Lane
 from soak.oracle import Oracle
+from soak.pressure import held_by_engines, reserve_too_much
 from soak.schedule import Fault, Phase
 from soak.stack import Host, Stack, is_running
 from soak.stalls import FOLDER
@@ -41,6 +42,10 @@ time.sleep(3600)
 """
 CUT_SECONDS = 0.1
 """Interval between two cuts of the same connection."""
+HOLDING_SECONDS = 10.0
+"""How long to look for a moment at which an engine holds something."""
+RECLAIM_SECONDS = 30.0
+"""How long it may take to reclaim what a stopped engine holds: its cache process may be stopped, too."""
 MEMORY_SHARE = 4
 """At most this fraction (1/n) of the available memory is filled."""
 
@@ -59,7 +64,7 @@ class Faults:
         self._seed = seed
         self._stack = stack
         self._lanes = lanes
-        self._oracle = oracle
+        self._commands = Commands(stack.controller.url, oracle, record.count)
         self._record = record
         self._stopped = threading.Event()
         self._locks: dict[str, threading.Lock] = {}
@@ -68,7 +73,8 @@ class Faults:
             "kill-cache": self._kill_cache,
             "stop-cache": lambda fault: self._pause(fault, self._host(fault).cache),
             "kill-engine": lambda fault: self._lane(fault).kill_and_restart(fault.seconds),
-            "stop-engine": lambda fault: self._lane(fault).stop_for(lambda: self._wait(fault)),
+            "stop-engine": self._stop_engine,
+            "stop-engine-long": self._stop_engine_long,
             "cut-scheduler": self._cut_engine,
             "cut-worker": self._cut_engine,
             "replace-adapter": lambda fault: self._lane(fault).replace_adapter(restart=bool(fault.amount)),
@@ -92,7 +98,8 @@ class Faults:
             "saturate-cpus": self._saturate_cpus,
             "fill-memory": self._fill_memory,
             "jump-clock": self._jump_clock,
-            "move-chunks": self._move_chunks,
+            "move-chunks": lambda fault: self._commands.move(fault.amount),
+            "operate-chunks": self._operate_chunks,
         }
 
     def run(self, phase: Phase) -> None:
@@ -184,6 +191,10 @@ class Faults:
             _signal(nixl_processes, signal.SIGCONT)
         return len(nixl_processes)
 
+    def _stop_engine(self, fault: Fault) -> None:
+        with self._lane(fault).stopped():
+            self._wait(fault)
+
     def _damage(self, fault: Fault) -> int:
         generator = random.Random(f"{fault} {self._seed}")  # noqa: S311 - not for secrets
         damage = Damage(self._host(fault).disk, generator)
@@ -266,22 +277,43 @@ class Faults:
             host.set_clock(0)
         return None
 
-    def _move_chunks(self, fault: Fault) -> str:
-        """Have the controller copy or move a conversation's chunks from one instance to the other."""
-        conversation = fault.amount % self._oracle.conversations
-        tokens = self._oracle.question(conversation, 0).tokens
-        source = fault.amount // 1000 % 2
-        body = {
-            "old_position": [f"instance-{source}", "ram"],
-            "new_position": [f"instance-{1 - source}", "ram"],
-            "tokens": tokens,
-            "copy": bool(fault.amount // 2000 % 2),
-        }
+    def _operate_chunks(self, fault: Fault) -> int:
+        return self._commands.operate(random.Random(f"{fault} {self._seed}"))  # noqa: S311
+
+    def _stop_engine_long(self, fault: Fault) -> int:
+        """Stop an engine while it holds something, for longer than others wait for it."""
+        until = time.monotonic() + HOLDING_SECONDS
+        while True:
+            with self._lane(fault).stopped():
+                held = self._held(fault)
+                if held or time.monotonic() > until or self._stopped.is_set():
+                    self._wait(fault)
+                    self._check_reclaimed(fault)
+                    return held
+            self._stopped.wait(CUT_SECONDS)
+
+    def _held(self, fault: Fault) -> int:
         try:
-            answer = httpx.post(f"{self._stack.controller.url}/move", json=body, timeout=5.0, trust_env=False)
-        except httpx.HTTPError as error:
-            return f"the controller does not answer: {error!r}"
-        return f"status {answer.status_code}"
+            return held_by_engines(self._host(fault).cache.status())
+        except ChannelError:
+            return 0
+
+    def _check_reclaimed(self, fault: Fault) -> None:
+        """Check that another engine gets what the stopped one holds, except memory that this may write to."""
+        cache, until = self._host(fault).cache, time.monotonic() + RECLAIM_SECONDS
+        what = ""
+        while not self._stopped.is_set():
+            try:
+                reserve_too_much(cache.socket)
+                if not (held := held_by_engines(cache.status())):
+                    return
+                what = f"it still holds {held} leases and bytes"
+            except ChannelError as error:
+                what = str(error)
+            if time.monotonic() > until:
+                self._record.find("leak", f"engine {_number(fault)} was stopped for long: {what}")
+                return
+            self._stopped.wait(1.0)
 
 
 def _number(fault: Fault) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +60,12 @@ class Lane:
         oracle: Oracle,
         record: Record,
         adapter: Adapter | None = None,
+        stranger: str = "",
     ) -> None:
+        """``stranger``: an address that some requests name as the target of a KV transfer."""
         self.number = number
         self.adapter = adapter
+        self._stranger = stranger
         self._start = start
         self._oracle = oracle
         self._record = record
@@ -75,6 +79,8 @@ class Lane:
         """Wrong answers, which may be ties; see :meth:`judge`."""
         self.pauses: list[tuple[float, float]] = []
         """When the engine was stopped: start and end in ``time.monotonic``."""
+        self._stopped_at = math.inf
+        """When it was stopped, if it still is."""
         self._kill_seconds: float | None = None
         self._killed = threading.Event()
         self._replacement: Callable[[], None] | None = None
@@ -115,17 +121,19 @@ class Lane:
         while self.is_running and not self._replaced.wait(0.1):
             pass
 
-    def stop_for(self, wait: Callable[[], object]) -> None:
-        """Stop the engine with SIGSTOP while ``wait`` runs. Call from another thread."""
-        began, pid = time.monotonic(), self.engine.pid
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the engine with SIGSTOP within the block. Call from another thread."""
+        self._stopped_at, pid = time.monotonic(), self.engine.pid
         os.kill(pid, signal.SIGSTOP)
         try:
-            wait()
+            yield
         finally:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
             # The interrupted hook returns a moment later.
-            self.pauses.append((began, time.monotonic() + 0.1))
+            self.pauses.append((self._stopped_at, time.monotonic() + 0.1))
+            self._stopped_at = math.inf
 
     def run(self, stopped: threading.Event, until: float) -> None:
         """Send requests and check answers until all requests sent before ``until`` are answered."""
@@ -212,12 +220,16 @@ class Lane:
 
     def _send(self, turn: Turn) -> None:
         question = self._question(turn)
-        number = self.engine.submit(question.tokens, len(question.answer), lora=self._lora(question))
+        params = {"kvtier": {"kv_transfer": {"to": self._stranger}}} if turn.hinted else None
+        number = self.engine.submit(
+            question.tokens, len(question.answer), lora=self._lora(question), params=params
+        )
         now = time.monotonic()
         after = None if self._runs_alone(question) else turn.abort_after
         abort_at = None if after is None else now + after
         self._pending[turn.user] = Request(turn, number, question, now, abort_at)
         self._record.count("requests")
+        self._record.count("requests that name a stranger", int(turn.hinted))
 
     @property
     def _version(self) -> int:
@@ -243,8 +255,10 @@ class Lane:
                 self._record.find("stuck request", f"engine {self.number} does not answer {request.turn}")
 
     def _running_seconds(self, request: Request) -> float:
-        stopped = sum(end - start for start, end in self.pauses if start > request.sent)
-        return time.monotonic() - request.sent - stopped
+        now = time.monotonic()
+        pauses = [*self.pauses, (self._stopped_at, now)]
+        stopped = sum(max(min(end, now) - max(start, request.sent), 0.0) for start, end in pauses)
+        return now - request.sent - stopped
 
     def _check(self, request: Request) -> None:
         turn = request.turn

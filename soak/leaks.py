@@ -41,6 +41,7 @@ def held(status: Mapping[str, Any]) -> dict[str, int]:
         "arena leases": status["arena"]["leases"] - status["tiers"][0]["chunks"],
         "flights": status["flights"],
         "pending bytes": status["pending_bytes"],
+        "pinned chunks": status["pinned_chunks"],
         "pending pushes": status["pushed"]["announced"] + status["pushed"]["waiting"],
         "grants": serving.get("grants", 0),
         "granted bytes": serving.get("granted_bytes", 0),

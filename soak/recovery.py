@@ -56,6 +56,10 @@ class Recovery:
         self._wait_for(self._is_back, "recover")
         self._probe(probes)
         self._wait_for(self._tiers, "be available")
+        self._wait_for(self._pins, "be without pins")
+        if connections := self._stack.stranger.accepted:
+            what = f"{connections} connections to an address that only requests have named"
+            self._record.find("connection to a stranger", what)
         self._wait_for(self._beyond_capacity, "keep its capacity")
         for suspect in [suspect for lane in self._lanes for suspect in lane.suspects]:
             for lane in (*self._lanes, *self._lanes):
@@ -134,6 +138,15 @@ class Recovery:
                 if not tier["available"]:
                     return f"cache-{host.number}'s tier {tier['name']}: {tier}"
         return ""
+
+    def _pins(self) -> str:
+        """Return what is pinned; empty if nothing is."""
+        try:
+            answer = httpx.get(f"{self._stack.controller.url}/pins", timeout=5.0, trust_env=False)
+        except httpx.HTTPError as error:
+            return repr(error)
+        pins = answer.json()["pins"]
+        return f"the controller has {pins}" if pins else ""
 
     def _beyond_capacity(self) -> str:
         """Return the first disk with more chunks than it may have; empty if there is none."""

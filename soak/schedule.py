@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ ADAPTED_SHARE = 4
 """One conversation in this many uses the adapter."""
 FAILED_LOADS = 4
 """The other connector beside kvtier's fails to load one prompt in this many; see :func:`fails_to_load`."""
+HINTED_SHARE = 0.1
+"""Share of requests that name an address to transfer KV to, which the cache process must not connect to."""
 PROBE_TOKENS = 600
 PROBES = 2
 """Number of probe prompts per host before the faults, and of others after them."""
@@ -48,6 +51,8 @@ class Kind(NamedTuple):
     """Range of the amount: files, processes, MiB or seconds, depending on the kind."""
     transport: str | None = None
     """The only transport with such a target; ``None`` for all."""
+    every: int = 1
+    """It is in one pack of this many."""
 
 
 KINDS: dict[str, Kind] = {
@@ -55,6 +60,7 @@ KINDS: dict[str, Kind] = {
     "stop-cache": Kind("cache", (0.5, 6.0)),
     "kill-engine": Kind("engine", (0.1, 1.0)),
     "stop-engine": Kind("engine", (0.5, 3.0)),
+    "stop-engine-long": Kind("engine", (62.0, 75.0), every=4),
     "cut-scheduler": Kind("engine", (0.2, 2.0)),
     "cut-worker": Kind("engine", (0.2, 2.0)),
     "replace-adapter": Kind("engine", amount=(0, 1)),
@@ -79,9 +85,11 @@ KINDS: dict[str, Kind] = {
     "fill-memory": Kind("memory", (2.0, 6.0), (512, 2048)),
     "jump-clock": Kind("clock", (2.0, 8.0), (-40_000_000, 40_000_000)),
     "move-chunks": Kind("controller", amount=(0, 1 << 20)),
+    "operate-chunks": Kind("controller"),
 }
 """``replace-adapter`` with amount 1 restarts the engine.
-``move-chunks`` is not a fault but a command to the controller: copy or move a prompt's chunks."""
+``stop-engine-long``: the cache process reclaims what an engine holds that has been silent for a minute.
+``move-chunks`` and ``operate-chunks`` are no faults but commands to the controller: :mod:`soak.commands`."""
 SINGLE = ("redis", "controller", "host", "memory")
 """Targets that exist once."""
 
@@ -136,6 +144,8 @@ class Turn(NamedTuple):
     exchange: int
     abort_after: float | None
     """Seconds after which the request is aborted and sent again; ``None`` for most."""
+    hinted: bool = False
+    """Whether it names an address to transfer KV to that neither the settings nor the controller name."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +216,9 @@ def _phase(
     conversations: Sequence[Conversation],
     probes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Phase:
-    faults = tuple(_faults(random.Random(f"faults {transport} {seed}"), transport, seconds))  # noqa: S311
+    drawn = _faults(random.Random(f"faults {transport} {seed}"), transport, seconds)  # noqa: S311
+    # One that waits for its target must not delay those of others.
+    faults = tuple(sorted(drawn, key=lambda fault: fault.at))
     turns = [
         turn
         for user in range(HOSTS * USERS)
@@ -230,19 +242,26 @@ def _turns(
             if at >= seconds:
                 return
             abort = generator.uniform(0.0, 0.3) if generator.random() < 0.08 else None
-            yield Turn(at, user % HOSTS, user // HOSTS, number, exchange, abort)
+            hinted = generator.random() < HINTED_SHARE
+            yield Turn(at, user % HOSTS, user // HOSTS, number, exchange, abort, hinted)
             at += 0.2 + generator.expovariate(1.5)
 
 
 def _faults(generator: random.Random, transport: str, seconds: float) -> Iterator[Fault]:
     """Draw the kinds like cards from a pack, so that all are equally frequent."""
     pack: list[str] = []
+    packs = itertools.count()
     free_at: dict[str, float] = {}
     at = FIRST_FAULT_SECONDS
     end = last_fault_seconds(seconds)
-    while True:
+    while at < end:
         if not pack:
-            pack = [name for name, kind in KINDS.items() if kind.transport in (None, transport)]
+            number = next(packs)
+            pack = [
+                name
+                for name, kind in KINDS.items()
+                if kind.transport in (None, transport) and number % kind.every == 0
+            ]
             generator.shuffle(pack)
         name = pack.pop()
         kind = KINDS[name]
@@ -250,8 +269,6 @@ def _faults(generator: random.Random, transport: str, seconds: float) -> Iterato
         amount = generator.randint(*kind.amount)
         target = kind.target if kind.target in SINGLE else f"{kind.target}-{generator.randrange(HOSTS)}"
         start = max(at, free_at.get(target, 0.0))
-        if at + lasting >= end:
-            return
         if start + lasting < end:
             free_at[target] = start + lasting + GAP_SECONDS
             yield Fault(round(start, 3), name, target, round(lasting, 3), amount)

@@ -108,6 +108,8 @@ class Stack:
     hosts: list[Host]
     redis: RedisServer
     controller: ControllerProcess
+    stranger: Relay
+    """Where nothing of this run is, and nothing may connect to. Requests name it."""
     logs: Path
 
     def pids(self) -> dict[str, int | None]:
@@ -166,7 +168,8 @@ def running(logs: Path, transport: str) -> Iterator[Stack]:
             cache.environment = _clock_variables(hosts[-1].clock)
             stack.callback(cache.kill)
             cache.start()
-        yield Stack(hosts, redis, controller, logs)
+        stranger = stack.enter_context(Relay.to(free_port()))
+        yield Stack(hosts, redis, controller, stranger, logs)
 
 
 def _tiers(disk: Disk, redis: RedisServer) -> list[dict[str, Any]]:

@@ -1,0 +1,84 @@
+"""Commands to the controller: chunks are moved, pinned and cleared while they are used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from soak.oracle import Oracle
+from soak.schedule import ADAPTED_SHARE
+
+ANSWER_SECONDS = 5.0
+PIN_TTL = "20s"
+"""A pin that cannot be removed, because an instance or the controller does not answer, ends by itself."""
+INSTANCES = ("instance-0", "instance-1")
+TIERS = ("ram", "ssd")
+
+
+class Commands:
+    """Sends commands to a controller."""
+
+    def __init__(self, url: str, oracle: Oracle, count: Callable[[str, int], None]) -> None:
+        """``count`` receives the number of chunks that each kind of command has processed."""
+        self._url = url
+        self._oracle = oracle
+        self._count = count
+
+    def move(self, amount: int) -> str:
+        """Have a conversation's chunks copied or moved from one instance to the other."""
+        tokens = self._oracle.question(amount % self._oracle.conversations, 0).tokens
+        source = amount // 1000 % 2
+        body = {
+            "old_position": [INSTANCES[source], "ram"],
+            "new_position": [INSTANCES[1 - source], "ram"],
+            "tokens": tokens,
+            "copy": bool(amount // 2000 % 2),
+        }
+        try:
+            answer = httpx.post(f"{self._url}/move", json=body, timeout=ANSWER_SECONDS, trust_env=False)
+        except httpx.HTTPError as error:
+            return f"the controller does not answer: {error!r}"
+        return f"status {answer.status_code}"
+
+    def operate(self, generator: random.Random) -> int:
+        """Pin, clear and move the same chunks, all at once; unpin them. Return how many were accepted."""
+        plain = [number for number in range(self._oracle.conversations) if number % ADAPTED_SHARE]
+        tokens = self._oracle.question(generator.choice(plain), 0).tokens
+        places = [{"instance": instance, "tier": tier} for instance in INSTANCES for tier in TIERS]
+        positions = [[place["instance"], place["tier"]] for place in places]
+        commands: list[tuple[str, Mapping[str, Any]]] = [
+            *(("pin", {**place, "ttl": PIN_TTL}) for place in places),
+            *(("clear", place) for place in places),
+            *(
+                ("move", {"old_position": old, "new_position": new, "copy": generator.random() < 0.5})
+                for old in positions
+                for new in positions
+                if old != new
+            ),
+        ]
+        generator.shuffle(commands)
+        unpin = [("unpin", {"instance": instance, "tier": TIERS[0]}) for instance in INSTANCES]
+        with ThreadPoolExecutor(len(commands)) as threads:
+
+            def run(command: tuple[str, Mapping[str, Any]]) -> bool:
+                return self._run(command[0], {**command[1], "tokens": tokens})
+
+            accepted = sum(threads.map(run, commands))
+            return accepted + sum(threads.map(run, unpin))
+
+    def _run(self, command: str, body: Mapping[str, Any]) -> bool:
+        """Send a command, and wait for its end; return whether it was accepted."""
+        try:
+            with httpx.Client(base_url=self._url, timeout=2 * ANSWER_SECONDS, trust_env=False) as client:
+                answer = client.post(f"/{command}", json=body)
+                if not answer.is_success:
+                    return False
+                event = client.get(f"/events/{answer.json()['event_id']}", params={"wait": ANSWER_SECONDS})
+                self._count(f"chunks of {command}", event.json()["result"]["chunks"])
+        except (httpx.HTTPError, KeyError):  # Killed meanwhile, with its events.
+            return False
+        return True
