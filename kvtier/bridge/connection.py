@@ -276,7 +276,7 @@ class Connection:
             await self._server.cache.settle(found, report_progress)
             answer = engine.fetched(ticket, found)
         except BaseException:
-            found.release()
+            engine.give_up(ticket, found)
             raise
         if answer is not None:
             await self.notify(answer)

@@ -174,6 +174,14 @@ class Engine:
         ticket.pending = None
         return self._grant(ticket, found, fetching=0)
 
+    def give_up(self, number: int, found: Lookup) -> None:
+        """End the part of a lookup that is in flight, as nobody will be told when it arrives."""
+        found.release()
+        ticket = self._tickets.get(number)
+        if ticket is not None and ticket.pending is found:
+            ticket.pending = None
+            self._forget_if_empty(ticket)
+
     def _grant(self, ticket: Ticket, lookup: Lookup, *, fetching: int) -> Found:
         """Grant leases on what is ready now."""
         staging = self._buffers

@@ -23,7 +23,7 @@ from .conftest import LAYOUT as REAL_LAYOUT
 from .conftest import NAMESPACE as REAL_NAMESPACE
 from .conftest import ROOT as REAL_ROOT
 from .conftest import Start, is_serving, reserve, wait_until
-from .scripted import CHUNK_TOKENS, KEYS, ROOT, Host, Peer, open_host
+from .scripted import CHUNK_TOKENS, KEYS, ROOT, Host, Peer, open_host, store
 
 pytestmark = pytest.mark.anyio
 
@@ -171,6 +171,40 @@ async def test_another_process_does_not_free_what_the_first_may_write_to(tmp_pat
             await first.greet("worker", 1, epoch=host.server.epoch)
             await first.status()
             assert reservations(host) == [0]
+
+
+@pytest.mark.parametrize("in_memory", [0, 2], ids=["nothing-granted", "two-granted"])
+@pytest.mark.parametrize("noticed", [False, True], ids=["at-once", "later"])
+async def test_lookup_in_flight_ends_with_its_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_memory: int, noticed: bool
+) -> None:
+    async with open_host(tmp_path) as host, engine(host) as (scheduler, workers):
+        await store(scheduler, workers, KEYS)
+        cache = host.server.cache
+        assert await cache.drain(5)
+        assert await cache.move(KEYS[in_memory:], "ram", "ssd") == len(KEYS) - in_memory
+
+        async def never(*_: object) -> None:
+            await anyio.sleep_forever()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "settle", never)
+            found = await scheduler.request(Lookup(1, join_keys(KEYS), len(KEYS) * CHUNK_TOKENS))
+            assert isinstance(found, Found)
+            assert (len(found.leases), found.fetching) == (in_memory, len(KEYS) - in_memory)
+            if noticed:
+                await scheduler.stream.aclose()
+                await until_left(host, 2)
+        async with host.peer() as again:
+            await again.greet(epoch=host.server.epoch, holding=found.leases, seen=0)
+            with anyio.fail_after(30):
+                while (status := host.server._engines["engine"].status())["tickets"] != bool(in_memory):
+                    await anyio.sleep(0.005)
+            assert status["leases"] == in_memory, "blocks may still be copied from them"
+            async with host.peer() as later:
+                await later.greet(epoch=host.server.epoch, seen=0)
+                await later.status()
+                assert host.server._engines["engine"].status()["tickets"] == 0
 
 
 WORKER = """
