@@ -63,12 +63,13 @@ def main(
 ) -> None:
     """Run two instances with real vLLM engines under fault injection, and check every token.
 
-    Faults: kill -9 and SIGSTOP of every process, damaged and full disks, broken and stalled connections
-    between peers, saturated CPUs, memory pressure, clock jumps, FLUSHALL in Redis, an adapter whose files are
-    replaced. One engine has two more connectors: one whose loads all fail, and a second kvtier whose cache
-    process vLLM starts. Meanwhile simulated users
-    chat, and every answer is compared with that of an engine without a connector. At the end everything must
-    have recovered, and there must be no leaks: leases, reservations, tickets, descriptors, tasks, processes.
+    Faults: kill -9 and SIGSTOP of every process, damaged, removed and full disks, cut connections of engines,
+    broken and stalled connections between peers, saturated CPUs, memory pressure, clock jumps, FLUSHALL in
+    Redis, an adapter whose files are replaced, requests that name an address of nothing. One engine has two
+    more connectors: one whose loads all fail, and a second kvtier whose cache process vLLM starts. Meanwhile
+    simulated users chat, and every answer is compared with that of an engine without a connector. At the end
+    everything must have recovered, and there must be no leaks: leases, reservations, tickets, descriptors,
+    tasks, processes.
 
     The exit status is 1 if there are findings; the seed and the timeline to reproduce them are printed.
     Everything runs on loopback. Filling disks needs root, and clock jumps need libfaketime (Debian: apt-get

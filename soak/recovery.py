@@ -57,9 +57,7 @@ class Recovery:
         self._probe(probes)
         self._wait_for(self._tiers, "be available")
         self._wait_for(self._pins, "be without pins")
-        if connections := self._stack.stranger.accepted:
-            what = f"{connections} connections to an address that only requests have named"
-            self._record.find("connection to a stranger", what)
+        self._check_stranger()
         self._wait_for(self._beyond_capacity, "keep its capacity")
         for suspect in [suspect for lane in self._lanes for suspect in lane.suspects]:
             for lane in (*self._lanes, *self._lanes):
@@ -138,6 +136,11 @@ class Recovery:
                 if not tier["available"]:
                     return f"cache-{host.number}'s tier {tier['name']}: {tier}"
         return ""
+
+    def _check_stranger(self) -> None:
+        if connections := self._stack.stranger.accepted:
+            what = f"{connections} connections to an address that only requests have named"
+            self._record.find("connection to a stranger", what)
 
     def _pins(self) -> str:
         """Return what is pinned; empty if nothing is."""

@@ -60,3 +60,23 @@ def test_requests_belong_to_conversations_and_are_ordered() -> None:
         assert turn.conversation not in probes
         assert 0 <= turn.exchange < len(created.conversations[turn.conversation].exchanges)
         assert turn.at < phase.seconds
+
+
+def test_long_fault_of_one_target_does_not_delay_those_of_others() -> None:
+    for seed in SEEDS:
+        for phase in schedule.make(seed, TEN_MINUTES, ["tcp", "nixl"]).phases:
+            assert [fault.at for fault in phase.faults] == sorted(fault.at for fault in phase.faults)
+            ends = [fault.at + fault.seconds for fault in phase.faults]
+            assert max(ends) > schedule.last_fault_seconds(phase.seconds) - 15.0, "none ends the timeline"
+
+
+def test_some_requests_name_a_stranger() -> None:
+    turns = [turn for phase in schedule.make(1, TEN_MINUTES, ["tcp"]).phases for turn in phase.turns]
+    assert 0.5 < sum(turn.hinted for turn in turns) / len(turns) / schedule.HINTED_SHARE < 2.0
+
+
+def test_long_stops_are_rarer_than_others() -> None:
+    faults = schedule.make(1, 6 * TEN_MINUTES, ["tcp"]).phases[0].faults
+    kinds = Counter(fault.kind for fault in faults)
+    assert 0 < kinds["stop-engine-long"] <= kinds["stop-engine"] / 3
+    assert all(fault.seconds > 60.0 for fault in faults if fault.kind == "stop-engine-long")

@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+import json
+import random
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+
+from kvtier.bridge import server
+from kvtier.bridge.protocol import Reserve, Run
+from kvtier.memory.keys import join_keys
+from kvtier.plugins import Plugins
+from kvtier.testing.relay import Relay
+from kvtier.testing.servers import free_port
+from soak import faults, links, recovery
+from soak.commands import INSTANCES, TIERS, Commands
+from soak.disks import Disk
+from soak.faults import Faults
+from soak.findings import Record
+from soak.lane import STUCK_SECONDS, Lane, Request
+from soak.oracle import Oracle, Question
+from soak.pressure import held_by_engines, reserve_too_much
+from soak.recovery import Recovery
+from soak.schedule import Fault, Phase, Turn
+from soak.stack import DISK_BYTES
+from tests.bridge import scripted
+
+Plugins.load([])
+TURN = Turn(0.0, 0, 0, 1, 0, None)
+IDLE = {"engines": [{"leases": 0}], "reservations": {"bytes": 700, "void_bytes": 700}}
+HOLDING = {"engines": [{"leases": 2}], "reservations": {"bytes": 800, "void_bytes": 700}}
+
+
+@pytest.fixture
+def oracle(tmp_path: Path) -> Oracle:
+    known = Oracle(None, tmp_path)  # type: ignore[arg-type]
+    known._questions = {(number, 0, None): Question([number] * 9, [1]) for number in range(8)}
+    return known
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"]) as sleeping:
+        yield sleeping
+        sleeping.kill()
+
+
+class FakeEngine:
+    """An engine that never answers."""
+
+    def __init__(self, pid: int = 0) -> None:
+        self.pid = pid
+        self.params: list[Any] = []
+
+    def submit(self, *_: Any, params: Any, **__: Any) -> int:
+        self.params.append(params)
+        return len(self.params)
+
+    def finished(self, _number: int) -> bool:
+        return False
+
+
+def make_lane(oracle: Oracle, record: Record, pid: int = 0) -> Lane:
+    lane = Lane(0, lambda: nullcontext(FakeEngine(pid)), [], oracle, record, stranger="127.0.0.1:9")  # type: ignore[arg-type, return-value]
+    lane.open()
+    return lane
+
+
+def make_faults(oracle: Oracle, record: Record, lane: Any, host: Any) -> Faults:
+    stack: Any = SimpleNamespace(
+        hosts=[host], redis=None, controller=SimpleNamespace(url="http://127.0.0.1:9")
+    )
+    return Faults(7, stack, [lane], oracle, record)
+
+
+def inject(injector: Faults, kind: str, target: str, seconds: float = 0.0, amount: int = 3) -> None:
+    injector.run(Phase("tcp", 1.0, (Fault(0.0, kind, target, seconds, amount),), (), ((), ())))
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_engine_is_stopped_within_the_block(oracle: Oracle, process: subprocess.Popen[bytes]) -> None:
+    lane = make_lane(oracle, Record(), process.pid)
+    before = time.monotonic()
+    with lane.stopped():
+        while state(process.pid) != "T":
+            time.sleep(0.001)
+    while state(process.pid) == "T":
+        time.sleep(0.001)
+    [(began, ended)] = lane.pauses
+    assert before <= began < ended
+
+
+@pytest.mark.parametrize("stopped", ["never", "before", "still", "in-parts", "too-short"])
+def test_request_of_a_stopped_engine_is_not_stuck(oracle: Oracle, stopped: str) -> None:
+    record = Record()
+    lane = make_lane(oracle, record)
+    now = time.monotonic()
+    sent = now - 2 * STUCK_SECONDS
+    lane._pending[0] = Request(TURN, 1, oracle.question(1, 0), sent, None)
+    match stopped:
+        case "before":  # The request was sent while it was stopped.
+            lane.pauses.append((sent - 1000.0, now - 1.0))
+        case "still":
+            lane._stopped_at = sent + 1.0
+        case "in-parts":
+            lane.pauses += [(sent + 1.0, sent + 0.8 * STUCK_SECONDS), (now - 0.9 * STUCK_SECONDS, now)]
+        case "too-short":
+            lane.pauses.append((sent - 1000.0, sent + 0.1 * STUCK_SECONDS))
+    lane._collect_answers()
+    assert record.found == ({"stuck request": 1} if stopped in ("never", "too-short") else {})
+
+
+def test_hinted_request_names_the_stranger(oracle: Oracle) -> None:
+    record = Record()
+    lane = make_lane(oracle, record)
+    lane._send(TURN)
+    lane._send(TURN._replace(hinted=True))
+    hint = {"kvtier": {"kv_transfer": {"to": "127.0.0.1:9"}}}
+    assert lane.engine.params == [None, hint]  # type: ignore[attr-defined]
+    assert record.counts["requests that name a stranger"] == 1
+
+
+def test_connection_to_the_stranger_is_a_finding() -> None:
+    record = Record()
+    with Relay.to(free_port()) as relay:
+        stack: Any = SimpleNamespace(stranger=relay)
+        Recovery(stack, [], None, record)._check_stranger()  # type: ignore[arg-type]
+        assert not record.found
+        socket.create_connection(("127.0.0.1", relay.port)).close()
+        while not relay.accepted:
+            time.sleep(0.001)
+        Recovery(stack, [], None, record)._check_stranger()  # type: ignore[arg-type]
+    assert record.found == {"connection to a stranger": 1}
+
+
+@pytest.mark.parametrize("reclaimed", [True, False])
+def test_engine_is_stopped_while_it_holds_something(
+    oracle: Oracle, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, *, reclaimed: bool
+) -> None:
+    monkeypatch.setattr(faults, "RECLAIM_SECONDS", 0.0)
+    status = {"now": [IDLE, IDLE, HOLDING, HOLDING]}
+
+    def reserve(_socket: Path) -> int:
+        if reclaimed:
+            status["now"] = [IDLE]
+        return 1
+
+    def ask() -> Any:
+        now = status["now"]
+        return now.pop(0) if len(now) > 1 else now[0]
+
+    monkeypatch.setattr(faults, "reserve_too_much", reserve)
+    record = Record()
+    lane = make_lane(oracle, record, process.pid)
+    host = SimpleNamespace(cache=SimpleNamespace(status=ask, socket=Path()))
+    inject(make_faults(oracle, record, lane, host), "stop-engine-long", "engine-0")
+    assert len(lane.pauses) == 3, "twice it held nothing"
+    assert record.applied[0].hit == 102
+    assert record.found == ({} if reclaimed else {"leak": 1})
+
+
+@pytest.mark.anyio
+async def test_more_is_reserved_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scripted.open_host(tmp_path) as host, host.peer() as scheduler, host.peer() as worker:
+        await scheduler.greet()
+        await worker.greet("worker", 0)
+        await scheduler.request(
+            Reserve(1, [Run(scripted.ROOT, join_keys(scripted.KEYS), scripted.CHUNK_TOKENS)])
+        )
+        assert held_by_engines(host.server.status()) > 0
+        assert 0 < await anyio.to_thread.run_sync(reserve_too_much, host.path) < 10
+        assert held_by_engines(host.server.status()) > 0
+        monkeypatch.setattr(server, "STOPPED_SECONDS", 0.0)
+        await anyio.to_thread.run_sync(reserve_too_much, host.path)
+        with anyio.fail_after(30):
+            while held_by_engines(host.server.status()):
+                await anyio.sleep(0.005)
+
+
+def test_each_cut_connection_counts_once(
+    oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, asked = Record(), []
+    inodes = iter([None, 5, 5, 6])
+
+    def cut(_folder: Path, pid: int, role: str, path: Path) -> int | None:
+        asked.append((pid, role, path))
+        inode = next(inodes)
+        if inode == 6:
+            injector.stop()
+        return inode
+
+    monkeypatch.setattr(links, "cut", cut)
+    monkeypatch.setattr(faults, "CUT_SECONDS", 0.0)
+    monkeypatch.setenv("SOAK_HOOKS", str(tmp_path))
+    host = SimpleNamespace(cache=SimpleNamespace(socket=Path("socket")))
+    injector = make_faults(oracle, record, make_lane(oracle, record, 3), host)
+    inject(injector, "cut-worker", "engine-0", 600.0)
+    assert asked == [(3, "worker", Path("socket"))] * 4
+    assert record.applied[0].hit == 2
+
+
+def test_damage_is_undone_after_its_time(oracle: Oracle, tmp_path: Path) -> None:
+    record, disk = Record(), Disk(tmp_path, None)
+    file = disk.tier / "000" / "a.kv"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"x")
+    injector = make_faults(oracle, record, None, SimpleNamespace(disk=disk))
+    injecting = threading.Thread(target=inject, args=(injector, "hide-folders", "disk-0", 600.0))
+    injecting.start()
+    while file.exists():
+        time.sleep(0.001)
+    injector.stop()
+    injecting.join()
+    assert file.read_bytes() == b"x"
+    assert record.applied[0].hit == 1
+
+
+def test_disk_beyond_its_capacity_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "RECOVERY_SECONDS", 0.0)
+    record, disk = Record(), Disk(tmp_path, None)
+    disk.tier.mkdir()
+    stack: Any = SimpleNamespace(hosts=[SimpleNamespace(number=0, disk=disk)])
+    check = Recovery(stack, [], None, record)  # type: ignore[arg-type]
+    for length, findings in ((DISK_BYTES, 0), (DISK_BYTES + 1, 1)):
+        with (disk.tier / "a.kv").open("wb") as file:
+            file.truncate(length)
+        check._wait_for(check._beyond_capacity, "keep its capacity")
+        assert record.found.total() == findings
+
+
+class FakeController(BaseHTTPRequestHandler):
+    """Accepts commands, and has the pins of ``PINS``."""
+
+    commands: list[tuple[str, Any]]
+    pins: list[Any]
+    refused = "clear"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.commands.append((self.path, body))
+        if self.path == f"/{self.refused}":
+            self.send_error(404)
+        else:
+            self._answer({"event_id": "e"})
+
+    def do_GET(self) -> None:
+        self._answer({"pins": self.pins} if self.path == "/pins" else {"result": {"chunks": 2}})
+
+    def _answer(self, answer: Any) -> None:
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def controller() -> Iterator[str]:
+    FakeController.commands, FakeController.pins = [], []
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeController) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+        thread.join()
+
+
+def test_chunks_are_pinned_cleared_and_moved_and_unpinned_at_the_end(oracle: Oracle, controller: str) -> None:
+    record = Record()
+    accepted = Commands(controller, oracle, record.count).operate(random.Random(1))
+    places = len(INSTANCES) * len(TIERS)
+    names = [path for path, _ in FakeController.commands]
+    assert {name: names.count(name) for name in names} == {
+        "/pin": places,
+        "/clear": places,
+        "/move": places * (places - 1),
+        "/unpin": len(INSTANCES),
+    }
+    assert names[-len(INSTANCES) :] == ["/unpin"] * len(INSTANCES)
+    assert len({str(body["tokens"]) for _, body in FakeController.commands}) == 1
+    assert accepted == len(names) - places
+    assert record.counts == {
+        "chunks of pin": 2 * places,
+        "chunks of move": 2 * places * (places - 1),
+        "chunks of unpin": 2 * len(INSTANCES),
+    }
+
+
+def test_commands_to_a_controller_that_is_gone_are_not_accepted(oracle: Oracle) -> None:
+    commands = Commands(f"http://127.0.0.1:{free_port()}", oracle, Record().count)
+    assert commands.operate(random.Random(1)) == 0
+    assert "does not answer" in commands.move(1)
+
+
+def test_pin_that_is_left_is_a_finding(controller: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "RECOVERY_SECONDS", 0.0)
+    record = Record()
+    check = Recovery(SimpleNamespace(controller=SimpleNamespace(url=controller)), [], None, record)  # type: ignore[arg-type]
+    check._wait_for(check._pins, "be without pins")
+    assert not record.found
+    FakeController.pins = [{"instance": "instance-0"}]
+    check._wait_for(check._pins, "be without pins")
+    assert record.found == {"failed recovery": 1}
