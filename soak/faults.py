@@ -22,7 +22,7 @@ from soak.damage import Damage
 from soak.findings import Record
 from soak.lane import Lane
 from soak.oracle import Oracle
-from soak.pressure import held_by_engines, reserve_too_much
+from soak.pressure import Held, held_by_engines, reserve_too_much
 from soak.schedule import Fault, Phase
 from soak.stack import Host, Stack, is_running
 from soak.stalls import FOLDER
@@ -44,6 +44,7 @@ CUT_SECONDS = 0.1
 """Interval between two cuts of the same connection."""
 HOLDING_SECONDS = 10.0
 """How long to look for a moment at which an engine holds something."""
+HOLDING_POLL_SECONDS = 0.05
 RECLAIM_SECONDS = 30.0
 """How long it may take to reclaim what a stopped engine holds: its cache process may be stopped, too."""
 MEMORY_SHARE = 4
@@ -281,33 +282,33 @@ class Faults:
         return self._commands.operate(random.Random(f"{fault} {self._seed}"))  # noqa: S311
 
     def _stop_engine_long(self, fault: Fault) -> int:
-        """Stop an engine while it holds something, for longer than others wait for it."""
+        """Stop an engine while it holds leases, or reservations, for longer than others wait for it."""
         until = time.monotonic() + HOLDING_SECONDS
         while True:
             with self._lane(fault).stopped():
-                held = self._held(fault)
+                held = self._held(fault)[fault.amount]
                 if held or time.monotonic() > until or self._stopped.is_set():
                     self._wait(fault)
                     self._check_reclaimed(fault)
                     return held
-            self._stopped.wait(CUT_SECONDS)
+            self._stopped.wait(HOLDING_POLL_SECONDS)
 
-    def _held(self, fault: Fault) -> int:
+    def _held(self, fault: Fault) -> Held:
         try:
             return held_by_engines(self._host(fault).cache.status())
         except ChannelError:
-            return 0
+            return Held(0, 0)
 
     def _check_reclaimed(self, fault: Fault) -> None:
         """Check that another engine gets what the stopped one holds, except memory that this may write to."""
         cache, until = self._host(fault).cache, time.monotonic() + RECLAIM_SECONDS
-        what = ""
         while not self._stopped.is_set():
             try:
                 reserve_too_much(cache.socket)
-                if not (held := held_by_engines(cache.status())):
+                held = held_by_engines(cache.status())
+                if not any(held):
                     return
-                what = f"it still holds {held} leases and bytes"
+                what = f"it still holds {held}"
             except ChannelError as error:
                 what = str(error)
             if time.monotonic() > until:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge
@@ -41,8 +41,17 @@ def reserve_too_much(socket: Path) -> int:
         scheduler.close()
 
 
-def held_by_engines(status: dict[str, Any]) -> int:
-    """Return the leases and reserved bytes of all engines, but those that are only kept out of use."""
-    leases: int = sum(engine["leases"] for engine in status["engines"])
-    reserved: int = status["reservations"]["bytes"] - status["reservations"]["void_bytes"]
-    return leases + reserved
+class Held(NamedTuple):
+    """What engines hold."""
+
+    leases: int
+    reserved_bytes: int
+    """Without those that are only kept out of use."""
+
+
+def held_by_engines(status: dict[str, Any]) -> Held:
+    """Return what all engines of a cache process hold."""
+    reserved = status["reservations"]
+    return Held(
+        sum(engine["leases"] for engine in status["engines"]), reserved["bytes"] - reserved["void_bytes"]
+    )

@@ -138,9 +138,13 @@ class Recovery:
         return ""
 
     def _check_stranger(self) -> None:
+        """Report connections to the address that requests have named, and if none was refused."""
         if connections := self._stack.stranger.accepted:
             what = f"{connections} connections to an address that only requests have named"
             self._record.find("connection to a stranger", what)
+        address = f"127.0.0.1:{self._stack.stranger.port} refused"
+        if not any(address in host.cache.log.read_text(errors="replace") for host in self._stack.hosts):
+            self._record.find("fault without effect", "no cache process has refused to connect to a stranger")
 
     def _pins(self) -> str:
         """Return what is pinned; empty if nothing is."""

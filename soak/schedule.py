@@ -60,7 +60,7 @@ KINDS: dict[str, Kind] = {
     "stop-cache": Kind("cache", (0.5, 6.0)),
     "kill-engine": Kind("engine", (0.1, 1.0)),
     "stop-engine": Kind("engine", (0.5, 3.0)),
-    "stop-engine-long": Kind("engine", (62.0, 75.0), every=4),
+    "stop-engine-long": Kind("engine", (62.0, 75.0), (0, 1), every=4),
     "cut-scheduler": Kind("engine", (0.2, 2.0)),
     "cut-worker": Kind("engine", (0.2, 2.0)),
     "replace-adapter": Kind("engine", amount=(0, 1)),
@@ -88,7 +88,7 @@ KINDS: dict[str, Kind] = {
     "operate-chunks": Kind("controller"),
 }
 """``replace-adapter`` with amount 1 restarts the engine.
-``stop-engine-long``: the cache process reclaims what an engine holds that has been silent for a minute.
+``stop-engine-long``: while it holds leases, with amount 1 reservations, which are reclaimed after a minute.
 ``move-chunks`` and ``operate-chunks`` are no faults but commands to the controller: :mod:`soak.commands`."""
 SINGLE = ("redis", "controller", "host", "memory")
 """Targets that exist once."""

@@ -38,7 +38,8 @@ from tests.bridge import scripted
 Plugins.load([])
 TURN = Turn(0.0, 0, 0, 1, 0, None)
 IDLE = {"engines": [{"leases": 0}], "reservations": {"bytes": 700, "void_bytes": 700}}
-HOLDING = {"engines": [{"leases": 2}], "reservations": {"bytes": 800, "void_bytes": 700}}
+LEASES = {"engines": [{"leases": 2}], "reservations": {"bytes": 700, "void_bytes": 700}}
+RESERVED = {"engines": [{"leases": 0}], "reservations": {"bytes": 800, "void_bytes": 700}}
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ class FakeEngine:
 
 
 def make_lane(oracle: Oracle, record: Record, pid: int = 0) -> Lane:
-    lane = Lane(0, lambda: nullcontext(FakeEngine(pid)), [], oracle, record, stranger="127.0.0.1:9")  # type: ignore[arg-type, return-value]
+    lane = Lane(0, lambda: nullcontext(FakeEngine(pid)), [], oracle, record, stranger="127.0.0.1:9")  # type: ignore[arg-type]
     lane.open()
     return lane
 
@@ -133,25 +134,39 @@ def test_hinted_request_names_the_stranger(oracle: Oracle) -> None:
     assert record.counts["requests that name a stranger"] == 1
 
 
-def test_connection_to_the_stranger_is_a_finding() -> None:
+def test_connection_to_the_stranger_is_a_finding(tmp_path: Path) -> None:
     record = Record()
     with Relay.to(free_port()) as relay:
-        stack: Any = SimpleNamespace(stranger=relay)
+        log = tmp_path / "log"
+        log.write_text(f"KV transfer to 127.0.0.1:{relay.port} refused: ...")
+        stack: Any = SimpleNamespace(stranger=relay, hosts=[SimpleNamespace(cache=SimpleNamespace(log=log))])
         Recovery(stack, [], None, record)._check_stranger()  # type: ignore[arg-type]
         assert not record.found
         socket.create_connection(("127.0.0.1", relay.port)).close()
         while not relay.accepted:
             time.sleep(0.001)
         Recovery(stack, [], None, record)._check_stranger()  # type: ignore[arg-type]
-    assert record.found == {"connection to a stranger": 1}
+        assert record.found == {"connection to a stranger": 1}
+        log.write_text("")
+        relay.accepted = 0
+        Recovery(stack, [], None, record)._check_stranger()  # type: ignore[arg-type]
+    assert record.found == {"connection to a stranger": 1, "fault without effect": 1}
 
 
 @pytest.mark.parametrize("reclaimed", [True, False])
+@pytest.mark.parametrize(("amount", "tries", "held"), [(0, 3, 2), (1, 4, 100)])
 def test_engine_is_stopped_while_it_holds_something(
-    oracle: Oracle, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, *, reclaimed: bool
+    oracle: Oracle,
+    process: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    amount: int,
+    tries: int,
+    held: int,
+    reclaimed: bool,
 ) -> None:
     monkeypatch.setattr(faults, "RECLAIM_SECONDS", 0.0)
-    status = {"now": [IDLE, IDLE, HOLDING, HOLDING]}
+    status = {"now": [IDLE, IDLE, LEASES, RESERVED, RESERVED]}
 
     def reserve(_socket: Path) -> int:
         if reclaimed:
@@ -166,9 +181,9 @@ def test_engine_is_stopped_while_it_holds_something(
     record = Record()
     lane = make_lane(oracle, record, process.pid)
     host = SimpleNamespace(cache=SimpleNamespace(status=ask, socket=Path()))
-    inject(make_faults(oracle, record, lane, host), "stop-engine-long", "engine-0")
-    assert len(lane.pauses) == 3, "twice it held nothing"
-    assert record.applied[0].hit == 102
+    inject(make_faults(oracle, record, lane, host), "stop-engine-long", "engine-0", amount=amount)
+    assert len(lane.pauses) == tries
+    assert record.applied[0].hit == held
     assert record.found == ({} if reclaimed else {"leak": 1})
 
 
@@ -180,13 +195,13 @@ async def test_more_is_reserved_than_there_is(tmp_path: Path, monkeypatch: pytes
         await scheduler.request(
             Reserve(1, [Run(scripted.ROOT, join_keys(scripted.KEYS), scripted.CHUNK_TOKENS)])
         )
-        assert held_by_engines(host.server.status()) > 0
+        assert held_by_engines(host.server.status()).reserved_bytes > 0
         assert 0 < await anyio.to_thread.run_sync(reserve_too_much, host.path) < 10
-        assert held_by_engines(host.server.status()) > 0
+        assert held_by_engines(host.server.status()).reserved_bytes > 0
         monkeypatch.setattr(server, "STOPPED_SECONDS", 0.0)
         await anyio.to_thread.run_sync(reserve_too_much, host.path)
         with anyio.fail_after(30):
-            while held_by_engines(host.server.status()):
+            while any(held_by_engines(host.server.status())):
                 await anyio.sleep(0.005)
 
 
