@@ -126,9 +126,10 @@ def test_growing_descriptors_are_reported(tmp_path: Path) -> None:
 def test_growing_tasks_are_reported() -> None:
     assert leaks.more_tasks({"run": 1}, {"run": 1 + leaks.TASKS_ALLOWED, "other": 1}) == {}
     assert list(leaks.more_tasks({"run": 1}, {"run": 2 + leaks.TASKS_ALLOWED})) == ["run"]
-    served = f"kvtier.{leaks.SERVED}"
-    assert leaks.more_tasks({served: 1}, {served: 1 + leaks.SERVED_ALLOWED}) == {}
-    assert list(leaks.more_tasks({}, {served: 1 + leaks.SERVED_ALLOWED})) == [served]
+    for name, allowed in ((leaks.SERVED, leaks.SERVED_ALLOWED), (leaks.ENDPOINT, leaks.ENDPOINT_ALLOWED)):
+        full = f"kvtier.{name}"
+        assert leaks.more_tasks({full: 1}, {full: 1 + allowed}) == {}
+        assert list(leaks.more_tasks({}, {full: 1 + allowed})) == [full]
 
 
 def test_leftover_process_is_found() -> None:
