@@ -15,6 +15,8 @@ from soak.schedule import ADAPTED_SHARE
 ANSWER_SECONDS = 5.0
 PIN_TTL = "20s"
 """A pin that cannot be removed, because an instance or the controller does not answer, ends by itself."""
+LOOKUPS = 30
+"""Prompts to look up until one is held."""
 INSTANCES = ("instance-0", "instance-1")
 TIERS = ("ram", "ssd")
 
@@ -45,9 +47,7 @@ class Commands:
         return f"status {answer.status_code}"
 
     def operate(self, generator: random.Random) -> int:
-        """Pin, clear and move the same chunks, all at once; unpin them. Return how many were accepted."""
-        plain = [number for number in range(self._oracle.conversations) if number % ADAPTED_SHARE]
-        tokens = self._oracle.question(generator.choice(plain), 0).tokens
+        """Pin, clear and move the same chunks, all at once; unpin them. Return how many were processed."""
         places = [{"instance": instance, "tier": tier} for instance in INSTANCES for tier in TIERS]
         positions = [[place["instance"], place["tier"]] for place in places]
         commands: list[tuple[str, Mapping[str, Any]]] = [
@@ -65,21 +65,35 @@ class Commands:
         # Its certificates, which it needs none of, would take longer to load than everything else.
         client = httpx.Client(base_url=self._url, timeout=2 * ANSWER_SECONDS, trust_env=False, verify=False)  # noqa: S501
         with client, ThreadPoolExecutor(len(commands)) as threads:
+            tokens = self._find_held(client, generator)
 
-            def run(command: tuple[str, Mapping[str, Any]]) -> bool:
+            def run(command: tuple[str, Mapping[str, Any]]) -> int:
                 return self._run(client, command[0], {**command[1], "tokens": tokens})
 
-            accepted = sum(threads.map(run, commands))
-            return accepted + sum(threads.map(run, unpin))
+            processed = sum(threads.map(run, commands))
+            return processed + sum(threads.map(run, unpin))
 
-    def _run(self, client: httpx.Client, command: str, body: Mapping[str, Any]) -> bool:
-        """Send a command, and wait for its end; return whether it was accepted."""
+    def _find_held(self, client: httpx.Client, generator: random.Random) -> list[int]:
+        """Return a prompt of which an instance has chunks in memory, if one is soon found."""
+        plain = [number for number in range(self._oracle.conversations) if number % ADAPTED_SHARE]
+        tokens: list[int] = []
+        for number in generator.sample(plain, min(LOOKUPS, len(plain))):
+            tokens = self._oracle.question(number, 0).tokens
+            try:
+                found = client.post("/lookup", json={"tokens": tokens}).raise_for_status().json()
+            except httpx.HTTPError:
+                break
+            if any(tiers.get(TIERS[0]) for tiers in found["instances"].values()):
+                break
+        return tokens
+
+    def _run(self, client: httpx.Client, command: str, body: Mapping[str, Any]) -> int:
+        """Send a command, and wait for its end; return how many chunks it has processed."""
         try:
-            answer = client.post(f"/{command}", json=body)
-            if not answer.is_success:
-                return False
+            answer = client.post(f"/{command}", json=body).raise_for_status()
             event = client.get(f"/events/{answer.json()['event_id']}", params={"wait": ANSWER_SECONDS})
-            self._count(f"chunks of {command}", event.json()["result"]["chunks"])
-        except (httpx.HTTPError, KeyError):  # Killed meanwhile, with its events.
-            return False
-        return True
+            chunks: int = event.raise_for_status().json()["result"]["chunks"]
+        except httpx.HTTPError:  # Nothing is held, or the controller was killed with its events.
+            return 0
+        self._count(f"chunks of {command}", chunks)
+        return chunks

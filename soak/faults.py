@@ -302,11 +302,14 @@ class Faults:
     def _check_reclaimed(self, fault: Fault) -> None:
         """Check that another engine gets what the stopped one holds, except memory that this may write to."""
         cache, until = self._host(fault).cache, time.monotonic() + RECLAIM_SECONDS
+        # Nothing if the cache process was killed meanwhile.
+        before = self._held(fault)
         while not self._stopped.is_set():
             try:
                 reserve_too_much(cache.socket)
                 held = held_by_engines(cache.status())
                 if not any(held):
+                    self._record.count("stopped engines reclaimed", int(any(before)))
                     return
                 what = f"it still holds {held}"
             except ChannelError as error:

@@ -184,6 +184,7 @@ def test_engine_is_stopped_while_it_holds_something(
     inject(make_faults(oracle, record, lane, host), "stop-engine-long", "engine-0", amount=amount)
     assert len(lane.pauses) == tries
     assert record.applied[0].hit == held
+    assert record.counts == ({"stopped engines reclaimed": 1} if reclaimed else {})
     assert record.found == ({} if reclaimed else {"leak": 1})
 
 
@@ -267,7 +268,10 @@ class FakeController(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.commands.append((self.path, body))
-        if self.path == f"/{self.refused}":
+        if self.path == "/lookup":
+            held = body["tokens"] == [1] * 9
+            self._answer({"instances": {"instance-1": {"ram": 9} if held else {"ssd": 9}}})
+        elif self.path == f"/{self.refused}":
             self.send_error(404)
         else:
             self._answer({"event_id": "e"})
@@ -287,8 +291,9 @@ class FakeController(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def controller() -> Iterator[str]:
+def controller(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     FakeController.commands, FakeController.pins = [], []
+    monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 64)
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeController) as http:
         thread = threading.Thread(target=http.serve_forever)
         thread.start()
@@ -299,9 +304,10 @@ def controller() -> Iterator[str]:
 
 def test_chunks_are_pinned_cleared_and_moved_and_unpinned_at_the_end(oracle: Oracle, controller: str) -> None:
     record = Record()
-    accepted = Commands(controller, oracle, record.count).operate(random.Random(1))
+    processed = Commands(controller, oracle, record.count).operate(random.Random(1))
     places = len(INSTANCES) * len(TIERS)
-    names = [path for path, _ in FakeController.commands]
+    sent = [(path, body) for path, body in FakeController.commands if path != "/lookup"]
+    names = [path for path, _ in sent]
     assert {name: names.count(name) for name in names} == {
         "/pin": places,
         "/clear": places,
@@ -309,8 +315,8 @@ def test_chunks_are_pinned_cleared_and_moved_and_unpinned_at_the_end(oracle: Ora
         "/unpin": len(INSTANCES),
     }
     assert names[-len(INSTANCES) :] == ["/unpin"] * len(INSTANCES)
-    assert len({str(body["tokens"]) for _, body in FakeController.commands}) == 1
-    assert accepted == len(names) - places
+    assert [body["tokens"] for _, body in sent] == [[1] * 9] * len(sent), "what is held in memory"
+    assert processed == 2 * (len(sent) - places)
     assert record.counts == {
         "chunks of pin": 2 * places,
         "chunks of move": 2 * places * (places - 1),
