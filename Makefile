@@ -13,6 +13,7 @@ WORKERS := -n 3 --no-loadscope-reorder
 RERUNS := --reruns 1
 FUZZ ?= 60
 SOAK ?= 600
+ABUSE ?= 600
 SEED ?= 1
 PART ?= 1/1
 
@@ -26,7 +27,7 @@ export ONEDNN_MAX_CPU_ISA := $(if $(filter avx512,$(ISA)),AVX512_CORE_VNNI,AVX2)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages compiler demo test test-slow test-versions test-upstream test-gpu fuzz soak lint docs format bench clean \
+.PHONY: help install system-packages compiler demo test test-slow test-versions test-upstream test-gpu fuzz soak abuse lint docs format bench clean \
         native native-tests native-asan native-ubsan native-tsan gpu-wheels bench-gpu
 
 help:  ## List the targets
@@ -36,7 +37,8 @@ help:  ## List the targets
 	@echo "ISA=avx2|avx512  the instruction set that torch and vLLM use in tests; default: all that the CPU has"
 	@echo "PART=2/4  the second of four parts of the slow tests, which together are all"
 	@echo "FUZZ=600  seconds that make fuzz runs each of its programs"
-	@echo "SOAK=7200  seconds that make soak injects faults    SEED=2  seed of its faults and requests"
+	@echo "SOAK=7200  seconds that make soak injects faults    SEED=2  seed of its faults and requests, or of make abuse"
+	@echo "ABUSE=60  seconds that make abuse takes"
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or newer: make PYTHON=…")'
@@ -160,6 +162,9 @@ fuzz: $(VENV)/.fuzz  ## Fuzz the peer protocol, for FUZZ=60 seconds each; inputs
 soak: install $(VENV)/.pools system-packages  ## Inject faults into two instances with real engines for SOAK=600 seconds
 	$(BIN)/python -m soak --seconds $(SOAK) --seed $(SEED)
 
+abuse: $(VENV)/.kvtier  ## Hostile messages, floods, kills and damaged disks against real processes for ABUSE=600 seconds
+	$(BIN)/python -m abuse --seconds $(ABUSE) --seed $(SEED)
+
 lint: $(VENV)/.kvtier  ## Check style, types and dependencies
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -167,7 +172,7 @@ lint: $(VENV)/.kvtier  ## Check style, types and dependencies
 	$(BIN)/mypy benchmarks
 	$(BIN)/mypy $(PLUGINS:%=%/src)
 	$(BIN)/deptry kvtier
-	$(BIN)/deptry tests benchmarks soak fuzz --ignore DEP002,DEP004
+	$(BIN)/deptry tests abuse benchmarks soak fuzz --ignore DEP002,DEP004
 	@set -e; for plugin in $(PLUGINS); do (cd $$plugin && ../../$(BIN)/deptry src); done
 
 # Without kvtier's own dependencies: docstrings are read from the sources.

@@ -63,6 +63,9 @@ def main(
     _print_table(console, results)
     if run is not None:
         _print(console, _progress(run))
+        for name, first in results.first_bytes.items():
+            peak = results.peak_bytes[name]
+            _print(console, f"{name}: {first >> 20} MiB of memory at first, at most {peak >> 20}")
     for finding in results.findings:
         _print(console, f"\nround {finding.round}, {finding.kind}: {finding.what}")
     if results.findings:
@@ -85,11 +88,14 @@ def _progress(run: Run) -> str:
 
 
 def _print_table(console: Console, results: Results) -> None:
-    table = Table("kind", "rounds", "sent, killed or damaged", "findings", box=None)
+    table = Table("kind", "rounds", "count", "slowest answer", "findings", box=None)
+    for column in table.columns:
+        column.no_wrap = True
     for kind in [*KINDS, "start"]:
         if results.rounds[kind] or results.found[kind]:
-            counts = results.rounds[kind], results.sent[kind], results.found[kind]
-            table.add_row(kind, *map(str, counts))
+            slowest = f"{results.slowest[kind]:.2f} s" if kind in results.slowest else ""
+            counts = str(results.rounds[kind]), str(results.sent[kind]), slowest, str(results.found[kind])
+            table.add_row(kind, *counts)
     console.print(table)
 
 

@@ -1,4 +1,4 @@
-"""An engine that behaves well: it stores chunks whose bytes follow from their keys, and checks what it reads."""
+"""An engine that behaves well: stores chunks whose bytes follow from their keys, and checks what it reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import random
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kvtier.bridge import protocol
@@ -36,8 +37,7 @@ def prompt(number: int) -> list[ChunkKey]:
 
 def store(socket: Path, keys: list[ChunkKey]) -> int:
     """Store a prompt as a new engine; return how many chunks had room. Raises :class:`ChannelError`."""
-    with ExitStack() as stack:
-        worker, scheduler = _connect(socket, stack)
+    with connected(socket) as (worker, scheduler):
         call = scheduler.reserve([protocol.Run(ROOT, join_keys(keys), CHUNK_TOKENS)])
         slots = scheduler.await_reply(call, ANSWER_SECONDS)
         if slots is None:
@@ -58,8 +58,7 @@ def read(socket: Path, keys: list[ChunkKey]) -> tuple[Counter[str], int]:
 
     Raises :class:`ChannelError`.
     """
-    with ExitStack() as stack:
-        worker, scheduler = _connect(socket, stack)
+    with connected(socket) as (worker, scheduler):
         ticket = scheduler.look_up(keys, len(keys) * CHUNK_TOKENS)
         if ticket is None:
             raise ChannelError("the cache process takes no lookup")
@@ -82,17 +81,19 @@ def read(socket: Path, keys: list[ChunkKey]) -> tuple[Counter[str], int]:
         return tiers, right.count(False)
 
 
-def _connect(socket: Path, stack: ExitStack) -> tuple[WorkerBridge, SchedulerBridge]:
+@contextmanager
+def connected(socket: Path) -> Iterator[tuple[WorkerBridge, SchedulerBridge]]:
+    """Connect as a new engine within the block. Raises :class:`ChannelError`."""
     name = f"engine-{threading.get_ident()}-{time.monotonic_ns()}"
-    worker, scheduler = (
-        bridge(protocol.Hello(protocol.VERSION, name, role, 0, LAYOUT, NAMESPACE), socket)
-        for bridge, role in ((WorkerBridge, "worker"), (SchedulerBridge, "scheduler"))
-    )
-    for client in (worker, scheduler):
-        stack.callback(client.close)
-        client.connect()
-        client.expect_answers_within(ANSWER_SECONDS)
-    return worker, scheduler
+    worker = WorkerBridge(protocol.Hello(protocol.VERSION, name, "worker", 0, LAYOUT, NAMESPACE), socket)
+    hello = protocol.Hello(protocol.VERSION, name, "scheduler", 0, LAYOUT, NAMESPACE)
+    scheduler = SchedulerBridge(hello, socket)
+    with ExitStack() as stack:
+        for client in (worker, scheduler):
+            stack.callback(client.close)
+            client.connect()
+            client.expect_answers_within(ANSWER_SECONDS)
+        yield worker, scheduler
 
 
 class Work:

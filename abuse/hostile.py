@@ -92,7 +92,7 @@ def draw(kind: Any, generator: random.Random, *, known: bool = True) -> Any:  # 
 
 
 def frames(messages: Any, hello: Message | None, generator: random.Random) -> Iterator[bytes]:  # noqa: ANN401
-    """Yield frames of a union of messages: well-formed, damaged and made up, after a valid greeting if any."""
+    """Yield frames of a union of messages: well-formed, damaged and made up, after the greeting if any."""
     kinds = msgspec.inspect.type_info(messages)
     if hello is not None:
         yield encode(hello)
@@ -212,6 +212,7 @@ def _send(connected: socket.socket, pieces: Iterator[bytes], generator: random.R
 def send_hostile(target: str, addresses: Addresses, generator: random.Random) -> int:
     """Send hostile bytes and messages on one connection to a target; return the number of messages."""
     greets = generator.random() < 0.8
+    hello: Message | None
     match target:
         case "engine socket":
             hello = _engine_hello(generator) if greets else None
@@ -334,7 +335,7 @@ def flood(kind: str, addresses: Addresses, generator: random.Random) -> int:
                 for _ in range(4):
                     with suppress(OSError, KVTierError):
                         for connected, data in _large(addresses, generator):
-                            add(lambda connected=connected: connected)
+                            opened.append(stack.enter_context(connected))
                             with suppress(OSError):
                                 connected.sendall(data)
         time.sleep(HOLD_SECONDS)

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from abuse import hostile
 from abuse.engine import CHUNKS, Work
 from abuse.hostile import Addresses
+from abuse.probing import Probes
 from abuse.stack import DISK_BYTES, NAMES, POLL_SECONDS, AbuseError, Process, Stack
 from kvtier.errors import ChannelError
 from soak import damage
@@ -54,9 +54,13 @@ class Results:
     rounds: Counter[str] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)
     """Messages, connections, signals or files, by kind."""
+    slowest: dict[str, float] = field(default_factory=dict)
+    """The longest time in seconds until a process that was not stopped answered, by kind."""
     found: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    first_bytes: dict[str, int] = field(default_factory=dict)
+    """Memory of each process before the first round, without the arena."""
     peak_bytes: Counter[str] = field(default_factory=Counter)
 
 
@@ -71,10 +75,11 @@ class Run:
         self._stack = stack
         self._seed = seed
         self._kinds = [kind for kind in KINDS if only in kind]
-        self._work = Work(stack.sockets, results.counts)
+        self.work = Work(stack.sockets, results.counts)
         self._targets = [stack.processes[name] for name in NAMES]
-        self._check()
-        self._memory = {process.name: process.anonymous_bytes() for process in self._targets}
+        self.check()
+        results.first_bytes = {process.name: process.anonymous_bytes() for process in self._targets}
+        self._memory = dict(results.first_bytes)
         self._descriptors = {process.name: process.descriptors() for process in self._targets}
 
     def round(self) -> None:
@@ -85,24 +90,28 @@ class Run:
         self.number += 1
         generator = random.Random(f"{self._seed} {self.number}")
         family, _, target = self.kind.partition(": ")
-        self._work.start(generator)
+        self.work.start(generator)
         try:
             with self._abuse(family, target, random.Random(f"{self._seed} {self.number} {target}")) as sent:
                 self.results.rounds[self.kind] += 1
                 self.results.sent[self.kind] += sent
-                self._work.stop()
-                self._check()
+                self.work.stop()
+                self.check()
         except AbuseError as error:
             self._find(str(error))
         finally:
-            self._work.stop()
+            self.work.stop()
 
     @contextmanager
     def _abuse(self, family: str, target: str, generator: random.Random) -> Iterator[int]:
         number = generator.randrange(2)
         match family:
             case "hostile" | "flood":
-                yield self._attack(family, target, self._stack.addresses[number])
+                with Probes(self._targets) as probes:
+                    sent = self._attack(family, target, self._stack.addresses[number])
+                slowest = self.results.slowest
+                slowest[self.kind] = max(slowest.get(self.kind, 0.0), probes.slowest)
+                yield sent
             case "kill -9" | "SIGSTOP":
                 process = self._stack.processes[target]
                 for _ in range(2):
@@ -166,7 +175,8 @@ class Run:
         if len(self.results.findings) < KEPT:
             self.results.findings.append(Finding(self.number, self.kind, what))
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check that all processes work, and hold and have written no more than they may."""
         for process in self._targets:
             self._check_alive(process)
             try:
@@ -184,9 +194,9 @@ class Run:
         for process in self._targets:
             self._check_descriptors(process)
             self._check_log(process)
-        for line in self._work.wrong:
+        for line in self.work.wrong:
             self._find(line)
-        self._work.wrong.clear()
+        self.work.wrong.clear()
 
     def _check_alive(self, process: Process) -> None:
         if process.exited is not None:
@@ -200,10 +210,10 @@ class Run:
         problem: object = "not hit"
         while time.monotonic() < deadline:
             try:
-                socket, number = self._work.store()
-                if self._work.read(socket, number) == CHUNKS:
+                socket, number = self.work.store()
+                if self.work.read(socket, number) == CHUNKS:
                     for other in self._stack.sockets:
-                        self._work.read(other, number)
+                        self.work.read(other, number)
                     return
             except ChannelError as error:
                 problem = error

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class Process:
 
     def descriptors(self) -> int:
         """Return how many descriptors it has open."""
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
+        return sum(1 for _ in Path(f"/proc/{self.pid}/fd").iterdir())
 
     def _proc(self, file: str, field: str) -> int:
         lines = Path(f"/proc/{self.pid}/{file}").read_text().splitlines()
@@ -138,7 +139,7 @@ class Stack:
 
         state, listen = str(folder / "controller.sqlite"), "127.0.0.1:{}".format
         arguments = ["kvtier", "controller", "--listen", listen(ports["controller"]), "--state", state]
-        add("controller", arguments, lambda: self.get("controller", "/healthz"))
+        add("controller", arguments, partial(self.get, "controller", "/healthz"))
         for number in range(2):
             settings = {
                 "socket": str(self.sockets[number]),
@@ -163,14 +164,11 @@ class Stack:
             }
             file = folder / f"cache-{number}.yaml"
             file.write_text(json.dumps(settings))
-            add(
-                f"cache-{number}",
-                ["kvtier", "serve", "-c", str(file)],
-                lambda number=number: self._serves(number),
-            )
+            arguments = ["kvtier", "serve", "-c", str(file)]
+            add(f"cache-{number}", arguments, partial(self._serves, number))
         for name in ("prefill", "decode"):
             arguments = ["tests.proxy.stub_process", str(ports[name])]
-            add(name, arguments, lambda name=name: self.get(name, "/health"))
+            add(name, arguments, partial(self.get, name, "/health"))
         arguments = ["kvtier", "proxy", "--listen", listen(ports["proxy"]), "--check", "100ms"]
         arguments += ["--prefill", urls["prefill"], "--decode", urls["decode"]]
         add("proxy", arguments, self._completes)
@@ -184,6 +182,10 @@ class Stack:
         with suppress(httpx.HTTPError):
             return self._http.get(self._urls[name] + path).is_success
         return False
+
+    def close(self) -> None:
+        """Close the connections that ask the processes."""
+        self._http.close()
 
     def _serves(self, number: int) -> bool:
         with suppress(ChannelError):
@@ -204,6 +206,7 @@ def running(folder: Path) -> Iterator[Stack]:
     """Run all processes within the block."""
     built = Stack(folder)
     with ExitStack() as stack:
+        stack.callback(built.close)
         for process in built.processes.values():
             stack.callback(process.kill)
             process.start()
