@@ -25,6 +25,8 @@ NAMESPACE = bytes(range(32))
 ROOT = root_key(NAMESPACE)
 CHUNKS = 10
 """Of each prompt."""
+RECENT = 80
+"""Prompts that are read again: about as many as memory and disks hold."""
 ANSWER_SECONDS = 30.0
 PAUSE_SECONDS = 0.05
 
@@ -144,6 +146,7 @@ class Work:
                 if not self.prompts or generator.random() < 0.4:
                     self.store()
                 else:
-                    self.read(generator.choice(self._sockets), generator.randrange(self.prompts))
+                    first = max(0, self.prompts - RECENT)
+                    self.read(generator.choice(self._sockets), generator.randrange(first, self.prompts))
             except ChannelError:
                 self._counts["operations interrupted"] += 1
