@@ -39,13 +39,17 @@ class Bridge(Client[Welcome]):
         self.epoch = 0
         """Identifies the connected cache process; 0 if none is connected."""
 
+    @property
+    def last_epoch(self) -> int:
+        """Identifies the cache process that is, or was last, connected."""
+        return 0 if self.welcome is None else self.welcome.epoch
+
     def expect_answers_within(self, seconds: float) -> None:
         """Set how long the cache process may not answer until it counts as unresponsive. 1 s by default."""
         self._health.limit = seconds
 
     def _make_hello(self) -> Hello:
-        epoch = 0 if self.welcome is None else self.welcome.epoch
-        return msgspec.structs.replace(self._hello, epoch=epoch)
+        return msgspec.structs.replace(self._hello, epoch=self.last_epoch)
 
     def _open(self) -> UnixConnection[Welcome]:
         return open_connection(self._path, self._make_hello())

@@ -7,6 +7,7 @@ Called from vLLM's hooks. Nothing blocks except what takes a ``wait``, :meth:`Wo
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -69,6 +70,10 @@ class SchedulerBridge(Bridge):
         self._in_use: set[int] = set()
         self._seen = 0
         """The last reservation that was granted by :attr:`welcome`'s process."""
+        self._abandoned: list[int] = []
+        """Reservations of that process that it may not know to be abandoned."""
+        self._told = 0
+        """How many of them it had been sent before the pending reservation request."""
         self.connections = 0
         """Number of connections so far."""
         self._greeted = hello
@@ -83,7 +88,10 @@ class SchedulerBridge(Bridge):
         super()._connected(connection)
         if before is None or before.epoch != self.epoch:
             self._seen = 0
+            self._abandoned.clear()
         self.connections += 1
+        if self._abandoned:  # The message may have been lost with the connection.
+            connection.send(protocol.Abandon(self._abandoned))
         weights = self._hello.weights
         if weights is not None and weights != self._greeted.weights:  # They have changed since the greeting.
             connection.send(protocol.UseWeights(weights))
@@ -94,6 +102,7 @@ class SchedulerBridge(Bridge):
         self._kv_transfers.clear()
         self._in_use.clear()
         self._held.clear()
+        self._told = 0
 
     def _receive(self, message: protocol.FromCache) -> None:
         match message:
@@ -101,6 +110,8 @@ class SchedulerBridge(Bridge):
                 self._take_found(message)
             case protocol.Reserved():
                 self._seen = max(self._seen, *message.leases, 0)
+                del self._abandoned[: self._told]
+                self._told = 0
             case Reply():
                 pass
             case protocol.Held():
@@ -210,6 +221,7 @@ class SchedulerBridge(Bridge):
         """
         if not self.reserves:
             return None
+        self._told = len(self._abandoned)
         self._reserving = self.call(
             "reservations",
             lambda ticket: protocol.Reserve(ticket, list(runs)),
@@ -225,8 +237,9 @@ class SchedulerBridge(Bridge):
             self.call("pings", Ping, Pong, lambda pong, _wanted: pong)
 
     def abandon(self, leases: Sequence[int]) -> None:
-        """Abandon reservations."""
+        """Abandon reservations of the process that is, or was last, connected."""
         if leases:
+            self._abandoned += leases
             self.send(protocol.Abandon(list(leases)))
 
     def transfer_kv(self, to: str, root: ChunkKey, keys: Sequence[ChunkKey], tokens: int) -> int | None:
@@ -314,6 +327,7 @@ class WorkerBridge(Bridge):
         logger: Logger | None = None,
     ) -> None:
         super().__init__(hello, path, start, logger)
+        self._client = secrets.randbits(63)
         self._filling: set[int] = set()
         """The reservations of :attr:`welcome`'s process that this rank may be writing to."""
         self.arena: ArenaMap | None = None
@@ -340,7 +354,8 @@ class WorkerBridge(Bridge):
         self.send(protocol.OpenedStaging(number))
 
     def _make_hello(self) -> protocol.Hello:
-        return msgspec.structs.replace(super()._make_hello(), holding=sorted(self._filling))
+        hello, filling = super()._make_hello(), sorted(self._filling)
+        return msgspec.structs.replace(hello, holding=filling, client=self._client)
 
     def _connected(self, connection: UnixConnection[protocol.Welcome]) -> None:
         before = self.welcome

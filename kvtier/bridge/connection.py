@@ -51,8 +51,7 @@ class Connection:
         self._remote = remote
         self.role: protocol.Role = "observer"
         self.rank = 0
-        self.known = False
-        """Whether the client has been connected to this cache process before."""
+        self._client = 0
         self._replaced = False
         self._server = server
         self._endpoint = endpoint
@@ -70,8 +69,8 @@ class Connection:
             await self._admit(hello)
             if hello.role != "observer":
                 self._engine = self._server.join(self, hello)
-                self.role, self.rank = hello.role, hello.rank
-            self._welcome()
+                self.role, self.rank, self._client = hello.role, hello.rank, hello.client
+            self._welcome(hello)
             if self._engine is not None:
                 self._start(self._engine, hello)
             raise await self._endpoint.run(self._handle, at_once=self._handle_at_once, refuses=False)
@@ -80,13 +79,10 @@ class Connection:
             # The engine keeps its leases until it closes the connection, because it may still be copying.
             await self._endpoint.refuse(error, lingers=True)
         finally:
+            # First: a worker that finds it open fills what is reserved from now on.
+            self._endpoint.close()
             if not self._replaced:
                 self._leave()
-
-    @property
-    def writer(self) -> int | None:
-        """The process of a worker; ``None`` if it was not connected before."""
-        return self._process.pid if self.known and self._process is not None else None
 
     @property
     def last_message_at(self) -> float:
@@ -142,8 +138,11 @@ class Connection:
             engine.staging.leave(self.rank, self.offer)
         self._server.leave(self, engine, replaced=self._replaced)
 
-    def _welcome(self) -> None:
-        cache = self._server.cache
+    def _welcome(self, hello: protocol.Hello) -> None:
+        cache, first = self._server.cache, self._server.next_lease()
+        if self._process is not None:
+            filling = hello.holding if hello.epoch == self._server.epoch else ()
+            self._process.welcomed(hello.client, first, filling)
         staging = [protocol.STAGING] if self._server.stages else []
         welcome = protocol.Welcome(
             protocol.VERSION,
@@ -153,7 +152,7 @@ class Connection:
             [*(tier.settings.type for tier in cache.hierarchy.tiers), *staging],
             self._server.peer,
             any(tier.shared for tier in cache.hierarchy.tiers),
-            self._server.next_lease(),
+            first,
         )
         self._endpoint.send(welcome, [] if self._remote else [cache.arena.fd])
 
@@ -190,7 +189,7 @@ class Connection:
                 else:
                     engine.fillings.abandon(message.leases)
             case protocol.Leave():
-                engine.fillings.worker_writes(self.rank, self.writer)
+                engine.fillings.worker_writes(self.rank, self._client)
             case protocol.Cancel():
                 engine.cancel(message.ticket)
             case protocol.RequestStaging():

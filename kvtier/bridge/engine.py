@@ -91,6 +91,8 @@ class Engine:
         """By the number of each lease that the engine holds."""
         self._tickets: dict[int, Ticket] = {}
         self.fillings = Fillings(cache, hello.layout.ranks)
+        self.absent_ranks: set[int] = set()
+        """Ranks that have left and not returned. They never fill what is reserved meanwhile."""
 
     @property
     def namespace(self) -> bytes:
@@ -320,7 +322,7 @@ class Engine:
                 hints += [] if kv_transfer else [run.hints] * len(headers)
         # A state needs its chunks, and these are useless without it.
         declining = not self.layout.has_states and not any(run.awaited for run in request.runs)
-        within = self._within_share(in_arena)
+        within = 0 if self.absent_ranks else self._within_share(in_arena)
         chunks_in_arena = self._cache.reserve_all(in_arena[:within], hints[:within], declining=declining)
         reserved = chain(chunks_in_arena, repeat(None))
         staging = self._buffers
@@ -422,6 +424,7 @@ class Engine:
         """Release everything that no process may write to: the engine has disconnected."""
         self.keep_only(())
         self.fillings.close()
+        self.absent_ranks.clear()
         self._tickets.clear()
 
     def status(self) -> dict[str, object]:

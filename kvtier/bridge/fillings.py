@@ -45,9 +45,8 @@ class Fillings:
         self._ranks = ranks
         self._open: dict[int, Filling] = {}
         self._bytes = 0
-        self._departed: dict[WriterProcess, tuple[int, int]] = {}
-        """Processes without a connection that may write to reservations: the rank of each, and the first
-        reservation that it cannot know of."""
+        self._departed: dict[WriterProcess, tuple[int, set[int]]] = {}
+        """Processes without a connection that may write to reservations: the rank of each, and which ones."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -70,65 +69,44 @@ class Fillings:
         """Drop reservations after the last one that the engine knows of."""
         self.abandon([number for number in self._open if number > seen])
 
-    def worker_writes(self, rank: int, pid: int | None, filling: Sequence[int] = ()) -> None:
-        """Process that a rank writes to nothing that was granted so far, but ``filling``.
+    def worker_writes(self, rank: int, client: int, filling: Sequence[int] = ()) -> None:
+        """Process that a client writes to nothing that was granted so far, but ``filling``."""
+        others = [process for process in self._departed if not client or process.client != client]
+        self._stop(rank, self._filled_by(rank) - set(filling), others)
 
-        ``pid``: of its process, ``None`` if that was not connected before.
-        """
-        others = [process for process in self._departed if pid is None or process.pid != pid]
-        self._stop(rank, others, still=filling)
-
-    def worker_left(self, rank: int, process: WriterProcess | None, before: int) -> bool:
+    def worker_left(self, rank: int, process: WriterProcess | None) -> bool:
         """Void what a rank was filling; return whether to call :meth:`worker_exited` later.
 
-        ``process``: ``None`` if it writes no more. ``before``: the next reservation.
+        ``process``: ``None`` if it writes no more.
         """
-        self.void([filling for filling in self._open.values() if not filling.ranks >> rank & 1])
+        filled = self._filled_by(rank)
+        self.void([self._open[number] for number in filled])
         if process is None or process.exited:
-            self._stop(rank, self._departed)
-        elif self._filled_by(rank):
-            self._departed[process] = rank, before
+            self._stop(rank, filled, self._departed)
+        elif known := set(filter(process.may_fill, filled)):
+            self._departed[process] = rank, known
             return True
         return False
 
     def awaits(self, process: WriterProcess) -> bool:
         """Whether a departed process may still write to reservations."""
-        rank, before = self._departed[process]
-        return any(number < before for number in self._filled_by(rank))
+        rank, known = self._departed[process]
+        return not known.isdisjoint(self._filled_by(rank))
 
     def worker_exited(self, process: WriterProcess) -> None:
         """Process that a departed process has exited, or writes to nothing any more."""
-        rank, before = self._departed.pop(process)
-        self._stop(rank, self._departed, before=before)
+        rank, known = self._departed.pop(process)
+        self._stop(rank, known, self._departed)
 
-    def _stop(
-        self,
-        rank: int,
-        others: Iterable[WriterProcess],
-        *,
-        before: int | None = None,
-        still: Sequence[int] = (),
-    ) -> None:
-        """Record that a process writes to no slice of its rank, but those ``still`` filled.
-
-        ``others``: departed processes that may write to them as well. ``before``: the first reservation that
-        it cannot know of.
-        """
+    def _stop(self, rank: int, numbers: set[int], others: Iterable[WriterProcess]) -> None:
+        """Record that a process writes to no slices of its rank; departed ``others`` may still do so."""
         departed = [self._departed[process] for process in others]
-        first = max((known for other, known in departed if other == rank), default=0)
-        kept = set(still)
-        self.give_up(
-            [
-                number
-                for number in self._filled_by(rank)
-                if number >= first and (before is None or number < before) and number not in kept
-            ],
-            rank,
-        )
+        kept = set[int]().union(*(known for other, known in departed if other == rank))
+        self.give_up(sorted(numbers - kept), rank)
 
-    def _filled_by(self, rank: int) -> list[int]:
+    def _filled_by(self, rank: int) -> set[int]:
         """Return the reservations to which a rank may write."""
-        return [number for number, filling in self._open.items() if not filling.ranks >> rank & 1]
+        return {number for number, filling in self._open.items() if not filling.ranks >> rank & 1}
 
     def give_up(self, leases: Sequence[int], rank: int) -> None:
         """Record that a rank will not fill its slices. Memory is freed after the last rank has finished."""
@@ -168,16 +146,11 @@ class Fillings:
                 filling.transfer.give_up(filling.reservation)
 
     def close(self) -> None:
-        """Release all to which no process may write: the engine has disconnected, and its staging buffers."""
+        """Release all to which no process may write: no client is connected. Idempotent."""
         self.void_all()
-        departed = sum(1 << rank for rank in {rank for rank, _ in self._departed.values()})
-        self.abandon(
-            [
-                number
-                for number, filling in self._open.items()
-                if filling.staging is not None or not departed & ~filling.ranks
-            ]
-        )
+        written = [known & self._filled_by(rank) for rank, known in self._departed.values()]
+        kept = {number for number in set[int]().union(*written) if self._open[number].staging is None}
+        self.abandon([number for number in self._open if number not in kept])
 
     @property
     def reserved_bytes(self) -> int:

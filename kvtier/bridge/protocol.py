@@ -59,7 +59,7 @@ from kvtier.memory.layout import ChunkLayout
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 from kvtier.whatif.report import Report
 
-VERSION = 13
+VERSION = 14
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
@@ -106,6 +106,8 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
     """The cache process that a client was connected to before, to which ``holding`` and ``seen`` refer."""
     seen: int = 0
     """The last reservation that a reconnecting scheduler was granted. It knows of none after it."""
+    client: int = 0
+    """Random, the same in each ``Hello`` of a worker, which writes to nothing that it does not list."""
 
 
 class Welcome(Message, frozen=True, array_like=True, tag=2):

@@ -159,8 +159,8 @@ class BridgeServer:
             engine.scheduler_joined(hello.holding, hello.seen if again else None)
             engine.model = hello.model
         else:
-            connection.known = again
-            engine.fillings.worker_writes(hello.rank, connection.writer, hello.holding if again else ())
+            engine.absent_ranks.discard(hello.rank)
+            engine.fillings.worker_writes(hello.rank, hello.client, hello.holding if again else ())
         self.use_weights(engine, hello.weights or engine.weights)
         self._connections[hello.engine].add(connection)
         return engine
@@ -183,8 +183,16 @@ class BridgeServer:
 
     def worker_left(self, engine: Engine, rank: int, process: WriterProcess | None) -> None:
         """Void what a worker was filling. Takes ownership of its process, ``None`` if it writes no more."""
-        if engine.fillings.worker_left(rank, process, self.next_lease()):
+        engine.absent_ranks.add(rank)
+        if engine.fillings.worker_left(rank, process):
             assert process is not None
+            if not process.watched:
+                logger.warning(
+                    "engine %s, rank %d: its connection was lost, and this kernel does not show whether its "
+                    "process writes to its memory: that stays out of use until it returns",
+                    engine.name,
+                    rank,
+                )
             self.cache.hierarchy.tasks.start_soon(self._await_exit, engine, process)
         elif process is not None:
             process.close()
@@ -211,15 +219,16 @@ class BridgeServer:
     async def _await_exit(self, engine: Engine, process: WriterProcess) -> None:
         """Keep the memory that a process without a connection may write to, until it has exited."""
         try:
-            while engine.fillings.awaits(process):
+            while engine.fillings.awaits(process) and not process.exited:
                 with anyio.move_on_after(CHECK_SECONDS):
                     await process.wait_exited()
-                    break
         finally:
             engine.fillings.worker_exited(process)
             process.close()
-        if not len(engine.fillings):
-            self._departed.discard(engine)
+        if engine in self._departed:
+            engine.fillings.close()
+            if not len(engine.fillings):
+                self._departed.remove(engine)
 
     def use_weights(self, engine: Engine, weights: protocol.Weights) -> None:
         """Process that an engine has other weights."""

@@ -63,8 +63,8 @@ async def engine(host: Host, name: str = "engine") -> AsyncIterator[tuple[Peer, 
     """An engine of two ranks, in this process."""
     async with host.peer() as scheduler, host.peer() as worker0, host.peer() as worker1:
         await scheduler.greet(engine=name)
-        await worker0.greet("worker", 0, engine=name)
-        await worker1.greet("worker", 1, engine=name)
+        for rank, worker in enumerate((worker0, worker1)):
+            await worker.greet("worker", rank, engine=name, client=1 + rank)
         yield scheduler, [worker0, worker1]
         for worker in (worker0, worker1):
             with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
@@ -128,7 +128,7 @@ async def test_worker_that_leaves_after_another_rank_has_committed(
             assert not set(second.offsets) & set(reserved.offsets), "this process may still be writing"
         async with host.peer() as again:
             holding = reserved.leases if filling else []
-            welcome = await again.greet("worker", 1, epoch=host.server.epoch, holding=holding)
+            welcome = await again.greet("worker", 1, epoch=host.server.epoch, holding=holding, client=2)
             assert welcome.first_lease > max(reserved.leases)
             assert reservations(host)[0] == (2 if filling else 0)
             if filling:
@@ -143,7 +143,7 @@ async def test_replaced_connection_is_not_heard_any_more(tmp_path: Path) -> None
     async with open_host(tmp_path) as host, engine(host) as (scheduler, workers):
         reserved = await ask(scheduler)
         async with host.peer() as again:
-            await again.greet("worker", 1, epoch=host.server.epoch, holding=reserved.leases)
+            await again.greet("worker", 1, epoch=host.server.epoch, holding=reserved.leases, client=2)
             with suppress(anyio.BrokenResourceError):
                 await workers[1].send(Commit(reserved.leases))
             with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
@@ -161,14 +161,14 @@ async def test_another_process_does_not_free_what_the_first_may_write_to(tmp_pat
         await until_left(host, 2)
         await workers[0].send(Leave())
         async with host.peer() as again:
-            await again.greet("worker", 1)
+            await again.greet("worker", 1, client=3)
             await again.status()
             assert reservations(host) == [2]
             await again.send(Leave())
             await again.status()
             assert reservations(host) == [2], "this process has not been asked"
         async with host.peer() as first:
-            await first.greet("worker", 1, epoch=host.server.epoch)
+            await first.greet("worker", 1, epoch=host.server.epoch, client=2)
             await first.status()
             assert reservations(host) == [0]
 

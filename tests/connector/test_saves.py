@@ -26,6 +26,7 @@ class Bridge:
 
     def __init__(self) -> None:
         self.epoch, self.responsive, self.reserves = 1, True, True
+        self.last_epoch = 1
         self.connections = 1
         self.calls: list[Any] = []
         self.answers = False
@@ -121,6 +122,18 @@ def test_room_of_before_a_reconnect_is_given_back(saves: Saves, bridge: Bridge, 
     bridge.answer()
     bridge.connections += 1
     saves.plan_state(state, 2, BLOCKS)
+    assert step(saves) == []
+    assert bridge.abandoned == [1]
+
+
+def test_room_is_given_back_while_no_connection_is_open(
+    saves: Saves, bridge: Bridge, state: RequestState
+) -> None:
+    """Once there is one again. Nobody else would free it."""
+    saves.expect_state(state, 2)
+    assert step(saves) == []
+    bridge.answer()
+    bridge.epoch = 0
     assert step(saves) == []
     assert bridge.abandoned == [1]
 

@@ -483,7 +483,7 @@ class Saves:
                 save.state.tail_end, save.state.tail_planned = 0, False
 
     def _abandon(self, save: Save, leases: Sequence[int]) -> None:
-        if save.epoch == self._bridge.epoch:  # Lease numbers are only valid in the process that granted them.
+        if save.epoch == self._bridge.last_epoch:  # Lease numbers are valid in the process that granted them.
             self._unusable += leases
 
     def _last_jobs(self) -> list[Job]:

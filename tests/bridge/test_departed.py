@@ -1,0 +1,219 @@
+"""Memory that processes without a connection may write to: never in use meanwhile, and free in the end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from kvtier.bridge import protocol, writers
+from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.protocol import Commit, Hello, Leave, Reserve, Reserved, Run
+from kvtier.bridge.writers import WriterProcess
+from kvtier.memory.keys import join_keys
+from kvtier.plugins import Plugins
+
+from .conftest import KEYS as REAL_KEYS
+from .conftest import ROOT as REAL_ROOT
+from .conftest import Start, is_serving, reserve, wait_until
+from .conftest import hello as real_hello
+from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, NAMESPACE, Host, open_host
+from .test_lost_connections import ask, engine, reservations, until_left
+
+pytestmark = pytest.mark.anyio
+
+Plugins.load([])
+
+WORKER = """
+import socket, sys
+from kvtier.bridge import protocol
+from kvtier.rpc.frames import encode
+from tests.bridge.scripted import LAYOUT, NAMESPACE
+rank = int(sys.argv[2])
+with socket.socket(socket.AF_UNIX) as connected:
+    connected.connect(sys.argv[1])
+    hello = protocol.Hello(protocol.VERSION, "engine", "worker", rank, LAYOUT, NAMESPACE, client=1 + rank)
+    connected.sendall(encode(hello))
+    connected.recv(65536)
+    print("connected", flush=True)
+    sys.stdin.readline()
+print("disconnected", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def worker_process(host: Host, rank: int) -> Iterator[subprocess.Popen[str]]:
+    """A worker, which disconnects and lives on when it is sent a line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(host.path), str(rank)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def says(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    with anyio.fail_after(60):
+        assert await anyio.to_thread.run_sync(process.stdout.readline) == line + "\n"
+
+
+async def disconnect(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    await says(process, "disconnected")
+
+
+async def until_free(host: Host) -> None:
+    with anyio.fail_after(60):
+        while host.server.status()["reservations"] != {"bytes": 0, "void_bytes": 0, "departed_engines": 0}:
+            await anyio.sleep(0.01)
+
+
+def no_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with Linux before 6.5, a filter of system calls, or no file descriptor left."""
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(writers, "SO_PEERPIDFD", 0x7FFF)
+    monkeypatch.setattr(os, "pidfd_open", fail)
+
+
+@pytest.mark.parametrize("pidfds", [True, False], ids=["pidfd", "no-pidfd"])
+@pytest.mark.parametrize("without", [0, 1], ids=["both-ranks", "one-rank"])
+async def test_all_memory_of_an_engine_is_free_when_its_processes_have_exited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: int, *, pidfds: bool
+) -> None:
+    """Also if a rank was never connected, and knows of nothing."""
+    if not pidfds:
+        no_pidfds(monkeypatch)
+    async with open_host(tmp_path) as host, host.peer() as scheduler, host.peer() as worker0:
+        with worker_process(host, 1) as process:
+            await says(process, "connected")
+            await scheduler.greet()
+            if not without:
+                await worker0.greet("worker", 0, client=1)
+            await ask(scheduler)
+            await disconnect(process)
+            await until_left(host, 2 - without)
+            later = await scheduler.request(Reserve(2, [Run(KEYS[1], join_keys(KEYS[2:4]), CHUNK_TOKENS)]))
+            assert isinstance(later, Reserved)
+            assert not any(later.leases), "it would never fill its slices"
+            if not without:
+                await worker0.send(Leave())
+                await worker0.status()
+            await worker0.stream.aclose()
+            await scheduler.stream.aclose()
+            with anyio.fail_after(60):
+                while host.server.engines:
+                    await anyio.sleep(0.01)
+            assert host.server.status()["reservations"]["departed_engines"] == 1  # type: ignore[index]
+        await until_free(host)
+
+
+async def test_worker_whose_first_greeting_was_lost_does_not_keep_memory(tmp_path: Path) -> None:
+    """It may have been granted reservations, of which it does not know, between the two."""
+    async with open_host(tmp_path) as host, host.peer() as scheduler, host.peer() as worker0:
+        await scheduler.greet()
+        await worker0.greet("worker", 0, client=1)
+        async with host.peer() as first:
+            await first.send(Hello(protocol.VERSION, "engine", "worker", 1, LAYOUT, NAMESPACE, client=2))
+            await until_left(host, 3)
+            await ask(scheduler)
+        await until_left(host, 2)
+        async with host.peer() as second:
+            await second.greet("worker", 1, client=2)
+            await worker0.send(Leave())
+            await worker0.status()
+            assert reservations(host) == [0]
+
+
+@pytest.mark.parametrize("pid", ["own", "of another namespace"])
+async def test_memory_is_kept_for_a_process_without_pidfd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: str
+) -> None:
+    no_pidfds(monkeypatch)
+    if pid != "own":
+        monkeypatch.setattr(WriterProcess, "of", lambda _: WriterProcess(None, 0))
+    async with open_host(tmp_path) as host, engine(host) as (scheduler, workers):
+        async with engine(host, "other") as (other, _):
+            reserved = await ask(scheduler)
+            await workers[0].send(Commit(reserved.leases))
+            await workers[0].status()
+            await workers[1].stream.aclose()
+            await until_left(host, 2)
+            second = await ask(other)
+            assert all(second.leases)
+            assert not set(second.offsets) & set(reserved.offsets), "this process may still be writing"
+        async with host.peer() as again:
+            await again.greet("worker", 1, epoch=host.server.epoch, holding=reserved.leases, client=2)
+            assert reservations(host) == [2]
+            await again.send(Commit(reserved.leases))
+            await again.status()
+            assert reservations(host) == [0]
+
+
+def test_exit_is_noticed_without_pidfd() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    writer = WriterProcess(None, process.pid)
+    assert writer.watched
+    assert not writer.exited
+    process.communicate()
+    assert writer.exited
+    assert not WriterProcess(None, 0).watched
+    assert not WriterProcess(None, 0).exited
+
+
+def test_process_that_has_connected_has_a_pidfd() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        writer = WriterProcess.of(ours)
+        assert writer._fd is not None
+        writer.close()
+
+
+@pytest.mark.parametrize("lost", ["before", "with"])
+def test_reservations_abandoned_while_the_connection_is_lost_are_freed(
+    tmp_path: Path, start: Start, lost: str
+) -> None:
+    """No worker knows of them, so nobody else would ever free them."""
+    path = tmp_path / "socket"
+    start()
+    wait_until(lambda: is_serving(path))
+    worker = WorkerBridge(real_hello("worker"), path)
+    scheduler = SchedulerBridge(real_hello("scheduler"), path)
+    worker.connect()
+    scheduler.connect()
+    leases = [slot.lease for slot in reserve(scheduler, REAL_ROOT, list(REAL_KEYS[:4])) if slot]
+    assert len(leases) == 4
+    if lost == "before":
+        scheduler._drop()
+    else:
+        connection: Any = scheduler._connection
+        connection.send = lambda _: None
+    scheduler.abandon(leases)
+    scheduler._drop()
+    wait_until(scheduler.ready)
+    wait_until(lambda: status(path)["engines"][0]["reservations"] == 0)
+    assert all(reserve(scheduler, REAL_ROOT, list(REAL_KEYS[:4])))
+    assert scheduler._abandoned == [], "the answer shows that they have been handled"
+    worker.close()
+    scheduler.close()
