@@ -118,8 +118,11 @@ class Targets:
         else:
             return []
         found: list[str] = []
+        wanted = True
 
         def resolve() -> None:
+            if not wanted:  # Names that take long would otherwise keep the threads from all later ones.
+                return
             infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             found.extend(dict.fromkeys(join_address(str(info[4][0]), port) for info in infos))
 
@@ -127,6 +130,8 @@ class Targets:
             await self._threads(resolve)
         except (OSError, UnicodeError) as error:
             logger.debug("cannot resolve %s: %s", printable(host), error)
+        finally:
+            wanted = False
         return list(found)
 
 
