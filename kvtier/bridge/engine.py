@@ -347,7 +347,10 @@ class Engine:
     def _within_share(self, headers: Sequence[ChunkHeader]) -> int:
         """Return how many chunks, in order, may be reserved before this engine has more than its share."""
         cache = self._cache
-        room = cache.arena.capacity * cache.settings.reserve_share - self.fillings.reserved_bytes
+        limit = max(
+            int(cache.arena.capacity * cache.settings.reserve_share), self._whole_bytes, self._state_bytes
+        )
+        room = limit - self.fillings.reserved_bytes
         lengths = [object_bytes(header.payload_bytes) for header in headers]
         if sum(lengths) <= room:
             return len(headers)
@@ -357,11 +360,10 @@ class Engine:
             if room < 0:
                 beyond = sum(index >= at for index in absent)
                 cache.hierarchy.counts["store_dropped"] += beyond
-                limit = format_size(int(cache.arena.capacity * cache.settings.reserve_share))
                 message = (
                     "engine %s: %d chunks are not cached: at most %s may be reserved at once (reserve_share)"
                 )
-                cache.hierarchy.warn("reserve_share", message, self.name, beyond, limit)
+                cache.hierarchy.warn("reserve_share", message, self.name, beyond, format_size(limit))
                 return at
         return len(headers)
 

@@ -445,3 +445,13 @@ async def test_engine_reserves_at_most_its_share() -> None:
         second = reserve(engine, KEYS)
         assert [bool(lease) for lease in second.leases] == [False] * 3 + [True] * 4 + [False] * 5
         assert engine.fillings.reserved_bytes == 4 * OBJECT_BYTES
+
+
+async def test_engine_may_always_reserve_one_chunk() -> None:
+    """A share that is smaller than a chunk would keep it from storing any."""
+    async with engine_of(f"{16 * OBJECT_BYTES}B", reserve_share=0.01) as (engine, _):
+        assert [bool(lease) for lease in reserve(engine, KEYS[:2]).leases] == [True, False]
+        assert not any(reserve(engine, KEYS[1:2], KEYS[0]).leases)
+        engine.commit([1], 0)
+        assert all(reserve(engine, KEYS[1:2], KEYS[0]).leases)
+        engine.fillings.void_all()
