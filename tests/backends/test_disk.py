@@ -461,48 +461,6 @@ async def test_failed_delete_is_logged(tmp_path: Path, caplog: pytest.LogCapture
     assert "tier 'ssd' cannot delete" in caplog.text
 
 
-@pytest.mark.parametrize("call", ["put", "delete"])
-async def test_failed_delete_is_repeated(tmp_path: Path, call: str, io: str) -> None:
-    """A folder that cannot be reached, such as by a link to itself, and comes back with its files."""
-    async with opened(disk(tmp_path / "ssd", io=io)) as backend:
-        await backend.put([(make_key(number), filled(PAGE)) for number in (1, 2, 3)])
-        paths = [object_path(tmp_path / "ssd", make_key(number)) for number in (1, 2, 3)]
-        for number, path in enumerate(paths[:2]):
-            path.parent.rename(tmp_path / str(number))
-            path.parent.symlink_to(path.parent)
-        await backend.delete([make_key(1), make_key(2)])
-        for number, path in enumerate(paths[:2]):
-            path.parent.unlink()
-            (tmp_path / str(number)).rename(path.parent)
-        if call == "put":
-            await backend.put([(make_key(2), filled(PAGE))])
-        else:
-            await backend.delete([make_key(3)])
-        assert [path.exists() for path in paths] == [False, call == "put", call == "put"]
-
-
-async def test_files_that_cannot_be_deleted_cost_little(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[ChunkKey] = []
-    remove = ObjectFolder.remove
-
-    def count(folder: ObjectFolder, key: ChunkKey) -> bool:
-        asked.append(key)
-        return remove(folder, key)
-
-    monkeypatch.setattr(ObjectFolder, "remove", count)
-    keys = [make_key(number) for number in range(200)]
-    async with opened(disk(tmp_path)) as backend:
-        for key in keys:
-            object_path(tmp_path, key).mkdir(parents=True)
-        await backend.delete(keys)
-        for expected in (keys[:64], keys[64:128], keys[128:192], [*keys[192:], *keys[:56]]):
-            asked.clear()
-            await backend.put([(make_key(300), filled(PAGE))])
-            assert asked == expected, "each in its turn"
-
-
 # Other files in the folder.
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import ClassVar, Literal, TypeVar
@@ -36,9 +35,6 @@ __all__ = ["DiskBackend", "DiskSettings", "lock_holder", "object_path", "walk"]
 
 QUICK_CALLS_PER_THREAD = 64
 """Existence checks and deletes per thread. Each takes microseconds, so fewer do not justify a wake-up."""
-
-DELETED_AGAIN = 64
-"""Deletions that have failed and are repeated in one call."""
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -144,10 +140,6 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
         If the folder was removed, creates it again, and raises :class:`MediumReplaced`.
         """
         folder = self._folder
-        if folder.undeleted:
-            for key, _ in items:
-                folder.undeleted.pop(key, None)
-            await self.delete(())
         if self._ring is not None:
             outcomes: Sequence[Outcome] = await self._ring.write(items)
         else:
@@ -163,14 +155,8 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
         return await self._spread(self._folder.read, items)
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete each file. What fails is repeated later, a part with each write and each deletion."""
-        folder = self._folder
-        both = [*keys, *itertools.islice(folder.undeleted, DELETED_AGAIN)]
-        deleted = await self._spread(folder.remove, both, QUICK_CALLS_PER_THREAD)
-        for key, done in zip(both, deleted, strict=True):
-            folder.undeleted.pop(key, None)
-            if not done:
-                folder.undeleted[key] = None
+        """Delete each file."""
+        await self._spread(self._folder.remove, keys, QUICK_CALLS_PER_THREAD)
 
     async def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
         """Yield every object in the folder, and delete the temporary files of interrupted writes.

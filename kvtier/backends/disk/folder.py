@@ -73,8 +73,6 @@ class ObjectFolder:
         self._opened = Path(f"/proc/self/fd/{descriptor}")
         self._is_suspect = False
         """Whether a write has not found the folder, or one of those in it."""
-        self.undeleted: dict[ChunkKey, None] = {}
-        """Objects whose deletion has failed, such as in a folder that may come back. They take room."""
         self._direct = direct
         self._token = secrets.token_hex(4)
         self._serial = itertools.count()
@@ -219,16 +217,14 @@ class ObjectFolder:
             return self.read_failed(error)
         return Outcome.OK
 
-    def remove(self, key: ChunkKey) -> bool:
-        """Delete one object, if it exists. Return ``False`` if that fails."""
+    def remove(self, key: ChunkKey) -> None:
+        """Delete one object, if it exists."""
         try:
             object_path(self._opened, key).unlink()
         except FileNotFoundError:
-            return True
+            return
         except OSError as error:
             self._warn("tier %r cannot delete: %s", self._tier, OSError(error.errno, error.strerror))
-            return False
-        return True
 
     def _write_file(self, path: Path, view: memoryview) -> None:
         direct = self._direct and _is_aligned(view)
