@@ -176,6 +176,38 @@ async def test_charts(browser: Browser) -> None:
         await expect(captions.first).not_to_have_text(re.compile(r"Fill\d\d:\d\d\s+80\s%"))
 
 
+async def test_charts_after_a_disconnection(browser: Browser) -> None:
+    """A disconnected instance has no current values. The page keeps samples that the controller has lost."""
+    controller = ScriptedController()
+    now = time.time()
+    connected = instance("one", tier("ram", "cpu", 100, 80), hit_rate=0.75)
+    old = [
+        {"time": now - seconds, "hit_rate": 0.25, "tiers": [{"used": 20}]} for seconds in range(300, 100, -10)
+    ]
+    new = {"time": now, "hit_rate": 0.75, "tiers": [{"used": 80}]}
+    controller.instances, controller.histories["one"] = [connected], [*old, new]
+    async with controller.serving() as url, visiting(browser, url) as page:
+        captions = page.cards.locator("figcaption")
+        fill = page.page.get_by_role("img", name=re.compile(r"Fill of each.* lowest 20\s%, highest 80\s%$"))
+        await expect(fill).to_be_visible()
+        await expect(captions).to_have_text(["Fill80 %", "Hit rate, 5 min75 %"])
+        controller.instances = []
+        controller.publish_instances()
+        await expect(captions).to_have_text(["Fill-", "Hit rate, 5 min-"])
+        # The controller has restarted.
+        controller.instances = [connected | {"registered_at": now}]
+        controller.histories["one"] = [new | {"time": time.time()}]
+        controller.cut_streams()
+        await expect(captions).to_have_text(["Fill80 %", "Hit rate, 5 min75 %"])
+        await expect(fill).to_be_visible()
+        await expect(fill.locator(".line")).to_have_count(2)
+        # The samples of other tiers are not those of these.
+        controller.instances = [instance("one", tier("ssd", "disk", 100, 50))]
+        controller.publish_instances()
+        await expect(captions).to_have_text(["Fill50 %", "Hit rate, 5 min80 %"])
+        await expect(page.cards.locator(".chart").first.locator(".line")).to_have_count(1)
+
+
 def test_page_loads_nothing_from_other_hosts() -> None:
     sources = {path.name: path.read_text() for path in FILES.iterdir()}
     assert set(sources) >= {"index.html", "style.css", "main.js"}

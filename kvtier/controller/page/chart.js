@@ -122,18 +122,18 @@ function closest(points, time) {
 }
 
 /** The fill of each tier that has a capacity, one series per tier. */
-export function fillSeries(instance) {
-  return instance.tiers.flatMap((tier, number) => {
+export function fillSeries({ tiers, history, disconnectedAt }, now) {
+  return tiers.flatMap((tier, number) => {
     if (!tier.capacity) return [];
-    const points = instance.history.map(({ time, tiers }) => [time, share(tiers[number]?.used, tier.capacity)]);
-    return [{ name: tier.name, tone: number % 4, points }];
+    const points = history.map(({ time, tiers: then }) => [time, share(then[number]?.used, tier.capacity)]);
+    return [{ name: tier.name, tone: number % 4, points: disconnectedAt ? [...points, [now, null]] : points }];
   });
 }
 
 /** The hit rate of the five minutes before each sample, and before now. */
 export function hitSeries({ history, hit_rate: current, disconnectedAt }, now) {
   const points = history.map(({ time, hit_rate: rate }) => [time, rate ?? null]);
-  return [{ name: "hit rate", tone: 0, points: disconnectedAt ? points : [...points, [now, current ?? null]] }];
+  return [{ name: "hit rate", tone: 0, points: [...points, [now, disconnectedAt ? null : (current ?? null)]] }];
 }
 
 const share = (part, whole) => (part === undefined ? null : Math.min(1, Math.max(0, part / whole)));

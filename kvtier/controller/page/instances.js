@@ -117,10 +117,10 @@ class Card {
   #drawCharts(instance, now) {
     const { history } = instance;
     // At least every ten seconds, so that a gap at the end is seen.
-    const key = `${history.length} ${history[0]?.time} ${history.at(-1)?.time} ${Math.floor(now / 10)} ${instance.hit_rate}`;
+    const key = `${history.length} ${history[0]?.time} ${history.at(-1)?.time} ${Math.floor(now / 10)} ${instance.hit_rate} ${instance.disconnectedAt}`;
     if (this.#drawn.charts === key) return;
     this.#drawn.charts = key;
-    const fill = fillSeries(instance);
+    const fill = fillSeries(instance, now);
     this.#fill.node.hidden = !fill.length;
     this.#fill.show(fill, now);
     this.#hits.show(hitSeries(instance, now), now);

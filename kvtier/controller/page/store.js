@@ -65,7 +65,7 @@ export class Store {
       here.add(instance.instance);
       const same = before && !before.disconnectedAt && before.registered_at === instance.registered_at;
       if (!same) fresh.push(instance.instance);
-      const history = same ? before.history : [];
+      const history = before && tierNames(before) === tierNames(instance) ? before.history : [];
       this.#instances.set(instance.instance, { ...instance, history: extended(history, instance, this.now) });
     }
     for (const [id, instance] of this.#instances) {
@@ -74,13 +74,14 @@ export class Store {
     return fresh;
   }
 
-  /** Prepend the controller's samples of an instance to those that this page has taken itself. */
+  /** Insert the controller's samples of an instance among those that this page has taken, which may be older. */
   takeHistory(id, history) {
     const instance = this.#instances.get(id);
-    if (!instance) return;
-    const last = history.at(-1)?.time ?? 0;
-    const own = instance.history.filter((sample) => sample.time >= last + SAMPLE_SECONDS);
-    instance.history = [...history, ...own].slice(-MAX_SAMPLES);
+    if (!instance || !history.length) return;
+    const [first, last] = [history[0].time, history.at(-1).time];
+    const before = instance.history.filter(({ time }) => time < first);
+    const after = instance.history.filter(({ time }) => time >= last + SAMPLE_SECONDS);
+    instance.history = [...before, ...history, ...after].slice(-MAX_SAMPLES);
   }
 
   /** Drop instances that disconnected some time ago. */
@@ -115,6 +116,9 @@ export class Store {
     return this.#events.get(id);
   }
 }
+
+/** The tiers that the samples of an instance are of. */
+const tierNames = ({ tiers }) => JSON.stringify(tiers.map(({ name }) => name));
 
 function isAhead(event, known) {
   const step = ORDER[event.state] - ORDER[known.state];
