@@ -52,11 +52,11 @@ class TierError(KVTierError):
 
 
 class MediumReplaced(KVTierError):
-    """A private medium has lost all its objects, and works again without them."""
+    """A private medium has lost all its objects, and works again, without them or with others."""
 
 
 class IncompleteScan(KVTierError):
-    """A medium could not list all its objects. The message says what, why and how much."""
+    """A medium holds objects that it could not list or delete. The message says what, why and how much."""
 
     def __init__(self, message: str, unseen_bytes: int | None = None) -> None:
         """``unseen_bytes``: what the others take, as far as known; ``None`` if that may be anything."""

@@ -92,7 +92,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove each key, ignoring keys that are not held. Raises if the medium cannot be reached."""
+        """Remove each key, ignoring keys that are not held. Raises if the medium cannot be reached.
+
+        A medium that supports scans raises :class:`~kvtier.errors.IncompleteScan` if it still holds some.
+        """
 
     def capabilities(self) -> Capabilities:
         """Return the optional capabilities, by default all protocols below that this object implements.
@@ -124,7 +127,8 @@ class SupportsScan(Protocol):
 
         Raises :class:`~kvtier.errors.IncompleteScan` at the end if some could not be listed. It is then
         called again from time to time, and may yield only those. ``put`` raises
-        :class:`~kvtier.errors.MediumReplaced` once if the medium has lost everything.
+        :class:`~kvtier.errors.MediumReplaced` once if the medium has lost everything, and is
+        scanned then, too.
         """
         ...
 

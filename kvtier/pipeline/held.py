@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -35,9 +36,14 @@ class HeldStage:
     def __init__(self, hierarchy: Hierarchy, evicting: EvictStage) -> None:
         self._hierarchy = hierarchy
         self._evicting = evicting
+        self._loading: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)
 
     async def load(self, tier: Tier) -> list[ChunkKey]:
         """Add the chunks of a tier to the catalog, least recently used first. Return those added."""
+        async with self._loading[tier.index]:
+            return await self._load(tier)
+
+    async def _load(self, tier: Tier) -> list[ChunkKey]:
         catalog, index = self._hierarchy.catalog, tier.index
         held: list[HeldChunk] = []
         async for batch in tier.scan():
@@ -61,28 +67,37 @@ class HeldStage:
         return found
 
     async def forget_lost(self, tier: Tier) -> None:
-        """Remove all chunks of a tier from the catalog whenever its medium has lost them."""
+        """Whenever its medium was replaced, remove all chunks of a tier, and add those of the new medium."""
         while True:
             await tier.replaced.wait()
             tier.replaced = anyio.Event()
             catalog, lost = self._hierarchy.catalog, 0
             for rows in catalog.slices(SLICE_ROWS):
                 ready = split_keys(catalog.ready_keys(tier.index, rows))
-                await self._evicting.remove(ready, tier.index, RemovalReason.LOST)
+                # They are not deleted: the new medium may hold the same ones.
+                self._hierarchy.changed(tier.index, removed=ready)
+                catalog.remove_all(ready, tier.index, RemovalReason.LOST)
                 lost += len(ready)
+                await checkpoint()
             logger.warning("tier %s: %d chunks are lost", tier.name, lost)
+            await self._find(tier)
 
     async def find_unseen(self, tier: Tier) -> None:
-        """Scan a tier again until all that it holds has been listed."""
-        backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
-        while tier.unseen is not None:
-            await anyio.sleep(backoff.next())
-            found = await self.load(tier)
-            self._hierarchy.changed(
-                tier.index, stored=[key for key in found if key in self._hierarchy.catalog]
-            )
-            if tier.unseen is None:
-                logger.info("tier %s: all chunks are listed", tier.name)
+        """Whenever a tier holds what is not in the catalog, scan it again until all has been listed."""
+        while True:
+            await tier.incomplete.wait()
+            tier.incomplete = anyio.Event()
+            backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
+            while tier.unseen is not None:
+                await anyio.sleep(backoff.next())
+                await self._find(tier)
+                if tier.unseen is None:
+                    logger.info("tier %s: all chunks are listed", tier.name)
+
+    async def _find(self, tier: Tier) -> None:
+        """Add what a tier holds to the catalog, and notify the observers."""
+        found = await self.load(tier)
+        self._hierarchy.changed(tier.index, stored=[key for key in found if key in self._hierarchy.catalog])
 
 
 class HeldChunk(NamedTuple):

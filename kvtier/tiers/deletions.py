@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvtier.backends.base import Backend
+from kvtier.errors import IncompleteScan
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
 
@@ -26,12 +27,17 @@ class Deletions:
         retry_seconds: float = 30.0,
         *,
         clock: Callable[[], float] = time.monotonic,
+        kept: Callable[[IncompleteScan], None] = lambda _: None,
     ) -> None:
-        """``retry_seconds``: time between two attempts at deletions that fail while other calls succeed."""
+        """``retry_seconds``: time between two attempts at deletions that fail while other calls succeed.
+
+        ``kept`` is called if the medium cannot delete some of the keys, which a later scan lists.
+        """
         self._name = name
         self._backend = backend
         self._retry_seconds = retry_seconds
         self._clock = clock
+        self._kept = kept
         self._pending: set[ChunkKey] = set()
         self._retry_at = 0.0
         self._warn = RateLimitedLog(logger)
@@ -45,6 +51,8 @@ class Deletions:
         pending, self._pending = self._pending, set()
         try:
             await self._backend.delete(list(pending))
+        except IncompleteScan as error:
+            self._kept(error)
         except BaseException:
             self._pending.update(pending)
             raise

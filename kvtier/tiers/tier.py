@@ -72,7 +72,7 @@ class Tier(Level):
             self.seal = Seal(backend, sealer, verify=self.capabilities.arena is None)
         else:
             self.seal = EncodedSeal(backend, sealer, encoder, StoredLengths(catalog, index))
-        self._deletions = Deletions(settings.name, backend)
+        self._deletions = Deletions(settings.name, backend, kept=self._miss)
         self._tasks = tasks
         self._slots = Slots(settings.concurrency)
         self._batches_returned = 0
@@ -83,7 +83,11 @@ class Tier(Level):
         self.replaced = anyio.Event()
         """Set when the medium has lost all its objects."""
         self.unseen: str | None = None
-        """What the last scan could not list, and why; ``None`` if it is complete."""
+        """What the medium holds that is not in the catalog, and why; ``None`` if that is nothing."""
+        self.incomplete = anyio.Event()
+        """Set when there is such."""
+        self._keeps_everything = False
+        """Whether the medium has deleted nothing of the last eviction, and was not scanned since."""
 
     @property
     def available(self) -> bool:
@@ -99,6 +103,10 @@ class Tier(Level):
     def corrupt(self) -> int:
         """Number of objects found corrupt in the medium, and deleted."""
         return self.seal.corrupt
+
+    def excess_bytes(self, incoming: int) -> int:
+        """Return the bytes to evict before ``incoming`` more are added; 0 if the medium deletes nothing."""
+        return 0 if self._keeps_everything else super().excess_bytes(incoming)
 
     def cost(self, length: int) -> float | None:
         """Return the expected seconds to read ``length`` bytes from recent reads; ``None`` if unknown."""
@@ -194,10 +202,13 @@ class Tier(Level):
         self._catalog.remove_all(keys, self.index, reason)
 
         async def run() -> None:
+            unseen = self.unseen_bytes
             try:
                 await self.remove(keys)
             finally:
                 self._deleting_bytes -= deleting
+            if keys and self.unseen_bytes >= unseen + deleting:
+                self._keeps_everything = True
 
         action = f"deleting {len(keys)} chunks"
         await self._wait_for(self._start(run), self.settings.deadline, action, "continuing in the background")
@@ -232,23 +243,27 @@ class Tier(Level):
         What cannot be counts as used from then on, until a later scan has listed it.
         """
         seen = 0
-        unseen: int | None = 0
-        reason: str | None = None
+        self._keeps_everything = False
         try:
             async for batch in self.seal.scan():
                 seen += sum(stored.length for stored in batch)
                 yield batch
         except IncompleteScan as error:
-            unseen, reason = error.unseen_bytes, str(error)
+            self._miss(error, seen)
         except Exception as error:
-            unseen, reason = None, f"scan aborted: {error!r}"
             self.breaker.record_failure(repr(error))
-        if reason is not None:
-            self._warn("tier %s: %s", self.name, reason)
+            self._miss(IncompleteScan(f"scan aborted: {error!r}"), seen)
+        else:
+            self.unseen, self.unseen_bytes = None, 0
+
+    def _miss(self, error: IncompleteScan, seen: int = 0) -> None:
+        """Count what the medium holds beside the catalog and the ``seen`` bytes that will be added to it."""
+        self._warn("tier %s: %s", self.name, error)
         capacity = self.capacity or 0
         unknown = max(0, capacity - self._catalog.used(self.index) - seen)
-        self.unseen_bytes = unknown if unseen is None else min(unseen, capacity)
-        self.unseen = reason
+        self.unseen_bytes = unknown if error.unseen_bytes is None else min(error.unseen_bytes, capacity)
+        self.unseen = str(error)
+        self.incomplete.set()
 
     async def _call(
         self,
@@ -269,6 +284,7 @@ class Tier(Level):
         try:
             return await self.seal.put(items)
         except MediumReplaced:
+            self.unseen_bytes = self.capacity or 0  # Until it has been scanned.
             self.replaced.set()
             raise
 

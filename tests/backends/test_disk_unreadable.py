@@ -49,7 +49,7 @@ def failing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     real = os.scandir
 
     def scandir(path: Any) -> Any:
-        if Path(path) in folders:
+        if Path(path).resolve() in folders:  # It is listed through its descriptor.
             raise OSError(request.param, os.strerror(request.param), str(path))
         return real(path)
 
@@ -68,7 +68,9 @@ async def test_one_folder_that_cannot_be_listed(tmp_path: Path, failing: set[Pat
         }
         assert {stored.key for stored in found} == {make_key(number) for number in NUMBERS} - inside
         assert error is not None
-        assert f"1 folders and 0 files in {tmp_path} cannot be read, such as {lost} (" in str(error)
+        assert f"1 folders and 0 files in {tmp_path} cannot be read or deleted, such as {lost} (" in str(
+            error
+        )
         assert error.unseen_bytes is not None
         assert error.unseen_bytes >= LENGTH
 
@@ -91,6 +93,18 @@ async def test_nothing_can_be_listed(tmp_path: Path, failing: set[Path]) -> None
         found, error = await scan(backend)
         assert len(found) == len(NUMBERS)
         assert error is None
+
+
+async def test_paths_of_objects_are_longer_than_the_system_allows(tmp_path: Path) -> None:
+    """They are written through the folder's descriptor, and found in the same way."""
+    folder = tmp_path
+    while (missing := os.pathconf("/", "PC_PATH_MAX") - 40 - len(str(folder))) > 1:
+        folder /= "x" * min(200, missing - 1)
+    async with opened(disk(folder)) as backend:
+        await fill(backend)
+        found, error = await scan(backend)
+        assert error is None
+        assert len(found) == len(NUMBERS)
 
 
 async def test_links_are_no_objects_and_no_folders(tmp_path: Path) -> None:

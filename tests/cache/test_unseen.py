@@ -10,13 +10,16 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from kvtier import Settings, TieredCache
+from kvtier.backends.disk import folder as disk_folder
 from kvtier.backends.disk.backend import lock_holder
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline import held
 from tests.backends.chunks import FAILED, disk, opened
+from tests.small_disk import mounted
 from tests.waiting import until
 
 from .conftest import CHUNK_OBJECT_BYTES
@@ -35,7 +38,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     real = os.scandir
 
     def scandir(path: Any) -> Any:
-        if Path(path) in folders:
+        if Path(path).resolve() in folders:  # It is listed through its descriptor.
             raise OSError(errno.EIO, "Input/output error", str(path))
         return real(path)
 
@@ -58,7 +61,7 @@ Write = Callable[[TieredCache, int, int], Awaitable[list[ChunkKey]]]
 
 @pytest.fixture
 def open_cache(settings: Callable[..., Settings]) -> Open:
-    configured = settings(ssd=CAPACITY)
+    configured = settings(ram=256, ssd=CAPACITY)  # Whatever the disk takes, memory has room.
     return lambda: TieredCache.open(configured, plugins=BUILT_IN)
 
 
@@ -112,6 +115,35 @@ async def test_what_cannot_be_listed_counts_as_used(
         assert tier.used_bytes == bytes_on_disk(folder)
 
 
+async def test_what_cannot_be_deleted_counts_as_used(
+    open_cache: Open, write: Write, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A medium that turns read-only in part keeps what is evicted."""
+    real, kept = os.unlink, True
+
+    def unlink(path: Any, **options: Any) -> None:
+        if kept and str(path).endswith(".kv"):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        real(path, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    monkeypatch.setattr(held, "RETRY_SECONDS", 2.0)
+    async with open_cache() as cache:
+        tier = cache.hierarchy.lower[0]
+        for seed in range(8):
+            await write(cache, 16, seed)
+        assert bytes_on_disk(folder) <= CAPACITY * CHUNK_OBJECT_BYTES
+        assert "(Read-only file system)" in str(tier.status()["error"])
+        assert tier.count > CAPACITY // 2, "no more is evicted as long as nothing is deleted"
+        # They are still there, so they are found again.
+        await until(lambda: tier.unseen is None)
+        assert tier.used_bytes == bytes_on_disk(folder)
+        kept = False
+        keys = await write(cache, 16, 9)
+        assert all(key in cache.hierarchy.catalog for key in keys)
+        assert tier.used_bytes == bytes_on_disk(folder) <= CAPACITY * CHUNK_OBJECT_BYTES
+
+
 async def test_folder_that_is_removed_while_in_use(
     open_cache: Open, write: Write, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,7 +156,7 @@ async def test_folder_that_is_removed_while_in_use(
         folder.mkdir()
         await write(cache, 4, 2)  # The first batch finds out.
         await until(lambda: not tier.count)
-        assert f"{folder} was removed while in use" in caplog.text
+        assert f"{folder} was removed or moved while in use" in caplog.text
         keys = await write(cache, 4, 3)
         assert tier.count == 4
         assert lock_holder(folder) is not None
@@ -145,6 +177,62 @@ async def test_folder_that_another_process_has_taken(
             assert "is in use by" in str(cache.hierarchy.lower[0].status()["error"])
 
 
+async def test_chunks_in_the_folder_that_takes_the_place_of_another(
+    open_cache: Open, write: Write, folder: Path
+) -> None:
+    """Another process has used it meanwhile."""
+    async with open_cache() as cache:
+        tier = cache.hierarchy.lower[0]
+        await write(cache, 8, 1)
+        shutil.rmtree(folder)
+        async with open_cache() as other:
+            theirs = await write(other, 48, 2)
+        await write(cache, 4, 3)
+        await until(lambda: tier.count == 48)
+        assert all(key in cache.hierarchy.catalog for key in theirs)
+        for seed in range(4, 7):
+            await write(cache, 16, seed)
+        assert tier.used_bytes == bytes_on_disk(folder) <= CAPACITY * CHUNK_OBJECT_BYTES
+
+
+async def test_folder_that_is_moved_while_in_use(
+    open_cache: Open, write: Write, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No write fails, and the next process would find nothing."""
+    monkeypatch.setattr(disk_folder, "LOOK_SECONDS", 0.0)
+    async with open_cache() as cache:
+        tier = cache.hierarchy.lower[0]
+        await write(cache, 8, 1)
+        folder.rename(folder.with_name("moved"))
+        await write(cache, 4, 2)
+        await until(lambda: not tier.count)
+        await write(cache, 4, 3)
+        assert tier.used_bytes == bytes_on_disk(folder) == 4 * CHUNK_OBJECT_BYTES
+
+
+async def test_folder_whose_file_system_is_unmounted_while_in_use(
+    open_cache: Open,
+    write: Write,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is used as long as it works: nothing is written to the mount point."""
+    monkeypatch.setattr(disk_folder, "LOOK_SECONDS", 0.0)
+    with mounted(folder, 64):
+        async with open_cache() as cache:
+            tier = cache.hierarchy.lower[0]
+            await write(cache, 8, 1)
+            await anyio.run_process(["umount", "--lazy", str(folder)])
+            try:
+                await write(cache, 4, 2)
+                assert tier.count == 12
+                assert not list(folder.iterdir())
+                assert f"the file system of {folder} is not mounted there any more" in caplog.text
+            finally:
+                await anyio.run_process(["mount", "-t", "tmpfs", "kvtier-test", str(folder)])
+
+
 async def test_folder_that_is_emptied_while_in_use(open_cache: Open, write: Write, folder: Path) -> None:
     """It is still this process's folder, and goes on being used."""
     async with open_cache() as cache:
@@ -152,9 +240,9 @@ async def test_folder_that_is_emptied_while_in_use(open_cache: Open, write: Writ
         await write(cache, 8, 1)
         for prefix in folder.glob("???"):
             shutil.rmtree(prefix)
-        disk_folder = tier.backend._folder  # type: ignore[attr-defined]
+        used = tier.backend._folder  # type: ignore[attr-defined]
         # As when a folder is removed between a write and its rename.
-        assert disk_folder.write_failed(FileNotFoundError(errno.ENOENT, "No such file")) is FAILED
+        assert used.write_failed(FileNotFoundError(errno.ENOENT, "No such file")) is FAILED
         await write(cache, 4, 2)
         assert tier.status()["error"] is None
         assert bytes_on_disk(folder) == 4 * CHUNK_OBJECT_BYTES

@@ -137,15 +137,15 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Write each view to a file. ``FULL`` if the disk is full or a quota is reached.
 
-        If the folder was removed, creates it again, and raises :class:`MediumReplaced`.
+        If the folder was removed or moved, creates it again, and raises :class:`MediumReplaced`.
         """
         folder = self._folder
+        await self._replace_if_gone(folder)
         if self._ring is not None:
             outcomes: Sequence[Outcome] = await self._ring.write(items)
         else:
             outcomes = await self._spread(folder.write, items)
-        if await folder.is_gone():
-            await self._replace(folder)
+        await self._replace_if_gone(folder)
         return outcomes
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
@@ -155,8 +155,9 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
         return await self._spread(self._folder.read, items)
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete each file."""
-        await self._spread(self._folder.remove, keys, QUICK_CALLS_PER_THREAD)
+        """Delete each file. Raises :class:`IncompleteScan` if some cannot be deleted."""
+        folder = self._folder
+        await folder.scan.keep(await self._spread(folder.remove, keys, QUICK_CALLS_PER_THREAD))
 
     async def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
         """Yield every object in the folder, and delete the temporary files of interrupted writes.
@@ -172,8 +173,10 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
             yield found
         await scan.check()
 
-    async def _replace(self, gone: ObjectFolder) -> None:
-        """Continue in a new folder after one was removed. Raises :class:`TierError` if that fails."""
+    async def _replace_if_gone(self, gone: ObjectFolder) -> None:
+        """Continue in a new folder after one has gone. Raises :class:`TierError` if that fails."""
+        if not await gone.is_gone():
+            return
         async with self._replacing:
             if self._folder is not gone:
                 return
@@ -182,7 +185,7 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
             self._gone.append(gone)
             if self._ring is not None:
                 self._ring.folder = self._folder
-        raise MediumReplaced(f"{settings.path} was removed while in use: its chunks are lost")
+        raise MediumReplaced(f"{settings.path} was removed or moved while in use: its chunks are lost")
 
     def _make_ring(self) -> ObjectRing | None:
         """Create the io_uring that the settings ask for, or return ``None`` to use threads."""

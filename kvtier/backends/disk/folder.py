@@ -21,6 +21,7 @@ import mmap
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -31,7 +32,7 @@ import aiofiles.os
 from anyio import CancelScope
 
 from kvtier.backends.base import GetItem, Outcome, PutItem
-from kvtier.backends.disk.scan import LOCK_FILE, PREFIX_DIGITS, PROBE_FILE, FolderScan
+from kvtier.backends.disk.scan import LOCK_FILE, PREFIX_DIGITS, PROBE_FILE, FolderScan, Kept
 from kvtier.concurrency.files import FileLocked, LockFile, holder_of
 from kvtier.errors import TierError
 from kvtier.logs import RateLimitedLog
@@ -39,6 +40,9 @@ from kvtier.memory.header import OBJECT_ALIGNMENT
 from kvtier.memory.keys import ChunkKey
 
 logger = logging.getLogger("kvtier")
+
+LOOK_SECONDS = 10.0
+"""Interval at which a folder in use is compared with its path."""
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REMEDIES = {
@@ -73,6 +77,7 @@ class ObjectFolder:
         self._opened = Path(f"/proc/self/fd/{descriptor}")
         self._is_suspect = False
         """Whether a write has not found the folder, or one of those in it."""
+        self._look_at = 0.0
         self._direct = direct
         self._token = secrets.token_hex(4)
         self._serial = itertools.count()
@@ -167,15 +172,38 @@ class ObjectFolder:
         os.close(self._descriptor)
 
     async def is_gone(self) -> bool:
-        """Whether the folder was removed, or another has its path. Looks only after a write has failed so."""
-        suspect, self._is_suspect = self._is_suspect, False
-        return suspect and await aiofiles.os.wrap(self._has_lost_its_path)()
+        """Whether the folder was removed or moved, or another has its path.
 
-    def _has_lost_its_path(self) -> bool:
-        try:
-            return not os.path.samestat(os.fstat(self._descriptor), self._root.stat())
-        except OSError as error:
-            return error.errno in _MISSING
+        Looks after a write has failed so, and at an interval.
+        """
+        suspect, self._is_suspect = self._is_suspect, False
+        if not suspect and time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        return await aiofiles.os.wrap(self._has_lost_its_path)(suspect)
+
+    def _has_lost_its_path(self, suspect: bool) -> bool:
+        opened = os.fstat(self._descriptor)
+        for path in (self._root, *self._root.parents):
+            try:
+                found = path.stat()
+            except OSError as error:
+                if error.errno in _MISSING:
+                    continue
+                return False
+            if path == self._root and os.path.samestat(opened, found):
+                return False
+            if suspect or opened.st_dev == found.st_dev:
+                return True
+            # As long as it works: what is in its place may be the mount point, on the disk of the system.
+            self._warn(
+                "tier %r: the file system of %s is not mounted there any more; it is used until this process "
+                "exits: restart it once the right one is mounted",
+                self._tier,
+                self._root,
+            )
+            return False
+        return suspect
 
     def holds(self, key: ChunkKey) -> bool:
         """Return whether ``key`` has an object."""
@@ -217,14 +245,17 @@ class ObjectFolder:
             return self.read_failed(error)
         return Outcome.OK
 
-    def remove(self, key: ChunkKey) -> None:
-        """Delete one object, if it exists."""
+    def remove(self, key: ChunkKey) -> Kept:
+        """Delete one object, if it exists. Return what could not be deleted."""
+        path = object_path(self._opened, key)
         try:
-            object_path(self._opened, key).unlink()
+            path.unlink()
         except FileNotFoundError:
-            return
+            return {}
         except OSError as error:
             self._warn("tier %r cannot delete: %s", self._tier, OSError(error.errno, error.strerror))
+            return self.scan.kept(path, error)
+        return {}
 
     def _write_file(self, path: Path, view: memoryview) -> None:
         direct = self._direct and _is_aligned(view)

@@ -1,7 +1,7 @@
 """List the objects of a disk tier's folder, and go on after what cannot be read.
 
-What cannot be listed takes room nevertheless. Keys are hashes, so the folders of all prefixes hold about as
-much, and one that cannot be listed counts as the fullest of the others.
+What cannot be listed or deleted takes room nevertheless. Keys are hashes, so the folders of all prefixes
+hold about as much, and one that cannot be listed counts as the fullest of the others.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import itertools
 import logging
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import aiofiles.os
 
@@ -60,23 +61,29 @@ async def listed(files: Iterator[EntryT]) -> AsyncIterator[list[EntryT]]:
 
 
 class _Unread(NamedTuple):
-    """A folder or an object that could not be read."""
+    """A folder or an object that could not be read or deleted."""
 
     error: OSError
     length: int | None
     """Bytes of the object; ``None`` for a folder."""
 
 
+Kept: TypeAlias = dict[Path, _Unread]
+"""What could not be deleted, by path."""
+
+
 class FolderScan:
     """Lists a folder once, and then again what could not be read."""
 
     def __init__(self, tier: str, root: Path, opened: Path, token: str) -> None:
-        """``opened``: a path to this folder and no other. ``token``: in this process's temporary names."""
+        """``opened``: a short path to this folder, and no other. ``token``: in names of temporary files."""
         self._tier = tier
         self._root = root
         self._opened = opened
         self._token = token
         self._unread: dict[Path, _Unread] = {}
+        self._reading: dict[Path, _Unread] = {}
+        """What the scan that runs reads again. Counts until it has ended."""
         self._lengths: Counter[str] = Counter()
         """Bytes of the objects that were read, by prefix."""
         self._is_first = True
@@ -93,16 +100,17 @@ class FolderScan:
                     foreign.append(path)
                 elif f".{self._token}-" not in path.name:
                     with suppress(OSError):
-                        await aiofiles.os.unlink(self._opened / path.relative_to(self._root))
+                        await aiofiles.os.unlink(path)
             if objects:
                 yield objects
+        self._reading.clear()
         if foreign:
             logger.warning(
                 "tier %r: ignoring %d files in %s that do not belong to kvtier, such as %s",
                 self._tier,
                 len(foreign),
                 self._root,
-                foreign[0],
+                self._named(foreign[0]),
             )
 
     def describe(self, path: Path) -> StoredObject | None:
@@ -124,31 +132,54 @@ class FolderScan:
         for stored in objects:
             self._lengths[stored.key.hex()[:PREFIX_DIGITS]] += stored.length
 
+    def kept(self, path: Path, error: OSError) -> Kept:
+        """Return what of an object could not be deleted, for :meth:`keep`. Blocks."""
+        try:
+            status = path.lstat()
+        except OSError as reason:
+            return {path.parent: _Unread(reason, None)}
+        return {path: _Unread(error, status.st_size)} if stat.S_ISREG(status.st_mode) else {}
+
+    async def keep(self, objects: Sequence[Kept]) -> None:
+        """Count what could not be deleted until it is listed again. Raises :class:`IncompleteScan`."""
+        if any(objects):
+            for kept in objects:
+                self._unread.update(kept)
+            await self.check()
+
     async def check(self) -> None:
-        """Raise :class:`IncompleteScan` if something could not be read."""
-        if not self._unread:
+        """Raise :class:`IncompleteScan` if something could not be read or deleted."""
+        kept = self._reading | self._unread
+        if not kept:
             return
-        path, first = next(iter(self._unread.items()))
-        folders = sum(unread.length is None for unread in self._unread.values())
-        length = sum(unread.length or 0 for unread in self._unread.values())
+        path, first = next(iter(kept.items()))
+        folders = sum(unread.length is None for unread in kept.values())
+        length = sum(unread.length or 0 for unread in kept.values())
         if folders and self._lengths:
             length += folders * max(self._lengths.values())
         elif folders:  # Nothing to compare with: at most all that is on the disk.
-            length += await _used_bytes(self._root)
+            length += await _used_bytes(self._opened)
         raise IncompleteScan(
-            f"{folders} folders and {len(self._unread) - folders} files in {self._root} cannot be read, such "
-            f"as {path} ({first.error.strerror}): {format_size(length)} there count as used",
+            f"{folders} folders and {len(kept) - folders} files in {self._root} cannot be read or "
+            f"deleted, such as {self._named(path)} ({first.error.strerror}): "
+            f"{format_size(length)} there count as used",
             length,
         )
 
+    def _named(self, path: Path) -> Path:
+        """Return a path as the settings name it."""
+        return self._root / path.relative_to(self._opened)
+
     def _again(self) -> Iterator[tuple[Path, ChunkKey | None]]:
         """Return what to list: everything, and later only where something could not be read."""
-        unread, self._unread = self._unread, {}
-        folders = sorted({path if length is None else path.parent for path, (_, length) in unread.items()})
-        if self._is_first or self._root in folders:
+        self._reading, self._unread = self._reading | self._unread, {}
+        folders = sorted(
+            {path if length is None else path.parent for path, (_, length) in self._reading.items()}
+        )
+        if self._is_first or self._opened in folders:
             self._is_first = False
             self._lengths.clear()
-            return _files(self._root, self._fail)
+            return _files(self._opened, self._fail)
         for folder in folders:
             del self._lengths[folder.name]
         return itertools.chain.from_iterable(_files_in(folder, self._fail) for folder in folders)
