@@ -228,19 +228,26 @@ def test_disk_room_beside_a_chunk_that_is_evicted(tmp_path: Path, monkeypatch: p
     assert checks_disk.check_disk_room(disk(tmp_path / "disk", MEBIBYTE), tmp_path / "disk").status == "ok"
 
 
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        (errno.EIO, "check the medium and its mount"),
+        (errno.EACCES, "what cannot be read counts as used"),
+    ],
+)
 def test_disk_room_with_a_folder_that_cannot_be_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, remedy: str
 ) -> None:
     store(tmp_path / "disk", 1)
 
     def scandir(path: Any) -> Any:
-        raise OSError(errno.EIO, "Input/output error", str(path))
+        raise OSError(code, os.strerror(code), str(path))
 
     monkeypatch.setattr(os, "scandir", scandir)
     check = checks_disk.check_disk_room(disk(tmp_path / "disk", MEBIBYTE), tmp_path / "disk")
     assert check.status == "warn"
-    assert "Input/output error" in check.found
-    assert "what cannot be read counts as used" in str(check.remedy)
+    assert os.strerror(code) in check.found
+    assert remedy in str(check.remedy)
 
 
 @pytest.mark.parametrize(
