@@ -61,11 +61,11 @@ def check_disk_room(tier: LocalTierSettings, path: Path) -> Check:
     except OSError as error:
         errors.append(error)
     if errors:
-        error = errors[0]
+        first = errors[0]
         remedy = "make all of the folder readable for this user: what cannot be read counts as used"
-        if error.errno not in (errno.EACCES, errno.EPERM):
-            remedy = remedy_of(error, Path(error.filename or path))
-        return Check(name, "warn", str(error), remedy)
+        if first.errno not in (errno.EACCES, errno.EPERM):
+            remedy = remedy_of(first, Path(first.filename or path))
+        return Check(name, "warn", str(first), remedy)
     found = f"{format_size(free)} free and {format_size(held)} held, capacity {format_size(tier.capacity)}"
     if free + held < tier.capacity:
         return Check(
