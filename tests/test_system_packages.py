@@ -27,6 +27,7 @@ ALL = {
     "openssl",
     "iproute2",
     "chromium",
+    "prometheus",
 }
 
 Stub = Callable[..., None]

@@ -102,7 +102,8 @@ def queries() -> list[str]:
     texts += [
         variable["definition"] for variable in DASHBOARD["templating"]["list"] if "definition" in variable
     ]
-    return texts + re.findall(r"^\| [^`|]*\? \| `(.+)` \|$", PAGE, re.MULTILINE)
+    answers = re.findall(r"^\| [^`|]*\? \| (.+) \|$", PAGE, re.MULTILINE)
+    return texts + re.findall(r"`([^`]+)`", "\n".join(answers))
 
 
 SUFFIXES = ("_bucket", "_sum", "_count")
