@@ -1,8 +1,11 @@
-"""List the open files of this process, for leak tests."""
+"""The open files of this process: a list of them for leak tests, and no more of them."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -15,3 +18,20 @@ def open_files() -> list[str]:
             if not target.startswith("/proc/"):
                 found.append(f"{entry.name} {target}")
     return found
+
+
+@contextmanager
+def no_free_descriptors() -> Iterator[None]:
+    """Take all descriptors of this process below a low limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -163,9 +163,13 @@ class _Task(NamedTuple):
 
 
 def _tasks() -> dict[str, _Task]:
-    """Sample the threads of this process and its child processes, by id."""
+    """Sample the threads of this process and its child processes, by id. Without free descriptors: none."""
     tasks: dict[str, _Task] = {}
-    for folder in Path("/proc/self/task").iterdir():
+    try:
+        folders = list(Path("/proc/self/task").iterdir())
+    except OSError:
+        return tasks
+    for folder in folders:
         with suppress(OSError):
             tasks[folder.name] = _task(folder, is_child=False)
             for child in (folder / "children").read_text().split():

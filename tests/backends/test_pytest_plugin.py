@@ -15,6 +15,7 @@ import pytest
 
 from kvtier.testing import watch
 from kvtier.testing.watch import LoopWatch
+from tests.open_files import no_free_descriptors
 
 CONFTEST = """
 import pytest
@@ -201,6 +202,24 @@ async def test_watch_reports_duration_and_stack() -> None:
     watch.stop()
     (block,) = (block for block in watch.blocks if "time.sleep(0.5)" in block.stack)
     assert 0.1 < block.seconds < 5
+
+
+@pytest.mark.anyio
+@pytest.mark.loop_may_block("blocks it on purpose")
+async def test_watch_goes_on_without_free_descriptors() -> None:
+    """It cannot look whether threads sleep, so only the CPU time counts."""
+    watch = LoopWatch()
+    watch.start()
+    with no_free_descriptors():
+        await anyio.sleep(0.05)
+        time.sleep(0.5)  # noqa: ASYNC251 - blocks on purpose
+        end = time.thread_time() + 0.5
+        while time.thread_time() < end:
+            pass
+        await anyio.sleep(0.05)
+    watch.stop()
+    (block,) = watch.blocks
+    assert "thread_time" in block.stack
 
 
 @pytest.mark.anyio

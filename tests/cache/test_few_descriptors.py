@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 
 import anyio
 import pytest
 
 from kvtier import ModelCache, Settings, TieredCache
 from kvtier.native import available
+from tests.open_files import no_free_descriptors
 
 from .conftest import TOKEN_BYTES, rows
 from .faulty_sources import BUILT_IN
@@ -22,23 +20,6 @@ ENGINES = ["threads", "uring"] if available() else ["threads"]
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("io", ENGINES)]
 Prompt = Callable[..., list[int]]
 MakeSettings = Callable[..., Settings]
-
-
-@contextmanager
-def no_free_descriptors() -> Iterator[None]:
-    """Take all descriptors of this process below a low limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
-    try:
-        with suppress(OSError):
-            while True:
-                taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
-        yield
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def store(model: ModelCache, tokens: list[int]) -> None:
