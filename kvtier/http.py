@@ -23,9 +23,13 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvtier.concurrency.descriptors import LACKING, describe_lack
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelError
+from kvtier.logs import RateLimitedLog
 from kvtier.settings.peer import split_address
+
+logger = logging.getLogger("kvtier")
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -46,6 +50,12 @@ CANCEL_SECONDS = 2
 UNREAD_SECONDS = 30.0
 """A connection whose peer accepts no data for this long is aborted, even while it is closing."""
 BACKLOG = 256
+MAX_ACCEPTED = 64
+"""Connections that are accepted before others are served. asyncio alone would accept a whole backlog."""
+REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n"
+    b"content-type: text/plain\r\ncontent-length: 20\r\n\r\ntoo many connections"
+)
 MAX_EVENTS = 32
 """Parts of requests that a connection parses before others are served: one takes some 15 us."""
 
@@ -58,15 +68,17 @@ async def serving(
     setting: str = "listen",
     ssl: SSLContext | None = None,
     limit_concurrency: int = MAX_REQUESTS,
+    max_connections: int | None = None,
     ws_max_size: int = MAX_MESSAGE_BYTES,
     backlog: int = BACKLOG,
 ) -> AsyncIterator[tuple[str, int]]:
     """Serve ``app`` until the context exits. Yields the bound address; port 0 selects a free port.
 
-    Above ``limit_concurrency`` connections, requests get a 503; above twice that, new connections are closed
-    at once. WebSockets count as connections. A WebSocket message has at most ``ws_max_size`` bytes and is
-    not compressed, because it consists mostly of random keys. ``backlog`` is the length of the accept queue;
-    a client that finds it full retries its SYN after a second.
+    Above ``limit_concurrency`` connections, requests get a 503; above twice that (``max_connections``), new
+    ones get one and are closed at once, as are those for which there is no file descriptor. WebSockets count
+    as connections. A WebSocket message has at most ``ws_max_size`` bytes and is not compressed, because it
+    consists mostly of random keys. ``backlog`` is the length of the accept queue; a client that finds it full
+    retries its SYN after a second.
 
     On exit, requests in flight may finish for up to two seconds. Startup and shutdown of the application (its
     ASGI lifespan, if any) are awaited without a timeout, and an exception during startup propagates. Raises
@@ -93,7 +105,11 @@ async def serving(
     config.load()
     config.ssl = ssl
     server = Server(config)
-    with await _bind(listen, setting, backlog) as listener:
+    most = 2 * limit_concurrency if max_connections is None else max_connections
+    with (
+        await _bind(listen, setting, backlog) as bound,
+        _Listener(bound, most, b"" if ssl else REFUSAL) as listener,
+    ):
         host, port = listener.getsockname()[:2]
         async with open_tasks() as tasks:
             await tasks.start(_run, server, lifespan, listener)
@@ -132,6 +148,87 @@ async def _bind(listen: str | tuple[str, int], setting: str, backlog: int) -> so
     # Inherited as well. Without it, a response to a client that never reads holds its connection forever.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_SECONDS * 1000))
     return listener
+
+
+class _Listener(socket.socket):
+    """Refuses connections beyond a limit, and those for which there is no descriptor.
+
+    Without a descriptor, asyncio would let clients wait, and log ``backlog`` tracebacks a second.
+    """
+
+    def __init__(self, listener: socket.socket, max_connections: int, refusal: bytes) -> None:
+        super().__init__(fileno=listener.detach())
+        self._max_connections = max_connections
+        self._refusal = refusal
+        self._accepted = 0
+        self.connections = 0
+        """Those that are open."""
+        self._spare: int | None = None
+        self._keep_spare()
+        self._warn = RateLimitedLog(logger)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. Raises ``BlockingIOError`` if there is none, or others have to be served."""
+        self._accepted += 1
+        if self._accepted > MAX_ACCEPTED:
+            self._accepted = 0
+            raise BlockingIOError
+        while True:
+            try:
+                accepted, address = super().accept()
+                if self.connections < self._max_connections:
+                    return _Accepted(self, accepted), address
+                self._refuse(accepted)
+            except OSError as error:
+                if error.errno not in LACKING or not self._refuse_next(error):
+                    raise
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        super().close()
+        self._close_spare()
+
+    def _refuse(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        with accepted, suppress(OSError):
+            accepted.send(self._refusal)
+            accepted.recv(MAX_HEAD_BYTES)  # To close with data unread would reset the connection.
+
+    def _refuse_next(self, error: OSError) -> bool:
+        """Refuse the next connection, with the descriptor kept for that; return whether there was one."""
+        if not self._close_spare():
+            return False
+        try:
+            self._refuse(super().accept()[0])
+        finally:
+            with suppress(OSError):
+                self._keep_spare()
+        self._warn("%s:%d refuses connections: %s", *self.getsockname()[:2], describe_lack(error))
+        return True
+
+    def _keep_spare(self) -> None:
+        self._spare = os.open(os.devnull, os.O_RDONLY)
+
+    def _close_spare(self) -> bool:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            os.close(spare)
+        return spare is not None
+
+
+class _Accepted(socket.socket):
+    """Counts as one of its listener's connections until it is closed."""
+
+    def __init__(self, listener: _Listener, accepted: socket.socket) -> None:
+        super().__init__(fileno=accepted.detach())
+        self._listener = listener
+        listener.connections += 1
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        if self.fileno() >= 0:
+            self._listener.connections -= 1
+        super().close()
 
 
 async def _run(
@@ -212,7 +309,7 @@ class _Flow(FlowControl):
 
 
 class _Connection(H11Protocol):
-    """Connection with a request timeout, also against slow senders, and a limit on their number.
+    """Connection with a request timeout, also against slow senders.
 
     Of a body in chunks of one byte each, one read has 43,000, which take seconds to parse: they are parsed in
     slices.
@@ -230,8 +327,6 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport)
-        if self.limit_concurrency is not None and len(self.connections) > 2 * self.limit_concurrency:
-            transport.abort()
         self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -8,7 +8,6 @@ child, so that no code runs between fork and exec, which would not be safe with 
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvtier.concurrency import placement
+from kvtier.concurrency.descriptors import raise_file_limit
 
 PRIVATE_UMASK = 0o077
 ENGINE_VARIABLES = ("OMP_", "GOMP_", "KMP_", "MKL_", placement.VARIABLE)
@@ -70,8 +70,7 @@ def settle() -> None:
 
     Undo ignored signals, which exec keeps, for example those of ``nohup``, and raise the limit of open files.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_file_limit()
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python itself ignores these.
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)

@@ -33,6 +33,7 @@ from anyio import CancelScope
 
 from kvtier.backends.base import GetItem, Outcome, PutItem
 from kvtier.backends.disk.scan import LOCK_FILE, PREFIX_DIGITS, PROBE_FILE, FolderScan, Kept
+from kvtier.concurrency.descriptors import LACKING
 from kvtier.concurrency.files import FileLocked, LockFile, holder_of
 from kvtier.errors import TierError
 from kvtier.logs import RateLimitedLog
@@ -45,10 +46,6 @@ LOOK_SECONDS = 10.0
 """Interval at which a folder in use is compared with its path."""
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-_REMEDIES = {
-    errno.EMFILE: ": raise this process's limit (ulimit -n, LimitNOFILE)",
-    errno.ENFILE: ": raise the limit of the host (sysctl fs.file-max)",
-}
 _MISSING = frozenset({errno.ENOENT, errno.ESTALE})
 
 
@@ -162,7 +159,7 @@ class ObjectFolder:
         return Outcome.FAILED
 
     def _failed(self, action: str, error: OSError) -> None:
-        remedy = _REMEDIES.get(error.errno or 0, "")
+        remedy = f": {LACKING[error.errno]}" if error.errno in LACKING else ""
         plain = OSError(error.errno, error.strerror)
         self._warn("tier %r cannot %s: %s%s", self._tier, action, plain, remedy)
 
