@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import anyio
 from anyio import CancelScope
 
-from kvtier.proxy.errors import ClientDisconnected, Refused
+from kvtier.proxy.errors import BUSY, ClientDisconnected, Refused
 from kvtier.units import format_size
 
 if TYPE_CHECKING:
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 BODY_SECONDS = 60.0
 """Timeout for receiving a request body."""
-RETRY_SECONDS = 1
-"""``Retry-After`` of a rejected request."""
-BUSY = {"retry-after": str(RETRY_SECONDS)}
 
 
 class Ticket:
@@ -64,7 +61,7 @@ class Admission:
                 f"{len(self._in_flight)} requests are in flight, the limit of this proxy (--max-requests): "
                 "try again later"
             )
-            raise Refused(429, message, BUSY)
+            raise Refused(429, message, {**BUSY, "connection": "close"})
         ticket = Ticket()
         self._in_flight.add(ticket)
         try:

@@ -12,6 +12,7 @@ import msgspec
 
 from kvtier.proxy.body import response_params
 from kvtier.proxy.engine import Engine, Role, State, describe_transport_error
+from kvtier.proxy.errors import Refused
 from kvtier.settings.peer import join_address, split_address
 
 if TYPE_CHECKING:
@@ -68,7 +69,11 @@ class Checks:
         failed, probed = 0, 0.0
         while not engine.removed:
             began = time.monotonic()
-            reason = await self._check_health(engine)
+            try:
+                reason = await self._check_health(engine)
+            except Refused:  # For lack of descriptors, which says nothing about the engine.
+                await engine.sleep(self._interval)
+                continue
             if engine.last_response_at > began:
                 reason = None  # It is slow, but sends responses.
             failed = failed + 1 if reason else 0
@@ -117,7 +122,7 @@ class Checks:
         try:
             with anyio.fail_after(PROBE_SECONDS):
                 reason = await self._probe(engine)
-        except (TimeoutError, httpx.TransportError, msgspec.DecodeError, ValueError) as error:
+        except (TimeoutError, httpx.TransportError, Refused, msgspec.DecodeError, ValueError) as error:
             reason = str(error) or type(error).__name__
         if reason and engine.role == Role.DECODE and engine.state != State.UP:
             logger.warning(

@@ -40,7 +40,7 @@ class Connections:
         """Send a request and yield its response; a body that is not read to its end is aborted.
 
         ``idle_timeout``: seconds without any data after which reading fails.
-        Raises :class:`httpx.TransportError`.
+        Raises :class:`httpx.TransportError`, and :class:`Refused` if this process lacks file descriptors.
         """
         timeouts = {"connect": CONNECT_SECONDS, "write": WRITE_SECONDS, "read": idle_timeout, "pool": None}
         request.extensions = {"timeout": timeouts}

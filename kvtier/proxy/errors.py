@@ -18,6 +18,9 @@ KINDS = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+RETRY_SECONDS = 1
+"""``Retry-After`` of a rejected request."""
+BUSY = {"retry-after": str(RETRY_SECONDS)}
 
 
 class Refused(Exception):

@@ -11,12 +11,11 @@ import anyio
 import httpx
 
 from kvtier.concurrency.tasks import open_tasks
-from kvtier.proxy.admission import BUSY
 from kvtier.proxy.body import Body, response_params, without_params
 from kvtier.proxy.checks import reachable_address, read_body
 from kvtier.proxy.client import EVENT_STREAM, Client
 from kvtier.proxy.engine import Engine, EngineLost, Role, describe_transport_error
-from kvtier.proxy.errors import ClientDisconnected, Refused
+from kvtier.proxy.errors import BUSY, ClientDisconnected, Refused
 from kvtier.proxy.headers import Headers, to_client, to_engine
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import anyio
 import httpx
 
-from kvtier.proxy.admission import BUSY
 from kvtier.proxy.checks import read_body
 from kvtier.proxy.client import Client
 from kvtier.proxy.engine import Engine, EngineLost, Role
-from kvtier.proxy.errors import Refused
+from kvtier.proxy.errors import BUSY, Refused
 from kvtier.proxy.headers import to_client, to_engine
 
 if TYPE_CHECKING:

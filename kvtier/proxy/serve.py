@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import anyio
 from anyio import CancelScope
 
+from kvtier.concurrency.descriptors import raise_file_limit
 from kvtier.concurrency.signals import stop_on_signals
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.http import serving
@@ -23,6 +23,7 @@ from kvtier.proxy.statistics import Statistics
 logger = logging.getLogger("kvtier.proxy")
 
 SPARE_FILES = 256
+"""For idle connections, and for clients that are refused."""
 
 
 class Running(NamedTuple):
@@ -38,15 +39,16 @@ async def run_proxy(settings: ProxySettings) -> AsyncIterator[Running]:
 
     Raises :class:`kvtier.errors.ChannelError` if it cannot listen.
     """
-    # Above max_requests, so that admission rejects excess requests, and idle connections have room.
-    connections = 2 * settings.max_requests + SPARE_FILES
+    settings, max_connections = _fit_to_files(settings)
     async with (
         Proxy.open(settings) as proxy,
         serving(
             make_app(proxy),
             settings.listen,
             setting="--listen",
-            limit_concurrency=connections,
+            # Above max_requests, so that admission rejects excess requests, and idle connections have room.
+            limit_concurrency=2 * settings.max_requests + SPARE_FILES,
+            max_connections=max_connections,
             backlog=settings.max_requests,
         ) as address,
     ):
@@ -63,7 +65,6 @@ async def serve(settings: ProxySettings) -> Statistics:
     On a signal it rejects new requests and waits for those in flight, at most ``settings.drain`` seconds; a
     second signal ends the wait. Raises what :func:`run_proxy` raises.
     """
-    _raise_file_limit(4 * settings.max_requests + SPARE_FILES)
     serving_scope, draining = CancelScope(), CancelScope()
     async with open_tasks() as tasks:
         await tasks.start(stop_on_signals, serving_scope, draining, logger)
@@ -81,17 +82,22 @@ async def serve(settings: ProxySettings) -> Statistics:
     return running.proxy.statistics
 
 
-def _raise_file_limit(needed: int) -> None:
-    """Raise the soft limit on open files (usually 1024): a request uses two connections at a time."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < needed:
+def _fit_to_files(settings: ProxySettings) -> tuple[ProxySettings, int]:
+    """Raise the limit of open files, and fit ``max_requests`` to it; return also how many may connect.
+
+    A request has a connection to its client, and one to an engine at a time. For the latter, descriptors are
+    kept back: else clients that connect at once could take all, and none of them would be served.
+    """
+    files = raise_file_limit(5 * settings.max_requests + 3 * SPARE_FILES)
+    spare = min(SPARE_FILES, files // 4)
+    requests = min(settings.max_requests, (files - spare - spare // 2) // 2)
+    if requests < settings.max_requests:
         logger.warning(
-            "the hard limit on open files is %d, but %d concurrent requests (--max-requests) may need %d: "
-            "raise the limit (`ulimit -Hn`), or lower --max-requests",
-            allowed,
-            (needed - SPARE_FILES) // 4,
-            needed,
+            "the hard limit on open files is %d, which allows %d concurrent requests, not %d: raise the "
+            "limit (`ulimit -Hn`), or lower --max-requests",
+            files,
+            requests,
+            settings.max_requests,
         )
+    connections = min(4 * requests + 2 * SPARE_FILES, files - requests - spare)
+    return settings.model_copy(update={"max_requests": requests}), connections

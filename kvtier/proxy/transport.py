@@ -8,6 +8,7 @@ with a thousand streams. Like httpx, this transport uses h11 for HTTP/1.1.
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator
@@ -16,12 +17,19 @@ import anyio
 import h11
 import httpx
 
+from kvtier.concurrency.descriptors import LACKING, describe_lack
+from kvtier.logs import RateLimitedLog
+from kvtier.proxy.errors import BUSY, Refused
+
+logger = logging.getLogger("kvtier.proxy")
+
 IDLE_SECONDS = 2.0
 """uvicorn closes idle connections after 5 s; expire well before, so that no request races with that."""
 MAX_IDLE = 64
 MAX_UNREAD_BYTES = 256 * 1024
 """Received but unread bytes per connection; beyond it the proxy stops reading from the engine."""
 MAX_HEAD_BYTES = 64 * 1024
+NO_DESCRIPTOR = "this proxy has too many open files: try again later, or use another one"
 
 
 class EngineTransport(httpx.AsyncBaseTransport):
@@ -34,9 +42,13 @@ class EngineTransport(httpx.AsyncBaseTransport):
         self._verify = verify
         self._idle: deque[_Connection] = deque()
         self._open: set[_Connection] = set()
+        self._warn = RateLimitedLog(logger)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request, return the response with an unread body. Raises :class:`httpx.TransportError`."""
+        """Send a request, return the response with an unread body.
+
+        Raises :class:`httpx.TransportError`, and :class:`Refused` if this process lacks file descriptors.
+        """
         timeouts = request.extensions["timeout"]
         connection = self._reusable() or await self._connect(request, timeouts["connect"])
         try:
@@ -59,13 +71,14 @@ class EngineTransport(httpx.AsyncBaseTransport):
         while self._open:
             await next(iter(self._open)).closed.wait()
 
-    def release(self, connection: _Connection) -> None:
+    async def release(self, connection: _Connection) -> None:
         """Return a connection to the pool after a request, or abort it if the response is incomplete."""
         if connection.prepare_reuse() and len(self._idle) < MAX_IDLE:
             self._idle.append(connection)
             connection.expire(IDLE_SECONDS)
         else:
             connection.abort()
+            await connection.closed.wait()  # The request's next connection may need the descriptor.
 
     def _reusable(self) -> _Connection | None:
         while self._idle:
@@ -89,6 +102,9 @@ class EngineTransport(httpx.AsyncBaseTransport):
         except TimeoutError as error:
             raise httpx.ConnectTimeout("connect timed out", request=request) from error
         except OSError as error:
+            if error.errno in LACKING:
+                self._warn("cannot connect to %s: %s", request.url.netloc.decode(), describe_lack(error))
+                raise Refused(503, NO_DESCRIPTOR, BUSY) from error
             raise httpx.ConnectError(str(error), request=request) from error
         return connection
 
@@ -271,4 +287,4 @@ class _Body(httpx.AsyncByteStream):
     async def aclose(self) -> None:
         if not self._closed:
             self._closed = True
-            self._transport.release(self._connection)
+            await self._transport.release(self._connection)
