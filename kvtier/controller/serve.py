@@ -12,6 +12,7 @@ from typing import NamedTuple
 import anyio
 from anyio import CancelScope
 
+from kvtier.concurrency.descriptors import raise_file_limit
 from kvtier.concurrency.signals import stop_on_signals
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.controller.app import make_app
@@ -32,6 +33,8 @@ logger = logging.getLogger("kvtier.controller")
 FINISH_SECONDS = 5.0
 """Grace period for operations in flight at shutdown."""
 MAX_CONNECTIONS = MAX_MEMBERS + MAX_READERS + 960
+SPARE_FILES = 64
+"""For all but connections."""
 
 
 class Controller(NamedTuple):
@@ -51,6 +54,7 @@ async def run_controller(settings: ServiceSettings) -> AsyncIterator[Controller]
     """
     context = _tls(settings)
     token = settings.token.get_secret_value() if settings.token is not None else None
+    files = raise_file_limit(2 * MAX_CONNECTIONS + SPARE_FILES)
     async with State.open(settings.state) as state:
         log, pins = EventLog(state, keep=settings.keep_events), Pins(state)
         registry = Registry(heartbeat=settings.heartbeat, idle_timeout=settings.instance_timeout)
@@ -63,6 +67,7 @@ async def run_controller(settings: ServiceSettings) -> AsyncIterator[Controller]
                 setting="--listen",
                 ssl=context,
                 limit_concurrency=MAX_CONNECTIONS,
+                max_connections=min(2 * MAX_CONNECTIONS, files - min(SPARE_FILES, files // 4)),
                 ws_max_size=MAX_FRAME_BYTES,
             ) as address:
                 try:

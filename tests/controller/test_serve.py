@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -16,8 +17,10 @@ import httpx
 import pytest
 
 from kvtier.cli import main
+from kvtier.controller.registry import MAX_MEMBERS
 from kvtier.controller.serve import run_controller, serve
 from kvtier.controller.settings import ServiceSettings, default_state
+from kvtier.controller.stream import MAX_READERS
 from kvtier.errors import ChannelError, ControllerError, SettingsError
 from tests.controller.registering import TIMEOUT_SECONDS
 from tests.peers.authority import Authority
@@ -151,6 +154,20 @@ def address_of(process: subprocess.Popen[str]) -> str:
     line = process.stderr.readline()
     assert "controller listening on " in line, line
     return line.partition("controller listening on ")[2].partition(",")[0]
+
+
+def test_limit_of_open_files_is_raised(tmp_path: Path) -> None:
+    """The usual one, 1,024, is not enough for a thousand instances."""
+    script = 'ulimit -S -n 256 && exec "$@"'
+    command = ["bash", "-c", script, "-", sys.executable, "-m", "kvtier", "controller"]
+    command += ["--listen", "127.0.0.1:0", "--state", str(tmp_path / "state.sqlite")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address_of(process)
+            soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+            assert soft >= min(MAX_MEMBERS + MAX_READERS, hard) > 256
+        finally:
+            process.kill()
 
 
 def test_command_starts_answers_and_exits(tmp_path: Path) -> None:
