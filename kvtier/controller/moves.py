@@ -138,7 +138,7 @@ class Move(Operation):
             raise CommandFailed(
                 f"the target has confirmed {len(keys)} chunks, but the source may still hold them: {error}"
             ) from error
-        result.unpinned += drop_stale_pins(self._registry, self._pins, member, keys)
+        result.unpinned += await drop_stale_pins(self._registry, self._pins, member, keys)
 
     def _shortfall_reason(self, source: Place, reason: str | None) -> str:
         text = reason or "the target gave no reason"

@@ -76,7 +76,7 @@ class UnpinChunks(_PinOperation):
         for part in plan.parts:
             for chunks in part.chunks.slices(MAX_KEYS):
                 keys = chunks.keys
-                result.unpinned += self._pins.drop(member.id, keys)
+                result.unpinned += len(self._pins.drop(member.id, keys))
                 done = await run_command(member, partial(Unpin, keys=join_keys(keys)))
                 result.reason = done.reason or result.reason
 
@@ -126,7 +126,7 @@ class Clear(Operation):
                 result.reason = done.reason or result.reason
                 report(result.chunks, result.bytes)
         keys = [key for _, prompt in self._prompts for key in prompt.keys]
-        result.unpinned = drop_stale_pins(
+        result.unpinned = await drop_stale_pins(
             self._registry, self._pins, member, keys if self._prompts else self._pins.keys(member.id)
         )
 

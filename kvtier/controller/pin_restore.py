@@ -9,7 +9,7 @@ from functools import partial
 import anyio
 from anyio.abc import TaskGroup
 
-from kvtier.agent.protocol import MAX_KEYS
+from kvtier.agent.protocol import MAX_KEYS, Unpin
 from kvtier.agent.protocol import Pin as PinCommand
 from kvtier.controller.errors import CommandFailed, MemberGone
 from kvtier.controller.member import Member
@@ -24,12 +24,22 @@ PAUSE_SECONDS = 0.1
 """Pause between two passes, as every heartbeat counts as a change of the registry."""
 
 
-def drop_stale_pins(registry: Registry, pins: Pins, member: Member, keys: Sequence[ChunkKey]) -> int:
-    """Drop the pins on those ``keys`` of which an instance has no copy left. Return how many were pinned."""
+async def drop_stale_pins(registry: Registry, pins: Pins, member: Member, keys: Sequence[ChunkKey]) -> int:
+    """Drop the pins on those ``keys`` of which an instance has no copy left. Return how many were pinned.
+
+    An instance forgets these itself, but not those that it is storing again meanwhile: it has to be told.
+    """
     stale = set(keys)
     for place in member.places:
         stale -= {key for key, held in zip(keys, registry.holders.held(place, keys), strict=True) if held}
-    return pins.drop(member.id, stale)
+    dropped = pins.drop(member.id, stale)
+    try:
+        for start in range(0, len(dropped), MAX_KEYS):
+            part = join_keys(dropped[start : start + MAX_KEYS])
+            await run_command(member, partial(Unpin, keys=part))
+    except (CommandFailed, MemberGone) as error:
+        logger.warning("instance %s: chunks could not be unpinned: %s", member.id, error)
+    return len(dropped)
 
 
 async def restore_pins(registry: Registry, pins: Pins) -> None:

@@ -44,6 +44,8 @@ class Pins:
         """By instance and last key of the run."""
         self._counts: Counter[str] = Counter()
         """Pinned keys by instance, counting a key once per pin."""
+        self._first_end = math.inf
+        """No pin expires before."""
         for instance, pin in state.read("SELECT instance, last, keys, until, given_at FROM pins", _decode):
             self._put(instance, pin)
 
@@ -66,8 +68,9 @@ class Pins:
     def add(
         self, instance: str, keys: Sequence[ChunkKey], seconds: float | None, connected: Collection[str]
     ) -> None:
-        """Store a pin of ``instance``, replacing a pin on the same run. ``seconds`` is its time to live.
+        """Store a pin of ``instance``. ``seconds`` is its time to live.
 
+        Of two pins on a run the longer one counts, as on the instance.
         Beyond the limit, pins of instances that are not ``connected`` are dropped first, oldest first.
 
         Raises: TooManyPins: the limit is still exceeded. The pin on the instance itself stays in force.
@@ -76,9 +79,7 @@ class Pins:
         if not keys:
             return
         now = self._clock()
-        pin = Pin(keys, math.inf if seconds is None else now + seconds, now)
-        self._put(instance, pin)
-        self._save(instance, pin)
+        self._save(instance, Pin(keys, math.inf if seconds is None else now + seconds, now))
 
     def check(self, count: int, connected: Collection[str]) -> None:
         """Make room for ``count`` more keys. Raises: TooManyPins."""
@@ -91,8 +92,8 @@ class Pins:
                 "unpin some"
             )
 
-    def drop(self, instance: str, keys: Collection[ChunkKey]) -> int:
-        """Delete the pins on these chunks of an instance. Return how many of them were pinned."""
+    def drop(self, instance: str, keys: Collection[ChunkKey]) -> list[ChunkKey]:
+        """Delete the pins on these chunks of an instance. Return those that were pinned."""
         self._expire()
         dropped = frozenset(keys)
         unpinned: set[ChunkKey] = set()
@@ -103,10 +104,8 @@ class Pins:
             unpinned.update(dropped.intersection(pin.keys))
             self._remove(instance, last)
             if left:
-                rest = Pin(left, pin.until, pin.given_at)
-                self._put(instance, rest)
-                self._save(instance, rest)
-        return len(unpinned)
+                self._save(instance, Pin(left, pin.until, pin.given_at))
+        return list(unpinned)
 
     def has(self, instance: str) -> bool:
         """Return whether an instance has any pins."""
@@ -125,15 +124,22 @@ class Pins:
             for pin in self._pins.get(instance, {}).values()
         ]
 
-    def _put(self, instance: str, pin: Pin) -> None:
+    def _put(self, instance: str, pin: Pin) -> Pin:
+        """Add a pin, merged with one that ends with the same chunk; return it."""
         pins = self._pins.setdefault(instance, {})
         before = pins.get(pin.keys[-1])
         if before is not None:
             self._counts[instance] -= len(before.keys)
+            shorter, longer = sorted((before.keys, pin.keys), key=len)
+            keys = list(dict.fromkeys([*(set(shorter) - set(longer)), *longer]))
+            pin = Pin(keys, max(pin.until, before.until), max(pin.given_at, before.given_at))
         pins[pin.keys[-1]] = pin
+        self._first_end = min(self._first_end, pin.until)
         self._counts[instance] += len(pin.keys)
+        return pin
 
-    def _save(self, instance: str, pin: Pin) -> None:
+    def _save(self, instance: str, added: Pin) -> None:
+        pin = self._put(instance, added)
         until = None if math.isinf(pin.until) else pin.until
         row = (instance, pin.keys[-1], join_keys(pin.keys), until, pin.given_at)
         self._state.write("REPLACE INTO pins VALUES (?, ?, ?, ?, ?)", [row])
@@ -146,6 +152,8 @@ class Pins:
 
     def _expire(self) -> None:
         now = self._clock()
+        if now < self._first_end:  # A list of instances asks for each of them.
+            return
         expired = [
             (instance, last)
             for instance, pins in self._pins.items()
@@ -154,6 +162,8 @@ class Pins:
         ]
         for instance, last in expired:
             self._remove(instance, last)
+        left = (pin.until for pins in self._pins.values() for pin in pins.values())
+        self._first_end = min(left, default=math.inf)
 
     def _drop_disconnected(self, count: int, connected: Collection[str]) -> None:
         disconnected = [

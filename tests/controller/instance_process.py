@@ -9,6 +9,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import anyio.to_thread
 
 from kvtier.agent.agent import Serving
 from kvtier.instance import Instance
-from tests.controller.holding import BUILT_IN, Node, prompt, settings_of
+from tests.controller.holding import BUILT_IN, TOKEN_BYTES, Node, prompt, rows, settings_of
 from tests.forks import Forked, python
 
 
@@ -41,6 +42,19 @@ class InstanceProcess:
     def is_intact(self, chunks: int) -> bool:
         """Whether memory holds the chunks of the prompt as they were stored."""
         answer: bool = self._call({"do": "is_intact", "chunks": chunks})
+        return answer
+
+    def pinned(self) -> set[str]:
+        """Return the keys of the chunks that it does not evict."""
+        return set(self._call({"do": "pinned"}))
+
+    def store_prompt(self, number: int, chunks: int) -> None:
+        """Store a prompt, as far as there is room."""
+        self._call({"do": "store_prompt", "number": number, "chunks": chunks})
+
+    def read(self, number: int, chunks: int) -> bool:
+        """Whether what it retrieves of a prompt, from any tier and from peers, is what was stored."""
+        answer: bool = self._call({"do": "read", "number": number, "chunks": chunks})
         return answer
 
     def wait_until_idle(self) -> bool:
@@ -101,6 +115,17 @@ async def _execute(node: Node, command: dict[str, Any]) -> object:
             return node.is_intact(prompt(command["chunks"]))
         case "wait_until_idle":
             await node.wait_until_idle()
+        case "store_prompt":
+            tokens = prompt(command["chunks"], command["number"])
+            await node.model.store(tokens, rows(tokens))
+        case "read":
+            tokens = prompt(command["chunks"], command["number"])
+            found = bytearray(len(rows(tokens)))
+            length = await node.model.retrieve(tokens, found) * TOKEN_BYTES
+            return found[:length] == rows(tokens)[:length]
+        case "pinned":
+            pins, now = node.cache.hierarchy.catalog.pins, time.monotonic()
+            return [key.hex() for key in list(pins._until) if pins.holds(key, now)]
     return True
 
 

@@ -57,6 +57,16 @@ async def test_pin_ends_with_the_last_copy(controller: RunningController) -> Non
         assert pins.keys("a") == []
 
 
+async def test_instance_is_told_of_pins_that_end(controller: RunningController) -> None:
+    """It would keep that on a chunk that it is storing again, and protect what no list contains."""
+    async with controller.instance("a", ram=KEYS) as a, controller.instance("b"):
+        await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
+        await controller.done("/move", **{**A_TO_B, "tokens": tokens_of(2)})
+        assert set(a.pinned) == set(KEYS[2:])
+        await controller.done("/clear", instance="a", tier="ram")
+        assert not a.pinned
+
+
 async def test_move_and_clear_report_the_pins_that_they_end(controller: RunningController) -> None:
     async with controller.instance("a", ram=KEYS, disk=KEYS[:2]), controller.instance("b"):
         await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)

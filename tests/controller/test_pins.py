@@ -49,12 +49,46 @@ def test_pins_survive_a_restart(state: State) -> None:
     assert len(Pins(state, clock=clock)) == 6
 
 
-def test_pin_replaces_one_of_the_same_chunks(state: State) -> None:
+@pytest.mark.parametrize("longer", [20.0, None])
+@pytest.mark.parametrize("first", ["shorter", "longer"])
+def test_of_two_pins_on_the_same_chunks_the_longer_counts(
+    state: State, first: str, longer: float | None
+) -> None:
+    """As on the instance: else it would hold what is not listed."""
+    pins = Pins(state, clock=Clock())
+    for seconds in (10.0, longer) if first == "shorter" else (longer, 10.0):
+        pins.add("a", KEYS, seconds, ())
+    for found in (pins, Pins(state, clock=Clock())):
+        assert found.of("a") == [(KEYS, longer)]
+        assert len(found) == 6
+
+
+def test_rest_of_a_pin_does_not_replace_another(state: State) -> None:
     pins = Pins(state, clock=Clock())
     pins.add("a", KEYS, 10, ())
-    pins.add("a", KEYS, None, ())
-    assert pins.of("a") == [(KEYS, None)]
-    assert len(pins) == 6
+    pins.add("a", KEYS[:2], None, ())
+    pins.drop("a", KEYS[2:])
+    for found in (pins, Pins(state, clock=Clock())):
+        assert found.of("a") == [(KEYS[:2], None)]
+        assert len(found) == 2
+
+
+def test_count_of_an_instance_does_not_look_at_all_pins(state: State) -> None:
+    """A list of a thousand instances asks for the count of each, every second."""
+
+    class Now(float):
+        compared = 0
+
+        def __ge__(self, other: float) -> bool:
+            Now.compared += 1
+            return super().__ge__(other)
+
+    pins = Pins(state, clock=lambda: Now(1000.0))
+    for number in range(100):
+        pins.add(f"instance-{number}", keys_of(str(number), 2), 60, ())
+    Now.compared = 0
+    assert [pins.count(f"instance-{number}") for number in range(100)] == [2] * 100
+    assert Now.compared == 0
 
 
 def test_unpinned_chunks_are_removed_from_every_pin(state: State) -> None:
