@@ -15,13 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import resource
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -29,6 +26,8 @@ import anyio
 from anyio.abc import SocketStream
 
 from benchmarks.common import interleave, show
+from benchmarks.proxy_processes import engine_process, proxy_process
+from kvtier.concurrency.descriptors import raise_file_limit
 
 TOKENS = 50
 """Tokens per stream, for many concurrent streams."""
@@ -53,46 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure the cost of the proxy.")
     parser.add_argument("--quick", action="store_true", help="smoke test: the figures mean nothing")
     options = parser.parse_args(arguments)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    raise_file_limit(FILES)
     with ExitStack() as stack:
         engine, prefiller = stack.enter_context(engine_process()), stack.enter_context(engine_process())
         proxy = stack.enter_context(proxy_process(engine, prefiller))
-        anyio.run(measure, engine, proxy, options.quick)
-
-
-@contextmanager
-def engine_process() -> Iterator[int]:
-    """Run a stub engine; yield its port."""
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.proxy_engine"], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        yield int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@contextmanager
-def proxy_process(engine: int, prefiller: int) -> Iterator[int]:
-    """Run a proxy for both engines; yield its port."""
-    command = [sys.executable, "-m", "kvtier", "proxy", "--listen", "127.0.0.1:0", "--max-requests", "2000"]
-    command += ["--decode", f"http://127.0.0.1:{engine}", "--prefill", f"http://127.0.0.1:{prefiller}"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        port, up = 0, 0
-        while not (port and up == 2):
-            line = process.stderr.readline()
-            assert line, "the proxy did not start"
-            found = re.search(r"proxy listening on http://127.0.0.1:(\d+)", line)
-            port = int(found[1]) if found else port
-            up += " is up" in line
-        yield port
-    finally:
-        process.kill()
-        process.communicate()
+        anyio.run(measure, engine, proxy.port, options.quick)
 
 
 async def measure(engine: int, proxy: int, quick: bool) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of the proxy runs at a small size."""
+"""The benchmarks of the proxy run at a small size."""
 
 from __future__ import annotations
 
@@ -14,3 +14,9 @@ def test_proxy() -> None:
         "concurrent streams",
     ):
         assert row in shown
+
+
+def test_proxy_streams() -> None:
+    shown = run_benchmark("proxy_streams", "--quick")
+    assert shown.count("40 right") == 2
+    assert "20 dropped, 20 right" in shown
