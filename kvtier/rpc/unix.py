@@ -7,6 +7,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic
 
@@ -74,6 +75,10 @@ class UnixConnection(Generic[VersionedT]):
             self._frames.write(body)
             self._frames.flush()
         except ChannelClosed as error:
+            # A server that refuses this process says why before it closes the connection.
+            with suppress(ChannelClosed, ProtocolError):
+                if bodies := self._frames.read():
+                    self._decoded(bodies)
             raise self._lost(error) from error
 
     def receive(self, wait: float = 0.0) -> list[Any]:

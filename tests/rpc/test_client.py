@@ -306,6 +306,18 @@ def test_wrong_reply_ends_the_connection(
     assert "it answers questions with Answer: continuing without" in caplog.text
 
 
+def test_refusal_is_known_even_if_the_connection_is_closed_before_it_is_read(
+    path: Path, server: ScriptedServer
+) -> None:
+    connection = connect(path)
+    server.accept()
+    server.send(Refused("not today"))
+    server.disconnect()
+    with pytest.raises(Rejected, match="not today"):
+        connection.send(Ask(1, "hello"))
+    connection.close()
+
+
 def test_later_refusal_ends_the_connection(
     caller: Caller, server: ScriptedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
