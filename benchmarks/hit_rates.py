@@ -24,8 +24,8 @@ from kvtier.plugins import Plugins
 from kvtier.simulation.capacities import Capacity, parse_capacities
 from kvtier.simulation.replay import CHUNK_TOKENS, Model
 from kvtier.simulation.study import Study, study
-from kvtier.simulation.tiers import one_tier
 from kvtier.simulation.trace import Trace
+from kvtier.whatif.simulated_tiers import one_tier
 
 CAPACITIES = "1%,2%,5%,10%,20%,40%"
 OPTIMUM = "Belady's optimum"

@@ -58,11 +58,11 @@ from kvtier.recording.request import TraceRequest
 from kvtier.settings import Settings
 from kvtier.simulation.replay import Model
 from kvtier.simulation.study import Study, study
-from kvtier.simulation.tiers import configured
 from kvtier.simulation.trace import Trace
 from kvtier.simulation.traces.lines import decode_lines
 from kvtier.simulation.traces.mooncake import BLOCK_TOKENS, read_mooncake
 from kvtier.testing.servers import free_port
+from kvtier.whatif.simulated_tiers import configured
 from tests.vllm import models
 
 CHUNK_TOKENS = 32

@@ -24,8 +24,8 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.plugins import Plugins
 from kvtier.simulation.replay import CHUNK_TOKENS, Model, replay
 from kvtier.simulation.study import study
-from kvtier.simulation.tiers import one_tier
 from kvtier.simulation.trace import Trace
+from kvtier.whatif.simulated_tiers import one_tier
 
 CLASSICS = ("lru", "arc")
 TENTHS = 10

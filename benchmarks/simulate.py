@@ -26,8 +26,8 @@ from pathlib import Path
 from benchmarks.common import show
 from kvtier.plugins import Plugins
 from kvtier.simulation.replay import CHUNK_TOKENS, Model, replay
-from kvtier.simulation.tiers import one_tier
 from kvtier.simulation.trace import Trace
+from kvtier.whatif.simulated_tiers import one_tier
 
 CHUNKS = 100
 NEW = 10

@@ -25,11 +25,11 @@ from kvtier.settings import LocalTierSettings, Settings
 from kvtier.settings.whatif import WhatIfSettings
 from kvtier.simulation.keys import chunk_keys
 from kvtier.simulation.replay import CHUNK_TOKENS, Model, replay
-from kvtier.simulation.tiers import SimulatedTiers, configured
 from kvtier.simulation.trace import Trace
 from kvtier.whatif.curve import point_at
 from kvtier.whatif.estimate import Estimate
 from kvtier.whatif.report import Report
+from kvtier.whatif.simulated_tiers import SimulatedTiers, configured
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)
 PROCESSES = 2

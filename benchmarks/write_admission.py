@@ -21,9 +21,9 @@ from kvtier.plugins import Plugins
 from kvtier.settings import Settings
 from kvtier.simulation.capacities import Capacity, parse_capacities
 from kvtier.simulation.replay import CHUNK_TOKENS, Model, Outcome, replay
-from kvtier.simulation.tiers import configured
 from kvtier.simulation.trace import Trace
 from kvtier.units import format_size
+from kvtier.whatif.simulated_tiers import configured
 
 ADMIT = ("first_use", "second_use", "expected")
 MEMORY, DISKS = "2%", "5%,10%,20%,40%"

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from kvtier.settings import Settings
     from kvtier.simulation.replay import Advance, Model
     from kvtier.simulation.study import Study
-    from kvtier.simulation.tiers import SimulatedTiers
     from kvtier.simulation.trace import Trace
+    from kvtier.whatif.simulated_tiers import SimulatedTiers
 
 EXAMPLES = epilog(
     "kvtier simulate mooncake.jsonl.xz",
@@ -193,7 +193,7 @@ def _sized(
 ) -> list[SimulatedTiers]:
     from kvtier.settings import DEFAULT_EVICTION
     from kvtier.simulation.capacities import parse_capacities
-    from kvtier.simulation.tiers import one_tier
+    from kvtier.whatif.simulated_tiers import one_tier
 
     chunk_bytes = model.chunk_bytes(trace)
     return [
@@ -206,7 +206,7 @@ def _sized(
 def _configured(
     plugins: Plugins, settings: Settings, policies: Sequence[str], speeds: dict[str, float]
 ) -> list[SimulatedTiers]:
-    from kvtier.simulation.tiers import configured
+    from kvtier.whatif.simulated_tiers import configured
 
     choices: Sequence[str | None] = policies or [None]
     return [configured(plugins, settings, policy, speeds) for policy in choices]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from kvtier.memory.header import object_bytes
 from kvtier.plugins import Plugins
 from kvtier.simulation.belady import REPORT_REQUESTS
-from kvtier.simulation.cache import SimulatedCache
 from kvtier.simulation.keys import chunk_keys
-from kvtier.simulation.tiers import SimulatedTiers
 from kvtier.simulation.trace import Trace
+from kvtier.whatif.simulated_cache import SimulatedCache
+from kvtier.whatif.simulated_tiers import SimulatedTiers
 
 TOKEN_BYTES = 128 << 10
 """KV bytes of a token: those of Llama 3.1 8B in bfloat16."""

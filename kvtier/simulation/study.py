@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from kvtier.plugins import Plugins
 from kvtier.simulation.belady import belady_hits, next_uses
 from kvtier.simulation.replay import Advance, Model, Outcome, replay
-from kvtier.simulation.tiers import SimulatedTiers
 from kvtier.simulation.trace import Trace
+from kvtier.whatif.simulated_tiers import SimulatedTiers
 
 
 @dataclass(frozen=True, slots=True)

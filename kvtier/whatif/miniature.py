@@ -13,9 +13,9 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings
-from kvtier.simulation.cache import SimulatedCache
-from kvtier.simulation.tiers import SimulatedTiers
 from kvtier.tiers.batches import BATCH_BYTES
+from kvtier.whatif.simulated_cache import SimulatedCache
+from kvtier.whatif.simulated_tiers import SimulatedTiers
 
 MIN_CHUNKS = 8
 """Of a tier of a miniature cache."""

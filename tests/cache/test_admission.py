@@ -23,10 +23,10 @@ from kvtier.catalog.tenants import Reach
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
-from kvtier.simulation.cache import SimulatedCache
 from kvtier.simulation.keys import chunk_keys
-from kvtier.simulation.tiers import configured
 from kvtier.testing.faults import Fault, FaultyBackend
+from kvtier.whatif.simulated_cache import SimulatedCache
+from kvtier.whatif.simulated_tiers import configured
 from tests.small_disk import mounted
 
 from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows

@@ -10,9 +10,9 @@ from typing import Any
 from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import Settings
-from kvtier.simulation.cache import SimulatedCache
 from kvtier.simulation.keys import chunk_keys
-from kvtier.simulation.tiers import configured
+from kvtier.whatif.simulated_cache import SimulatedCache
+from kvtier.whatif.simulated_tiers import configured
 from tests.simulation.making import FULL, PLUGINS
 
 CAPACITY = 400

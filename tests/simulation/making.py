@@ -10,8 +10,8 @@ from kvtier.plugins import Plugins
 from kvtier.recording.request import TraceRequest
 from kvtier.settings import Settings
 from kvtier.simulation.replay import Model, Outcome, replay
-from kvtier.simulation.tiers import SimulatedTiers, configured, one_tier
 from kvtier.simulation.trace import Trace
+from kvtier.whatif.simulated_tiers import SimulatedTiers, configured, one_tier
 
 CHUNK_TOKENS = 16
 MODEL = Model(token_bytes=1024, prefill_tokens_per_second=1000.0)

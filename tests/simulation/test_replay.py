@@ -16,8 +16,8 @@ from kvtier.recording.request import TraceRequest
 from kvtier.settings import Settings
 from kvtier.settings.tenants import TenantSettings
 from kvtier.simulation.belady import belady_hits, next_uses
-from kvtier.simulation.tiers import configured, one_tier
 from kvtier.simulation.trace import Trace
+from kvtier.whatif.simulated_tiers import configured, one_tier
 from tests.simulation.making import (
     CHUNK_TOKENS,
     FULL,

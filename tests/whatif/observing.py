@@ -9,10 +9,10 @@ from typing import Any
 from kvtier.events import PromptLookup
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings
-from kvtier.simulation.cache import SimulatedCache
 from kvtier.simulation.keys import chunk_keys
-from kvtier.simulation.tiers import SimulatedTiers
 from kvtier.whatif.estimate import Estimate
+from kvtier.whatif.simulated_cache import SimulatedCache
+from kvtier.whatif.simulated_tiers import SimulatedTiers
 
 PLUGINS = Plugins.load([])
 CHUNK_BYTES = 64 << 20

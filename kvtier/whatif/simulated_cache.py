@@ -17,8 +17,8 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.room import may_decline, surplus_of, victims_for, victims_over_maximum
 from kvtier.pipeline.worth import worth_loading
 from kvtier.plugins import Plugins
-from kvtier.simulation.tiers import Clock, SimulatedTier, SimulatedTiers, make_catalog
 from kvtier.tiers.router import FIRST, Router, Transfer
+from kvtier.whatif.simulated_tiers import Clock, SimulatedTier, SimulatedTiers, make_catalog
 
 
 class SimulatedCache:
