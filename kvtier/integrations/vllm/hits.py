@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from kvtier.integrations.vllm.request import NO_HIT, Hit, RequestState
 from kvtier.memory.keys import equal_blocks
 
 if TYPE_CHECKING:
     from kvtier.bridge.lookup_state import LookupState
-    from kvtier.integrations.vllm.request import RequestState
     from kvtier.memory.layout import ChunkLayout
-
-
-class Hit(NamedTuple):
-    """The leading tokens of a prompt that can be loaded."""
-
-    tokens: int
-    chunks: int
-    """The number of chunks that contain them. The last one may be used in part."""
-    last_tokens: int = 0
-    """How many tokens the last chunk holds, if it is not the prompt's own."""
-
-    def up_to(self, tokens: int, chunk_tokens: int) -> Hit:
-        """Return its leading chunks that contain ``tokens`` tokens, or all of them."""
-        chunks = -(-tokens // chunk_tokens)
-        return self if chunks >= self.chunks else Hit(chunks * chunk_tokens, chunks)
-
-    def stored_tokens(self, index: int, chunk_tokens: int) -> int:
-        """Return the number of tokens that a chunk holds."""
-        if self.last_tokens and index == self.chunks - 1:
-            return self.last_tokens
-        return min(chunk_tokens, self.tokens - index * chunk_tokens)
-
-
-NO_HIT = Hit(0, 0)
 
 
 def hit_of(lookup: LookupState, state: RequestState, layout: ChunkLayout) -> Hit:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.bridge.lookup_state import LookupState
 from kvtier.integrations.vllm.copies import ChunkCopy
-from kvtier.integrations.vllm.hits import NO_HIT, Hit, hit_of
+from kvtier.integrations.vllm.hits import hit_of
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job
-from kvtier.integrations.vllm.request import RequestState
+from kvtier.integrations.vllm.request import NO_HIT, Hit, RequestState
 from kvtier.integrations.vllm.saving import Blocks, chunk_blocks, state_blocks
 from kvtier.memory.layout import STATE_TOKENS
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.catalog.hints import ChunkHints
 from kvtier.integrations.vllm.hints import NO_HINTS, Hints, hints_for_chunks
-from kvtier.integrations.vllm.hits import NO_HIT, Hit
 from kvtier.integrations.vllm.plain import plain, text
 from kvtier.memory.keys import (
     BLOCK_HASH_BYTES,
@@ -31,6 +30,30 @@ if TYPE_CHECKING:
     from kvtier.integrations.vllm.adapters import Adapter
 
 logger = logging.getLogger("vllm.kvtier")
+
+
+class Hit(NamedTuple):
+    """The leading tokens of a prompt that can be loaded."""
+
+    tokens: int
+    chunks: int
+    """The number of chunks that contain them. The last one may be used in part."""
+    last_tokens: int = 0
+    """How many tokens the last chunk holds, if it is not the prompt's own."""
+
+    def up_to(self, tokens: int, chunk_tokens: int) -> Hit:
+        """Return its leading chunks that contain ``tokens`` tokens, or all of them."""
+        chunks = -(-tokens // chunk_tokens)
+        return self if chunks >= self.chunks else Hit(chunks * chunk_tokens, chunks)
+
+    def stored_tokens(self, index: int, chunk_tokens: int) -> int:
+        """Return the number of tokens that a chunk holds."""
+        if self.last_tokens and index == self.chunks - 1:
+            return self.last_tokens
+        return min(chunk_tokens, self.tokens - index * chunk_tokens)
+
+
+NO_HIT = Hit(0, 0)
 
 
 @dataclass(slots=True)
