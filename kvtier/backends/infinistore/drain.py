@@ -9,10 +9,7 @@ from __future__ import annotations
 import select
 import time
 from threading import Lock, Thread
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvtier.backends.infinistore.protocol import InfiniStoreConnection
+from typing import Protocol
 
 TIMEOUT_SECONDS = 600.0
 """A connection to a server that hangs longer than this is closed anyway."""
@@ -22,16 +19,29 @@ POLL_SECONDS = 0.05
 """Maximum delay until a new connection is polled."""
 
 
+class Draining(Protocol):
+    """A connection whose reply is no longer needed."""
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+
+    def discard(self, scratch: memoryview) -> bool:
+        """Read available data into ``scratch`` without blocking. Return whether the reply is complete."""
+
+    def hang_up(self) -> None:
+        """Close the socket immediately."""
+
+
 class Drain:
     """Drains any number of connections in one thread, which ends with the last of them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._until: dict[InfiniStoreConnection, float] = {}
+        self._until: dict[Draining, float] = {}
         self._close_at = float("inf")
         self._thread: Thread | None = None
 
-    def add(self, connection: InfiniStoreConnection) -> None:
+    def add(self, connection: Draining) -> None:
         """Read the rest of the reply, then close ``connection``. Does not block."""
         with self._lock:
             if len(self._until) < MAX_CONNECTIONS:
@@ -73,7 +83,7 @@ class Drain:
             for connection in ended:
                 connection.hang_up()
 
-    def _pending(self) -> dict[int, InfiniStoreConnection]:
+    def _pending(self) -> dict[int, Draining]:
         """Return the connections by descriptor. If empty, the thread must end; ``add`` starts another one."""
         with self._lock:
             if not self._until:
