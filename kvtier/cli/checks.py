@@ -14,9 +14,12 @@ from contextlib import closing
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from kvtier import native
+from kvtier.cli.check import Check
+from kvtier.cli.checks_disk import check_direct_io, check_disk_room
+from kvtier.cli.checks_environment import VLLMCommand, check_lmcache_variables, check_temporary_folder
 from kvtier.cli.loading import load_all
 from kvtier.concurrency.placement import list_format, memory_placement
 from kvtier.errors import ArenaError
@@ -34,15 +37,6 @@ SHM = "/dev/shm"  # noqa: S108 - not for temporary files
 _IO_URING_SETUP = 425
 """The system call's number, the same on every architecture (io_uring_setup(2))."""
 _IO_URING_PARAMS_BYTES = 120
-
-
-class Check(NamedTuple):
-    """The result of a check, and its remedy."""
-
-    name: str
-    status: Literal["ok", "warn", "fail"]
-    found: str
-    remedy: str = ""
 
 
 class Requirements(NamedTuple):
@@ -83,9 +77,6 @@ def _local(tiers: Sequence[TierSettings]) -> list[LocalTierSettings]:
 
 def check_machine(requirements: Requirements) -> Iterator[Check]:
     """Run all checks of the machine."""
-    from kvtier.cli.checks_disk import check_direct_io, check_disk_room
-    from kvtier.cli.checks_environment import VLLMCommand, check_lmcache_variables, check_temporary_folder
-
     version = vllm_version()
     command = VLLMCommand() if version is not None else None
     tiers, capacity = _local(requirements.tiers), requirements.memory_bytes

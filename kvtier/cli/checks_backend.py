@@ -22,7 +22,7 @@ from kvtier.backends.base import Backend
 from kvtier.backends.disk.backend import DiskSettings, lock_holder
 from kvtier.bench.run import run
 from kvtier.cli.backend_trial import GRACE_SECONDS, REMEDY_FAILED, Problem, run_contact, run_trial
-from kvtier.cli.checks import Check
+from kvtier.cli.check import Check
 from kvtier.cli.checks_disk import find_obstacle, nearest_folder, remedy_of
 from kvtier.concurrency.threads import WORKER_NAME
 from kvtier.errors import KVTierError, TierError

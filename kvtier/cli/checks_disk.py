@@ -11,7 +11,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from kvtier.cli.checks import Check
+from kvtier.cli.check import Check
 from kvtier.settings import LocalTierSettings
 from kvtier.units import format_size
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from shutil import which
 
-from kvtier.cli.checks import Check
+from kvtier.cli.check import Check
 from kvtier.settings import SOCKET_PATH_BYTES
 
 VLLM_SUFFIX_BYTES = 37

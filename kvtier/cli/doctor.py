@@ -15,7 +15,8 @@ from kvtier.cli.options import parse_chunk_size, select
 from kvtier.cli.terminal import AsJson, ConfigFile, messages, output, print_json, table
 
 if TYPE_CHECKING:
-    from kvtier.cli.checks import Check, Requirements
+    from kvtier.cli.check import Check
+    from kvtier.cli.checks import Requirements
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 DEFAULT_SIZE = "4MiB"

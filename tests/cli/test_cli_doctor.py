@@ -17,7 +17,7 @@ import pytest
 from kvtier.backends.disk.backend import DiskSettings
 from kvtier.backends.hugepage import HugePageSettings
 from kvtier.cli import checks, checks_disk, checks_environment
-from kvtier.cli.checks import Check
+from kvtier.cli.check import Check
 from kvtier.memory import arena
 
 from .conftest import Kvtier, store
