@@ -26,7 +26,7 @@ from kvtier.integrations.vllm.failed_loads import recompute_failed_loads
 from kvtier.integrations.vllm.foreign_loads import MAX_STEPS_IN_FLIGHT, ForeignLoads
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metrics import TransferPromMetrics
-from kvtier.integrations.vllm.parts import PartMetadata, other_parts
+from kvtier.integrations.vllm.part_metadata import PartMetadata, other_parts
 from kvtier.integrations.vllm.request import RequestState
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.memory.keys import ChunkKey, join_keys

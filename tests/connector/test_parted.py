@@ -12,8 +12,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.vllm.connector import KVTierConnector
 from kvtier.integrations.vllm.layout import ModelLayout
+from kvtier.integrations.vllm.part_metadata import PartMetadata, other_parts, part_metadata
 from kvtier.integrations.vllm.parted import PartedSchedulerSide
-from kvtier.integrations.vllm.parts import PartMetadata, other_parts, part_metadata
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 
 LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
@@ -183,6 +183,6 @@ def test_other_cache_processes_on_one_host_are_reported(caplog: pytest.LogCaptur
 def test_address_is_one_that_other_hosts_reach(
     listen: str | None, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.integrations.vllm.parts.get_ip", lambda: "10.1.1.1")
+    monkeypatch.setattr("kvtier.integrations.vllm.part_metadata.get_ip", lambda: "10.1.1.1")
     bridge: Any = SimpleNamespace(welcome=SimpleNamespace(peer=listen), epoch=7)
     assert part_metadata(model(2), bridge).address == address

@@ -36,8 +36,9 @@ from kvtier.integrations.vllm.layout import ModelLayout, model_layout, namespace
 from kvtier.integrations.vllm.log_thread import LogThread
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
+from kvtier.integrations.vllm.part_metadata import other_parts, part_metadata
 from kvtier.integrations.vllm.parted import PartedMetadata, PartedSchedulerSide
-from kvtier.integrations.vllm.parts import engine_rank, other_parts, part_metadata
+from kvtier.integrations.vllm.parts import engine_rank
 from kvtier.integrations.vllm.plain import plain, text
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.served import engine_model
