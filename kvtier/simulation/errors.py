@@ -5,9 +5,5 @@ from __future__ import annotations
 from kvtier.errors import KVTierError
 
 
-class TraceError(KVTierError):
-    """A trace cannot be read. The message names file, line and reason."""
-
-
 class SimulationError(KVTierError):
     """An option of a simulation is unusable. The message names it."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from kvtier.catalog.hints import ChunkHints
 from kvtier.recording.request import TraceRequest
-from kvtier.simulation.errors import TraceError
 from kvtier.simulation.numbering import number_chunks
 from kvtier.simulation.traces import read_trace
+from kvtier.simulation.traces.errors import TraceError
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ import msgspec
 
 from kvtier.recording.reader import is_recording, read_recording
 from kvtier.recording.request import TraceRequest
-from kvtier.simulation.errors import TraceError
 from kvtier.simulation.traces.bailian import read_bailian
+from kvtier.simulation.traces.errors import TraceError
 from kvtier.simulation.traces.lines import first_line
 from kvtier.simulation.traces.mooncake import read_mooncake
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from kvtier.simulation.errors import TraceError
+from kvtier.simulation.traces.errors import TraceError
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Time = Annotated[float, msgspec.Meta(ge=0, lt=1 << 48)]

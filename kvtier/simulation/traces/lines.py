@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from kvtier.recording.compressed import CORRUPT, expanded
-from kvtier.simulation.errors import TraceError
+from kvtier.simulation.traces.errors import TraceError
 
 MAX_LINE_BYTES = 64 << 20
 """A longer one is not a request. It would be read into memory as a whole."""

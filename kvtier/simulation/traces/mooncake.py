@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from kvtier.recording.request import TraceRequest
-from kvtier.simulation.errors import TraceError
 from kvtier.simulation.traces.blocks import Time, Tokens, blocks_per_chunk, fold_prefix_ids, packed_ids
+from kvtier.simulation.traces.errors import TraceError
 from kvtier.simulation.traces.lines import decode_lines
 
 BLOCK_TOKENS = 512
