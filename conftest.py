@@ -29,7 +29,7 @@ from xdist.scheduler import LoadScopeScheduling
 settings.register_profile("kvtier", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvtier")
 
-ENGINES = ("tests/vllm/", "tests/demo/")
+ENGINES = ("tests/vllm/", "tests/lab/demo/")
 SHOWN_LINES = 60
 """Last lines shown of each first failure, which may not be reproducible."""
 

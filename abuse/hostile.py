@@ -19,9 +19,9 @@ from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect as connect_websocket
 
 from abuse import engine
-from kvtier.agent import protocol as agent
 from kvtier.bridge import protocol as bridge
 from kvtier.errors import KVTierError
+from kvtier.fleet.member import protocol as agent
 from kvtier.memory.keys import join_keys
 from kvtier.peers import protocol as peers
 from kvtier.rpc.frames import LENGTH, MAX_FRAME_BYTES, Message, encode

@@ -167,7 +167,7 @@ class Stack:
             arguments = ["kvtier", "serve", "-c", str(file)]
             add(f"cache-{number}", arguments, partial(self._serves, number))
         for name in ("prefill", "decode"):
-            arguments = ["tests.proxy.stub_process", str(ports[name])]
+            arguments = ["tests.fleet.proxy.stub_process", str(ports[name])]
             add(name, arguments, partial(self.get, name, "/health"))
         arguments = ["kvtier", "proxy", "--listen", listen(ports["proxy"]), "--check", "100ms"]
         arguments += ["--prefill", urls["prefill"], "--decode", urls["decode"]]

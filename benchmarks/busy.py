@@ -48,11 +48,11 @@ from typing import Any
 from benchmarks.common import filled, show
 from benchmarks.loads import LEAVE_BYTES, MIB, available_bytes, fragmented, saturated, writing
 from benchmarks.look_up import is_ready, look_up
-from kvtier.bench.timing import percentile, rotated
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.lookup_state import LookupState
 from kvtier.bridge.protocol import Hello, Role, Run
+from kvtier.lab.bench.timing import percentile, rotated
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from kvtier.bridge.client import status
-from kvtier.demo.server import POLL_SECONDS, Server, start_cache
 from kvtier.errors import ChannelError
+from kvtier.lab.demo.server import POLL_SECONDS, Server, start_cache
 
 READY_SECONDS = 60
 STOP_SECONDS = 60

@@ -11,10 +11,10 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.bench.timing import filled, ratios
 from kvtier.bridge.bridge import Bridge
 from kvtier.bridge.client import SchedulerBridge, Slots, WorkerBridge
 from kvtier.bridge.protocol import Run
+from kvtier.lab.bench.timing import filled, ratios
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.rpc.calls import Call
 from kvtier.units import MIB

@@ -36,7 +36,7 @@ from benchmarks import controller_process
 from benchmarks.common import show
 from benchmarks.controller_process import BATCH_KEYS, PROMPT_TOKENS, hello, prompt_keys, update_message
 from benchmarks.peer import python
-from kvtier.agent.protocol import CONNECT_PATH, WhoHolds
+from kvtier.fleet.member.protocol import CONNECT_PATH, WhoHolds
 from kvtier.memory.keys import join_keys
 from kvtier.rpc.frames import encode_body
 

@@ -17,8 +17,11 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
 from benchmarks.controller_process import MODEL
-from kvtier.agent.agent import CLOSE_SECONDS, CONNECT_SECONDS, STEADY_SECONDS
-from kvtier.agent.protocol import (
+from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.descriptors import raise_file_limit
+from kvtier.errors import ChannelError
+from kvtier.fleet.member.agent import CLOSE_SECONDS, CONNECT_SECONDS, STEADY_SECONDS
+from kvtier.fleet.member.protocol import (
     CONNECT_PATH,
     VERSION,
     Changed,
@@ -31,10 +34,7 @@ from kvtier.agent.protocol import (
     Welcome,
     decode_from_controller,
 )
-from kvtier.agent.session import GREETING_SECONDS
-from kvtier.concurrency.backoff import Backoff
-from kvtier.concurrency.descriptors import raise_file_limit
-from kvtier.errors import ChannelError
+from kvtier.fleet.member.session import GREETING_SECONDS
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message
@@ -53,7 +53,7 @@ def keys(instance: int, part: int, chunks: int) -> bytes:
 
 
 async def stay_connected(port: int, number: int) -> None:
-    """Stay registered, as :class:`kvtier.agent.agent.Agent` does."""
+    """Stay registered, as :class:`kvtier.fleet.member.agent.Agent` does."""
     backoff = Backoff()
     while True:
         began = anyio.current_time()

@@ -22,10 +22,10 @@ from blake3 import blake3
 from starlette.websockets import WebSocket
 
 from benchmarks.catalog import resident_bytes
-from kvtier.agent.protocol import VERSION, Changed, Hello, Model, TierDescription, decode_from_instance
-from kvtier.controller.registry import Registry
-from kvtier.controller.serve import run_controller
-from kvtier.controller.settings import ServiceSettings
+from kvtier.fleet.controller.registry import Registry
+from kvtier.fleet.controller.serve import run_controller
+from kvtier.fleet.controller.settings import ServiceSettings
+from kvtier.fleet.member.protocol import VERSION, Changed, Hello, Model, TierDescription, decode_from_instance
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.rpc.endpoint import Endpoint

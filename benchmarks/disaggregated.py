@@ -28,9 +28,9 @@ import httpx
 from rich.console import Console
 
 from benchmarks.common import show
-from kvtier.demo.disaggregated_serving import Serving, serving
-from kvtier.demo.report import Steps
-from kvtier.demo.work import Options, work_folder
+from kvtier.lab.demo.disaggregated_serving import Serving, serving
+from kvtier.lab.demo.report import Steps
+from kvtier.lab.demo.work import Options, work_folder
 
 NEW_TOKENS = 8
 SALT = "one engine"

@@ -27,10 +27,10 @@ from pathlib import Path
 from benchmarks.cache_process import CacheProcess
 from benchmarks.common import show
 from kvtier.bridge.client import status
-from kvtier.demo.client import Client
-from kvtier.demo.model import make_model
-from kvtier.demo.server import Server, start_vllm
-from kvtier.demo.work import GENERATED_MODEL_ARGUMENTS
+from kvtier.lab.demo.client import Client
+from kvtier.lab.demo.model import make_model
+from kvtier.lab.demo.server import Server, start_vllm
+from kvtier.lab.demo.work import GENERATED_MODEL_ARGUMENTS
 from kvtier.testing.servers import free_port
 
 AT_ONCE = 8

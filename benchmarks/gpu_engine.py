@@ -27,10 +27,10 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common import show
-from kvtier.demo.client import Client, Completion
-from kvtier.demo.model import make_model
-from kvtier.demo.server import Server, start_vllm
-from kvtier.demo.work import GENERATED_MODEL_ARGUMENTS
+from kvtier.lab.demo.client import Client, Completion
+from kvtier.lab.demo.model import make_model
+from kvtier.lab.demo.server import Server, start_vllm
+from kvtier.lab.demo.work import GENERATED_MODEL_ARGUMENTS
 from kvtier.testing.servers import free_port
 
 HOST_BYTES = 24 << 30

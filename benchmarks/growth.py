@@ -39,10 +39,10 @@ from benchmarks.look_up import CHUNK_TOKENS, ROOT, cache_process, hello, store_a
 from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.cpu import CpuBackend
 from kvtier.backends.disk.backend import DiskBackend, DiskSettings, object_path
-from kvtier.bench.timing import filled
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.policies.lru import LruPolicy
+from kvtier.lab.bench.timing import filled
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys
 from kvtier.settings import LocalTierSettings

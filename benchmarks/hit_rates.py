@@ -20,12 +20,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.lab.simulation.capacities import Capacity, parse_capacities
+from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model
+from kvtier.lab.simulation.study import Study, study
+from kvtier.lab.simulation.trace import Trace
+from kvtier.observability.whatif.simulated_tiers import one_tier
 from kvtier.plugins import Plugins
-from kvtier.simulation.capacities import Capacity, parse_capacities
-from kvtier.simulation.replay import CHUNK_TOKENS, Model
-from kvtier.simulation.study import Study, study
-from kvtier.simulation.trace import Trace
-from kvtier.whatif.simulated_tiers import one_tier
 
 CAPACITIES = "1%,2%,5%,10%,20%,40%"
 OPTIMUM = "Belady's optimum"

@@ -28,7 +28,7 @@ from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import State
 from kvtier.events import Prefetch, Report
 from kvtier.http import serving
-from kvtier.metrics import CacheMetrics, application
+from kvtier.observability.metrics import CacheMetrics, application
 from kvtier.testing.backend import make_key
 from kvtier.tiers.router import FIRST, Transfer
 

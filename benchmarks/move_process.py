@@ -20,8 +20,8 @@ import anyio.to_thread
 
 from benchmarks.common import filled
 from benchmarks.peers_process import opened
-from kvtier.agent.served import EngineModel
 from kvtier.backends.base import Outcome
+from kvtier.fleet.member.served import EngineModel
 from kvtier.instance import Instance
 from kvtier.peers.source import Source
 

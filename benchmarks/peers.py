@@ -39,8 +39,8 @@ from benchmarks.peers_process import (
 )
 from benchmarks.transports import COLUMNS, TRANSPORTS, Cost, Meter
 from kvtier.backends.base import Outcome
-from kvtier.bench import raw_resp
 from kvtier.instance import Instance
+from kvtier.lab.bench import raw_resp
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.client import drop_promises
 from kvtier.peers.protocol import Granted, Lookup

@@ -22,10 +22,10 @@ import anyio
 import anyio.to_thread
 
 from benchmarks.common import MIB, filled
-from kvtier.bench.raw_resp import fill
 from kvtier.cache import TieredCache
 from kvtier.concurrency.slices import shorten_slices
 from kvtier.instance import Instance
+from kvtier.lab.bench.raw_resp import fill
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import Settings

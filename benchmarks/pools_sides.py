@@ -1,4 +1,4 @@
-"""Sides of the pools benchmark, in addition to those of kvtier.bench.
+"""Sides of the pools benchmark, in addition to those of kvtier.lab.bench.
 
 All sides move the same chunk objects, between the same arena and the same server. Each stores them under its
 own names, and deletes them after its turn.
@@ -13,11 +13,11 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from kvtier.bench import libraries, raw_resp
-from kvtier.bench.chunks import make_chunks
-from kvtier.bench.libraries import name_of
-from kvtier.bench.raw_resp import connected, exactly, fill, line
-from kvtier.bench.sides import BackendSide, Chunk, InThreads, Side, expect
+from kvtier.lab.bench import libraries, raw_resp
+from kvtier.lab.bench.chunks import make_chunks
+from kvtier.lab.bench.libraries import name_of
+from kvtier.lab.bench.raw_resp import connected, exactly, fill, line
+from kvtier.lab.bench.sides import BackendSide, Chunk, InThreads, Side, expect
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 

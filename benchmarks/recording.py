@@ -27,9 +27,9 @@ import anyio
 from benchmarks.common import show
 from kvtier.concurrency.threads import WORKER_NAME
 from kvtier.memory.keys import KEY_BYTES
-from kvtier.recording.file import LookedUp, RecordingFile
-from kvtier.recording.reader import read_recording
-from kvtier.recording.recorder import FLUSH_SECONDS, recording
+from kvtier.observability.recording.file import LookedUp, RecordingFile
+from kvtier.observability.recording.reader import read_recording
+from kvtier.observability.recording.recorder import FLUSH_SECONDS, recording
 from kvtier.settings.recording import RecordingSettings
 from kvtier.units import MIB
 

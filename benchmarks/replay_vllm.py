@@ -50,19 +50,19 @@ from benchmarks.cache_process import CacheProcess
 from benchmarks.common import show
 from kvtier.bridge import client as bridge
 from kvtier.concurrency.signals import exit_on_signals
-from kvtier.demo.client import Client
-from kvtier.demo.server import Server, start_vllm
-from kvtier.demo.work import VLLM_READY_SECONDS
+from kvtier.lab.demo.client import Client
+from kvtier.lab.demo.server import Server, start_vllm
+from kvtier.lab.demo.work import VLLM_READY_SECONDS
+from kvtier.lab.simulation.replay import Model
+from kvtier.lab.simulation.study import Study, study
+from kvtier.lab.simulation.trace import Trace
+from kvtier.lab.simulation.traces.lines import decode_lines
+from kvtier.lab.simulation.traces.mooncake import BLOCK_TOKENS, read_mooncake
+from kvtier.observability.recording.request import TraceRequest
+from kvtier.observability.whatif.simulated_tiers import configured
 from kvtier.plugins import Plugins
-from kvtier.recording.request import TraceRequest
 from kvtier.settings import Settings
-from kvtier.simulation.replay import Model
-from kvtier.simulation.study import Study, study
-from kvtier.simulation.trace import Trace
-from kvtier.simulation.traces.lines import decode_lines
-from kvtier.simulation.traces.mooncake import BLOCK_TOKENS, read_mooncake
 from kvtier.testing.servers import free_port
-from kvtier.whatif.simulated_tiers import configured
 from tests.vllm import models
 
 CHUNK_TOKENS = 32

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.catalog.hints import ChunkHints
+from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, replay
+from kvtier.lab.simulation.study import study
+from kvtier.lab.simulation.trace import Trace
+from kvtier.observability.whatif.simulated_tiers import one_tier
 from kvtier.plugins import Plugins
-from kvtier.simulation.replay import CHUNK_TOKENS, Model, replay
-from kvtier.simulation.study import study
-from kvtier.simulation.trace import Trace
-from kvtier.whatif.simulated_tiers import one_tier
 
 CLASSICS = ("lru", "arc")
 TENTHS = 10

@@ -24,10 +24,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.common import show
+from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, replay
+from kvtier.lab.simulation.trace import Trace
+from kvtier.observability.whatif.simulated_tiers import one_tier
 from kvtier.plugins import Plugins
-from kvtier.simulation.replay import CHUNK_TOKENS, Model, replay
-from kvtier.simulation.trace import Trace
-from kvtier.whatif.simulated_tiers import one_tier
 
 CHUNKS = 100
 NEW = 10

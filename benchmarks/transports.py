@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import anyio
 
 from benchmarks.common import MIB, ratio, show, speed
-from kvtier.bench.chunks import clear_stamps, have_stamps
-from kvtier.bench.rows import KVTIER, LIMIT
-from kvtier.bench.sides import Chunk, Side
-from kvtier.bench.timing import percentile
-from kvtier.bench.transports import family, open_sides
-from kvtier.bench.turns import others_paused
+from kvtier.lab.bench.chunks import clear_stamps, have_stamps
+from kvtier.lab.bench.rows import KVTIER, LIMIT
+from kvtier.lab.bench.sides import Chunk, Side
+from kvtier.lab.bench.timing import percentile
+from kvtier.lab.bench.transports import family, open_sides
+from kvtier.lab.bench.turns import others_paused
 from kvtier.plugins import Plugins
 
 TRANSPORTS = ("tcp", "nixl") if find_spec("nixl") else ("tcp",)

@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.events import PromptLookup
+from kvtier.lab.simulation.keys import chunk_keys
+from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, replay
+from kvtier.lab.simulation.trace import Trace
+from kvtier.observability.whatif.curve import point_at
+from kvtier.observability.whatif.estimate import Estimate
+from kvtier.observability.whatif.report import Report
+from kvtier.observability.whatif.simulated_tiers import SimulatedTiers, configured
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings
 from kvtier.settings.whatif import WhatIfSettings
-from kvtier.simulation.keys import chunk_keys
-from kvtier.simulation.replay import CHUNK_TOKENS, Model, replay
-from kvtier.simulation.trace import Trace
-from kvtier.whatif.curve import point_at
-from kvtier.whatif.estimate import Estimate
-from kvtier.whatif.report import Report
-from kvtier.whatif.simulated_tiers import SimulatedTiers, configured
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)
 PROCESSES = 2

@@ -17,13 +17,13 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.lab.simulation.capacities import Capacity, parse_capacities
+from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, Outcome, replay
+from kvtier.lab.simulation.trace import Trace
+from kvtier.observability.whatif.simulated_tiers import configured
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
-from kvtier.simulation.capacities import Capacity, parse_capacities
-from kvtier.simulation.replay import CHUNK_TOKENS, Model, Outcome, replay
-from kvtier.simulation.trace import Trace
 from kvtier.units import format_size
-from kvtier.whatif.simulated_tiers import configured
 
 ADMIT = ("first_use", "second_use", "expected")
 MEMORY, DISKS = "2%", "5%,10%,20%,40%"

@@ -304,7 +304,7 @@ class Pump:
 def number_chunks(
     ids: array[int], ends: array[int], max_vacant: int, numbered: array[int]
 ) -> tuple[int, int, int]:
-    """Number the chunks of requests: see :func:`kvtier.simulation.numbering.number_chunks`.
+    """Number the chunks of requests: see :func:`kvtier.lab.simulation.numbering.number_chunks`.
 
     Fills ``numbered``, which is as long as ``ids``. Returns how many of it are used, a number that all are
     below, and how many differ. Blocks without the GIL. Raises ``ValueError`` if the columns do not fit
@@ -314,7 +314,7 @@ def number_chunks(
 def next_uses(
     chunks: array[int], ends: array[int], order: Sequence[int], numbers: int, uses: array[int]
 ) -> None:
-    """Fill ``uses``: see :func:`kvtier.simulation.belady.next_uses`. Blocks without the GIL.
+    """Fill ``uses``: see :func:`kvtier.lab.simulation.belady.next_uses`. Blocks without the GIL.
 
     Raises, like the next function, ``IndexError`` for a chunk, request or use that there is not.
     """
@@ -327,7 +327,7 @@ def belady_hits(
     interval: int,
     advance: Callable[[int], None] | None,
 ) -> int:
-    """Return the hits of the optimum: see :func:`kvtier.simulation.belady.belady_hits`. Keeps the GIL.
+    """Return the hits of the optimum: see :func:`kvtier.lab.simulation.belady.belady_hits`. Keeps the GIL.
 
     ``advance`` is called after every ``interval`` requests, never if that is 0. Raises what it raises.
     """

@@ -14,7 +14,7 @@
     │   ├── ChannelClosed    the other side closed the connection
     │   ├── Rejected         the other side rejected the connection; the message is its reason
     │   └── PeerError        a peer is unreachable, fails authentication or refuses to serve
-    ├── ControllerError      the controller cannot execute a request (kvtier.controller.errors)
+    ├── ControllerError      the controller cannot execute a request (kvtier.fleet.controller.errors)
     └── UnsupportedEngine    the vLLM version or configuration is not supported
 
 A lost chunk, an unavailable tier or a torn file does not raise. These are outcomes
@@ -95,7 +95,7 @@ class PeerError(ChannelError):
 
 
 class ControllerError(KVTierError):
-    """The controller cannot execute a request. Subclasses are in :mod:`kvtier.controller.errors`."""
+    """The controller cannot execute a request. Subclasses are in :mod:`kvtier.fleet.controller.errors`."""
 
 
 class UnsupportedEngine(KVTierError):

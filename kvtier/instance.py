@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from anyio import CancelScope
 
-from kvtier.agent.served import EngineModel, Served
 from kvtier.backends.base import Backend
 from kvtier.cache import TieredCache
 from kvtier.catalog.table import MAX_TIERS
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import PeerError, SettingsError
+from kvtier.fleet.member.served import EngineModel, Served
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout
 from kvtier.plugins import Plugins
@@ -29,14 +29,14 @@ from kvtier.settings import Settings, TierSettings, load_settings
 from kvtier.settings.peer import GUESSABLE, GUESSABLE_REMEDY
 
 if TYPE_CHECKING:
-    from kvtier.agent.agent import Agent
+    from kvtier.fleet.member.agent import Agent
+    from kvtier.observability.whatif.estimator import Estimator
+    from kvtier.observability.whatif.report import Report
     from kvtier.peers.backend import PeersBackend
     from kvtier.peers.kv_transfer import KVTransfer, KVTransfers
     from kvtier.peers.server import PeerServer
     from kvtier.peers.staging.buffers import Stagings
     from kvtier.transports.base import Transport
-    from kvtier.whatif.estimator import Estimator
-    from kvtier.whatif.report import Report
 
 logger = logging.getLogger("kvtier")
 
@@ -97,7 +97,7 @@ class Instance:
                 instance = cls(name, cache)
             if settings.whatif.enabled:
                 # Imported here, so that an instance without it does not pay for the import.
-                from kvtier.whatif.estimator import estimating
+                from kvtier.observability.whatif.estimator import estimating
 
                 instance._estimator = await stack.enter_async_context(estimating(instance.cache, plugins))
             if settings.controller.url is not None:
@@ -177,9 +177,9 @@ class Instance:
     @asynccontextmanager
     async def _registered(self, settings: Settings) -> AsyncIterator[None]:
         # Imported here, so that an instance without a controller does not pay for importing WebSockets.
-        from kvtier.agent.agent import Agent, Serving
-        from kvtier.agent.commands import Commands, Peers
-        from kvtier.agent.tokenizing import Tokenizers
+        from kvtier.fleet.member.agent import Agent, Serving
+        from kvtier.fleet.member.commands import Commands, Peers
+        from kvtier.fleet.member.tokenizing import Tokenizers
 
         peers = serving = None
         if self.peers is not None:

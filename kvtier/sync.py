@@ -32,7 +32,7 @@ from kvtier.plugins import Plugins
 from kvtier.settings import Settings
 
 if TYPE_CHECKING:
-    from kvtier.whatif.report import Report
+    from kvtier.observability.whatif.report import Report
 
 __all__ = ["Instance", "ModelCache", "TieredCache"]
 

@@ -2,7 +2,8 @@
 
 They start at once, where an interpreter needs a second of CPU to import kvtier, and many more for vLLM. Each
 does what ``python -m`` does after the imports. That commands start as users start them is tested in
-``tests/bridge``, ``tests/cli/test_cli_serve.py``, ``tests/controller/test_serve.py`` and ``tests/proxy``.
+``tests/bridge``, ``tests/cli/test_cli_serve.py``, ``tests/fleet/controller/test_serve.py`` and
+``tests/fleet/proxy``.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ import pytest
 import uvicorn.lifespan.on
 import uvicorn.loops.auto
 
-import kvtier.agent.agent
 import kvtier.bridge.serve
 import kvtier.cli
-import kvtier.controller.serve
+import kvtier.fleet.controller.serve
+import kvtier.fleet.member.agent
+import kvtier.fleet.proxy.serve
 import kvtier.peers.server
-import kvtier.proxy.serve
 from kvtier.errors import KVTierError
 from kvtier.plugins import Plugins
 

@@ -11,17 +11,17 @@ import anyio
 from prometheus_client import Metric, ProcessCollector
 
 from kvtier import Settings, TieredCache
-from kvtier.controller.events import EventLog
-from kvtier.controller.metrics import ControllerMetrics
-from kvtier.controller.operations import Operations
-from kvtier.controller.pins import Pins
-from kvtier.controller.registry import Registry
-from kvtier.controller.state import State
-from kvtier.metrics import CacheMetrics
+from kvtier.fleet.controller.events import EventLog
+from kvtier.fleet.controller.metrics import ControllerMetrics
+from kvtier.fleet.controller.operations import Operations
+from kvtier.fleet.controller.pins import Pins
+from kvtier.fleet.controller.registry import Registry
+from kvtier.fleet.controller.state import State
+from kvtier.fleet.proxy.metrics import ProxyMetrics
+from kvtier.fleet.proxy.proxy import Proxy
+from kvtier.fleet.proxy.settings import ProxySettings
+from kvtier.observability.metrics import CacheMetrics
 from kvtier.plugins import Plugins
-from kvtier.proxy.metrics import ProxyMetrics
-from kvtier.proxy.proxy import Proxy
-from kvtier.proxy.settings import ProxySettings
 
 DOCS = Path(__file__).parents[1] / "docs"
 SUFFIXES = {"counter": "_total", "info": "_info"}

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from benchmarks.common import confidence, show
 from benchmarks.compare.systems import System, running
-from kvtier.bench.timing import ratios, rotated
-from kvtier.demo.client import Client
+from kvtier.lab.bench.timing import ratios, rotated
+from kvtier.lab.demo.client import Client
 
 AT_ONCE = 8
 SHARED_TOKENS, UNIQUE_TOKENS, NEW_TOKENS = 1280, 144, 8

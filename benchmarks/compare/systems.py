@@ -22,10 +22,10 @@ from typing import Any
 
 from benchmarks.cache_process import CacheProcess
 from benchmarks.peer import VERSION, python
-from kvtier.demo.client import Client
-from kvtier.demo.model import make_model
-from kvtier.demo.server import DemoFailed, Server, start_vllm
-from kvtier.demo.work import GENERATED_MODEL_ARGUMENTS
+from kvtier.lab.demo.client import Client
+from kvtier.lab.demo.model import make_model
+from kvtier.lab.demo.server import DemoFailed, Server, start_vllm
+from kvtier.lab.demo.work import GENERATED_MODEL_ARGUMENTS
 from kvtier.testing.servers import free_port
 
 MAX_TOKENS = 1536

@@ -21,10 +21,10 @@ from kvtier.backends.cpu import CpuBackend
 from kvtier.backends.disk.backend import DiskBackend, DiskSettings, walk
 from kvtier.backends.redis import RedisBackend
 from kvtier.backends.redis.settings import RedisSettings
-from kvtier.bench.chunks import clear_stamps, have_stamps, make_chunks, random_keys
-from kvtier.bench.sides import BackendSide, Chunk
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.policies.lru import LruPolicy
+from kvtier.lab.bench.chunks import clear_stamps, have_stamps, make_chunks, random_keys
+from kvtier.lab.bench.sides import BackendSide, Chunk
 from kvtier.memory.arena import Arena
 from kvtier.settings import LocalTierSettings
 from kvtier.tiers.seal import Seal

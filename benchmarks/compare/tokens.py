@@ -23,11 +23,11 @@ from benchmarks.look_up import is_ready
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.bridge.protocol import Hello
-from kvtier.demo.server import start_cache
 from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.layout import ModelLayout, Region
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.worker import WorkerSide
+from kvtier.lab.demo.server import start_cache
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 

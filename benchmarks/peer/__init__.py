@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.pools_sides import PoolSide
-from kvtier.bench.sides import Chunk
+from kvtier.lab.bench.sides import Chunk
 from kvtier.memory.keys import ChunkKey
 
 VERSION = "0.5.6"

@@ -24,10 +24,10 @@ from kvtier.pipeline.found import Lookup, Ready
 from kvtier.units import format_size
 
 if TYPE_CHECKING:
-    from kvtier.agent.served import EngineModel
+    from kvtier.fleet.member.served import EngineModel
+    from kvtier.observability.recording.recorder import Recorder
     from kvtier.peers.kv_transfer import KVTransfer as Transfer
     from kvtier.peers.staging.buffers import EngineStaging, Staging
-    from kvtier.recording.recorder import Recorder
 
 NO_LEASE = 0
 

@@ -53,11 +53,11 @@ from typing import Literal
 
 import msgspec
 
-from kvtier.agent.served import EngineModel
 from kvtier.catalog.hints import ChunkHints
+from kvtier.fleet.member.served import EngineModel
 from kvtier.memory.layout import ChunkLayout
+from kvtier.observability.whatif.report import Report
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
-from kvtier.whatif.report import Report
 
 VERSION = 14
 

@@ -32,7 +32,7 @@ from kvtier.instance import Instance
 from kvtier.settings import Settings
 
 if TYPE_CHECKING:
-    from kvtier.recording.recorder import Recorder
+    from kvtier.observability.recording.recorder import Recorder
 
 logger = logging.getLogger("kvtier")
 
@@ -81,7 +81,7 @@ async def _recording(settings: Settings) -> AsyncIterator[Recorder | None]:
     if settings.recording.path is None:
         yield None
         return
-    from kvtier.recording.recorder import recording
+    from kvtier.observability.recording.recorder import recording
     from kvtier.tiers.tenants import tenant_names
 
     async with recording(settings.recording, tenant_names(settings)) as recorder:
@@ -105,7 +105,7 @@ async def _serving_metrics(listen: str | None, server: BridgeServer) -> AsyncIte
         yield
         return
     from kvtier.http import serving
-    from kvtier.metrics import MAX_REQUESTS, CacheMetrics, application
+    from kvtier.observability.metrics import MAX_REQUESTS, CacheMetrics, application
 
     with CacheMetrics.of(server.cache, server.status, server.what_if) as metrics:
         async with serving(

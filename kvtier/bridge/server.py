@@ -35,9 +35,9 @@ from kvtier.rpc.wire import SocketWire
 from kvtier.units import format_size
 
 if TYPE_CHECKING:
+    from kvtier.observability.recording.recorder import Recorder
+    from kvtier.observability.whatif.report import Report
     from kvtier.peers.engines import RemoteEngines
-    from kvtier.recording.recorder import Recorder
-    from kvtier.whatif.report import Report
 
 logger = logging.getLogger("kvtier")
 

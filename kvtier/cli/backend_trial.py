@@ -11,10 +11,10 @@ from typing import TypeVar
 import anyio
 
 from kvtier.backends.base import Backend, Outcome
-from kvtier.bench.chunks import make_chunks, random_keys
-from kvtier.bench.sides import unseal
 from kvtier.concurrency.detached import DetachedTask
 from kvtier.errors import KVTierError
+from kvtier.lab.bench.chunks import make_chunks, random_keys
+from kvtier.lab.bench.sides import unseal
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings

@@ -18,8 +18,8 @@ from kvtier.cli.terminal import AsJson, ConfigFile, messages, output, print_json
 from kvtier.concurrency.signals import exit_on_signals
 
 if TYPE_CHECKING:
-    from kvtier.bench.rows import Extent, Row
-    from kvtier.bench.turns import Advance
+    from kvtier.lab.bench.rows import Extent, Row
+    from kvtier.lab.bench.turns import Advance
     from kvtier.plugins import Plugins
     from kvtier.settings import Settings, TierSettings
 
@@ -90,11 +90,11 @@ def bench(
     Test chunks have random keys and are deleted afterwards. Other data and running cache processes are not
     affected. Exit status 1 if a measurement fails.
     """
-    from kvtier.bench.plot import expect_matplotlib, save_plot
-    from kvtier.bench.report import json_of, remarks_of, table_of
-    from kvtier.bench.rows import Extent
     from kvtier.cli.checks_backend import join_threads
     from kvtier.cli.doctor import exit_process
+    from kvtier.lab.bench.plot import expect_matplotlib, save_plot
+    from kvtier.lab.bench.report import json_of, remarks_of, table_of
+    from kvtier.lab.bench.rows import Extent
 
     threads = threading.enumerate()
     extent = Extent(parse_chunk_size(size), chunks, min(in_flight, chunks), turns)
@@ -168,9 +168,9 @@ def _tiers(settings: Settings, plugins: Plugins) -> Iterator[list[TierSettings]]
 
 
 def _tier_target(plugins: Plugins, tier: TierSettings, *, checksum: bool) -> Target:
-    from kvtier.bench.run import describe_error, run
-    from kvtier.bench.tiers import measure_tier, memory_bytes, tier_bytes
     from kvtier.cli.checks_backend import isolated_settings, without_secrets
+    from kvtier.lab.bench.run import describe_error, run
+    from kvtier.lab.bench.tiers import measure_tier, memory_bytes, tier_bytes
 
     def measure(extent: Extent, advance: Advance) -> Row:
         backend_type = plugins.backend(tier.type)
@@ -185,8 +185,8 @@ def _tier_target(plugins: Plugins, tier: TierSettings, *, checksum: bool) -> Tar
 
 
 def _transport_target(plugins: Plugins, settings: Settings) -> Target:
-    from kvtier.bench.run import describe_error, run
-    from kvtier.bench.transports import measure_transport, memory_bytes
+    from kvtier.lab.bench.run import describe_error, run
+    from kvtier.lab.bench.transports import measure_transport, memory_bytes
 
     transport = plugins.transport_settings(settings)
     kind = plugins.transport(transport.type)
@@ -202,7 +202,7 @@ def _transport_target(plugins: Plugins, settings: Settings) -> Target:
 
 
 def _failed(name: str, kind: str, reason: str) -> Row:
-    from kvtier.bench.rows import Row
+    from kvtier.lab.bench.rows import Row
 
     return Row(name, kind, error=reason)
 
@@ -211,7 +211,7 @@ def _measure_all(targets: list[Target], extent: Extent) -> list[Row]:
     """Measure the targets one after the other. The progress bar is redrawn only between timed sections."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from kvtier.bench.tiers import steps_of
+    from kvtier.lab.bench.tiers import steps_of
     from kvtier.memory.host import available_bytes
     from kvtier.units import format_size
 

@@ -20,12 +20,12 @@ from pydantic import BaseModel, SecretStr
 
 from kvtier.backends.base import Backend
 from kvtier.backends.disk.backend import DiskSettings, lock_holder
-from kvtier.bench.run import run
 from kvtier.cli.backend_trial import GRACE_SECONDS, REMEDY_FAILED, Problem, run_contact, run_trial
 from kvtier.cli.check import Check
 from kvtier.cli.checks_disk import find_obstacle, nearest_folder, remedy_of
 from kvtier.concurrency.threads import WORKER_NAME
 from kvtier.errors import KVTierError, TierError
+from kvtier.lab.bench.run import run
 from kvtier.memory.header import OBJECT_ALIGNMENT
 from kvtier.plugins import Plugins, is_memory
 from kvtier.settings import LocalTierSettings, TierSettings

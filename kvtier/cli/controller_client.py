@@ -16,7 +16,8 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from kvtier.controller.api import (
+from kvtier.errors import ControllerError
+from kvtier.fleet.controller.api import (
     Accepted,
     EventAnswer,
     EventsAnswer,
@@ -25,7 +26,6 @@ from kvtier.controller.api import (
     LookupAnswer,
     PinsAnswer,
 )
-from kvtier.errors import ControllerError
 from kvtier.version import __version__
 
 TIMEOUT_SECONDS = 3.0

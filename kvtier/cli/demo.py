@@ -60,10 +60,10 @@ def demo(
     if missing:
         _print_error(f"{', '.join(missing)} cannot be imported: install them, or run `make demo` in a clone")
         raise typer.Exit(1)
-    from kvtier.demo.disaggregated import run_disaggregated
-    from kvtier.demo.run import run_demo
-    from kvtier.demo.server import DemoFailed
-    from kvtier.demo.work import Options
+    from kvtier.lab.demo.disaggregated import run_disaggregated
+    from kvtier.lab.demo.run import run_demo
+    from kvtier.lab.demo.server import DemoFailed
+    from kvtier.lab.demo.work import Options
 
     options = Options(model, tokens, work_dir, keep, dtype, vllm_arguments or [])
     try:

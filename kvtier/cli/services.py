@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 from kvtier.cli.options import Command, make_command, option, own_parameters, read_secret
 from kvtier.cli.settings_reference import format_value
 from kvtier.cli.terminal import ConfigFile, set_up_logging
-from kvtier.controller.settings import ServiceSettings
-from kvtier.proxy.settings import ProxySettings
+from kvtier.fleet.controller.settings import ServiceSettings
+from kvtier.fleet.proxy.settings import ProxySettings
 from kvtier.settings.command import CommandSettings
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -84,7 +84,7 @@ def controller(given: dict[str, Any], config: ConfigFile = None) -> None:
     """
     import anyio
 
-    from kvtier.controller.serve import serve
+    from kvtier.fleet.controller.serve import serve
     from kvtier.settings import load_settings
 
     if given["token"] is None:  # The same default as for clients.
@@ -101,7 +101,7 @@ def proxy(given: dict[str, Any]) -> None:
     """
     import anyio
 
-    from kvtier.proxy.serve import serve
+    from kvtier.fleet.proxy.serve import serve
 
     if not given["decode"]:
         raise typer.BadParameter("no decode instance: use --decode http://HOST:PORT")

@@ -16,12 +16,12 @@ from kvtier.cli.options import ALL, epilog
 from kvtier.cli.terminal import AsJson, messages, output, print_json
 
 if TYPE_CHECKING:
+    from kvtier.lab.simulation.replay import Advance, Model
+    from kvtier.lab.simulation.study import Study
+    from kvtier.lab.simulation.trace import Trace
+    from kvtier.observability.whatif.simulated_tiers import SimulatedTiers
     from kvtier.plugins import Plugins
     from kvtier.settings import Settings
-    from kvtier.simulation.replay import Advance, Model
-    from kvtier.simulation.study import Study
-    from kvtier.simulation.trace import Trace
-    from kvtier.whatif.simulated_tiers import SimulatedTiers
 
 EXAMPLES = epilog(
     "kvtier simulate mooncake.jsonl.xz",
@@ -106,10 +106,10 @@ def simulate(
     Each request is looked up and stored by the same catalog, policies and plans that serve, without bytes
     and without waiting. Belady's optimum is the highest hit rate that any policy can have.
     """
+    from kvtier.lab.simulation.replay import Model
+    from kvtier.lab.simulation.report import json_of
     from kvtier.plugins import Plugins
     from kvtier.settings import load_settings
-    from kvtier.simulation.replay import Model
-    from kvtier.simulation.report import json_of
 
     _check_outputs(json_file, plot)
     if config is not None and capacity is not None:
@@ -141,13 +141,13 @@ def simulate(
 
 def _write(studies: Sequence[Study], model: Model, json_file: Path | None, plot: Path | None) -> None:
     """Write the results to files. Raises :class:`SimulationError`."""
-    from kvtier.simulation.report import json_of
+    from kvtier.lab.simulation.report import json_of
 
     if json_file is not None:
         with _writing("--output", json_file):
             json_file.write_text(json.dumps(json_of(studies, model), indent=2) + "\n")
     if plot is not None:
-        from kvtier.simulation.plot import save_plot
+        from kvtier.lab.simulation.plot import save_plot
 
         with _writing("--plot", plot):
             save_plot(studies, plot)
@@ -164,7 +164,7 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
         if path.is_dir():
             raise typer.BadParameter(f"{path} is a folder: name a file in it", param_hint=option)
     if plot is not None:
-        from kvtier.bench.plot import expect_matplotlib
+        from kvtier.lab.bench.plot import expect_matplotlib
 
         if plot.suffix != ".png":
             raise typer.BadParameter(
@@ -175,7 +175,7 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
 
 @contextmanager
 def _writing(option: str, path: Path) -> Iterator[None]:
-    from kvtier.simulation.errors import SimulationError
+    from kvtier.lab.simulation.errors import SimulationError
 
     try:
         yield
@@ -191,9 +191,9 @@ def _sized(
     policies: Sequence[str],
     speeds: dict[str, float],
 ) -> list[SimulatedTiers]:
+    from kvtier.lab.simulation.capacities import parse_capacities
+    from kvtier.observability.whatif.simulated_tiers import one_tier
     from kvtier.settings import DEFAULT_EVICTION
-    from kvtier.simulation.capacities import parse_capacities
-    from kvtier.whatif.simulated_tiers import one_tier
 
     chunk_bytes = model.chunk_bytes(trace)
     return [
@@ -206,7 +206,7 @@ def _sized(
 def _configured(
     plugins: Plugins, settings: Settings, policies: Sequence[str], speeds: dict[str, float]
 ) -> list[SimulatedTiers]:
-    from kvtier.whatif.simulated_tiers import configured
+    from kvtier.observability.whatif.simulated_tiers import configured
 
     choices: Sequence[str | None] = policies or [None]
     return [configured(plugins, settings, policy, speeds) for policy in choices]
@@ -268,7 +268,7 @@ def _measured(path: Path) -> dict[str, float]:
 
 
 def _load(path: Path, chunk_tokens: int, limit: int | None) -> Trace:
-    from kvtier.simulation.trace import Trace
+    from kvtier.lab.simulation.trace import Trace
 
     with messages().status(f"reading {escape(str(path))}"):
         return Trace.read(path, chunk_tokens, limit)
@@ -277,7 +277,7 @@ def _load(path: Path, chunk_tokens: int, limit: int | None) -> Trace:
 def _study(
     trace: Trace, plugins: Plugins, caches: Sequence[SimulatedTiers], model: Model, windows: int
 ) -> Study:
-    from kvtier.simulation.study import steps_of, study
+    from kvtier.lab.simulation.study import steps_of, study
 
     with _progress(trace.name, steps_of(trace, caches)) as advance:
         return study(trace, plugins, caches, model, windows=windows, advance=advance)
@@ -294,7 +294,7 @@ def _progress(name: str, total: int) -> Iterator[Advance]:
 
 
 def _print(study: Study, *, windows: bool) -> None:
-    from kvtier.simulation.report import headline_of, remarks_of, table_of, windows_table
+    from kvtier.lab.simulation.report import headline_of, remarks_of, table_of, windows_table
 
     output().print(escape(headline_of(study)))
     output().print(table_of(study))

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from kvtier.cli.cache_process import Socket, cache_process
 from kvtier.cli.terminal import AsJson, ConfigFile, messages, output, print_json, table
+from kvtier.observability.whatif.report import Change, Point, Report, TierCurve
 from kvtier.units import format_size, parse_size
-from kvtier.whatif.report import Change, Point, Report, TierCurve
 
 EXAMPLES = (
     "kvtier whatif",
@@ -51,7 +51,7 @@ def whatif(
     Hit rates between two estimated capacities are interpolated. With --json and --add, prints the changes.
     """
     from kvtier.bridge import client
-    from kvtier.whatif import sentences
+    from kvtier.observability.whatif import sentences
 
     added = None if add is None else _parse_added(add)
     with cache_process(config, socket) as address:
@@ -101,8 +101,8 @@ def _show_added(report: Report, added: int, *, as_json: bool) -> None:
 
     Raises: typer.BadParameter: none does.
     """
-    from kvtier.whatif.curve import change_to
-    from kvtier.whatif.sentences import MIN_SAMPLED, UNRELIABLE, sentence
+    from kvtier.observability.whatif.curve import change_to
+    from kvtier.observability.whatif.sentences import MIN_SAMPLED, UNRELIABLE, sentence
 
     changes = [
         change
@@ -122,14 +122,14 @@ def _show_added(report: Report, added: int, *, as_json: bool) -> None:
 
 
 def _range(curve: TierCurve) -> str:
-    from kvtier.whatif.curve import known_points
+    from kvtier.observability.whatif.curve import known_points
 
     sizes = [format_size(point.capacity_bytes) for point in known_points(curve)]
     return f"{curve.tier} from {sizes[0]} to {sizes[-1]}, it has {format_size(curve.capacity_bytes)}"
 
 
 def _show(report: Report) -> None:
-    from kvtier.whatif.sentences import basis, findings
+    from kvtier.observability.whatif.sentences import basis, findings
 
     for line in basis(report):
         output().print(line, markup=False)
@@ -142,7 +142,7 @@ def _show(report: Report) -> None:
 
 def _curve(curve: TierCurve, changes: Sequence[Change]) -> Table:
     """Return the hit rate at each capacity as a table with bars, and then that of each policy."""
-    from kvtier.whatif.curve import known_points
+    from kvtier.observability.whatif.curve import known_points
 
     rows = table(escape(curve.tier), "hit rate", f"in {escape(curve.tier)} or faster", "", "")
     for point in known_points(curve):

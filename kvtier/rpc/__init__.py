@@ -13,5 +13,5 @@ From the bottom up:
 - :mod:`~kvtier.rpc.listener`, :mod:`~kvtier.rpc.authentication`: who may connect.
 
 The messages themselves are in ``protocol.py`` of :mod:`kvtier.bridge`, :mod:`kvtier.peers` and
-:mod:`kvtier.agent`.
+:mod:`kvtier.fleet.member`.
 """

@@ -13,7 +13,6 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from kvtier.agent.served import EngineModel, TokenizerSource
 from kvtier.bridge import protocol, watched
 from kvtier.bridge.protocol import (
     Abandon,
@@ -35,6 +34,7 @@ from kvtier.bridge.protocol import (
     Status,
     Watch,
 )
+from kvtier.fleet.member.served import EngineModel, TokenizerSource
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import ChunkKey, chunk_keys, join_keys, split_keys
 from kvtier.rpc.frames import Ping, Pong, Refused, encode

@@ -15,10 +15,10 @@ from kvtier.bridge.listen import listening
 from kvtier.bridge.protocol import Status, StatusReport, WhatIf, WhatIfAnswer
 from kvtier.errors import Rejected
 from kvtier.instance import Instance
+from kvtier.observability.whatif.report import Report
 from kvtier.rpc.frames import Refused, encode
 from kvtier.rpc.greeting import describe_mismatch
-from kvtier.whatif.report import Report
-from tests.whatif.reports import REPORT
+from tests.observability.whatif.reports import REPORT
 
 from .scripted import open_host
 

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from kvtier import ChunkHints, ModelCache, Settings, TieredCache
 from kvtier.catalog.catalog import State
 from kvtier.catalog.tenants import Reach
+from kvtier.lab.simulation.keys import chunk_keys
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
+from kvtier.observability.whatif.simulated_cache import SimulatedCache
+from kvtier.observability.whatif.simulated_tiers import configured
 from kvtier.settings import TierSettings
-from kvtier.simulation.keys import chunk_keys
 from kvtier.testing.faults import Fault, FaultyBackend
-from kvtier.whatif.simulated_cache import SimulatedCache
-from kvtier.whatif.simulated_tiers import configured
 from tests.small_disk import mounted
 
 from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows

@@ -16,11 +16,11 @@ from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.catalog.policies.returns import NEW, class_continued
 from kvtier.catalog.policies.shadow import ShadowCache
 from kvtier.memory.keys import ChunkKey
+from kvtier.observability.whatif.simulated_cache import SimulatedCache
+from kvtier.observability.whatif.simulated_tiers import configured, one_tier
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
 from kvtier.testing.eviction import LENGTH, prompt_of
-from kvtier.whatif.simulated_cache import SimulatedCache
-from kvtier.whatif.simulated_tiers import configured, one_tier
 
 PLUGINS = Plugins.load([])
 SESSIONS, SESSION_CHUNKS, SCAN_CHUNKS = 10, 8, 20

@@ -14,14 +14,14 @@ import httpx
 from anyio import to_thread
 
 # Imported early: opening an instance would import these and block the event loop.
-import kvtier.agent.agent
-import kvtier.agent.commands
-import kvtier.agent.tokenizing
+import kvtier.fleet.member.agent
+import kvtier.fleet.member.commands
+import kvtier.fleet.member.tokenizing
 import kvtier.peers.backend
 import kvtier.peers.server  # noqa: F401
-from kvtier.agent.served import EngineModel
-from kvtier.controller.serve import Controller, run_controller
-from kvtier.controller.settings import ServiceSettings
+from kvtier.fleet.controller.serve import Controller, run_controller
+from kvtier.fleet.controller.settings import ServiceSettings
+from kvtier.fleet.member.served import EngineModel
 from kvtier.instance import Instance
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.plugins import Plugins

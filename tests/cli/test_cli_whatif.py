@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from kvtier.bridge import client
 from kvtier.bridge.protocol import WhatIfAnswer
-from kvtier.whatif.report import Report
-from kvtier.whatif.sentences import DISABLED, NOTHING_OBSERVED, UNRELIABLE, basis, findings
+from kvtier.observability.whatif.report import Report
+from kvtier.observability.whatif.sentences import DISABLED, NOTHING_OBSERVED, UNRELIABLE, basis, findings
 from tests.bridge.conftest import CHUNK_TOKENS, KEYS, is_serving, store, wait_until
-from tests.whatif.reports import GIB, REPORT
+from tests.observability.whatif.reports import GIB, REPORT
 
 from .conftest import Kvtier, fork
 

@@ -18,9 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.renderers.base import BaseRenderer
 
 from kvtier import Settings
-from kvtier.agent.served import EngineModel, TokenizerSource
 from kvtier.bridge.protocol import Weights
 from kvtier.errors import UnsupportedEngine
+from kvtier.fleet.member.served import EngineModel, TokenizerSource
 from kvtier.integrations.vllm import compat, connector, metrics, register
 from kvtier.integrations.vllm.bridges import Bridges
 from kvtier.integrations.vllm.layout import ModelLayout

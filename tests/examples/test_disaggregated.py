@@ -16,8 +16,8 @@ import typer
 import yaml
 
 from kvtier.cli import make_app
+from kvtier.fleet.proxy.settings import ProxySettings
 from kvtier.plugins import Plugins
-from kvtier.proxy.settings import ProxySettings
 from kvtier.settings import LocalTierSettings, Settings, load_settings
 
 HERE = Path(__file__).parents[2] / "examples" / "disaggregated"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.bench.sides import object_length
+from kvtier.lab.bench.sides import object_length
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import blank, make_key

@@ -1,6 +1,6 @@
 """Cache processes that are forked like the engines: they start at once, where an interpreter takes seconds.
 
-That ``kvtier serve`` starts as a command is tested in ``tests/bridge`` and ``tests/demo``.
+That ``kvtier serve`` starts as a command is tested in ``tests/bridge`` and ``tests/lab/demo``.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import httpx
 import pytest
 import yaml
 
-from kvtier.demo import model as demo_model
-from kvtier.demo.server import Server, start_vllm
+from kvtier.lab.demo import model as demo_model
+from kvtier.lab.demo.server import Server, start_vllm
 from kvtier.testing.servers import free_port
 from tests.vllm.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine

@@ -16,10 +16,10 @@ import httpx
 import pytest
 from rich.console import Console
 
-from kvtier.demo.client import Client
-from kvtier.demo.report import Steps
-from kvtier.demo.server import DemoFailed, Server, start_proxy, start_vllm
-from kvtier.demo.work import Model, Options, Work, make_prompts, served_model, vllm_arguments, work_folder
+from kvtier.lab.demo.client import Client
+from kvtier.lab.demo.report import Steps
+from kvtier.lab.demo.server import DemoFailed, Server, start_proxy, start_vllm
+from kvtier.lab.demo.work import Model, Options, Work, make_prompts, served_model, vllm_arguments, work_folder
 from kvtier.testing.servers import free_port
 from tests.vllm.cache_process import MIB, CacheProcess
 from tests.vllm.test_disaggregated import ROLES, SECRET, is_quiet

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvtier.demo.client import Client
-from kvtier.demo.server import start_vllm
+from kvtier.lab.demo.client import Client
+from kvtier.lab.demo.server import start_vllm
 from kvtier.testing.servers import free_port
 from tests.vllm.cache_process import START_SECONDS, CacheProcess
 from tests.vllm.conftest import MakeCache, Oracle

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvtier.demo.client import Client
-from kvtier.demo.server import start_vllm
+from kvtier.lab.demo.client import Client
+from kvtier.lab.demo.server import start_vllm
 from kvtier.testing.servers import free_port
 from tests.vllm import models
 from tests.vllm.cache_process import CHUNK, CacheProcess

@@ -14,8 +14,8 @@ import pytest
 
 from kvtier.bridge.client import status
 from kvtier.concurrency.placement import Placement
-from kvtier.demo.client import Client
-from kvtier.demo.server import Server, start_vllm
+from kvtier.lab.demo.client import Client
+from kvtier.lab.demo.server import Server, start_vllm
 from kvtier.testing.servers import free_port
 from tests.vllm import models
 from tests.vllm.cache_process import CHUNK

@@ -1,4 +1,4 @@
-// What kvtier/simulation does for each chunk of a trace. See there for the meaning.
+// What kvtier/lab/simulation does for each chunk of a trace. See there for the meaning.
 #pragma once
 
 #include <cstddef>

@@ -1,0 +1,1 @@
+"""Many hosts: the controller, its client in each instance, and the proxy."""

@@ -1,0 +1,179 @@
+"""Validation of what instances report: everything stored is bounded in size, printable and consistent.
+
+Each check raises :class:`RefusedInstance` with a reason that the instance's operator can act on.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from kvtier.fleet.controller.errors import RefusedInstance
+from kvtier.fleet.member.protocol import Heartbeat, Hello, Model, TierDescription
+from kvtier.memory.keys import KEY_BYTES
+from kvtier.memory.layout import ChunkLayout
+from kvtier.observability.whatif.report import Report as WhatIfReport
+from kvtier.settings.controller import INSTANCE_ID
+from kvtier.settings.peer import split_address
+
+MAX_TIERS = 16
+MAX_MODELS = 64
+MAX_NAMES = 64
+"""Per model."""
+MAX_ENGINES = 256
+MAX_CHARACTERS = 256
+"""Per name or other text."""
+MAX_GROUPS = 64
+MAX_LAYERS = 4096
+"""Per group."""
+MAX_COUNT = 1 << 62
+"""Bytes, chunks or tokens. The sum of two counts still fits into 64 bits."""
+MAX_POINTS = 64
+"""Estimated capacities of a tier."""
+MAX_CHANGES = 512
+"""Estimated changes of settings."""
+MAX_CHUNK_BYTES = 1 << 40
+MAX_CHUNK_TOKENS = 1 << 20
+
+_ID = re.compile(INSTANCE_ID)
+
+
+def check_hello(hello: Hello) -> None:
+    """Check the description that an instance registers with."""
+    if not _ID.fullmatch(hello.instance):
+        raise RefusedInstance(
+            f"{hello.instance[:MAX_CHARACTERS]!r} is not a valid instance id: use 1 to 128 letters, digits, "
+            "'.', '_' and '-', starting with a letter or digit"
+        )
+    optional = [text for text in (hello.peer, hello.transport) if text is not None]
+    _check_texts("its description", [hello.kvtier, hello.host, *optional])
+    if hello.peer is not None:
+        _check_address(hello.peer)
+    _check_counts("its process", [hello.process])
+    _check_tiers(hello.tiers)
+
+
+def check_heartbeat(heartbeat: Heartbeat, tiers: int) -> None:
+    """Check a heartbeat of an instance that has ``tiers`` tiers."""
+    if len(heartbeat.tiers) != tiers:
+        raise RefusedInstance(f"its heartbeat has {len(heartbeat.tiers)} tiers, but it registered {tiers}")
+    counts = [
+        count for tier in heartbeat.tiers for count in (tier.used, tier.chunks, tier.found, tier.hit_tokens)
+    ]
+    counts += [heartbeat.looked_up, heartbeat.looked_up_tokens, heartbeat.leases, heartbeat.pending_bytes]
+    _check_counts("its heartbeat", counts)
+    if len(heartbeat.engines) > MAX_ENGINES:
+        raise RefusedInstance(f"it has {len(heartbeat.engines)} engines, more than {MAX_ENGINES}")
+    _check_texts("its engines", heartbeat.engines)
+
+
+def check_what_if(report: WhatIfReport, tiers: Sequence[str]) -> None:
+    """Check an estimate of an instance that has these ``tiers``."""
+    where = "its estimate"
+    curves, changes = report.tiers, report.changes
+    known = [curve.tier for curve in curves]
+    if len(set(known)) < len(known) or not set(known).union(change.tier for change in changes) <= set(tiers):
+        raise RefusedInstance(f"{where} is not about its own tiers")
+    most = max((len(curve.points) for curve in curves), default=0)
+    if most > MAX_POINTS or len(changes) > MAX_CHANGES:
+        raise RefusedInstance(
+            f"{where} has {most} capacities of a tier and {len(changes)} changes, "
+            f"more than {MAX_POINTS} or {MAX_CHANGES}"
+        )
+    points = [point for curve in curves for point in curve.points]
+    policies = [change.policy for change in changes if change.policy is not None]
+    stopped = [report.stopped] if report.stopped else []
+    _check_texts(where, [*policies, *stopped, *(curve.policy for curve in curves)])
+    capacities = [change.capacity_bytes for change in changes if change.capacity_bytes is not None]
+    sizes = [size for curve in curves for size in (curve.capacity_bytes, curve.useful_bytes)]
+    sizes += [point.capacity_bytes for point in points]
+    _check_counts(
+        where, [*sizes, *capacities, report.chunks, report.looked_up, report.sampled, report.dropped]
+    )
+    shares = [
+        report.sampling,
+        report.observed,
+        report.measured_hit_rate or 0.0,
+        *(point.hit_rate for point in points),
+    ]
+    shares += [point.fast_hit_rate for point in points if point.fast_hit_rate is not None]
+    shares += [*(curve.hit_rate for curve in curves), *(change.hit_rate for change in changes)]
+    _check_numbers(where, shares, 0, 1)
+    _check_numbers(where, [change.gained for change in changes], -1, 1)
+    amounts = [
+        report.seconds,
+        report.behind_seconds,
+        report.cpu_share,
+        report.prefill_tokens_per_second or 0.0,
+    ]
+    _check_numbers(where, amounts, 0, MAX_COUNT)
+    saved = [change.gpu_seconds_a_day or 0.0 for change in changes]
+    _check_numbers(where, saved, -MAX_COUNT, MAX_COUNT)
+
+
+def check_models(models: Sequence[Model]) -> None:
+    """Check the models that an instance serves, including their layouts."""
+    if len(models) > MAX_MODELS:
+        raise RefusedInstance(f"it serves {len(models)} models, more than {MAX_MODELS}")
+    for model in models:
+        if not 0 < len(model.names) <= MAX_NAMES:
+            raise RefusedInstance(f"one of its models has {len(model.names)} names, not 1 to {MAX_NAMES}")
+        _check_texts("its models", model.names)
+        if len(model.namespace) != KEY_BYTES:
+            raise RefusedInstance(
+                f"the namespace of {model.names[0]!r} has {len(model.namespace)} bytes, not {KEY_BYTES}"
+            )
+        if not _is_valid(model.layout):
+            raise RefusedInstance(f"the layout of its model {model.names[0]!r} is invalid")
+
+
+def _check_tiers(tiers: Sequence[TierDescription]) -> None:
+    if not 0 < len(tiers) <= MAX_TIERS:
+        raise RefusedInstance(f"it has {len(tiers)} tiers, not 1 to {MAX_TIERS}")
+    names = [tier.name for tier in tiers]
+    _check_texts("its tiers", [*names, *(tier.type for tier in tiers)])
+    if len(set(names)) < len(names):
+        raise RefusedInstance("two of its tiers have the same name")
+    _check_counts("its tiers", [tier.capacity for tier in tiers if tier.capacity is not None])
+
+
+def _check_address(peer: str) -> None:
+    try:
+        split_address(peer)
+    except ValueError as error:
+        raise RefusedInstance(f"its peer address: {error}") from error
+
+
+def _check_texts(where: str, texts: Iterable[str]) -> None:
+    for text in texts:
+        if not text or len(text) > MAX_CHARACTERS or not text.isprintable():
+            raise RefusedInstance(
+                f"{where}: {text[:40]!r} is empty, longer than {MAX_CHARACTERS} characters or not printable"
+            )
+
+
+def _check_counts(where: str, counts: Iterable[int]) -> None:
+    for count in counts:
+        if not 0 <= count <= MAX_COUNT:
+            raise RefusedInstance(f"{where}: {count} is not between 0 and {MAX_COUNT}")
+
+
+def _check_numbers(where: str, numbers: Iterable[float], least: float, most: float) -> None:
+    for number in numbers:
+        if not (math.isfinite(number) and least <= number <= most):
+            raise RefusedInstance(f"{where}: {number} is not between {least} and {most}")
+
+
+def _is_valid(layout: ChunkLayout) -> bool:
+    """Return whether a layout, which is consistent since it was decoded, has the size of a real one."""
+    if layout.chunk_tokens > MAX_CHUNK_TOKENS or len(layout.platform) > MAX_LAYERS:
+        return False
+    if len(layout.groups) > MAX_GROUPS:
+        return False
+    for group in layout.groups:
+        if group.window < 0 or len(group.page_bytes) > MAX_LAYERS:
+            return False
+        if any(not 0 <= length <= MAX_CHUNK_BYTES for length in group.page_bytes):
+            return False
+    return layout.payload_bytes(layout.chunk_tokens) <= MAX_CHUNK_BYTES

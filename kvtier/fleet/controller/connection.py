@@ -1,0 +1,159 @@
+"""The controller's end of the WebSocket that an instance opens: see :mod:`kvtier.fleet.member.protocol`.
+
+An error of one instance ends only its connection, with the reason if it still reads. Messages are handled one
+after the other, large ones in slices, and are not queued before: an instance that sends much has to wait.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import anyio
+import anyio.lowlevel
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+
+from kvtier.errors import KVTierError, LayoutError, ProtocolError
+from kvtier.fleet.controller.errors import RefusedInstance
+from kvtier.fleet.controller.member import Member
+from kvtier.fleet.controller.registry import Registry
+from kvtier.fleet.member.protocol import (
+    MAX_ADDRESSES,
+    MAX_KEYS,
+    VERSION,
+    Changed,
+    Done,
+    FromInstance,
+    Heartbeat,
+    Hello,
+    Lost,
+    Report,
+    Serves,
+    UpToDate,
+    WhatIf,
+    WhoHolds,
+    WhoServes,
+    decode_from_instance,
+)
+from kvtier.memory.keys import ChunkKey, split_keys
+from kvtier.rpc.endpoint import REFUSAL_SECONDS, Endpoint
+from kvtier.rpc.frames import MAX_FRAME_BYTES
+from kvtier.rpc.greeting import check_hello
+from kvtier.rpc.websocket_server import ServerWire
+
+logger = logging.getLogger("kvtier")
+
+HELLO_SECONDS = 10.0
+"""Timeout for the first message of an instance."""
+MAX_UNSENT_BYTES = 32 << 20
+"""Maximum size of the messages queued for one instance. Beyond it the instance counts as dead."""
+MAX_SMALL_BYTES = 256 << 10
+"""Maximum size of a message without keys or tokens: decoding a list that fills a frame takes too long."""
+SLICE_KEYS = 4096
+"""Number of keys indexed before yielding to the event loop, which takes some milliseconds."""
+
+_LARGE_TAGS = {kind.__struct_config__.tag for kind in (Changed, WhoHolds, Done)}
+
+
+async def serve(registry: Registry, websocket: WebSocket) -> None:
+    """Serve one instance over an accepted WebSocket until the connection ends. Does not raise."""
+    timeout = registry.idle_timeout
+    endpoint = Endpoint(ServerWire(websocket, MAX_UNSENT_BYTES, timeout), _decode, idle_timeout=timeout)
+    member: Member | None = None
+    error: KVTierError
+    try:
+        hello = check_hello(await endpoint.receive(HELLO_SECONDS), Hello, VERSION)
+        member = await registry.admit(hello, endpoint)
+        error = await endpoint.run(_Handler(registry, member), refuses=False, drains=False)
+    except KVTierError as refusal:
+        error = refusal
+    finally:
+        if member is not None:
+            registry.leave(member, "its connection has ended")
+    name = f"instance {member.id}" if member is not None else _client_name(websocket)
+    if WebSocketState.DISCONNECTED in (websocket.client_state, websocket.application_state):
+        logger.debug("the connection of %s has ended: %s", name, error)
+        return
+    logger.info("the connection of %s is closed: %s", name, error)
+    await endpoint.refuse(error)
+    with anyio.move_on_after(REFUSAL_SECONDS), suppress(WebSocketDisconnect, RuntimeError):
+        await websocket.close()
+
+
+def _client_name(websocket: WebSocket) -> str:
+    client = websocket.client
+    return "an unknown client" if client is None else f"a client at {client.host}"
+
+
+class _Handler:
+    """Handles the messages of a registered instance."""
+
+    def __init__(self, registry: Registry, member: Member) -> None:
+        self._registry = registry
+        self._member = member
+
+    async def __call__(self, message: Report | WhoHolds | WhoServes | Hello) -> None:
+        """Handle a message. Raises :class:`ProtocolError` if it is invalid."""
+        try:
+            await self._handle(message)
+        except RefusedInstance as error:
+            raise ProtocolError(str(error)) from error
+
+    async def _handle(self, message: Report | WhoHolds | WhoServes | Hello) -> None:
+        registry, member = self._registry, self._member
+        match message:
+            case Changed():
+                await self._index(message)
+            case WhoHolds():
+                member.endpoint.send(registry.held_by(member, message, _split(message.keys)))
+            case WhoServes():
+                if len(message.addresses) > MAX_ADDRESSES:
+                    raise ProtocolError(f"it asks for more than {MAX_ADDRESSES} addresses at once")
+                member.endpoint.send(registry.served_at(message))
+            case Heartbeat():
+                registry.update_heartbeat(member, message)
+            case WhatIf():
+                registry.update_what_if(member, message.report)
+            case Serves():
+                registry.serves(member, message.models)
+            case UpToDate():
+                registry.up_to_date(member)
+            case Lost():
+                registry.lost(member)
+            case Hello():
+                raise ProtocolError("unexpected Hello")
+
+    async def _index(self, changed: Changed) -> None:
+        member, registry = self._member, self._registry
+        if not 0 <= changed.tier < len(member.places):
+            raise ProtocolError(f"it reports on tier {changed.tier}, but has {len(member.places)} tiers")
+        removed, stored = _split(changed.removed), _split(changed.stored)
+        steps: list[tuple[Callable[[Member, int, Sequence[ChunkKey]], None], list[ChunkKey]]] = [
+            (registry.removed, removed),
+            (registry.stored, stored),
+        ]
+        for index, keys in steps:
+            for start in range(0, len(keys), SLICE_KEYS):
+                index(member, changed.tier, keys[start : start + SLICE_KEYS])
+                if start + SLICE_KEYS < len(keys):
+                    await anyio.lowlevel.checkpoint()
+
+
+def _decode(body: bytes) -> FromInstance:
+    # A message is an array of few elements, the first of which is its tag.
+    large = body[0] >> 4 == 0x9 and body[1:2] and body[1] in _LARGE_TAGS
+    limit = MAX_FRAME_BYTES if large else MAX_SMALL_BYTES
+    if len(body) > limit:
+        raise ProtocolError(f"a message of {len(body)} bytes is over {limit}")
+    try:
+        return decode_from_instance(body)
+    except (LayoutError, ArithmeticError) as error:
+        raise ProtocolError(f"the layout of a model is invalid: {error}") from error
+
+
+def _split(joined: bytes) -> list[ChunkKey]:
+    keys = split_keys(joined)
+    if len(keys) > MAX_KEYS:
+        raise ProtocolError(f"it names {len(keys)} chunks in one message, more than {MAX_KEYS}")
+    return keys

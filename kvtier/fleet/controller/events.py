@@ -1,0 +1,261 @@
+"""The log of operations (*events*), their progress and their results.
+
+An event is queued, then running, then done or failed, and is kept for some time afterwards. The log survives
+a restart of the controller; running operations do not: an unfinished event is then marked as failed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Literal
+
+import anyio
+import msgspec
+
+from kvtier.fleet.controller.errors import TooManyOperations, UnknownName
+from kvtier.fleet.controller.settings import KEEP_SECONDS
+from kvtier.fleet.controller.state import State
+
+Kind = Literal["move", "copy", "prefetch", "pin", "unpin", "clear"]
+EventState = Literal["queued", "running", "done", "failed"]
+Position = tuple[str, str | None]
+"""Instance id and tier name; ``None`` for all tiers."""
+
+MAX_ENDED = 10_000
+MAX_UNFINISHED = 1_000
+"""Backpressure: further operations are refused until some have finished."""
+RESTARTED = "the controller was restarted"
+PARTIAL_PROGRESS = "chunks confirmed before that keep their new state: repeat the request to do the rest"
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """The result of an event."""
+
+    tokens: int = 0
+    """Tokens of the chunks that were processed."""
+    chunks: int = 0
+    """Chunks that were processed."""
+    bytes: int = 0
+    """Transferred, or freed by a clear."""
+    removed: int = 0
+    """Chunks removed from the source of a move, or by a clear."""
+    unpinned: int = 0
+    """Pinned chunks that are not pinned any more: unpinned, moved away or cleared."""
+    reason: str | None = None
+    """Why fewer chunks were processed than requested."""
+
+
+class Event(msgspec.Struct, kw_only=True, eq=False):
+    """One operation. Modified only by the :class:`EventLog`."""
+
+    id: str
+    kind: Kind
+    source: Position | None
+    target: Position | None
+    model: str | None
+    num_tokens: int
+    """Tokens to be moved, pinned, etc. 0 for a clear without a prompt."""
+    chunks: int
+    state: EventState = "queued"
+    chunks_done: int = 0
+    bytes_done: int = 0
+    created_at: float
+    started_at: float | None = None
+    ended_at: float | None = None
+    error: str | None = None
+    result: Result = msgspec.field(default_factory=Result)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the event is done or failed."""
+        return self.ended_at is not None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Event).decode
+
+
+def _decode_row(row: tuple[str, bytes]) -> Event:
+    event_id, encoded = row
+    event = _decode(encoded)
+    if event.id != event_id:
+        raise ValueError(f"it has event {event.id:.100}")
+    return event
+
+
+Listener = Callable[[Event], None]
+
+
+class EventLog:
+    """All unfinished events, and recent finished ones. Only the ``wait`` methods are asynchronous."""
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        keep: float = KEEP_SECONDS,
+        max_ended: int = MAX_ENDED,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Load the events of a previous run from ``state``. ``keep`` is in seconds after an event's end."""
+        self._state = state
+        self._keep = keep
+        self._max_ended = max_ended
+        self._clock = clock
+        self._events: dict[str, Event] = {}
+        """Oldest first."""
+        self._ended: deque[Event] = deque()
+        """In the order of their end."""
+        self._ends: dict[str, anyio.Event] = {}
+        """Set at the end of an event; unfinished events only."""
+        self._listeners: set[Listener] = set()
+        self.counts: Counter[tuple[Kind, EventState]] = Counter()
+        """Transitions into each state since the controller started."""
+        self.seconds: defaultdict[Kind, float] = defaultdict(float)
+        """Total run time of finished events in seconds, by kind."""
+        self._load()
+
+    def _load(self) -> None:
+        for event in self._state.read("SELECT id, event FROM events ORDER BY created_at", _decode_row):
+            self._events[event.id] = event
+        for event in self._events.values():
+            if not event.ended:
+                event.state, event.ended_at = "failed", self._clock()
+                event.error = f"{RESTARTED}; {PARTIAL_PROGRESS}"
+                self._save(event)
+        self._ended.extend(sorted(self._events.values(), key=lambda event: event.ended_at or 0.0))
+        self._expire()
+
+    @property
+    def unfinished(self) -> int:
+        """Number of queued and running events."""
+        return len(self._ends)
+
+    def create(
+        self,
+        kind: Kind,
+        *,
+        source: Position | None = None,
+        target: Position | None = None,
+        model: str | None = None,
+        num_tokens: int = 0,
+        chunks: int = 0,
+    ) -> Event:
+        """Add a queued event. Raises: TooManyOperations: too many events are unfinished."""
+        if len(self._ends) >= MAX_UNFINISHED:
+            raise TooManyOperations(
+                f"{MAX_UNFINISHED} operations are in flight: retry when some of them have finished"
+            )
+        self._expire()
+        event = Event(
+            id=secrets.token_hex(8),
+            kind=kind,
+            source=source,
+            target=target,
+            model=model,
+            num_tokens=num_tokens,
+            chunks=chunks,
+            created_at=self._clock(),
+        )
+        self._events[event.id] = event
+        self._ends[event.id] = anyio.Event()
+        self._changed(event)
+        return event
+
+    def start(self, event: Event) -> None:
+        """Mark an event as running."""
+        event.state, event.started_at = "running", self._clock()
+        self._changed(event)
+
+    def progress(self, event: Event, chunks: int, transferred: int) -> None:
+        """Update an event's progress and notify listeners. Progress is not persisted."""
+        event.chunks_done, event.bytes_done = min(chunks, event.chunks), transferred
+        self._notify(event)
+
+    def finish(self, event: Event) -> None:
+        """Mark an event as done. Its ``result`` may be partial."""
+        self._end(event, "done")
+
+    def fail(self, event: Event, error: str) -> None:
+        """Mark an event as failed. No effect on an event that has ended."""
+        if not event.ended:
+            event.error = error
+            self._end(event, "failed")
+
+    def fail_all(self, error: str) -> None:
+        """Mark all unfinished events as failed."""
+        for event_id in list(self._ends):
+            self.fail(self._events[event_id], error)
+
+    def find(self, event_id: str) -> Event:
+        """Return the event with this id. Raises: UnknownName."""
+        self._expire()
+        event = self._events.get(event_id)
+        if event is None:
+            raise UnknownName(f"event {event_id!r}", [known.id for known in self.newest(10)])
+        return event
+
+    def newest(self, limit: int) -> list[Event]:
+        """Return the latest events, newest first."""
+        self._expire()
+        return list(islice(reversed(self._events.values()), limit))
+
+    async def wait(self, event: Event, seconds: float) -> None:
+        """Wait until the event has ended, for at most ``seconds``."""
+        end = self._ends.get(event.id)
+        if end is not None:
+            with anyio.move_on_after(seconds):
+                await end.wait()
+
+    async def wait_all(self) -> None:
+        """Wait until no event is queued or running."""
+        while self._ends:
+            await next(iter(self._ends.values())).wait()
+
+    @contextmanager
+    def subscribe(self, listener: Listener) -> Iterator[None]:
+        """Call ``listener`` on every change and progress within the block. It must not block."""
+        self._listeners.add(listener)
+        try:
+            yield
+        finally:
+            self._listeners.discard(listener)
+
+    def _end(self, event: Event, state: EventState) -> None:
+        event.state, event.ended_at = state, self._clock()
+        self.seconds[event.kind] += event.ended_at - (event.started_at or event.created_at)
+        self._ended.append(event)
+        self._changed(event)
+        self._ends.pop(event.id).set()
+
+    def _changed(self, event: Event) -> None:
+        self.counts[event.kind, event.state] += 1
+        self._save(event)
+        self._notify(event)
+
+    def _notify(self, event: Event) -> None:
+        for listener in tuple(self._listeners):
+            listener(event)
+
+    def _save(self, event: Event) -> None:
+        self._state.write(
+            "REPLACE INTO events VALUES (?, ?, ?)", [(event.id, event.created_at, _encode(event))]
+        )
+
+    def _expire(self) -> None:
+        """Delete finished events that are older than ``keep`` or beyond ``max_ended``."""
+        before = self._clock() - self._keep
+        expired = []
+        while self._ended and (
+            (self._ended[0].ended_at or 0.0) < before or len(self._ended) > self._max_ended
+        ):
+            event = self._ended.popleft()
+            del self._events[event.id]
+            expired.append((event.id,))
+        if expired:
+            self._state.write("DELETE FROM events WHERE id = ?", expired)

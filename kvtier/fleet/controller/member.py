@@ -1,0 +1,157 @@
+"""One connected instance: what it has reported, and the commands that it executes."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeAlias
+
+import anyio
+import msgspec
+
+from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
+from kvtier.fleet.controller.errors import CommandFailed, MemberGone
+from kvtier.fleet.controller.hits import HitWindow
+from kvtier.fleet.member.protocol import (
+    Cancel,
+    Command,
+    Delete,
+    Done,
+    Failed,
+    Fetch,
+    Heartbeat,
+    Hello,
+    Model,
+    Outcome,
+    Pin,
+    Progress,
+    Tokenize,
+    Unpin,
+)
+from kvtier.memory.keys import split_keys
+from kvtier.observability.whatif.report import Report as WhatIfReport
+from kvtier.rpc.calls import Call
+from kvtier.rpc.endpoint import Endpoint
+
+MAX_COMMANDS = 1024
+"""Maximum number of unanswered commands of one instance, including cancelled ones."""
+MAX_REASON_CHARACTERS = 1000
+CHECK_SECONDS = 0.05
+"""Interval at which :meth:`Member.responds` checks for messages other than a pong."""
+
+OnProgress: TypeAlias = Callable[[Progress], None]
+
+
+class Member:
+    """A connected instance, until its connection ends. Created by the registry."""
+
+    def __init__(self, hello: Hello, places: Sequence[int], endpoint: Endpoint) -> None:
+        self.id = hello.instance
+        self.hello = hello
+        self.places = places
+        """By tier number."""
+        self.endpoint = endpoint
+        self.models: Sequence[Model] = ()
+        self.heartbeat: Heartbeat | None = None
+        """The last one."""
+        self.hit_window = HitWindow()
+        self.what_if: WhatIfReport | None = None
+        """What other settings would bring, as it has reported last; ``None`` before that."""
+        self.what_if_at: float | None = None
+        """When it was reported, on the clock of :func:`time.time`."""
+        self.registered_at = time.time()
+        self.up_to_date = False
+        """Whether it has reported all its chunks."""
+
+    @property
+    def last_message_at(self) -> float:
+        """When the last message arrived, on the clock of :func:`time.time`."""
+        return time.time() - time.monotonic() + self.endpoint.last_message_at
+
+    @property
+    def closed_reason(self) -> str | None:
+        """Why its connection has ended; ``None`` while it is open."""
+        return None if self.endpoint.error is None else str(self.endpoint.error)
+
+    def disconnect(self, reason: str) -> None:
+        """End its connection, and fail every command. Idempotent."""
+        self.endpoint.end(ChannelClosed(reason))
+
+    async def execute(self, command: Callable[[int], Command], on_progress: OnProgress | None = None) -> Done:
+        """Send a command, made from its ticket, and wait until it is completed, without a timeout.
+
+        The command is cancelled with its caller; how much of it was done is not known then.
+
+        Raises: MemberGone: the connection has ended. CommandFailed: the command was not executed.
+        """
+        call = self._call(command, on_progress)
+        try:
+            return await call.reply()
+        except ChannelError as error:
+            raise self._gone(error) from error
+        finally:
+            if not call.settled:
+                with suppress(ChannelError):
+                    self.endpoint.send(Cancel(call.ticket))
+
+    async def responds(self, seconds: float) -> bool:
+        """Ping the instance, and return whether any message arrives within ``seconds``."""
+        pinged_at = time.monotonic()
+        with suppress(ChannelError), anyio.move_on_after(seconds):
+            ping = self.endpoint.ping()
+            while not await ping.wait(CHECK_SECONDS) and self.endpoint.last_message_at <= pinged_at:
+                pass
+        return self.endpoint.last_message_at > pinged_at and not self.endpoint.closed
+
+    def _call(self, build: Callable[[int], Command], on_progress: OnProgress | None) -> Call[Done]:
+        if len(self.endpoint.calls) >= MAX_COMMANDS:
+            raise CommandFailed(f"instance {self.id!r} is busy with {MAX_COMMANDS} commands already")
+        command = build(0)  # To compare the answer with.
+
+        def settle(answer: Outcome, _wanted: bool) -> Done:
+            if isinstance(answer, Failed):
+                raise CommandFailed(f"{self.id}: {answer.reason[:MAX_REASON_CHARACTERS]}")
+            assert isinstance(answer, Done)
+            _check(answer, command)
+            reason = None if answer.reason is None else answer.reason[:MAX_REASON_CHARACTERS]
+            return msgspec.structs.replace(answer, reason=reason)
+
+        def on_interim(progress: Progress) -> None:
+            _check_counts(progress)
+            if on_progress is not None:
+                on_progress(progress)
+
+        try:
+            return self.endpoint.call(build, Outcome, settle, on_interim=on_interim)
+        except ProtocolError as error:
+            raise CommandFailed(f"{error}: request fewer chunks at once") from error
+        except ChannelError as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: ChannelError) -> MemberGone:
+        return MemberGone(f"instance {self.id!r} has disconnected: {self.endpoint.error or error}")
+
+
+def _check(done: Done, command: Command) -> None:
+    """Check an answer against its command. Raises :class:`ProtocolError`.
+
+    What the answer confirms may be deleted elsewhere, so it must be part of the command.
+    """
+    _check_counts(done)
+    keys = split_keys(done.keys)
+    try:
+        array("I", done.tokens)
+    except OverflowError as error:
+        raise ProtocolError(f"Done has malformed tokens: {error}") from error
+    commanded = split_keys(command.keys) if isinstance(command, Fetch | Delete | Pin | Unpin) else ()
+    if not set(commanded).issuperset(keys):
+        raise ProtocolError("Done names chunks that the command did not")
+    if done.tokens and not isinstance(command, Tokenize):
+        raise ProtocolError("Done has tokens, but the command was not to tokenize")
+
+
+def _check_counts(answer: Done | Progress) -> None:
+    if answer.chunks < 0 or answer.bytes < 0:
+        raise ProtocolError(f"{type(answer).__name__} with a negative number of chunks or bytes")

@@ -1,0 +1,189 @@
+"""Base of all operations: they are planned from the index, and executed by commands to instances."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar, NamedTuple
+
+import anyio
+
+from kvtier.errors import ProtocolError
+from kvtier.fleet.controller.errors import CommandFailed, WrongRequest
+from kvtier.fleet.controller.events import Kind, Position, Result
+from kvtier.fleet.controller.member import Member
+from kvtier.fleet.controller.pins import Pins
+from kvtier.fleet.controller.prompts import ModelPrompt
+from kvtier.fleet.controller.registry import Registry
+from kvtier.fleet.member.protocol import Command, Done, Progress
+from kvtier.memory.keys import ChunkKey, split_keys
+
+PEERS = "peers"
+"""The type of the pseudo tier that stands for all peers of an instance."""
+STALL_SECONDS = 120.0
+"""Timeout of a command without progress. Instances report progress after each batch of chunks."""
+
+Report = Callable[[int, int], None]
+"""Progress callback: total chunks done, total bytes transferred."""
+
+
+class Place(NamedTuple):
+    """One tier of a connected instance."""
+
+    member: Member
+    tier: int
+
+    @property
+    def number(self) -> int:
+        """The place's number in :class:`~kvtier.fleet.controller.holders.Holders`."""
+        return self.member.places[self.tier]
+
+    @property
+    def position(self) -> Position:
+        """Instance id and tier name."""
+        return self.member.id, self.member.hello.tiers[self.tier].name
+
+    @property
+    def shared(self) -> bool:
+        """Whether the tier is a pool that other instances write to as well."""
+        return self.member.hello.tiers[self.tier].shared
+
+    @property
+    def is_peers(self) -> bool:
+        """Whether the tier stands for the instance's peers, which have places of their own."""
+        return self.member.hello.tiers[self.tier].type == PEERS
+
+
+class Part(NamedTuple):
+    """Chunks of one prompt to process in one tier."""
+
+    tier: int
+    chunks: ModelPrompt
+
+
+class Plan(NamedTuple):
+    """The work of an operation, according to the current index."""
+
+    parts: Sequence[Part] = ()
+    num_tokens: int = 0
+    chunks: int = 0
+    model: str | None = None
+    """The model's first name."""
+    peer: str | None = None
+    """The address of the peer to fetch missing chunks from."""
+    more: bool = False
+    """Whether there may be chunks that are not indexed: in a shared pool, or of an instance out of date."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.chunks and not self.more
+
+
+class Operation(ABC):
+    """One operation. It is planned twice: when requested, and again once its locks are acquired."""
+
+    kind: Kind
+    deletes: ClassVar[bool]
+    """Whether it may delete chunks, and so needs an exclusive lock."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        prompts: Sequence[ModelPrompt],
+        pins: Pins,
+        *,
+        target: Position,
+        source: Position | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """``prompts`` is one prompt in each layout of its model; empty for all chunks.
+
+        ``seconds`` is the maximum duration of a prefetch, or the duration of a pin.
+        """
+        self._registry = registry
+        self._prompts = prompts
+        self._pins = pins
+        self._seconds = seconds
+        self.source = source
+        self.target = target
+
+    @property
+    def instances(self) -> frozenset[str]:
+        """The ids of the instances involved."""
+        return frozenset(position[0] for position in (self.source, self.target) if position is not None)
+
+    @property
+    def roots(self) -> frozenset[ChunkKey] | None:
+        """The first keys of its prompts; ``None`` for all chunks."""
+        if not self._prompts:
+            return None
+        return frozenset(prompt.keys[0] for _, prompt in self._prompts if prompt.keys)
+
+    @abstractmethod
+    def plan(self) -> Plan:
+        """Return the work to do, according to the current index.
+
+        Raises: UnknownName: an instance has disconnected or has changed its tiers.
+        """
+
+    @abstractmethod
+    async def execute(self, plan: Plan, result: Result, report: Report) -> None:
+        """Execute a fresh plan, and update ``result`` along the way.
+
+        Raises: MemberGone, CommandFailed: the message names the instance and the reason.
+        """
+
+    def target_place(self) -> Place:
+        """Return the current place of the target. Raises: see :func:`find_place`."""
+        return self.place(self.target)
+
+    def place(self, position: Position) -> Place:
+        """Return the current place of a position. Raises: see :func:`find_place`."""
+        return find_place(self._registry, position)
+
+
+def find_place(registry: Registry, position: Position) -> Place:
+    """Return the current place of a position.
+
+    Raises: UnknownName, WrongRequest: the tier stands for the instance's peers.
+    """
+    instance, tier = position
+    assert tier is not None
+    member = registry.find(instance)
+    place = Place(member, registry.tier(member, tier))
+    if place.is_peers:
+        raise WrongRequest(
+            f"tier {tier!r} of instance {instance!r} stands for its peers: name a tier of one of them"
+        )
+    return place
+
+
+async def run_command(
+    member: Member, command: Callable[[int], Command], progress: Callable[[Progress], None] | None = None
+) -> Done:
+    """Have an instance execute a command, and return its answer.
+
+    The command is cancelled after ``STALL_SECONDS`` without progress.
+
+    Raises: MemberGone, CommandFailed: also after that timeout.
+    """
+
+    def on_progress(current: Progress) -> None:
+        scope.deadline = anyio.current_time() + STALL_SECONDS
+        if progress is not None:
+            progress(current)
+
+    with anyio.move_on_after(STALL_SECONDS) as scope:
+        return await member.execute(command, on_progress)
+    raise CommandFailed(f"instance {member.id!r} made no progress for {STALL_SECONDS:g} s")
+
+
+def confirmed_keys(done: Done, requested_keys: Collection[ChunkKey]) -> list[ChunkKey]:
+    """Return the requested keys that an answer confirms. Raises: CommandFailed: the answer is malformed."""
+    requested = frozenset(requested_keys)
+    try:
+        keys = split_keys(done.keys)
+    except ProtocolError as error:
+        raise CommandFailed(f"the instance's answer is invalid: {error}") from error
+    return [key for key in dict.fromkeys(keys) if key in requested]

@@ -1,0 +1,212 @@
+"""The controller's operations: lookups are answered directly, all others run as events in tasks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio import CancelScope
+from anyio.abc import TaskGroup
+
+from kvtier.concurrency.tasks import open_tasks
+from kvtier.errors import ControllerError
+from kvtier.fleet.controller.api import LookupAnswer
+from kvtier.fleet.controller.errors import TooManyOperations
+from kvtier.fleet.controller.events import PARTIAL_PROGRESS, Event, EventLog, Position
+from kvtier.fleet.controller.locks import LockManager, LockRequest
+from kvtier.fleet.controller.member import Member
+from kvtier.fleet.controller.moves import Move, Prefetch
+from kvtier.fleet.controller.operation import Operation, Place, find_place
+from kvtier.fleet.controller.pin_and_clear import Clear, PinChunks, UnpinChunks
+from kvtier.fleet.controller.pins import Pins
+from kvtier.fleet.controller.prompts import PromptQuery, Prompts
+from kvtier.fleet.controller.registry import Registry
+
+logger = logging.getLogger("kvtier.controller")
+
+STOPPED = "the controller was stopped"
+
+
+class Operations:
+    """Entry point for all operations. Created with :meth:`open`."""
+
+    def __init__(self, registry: Registry, events: EventLog, pins: Pins, tasks: TaskGroup) -> None:
+        self.registry = registry
+        self.events = events
+        self.pins = pins
+        self._tasks = tasks
+        self._prompts = Prompts(registry)
+        self._locks = LockManager()
+        self._in_flight: set[CancelScope] = set()
+        self._stopping = False
+        self.lookups = 0
+        self.lookup_seconds = 0.0
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, registry: Registry, events: EventLog, pins: Pins) -> AsyncIterator[Operations]:
+        """Accept operations within the block. Operations unfinished at its end fail."""
+        async with open_tasks() as tasks:
+            operations = cls(registry, events, pins, tasks)
+            try:
+                yield operations
+            finally:
+                operations.stop()
+                operations._prompts.close()
+                tasks.cancel_scope.cancel()
+                # Including events whose tasks have not started.
+                events.fail_all(f"{STOPPED}; {PARTIAL_PROGRESS}")
+
+    async def finish(self, seconds: float) -> None:
+        """Refuse new operations, and wait for those in flight, for at most ``seconds``."""
+        self._stopping = True
+        with anyio.move_on_after(seconds):
+            await self.events.wait_all()
+
+    def stop(self) -> None:
+        """Refuse new operations, and cancel those in flight, which fail."""
+        self._stopping = True
+        for scope in self._in_flight:
+            scope.cancel()
+
+    async def lookup(self, query: PromptQuery) -> LookupAnswer:
+        """Return how many leading tokens of a prompt each tier of each instance holds, in any layout."""
+        began = time.perf_counter()
+        prompts = await self._prompts.find(query)
+        tokens_by_place: dict[int, int] = {}
+        for chunks in prompts:
+            for place, count in self.registry.holders.prefixes(chunks.prompt.keys).items():
+                tokens_by_place[place] = max(
+                    tokens_by_place.get(place, 0), chunks.prompt.leading_tokens(count)
+                )
+        self.lookups += 1
+        self.lookup_seconds += time.perf_counter() - began
+        instances = {
+            member.id: _tokens_by_tier(member, tokens_by_place) for member in self.registry.members.values()
+        }
+        return LookupAnswer(
+            model=prompts[0].model.names[0],
+            num_tokens=prompts[0].num_tokens,
+            instances={name: tiers for name, tiers in instances.items() if tiers},
+        )
+
+    async def move(self, source: Position, target: Position, query: PromptQuery, *, copy: bool) -> Event:
+        """Start a move or copy. Raises: see :meth:`Prompts.find` and :class:`Move`."""
+        old, new = self._place(source), self._place(target)
+        prompts = await self._prompts.find(query, [old.member, new.member])
+        return self._start(
+            Move(self.registry, prompts, self.pins, source=old.position, target=new.position, copy=copy)
+        )
+
+    async def prefetch(self, target: Position, query: PromptQuery, *, seconds: float | None) -> Event:
+        """Start a prefetch of chunks into a tier."""
+        return await self._start_at(Prefetch, target, query, seconds)
+
+    async def pin(self, target: Position, query: PromptQuery, *, seconds: float | None) -> Event:
+        """Start pinning the chunks that a tier holds."""
+        return await self._start_at(PinChunks, target, query, seconds)
+
+    async def unpin(self, target: Position, query: PromptQuery) -> Event:
+        """Start unpinning chunks."""
+        return await self._start_at(UnpinChunks, target, query)
+
+    async def clear(self, target: Position, query: PromptQuery | None) -> Event:
+        """Start removing a prompt's chunks, or all if ``query`` is ``None``, from one tier or all tiers."""
+        instance, tier = target
+        member = self.registry.find(instance)
+        position = target if tier is None else self._place(target).position
+        prompts = [] if query is None else await self._prompts.find(query, [member])
+        return self._start(Clear(self.registry, prompts, self.pins, target=position))
+
+    async def _start_at(
+        self, kind: type[Operation], target: Position, query: PromptQuery, seconds: float | None = None
+    ) -> Event:
+        place = self._place(target)
+        prompts = await self._prompts.find(query, [place.member])
+        return self._start(kind(self.registry, prompts, self.pins, target=place.position, seconds=seconds))
+
+    def _place(self, position: Position) -> Place:
+        return find_place(self.registry, position)
+
+    def _start(self, operation: Operation) -> Event:
+        """Create the event of an operation, and run it as soon as it gets its locks."""
+        if self._stopping:
+            raise TooManyOperations("the controller is shutting down: retry when it is back")
+        plan = operation.plan()
+        event = self.events.create(
+            operation.kind,
+            source=operation.source,
+            target=operation.target,
+            model=plan.model,
+            num_tokens=plan.num_tokens,
+            chunks=plan.chunks,
+        )
+        lock = LockRequest(operation.instances, operation.roots, deletes=operation.deletes)
+        if plan.is_empty and self._locks.is_free(lock):
+            self.events.finish(event)
+        else:
+            self._locks.enqueue(lock)
+            self._tasks.start_soon(self._run, operation, event, lock)
+        return event
+
+    async def _run(self, operation: Operation, event: Event, lock: LockRequest) -> None:
+        scope = CancelScope()
+        self._in_flight.add(scope)
+        try:
+            with scope:
+                async with self._locks.acquire(lock):
+                    await self._execute(operation, event)
+        except ControllerError as error:
+            self.events.fail(event, str(error))
+        except Exception:
+            # End the event on a bug as well, so that clients do not wait for it.
+            logger.exception("%s %s: internal error", event.kind, event.id)
+            self.events.fail(event, "internal error: see the controller's log")
+        finally:
+            self._in_flight.discard(scope)
+            self.events.fail(event, f"{STOPPED}; {PARTIAL_PROGRESS}")
+            self._log(event)
+
+    async def _execute(self, operation: Operation, event: Event) -> None:
+        # Operations that held the locks before may have changed the index.
+        plan = operation.plan()
+        event.num_tokens, event.chunks = plan.num_tokens, plan.chunks
+        self.events.start(event)
+        if not plan.is_empty:
+            await operation.execute(
+                plan, event.result, lambda chunks, done: self.events.progress(event, chunks, done)
+            )
+        event.chunks = max(event.chunks, event.result.chunks)
+        event.num_tokens = max(event.num_tokens, event.result.tokens)
+        event.chunks_done, event.bytes_done = event.result.chunks, event.result.bytes
+        if plan.chunks and not event.result.chunks and event.result.reason is not None:
+            self.events.fail(event, event.result.reason)
+        else:
+            self.events.finish(event)
+
+    @staticmethod
+    def _log(event: Event) -> None:
+        level = logging.INFO if event.state == "done" else logging.WARNING
+        outcome = event.error or event.result.reason or "complete"
+        logger.log(
+            level,
+            "%s %s %s: %d of %d chunks, %d bytes (%s)",
+            event.kind,
+            event.id,
+            event.state,
+            event.result.chunks,
+            event.chunks,
+            event.result.bytes,
+            outcome,
+        )
+
+
+def _tokens_by_tier(member: Member, tokens_by_place: dict[int, int]) -> dict[str, int]:
+    return {
+        tier.name: tokens_by_place[place]
+        for place, tier in zip(member.places, member.hello.tiers, strict=True)
+        if tokens_by_place.get(place)
+    }

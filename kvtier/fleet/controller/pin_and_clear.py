@@ -1,0 +1,163 @@
+"""Operations that pin, unpin and clear chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from kvtier.fleet.controller.events import Result
+from kvtier.fleet.controller.operation import (
+    Operation,
+    Part,
+    Place,
+    Plan,
+    Report,
+    confirmed_keys,
+    run_command,
+)
+from kvtier.fleet.controller.pin_restore import drop_stale_pins
+from kvtier.fleet.controller.prompts import ModelPrompt
+from kvtier.fleet.member.protocol import MAX_KEYS, Delete, DeleteAll, Pin, Unpin
+from kvtier.memory.keys import join_keys
+
+
+class _PinOperation(Operation):
+    """Base of pin and unpin."""
+
+    deletes = False
+
+    def _held(self) -> list[ModelPrompt]:
+        """Return the prefix of the prompt that the tier holds, in each layout."""
+        number, holders = self.target_place().number, self._registry.holders
+        return [chunks.first(holders.prefixes(chunks.prompt.keys).get(number, 0)) for chunks in self._prompts]
+
+
+class PinChunks(_PinOperation):
+    """Protect the prefix of a prompt that a tier holds from eviction."""
+
+    kind = "pin"
+
+    def plan(self) -> Plan:
+        """Plan for the layout with the longest prefix held."""
+        chunks = max(self._held(), key=lambda held: held.num_tokens)
+        self._pins.check(len(chunks.prompt.keys), self._registry.members)
+        part = Part(self.target_place().tier, chunks)
+        return Plan([part], chunks.num_tokens, len(chunks.prompt.keys), chunks.model.names[0])
+
+    async def execute(self, plan: Plan, result: Result, report: Report) -> None:
+        """Pin the chunks on the instance, and persist the pins."""
+        member = self.target_place().member
+        [part] = plan.parts
+        for chunks in part.chunks.slices(MAX_KEYS):
+            keys = chunks.keys
+            pin = partial(Pin, keys=join_keys(keys), seconds=self._seconds)
+            done = await run_command(member, pin)
+            pinned = confirmed_keys(done, keys)
+            self._pins.add(member.id, pinned, self._seconds, self._registry.members)
+            held = frozenset(pinned)
+            result.chunks += len(pinned)
+            result.tokens += sum(count for key, count in zip(keys, chunks.tokens, strict=True) if key in held)
+            result.reason = done.reason or result.reason
+            report(result.chunks, 0)
+
+
+class UnpinChunks(_PinOperation):
+    """Allow all chunks of a prompt to be evicted again, including those not held now."""
+
+    kind = "unpin"
+
+    def plan(self) -> Plan:
+        """Plan for the whole prompt, in every layout."""
+        held = max(self._held(), key=lambda chunks: chunks.num_tokens)
+        return Plan(
+            [Part(self.target_place().tier, chunks) for chunks in self._prompts],
+            held.num_tokens,
+            len(held.prompt.keys),
+            self._prompts[0].model.names[0],
+            more=True,
+        )
+
+    async def execute(self, plan: Plan, result: Result, report: Report) -> None:
+        """Unpin the chunks, and delete the persisted pins."""
+        member = self.target_place().member
+        result.tokens, result.chunks = plan.num_tokens, plan.chunks
+        for part in plan.parts:
+            for chunks in part.chunks.slices(MAX_KEYS):
+                keys = chunks.keys
+                result.unpinned += len(self._pins.drop(member.id, keys))
+                done = await run_command(member, partial(Unpin, keys=join_keys(keys)))
+                result.reason = done.reason or result.reason
+
+
+class Clear(Operation):
+    """Remove a prompt's chunks, or all chunks, from one tier or all tiers of an instance.
+
+    Without prompts, all chunks.
+    """
+
+    kind = "clear"
+    deletes = True
+
+    def plan(self) -> Plan:
+        """Plan for all held chunks of the prompt, in any layout, including those beyond a gap."""
+        holders, places = self._registry.holders, self._places()
+        if not self._prompts:
+            known = sum(holders.count(place.number) for place in places)
+            return Plan(chunks=known, more=not all(_is_fully_indexed(place) for place in places))
+        parts: list[Part] = []
+        known = tokens = 0
+        for chunks in self._prompts:
+            there = [holders.held(place.number, chunks.prompt.keys) for place in places]
+            parts += (
+                Part(place.tier, chunks.selected(held) if _is_fully_indexed(place) else chunks)
+                for place, held in zip(places, there, strict=True)
+            )
+            known += sum(map(sum, there))
+            held_somewhere = [any(held) for held in zip(*there, strict=True)]
+            tokens = max(tokens, chunks.selected(held_somewhere).num_tokens)
+        more = not all(_is_fully_indexed(place) for place in places)
+        return Plan(parts, tokens, known, self._prompts[0].model.names[0], more=more)
+
+    async def execute(self, plan: Plan, result: Result, report: Report) -> None:
+        """Delete the chunks, tier by tier."""
+        result.tokens = plan.num_tokens
+        places = self._places()
+        member = places[0].member
+        if not self._prompts:
+            await self._remove_all(places, result)
+        for part in plan.parts:
+            for chunks in part.chunks.slices(MAX_KEYS):
+                done = await run_command(member, partial(Delete, tier=part.tier, keys=join_keys(chunks.keys)))
+                result.chunks += done.chunks
+                result.removed += done.chunks
+                result.bytes += done.bytes
+                result.reason = done.reason or result.reason
+                report(result.chunks, result.bytes)
+        keys = [key for _, prompt in self._prompts for key in prompt.keys]
+        result.unpinned = await drop_stale_pins(
+            self._registry, self._pins, member, keys if self._prompts else self._pins.keys(member.id)
+        )
+
+    async def _remove_all(self, places: Sequence[Place], result: Result) -> None:
+        tier = None if self._all_tiers else places[0].tier
+        done = await run_command(places[0].member, partial(DeleteAll, tier=tier))
+        result.chunks = result.removed = done.chunks
+        result.bytes = done.bytes
+        result.reason = done.reason
+
+    @property
+    def _all_tiers(self) -> bool:
+        return self.target[1] is None
+
+    def _places(self) -> list[Place]:
+        if not self._all_tiers:
+            return [self.target_place()]
+        instance, _ = self.target
+        member = self._registry.find(instance)
+        places = [Place(member, tier) for tier in range(len(member.hello.tiers))]
+        return [place for place in places if not place.is_peers]
+
+
+def _is_fully_indexed(place: Place) -> bool:
+    """Return whether the index is complete for a place: not for shared pools and instances out of date."""
+    return place.member.up_to_date and not place.shared

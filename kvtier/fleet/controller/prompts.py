@@ -1,0 +1,134 @@
+"""Resolution of prompts, given as token ids or text, into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import compress
+from typing import NamedTuple
+
+import anyio
+
+from kvtier.concurrency.threads import WorkerThreads
+from kvtier.fleet.controller.errors import CommandFailed, MemberGone, WrongRequest
+from kvtier.fleet.controller.member import Member
+from kvtier.fleet.controller.models import Prompt
+from kvtier.fleet.controller.registry import Registry
+from kvtier.fleet.member.protocol import Model, Tokenize
+
+TOKENIZE_SECONDS = 30.0
+MAX_TOKENIZERS = 3
+"""Instances to try for one prompt, one after the other."""
+INLINE_TOKENS = 50_000
+"""Up to this length, keys are computed in the event loop; beyond, in a worker thread."""
+
+
+class PromptQuery(NamedTuple):
+    """A prompt as given in a request: either ``tokens`` or ``prompt``."""
+
+    tokens: Sequence[int] | None
+    prompt: str | None
+    model: str | None
+    salt: str = ""
+
+
+class ModelPrompt(NamedTuple):
+    """A prompt in chunks, for one model in one layout."""
+
+    model: Model
+    prompt: Prompt
+
+    def selected(self, mask: Sequence[bool]) -> ModelPrompt:
+        """Return only the chunks for which ``mask`` is true."""
+        keys, tokens, lengths = self.prompt
+        selected = Prompt(
+            list(compress(keys, mask)), list(compress(tokens, mask)), list(compress(lengths, mask))
+        )
+        return self._replace(prompt=selected)
+
+    def first(self, chunks: int) -> ModelPrompt:
+        """Return only the first ``chunks`` chunks."""
+        return self._replace(prompt=_slice(self.prompt, 0, chunks))
+
+    def slices(self, size: int) -> Iterator[Prompt]:
+        """Yield the chunks, ``size`` at a time."""
+        for start in range(0, len(self.prompt.keys), size):
+            yield _slice(self.prompt, start, start + size)
+
+    @property
+    def num_tokens(self) -> int:
+        """Total number of tokens."""
+        return sum(self.prompt.tokens)
+
+
+def _slice(prompt: Prompt, start: int, stop: int) -> Prompt:
+    keys, tokens, lengths = prompt
+    return Prompt(keys[start:stop], tokens[start:stop], lengths[start:stop])
+
+
+class Prompts:
+    """Resolves prompts to models and chunks. Text is tokenized by instances."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._executor = WorkerThreads(1)
+
+    def close(self) -> None:
+        """Stop the worker thread."""
+        self._executor.close()
+
+    async def find(self, query: PromptQuery, preferred: Sequence[Member] = ()) -> list[ModelPrompt]:
+        """Return the chunks of a prompt in every known layout of its model, at least one.
+
+        Without a model name, the model is the one that the ``preferred`` instances serve.
+
+        Raises: UnknownModel, AmbiguousModel, WrongPrompt, WrongRequest: no instance can tokenize the prompt.
+        """
+        models = self._models(query.model, preferred)
+        tokens = query.tokens
+        if tokens is None:
+            tokens = await self._tokenize(models, query.prompt or "", preferred)
+        return [ModelPrompt(model, await self._chunks(model, tokens, query.salt)) for model in models]
+
+    def _models(self, name: str | None, preferred: Sequence[Member]) -> list[Model]:
+        models = self._registry.models
+        served = {model.namespace: model for member in preferred for model in member.models}
+        # Restrict the search only if they serve any model: chunks outlive engines.
+        return models.find(name, list(served.values()) if name is None and served else None)
+
+    async def _chunks(self, model: Model, tokens: Sequence[int], salt: str) -> Prompt:
+        if len(tokens) <= INLINE_TOKENS:
+            return self._registry.models.prompt(model, tokens, salt)
+        chunks: list[Prompt] = []
+        await self._executor(lambda: chunks.append(self._registry.models.prompt(model, tokens, salt)))
+        return chunks[0]
+
+    async def _tokenize(
+        self, models: Sequence[Model], prompt: str, preferred: Sequence[Member]
+    ) -> Sequence[int]:
+        failures = []
+        for member, model in list(self._tokenizers(models, preferred))[:MAX_TOKENIZERS]:
+            try:
+                with anyio.fail_after(TOKENIZE_SECONDS):
+                    done = await member.execute(partial(Tokenize, namespace=model.namespace, prompt=prompt))
+                return done.tokens
+            except (CommandFailed, MemberGone) as error:
+                failures.append(f"{member.id}: {error}")
+            except TimeoutError:
+                failures.append(f"{member.id}: no answer within {TOKENIZE_SECONDS:g} s")
+        why = "; ".join(failures) or "no connected instance has its tokenizer"
+        raise WrongRequest(
+            f"the prompt cannot be tokenized for model {models[0].names[0]!r} ({why}): send `tokens` instead"
+        )
+
+    def _tokenizers(
+        self, models: Sequence[Model], preferred: Sequence[Member]
+    ) -> Iterator[tuple[Member, Model]]:
+        """Yield the instances that can tokenize for these models, the preferred ones first."""
+        namespaces = {model.namespace for model in models}
+        others = [member for member in self._registry.members.values() if member not in preferred]
+        for member in [*dict.fromkeys(preferred), *others]:
+            for model in member.models:
+                if model.tokenizer and model.namespace in namespaces:
+                    yield member, model
+                    break

@@ -1,0 +1,296 @@
+"""The registry of connected instances, the chunks that they hold and the models that they serve.
+
+All of it is reported by the instances, which report it again after a restart of the controller.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import anyio
+
+from kvtier.fleet.controller.checks import check_heartbeat, check_hello, check_models, check_what_if
+from kvtier.fleet.controller.errors import RefusedInstance, UnknownName
+from kvtier.fleet.controller.history import SAMPLE_SECONDS, History, Sample
+from kvtier.fleet.controller.holders import MAX_KEYS, Holders
+from kvtier.fleet.controller.member import Member
+from kvtier.fleet.controller.models import Models
+from kvtier.fleet.controller.settings import HEARTBEAT_SECONDS, IDLE_TIMEOUT_SECONDS
+from kvtier.fleet.member.protocol import (
+    VERSION,
+    Heartbeat,
+    HeldBy,
+    Hello,
+    Model,
+    ServedAt,
+    Welcome,
+    WhoHolds,
+    WhoServes,
+)
+from kvtier.logs import RateLimitedLog
+from kvtier.memory.keys import ChunkKey
+from kvtier.observability.whatif.report import Report as WhatIfReport
+from kvtier.rpc.endpoint import Endpoint
+from kvtier.settings.peer import join_address, split_address
+
+logger = logging.getLogger("kvtier")
+
+PING_SECONDS = 2.0
+"""Time for an instance to answer a ping when another one connects with the same id."""
+MAX_MEMBERS = 1024
+MAX_HOLDERS = 8
+"""Holders returned to an instance that looks up a prompt."""
+SWEEP_SECONDS = 0.005
+"""Maximum time of sweeping without yielding to the event loop; a single slice may exceed it."""
+SWEEP_SHARE = 0.2
+"""Share of the event loop's time that sweeping takes."""
+
+
+class Watch:
+    """Waits for changes in the registry. Several changes are reported as one."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._seen = changes.count
+
+    async def changed(self) -> None:
+        """Wait for a change since the last call or, on the first call, since creation."""
+        while self._seen == self._changes.count:
+            await self._changes.next.wait()
+        self._seen = self._changes.count
+
+
+class Changes:
+    """Counts changes and wakes waiters."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.next = anyio.Event()
+
+    def notify(self) -> None:
+        """Count a change."""
+        self.count += 1
+        self.next.set()
+        self.next = anyio.Event()
+
+
+class Registry:
+    """Every connected instance. Belongs to one event loop, on which :meth:`run` must be running.
+
+    ``heartbeat`` is the heartbeat interval of instances, and ``idle_timeout`` the time without messages after
+    which one is disconnected, both in seconds. At most ``max_keys`` chunks are indexed.
+    """
+
+    def __init__(
+        self,
+        *,
+        heartbeat: float = HEARTBEAT_SECONDS,
+        idle_timeout: float = IDLE_TIMEOUT_SECONDS,
+        max_keys: int = MAX_KEYS,
+    ) -> None:
+        if not 0 < heartbeat < idle_timeout:
+            raise ValueError(
+                f"the heartbeat interval ({heartbeat:g} s) must be less than the timeout ({idle_timeout:g} s)"
+            )
+        self.heartbeat = heartbeat
+        self.idle_timeout = idle_timeout
+        self.holders = Holders(max_keys)
+        self.models = Models()
+        self.members: Mapping[str, Member]
+        """By id, in the order of registration."""
+        self._members: dict[str, Member] = {}
+        self.members = MappingProxyType(self._members)
+        self._history = History()
+        self._changes = Changes()
+        self._new_places = itertools.count()
+        self._vacant_places: list[int] = []
+        self._sources: dict[int, Member] = {}
+        """By place: members that serve that place to peers. Shared pools are excluded."""
+        self._dropped_keys = 0
+        self._to_sweep = anyio.Event()
+        self._warn = RateLimitedLog(logger)
+
+    async def run(self) -> None:
+        """Sample the instances' history and sweep the index, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._sample)
+            tasks.start_soon(self._sweep)
+
+    async def _sample(self) -> None:
+        while True:
+            await anyio.sleep(SAMPLE_SECONDS)
+            self._history.sample(self._members.values(), time.time())
+
+    async def _sweep(self) -> None:
+        while True:
+            await self._to_sweep.wait()
+            self._to_sweep = anyio.Event()
+            while self.holders.needs_sweep:
+                seconds = self._sweep_slice()
+                await anyio.sleep(seconds / SWEEP_SHARE - seconds)
+
+    def _sweep_slice(self) -> float:
+        """Sweep for about ``SWEEP_SECONDS``. Return the time taken in seconds."""
+        started = now = time.monotonic()
+        while self.holders.needs_sweep and now - started < SWEEP_SECONDS:
+            self.holders.sweep()
+            now = time.monotonic()
+        return now - started
+
+    # Used by operations.
+
+    def find(self, instance: str) -> Member:
+        """Return the connected instance with this id. Raises: UnknownName."""
+        member = self._members.get(instance)
+        if member is None:
+            raise UnknownName(f"instance {instance!r}", self._members)
+        return member
+
+    def tier(self, member: Member, name: str) -> int:
+        """Return the number of a member's tier with this name, or the only one of this type.
+
+        Raises: UnknownName.
+        """
+        tiers = member.hello.tiers
+        named = [number for number, tier in enumerate(tiers) if tier.name == name]
+        found = named or [number for number, tier in enumerate(tiers) if tier.type == name]
+        if len(found) != 1:
+            raise UnknownName(f"tier {name!r} in instance {member.id!r}", [tier.name for tier in tiers])
+        return found[0]
+
+    def history(self, member: Member) -> Sequence[Sample]:
+        """Return a member's samples of the last hour, oldest first."""
+        return self._history.of(member.id)
+
+    def watch(self) -> Watch:
+        """Return a watch on connects, disconnects and reports of instances. It need not be closed."""
+        return Watch(self._changes)
+
+    # Used by connections.
+
+    async def admit(self, hello: Hello, endpoint: Endpoint) -> Member:
+        """Register an instance, and send its welcome.
+
+        If another instance with this id is connected, it is pinged first, and replaced if it does not answer.
+
+        Raises: RefusedInstance, ChannelError.
+        """
+        check_hello(hello)
+        while (current := self._members.get(hello.instance)) is not None:
+            if current.hello.incarnation == hello.incarnation:
+                self.leave(current, "it has reconnected")
+            elif await current.responds(PING_SECONDS):
+                raise RefusedInstance(
+                    f"instance id {hello.instance!r} is in use by process {current.hello.process} on host "
+                    f"{current.hello.host}: set another controller.instance_id"
+                )
+            else:
+                self.leave(
+                    current, "another instance with its id has connected, and it did not answer a ping"
+                )
+        if len(self._members) >= MAX_MEMBERS:
+            raise RefusedInstance(f"the controller has {MAX_MEMBERS} instances, which is the limit")
+        endpoint.send(Welcome(VERSION, self.heartbeat, self.idle_timeout))
+        member = Member(hello, [self._new_place() for _ in hello.tiers], endpoint)
+        self._members[member.id] = member
+        if hello.peer is not None:
+            self._sources.update(
+                (place, member)
+                for place, tier in zip(member.places, hello.tiers, strict=True)
+                if not tier.shared
+            )
+        logger.info("instance %s registered: process %d on %s", member.id, hello.process, hello.host)
+        self._changes.notify()
+        return member
+
+    def leave(self, member: Member, why: str) -> None:
+        """Unregister an instance and drop its chunks from the index. Idempotent."""
+        member.disconnect(why)
+        if self._members.get(member.id) is not member:
+            return
+        del self._members[member.id]
+        for place in member.places:
+            self._sources.pop(place, None)
+        self._drop(member)
+        self._vacant_places.extend(member.places)
+        logger.info("instance %s disconnected: %s", member.id, member.closed_reason)
+        self._changes.notify()
+
+    def serves(self, member: Member, models: Sequence[Model]) -> None:
+        """Set the models that a member serves. Raises: RefusedInstance."""
+        check_models(models)
+        member.models = tuple(models)
+        self.models.add(models)
+        self._changes.notify()
+
+    def update_heartbeat(self, member: Member, heartbeat: Heartbeat) -> None:
+        """Store a member's heartbeat. Raises: RefusedInstance."""
+        check_heartbeat(heartbeat, len(member.places))
+        member.heartbeat = heartbeat
+        member.hit_window.add(heartbeat, time.monotonic())
+        self._changes.notify()
+
+    def update_what_if(self, member: Member, report: WhatIfReport) -> None:
+        """Store what other settings would bring to a member. Raises: RefusedInstance."""
+        check_what_if(report, [tier.name for tier in member.hello.tiers])
+        member.what_if, member.what_if_at = report, time.time()
+        self._changes.notify()
+
+    def up_to_date(self, member: Member) -> None:
+        """Mark a member as up to date: it has reported all its chunks."""
+        member.up_to_date = True
+        self._changes.notify()
+
+    def lost(self, member: Member) -> None:
+        """Drop a member's chunks from the index. It will report them again."""
+        member.up_to_date = False
+        self._drop(member)
+        self._changes.notify()
+
+    def stored(self, member: Member, tier: int, keys: Sequence[ChunkKey]) -> None:
+        """Add keys to a member's tier. Ignored for disconnected members."""
+        if not member.endpoint.closed:
+            self.holders.add(member.places[tier], keys)
+            self._after_change()
+
+    def removed(self, member: Member, tier: int, keys: Sequence[ChunkKey]) -> None:
+        """Remove keys from a member's tier. Ignored for disconnected members."""
+        if not member.endpoint.closed:
+            self.holders.remove(member.places[tier], keys)
+            self._after_change()
+
+    def held_by(self, member: Member, question: WhoHolds, keys: Sequence[ChunkKey]) -> HeldBy:
+        """Return the peers that hold most leading chunks, the best first. Shared pools do not count."""
+        found = self.holders.prefixes_of(self._sources, keys)
+        found.pop(member, None)
+        best = sorted(found.items(), key=lambda item: -item[1])[:MAX_HOLDERS]
+        return HeldBy(
+            question.ticket, [other.hello.peer or "" for other, _ in best], [count for _, count in best]
+        )
+
+    def served_at(self, question: WhoServes) -> ServedAt:
+        """Return those of the addresses at which a member serves peers, by its host name as well."""
+        served = set()
+        for hello in (member.hello for member in self._members.values()):
+            if hello.peer is not None:
+                port = split_address(hello.peer)[1]
+                served |= {hello.peer.lower(), join_address(hello.host.lower(), port)}
+        return ServedAt(question.ticket, [address for address in question.addresses if address in served])
+
+    def _new_place(self) -> int:
+        return self._vacant_places.pop() if self._vacant_places else next(self._new_places)
+
+    def _drop(self, member: Member) -> None:
+        self.holders.drop(member.places)
+        self._after_change()
+
+    def _after_change(self) -> None:
+        if self.holders.needs_sweep:
+            self._to_sweep.set()
+        if self.holders.dropped_keys > self._dropped_keys:
+            self._dropped_keys = self.holders.dropped_keys
+            self._warn("the index is full: lookups do not find further chunks")

@@ -1,0 +1,253 @@
+"""Instance's end of the controller connection, with automatic reconnects.
+
+An unreachable, rejecting or faulty controller does not affect the cache: only :meth:`Agent.who_holds` waits
+for the controller, with a timeout.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from urllib.parse import urlsplit
+
+import anyio
+from anyio import CancelScope
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus, WebSocketException
+
+from kvtier.cache import TieredCache
+from kvtier.concurrency.backoff import Backoff
+from kvtier.errors import ChannelClosed, ChannelError, Rejected
+from kvtier.fleet.member.commands import Commands
+from kvtier.fleet.member.protocol import CONNECT_PATH, VERSION, Hello, TierDescription
+from kvtier.fleet.member.served import Served
+from kvtier.fleet.member.session import Session
+from kvtier.logs import RateLimitedLog, printable
+from kvtier.memory.keys import ChunkKey
+from kvtier.observability.whatif.report import Report as WhatIfReport
+from kvtier.rpc.frames import MAX_FRAME_BYTES
+from kvtier.settings import Settings
+from kvtier.settings.peer import join_address, split_address
+from kvtier.version import __version__
+
+logger = logging.getLogger("kvtier")
+
+CONNECT_SECONDS = 5.0
+CLOSE_SECONDS = 0.5
+"""Timeout of the closing handshake."""
+STEADY_SECONDS = 5.0
+"""A connection that lasted longer than this resets the back-off."""
+WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - nothing listens there
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Address on which this instance serves peers."""
+
+    listen: str
+    """The address in the settings."""
+    port: int
+    """The bound port."""
+
+    def address(self, local_host: str) -> str:
+        """Return ``HOST:PORT``; the host is ``local_host`` if the settings have a wildcard."""
+        host, _ = split_address(self.listen)
+        host = local_host if host in WILDCARDS else host
+        return join_address(host, self.port)
+
+
+class Agent:
+    """Keeps an instance registered with ``controller.url`` while :meth:`run` runs. One event loop only."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        cache: TieredCache,
+        served: Served,
+        commands: Commands,
+        *,
+        serving: Serving | None,
+        transport: str | None,
+        what_if: Callable[[], WhatIfReport | None],
+    ) -> None:
+        """``transport``: name of the transport for peers; ``None`` if fetching from peers is disabled.
+
+        ``what_if`` returns the latest estimate, and must not block.
+        """
+        assert settings.controller.url is not None
+        self._settings = settings.controller
+        self._timeout = settings.peer.timeout
+        self._url = settings.controller.url
+        self._cache = cache
+        self._served = served
+        self._commands = commands
+        self._serving = serving
+        self._transport = transport
+        self._what_if = what_if
+        self._name = settings.controller.instance_name
+        self._incarnation = secrets.randbits(63)
+        self._session: Session | None = None
+        self._backoff = Backoff()
+        self._warn = RateLimitedLog(logger)
+        self._last_error = ""
+        self._refused: str | None = None
+        self._lost = 0
+
+    async def run(self) -> None:
+        """Stay registered until cancelled. Does not raise other exceptions."""
+        while True:
+            began = time.monotonic()
+            try:
+                await self._stay_registered()
+            except Rejected as error:
+                self._refused = str(error)
+                self._note(f"it rejects this instance: {self._refused}")
+            except (OSError, ChannelError) as error:
+                self._refused = None
+                self._note(printable(str(error)))
+            except Exception as error:  # A bug, which must not affect the cache.
+                logger.exception("controller %s: the connection failed", self._url)
+                self._note(repr(error))
+            if time.monotonic() - began > STEADY_SECONDS:
+                self._backoff.reset()
+            await anyio.sleep(self._backoff.next())
+
+    async def who_holds(self, keys: Sequence[ChunkKey]) -> list[tuple[str, int]]:
+        """Return the peer addresses of instances that hold leading ``keys``, and how many; most first.
+
+        Empty if the controller is not connected, or does not answer within ``peer.timeout``.
+        """
+        session = self._session
+        holders: list[tuple[str, int]] = []
+        if session is not None:
+            with anyio.move_on_after(self._timeout):
+                try:
+                    holders = await session.who_holds(keys)
+                except ChannelError:
+                    logger.debug("lost the connection to the controller during a request")
+        return holders
+
+    async def who_serves(self, addresses: Sequence[str]) -> list[str] | None:
+        """Return those of ``addresses`` at which a registered instance serves peers.
+
+        ``None`` if the controller is not connected. Waits for its answer without a timeout.
+        """
+        session = self._session
+        if session is None:
+            return None
+        try:
+            return await session.who_serves(addresses)
+        except ChannelError:
+            logger.debug("lost the connection to the controller during a request")
+            return None
+
+    def status(self) -> dict[str, object]:
+        """Return the state of the connection, for diagnostics and tests."""
+        session = self._session
+        return {
+            "url": self._url,
+            "instance": self._name,
+            "connected": session is not None,
+            "up_to_date": session is not None and session.holdings.up_to_date,
+            "resyncs": session.holdings.lost if session is not None else 0,
+            "commands": session.commands_running if session is not None else 0,
+            "refused": self._refused,
+            "last_error": self._last_error,
+            "lost": self._lost,
+        }
+
+    def _note(self, last_error: str) -> None:
+        self._last_error = last_error
+        self._warn("controller %s: %s; continuing without it", self._url, last_error)
+
+    async def _stay_registered(self) -> None:
+        """Register, and serve the controller until the connection ends. Always raises the reason."""
+        async with self._connection() as connection:
+            session = Session(connection, self._cache, self._served, self._commands, self._what_if)
+            welcome = await session.greet(self._hello(connection.local_address[0]))
+            if self._last_error:
+                logger.info("controller %s: this instance, %s, is registered again", self._url, self._name)
+            else:
+                logger.info("controller %s: this instance is registered as %s", self._url, self._name)
+            self._last_error, self._refused = "", None
+            self._session = session
+            try:
+                await session.run(welcome)
+            finally:
+                self._session = None
+                self._lost += 1
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[ClientConnection]:
+        try:
+            connection = await connect(
+                self._address,
+                additional_headers=self._headers,
+                compression=None,
+                proxy=None,
+                ssl=self._tls,
+                open_timeout=CONNECT_SECONDS,
+                close_timeout=CLOSE_SECONDS,
+                ping_interval=None,
+                max_size=MAX_FRAME_BYTES,
+            )
+        except InvalidStatus as error:
+            raise _refusal(error.response.status_code) from error
+        except WebSocketException as error:
+            raise ChannelError(f"the server at this address is not a controller: {error}") from error
+        except TimeoutError as error:
+            raise ChannelClosed(f"no answer within {CONNECT_SECONDS:g} s") from error
+        try:
+            yield connection
+        finally:
+            with CancelScope(shield=True), anyio.move_on_after(CLOSE_SECONDS):
+                await connection.close()
+            connection.transport.abort()
+
+    @property
+    def _address(self) -> str:
+        parts = urlsplit(self._url)
+        scheme = {"http": "ws", "https": "wss"}[parts.scheme]
+        return f"{scheme}://{parts.netloc}{parts.path}{CONNECT_PATH}"
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        token = self._settings.token
+        return {} if token is None else {"Authorization": f"Bearer {token.get_secret_value()}"}
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext | None:
+        return ssl.create_default_context() if self._url.startswith("https:") else None
+
+    def _hello(self, local_host: str) -> Hello:
+        tiers = [
+            TierDescription(tier.name, tier.settings.type, tier.capacity, tier.shared)
+            for tier in self._cache.hierarchy.tiers
+        ]
+        return Hello(
+            VERSION,
+            self._name,
+            self._incarnation,
+            __version__,
+            socket.gethostname(),
+            os.getpid(),
+            None if self._serving is None else self._serving.address(local_host),
+            self._transport,
+            tiers,
+        )
+
+
+def _refusal(status: int) -> ChannelError:
+    if status in (401, 403):
+        return Rejected(
+            f"the token is missing or wrong (HTTP {status}): set controller.token to the controller's token"
+        )
+    return ChannelError(f"HTTP {status} from {CONNECT_PATH}: is controller.url right?")

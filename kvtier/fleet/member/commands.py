@@ -1,0 +1,250 @@
+"""Execute the controller's commands, each as a cancellable unit of work."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import anyio
+import anyio.lowlevel
+
+from kvtier.cache import TieredCache
+from kvtier.errors import PeerError, ProtocolError
+from kvtier.fleet.member.protocol import (
+    MAX_KEYS,
+    Command,
+    Delete,
+    DeleteAll,
+    Done,
+    Fetch,
+    Pin,
+    Progress,
+    Tokenize,
+    Unpin,
+)
+from kvtier.fleet.member.tokenizing import Tokenizers
+from kvtier.memory.keys import ChunkKey, join_keys, split_keys
+from kvtier.peers.backend import PeersBackend
+from kvtier.pipeline.clear import Cleared
+from kvtier.pipeline.discover import Expected
+from kvtier.pipeline.gather import ChunkProvider
+from kvtier.tiers.level import Level
+from kvtier.tiers.tier import Tier
+
+KEYS_A_STEP = 4096
+"""Number of keys processed before yielding to the event loop."""
+
+
+class Peers(NamedTuple):
+    """The backend for chunks of other instances, and the tier that represents all of them."""
+
+    backend: PeersBackend
+    tier: Tier
+
+
+class Work(ABC):
+    """Execution of one command."""
+
+    changes = True
+    """Whether it changes the contents of tiers."""
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Execute the command. Raises :class:`kvtier.errors.KVTierError` if it cannot start."""
+
+    @abstractmethod
+    def answer(self, reason: str | None) -> Done:
+        """Return the outcome, also of a cancelled command; ``reason``: why it was cancelled, if it was."""
+
+    def progress(self) -> Progress | None:
+        """Return the progress of a long-running command."""
+        return None
+
+
+class Commands:
+    """Creates work from commands. ``peers`` is ``None`` if fetching from other instances is disabled."""
+
+    def __init__(self, cache: TieredCache, peers: Peers | None, tokenizers: Tokenizers) -> None:
+        self.cache = cache
+        self.peers = peers
+        self.tokenizers = tokenizers
+
+    def begin(self, command: Command) -> Work:
+        """Create the work of a command without running it. Raises :class:`ProtocolError` if invalid."""
+        match command:
+            case Fetch():
+                return _Fetching(self, command)
+            case Delete():
+                return _Deleting(self, command)
+            case DeleteAll():
+                return _DeletingAll(self, command)
+            case Pin() | Unpin():
+                return _Pinning(self, command)
+            case Tokenize():
+                return _Tokenizing(self, command)
+
+    def tier(self, number: int) -> Level:
+        """Return a tier by its number. Raises :class:`ProtocolError`."""
+        tiers = self.cache.hierarchy.tiers
+        if not 0 <= number < len(tiers):
+            raise ProtocolError(f"invalid tier number {number}: this instance has {len(tiers)} tiers")
+        return tiers[number]
+
+
+class _Fetching(Work):
+    def __init__(self, commands: Commands, command: Fetch) -> None:
+        keys = _split(command.keys)
+        if len(command.lengths) != len(keys) or any(length <= 0 for length in command.lengths):
+            raise ProtocolError(
+                f"{len(keys)} distinct chunks with {len(command.lengths)} lengths, or a length below 1"
+            )
+        self._commands = commands
+        self._command = command
+        self._keys = keys
+        self._tier = commands.tier(command.tier)
+        expected = Expected(command.namespace, command.lengths)
+        self._gathering = commands.cache.gather(keys, expected, self._tier.name)
+        self._last_error: str | None = None
+
+    async def run(self) -> None:
+        seconds = self._command.seconds
+        with anyio.move_on_after(None if seconds is None else max(seconds, 0.0)) as scope:
+            await self._run()
+        if scope.cancelled_caught:
+            self._last_error = f"its deadline of {seconds:g} s has expired"
+
+    async def _run(self) -> None:
+        address, gathering, peers = self._command.peer, self._gathering, self._commands.peers
+        if peers is not None and self._tier is peers.tier:
+            raise ProtocolError(f"tier {self._tier.name} cannot be written to: choose another one")
+        if address is None or not gathering.is_incomplete():
+            await gathering.run()
+            return
+        if peers is None:
+            self._last_error = "this instance cannot fetch from others: set peer.secret or peer.tls"
+            await gathering.run()
+            return
+        try:
+            async with peers.backend.temporary_peer(address) as peer:
+                await gathering.run(ChunkProvider(peers.tier, peer.promise, f"peer {address}"))
+        except PeerError as error:
+            await gathering.run()  # Chunks in this instance's other tiers can still be fetched.
+            self._last_error = str(error)
+
+    def answer(self, reason: str | None) -> Done:
+        held = self._gathering.held()
+        if len(held) == len(self._keys):
+            reason = None
+        else:
+            reason = (
+                reason or self._last_error or self._gathering.reason or "some were removed in the meantime"
+            )
+        return Done(
+            self._command.ticket, join_keys(held), len(held), self._gathering.transferred_bytes, reason
+        )
+
+    def progress(self) -> Progress | None:
+        transferred = self._gathering.transferred_bytes
+        return Progress(self._command.ticket, len(self._gathering.held()), transferred)
+
+
+class _Deleting(Work):
+    def __init__(self, commands: Commands, command: Delete) -> None:
+        self._ticket = command.ticket
+        self._cache = commands.cache
+        self._keys = _split(command.keys)
+        self._tier = commands.tier(command.tier)
+        self._removed: list[ChunkKey] = []
+        self._bytes = 0
+
+    async def run(self) -> None:
+        for part in _steps(self._keys):
+            cleared = await self._cache.clear(part, tiers=[self._tier.name])
+            self._removed += cleared.keys
+            self._bytes += cleared.bytes
+            await anyio.lowlevel.checkpoint()
+
+    def answer(self, reason: str | None) -> Done:
+        return Done(self._ticket, join_keys(self._removed), len(self._removed), self._bytes, reason)
+
+
+class _DeletingAll(Work):
+    def __init__(self, commands: Commands, command: DeleteAll) -> None:
+        self._ticket = command.ticket
+        self._cache = commands.cache
+        if command.tier is not None:
+            tiers = [commands.tier(command.tier)]
+        else:
+            # Never delete chunks of peers.
+            peers_tier = None if commands.peers is None else commands.peers.tier
+            tiers = [tier for tier in commands.cache.hierarchy.tiers if tier is not peers_tier]
+        self._tiers = [tier.name for tier in tiers]
+        self._cleared = Cleared([], 0, 0)
+
+    async def run(self) -> None:
+        self._cleared = await self._cache.clear(tiers=self._tiers)
+
+    def answer(self, reason: str | None) -> Done:
+        return Done(self._ticket, b"", self._cleared.chunks, self._cleared.bytes, reason)
+
+
+class _Pinning(Work):
+    changes = False
+
+    def __init__(self, commands: Commands, command: Pin | Unpin) -> None:
+        self._command = command
+        self._cache = commands.cache
+        self._keys = _split(command.keys)
+        self._done: list[ChunkKey] = []
+        self._bytes = 0
+
+    async def run(self) -> None:
+        for part in _steps(self._keys):
+            if isinstance(self._command, Pin):
+                self._pin(part, self._command.seconds)
+            else:
+                self._cache.unpin(part)
+                self._done += part
+            await anyio.lowlevel.checkpoint()
+
+    def _pin(self, keys: Sequence[ChunkKey], seconds: float | None) -> None:
+        catalog = self._cache.hierarchy.catalog
+        local = sum(1 << tier.index for tier in self._cache.hierarchy.tiers if not tier.shared)
+        places = zip(keys, catalog.places(keys), strict=True)
+        held = [key for key, (ready, _) in places if ready & local]
+        self._cache.pin(held, seconds)
+        self._done += held
+        self._bytes += sum(catalog.length(key) for key in held)
+
+    def answer(self, reason: str | None) -> Done:
+        if len(self._done) < len(self._keys):
+            reason = reason or "no tier of this instance holds the others"
+        return Done(self._command.ticket, join_keys(self._done), len(self._done), self._bytes, reason)
+
+
+class _Tokenizing(Work):
+    changes = False
+
+    def __init__(self, commands: Commands, command: Tokenize) -> None:
+        self._command = command
+        self._tokenizers = commands.tokenizers
+        self._tokens: list[int] = []
+
+    async def run(self) -> None:
+        self._tokens = await self._tokenizers.tokenize(self._command.namespace, self._command.prompt)
+
+    def answer(self, reason: str | None) -> Done:
+        return Done(self._command.ticket, b"", 0, 0, reason, self._tokens)
+
+
+def _split(joined: bytes) -> list[ChunkKey]:
+    keys = split_keys(joined)
+    if len(keys) > MAX_KEYS:
+        raise ProtocolError(f"{len(keys)} chunks in one command exceed the limit of {MAX_KEYS}")
+    return list(dict.fromkeys(keys))
+
+
+def _steps(keys: Sequence[ChunkKey]) -> Iterator[Sequence[ChunkKey]]:
+    for start in range(0, len(keys), KEYS_A_STEP):
+        yield keys[start : start + KEYS_A_STEP]

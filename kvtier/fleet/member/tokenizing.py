@@ -1,0 +1,182 @@
+"""Tokenize prompts in helper processes that start on demand and exit when idle."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import anyio
+from anyio import CancelScope
+from anyio.abc import Process, TaskGroup
+
+from kvtier.concurrency.children import python
+from kvtier.concurrency.tasks import open_tasks
+from kvtier.errors import ChannelClosed, ChannelError
+from kvtier.fleet.member.served import Served, TokenizerSource
+from kvtier.fleet.member.tokenizer import Failed, Load, Prompt, Tokens, decode_answer
+from kvtier.rpc.frames import FrameReader, Message, encode
+
+logger = logging.getLogger("kvtier")
+
+LOAD_SECONDS = 60.0
+ANSWER_SECONDS = 20.0
+"""Timeout for one prompt."""
+IDLE_SECONDS = 300.0
+"""Idle time after which a helper is stopped."""
+MAX_HELPERS = 2
+"""Maximum number of helpers, of about 100 MB each; the least recently used one is replaced."""
+MAX_WAITING = 32
+COMMAND = python("-m", "kvtier.fleet.member.tokenizer")
+
+
+class Tokenizers:
+    """One helper per requested model. Confined to one event loop; see :meth:`open`."""
+
+    def __init__(self, served: Served, *, idle: float = IDLE_SECONDS) -> None:
+        self._served = served
+        self._idle = idle
+        self._helpers: dict[TokenizerSource, _Helper] = {}
+        self._lock = anyio.Lock()
+        self._waiting = 0
+        self._tasks: TaskGroup | None = None
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Allow helpers to start within the block; stop all of them at its end."""
+        async with open_tasks() as self._tasks:
+            try:
+                yield
+            finally:
+                self._tasks.cancel_scope.cancel()
+                self._tasks = None
+
+    @property
+    def processes(self) -> list[int]:
+        """Process ids of the helpers."""
+        return [helper.process.pid for helper in self._helpers.values()]
+
+    async def tokenize(self, namespace: bytes, prompt: str) -> list[int]:
+        """Tokenize a prompt as the engine of a model does, with special tokens.
+
+        Prompts are processed one at a time. Raises :class:`ChannelError` with a message for the requester.
+        """
+        source = self._served.tokenizer(namespace)
+        if source is None:
+            raise ChannelError(
+                "no engine of this instance has reported the location of the model's tokenizer"
+            )
+        if not source.usable:
+            raise ChannelError(
+                f"this instance cannot load a tokenizer of mode {source.mode!r}, or transformers is not "
+                "installed: send token ids instead"
+            )
+        if self._waiting >= MAX_WAITING:
+            raise ChannelError(f"too many requests: {MAX_WAITING} prompts are already queued for tokenizing")
+        self._waiting += 1
+        try:
+            async with self._lock:
+                helper = await self._helper(source)
+                return await helper.ask(Prompt(prompt), ANSWER_SECONDS)
+        finally:
+            self._waiting -= 1
+
+    async def _helper(self, source: TokenizerSource) -> _Helper:
+        helper = self._helpers.get(source)
+        if helper is not None and not helper.ended:
+            return helper
+        if self._tasks is None:
+            raise ChannelClosed("this instance is shutting down")
+        while len(self._helpers) >= MAX_HELPERS:
+            least = min(self._helpers, key=lambda source: self._helpers[source].used_at)
+            self._helpers.pop(least).stop()
+        with CancelScope(shield=True):  # Cancelling this would leak the process.
+            process = await anyio.open_process(
+                COMMAND,
+                stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+            )
+        helper = self._helpers[source] = _Helper(process)
+        self._tasks.start_soon(self._close_when_idle, source, helper)
+        await helper.ask(Load(source), LOAD_SECONDS)
+        return helper
+
+    async def _close_when_idle(self, source: TokenizerSource, helper: _Helper) -> None:
+        try:
+            with helper.scope:
+                await helper.wait_idle(self._idle)
+        finally:
+            if self._helpers.get(source) is helper:
+                del self._helpers[source]
+            with CancelScope(shield=True):
+                await helper.close()
+
+
+class _Helper:
+    """A process with one tokenizer. Any error, or a cancelled request, stops it."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.scope = CancelScope()
+        """Cancel scope of the task that closes the process."""
+        self.used_at = time.monotonic()
+        self._busy = False
+        self._reader = FrameReader()
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the last request; 0 during a request."""
+        return 0.0 if self._busy else time.monotonic() - self.used_at
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has exited or is being stopped."""
+        return self.scope.cancel_called or self.process.returncode is not None
+
+    async def wait_idle(self, seconds: float) -> None:
+        """Wait until the helper has been idle for ``seconds``."""
+        left = seconds
+        while left > 0:
+            await anyio.sleep(left)
+            left = seconds - self.idle_seconds
+
+    def stop(self) -> None:
+        """Stop the helper asynchronously."""
+        self.scope.cancel()
+
+    async def ask(self, request: Message, seconds: float) -> list[int]:
+        """Return the answer to a request; stop the helper without one. Raises :class:`ChannelError`."""
+        self._busy = True
+        answer: Tokens | Failed | None = None
+        try:
+            with anyio.move_on_after(seconds):
+                answer = await self._ask(request)
+        finally:
+            self._busy = False
+            self.used_at = time.monotonic()
+            if answer is None or (isinstance(answer, Failed) and isinstance(request, Load)):
+                self.stop()
+        if answer is None:
+            raise ChannelClosed(f"the tokenizer did not answer within {seconds:g} s")
+        if isinstance(answer, Failed):
+            raise ChannelError(f"the tokenizer failed: {answer.reason}")
+        return answer.ids
+
+    async def _ask(self, request: Message) -> Tokens | Failed:
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            await stdin.send(encode(request))
+            while True:
+                for body in self._reader.feed(await stdout.receive()):
+                    return decode_answer(body)
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream, OSError) as error:
+            raise ChannelClosed("the tokenizer process has exited") from error
+
+    async def close(self) -> None:
+        """Kill the process, and wait until it has exited."""
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.aclose()

@@ -1,0 +1,192 @@
+"""The proxy's HTTP application: the OpenAI API for clients, and monitoring and ``/engines`` for operators."""
+
+from __future__ import annotations
+
+import hmac
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Query
+from fastapi.exceptions import RequestValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvtier.fleet.proxy.body import CHAT_PATH
+from kvtier.fleet.proxy.engine import Engine, Role, State
+from kvtier.fleet.proxy.errors import error_body
+from kvtier.fleet.proxy.exchange import Exchange
+from kvtier.fleet.proxy.metrics import ProxyMetrics
+from kvtier.fleet.proxy.models import Models
+from kvtier.fleet.proxy.proxy import Proxy
+from kvtier.fleet.proxy.settings import engine_url, peer_address
+from kvtier.http import Message, Receive, Send
+from kvtier.settings.peer import is_loopback
+from kvtier.version import __version__
+
+COMPLETIONS = ("/v1/completions", CHAT_PATH)
+URL = Annotated[str, AfterValidator(engine_url)]
+FORBIDDEN = "/engines is open to this host only, or to clients with the token of --token-file"
+
+
+class EngineBody(BaseModel):
+    """Request to add an engine."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    role: Role
+    url: URL
+    peer: Annotated[str, AfterValidator(peer_address)] | None = None
+
+
+class EngineAnswer(BaseModel):
+    """State of one engine."""
+
+    role: Role
+    url: str
+    state: State
+    why: str
+    peer: str | None
+    instance: str | None
+    load: int
+    served: int
+    failed: int
+    remembered_blocks: int
+
+
+class _Endpoint:
+    """ASGI application that creates an :class:`Exchange` per request."""
+
+    def __init__(self, proxy: Proxy, path: str) -> None:
+        self._proxy = proxy
+        self._path = path
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        await Exchange(self._proxy, self._path)(scope, receive, send)
+
+
+def make_app(proxy: Proxy) -> FastAPI:
+    """Return the ASGI application of a proxy."""
+    app = FastAPI(title="kvtier proxy", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
+    # Plain routes instead of FastAPI's: an exchange reads the body, responds and handles disconnects itself.
+    app.router.routes.extend(Route(path, _Endpoint(proxy, path), methods=["POST"]) for path in COMPLETIONS)
+    app.router.routes.append(Route("/v1/models", Models(proxy), methods=["GET"]))
+    _add_monitoring(app, proxy)
+    app.include_router(_engines(proxy))
+    app.add_exception_handler(HTTPException, _error_response)
+    app.add_exception_handler(RequestValidationError, _error_response)
+    app.add_exception_handler(Exception, _error_response)
+    return app
+
+
+def _add_monitoring(app: FastAPI, proxy: Proxy) -> None:
+    metrics = ProxyMetrics(proxy)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """Return 200 while the proxy can serve requests, else 503."""
+        up = {role: sum(engine.state == State.UP for engine in proxy.fleet.of(role)) for role in Role}
+        draining = proxy.admission.draining
+        status = "draining" if draining else "ok" if up[Role.DECODE] else "no decode engine is up"
+        content = {"status": status, "version": __version__, "prefill": up[Role.PREFILL]}
+        return JSONResponse({**content, "decode": up[Role.DECODE]}, 200 if status == "ok" else 503)
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        """Return the metrics in Prometheus' text format."""
+        return metrics.response()
+
+    @app.get("/stats")
+    async def stats() -> dict[str, Any]:
+        """Return latencies and request outcomes."""
+        statistics = proxy.statistics
+        return {
+            "prefill_ttft": statistics.prefill.summary(),
+            "first_byte": statistics.first_byte.summary(),
+            "requests": statistics.requests,
+            "prefills": statistics.prefills,
+            "skipped_prefills": statistics.skipped,
+            "retries": statistics.retries,
+            "lookups": statistics.lookups,
+            "transferred_tokens": statistics.transferred_tokens,
+            "in_flight": proxy.admission.in_flight,
+        }
+
+
+def _engines(proxy: Proxy) -> APIRouter:
+    """Return the routes that list, add and remove engines; they require authorization."""
+    secret = proxy.settings.token
+    token = None if secret is None else secret.get_secret_value().encode()
+
+    async def authorize(request: Request) -> None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if token is not None:
+            if not hmac.compare_digest(given.strip().encode(), token) or scheme.lower() != "bearer":
+                raise HTTPException(401, FORBIDDEN, {"WWW-Authenticate": "Bearer"})
+            return
+        # Web pages in a browser on this host can reach it as well, but their requests have an Origin header.
+        if request.client is None or not is_loopback(request.client.host) or "origin" in request.headers:
+            raise HTTPException(403, FORBIDDEN)
+
+    router = APIRouter(dependencies=[Depends(authorize)])
+
+    @router.get("/engines")
+    async def engines() -> list[EngineAnswer]:
+        """Return the state of all engines."""
+        return [_engine_answer(engine) for engine in proxy.fleet]
+
+    @router.post("/engines", status_code=201)
+    async def add(body: EngineBody) -> EngineAnswer:
+        """Add an engine; it gets requests once its health check passes."""
+        try:
+            return _engine_answer(proxy.add(body.role, body.url, body.peer))
+        except ValueError as error:
+            raise HTTPException(409, str(error)) from None
+
+    @router.delete("/engines")
+    async def remove(
+        url: Annotated[str, Query()], role: Annotated[Role | None, Query()] = None
+    ) -> list[EngineAnswer]:
+        """Remove an engine from one role or both. Requests in flight complete."""
+        roles = tuple(Role) if role is None else (role,)
+        try:
+            found = [engine for role in roles if (engine := proxy.fleet.find(role, engine_url(url)))]
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from None
+        if not found:
+            raise HTTPException(404, f"unknown engine {url}")
+        for engine in found:
+            proxy.remove(engine)
+        return [_engine_answer(engine) for engine in found]
+
+    return router
+
+
+def _engine_answer(engine: Engine) -> EngineAnswer:
+    return EngineAnswer(
+        role=engine.role,
+        url=engine.url,
+        state=engine.state,
+        why=engine.reason,
+        peer=engine.peer,
+        instance=engine.instance,
+        load=engine.load,
+        served=engine.served,
+        failed=engine.failed,
+        remembered_blocks=len(engine.memory),
+    )
+
+
+async def _error_response(_: Request, error: Exception) -> Response:
+    """Return an error in the format of OpenAI's API."""
+    match error:
+        case HTTPException():
+            return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
+        case RequestValidationError():
+            first = error.errors()[0]
+            location = ".".join(str(part) for part in first["loc"])
+            message = str(first["msg"]).removeprefix("Value error, ")
+            return JSONResponse(error_body(422, f"{location}: {message}"), 422)
+        case _:
+            return JSONResponse(error_body(500, "internal error in the proxy: see its log"), 500)

@@ -1,0 +1,182 @@
+"""Check the health of engines, and discover the peer address of their instances."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import anyio
+import httpx
+import msgspec
+
+from kvtier.fleet.proxy.body import response_params
+from kvtier.fleet.proxy.engine import Engine, Role, State, describe_transport_error
+from kvtier.fleet.proxy.errors import Refused
+from kvtier.settings.peer import join_address, split_address
+
+if TYPE_CHECKING:
+    from kvtier.fleet.proxy.fleet import Fleet
+    from kvtier.fleet.proxy.settings import ProxySettings
+
+logger = logging.getLogger("kvtier.proxy")
+
+MAX_FAILED = 3
+"""Consecutive failed checks before an engine is marked down: it may be too busy to answer once or twice."""
+PROBE_SECONDS = 30.0
+PROBE_AGAIN_SECONDS = 30.0
+PROBE = "What is the address of this engine?"
+"""Several tokens: a first request of one token ends vLLM 0.32 in bfloat16 on CPUs with AMX."""
+MAX_ANSWER_BYTES = 4 << 20
+WILDCARDS = frozenset(("0.0.0.0", "::", "*"))  # noqa: S104 - compared, not bound
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def read_body(response: httpx.Response, max_bytes: int = MAX_ANSWER_BYTES) -> bytes | None:
+    """Return the whole body of a response, or ``None`` if it is too long."""
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    content = bytearray()
+    async for piece in response.stream:
+        content += piece
+        if len(content) > max_bytes:
+            return None
+    return bytes(content)
+
+
+class Checks:
+    """Health checks. :meth:`watch` runs in one task per engine."""
+
+    def __init__(self, fleet: Fleet, settings: ProxySettings) -> None:
+        self._fleet = fleet
+        self._interval = settings.check
+        self._limit = settings.check * 2.5
+        self._roles = (Role.DECODE,) if settings.controller is None else tuple(Role)
+        """Roles whose peer address is needed: that of prefill engines only to match them to the controller's
+        instances."""
+        self._headers = {"accept-encoding": "identity"}
+        if settings.engine_key is not None:
+            self._headers["authorization"] = f"Bearer {settings.engine_key.get_secret_value()}"
+
+    async def watch(self, engine: Engine) -> None:
+        """Check an engine periodically until it is removed; then wait for its requests in flight."""
+        failed, probed = 0, 0.0
+        while not engine.removed:
+            began = time.monotonic()
+            try:
+                reason = await self._check_health(engine)
+            except Refused:  # For lack of descriptors, which says nothing about the engine.
+                await engine.sleep(self._interval)
+                continue
+            if engine.last_response_at > began:
+                reason = None  # It is slow, but sends responses.
+            failed = failed + 1 if reason else 0
+            if reason and (engine.state != State.UP or failed >= MAX_FAILED or reason == _UNREACHABLE):
+                self._mark_down(engine, reason)
+            elif not reason:
+                due = engine.state != State.UP or time.monotonic() > probed + PROBE_AGAIN_SECONDS
+                if engine.peer is None and due and engine.role in self._roles:
+                    probed = time.monotonic()
+                    await self._discover_peer(engine)
+                self._mark_up(engine)
+            await engine.sleep(self._interval)
+        await engine.wait_idle()
+        await engine.connections.aclose()
+        self._fleet.draining.discard(engine)
+
+    async def _check_health(self, engine: Engine) -> str | None:
+        """Return why the engine is unhealthy, as a predicate that follows its name; ``None`` if healthy."""
+        request = httpx.Request("GET", engine.endpoint("/health"), headers=self._headers)
+        try:
+            with anyio.fail_after(self._limit):
+                async with engine.connections.exchange(request, self._limit) as response:
+                    await read_body(response)
+        except TimeoutError:
+            return f"did not answer /health within {self._limit:g} s"
+        except httpx.ConnectError:
+            return _UNREACHABLE
+        except httpx.TransportError as error:
+            return describe_transport_error(error)
+        if response.status_code >= 500:
+            return f"answered /health with {response.status_code}"
+        return None
+
+    def _mark_up(self, engine: Engine) -> None:
+        if engine.state != State.UP and not engine.removed:
+            logger.info("%s engine %s is up, peer address %s", engine.role, engine.url, engine.peer)
+            engine.mark_up()
+
+    def _mark_down(self, engine: Engine, reason: str) -> None:
+        if engine.state != State.DOWN and not engine.removed:
+            logger.warning("%s engine %s %s", engine.role, engine.url, reason)
+        engine.mark_down(reason)
+
+    async def _discover_peer(self, engine: Engine) -> None:
+        """Learn the instance's peer address from a one-token completion; log a warning on failure."""
+        try:
+            with anyio.fail_after(PROBE_SECONDS):
+                reason = await self._probe(engine)
+        except (TimeoutError, httpx.TransportError, Refused, msgspec.DecodeError, ValueError) as error:
+            reason = str(error) or type(error).__name__
+        if reason and engine.role == Role.DECODE and engine.state != State.UP:
+            logger.warning(
+                "decode engine %s reports no peer address (%s), so no KV can be transferred to it: set its "
+                "peer.listen, or write --decode %s=HOST:PORT",
+                engine.url,
+                reason,
+                engine.url,
+            )
+
+    async def _probe(self, engine: Engine) -> str | None:
+        """Set ``engine.peer`` from a completion. Return what was wrong; ``None`` on success."""
+        status, content = await self._request(engine, "GET", "/v1/models")
+        if status != 200:
+            return f"it answered /v1/models with {status}{_KEY_HINT if status in {401, 403} else ''}"
+        models = msgspec.json.decode(content, type=_Models).data
+        if not models:
+            return "it serves no model"
+        probe = {
+            "model": models[0].id,
+            "prompt": PROBE,
+            "max_tokens": 1,
+            "kv_transfer_params": {"kvtier": {}},
+        }
+        status, content = await self._request(engine, "POST", "/v1/completions", msgspec.json.encode(probe))
+        if status != 200:
+            return f"it answered /v1/completions with {status}{_KEY_HINT if status in {401, 403} else ''}"
+        engine.peer = reachable_address(response_params(content).peer, engine)
+        return None if engine.peer else "its response contains none"
+
+    async def _request(
+        self, engine: Engine, method: str, path: str, content: bytes | None = None
+    ) -> tuple[int, bytes]:
+        headers = self._headers if content is None else {**self._headers, "content-type": "application/json"}
+        request = httpx.Request(method, engine.endpoint(path), headers=headers, content=content)
+        async with engine.connections.exchange(request, PROBE_SECONDS) as response:
+            return response.status_code, await read_body(response) or b""
+
+
+_UNREACHABLE = "cannot be reached"
+_KEY_HINT = ": name the file of its API key with --engine-key-file"
+
+
+def reachable_address(peer: str | None, engine: Engine) -> str | None:
+    """Return an engine's listen address as peers reach it; ``None`` if it is not a valid address.
+
+    A wildcard address is replaced by the host of the engine's URL.
+    """
+    if peer is None:
+        return None
+    try:
+        host, port = split_address(peer)
+    except ValueError:
+        return None
+    if host in WILDCARDS:
+        host = engine.host
+    return join_address(host, port)

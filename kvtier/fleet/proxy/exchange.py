@@ -1,0 +1,297 @@
+"""Serve one request: prefill on one engine, decode on another, and stream the response to the client."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import anyio
+import httpx
+
+from kvtier.concurrency.tasks import open_tasks
+from kvtier.fleet.proxy.body import Body, response_params, without_params
+from kvtier.fleet.proxy.checks import reachable_address, read_body
+from kvtier.fleet.proxy.client import EVENT_STREAM, Client
+from kvtier.fleet.proxy.engine import Engine, EngineLost, Role, describe_transport_error
+from kvtier.fleet.proxy.errors import BUSY, ClientDisconnected, Refused
+from kvtier.fleet.proxy.headers import Headers, to_client, to_engine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from kvtier.fleet.proxy.admission import Ticket
+    from kvtier.fleet.proxy.directory import Held
+    from kvtier.fleet.proxy.proxy import Proxy
+    from kvtier.http import Message, Receive, Send
+
+logger = logging.getLogger("kvtier.proxy")
+
+MAX_TRIES = 3
+"""Engines of one role tried per request, so that a request that crashes engines cannot crash all of them."""
+MAX_ANSWER_BYTES = 32 << 20
+"""Largest non-streaming response that is buffered. A longer one is streamed to the client."""
+UNAVAILABLE = frozenset((502, 503, 504))
+"""Status codes of an engine, or a load balancer before it, that is unavailable; another one may not be."""
+RETRIED = UNAVAILABLE | {429, 500}
+"""Status codes of a prefill engine that are retried on another. The decoder repeats any other error."""
+INTERRUPTED = "the engine failed in the middle of its response: the response is incomplete"
+NO_DECODE_ENGINE = "no decode engine can be reached: try again later"
+
+
+class Exchange:
+    """One completion request, as an ASGI application: ``await exchange(scope, receive, send)``."""
+
+    def __init__(self, proxy: Proxy, path: str) -> None:
+        self._proxy = proxy
+        self._statistics = proxy.statistics
+        self._path = path
+        self._started = time.monotonic()
+        self._held: Held | None = None
+        self._outcome = "ok"
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Send a response or an error; return early if the client disconnects."""
+        client = Client(scope, receive, send)
+        try:
+            with self._proxy.admission.admit() as ticket:
+                await self._run(client, ticket)
+        except Refused as refused:
+            if self._outcome != "interrupted":
+                self._outcome = "refused"
+            await client.refuse(refused)
+        except ClientDisconnected:
+            client.disconnected = True
+        cancelled = client.disconnected and not client.ended
+        self._statistics.requests["cancelled" if cancelled else self._outcome] += 1
+
+    async def _run(self, client: Client, ticket: Ticket) -> None:
+        with ticket.scope:
+            content = await self._proxy.admission.read(
+                ticket, client.receive, client.header(b"content-length")
+            )
+            async with open_tasks() as tasks:
+
+                async def cancel_on_disconnect() -> None:
+                    await client.wait_disconnect()
+                    tasks.cancel_scope.cancel()
+
+                tasks.start_soon(cancel_on_disconnect)
+                await self._answer(client, Body(self._path, content))
+                tasks.cancel_scope.cancel()
+        if ticket.stopped and not client.ended:
+            message = "this proxy is shutting down: send the request to another one"
+            raise Refused(503, message, {**BUSY, "connection": "close"})
+
+    async def _answer(self, client: Client, body: Body) -> None:
+        headers = to_engine(client.headers)
+        fleet = self._proxy.fleet
+        await self._look_up(body, headers)
+        decoder = fleet.choose(Role.DECODE, lambda engine: self._held_by(engine, body))
+        if decoder is None:
+            raise Refused(503, NO_DECODE_ENGINE, BUSY)
+        with decoder.reserved():
+            tokens = await self._prefill(body, headers, decoder)
+        tried: list[Engine] = []
+        while decoder is not None:
+            # The KV was transferred to the first decoder only.
+            prepared = body.for_decode(0 if tried else tokens, self._proxy.settings.timeout)
+            tried.append(decoder)
+            try:
+                with decoder.reserved():
+                    await self._decode(
+                        client, body, decoder, _post(decoder, self._path, headers, prepared), tried
+                    )
+                return
+            except EngineLost as lost:
+                self._record_failure(lost)
+                decoder = self._next_decoder(lost, body, tried)
+        raise Refused(503, NO_DECODE_ENGINE, BUSY)
+
+    # ── engine selection ──
+
+    async def _look_up(self, body: Body, headers: Headers) -> None:
+        """Ask the controller who caches the prompt, unless the prompt is too short for a remote prefill."""
+        directory, prompt, fleet = self._proxy.directory, body.prompt, self._proxy.fleet
+        if directory is None or prompt is None or prompt.tokens < self._proxy.settings.min_prefill:
+            return
+        tokenizer = fleet.choose(Role.DECODE, lambda _: 0)
+        self._held = await directory.look_up(body, tokenizer, headers)
+
+    def _held_by(self, engine: Engine, body: Body) -> int:
+        if self._held is not None and engine.instance is not None:
+            return self._held.by(engine)
+        return engine.memory.held(body.prompt) if body.prompt is not None else 0
+
+    def _next_decoder(self, lost: EngineLost, body: Body, tried: Sequence[Engine]) -> Engine | None:
+        if len(tried) >= MAX_TRIES:
+            return None
+        self._statistics.retries[Role.DECODE] += 1
+        other = self._proxy.fleet.choose(Role.DECODE, lambda engine: self._held_by(engine, body), tried)
+        if other is None and lost.retryable and tried.count(lost.engine) == 1:
+            return lost.engine
+        return other
+
+    def _skip_reason(self, body: Body, decoder: Engine) -> str | None:
+        """Return why to skip the remote prefill; ``None`` if it is worthwhile."""
+        settings = self._proxy.settings
+        if body.prompt is None or not body.may_be_prefilled:
+            return "unsuitable"
+        tokens = self._held.tokens if self._held is not None else body.prompt.tokens
+        if tokens < settings.min_prefill:
+            return "short"
+        held = self._held_by(decoder, body)
+        if held and (tokens - held < settings.min_prefill or held >= settings.max_cached * tokens):
+            return "cached"
+        if decoder.peer is None:
+            return "no_peer"
+        return None
+
+    # ── prefill ──
+
+    async def _prefill(self, body: Body, headers: Headers, decoder: Engine) -> int:
+        """Prefill on another engine; return how many tokens of KV it transfers to the decoder, or 0."""
+        reason = self._skip_reason(body, decoder)
+        if reason is not None:
+            self._statistics.skipped[reason] += 1
+            return 0
+        assert decoder.peer is not None
+        content = body.for_prefill(decoder.peer)
+        same = self._proxy.fleet.find(Role.PREFILL, decoder.url)
+        tried: list[Engine] = [] if same is None else [same]
+        for number in range(MAX_TRIES):
+            prefiller = self._proxy.fleet.choose(
+                Role.PREFILL, lambda engine: self._held_by(engine, body), tried
+            )
+            if prefiller is None:
+                break
+            tried.append(prefiller)
+            if number:
+                self._statistics.retries[Role.PREFILL] += 1
+            try:
+                return await self._prefill_at(prefiller, body, _post(prefiller, self._path, headers, content))
+            except EngineLost as lost:
+                self._statistics.prefills["failed"] += 1
+                self._record_failure(lost)
+        self._statistics.skipped["no_prefiller"] += 1
+        return 0
+
+    async def _prefill_at(self, prefiller: Engine, body: Body, request: httpx.Request) -> int:
+        limit = self._proxy.settings.prefill_timeout
+        started = time.monotonic()
+        with prefiller.reserved(), prefiller.awaiting_response(), anyio.move_on_after(limit) as deadline:
+            async with prefiller.connections.exchange(request, limit) as response:
+                content = await read_body(response)
+        if deadline.cancelled_caught:
+            raise EngineLost(prefiller, f"did not prefill within {limit:g} s (--prefill-timeout)")
+        if response.status_code in RETRIED:
+            raise EngineLost(prefiller, f"answered with {response.status_code}")
+        if response.status_code != 200 or content is None:
+            self._statistics.prefills["refused"] += 1
+            return 0
+        self._statistics.prefill.add(time.monotonic() - started)
+        prefiller.served += 1
+        assert body.prompt is not None
+        prefiller.memory.add(body.prompt)
+        params = response_params(content)
+        if prefiller.configured_peer is None and params.peer is not None:
+            prefiller.peer = reachable_address(params.peer, prefiller)
+        self._statistics.prefills["transferred" if params.tokens else "kept"] += 1
+        self._statistics.transferred_tokens += params.tokens
+        return params.tokens
+
+    # ── decode ──
+
+    async def _decode(
+        self, client: Client, body: Body, decoder: Engine, request: httpx.Request, tried: Sequence[Engine]
+    ) -> None:
+        """Forward the decoder's response. Raises :class:`EngineLost` only before anything was forwarded."""
+        async with AsyncExitStack() as stack:
+            with decoder.awaiting_response():
+                exchange = decoder.connections.exchange(request, self._proxy.settings.idle_timeout)
+                response = await stack.enter_async_context(exchange)
+                if response.status_code in UNAVAILABLE and self._has_untried_decoder(tried):
+                    raise EngineLost(decoder, f"answered with {response.status_code}")
+                pieces = _pieces(response)
+                first = await _read_first(pieces, whole=not _streams(response))
+            decoder.served += 1
+            if response.status_code < 400:
+                self._statistics.first_byte.add(time.monotonic() - self._started)
+                if body.prompt is not None:
+                    decoder.memory.add(body.prompt)
+            else:
+                self._outcome = "error"
+            decoder.last_response_at = time.monotonic()
+            if first.complete and not _streams(response):
+                await self._send_whole(client, body, response, first.content)
+                return
+            await client.start(response.status_code, to_client(response.headers.raw))
+            await client.write(first.content)
+            if not first.complete:
+                await self._relay(client, decoder, pieces)
+            await client.end()
+
+    async def _send_whole(self, client: Client, body: Body, response: httpx.Response, content: bytes) -> None:
+        if not body.wants_params:
+            content = without_params(content)
+        await client.start(response.status_code, to_client(response.headers.raw, len(content)))
+        await client.end(content)
+
+    async def _relay(self, client: Client, decoder: Engine, pieces: AsyncIterator[bytes]) -> None:
+        """Stream the rest of the response. Hot path: runs for every token but the first."""
+        try:
+            async for piece in pieces:
+                decoder.last_response_at = time.monotonic()
+                await client.write(piece)
+        except httpx.TransportError as error:
+            self._outcome = "interrupted"
+            decoder.failed += 1
+            logger.warning(
+                "decode engine %s %s in the middle of a response",
+                decoder.url,
+                describe_transport_error(error),
+            )
+            raise Refused(502, INTERRUPTED) from None
+
+    def _has_untried_decoder(self, tried: Sequence[Engine]) -> bool:
+        decoders = self._proxy.fleet.of(Role.DECODE)
+        return len(tried) < MAX_TRIES and any(engine not in tried for engine in decoders)
+
+    def _record_failure(self, lost: EngineLost) -> None:
+        logger.warning("%s", lost)
+        lost.engine.record_failure(lost)
+
+
+class _FirstRead:
+    """The first piece of a streaming response, or a whole non-streaming one."""
+
+    __slots__ = ("complete", "content")
+
+    def __init__(self, content: bytes, *, complete: bool) -> None:
+        self.content = content
+        self.complete = complete
+
+
+def _post(engine: Engine, path: str, headers: Headers, content: bytes) -> httpx.Request:
+    return httpx.Request("POST", engine.endpoint(path), headers=headers, content=content)
+
+
+def _streams(response: httpx.Response) -> bool:
+    content_type: str = response.headers.get("content-type", "")
+    return content_type.lower().startswith(EVENT_STREAM.decode())
+
+
+def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Return an iterator over the body. httpx' own iterators would cost more than the rest of the relay."""
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    return aiter(response.stream)
+
+
+async def _read_first(pieces: AsyncIterator[bytes], *, whole: bool) -> _FirstRead:
+    content = bytearray()
+    async for piece in pieces:
+        content += piece
+        if content and (not whole or len(content) > MAX_ANSWER_BYTES):
+            return _FirstRead(bytes(content), complete=False)
+    return _FirstRead(bytes(content), complete=True)

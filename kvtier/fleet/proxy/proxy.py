@@ -1,0 +1,65 @@
+"""The proxy: engines, admission, statistics, and the tasks that check engine health."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from anyio import CancelScope
+from anyio.abc import TaskGroup
+
+from kvtier.concurrency.tasks import open_tasks
+from kvtier.fleet.proxy.admission import Admission
+from kvtier.fleet.proxy.checks import Checks
+from kvtier.fleet.proxy.directory import Directory
+from kvtier.fleet.proxy.engine import Engine, Role
+from kvtier.fleet.proxy.fleet import Fleet
+from kvtier.fleet.proxy.settings import ProxySettings
+from kvtier.fleet.proxy.statistics import Statistics
+
+
+class Proxy:
+    """All state of the proxy except the HTTP server. Create with :meth:`open`."""
+
+    def __init__(self, settings: ProxySettings, tasks: TaskGroup) -> None:
+        self.settings = settings
+        self.statistics = Statistics()
+        self.fleet = Fleet(settings.remember)
+        self.admission = Admission(settings.max_requests, settings.max_body, settings.max_held)
+        self.directory: Directory | None = None
+        if settings.controller is not None:
+            self.directory = Directory(settings, self.fleet, self.statistics)
+        self._checks = Checks(self.fleet, settings)
+        self._tasks = tasks
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, settings: ProxySettings) -> AsyncIterator[Proxy]:
+        """Check the configured engines until the block exits; all requests must have ended by then."""
+        async with open_tasks() as tasks:
+            proxy = cls(settings, tasks)
+            for address in settings.prefillers:
+                proxy.add(Role.PREFILL, *address)
+            for address in settings.decoders:
+                proxy.add(Role.DECODE, *address)
+            if proxy.directory is not None:
+                tasks.start_soon(proxy.directory.run)
+            try:
+                yield proxy
+            finally:
+                tasks.cancel_scope.cancel()
+                with CancelScope(shield=True):
+                    await proxy.fleet.aclose()
+
+    def add(self, role: Role, url: str, peer: str | None = None) -> Engine:
+        """Add an engine; it gets requests once its health check passes.
+
+        Raises ``ValueError`` if it exists already, or there are too many.
+        """
+        engine = self.fleet.add(role, url, peer)
+        self._tasks.start_soon(self._checks.watch, engine)
+        return engine
+
+    def remove(self, engine: Engine) -> None:
+        """Send an engine no further requests; requests in flight complete normally."""
+        self.fleet.remove(engine)

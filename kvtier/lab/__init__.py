@@ -1,0 +1,1 @@
+"""What looks at kvtier from outside. Only the command line imports it."""

@@ -1,0 +1,172 @@
+"""Replay a trace through a simulated cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtier.lab.simulation.belady import REPORT_REQUESTS
+from kvtier.lab.simulation.keys import chunk_keys
+from kvtier.lab.simulation.trace import Trace
+from kvtier.memory.header import object_bytes
+from kvtier.observability.whatif.simulated_cache import SimulatedCache
+from kvtier.observability.whatif.simulated_tiers import SimulatedTiers
+from kvtier.plugins import Plugins
+
+TOKEN_BYTES = 128 << 10
+"""KV bytes of a token: those of Llama 3.1 8B in bfloat16."""
+CHUNK_TOKENS = 512
+PREFILL_TOKENS_PER_SECOND = 10_000.0
+
+Advance = Callable[[int], None]
+"""Receives a number of requests that were processed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the engine computes."""
+
+    token_bytes: int = TOKEN_BYTES
+    prefill_tokens_per_second: float = PREFILL_TOKENS_PER_SECOND
+
+    def chunk_bytes(self, trace: Trace) -> int:
+        """Return the size of a chunk object, which is that of the trace if it tells."""
+        return trace.chunk_bytes or object_bytes(trace.chunk_tokens * self.token_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TierOutcome:
+    """What one tier did."""
+
+    name: str
+    hits: int
+    """Chunks that were in this tier when they were looked up, and in no faster one."""
+    read_bytes: int
+    written_bytes: int
+    evicted: int
+    """Chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a cache made of a trace."""
+
+    policy: str
+    capacity: int | None
+    """Bytes of all tiers; ``None`` with a shared pool."""
+    tiers: Sequence[TierOutcome]
+    requests: int
+    asked: int
+    """Chunks of all prompts."""
+    hits: int
+    """Of these, chunks of held prefixes that were loaded."""
+    tokens: int
+    saved_tokens: int
+    """Of all tokens of prompts, those that were not computed."""
+    ttft_seconds: float
+    """Estimated mean time to the first token: see :func:`_ttft`."""
+    demoted: int
+    computed_instead: int
+    """Chunks that were held, but would have arrived later than they were computed."""
+    no_room: int
+    """Chunks that were held in a lower tier, but for which there was no room in the first one."""
+    windows: Sequence[float | None]
+    """Hit rate in equal parts of the trace's time; ``None`` without a request."""
+    seconds: float
+    """Duration of the simulation."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per chunk asked for."""
+        return self.hits / self.asked
+
+
+class Windows:
+    """Hits in equal parts of the time of a trace."""
+
+    def __init__(self, trace: Trace, count: int) -> None:
+        first, last = trace.times[trace.order[0]], trace.times[trace.order[-1]]
+        self._first = first
+        self._scale = count / (last - first) if last > first else 0.0
+        self._hits = [0] * count
+        self._asked = [0] * count
+
+    def add(self, now: float, hits: int, asked: int) -> None:
+        """Count one request."""
+        at = min(int((now - self._first) * self._scale), len(self._hits) - 1)
+        self._hits[at] += hits
+        self._asked[at] += asked
+
+    def rates(self) -> list[float | None]:
+        """Return the hit rate of each window."""
+        pairs = zip(self._hits, self._asked, strict=True)
+        return [hits / asked if asked else None for hits, asked in pairs]
+
+
+def replay(
+    trace: Trace,
+    plugins: Plugins,
+    tiers: SimulatedTiers,
+    model: Model,
+    *,
+    windows: int = 0,
+    advance: Advance | None = None,
+) -> Outcome:
+    """Replay a trace once, on an empty cache. Blocks. Deterministic."""
+    started = time.perf_counter()
+    chunk_bytes, whole = model.chunk_bytes(trace), trace.chunk_tokens
+    compute = whole / model.prefill_tokens_per_second
+    cache = SimulatedCache(plugins, tiers, chunk_bytes, compute)
+    by_window = Windows(trace, windows) if windows else None
+    total_hits = saved = 0
+    for turn, request in enumerate(trace.order, 1):
+        start, stop = trace.span(request)
+        now = trace.times[request]
+        hits = cache.serve(now, chunk_keys(trace.chunks[start:stop]), trace.hints.get(request))
+        total_hits += hits
+        saved += min(hits * whole, trace.tokens[request])
+        if by_window is not None:
+            by_window.add(now, hits, stop - start)
+        if advance is not None and turn % REPORT_REQUESTS == 0:
+            advance(REPORT_REQUESTS)
+    tokens = sum(trace.tokens)
+    return Outcome(
+        policy=tiers.label,
+        capacity=tiers.capacity,
+        tiers=[
+            TierOutcome(
+                name=name,
+                hits=cache.hits[tier],
+                read_bytes=cache.read[tier] * chunk_bytes,
+                written_bytes=cache.written[tier] * chunk_bytes,
+                evicted=cache.evicted[tier],
+            )
+            for tier, name in enumerate(tiers.names)
+        ],
+        requests=len(trace),
+        asked=len(trace.chunks),
+        hits=total_hits,
+        tokens=tokens,
+        saved_tokens=saved,
+        ttft_seconds=_ttft(
+            cache, chunk_bytes, (tokens - saved) / model.prefill_tokens_per_second, len(trace)
+        ),
+        demoted=cache.demoted,
+        computed_instead=cache.computed_instead,
+        no_room=cache.no_room,
+        windows=by_window.rates() if by_window is not None else [],
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _ttft(cache: SimulatedCache, chunk_bytes: int, prefill_seconds: float, requests: int) -> float:
+    """Return the mean time to the first token, without any queueing.
+
+    A request waits until its chunks are read from each tier, one tier after the other, and the rest is
+    computed.
+    """
+    loading = sum(
+        count * tier.cost(chunk_bytes) for count, tier in zip(cache.loaded, cache.tiers, strict=True)
+    )
+    return (loading + prefill_seconds) / requests

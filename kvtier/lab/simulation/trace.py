@@ -1,0 +1,105 @@
+"""A trace in memory, to be replayed many times: 4 bytes for each chunk of each request."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, pairwise
+from pathlib import Path
+
+from kvtier.catalog.hints import ChunkHints
+from kvtier.lab.simulation.numbering import number_chunks
+from kvtier.lab.simulation.traces import read_trace
+from kvtier.lab.simulation.traces.errors import TraceError
+from kvtier.observability.recording.request import TraceRequest
+
+
+@dataclass(slots=True)
+class Trace:
+    """Requests in the order of their time, as columns."""
+
+    name: str
+    chunks: array[int]
+    """The chunks of all requests, numbered from 0 (u32)."""
+    ends: array[int]
+    """Where the chunks of each request end."""
+    times: array[float]
+    """In seconds since the trace began."""
+    tokens: array[int]
+    hints: dict[int, ChunkHints]
+    """By request, where there are any."""
+    order: Sequence[int]
+    """The requests in the order of their time."""
+    chunk_tokens: int
+    chunk_bytes: int
+    """Size of a chunk object; 0 if the trace does not tell."""
+    unique: int
+    """Distinct chunks."""
+    numbers: int
+    """All chunks have numbers below this one."""
+    repeated: int
+    """Chunks that occurred before in the same prompt. They are left out: chained hashes do not repeat."""
+
+    @classmethod
+    def read(cls, path: Path, chunk_tokens: int, limit: int | None = None) -> Trace:
+        """Read the first ``limit`` requests of a file. Blocks. Raises :class:`KVTierError`.
+
+        ``chunk_tokens``: tokens of a chunk, unless the file is a recording, whose chunks have a size.
+        """
+        requests, recorded = read_trace(path, chunk_tokens)
+        return cls.load(str(path), islice(requests, limit), None if recorded else chunk_tokens)
+
+    @classmethod
+    def load(cls, name: str, requests: Iterable[TraceRequest], chunk_tokens: int | None) -> Trace:
+        """Take all requests. Raises :class:`TraceError` if there is none, and what ``requests`` raises.
+
+        ``name``: the path of the file, of which the trace keeps the last part, or another name.
+        ``chunk_tokens``: if ``None``, the least with which every prompt fits into its chunks. This is exact,
+        unless all prompts are short.
+        """
+        ids, ends, times, tokens = array("Q"), array("Q"), array("d"), array("Q")
+        hints: dict[int, ChunkHints] = {}
+        chunk_bytes = 0
+        for request in requests:
+            if request.hints is not None:
+                hints[len(ends)] = request.hints
+            elif request.tenant:
+                hints[len(ends)] = ChunkHints(tenant=request.tenant)
+            ids.extend(request.chunks)
+            ends.append(len(ids))
+            times.append(request.time)
+            tokens.append(request.tokens)
+            chunk_bytes = max(chunk_bytes, request.chunk_bytes)
+        if not ids:
+            raise TraceError(f"{name}: has no requests")
+        chunks, numbers, unique = number_chunks(ids, ends)
+        monotonic = all(earlier <= later for earlier, later in pairwise(times))
+        order = range(len(ends)) if monotonic else array("I", sorted(range(len(ends)), key=times.__getitem__))
+        return cls(
+            name=Path(name).name,
+            chunks=chunks,
+            ends=ends,
+            times=times,
+            tokens=tokens,
+            hints=hints,
+            order=order,
+            chunk_tokens=chunk_tokens or _chunk_tokens(ends, tokens),
+            chunk_bytes=chunk_bytes,
+            unique=unique,
+            numbers=numbers,
+            repeated=len(ids) - len(chunks),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def span(self, request: int) -> tuple[int, int]:
+        """Return where the chunks of a request start and end."""
+        return self.ends[request - 1] if request else 0, self.ends[request]
+
+
+def _chunk_tokens(ends: array[int], tokens: array[int]) -> int:
+    """Return the least tokens of a chunk with which every prompt fits into its chunks."""
+    prompts = zip(chain((0,), ends), ends, tokens, strict=False)
+    return max(1, max(-(-count // max(1, stop - start)) for start, stop, count in prompts))

@@ -1,0 +1,189 @@
+"""Reading recordings."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+from xxhash import xxh32_intdigest
+
+from kvtier.observability.recording.compressed import CORRUPT, expanded
+from kvtier.observability.recording.format import (
+    FRAME,
+    MAGIC,
+    MAX_BODY_BYTES,
+    NUMBER_BYTES,
+    VERSION,
+    Header,
+    Record,
+    RecordingError,
+)
+from kvtier.observability.recording.request import TraceRequest
+from kvtier.settings.recording import MAX_FILES
+
+logger = logging.getLogger("kvtier")
+
+_header_decoder = msgspec.msgpack.Decoder(Header)
+_record_decoder = msgspec.msgpack.Decoder(Record)
+
+
+def is_recording(source: Path | bytes) -> bool:
+    """Return whether a file, or one that begins with these bytes, is a recording. Blocks.
+
+    It may be compressed with gzip or xz. Raises ``OSError`` if a file cannot be read.
+    """
+    with ExitStack() as stack:
+        raw = io.BytesIO(source) if isinstance(source, bytes) else stack.enter_context(source.open("rb"))
+        try:
+            return expanded(raw).read(len(MAGIC)) == MAGIC
+        except (EOFError, *CORRUPT):
+            return False
+
+
+def read_recording(path: Path) -> Iterator[TraceRequest]:
+    """Yield the requests of a recording. Blocks while it reads.
+
+    ``path`` is the file that it was written to; the older files of the same recording, with the suffixes
+    ``.1``, ``.2`` and so on, are read first. Any other file of a recording, which may be compressed with gzip
+    or xz, is read alone. An incomplete record at the end of a file, whose writer was killed or has not
+    finished it, is reported as a warning. Raises :class:`RecordingError`, which names file, record and
+    reason, also if a file cannot be read.
+    """
+    with ExitStack() as stack:
+        parts = [stack.enter_context(_Part(path))]
+        seen = {parts[0].inode}
+        for number in range(1, MAX_FILES):
+            name = path.with_name(f"{path.name}.{number}")
+            if not name.is_file() or not is_recording(name):
+                break
+            part = stack.enter_context(_Part(name))
+            if part.header.id != parts[0].header.id:
+                break
+            # The writer may have renamed a file that is open here already.
+            if part.inode not in seen:
+                seen.add(part.inode)
+                parts.append(part)
+        for part in reversed(parts):
+            yield from part.requests()
+
+
+class _Part:
+    """One open file of a recording."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._record = 0
+        """From 1; 0 in the header."""
+        try:
+            self._raw = path.open("rb")
+        except OSError as error:
+            raise RecordingError(f"cannot read {path}: {error.strerror}") from error
+        try:
+            status = os.fstat(self._raw.fileno())
+            self.inode = status.st_dev, status.st_ino
+            self._stream = expanded(self._raw)
+            self.header = self._read_header()
+        except BaseException:
+            self._raw.close()
+            raise
+
+    def __enter__(self) -> _Part:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._raw.close()
+
+    def _read_header(self) -> Header:
+        if self._read(len(MAGIC)) != MAGIC:
+            raise RecordingError(f"{self._path} is not a recording")
+        body = self._next_body()
+        if body is None:
+            raise RecordingError(f"{self._path} has no complete header")
+        try:
+            header = _header_decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise self._error(str(error)) from error
+        if header.version != VERSION:
+            raise RecordingError(f"{self._path} has format {header.version}: this version reads {VERSION}")
+        return header
+
+    def requests(self) -> Iterator[TraceRequest]:
+        """Yield the rest of the file. Raises :class:`RecordingError`."""
+        while True:
+            self._record += 1
+            body = self._next_body()
+            if body is None:
+                return
+            try:
+                record = _record_decoder.decode(body)
+            except msgspec.MsgspecError as error:
+                raise self._error(str(error)) from error
+            yield self._request(record)
+
+    def _request(self, record: Record) -> TraceRequest:
+        count, odd = divmod(len(record.chunks), NUMBER_BYTES)
+        if odd:
+            raise self._error(f"{len(record.chunks)} bytes are not a whole number of chunks")
+        whole = record.chunk_tokens
+        if not (count - 1) * whole < record.tokens <= count * whole:
+            raise self._error(f"{record.tokens} tokens do not fit {count} chunks of {whole}")
+        chunks = array("Q", record.chunks)
+        if sys.byteorder == "big":
+            chunks.byteswap()
+        return TraceRequest(
+            time=record.time,
+            chunks=chunks,
+            tokens=record.tokens,
+            chunk_bytes=record.chunk_bytes,
+            tenant=record.hints.tenant if record.hints is not None else "",
+            hints=record.hints,
+        )
+
+    def _next_body(self) -> bytes | None:
+        """Return the body of the next frame; ``None`` at the end, or if it is incomplete."""
+        prefix = self._read(FRAME.size)
+        if len(prefix) < FRAME.size:
+            self._note_incomplete(prefix)
+            return None
+        length, checksum = FRAME.unpack(prefix)
+        if not 0 < length <= MAX_BODY_BYTES:
+            raise self._error(f"its length is {length} bytes, of at most {MAX_BODY_BYTES}")
+        body = self._read(length)
+        if len(body) < length:
+            self._note_incomplete(prefix + body)
+            return None
+        if xxh32_intdigest(body) != checksum:
+            raise self._error("its checksum does not match")
+        return body
+
+    def _note_incomplete(self, rest: bytes) -> None:
+        if rest:
+            message = "%s: %s is incomplete: its %d bytes are ignored"
+            logger.warning(message, self._path, self._place, len(rest))
+
+    def _read(self, length: int) -> bytes:
+        """Return up to ``length`` bytes; fewer at the end, or where a compressed file was cut off."""
+        parts = []
+        try:
+            while length and (part := self._stream.read(length)):
+                parts.append(part)
+                length -= len(part)
+        except EOFError:
+            logger.warning("%s: the compressed file was cut off", self._path)
+        except (OSError, *CORRUPT) as error:
+            raise self._error(str(error)) from error
+        return b"".join(parts)
+
+    def _error(self, reason: str) -> RecordingError:
+        return RecordingError(f"{self._path}: {self._place}: {reason}")
+
+    @property
+    def _place(self) -> str:
+        return f"record {self._record}" if self._record else "the header"

@@ -1,0 +1,222 @@
+"""The decisions of a cache, without bytes and without waiting.
+
+The same classes decide as in ``kvtier/pipeline``: the catalog with its eviction policies, the watermarks
+of :class:`~kvtier.tiers.level.Level` and the plans of :class:`~kvtier.tiers.router.Router`. Only the
+execution of a plan differs: it takes no time and never fails. Each method names the stage that it replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.catalog.catalog import State
+from kvtier.catalog.eviction import Arrival
+from kvtier.catalog.hints import ChunkHints
+from kvtier.events import Evict, Prefetch, Store
+from kvtier.memory.keys import ChunkKey
+from kvtier.observability.whatif.simulated_tiers import Clock, SimulatedTier, SimulatedTiers, make_catalog
+from kvtier.pipeline.room import may_decline, surplus_of, victims_for, victims_over_maximum
+from kvtier.pipeline.worth import worth_loading
+from kvtier.plugins import Plugins
+from kvtier.tiers.router import FIRST, Router, Transfer
+
+
+class SimulatedCache:
+    """Serves one request after the other. All chunks have one size. Counts are numbers of chunks."""
+
+    def __init__(
+        self, plugins: Plugins, tiers: SimulatedTiers, chunk_bytes: int, compute: float | None = None
+    ) -> None:
+        """``compute``: seconds in which the engine computes a chunk, which it may prefer to loading it."""
+        self._clock = Clock()
+        self._chunk_bytes = chunk_bytes
+        prefetch = tiers.cache.prefetch
+        adaptive = prefetch.adaptive and prefetch.policy == "timeout"
+        self._compute = compute if adaptive else None
+        self.catalog = make_catalog(plugins, tiers, self._clock)
+        self.tiers = [
+            SimulatedTier(index, settings, self.catalog, gb_s)
+            for index, (settings, gb_s) in enumerate(zip(tiers.settings, tiers.gb_s, strict=True))
+        ]
+        self._has_tenants = self.tiers[FIRST].tenants is not None
+        self._router = Router(self.catalog, self.tiers, self._clock.read)
+        self._leased: set[int] = set()
+        """Rows of the prefix that the current request loads. They stay where they are until it is served."""
+        count = len(self.tiers)
+        self.hits = [0] * count
+        """By the tier that had the chunk."""
+        self.read = [0] * count
+        """From each tier to a higher one or to the engine, or on the way to a lower one."""
+        self.loaded = [0] * count
+        """Of these, those that a request waited for."""
+        self.written = [0] * count
+        self.evicted = [0] * count
+        self.demoted = 0
+        self.not_admitted = 0
+        """Chunks that were dropped because no lower tier admitted them."""
+        self.computed_instead = 0
+        """Held chunks that would have arrived later than they were computed."""
+        self.no_room = 0
+        """Held chunks for which there was no room in the first tier."""
+
+    def serve(self, time: float, keys: Sequence[ChunkKey], hints: ChunkHints | None = None) -> int:
+        """Look up the chunks of a prompt, and store those that are missing. Return the number of hits."""
+        self._clock.now = time
+        found = self._look_up(keys, hints)
+        self.catalog.report_missed(keys[found:])
+        if found < len(keys):
+            self._store(keys, found, hints)
+        if self._has_tenants:
+            for tier in range(len(self.tiers)):
+                while over := victims_over_maximum(self.catalog, self.tiers[tier], 0):
+                    self._evict(tier, over)
+        return found
+
+    def store(self, keys: Sequence[ChunkKey]) -> None:
+        """Store those of consecutive chunks that are missing, at the time of the last request."""
+        self._store(keys, 0, None)
+
+    def _look_up(self, keys: Sequence[ChunkKey], hints: ChunkHints | None) -> int:
+        """Do what :class:`~kvtier.pipeline.look_up.LookUpStage` does. Return how many chunks are loaded."""
+        rows, sources = self.catalog.prefix_rows(keys)
+        in_memory = sources.count(FIRST)
+        if self._compute is not None and in_memory < len(rows):
+            worth = worth_loading(self._arrivals(sources), self._compute)
+            self.computed_instead += len(rows) - worth
+            rows, sources = rows[:worth], sources[:worth]
+            in_memory = sources.count(FIRST)
+        if hints is not None:
+            self.catalog.set_hints(rows, hints)
+        self.catalog.touch_rows(rows)
+        self._leased = set(rows)
+        found = len(rows)
+        if in_memory < found:
+            found = self._prefetch(keys[:found], sources)
+            self.no_room += len(rows) - found
+            for tier in range(len(self.tiers)):
+                self.hits[tier] += sources.count(tier, 0, found)
+        else:
+            self.hits[FIRST] += found
+        if again := self._router.admission.used(rows):
+            source_of = dict(zip(rows, sources, strict=True))
+            held = self.catalog.columns.keys_of(row for row in again if source_of[row] == FIRST)
+            self._execute(self._router.store_later(Store(keys=held)))
+        self.read[FIRST] += found
+        self.loaded[FIRST] += found
+        return found
+
+    def _arrivals(self, sources: bytes) -> list[float]:
+        """Return in how many seconds each chunk would be in memory, as ``Worth`` does from measurements."""
+        one = [tier.cost(self._chunk_bytes) for tier in self.tiers]
+        waits = [0.0] * len(self.tiers)
+        arrivals = []
+        for source in sources:
+            if source != FIRST:
+                waits[source] += one[source]
+            arrivals.append(waits[source])
+        return arrivals
+
+    def _prefetch(self, keys: Sequence[ChunkKey], sources: bytes) -> int:
+        """Do what :class:`~kvtier.pipeline.prefetch.PrefetchStage` does: promote chunks while there is room.
+
+        Return how many leading chunks are in memory then.
+        """
+        for transfer in self._router.prefetch(Prefetch(keys=keys)):
+            self._make_room(FIRST, len(transfer.keys))
+            promoted = transfer.keys[: self._fitting(FIRST, len(transfer.keys))]
+            self._add_copies(promoted, FIRST)
+            self.read[transfer.source] += len(promoted)
+            self.loaded[transfer.source] += len(promoted)
+            if len(promoted) < len(transfer.keys):
+                return keys.index(transfer.keys[len(promoted)])
+        return len(keys)
+
+    def _store(self, keys: Sequence[ChunkKey], found: int, hints: ChunkHints | None) -> None:
+        """Do what :class:`~kvtier.pipeline.store.StoreStage` does with the chunks that were computed."""
+        missing = keys[found:]
+        absent = self.catalog.absent(missing, FIRST)
+        self._make_room(FIRST, len(absent), self._arrival(keys, found, absent, hints))
+        fitting = self._fitting(FIRST, len(absent))
+        absent, left = absent[:fitting], absent[fitting:]
+        for start, stop in _runs(absent):
+            chain = missing[start:stop]
+            before = found + start - 1
+            parent = keys[before] if before >= 0 else None
+            lengths = [self._chunk_bytes] * len(chain)
+            self.catalog.add_chain(chain, FIRST, lengths, State.READY, parent, hints=hints)
+        if arrival := self._arrival(keys, found, left, hints):
+            self.catalog.decline(FIRST, arrival)
+        self.written[FIRST] += len(absent)
+        if len(self.tiers) > 1 and absent:
+            event = Store(keys=[missing[at] for at in absent])
+            self._router.admission.stored(event.keys)
+            self._execute(self._router.store(event))
+
+    def _arrival(
+        self, keys: Sequence[ChunkKey], found: int, absent: Sequence[int], hints: ChunkHints | None
+    ) -> Arrival | None:
+        """Describe new chunks to a policy that may decline them. Their positions count from ``found`` on."""
+        if not absent or not may_decline(self.tiers):
+            return None
+        first = found + absent[0]
+        new = [keys[found + at] for at in absent]
+        parent = keys[first - 1] if first else None
+        return self.catalog.arrival(new, [self._chunk_bytes] * len(new), parent, hints)
+
+    def _execute(self, plan: Sequence[Transfer]) -> None:
+        for transfer in plan:
+            assert transfer.target is not None
+            self._write(transfer.target, transfer.keys)
+
+    def _write(self, target: int, keys: Sequence[ChunkKey]) -> int:
+        """Do what ``EvictStage.write`` does: write chunks to a lower tier, as far as they fit."""
+        self._make_room(target, len(keys))
+        absent = [keys[at] for at in self.catalog.absent(keys, target)]
+        absent = absent[: self._fitting(target, len(absent))]
+        self._add_copies(absent, target)
+        return len(absent)
+
+    def _make_room(self, tier: int, incoming: int, arrival: Arrival | None = None) -> None:
+        """Do what ``EvictStage.make_room`` does, in the first tier as well: its eviction is never late."""
+        catalog, level = self.catalog, self.tiers[tier]
+        if surplus := surplus_of(catalog, level):
+            catalog.remove_all(surplus, tier)
+        leased = self._leased.__contains__ if self._leased else None
+        if victims := victims_for(catalog, level, incoming * self._chunk_bytes, leased, arrival):
+            self._evict(tier, victims)
+
+    def _evict(self, tier: int, victims: Sequence[ChunkKey]) -> None:
+        """Drop or demote chunks, as the router plans it."""
+        for transfer in self._router.evict(Evict(keys=victims, tier=tier)):
+            if transfer.target is not None:
+                self.demoted += self._write(transfer.target, transfer.keys)
+                if tier != FIRST:
+                    self.read[tier] += len(transfer.keys)
+            elif not transfer.admitted:
+                self.not_admitted += len(transfer.keys)
+            self.catalog.remove_all(transfer.keys, tier)
+            self.evicted[tier] += len(transfer.keys)
+
+    def _fitting(self, tier: int, count: int) -> int:
+        """Return how many of ``count`` more chunks fit into a tier."""
+        level, size = self.tiers[tier], self._chunk_bytes
+        if level.capacity is None or level.fits(count * size):
+            return count
+        return max(0, level.capacity - level.used_bytes) // size
+
+    def _add_copies(self, keys: Sequence[ChunkKey], tier: int) -> None:
+        self.catalog.add_copies(keys, tier)
+        for key in keys:
+            self.catalog.set_ready(key, tier)
+        self.written[tier] += len(keys)
+
+
+def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the (start, stop) of each run of consecutive positions."""
+    if not positions or positions[-1] - positions[0] == len(positions) - 1:
+        return [(positions[0], positions[-1] + 1)] if positions else []
+    breaks = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
+    return [
+        (positions[start], positions[stop - 1] + 1)
+        for start, stop in zip([0, *breaks], [*breaks, len(positions)], strict=True)
+    ]

@@ -1,0 +1,307 @@
+"""A complete controller in the test process, and scripted instances that execute its commands."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import msgspec
+from anyio.abc import TaskGroup
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+from kvtier.fleet.controller.models import Models
+from kvtier.fleet.controller.serve import Controller, run_controller
+from kvtier.fleet.controller.settings import ServiceSettings
+from kvtier.fleet.member.protocol import (
+    CONNECT_PATH,
+    Cancel,
+    Changed,
+    Command,
+    Delete,
+    DeleteAll,
+    Done,
+    Failed,
+    Fetch,
+    Model,
+    Pin,
+    Progress,
+    Serves,
+    Tokenize,
+    Unpin,
+    UpToDate,
+    Welcome,
+    decode_from_controller,
+)
+from kvtier.memory.keys import ChunkKey, join_keys, split_keys
+from kvtier.rpc.frames import Ping, Pong
+from tests.fleet.controller.registering import (
+    DISK,
+    MODEL,
+    RAM,
+    TIERS,
+    TIMEOUT_SECONDS,
+    RegisteringInstance,
+    heartbeat,
+)
+
+CHUNK = MODEL.layout.chunk_tokens
+TOKENS = list(range(4 * CHUNK + 44))
+"""Four whole chunks and a partial one."""
+KEYS = list(Models().prompt(MODEL, TOKENS).keys)
+LENGTHS = list(Models().prompt(MODEL, TOKENS).lengths)
+
+
+WHOLE = 4 * CHUNK
+A_TO_B = {"old_position": ["a", "ram"], "new_position": ["b", "ram"], "tokens": TOKENS}
+B_TO_A = {"old_position": ["b", "ram"], "new_position": ["a", "ram"], "tokens": TOKENS}
+
+
+class Gate:
+    """Blocks commands of one type until it is opened."""
+
+    def __init__(self, kind: type[Command] = Fetch) -> None:
+        self.reached, self.opened = anyio.Event(), anyio.Event()
+        self._kind = kind
+
+    async def __call__(self, command: Command) -> None:
+        if isinstance(command, self._kind):
+            self.reached.set()
+            await self.opened.wait()
+
+
+class Network:
+    """Scripted instances, by their peer addresses."""
+
+    def __init__(self) -> None:
+        self.instances: dict[str, ScriptedInstance] = {}
+
+
+class ScriptedInstance(RegisteringInstance):
+    """Tracks keys by tier, and applies the controller's commands to them."""
+
+    name: str
+    network: Network
+
+    def set_up(self, name: str, network: Network) -> None:
+        self.name = name
+        self.network = network
+        self.held: list[dict[ChunkKey, None]] = [{}, {}, {}]
+        self.pinned: dict[ChunkKey, float | None] = {}
+        self.commands: list[Command] = []
+        self.before: Callable[[Command], Awaitable[None]] | None = None
+        """Awaited before a command is executed."""
+        self.refuse: str | None = None
+        self.capacity: int | None = None
+        """Capacity of its memory in chunks."""
+        self.cancelled: list[int] = []
+        network.instances[f"{name}:8200"] = self
+
+    async def store(self, tier: int, keys: Sequence[ChunkKey]) -> None:
+        self.held[tier].update(dict.fromkeys(keys))
+        await self.report(keys, tier)
+
+    async def run(self, tasks: TaskGroup) -> None:
+        """Execute commands until the connection ends."""
+        while True:
+            try:
+                body = await self.websocket.recv()
+            except ConnectionClosed:
+                return
+            assert isinstance(body, bytes)
+            message = decode_from_controller(body)
+            if isinstance(message, Cancel):
+                self.cancelled.append(message.ticket)
+            elif isinstance(message, Ping):
+                await self.send(Pong(message.ticket))
+            elif isinstance(message, Command):
+                tasks.start_soon(self._run_command, message)
+
+    async def _run_command(self, command: Command) -> None:
+        self.commands.append(command)
+        try:
+            if self.before is not None:
+                await self.before(command)
+            if self.refuse is not None:
+                await self.send(Failed(command.ticket, self.refuse))
+            else:
+                await self.send(await self._execute(command))
+        except ConnectionClosed:
+            return
+
+    async def _execute(self, command: Command) -> Done:
+        match command:
+            case Fetch():
+                return await self._fetch(command)
+            case Delete():
+                keys = [key for key in split_keys(command.keys) if key in self.held[command.tier]]
+                await self._remove(command.tier, keys)
+                return Done(command.ticket, join_keys(keys), len(keys), 100 * len(keys))
+            case DeleteAll():
+                tiers = range(len(self.held)) if command.tier is None else [command.tier]
+                removed = {key for tier in tiers for key in self.held[tier]}
+                for tier in tiers:
+                    await self._remove(tier, list(self.held[tier]))
+                return Done(command.ticket, b"", len(removed), 100 * len(removed))
+            case Pin():
+                keys = [key for key in split_keys(command.keys) if any(key in held for held in self.held)]
+                self.pinned.update(dict.fromkeys(keys, command.seconds))
+                return Done(command.ticket, join_keys(keys), len(keys), 0)
+            case Unpin():
+                keys = split_keys(command.keys)
+                for key in keys:
+                    self.pinned.pop(key, None)
+                return Done(command.ticket, join_keys(keys), len(keys), 0)
+            case Tokenize():
+                return Done(command.ticket, b"", 0, 0, tokens=list(command.prompt.encode()))
+        raise AssertionError(command)
+
+    async def _fetch(self, command: Fetch) -> Done:
+        keys, fetched, reason = split_keys(command.keys), 0, None
+        for count, key in enumerate(keys):
+            if key in self.held[command.tier]:
+                continue
+            other = self.network.instances.get(command.peer or "")
+            is_local = any(key in held for held in self.held)
+            if not is_local and (other is None or not any(key in held for held in other.held)):
+                reason = "the peer does not hold it"
+                break
+            if command.tier == RAM and self.capacity is not None and len(self.held[RAM]) >= self.capacity:
+                reason = "no room"
+                break
+            if not is_local and other is not None and key not in other.held[RAM]:
+                await other.store(RAM, [key])  # Like a peer that reads the chunk from its disk first.
+            await self.store(command.tier, [key])
+            fetched += 1
+            await self.send(Progress(command.ticket, count + 1, 100 * fetched))
+        held = [key for key in keys if key in self.held[command.tier]]
+        return Done(command.ticket, join_keys(held), len(held), 100 * fetched, reason)
+
+    async def _remove(self, tier: int, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            self.held[tier].pop(key, None)
+        await self.send(Changed(tier, b"", join_keys(keys)))
+
+
+class RunningController:
+    """A controller in this process, and an HTTP client of it."""
+
+    def __init__(self, controller: Controller, client: httpx.AsyncClient, token: str | None) -> None:
+        self.controller = controller
+        self.client = client
+        self.registry = controller.registry
+        self.events = controller.operations.events
+        self.token = token
+        self.network = Network()
+
+    @property
+    def url(self) -> str:
+        host, port = self.controller.address
+        return f"http://{host}:{port}"
+
+    async def post(self, path: str, **body: Any) -> Any:
+        """Send a POST that succeeds, and return the response."""
+        answer = await self.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def post_refused(self, path: str, status: int, **body: Any) -> Any:
+        """Send a POST that fails with ``status``, and return the response."""
+        answer = await self.client.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    async def get(self, path: str, **query: Any) -> Any:
+        answer = await self.client.get(path, params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def wait_for_end(self, accepted: Any) -> Any:
+        """Wait for the end of an event, and return it."""
+        event = await self.get(f"/events/{accepted['event_id']}", wait=TIMEOUT_SECONDS)
+        assert event["state"] in ("done", "failed"), event
+        return event
+
+    async def done(self, path: str, **body: Any) -> Any:
+        """Send a POST, wait until its event is done, and return the event."""
+        event = await self.wait_for_end(await self.post(path, **body))
+        assert event["state"] == "done", event
+        return event
+
+    async def held(self, **body: Any) -> dict[str, dict[str, int]]:
+        """Look the prompt up: the number of leading tokens by instance and tier."""
+        found: dict[str, dict[str, int]] = (await self.post("/lookup", **({"tokens": TOKENS} | body)))[
+            "instances"
+        ]
+        return found
+
+    async def wait_until(self, condition: Callable[[], object]) -> None:
+        with anyio.fail_after(TIMEOUT_SECONDS):
+            while not condition():
+                await anyio.sleep(0.005)
+
+    @asynccontextmanager
+    async def instance(
+        self,
+        name: str,
+        *,
+        ram: Sequence[ChunkKey] = (),
+        disk: Sequence[ChunkKey] = (),
+        models: Sequence[Model] = (MODEL,),
+        **changes: Any,
+    ) -> AsyncIterator[ScriptedInstance]:
+        """Run a scripted instance that has registered and reported everything that it holds."""
+        headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        url = self.url.replace("http", "ws") + CONNECT_PATH
+        async with (
+            connect(
+                url, additional_headers=headers, compression=None, proxy=None, close_timeout=1
+            ) as websocket,
+            anyio.create_task_group() as tasks,
+        ):
+            instance = ScriptedInstance(websocket)
+            instance.set_up(name, self.network)
+            welcome = await instance.register(name, **changes)
+            assert isinstance(welcome, Welcome)
+            tasks.start_soon(instance.run, tasks)
+            await instance.send(Serves(list(models)))
+            await instance.store(RAM, ram)
+            await instance.store(DISK, disk)
+            states = heartbeat().tiers[: len(changes.get("tiers", TIERS))]
+            await instance.send(UpToDate(), msgspec.structs.replace(heartbeat(), tiers=states))
+            await self.wait_until(
+                lambda: name in self.registry.members and self.registry.find(name).heartbeat
+            )
+            try:
+                yield instance
+            finally:
+                tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def running_controller(folder: Path, **changes: Any) -> AsyncIterator[RunningController]:
+    """Run a controller on a free port. At its end every event must have ended."""
+    values = {
+        "listen": "127.0.0.1:0",
+        "state": folder / "controller.sqlite",
+        "instance_timeout": 60,
+    } | changes
+    settings = ServiceSettings.of(**values)
+    token = settings.token.get_secret_value() if settings.token is not None else None
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    async with run_controller(settings) as controller:
+        host, port = controller.address
+        async with httpx.AsyncClient(
+            base_url=f"http://{host}:{port}", headers=headers, timeout=30, trust_env=False, verify=False
+        ) as client:
+            yield RunningController(controller, client, token)
+    assert controller.operations.events.unfinished == 0
+
+
+def tokens_of(chunks: int) -> list[int]:
+    """Return the tokens of the leading chunks of the prompt."""
+    return TOKENS[: chunks * CHUNK]

@@ -1,0 +1,187 @@
+"""The log of events: ordered, bounded, and failed by a restart of the controller."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from kvtier.errors import ControllerError
+from kvtier.fleet.controller import events as events_module
+from kvtier.fleet.controller.errors import TooManyOperations, UnknownName
+from kvtier.fleet.controller.events import RESTARTED, Event, EventLog
+from kvtier.fleet.controller.state import State
+
+pytestmark = pytest.mark.anyio
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+async def state(anyio_backend: str, tmp_path: Path) -> AsyncIterator[State]:
+    async with State.open(tmp_path / "state.sqlite") as opened:
+        yield opened
+
+
+async def open_state(path: Path) -> None:
+    async with State.open(path):
+        pass
+
+
+def finished(log: EventLog) -> Event:
+    event = log.create("move", source=("a", "ram"), target=("b", "ram"), num_tokens=512, chunks=2)
+    log.start(event)
+    log.finish(event)
+    return event
+
+
+def test_event_is_queued_running_and_done(state: State) -> None:
+    clock = Clock()
+    log = EventLog(state, clock=clock)
+    reported: list[tuple[str, int]] = []
+    with log.subscribe(lambda event: reported.append((event.state, event.chunks_done))):
+        event = log.create(
+            "move", source=("a", "ram"), target=("b", "ram"), model="m", num_tokens=512, chunks=2
+        )
+        assert (event.state, event.created_at, event.started_at) == ("queued", 1000.0, None)
+        clock.now += 1
+        log.start(event)
+        log.progress(event, 1, 4096)
+        log.progress(event, 5, 8192)
+        clock.now += 2
+        log.finish(event)
+    log.progress(event, 0, 0)
+    assert reported == [("queued", 0), ("running", 0), ("running", 1), ("running", 2), ("done", 2)]
+    assert (event.started_at, event.ended_at, event.error) == (1001.0, 1003.0, None)
+    assert log.unfinished == 0
+    assert log.seconds["move"] == 2
+    assert log.counts["move", "done"] == 1
+
+
+def test_failed_event_keeps_its_first_error(state: State) -> None:
+    log = EventLog(state)
+    event = log.create("pin")
+    log.fail(event, "the target is gone")
+    log.fail(event, "something else")
+    assert (event.state, event.error) == ("failed", "the target is gone")
+    assert log.counts["pin", "failed"] == 1
+
+
+def test_newest_events_come_first_and_unknown_ids_are_reported(state: State) -> None:
+    log = EventLog(state)
+    events = [finished(log) for _ in range(5)]
+    assert log.newest(3) == events[:1:-1]
+    assert log.find(events[0].id) is events[0]
+    with pytest.raises(UnknownName, match=events[4].id) as raised:
+        log.find("nonsense")
+    assert set(raised.value.known) == {event.id for event in events}
+
+
+def test_events_expire(state: State) -> None:
+    clock = Clock()
+    log = EventLog(state, keep=60, clock=clock)
+    in_flight, old = log.create("clear"), finished(log)
+    clock.now += 59
+    young = finished(log)
+    clock.now += 2
+    assert log.newest(10) == [young, in_flight]
+    with pytest.raises(UnknownName):
+        log.find(old.id)
+    assert len(state.read("SELECT id FROM events", tuple)) == 2
+
+
+def test_number_of_ended_events_is_limited(state: State) -> None:
+    log = EventLog(state, max_ended=3)
+    in_flight = log.create("clear")
+    ended = [finished(log) for _ in range(10)]
+    assert log.newest(100) == [*ended[:-4:-1], in_flight]
+    assert len(state.read("SELECT id FROM events", tuple)) == 4
+
+
+def test_number_of_unfinished_events_is_limited(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "MAX_UNFINISHED", 2)
+    log = EventLog(state)
+    first, _ = log.create("pin"), log.create("pin")
+    with pytest.raises(TooManyOperations, match="2 operations are in flight"):
+        log.create("pin")
+    log.finish(first)
+    log.create("pin")
+
+
+async def test_unfinished_events_fail_at_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "state.sqlite"
+    async with State.open(path) as state:
+        log = EventLog(state)
+        done = finished(log)
+        done.result.removed = 7
+        queued, running = log.create("move", chunks=3), log.create("prefetch")
+        log.start(running)
+        log.progress(running, 1, 1)
+    # Like a kill, this only closes the connection.
+    async with State.open(path) as state:
+        log = EventLog(state)
+        assert [event.state for event in log.newest(10)] == ["failed", "failed", "done"]
+        for event in (queued, running):
+            again = log.find(event.id)
+            assert again.error is not None
+            assert RESTARTED in again.error
+            assert again.ended_at is not None
+        assert log.unfinished == 0
+        assert log.find(done.id).source == ("a", "ram")
+    async with State.open(path) as state:
+        assert [event.state for event in EventLog(state).newest(10)] == ["failed", "failed", "done"]
+
+
+async def test_wait_for_the_end_times_out(state: State) -> None:
+    log = EventLog(state)
+    event = log.create("move")
+    await log.wait(event, 0.01)
+    assert not event.ended
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(log.wait, event, 10)
+        tasks.start_soon(log.wait_all)
+        await anyio.lowlevel.checkpoint()
+        log.fail_all("the end")
+    await log.wait(event, 10)
+    assert event.error == "the end"
+
+
+async def test_state_file_is_exclusive(tmp_path: Path, state: State) -> None:
+    with pytest.raises(ControllerError, match="another controller uses"):
+        await open_state(state.path)
+    assert (tmp_path / "state.sqlite").stat().st_mode & 0o077 == 0
+
+
+async def test_foreign_file_is_left_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("this is not a database, and must be kept" * 100)
+    with pytest.raises(ControllerError, match="remove it, or set another file with --state"):
+        await open_state(path)
+    with sqlite3.connect(tmp_path / "later.sqlite") as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(ControllerError, match="written by another version"):
+        await open_state(tmp_path / "later.sqlite")
+    (tmp_path / "file").touch()
+    with pytest.raises(ControllerError, match="set another file with --state"):
+        await open_state(tmp_path / "file" / "state")
+    assert path.read_text().startswith("this is not")
+
+
+def test_full_disk_is_not_fatal(state: State, caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog(state)
+    # The minimum: there is no room for another page.
+    state._connection.execute("PRAGMA max_page_count = 1")
+    events = [finished(log) for _ in range(200)]
+    assert log.newest(1) == [events[-1]]
+    assert caplog.text.count("changes are not persisted") == 1

@@ -1,0 +1,355 @@
+"""The controller's operations: the commands it sends, and the results."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.fleet.controller import prompts
+from kvtier.fleet.member.protocol import Changed, Command, Delete, Fetch, Model, TierDescription, Tokenize
+from kvtier.memory.keys import join_keys
+from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
+from tests.fleet.controller.controlling import (
+    A_TO_B,
+    B_TO_A,
+    CHUNK,
+    KEYS,
+    LENGTHS,
+    TOKENS,
+    WHOLE,
+    Gate,
+    RunningController,
+    tokens_of,
+)
+from tests.fleet.controller.registering import MODEL, POOL, RAM
+
+pytestmark = pytest.mark.anyio
+
+
+# Lookups
+
+
+async def test_lookup_lists_each_tier_of_each_instance(controller: RunningController) -> None:
+    assert (await controller.post_refused("/lookup", 404, tokens=TOKENS))["known"] == []
+    async with (
+        controller.instance("a", ram=KEYS[:2], disk=KEYS),
+        controller.instance("b", ram=KEYS[1:]),
+        controller.instance("c", disk=KEYS[:4]),
+    ):
+        found = await controller.post("/lookup", tokens=TOKENS, model="llama")
+        assert found == {
+            "model": "meta/llama",
+            "num_tokens": WHOLE + 44,
+            "instances": {"a": {"ram": 2 * CHUNK, "ssd": WHOLE + 44}, "c": {"ssd": WHOLE}},
+        }
+        assert await controller.held(tokens=tokens_of(3)) == {
+            "a": {"ram": 2 * CHUNK, "ssd": 3 * CHUNK},
+            "c": {"ssd": 3 * CHUNK},
+        }
+        assert await controller.held(salt="another tenant") == {}
+        assert await controller.held(tokens=[]) == {}
+    await controller.wait_until(lambda: not controller.registry.members)
+    assert await controller.held() == {}
+
+
+async def test_model_with_two_layouts_is_found_in_both(controller: RunningController) -> None:
+    layout = ChunkLayout(128, (GroupLayout(32, (4096,)),))
+    other = Model(["meta/llama"], namespace("meta/llama", layout), layout, False)
+    keys = controller.registry.models.prompt(other, TOKENS).keys
+    async with controller.instance("a", ram=KEYS[:2]), controller.instance("b", ram=keys[:3], models=[other]):
+        assert await controller.held() == {"a": {"ram": 2 * CHUNK}, "b": {"ram": 3 * 128}}
+        event = await controller.done("/move", **B_TO_A)
+        assert (event["num_tokens"], event["chunks"]) == (3 * 128, 3)
+
+
+async def test_model_is_optional_if_there_is_only_one(controller: RunningController) -> None:
+    other = Model(["mistral"], namespace("mistral", MODEL.layout), MODEL.layout, False)
+    async with controller.instance("a", ram=KEYS), controller.instance("b", models=[other]):
+        problem = await controller.post_refused("/lookup", 422, tokens=TOKENS)
+        assert problem["known"] == ["meta/llama", "mistral"]
+        problem = await controller.post_refused("/lookup", 404, tokens=TOKENS, model="gemma")
+        assert "'gemma'" in problem["detail"]
+        assert problem["known"] == ["llama", "meta/llama", "mistral"]
+        pinned = await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
+        assert pinned["model"] == "meta/llama", "the only model that this instance serves"
+        await controller.post_refused("/move", 422, **A_TO_B)
+
+
+# Prompts
+
+
+async def test_prompt_is_tokenized_by_an_instance_that_serves_the_model(
+    controller: RunningController,
+) -> None:
+    without = Model(MODEL.names, MODEL.namespace, MODEL.layout, False)
+    text = "a prompt of bytes " * 60
+    keys = controller.registry.models.prompt(MODEL, list(text.encode())).keys
+    async with (
+        controller.instance("a", ram=keys, models=[without]) as a,
+        controller.instance("b") as b,
+        controller.instance("c") as c,
+    ):
+        found = await controller.post("/lookup", prompt=text)
+        assert found["num_tokens"] == len(text)
+        assert found["instances"] == {"a": {"ram": len(text)}}
+        assert len(b.commands) == 1
+        await controller.done("/pin", instance="c", tier="ram", prompt=text)
+        assert isinstance(c.commands[0], Tokenize), "the named instance tokenizes"
+        b.refuse = "its tokenizer is broken"
+        assert (await controller.post("/lookup", prompt=text))["num_tokens"] == len(text)
+        assert not a.commands
+
+
+async def test_prompt_that_no_instance_can_tokenize_is_refused_with_reasons(
+    controller: RunningController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "TOKENIZE_SECONDS", 0.05)
+    without = Model(MODEL.names, MODEL.namespace, MODEL.layout, False)
+    async with controller.instance("a", models=[without]):
+        problem = await controller.post_refused("/lookup", 422, prompt="text")
+        assert "no connected instance has its tokenizer" in problem["detail"]
+        assert "send `tokens` instead" in problem["detail"]
+    async with controller.instance("b") as b, controller.instance("c") as c:
+        b.refuse, c.before = "it is broken", Gate(Tokenize)
+        problem = await controller.post_refused("/lookup", 422, prompt="text")
+        assert "b: it is broken" in problem["detail"]
+        assert "c: no answer within 0.05 s" in problem["detail"]
+        await controller.wait_until(lambda: c.cancelled)
+
+
+# Moves
+
+
+async def test_move_is_done_once_the_source_has_deleted_its_chunks(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS, disk=KEYS) as a, controller.instance("b") as b:
+        accepted = await controller.post("/move", **A_TO_B)
+        assert accepted["num_tokens"] == WHOLE + 44
+        event = await controller.wait_for_end(accepted)
+        assert (event["kind"], event["state"], event["error"]) == ("move", "done", None)
+        assert (event["source"], event["target"]) == (["a", "ram"], ["b", "ram"])
+        assert event["model"] == "meta/llama"
+        assert (event["chunks"], event["chunks_done"], event["bytes_done"]) == (5, 5, 500)
+        assert event["result"] == {
+            "tokens": WHOLE + 44, "chunks": 5, "bytes": 500, "removed": 5, "unpinned": 0, "reason": None,
+        }  # fmt: skip
+        assert await controller.held() == {"a": {"ssd": WHOLE + 44}, "b": {"ram": WHOLE + 44}}
+        [fetch], [delete] = b.commands, a.commands
+        assert fetch == Fetch(fetch.ticket, RAM, "a:8200", MODEL.namespace, join_keys(KEYS), LENGTHS, None)
+        assert delete == Delete(delete.ticket, RAM, join_keys(KEYS))
+
+        again = await controller.done("/move", **A_TO_B)
+        assert (again["num_tokens"], again["chunks"], again["started_at"]) == (0, 0, None)
+        assert len(b.commands) == 1, "there is nothing to do"
+
+
+async def test_copy_keeps_the_source(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS) as a, controller.instance("b"):
+        event = await controller.done("/move", **A_TO_B, copy=True)
+        assert (event["kind"], event["result"]["chunks"], event["result"]["removed"]) == ("copy", 5, 0)
+        assert await controller.held() == {"a": {"ram": WHOLE + 44}, "b": {"ram": WHOLE + 44}}
+        assert not a.commands
+        moved = await controller.done("/move", **A_TO_B)
+        assert (moved["result"]["chunks"], moved["result"]["bytes"], moved["result"]["removed"]) == (5, 0, 5)
+
+
+async def test_move_within_one_instance_involves_no_peer(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS, peer=None) as a:
+        await controller.done("/move", old_position=["a", "cpu"], new_position=["a", "disk"], tokens=TOKENS)
+        assert await controller.held() == {"a": {"ssd": WHOLE + 44}}
+        assert [type(command) for command in a.commands] == [Fetch, Delete]
+        assert isinstance(a.commands[0], Fetch)
+        assert a.commands[0].peer is None
+        await controller.done("/move", old_position=["a", "ssd"], new_position=["a", "ram"], tokens=TOKENS)
+        assert await controller.held() == {"a": {"ram": WHOLE + 44}}
+
+
+async def test_chunks_promoted_only_for_the_move_are_removed_from_memory(
+    controller: RunningController,
+) -> None:
+    async with controller.instance("a", ram=KEYS[:1], disk=KEYS) as a, controller.instance("b"):
+        event = await controller.done(
+            "/move", old_position=["a", "ssd"], new_position=["b", "ram"], tokens=TOKENS
+        )
+        assert event["result"]["removed"] == 5
+        assert list(a.held[RAM]) == KEYS[:1], "it was in memory before the move"
+        assert await controller.held() == {"a": {"ram": CHUNK}, "b": {"ram": WHOLE + 44}}
+
+
+async def test_interrupted_move_is_completed_by_repeating_it(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS[2:]), controller.instance("b", ram=KEYS[:2]):
+        assert await controller.held() == {"b": {"ram": 2 * CHUNK}}
+        event = await controller.done("/move", **A_TO_B)
+        assert (event["num_tokens"], event["chunks"]) == (2 * CHUNK + 44, 3)
+        assert await controller.held() == {"b": {"ram": WHOLE + 44}}
+    async with controller.instance("c", ram=KEYS[3:]), controller.instance("d", ram=KEYS[:2]):
+        event = await controller.done(
+            "/move", old_position=["c", "ram"], new_position=["d", "ram"], tokens=TOKENS
+        )
+        assert event["chunks"] == 0, "they follow a chunk that neither holds"
+
+
+async def test_full_target_takes_what_fits_and_the_source_keeps_the_rest(
+    controller: RunningController,
+) -> None:
+    async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
+        b.capacity = 3
+        event = await controller.done("/move", **A_TO_B)
+        assert event["result"] == {
+            "tokens": 3 * CHUNK, "chunks": 3, "bytes": 300, "removed": 3, "unpinned": 0, "reason": "no room",
+        }  # fmt: skip
+        assert list(a.held[RAM]) == KEYS[3:]
+        event = await controller.wait_for_end(await controller.post("/move", **A_TO_B))
+        assert (event["state"], event["error"]) == ("failed", "no room"), "no chunk fits"
+        assert list(a.held[RAM]) == KEYS[3:]
+
+
+async def test_move_of_evicted_chunks_reports_the_reason(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
+
+        async def evict(command: Command) -> None:
+            a.held[RAM] = dict.fromkeys(KEYS[:2])
+            await a.send(Changed(RAM, b"", join_keys(KEYS[2:])))
+
+        b.before = evict
+        event = await controller.done("/move", **A_TO_B)
+        assert event["result"]["reason"] == "the peer does not hold it"
+        assert (event["result"]["chunks"], event["result"]["removed"]) == (2, 2)
+        assert await controller.held() == {"b": {"ram": 2 * CHUNK}}
+
+
+async def test_progress_is_reported(controller: RunningController) -> None:
+    reported: list[tuple[str, int, int]] = []
+    async with controller.instance("a", ram=KEYS), controller.instance("b"):
+        with controller.events.subscribe(
+            lambda event: reported.append((event.state, event.chunks_done, event.bytes_done))
+        ):
+            await controller.done("/move", **A_TO_B)
+    assert reported[:4] == [("queued", 0, 0), ("running", 0, 0), ("running", 1, 100), ("running", 2, 200)]
+    assert reported[-1] == ("done", 5, 500)
+
+
+async def test_unknown_names_are_refused_with_the_known_ones(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS), controller.instance("b"):
+        problem = await controller.post_refused("/move", 404, **A_TO_B | {"new_position": ["z", "ram"]})
+        assert problem["known"] == ["a", "b"]
+        problem = await controller.post_refused("/move", 404, **A_TO_B | {"old_position": ["a", "tape"]})
+        assert problem["known"] == ["pool", "ram", "ssd"]
+        problem = await controller.post_refused("/clear", 404, instance="a", tier="tape")
+        assert "tape" in problem["detail"]
+        for path in ("/prefetch", "/pin", "/unpin"):
+            await controller.post_refused(path, 404, instance="z", tier="ram", tokens=TOKENS)
+
+
+async def test_invalid_operations_are_refused(controller: RunningController) -> None:
+    peers = [TierDescription("ram", "cpu", 1 << 30, False), TierDescription("peers", "peers", None, True)]
+    async with controller.instance("a", ram=KEYS), controller.instance("b"):
+        same = {"old_position": ["a", "ram"], "new_position": ["a", "cpu"], "tokens": TOKENS}
+        assert "are the same" in (await controller.post_refused("/move", 422, **same))["detail"]
+        pool = {"old_position": ["a", "pool"], "new_position": ["b", "ram"], "tokens": TOKENS}
+        assert "use /prefetch" in (await controller.post_refused("/move", 422, **pool))["detail"]
+    async with controller.instance("a", tiers=peers):
+        problem = await controller.post_refused("/pin", 422, instance="a", tier="peers", tokens=TOKENS)
+        assert "name a tier of one of them" in problem["detail"]
+
+
+async def test_source_without_a_listener_is_reported(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS, peer=None) as a, controller.instance("b"):
+        event = await controller.wait_for_end(await controller.post("/move", **A_TO_B))
+        assert event["state"] == "failed"
+        assert "set peer.listen" in event["error"]
+        assert list(a.held[RAM]) == KEYS
+
+
+# Concurrency
+
+
+async def test_opposite_moves_are_serialized_and_lose_nothing(
+    controller: RunningController,
+) -> None:
+    async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
+        gate = b.before = Gate()
+        first = await controller.post("/move", **A_TO_B)
+        await gate.reached.wait()
+        back = await controller.post("/move", **B_TO_A)
+        same = await controller.post("/move", **A_TO_B)
+        queued = await controller.get(f"/events/{back['event_id']}", wait=0.01)
+        assert (queued["state"], queued["num_tokens"]) == ("queued", 0)
+        gate.opened.set()
+        events = [await controller.wait_for_end(event) for event in (first, back, same)]
+        assert [event["state"] for event in events] == ["done"] * 3
+        assert [event["result"]["removed"] for event in events] == [5, 5, 5], "each move when it was its turn"
+        assert events[1]["num_tokens"] == WHOLE + 44
+        assert not a.held[RAM]
+        assert list(b.held[RAM]) == KEYS
+
+
+async def test_duplicate_move_has_nothing_to_do(controller: RunningController) -> None:
+    async with controller.instance("a", ram=KEYS), controller.instance("b") as b:
+        gate = b.before = Gate()
+        first = await controller.post("/move", **A_TO_B)
+        await gate.reached.wait()
+        second = await controller.post("/move", **A_TO_B)
+        assert second["num_tokens"] == WHOLE + 44
+        gate.opened.set()
+        assert (await controller.wait_for_end(first))["result"]["removed"] == 5
+        event = await controller.wait_for_end(second)
+        assert (event["state"], event["num_tokens"], event["chunks"]) == ("done", 0, 0)
+        assert await controller.held() == {"b": {"ram": WHOLE + 44}}
+
+
+async def test_clear_during_a_move_runs_after_it(
+    controller: RunningController,
+) -> None:
+    async with controller.instance("a", ram=KEYS), controller.instance("b") as b:
+        gate = b.before = Gate()
+        move = await controller.post("/move", **A_TO_B)
+        await gate.reached.wait()
+        clear = await controller.post("/clear", instance="b")
+        other = await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS[1:])
+        assert other["num_tokens"] == 0, "it concerns other chunks"
+        gate.opened.set()
+        assert (await controller.wait_for_end(move))["result"]["removed"] == 5
+        assert (await controller.wait_for_end(clear))["result"]["removed"] == 5
+        assert await controller.held() == {}
+
+
+# Prefetch
+
+
+async def test_prefetch_from_the_own_disk_and_the_peer_with_the_longest_prefix(
+    controller: RunningController,
+) -> None:
+    async with (
+        controller.instance("a", disk=KEYS[:2]) as a,
+        controller.instance("b", ram=KEYS[:3]),
+        controller.instance("c", disk=KEYS[:4]),
+        controller.instance("d", ram=KEYS, peer=None),
+    ):
+        event = await controller.done("/prefetch", instance="a", tier="ram", tokens=TOKENS, deadline="5s")
+        [fetch] = a.commands
+        assert isinstance(fetch, Fetch)
+        assert (fetch.peer, fetch.seconds) == ("c:8200", 5.0)
+        assert (event["source"], event["target"]) == (None, ["a", "ram"])
+        assert (event["num_tokens"], event["result"]["chunks"], event["result"]["reason"]) == (WHOLE, 4, None)
+        assert list(a.held[RAM]) == KEYS[:4]
+        again = await controller.done("/prefetch", instance="a", tier="ram", tokens=TOKENS)
+        assert (again["num_tokens"], again["result"]["bytes"]) == (WHOLE, 0)
+
+
+async def test_lookup_in_a_pool_is_left_to_the_instance(
+    controller: RunningController,
+) -> None:
+    own = [TierDescription("ram", "cpu", 1 << 30, False), TierDescription("ssd", "disk", 1 << 30, False)]
+    async with controller.instance("a") as a, controller.instance("b", tiers=own) as b:
+        a.held[POOL].update(dict.fromkeys(KEYS[:3]))  # Not reported to the controller.
+        accepted = await controller.post("/prefetch", instance="a", tier="ram", tokens=TOKENS)
+        assert accepted["num_tokens"] == 0
+        event = await controller.wait_for_end(accepted)
+        assert (event["state"], event["num_tokens"], event["chunks"]) == ("done", 3 * CHUNK, 3)
+        assert list(a.held[RAM]) == KEYS[:3]
+        nothing = await controller.done("/prefetch", instance="b", tier="ssd", tokens=unknown_tokens())
+        assert nothing["started_at"] is None
+        assert not b.commands
+
+
+def unknown_tokens() -> list[int]:
+    return [7] * 1000

@@ -1,0 +1,252 @@
+"""The registry: instances and tiers by name, holders, history, changes and limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from kvtier.fleet.controller import history
+from kvtier.fleet.controller import registry as registry_module
+from kvtier.fleet.controller.checks import MAX_TIERS
+from kvtier.fleet.controller.errors import RefusedInstance, UnknownName
+from kvtier.fleet.controller.history import History, Sample, TierSample
+from kvtier.fleet.controller.member import Member
+from kvtier.fleet.controller.registry import Registry
+from kvtier.fleet.member.protocol import (
+    HeldBy,
+    Hello,
+    Lost,
+    ServedAt,
+    TierDescription,
+    UpToDate,
+    WhoHolds,
+    WhoServes,
+)
+from kvtier.memory.keys import join_keys
+from tests.fleet.controller.registering import (
+    DISK,
+    POOL,
+    RAM,
+    TIERS,
+    TIMEOUT_SECONDS,
+    RegisteringInstance,
+    RunningRegistry,
+    heartbeat,
+    hello,
+    keys_of,
+    running_registry,
+    unconnected,
+)
+
+pytestmark = pytest.mark.anyio
+
+KEYS = keys_of("prompt", 10)
+
+
+async def admit(registry: Registry, instance: str = "one", **changes: Any) -> Member:
+    return await registry.admit(hello(instance, **changes), unconnected())
+
+
+async def who_holds(instance: RegisteringInstance, ticket: int = 7) -> dict[str, int]:
+    await instance.send(WhoHolds(ticket, join_keys(KEYS)))
+    answer = await instance.receive()
+    assert isinstance(answer, HeldBy)
+    assert answer.ticket == ticket
+    return dict(zip(answer.peers, answer.chunks, strict=True))
+
+
+def test_heartbeat_must_be_shorter_than_the_timeout() -> None:
+    with pytest.raises(ValueError, match="must be less than the timeout"):
+        Registry(heartbeat=5, idle_timeout=5)
+
+
+async def test_instances_and_tiers_are_found_by_name() -> None:
+    registry = Registry()
+    one = await admit(registry, "one")
+    two = await admit(registry, "two", tiers=[*TIERS, TierDescription("fast", "cpu", 1, False)])
+    assert registry.find("one") is one
+    assert registry.members == {"one": one, "two": two}
+    with pytest.raises(UnknownName, match="no instance 'three'; known: one, two") as unknown:
+        registry.find("three")
+    assert unknown.value.known == ["one", "two"]
+    assert registry.tier(one, "ssd") == registry.tier(one, "disk") == DISK
+    assert registry.tier(one, "cpu") == RAM
+    assert registry.tier(two, "fast") == 3
+    with pytest.raises(UnknownName, match="no tier 'cpu' in instance 'two'; known: fast, pool, ram, ssd"):
+        registry.tier(two, "cpu")
+
+
+async def test_places_of_disconnected_instances_are_reused() -> None:
+    registry = Registry()
+    one = await admit(registry, "one")
+    registry.stored(one, RAM, KEYS)
+    registry.leave(one, "it is a test")
+    registry.stored(one, RAM, KEYS)  # Sent before it left, but processed later.
+    two = await admit(registry, "two")
+    assert sorted(two.places) == sorted(one.places)
+    assert registry.holders.prefixes(KEYS) == {}
+    registry.leave(one, "again")
+    assert list(registry.members) == ["two"]
+
+
+async def test_instance_receives_the_other_holders_of_a_prompt(running: RunningRegistry) -> None:
+    async with (
+        running.instance_holding("few", KEYS[:2]),
+        running.instance_holding("most", KEYS[:6], tier=DISK) as most,
+        running.instance_holding("no_listener", KEYS, peer=None),
+        running.instance_holding("pool", KEYS, tier=POOL),
+        running.instance_holding("later", KEYS[1:]),
+        running.instance_holding("asker", KEYS) as asker,
+    ):
+        assert await who_holds(asker) == {"most:8200": 6, "few:8200": 2}
+        await most.report(KEYS[6:], RAM)
+        await running.wait_until(
+            lambda: running.registry.holders.count(running.member("most").places[RAM]) == 4
+        )
+        found = await who_holds(asker)
+        assert list(found.items()) == [("most:8200", 10), ("few:8200", 2)], "the sum of its tiers"
+        await most.send(Lost())
+        await running.wait_until(lambda: not running.member("most").up_to_date)
+        assert await who_holds(asker) == {"few:8200": 2}
+        await most.report(KEYS[:3], RAM)
+        assert (await who_holds(most))["asker:8200"] == 10
+        assert await who_holds(asker) == {"most:8200": 3, "few:8200": 2}, "whether it is up to date or not"
+    await running.wait_until(lambda: not running.registry.members)
+    async with running.instance("asker") as asker:
+        assert await who_holds(asker) == {}
+
+
+async def test_addresses_of_registered_instances_are_known(running: RunningRegistry) -> None:
+    async with (
+        running.instance_holding("Most", KEYS),
+        running.instance_holding("no_listener", KEYS, peer=None),
+        running.instance("asker") as asker,
+    ):
+        asked = ["169.254.169.254:80", "test-host:8200", "most:8200", "most:8201", "no_listener:8200"]
+        await asker.send(WhoServes(3, asked))
+        assert await asker.receive() == ServedAt(3, ["test-host:8200", "most:8200"])
+    async with running.instance("asker") as asker:
+        await running.wait_until(lambda: list(running.registry.members) == ["asker"])
+        await asker.send(WhoServes(4, asked))
+        assert await asker.receive() == ServedAt(4, ["test-host:8200"]), "another instance on that host"
+
+
+async def test_number_of_holders_in_an_answer_is_limited(running: RunningRegistry) -> None:
+    registry = running.registry
+    for number in range(20):
+        member = await admit(registry, f"holder-{number}")
+        registry.stored(member, RAM, KEYS[: number // 2])
+    async with running.instance("asker") as asker:
+        found = await who_holds(asker)
+    assert sorted(found.values(), reverse=True) == [9, 9, 8, 8, 7, 7, 6, 6]
+
+
+async def test_changes_wake_watchers(running: RunningRegistry) -> None:
+    watch = running.registry.watch()
+
+    async def changes() -> bool:
+        with anyio.move_on_after(TIMEOUT_SECONDS) as scope:
+            await watch.changed()
+        return not scope.cancelled_caught
+
+    async with running.instance("one") as instance:
+        assert await changes()
+        await instance.send(UpToDate())
+        assert await changes()
+        await instance.send(heartbeat(), heartbeat(), heartbeat(used=1))
+        await running.wait_until(lambda: _used(running) == 1)
+        assert await changes()
+        with anyio.move_on_after(0.01) as scope:
+            await watch.changed()
+        assert scope.cancelled_caught, "several changes cause one notification"
+    assert await changes()
+
+
+def _used(running: RunningRegistry) -> int | None:
+    latest = running.member().heartbeat
+    return None if latest is None else latest.tiers[RAM].used
+
+
+async def test_heartbeats_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "SAMPLE_SECONDS", 0.01)
+    async with running_registry() as running, running.instance("one") as instance:
+        member = running.member()
+        assert running.registry.history(member) == ()
+        await instance.send(heartbeat(), heartbeat(used=4096, looked_up=10, found=3))
+        await running.wait_until(lambda: _used(running) == 4096)
+        count = len(running.registry.history(member))
+        await running.wait_until(lambda: len(running.registry.history(member)) > count)
+        sample = running.registry.history(member)[-1]
+        assert (sample.hit_rate, sample.tiers) == (0.9, (TierSample(4096),) * len(TIERS))
+
+
+async def test_history_covers_an_hour_and_survives_the_connection() -> None:
+    registry, kept = Registry(), History()
+    member = await admit(registry)
+    for number in range(400):
+        member.heartbeat = heartbeat(used=number)
+        kept.sample([member], 10.0 * number)
+    samples = kept.of("one")
+    assert len(samples) == 360
+    assert samples[0] == Sample(400.0, None, (TierSample(40),) * len(TIERS))
+    again = Member(hello("one"), member.places, unconnected())
+    again.heartbeat = heartbeat()
+    kept.sample([again], 4500.0)
+    assert [sample.time for sample in kept.of("one")][-2:] == [3990.0, 4500.0]
+    assert kept.of("one")[0].time == 910.0, "nothing older than an hour"
+    other = Member(hello("one", tiers=TIERS[:1]), [0], unconnected())
+    other.heartbeat = heartbeat()
+    kept.sample([other], 4510.0)
+    assert len(kept.of("one")) == 1, "its tiers have changed"
+    kept.sample([], 4509.0 + history.RETENTION_SECONDS)
+    assert kept.of("one")
+    kept.sample([], 4510.0 + history.RETENTION_SECONDS)
+    assert kept.of("one") == ()
+
+
+async def test_number_of_histories_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MAX_INSTANCES", 3)
+    registry, kept = Registry(), History()
+    for number in range(5):
+        member = await admit(registry, f"i{number}")
+        member.heartbeat = heartbeat()
+        kept.sample([member], float(number))
+    assert [bool(kept.of(f"i{number}")) for number in range(5)] == [False, False, True, True, True]
+
+
+async def test_number_of_instances_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "MAX_MEMBERS", 2)
+    registry = Registry()
+    await admit(registry, "one")
+    await admit(registry, "two")
+    with pytest.raises(RefusedInstance, match="has 2 instances, which is the limit"):
+        await admit(registry, "three")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"instance": ""}, "is not a valid instance id"),
+        ({"instance": "a b"}, "is not a valid instance id"),
+        ({"instance": "a" * 129}, "is not a valid instance id"),
+        ({"instance": "one\n"}, "is not a valid instance id"),
+        ({"host": "a\x1b[31mb"}, "not printable"),
+        ({"kvtier": ""}, "is empty"),
+        ({"peer": "nowhere"}, "its peer address: 'nowhere' is not an address"),
+        ({"peer": "h" * 300 + ":1"}, "longer than 256 characters"),
+        ({"process": -1}, "is not between 0 and"),
+        ({"tiers": []}, "it has 0 tiers"),
+        ({"tiers": TIERS * MAX_TIERS}, "it has 48 tiers, not 1 to 16"),
+        ({"tiers": TIERS[:1] * 2}, "two of its tiers have the same name"),
+        ({"tiers": [TierDescription("", "cpu", 1, False)]}, "its tiers: '' is empty"),
+        ({"tiers": [TierDescription("ram", "cpu", 1 << 63, False)]}, "is not between 0 and"),
+    ],
+)
+async def test_invalid_hello_is_refused(changes: dict[str, Any], reason: str) -> None:
+    registry = Registry()
+    message: Hello = hello(**changes)
+    with pytest.raises(RefusedInstance, match=reason):
+        await registry.admit(message, unconnected())
+    assert not registry.members

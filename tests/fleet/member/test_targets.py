@@ -1,0 +1,97 @@
+"""Requests may have KV transferred to the instances that are registered with the controller."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from kvtier.memory.keys import ChunkKey
+from kvtier.peers import targets as targets_module
+from kvtier.peers.kv_transfer_result import KVTransferResult
+from tests.fleet.member.conftest import SECRET, Node, OpenNode, address_of
+from tests.fleet.member.controlling import Controller, controlling, until
+
+import kvtier.peers.kv_transfer  # noqa: F401 # isort: skip
+
+pytestmark = pytest.mark.anyio
+CHUNKS = 3
+SERVES = {"listen": "127.0.0.1:0", "secret": SECRET}
+
+
+async def transfer(node: Node, to: str, keys: list[ChunkKey]) -> KVTransferResult:
+    return await node.instance.transfer_kv(to, keys, hinted=True).finish(60)
+
+
+def name(controller: Controller, *addresses: str) -> None:
+    """Let the controller know instances at these addresses."""
+    for conversation in controller.conversations:
+        conversation.served = list(addresses)
+
+
+async def test_instances_that_the_controller_names_are_connected_to(open_node: OpenNode) -> None:
+    async with (
+        controlling() as controller,
+        open_node(controller, peer=SERVES) as one,
+        open_node(controller, name="two", peer=SERVES) as two,
+    ):
+        keys = await one.store(CHUNKS)
+        await controller.up_to_date(1)
+        name(controller, address_of(two))
+        assert (await transfer(one, address_of(two), keys)).leading == CHUNKS
+
+
+async def test_name_of_an_instance_that_the_controller_knows_by_its_address(open_node: OpenNode) -> None:
+    """A proxy names the host of an engine as its own settings do."""
+    async with (
+        controlling() as controller,
+        open_node(controller, peer=SERVES) as one,
+        open_node(controller, name="two", peer=SERVES) as two,
+    ):
+        keys = await one.store(CHUNKS)
+        await controller.up_to_date(1)
+        name(controller, address_of(two))
+        named = one.instance.transfer_kv(address_of(two).replace("127.0.0.1", "LocalHost"), keys, hinted=True)
+        assert (await named.finish(60)).leading == CHUNKS
+        assert named.to == address_of(two), "the address that the controller knows, and no other"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_other_addresses_are_not_connected_to(open_node: OpenNode, host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.setblocking(False)
+        async with (
+            controlling() as controller,
+            open_node(controller, peer=SERVES) as one,
+            open_node(controller, name="two", peer=SERVES) as two,
+        ):
+            keys = await one.store(CHUNKS)
+            await controller.up_to_date(1)
+            name(controller, address_of(two))
+            for _ in range(3):
+                result = await transfer(one, f"{host}:{stranger.getsockname()[1]}", keys)
+                assert (result.leading, "kv_transfer.targets" in result.last_error) == (0, True)
+            asked = [address for told in controller.conversations for address in told.asked]
+            assert len(asked) <= 1 + (host == "localhost") * 2, "not asked for again at once"
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
+
+
+async def test_confirmed_address_is_used_while_the_controller_is_down(
+    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        controlling() as controller,
+        open_node(controller, peer=SERVES) as one,
+        open_node(controller, name="two", peer=SERVES) as two,
+    ):
+        keys = await one.store(CHUNKS)
+        await controller.up_to_date(1)
+        name(controller, address_of(two))
+        assert (await transfer(one, address_of(two), keys)).leading == CHUNKS
+        await controller.kill()
+        await until(lambda: not one.status["connected"])
+        assert (await transfer(one, address_of(two), keys)).leading == CHUNKS
+        assert (await transfer(one, address_of(one), keys)).leading == 0
+        monkeypatch.setattr(targets_module, "KEPT_SECONDS", 0.0)
+        assert (await transfer(one, address_of(two), keys)).leading == 0

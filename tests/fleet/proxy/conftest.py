@@ -1,0 +1,93 @@
+"""Stub engines behind a proxy, all in the test's event loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from kvtier.fleet.proxy.engine import State
+from kvtier.fleet.proxy.proxy import Proxy
+from kvtier.fleet.proxy.serve import run_proxy
+from kvtier.fleet.proxy.settings import ProxySettings
+
+from .stub import Stub
+
+LONG = "word " * 2000
+PROMPT = {"model": "m", "prompt": LONG, "max_tokens": 5}
+
+
+class Cluster:
+    """A proxy, its engines, and a client of the proxy."""
+
+    def __init__(self, proxy: Proxy, url: str, prefillers: list[Stub], decoders: list[Stub]) -> None:
+        self.proxy = proxy
+        self.url = url
+        self.prefillers = prefillers
+        self.decoders = decoders
+        self.client = httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=30)
+
+    async def complete(self, path: str = "/v1/completions", /, **fields: Any) -> httpx.Response:
+        return await self.client.post(path, json={**PROMPT, **fields})
+
+    @asynccontextmanager
+    async def stream(self, **fields: Any) -> AsyncIterator[httpx.Response]:
+        body = {**PROMPT, "stream": True, **fields}
+        async with self.client.stream("POST", "/v1/completions", json=body) as response:
+            yield response
+
+    async def wait_until(self, condition: Callable[[], object]) -> None:
+        with anyio.fail_after(30):
+            while not condition():
+                await anyio.sleep(0.01)
+
+    async def wait_until_ready(self) -> None:
+        await self.wait_until(lambda: all(engine.state == State.UP for engine in self.proxy.fleet))
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        return dict(self.proxy.statistics.requests)
+
+
+def settings_of(**settings: Any) -> ProxySettings:
+    return ProxySettings.of(**{"listen": "127.0.0.1:0", "check": "100ms", **settings})
+
+
+@asynccontextmanager
+async def running(prefillers: int = 1, decoders: int = 1, **settings: Any) -> AsyncIterator[Cluster]:
+    """Run engines and a proxy that has marked them up. At the end the proxy must hold no resources."""
+    async with AsyncExitStack() as stack:
+        stubs = [await stack.enter_async_context(Stub().serving()) for _ in range(prefillers + decoders)]
+        engines = {
+            "prefill": [stub.url for stub in stubs[:prefillers]],
+            "decode": [stub.url for stub in stubs[prefillers:]],
+        }
+        async with run_proxy(settings_of(**{**engines, **settings})) as ((host, port), proxy):
+            cluster = Cluster(proxy, f"http://{host}:{port}", stubs[:prefillers], stubs[prefillers:])
+            async with cluster.client:
+                await cluster.wait_until_ready()
+                yield cluster
+            await cluster.wait_until(lambda: not proxy.admission.in_flight)
+            assert proxy.admission.held_bytes == 0
+            assert [engine.load for engine in proxy.fleet] == [0] * len(proxy.fleet)
+            await cluster.wait_until(lambda: not any(engine.connections.used for engine in proxy.fleet))
+        for stub in stubs:  # The proxy must have closed all connections.
+            await stub.wait_until(lambda stub=stub: not stub.connections)
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    """A proxy with one prefiller and one decoder."""
+    async with running() as cluster:
+        yield cluster
+
+
+def events_of(content: bytes) -> list[Any]:
+    """Parse the events of a stream."""
+    events = [part.removeprefix("data: ") for part in content.decode().split("\n\n") if part]
+    return [event if event == "[DONE]" else json.loads(event) for event in events]

@@ -1,0 +1,85 @@
+"""The demo's subprocesses: start, failure with a useful message, and complete removal."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.lab.demo.server import DemoFailed, Server
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen(["sleep", "1000"])
+print(child.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def python(code: str, log: Path) -> Server:
+    return Server("it", [sys.executable, "-c", code], os.environ, log)
+
+
+def test_kill_reaches_the_children(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    server = python(PARENT, log)
+    server.wait_until(lambda: log.read_text().endswith("\n"), 30)
+    child = os.pidfd_open(int(log.read_text()))
+    assert not has_exited(child, 0)
+    server.kill()
+    assert has_exited(child, 30)
+    os.close(child)
+    server.kill()
+
+
+def has_exited(process: int, seconds: float) -> bool:
+    """Whether a process, given by its pidfd, exits within ``seconds``."""
+    return bool(select.select([process], [], [], seconds)[0])
+
+
+def test_exited_server_reports_its_first_error(tmp_path: Path) -> None:
+    code = "print('ValueError: the cause'); print('noise\\n' * 100); raise SystemExit(3)"
+    server = python(code, tmp_path / "log")
+    with pytest.raises(DemoFailed) as failed:
+        server.wait_until(lambda: False, 30)
+    message = str(failed.value)
+    assert message.startswith("it exited with status 3; its log ends in\nnoise")
+    assert message.endswith("ValueError: the cause")
+    server.kill()
+
+
+def test_first_errors_are_errors(tmp_path: Path) -> None:
+    lines = [
+        "(APIServer pid=1) WARNING 11-27 02:08:58 [x.py:2] may cause `OSError: [Errno 24] Too many`.",
+        "(APIServer pid=1) INFO 11-27 02:08:58 [x.py:1] no triton: ModuleNotFoundError: No module",
+        "2026-11-27 02:07:05,666 WARNING kvtier: tier pool: ValueError: odd",
+        "    raise ValueError(f'ValueError: {problem}')",
+        "x.py:24: DeprecationWarning: OSError: is deprecated",
+        "ValueError: first",
+        "huggingface_hub.errors.HFValidationError: second",
+        "(EngineCore pid=2) ERROR 11-27 02:08:58 [core.py:1] RuntimeError: third",
+        "2026-11-27 02:07:05,666 ERROR kvtier: TierError: odd",
+        "(Worker_TP1 pid=3) kvtier.errors.UnsupportedEngine: fourth",
+        "error: tier 'ssd': the sixth, which is not shown",
+    ]
+    (tmp_path / "log").write_text("\n".join([*lines, ""]))
+    server = python("", tmp_path / "log")
+    message = str(server.failure("ended"))
+    server.kill()
+    assert message.partition("First errors in the log:\n")[2].splitlines() == [
+        "ValueError: first",
+        "huggingface_hub.errors.HFValidationError: second",
+        "RuntimeError: third",
+        "TierError: odd",
+        "kvtier.errors.UnsupportedEngine: fourth",
+    ]
+
+
+def test_server_that_is_never_ready(tmp_path: Path) -> None:
+    server = python("import time; time.sleep(1000)", tmp_path / "log")
+    with pytest.raises(DemoFailed, match="was not ready in 0 s"):
+        server.wait_until(lambda: False, 0.2)
+    server.stop()

@@ -1,0 +1,215 @@
+"""Simulated caches: exact hits of small traces, and of tiny models of LRU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.catalog.hints import ChunkHints
+from kvtier.errors import KVTierError
+from kvtier.lab.simulation.belady import belady_hits, next_uses
+from kvtier.lab.simulation.trace import Trace
+from kvtier.observability.recording.request import TraceRequest
+from kvtier.observability.whatif.simulated_tiers import configured, one_tier
+from kvtier.settings import Settings
+from kvtier.settings.tenants import TenantSettings
+from tests.lab.simulation.making import (
+    CHUNK_TOKENS,
+    FULL,
+    MODEL,
+    PLUGINS,
+    in_one_tier,
+    in_tiers,
+    size_of,
+    trace_of,
+    two_tiers,
+)
+
+POLICIES = PLUGINS.names("kvtier_eviction_policies")
+
+Prompts = list[list[int]]
+
+
+def chained(words: Sequence[Sequence[int]]) -> Prompts:
+    """Return prompts with equal chunks for equal prefixes of words."""
+    numbers: dict[tuple[int, ...], int] = {}
+    return [
+        [numbers.setdefault(tuple(word[: end + 1]), len(numbers)) for end in range(len(word))]
+        for word in words
+    ]
+
+
+PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=40).map(chained)
+
+
+def lru_hits(prompts: Prompts, capacity: int) -> int:
+    """Return the hits of LRU, with the coldest chunk first in a list."""
+    order: list[int] = []
+    hits = 0
+    for prompt in prompts:
+        found = next((at for at, chunk in enumerate(prompt) if chunk not in order), len(prompt))
+        hits += found
+        for chunk in reversed(prompt[:found]):
+            order.remove(chunk)
+            order.append(chunk)
+        missing = prompt[found:]
+        while len(order) > found and len(order) + len(missing) > capacity:
+            order.pop(0)
+        for at in range(found, min(len(prompt), found + capacity - len(order))):
+            order.insert(order.index(prompt[at - 1]) if at else len(order), prompt[at])
+    return hits
+
+
+@given(PROMPTS, st.integers(1, 12))
+def test_lru_has_the_hits_of_a_tiny_model(prompts: Prompts, capacity: int) -> None:
+    assert in_one_tier(trace_of(*prompts), capacity).hits == lru_hits(prompts, capacity)
+
+
+@given(PROMPTS, st.integers(1, 12), st.sampled_from(POLICIES))
+def test_no_policy_exceeds_the_optimum(prompts: Prompts, capacity: int, policy: str) -> None:
+    trace = trace_of(*prompts)
+    assert in_one_tier(trace, capacity, policy).hits <= belady_hits(trace, capacity, next_uses(trace))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_large_enough_cache_has_every_repeated_chunk(policy: str) -> None:
+    trace = trace_of([1, 2, 3], [1, 2, 4], [5, 6], [1, 2, 3])
+    outcome = in_one_tier(trace, 6, policy)
+    assert (outcome.asked, outcome.hits) == (11, 5)
+    assert outcome.saved_tokens == 5 * CHUNK_TOKENS
+    assert (outcome.tiers[0].read_bytes, outcome.tiers[0].written_bytes) == (size_of(5), size_of(6))
+    assert outcome.tiers[0].evicted == 0
+
+
+def test_only_a_prefix_hits() -> None:
+    # 3 and 2 leave, so that the third prompt finds 1 alone.
+    outcome = in_one_tier(trace_of([1, 2, 3], [7, 8], [1, 2, 3]), 3)
+    assert outcome.hits == 1
+
+
+def test_prompt_larger_than_the_tier_is_stored_as_far_as_it_fits() -> None:
+    outcome = in_one_tier(trace_of(range(10), range(10)), 4)
+    assert outcome.hits == 4
+    assert outcome.tiers[0].written_bytes == size_of(4)
+
+
+def test_equal_runs_have_equal_results() -> None:
+    trace = trace_of(*chained([[at % 3, at % 5, at % 2] for at in range(60)]))
+    for policy in POLICIES:
+        first, second = in_one_tier(trace, 7, policy, windows=4), in_one_tier(trace, 7, policy, windows=4)
+        assert replace(first, seconds=0.0) == replace(second, seconds=0.0)
+
+
+def test_windows_are_equal_parts_of_time() -> None:
+    times = [0.0, 1.0, 2.0, 9.0, 10.0]
+    requests = [TraceRequest(time=time, chunks=[1, 2], tokens=20) for time in times]
+    outcome = in_one_tier(Trace.load("made", requests, CHUNK_TOKENS), 4, windows=3)
+    assert outcome.windows == [2 / 3, None, 1.0]
+    assert outcome.saved_tokens == 4 * 20, "the last chunk of a prompt may be shorter"
+
+
+def test_hints_reach_the_policy() -> None:
+    hints = ChunkHints(tenant="a", priority=5)
+    requests = [TraceRequest(time=at, chunks=[1, 2], tokens=20, hints=hints) for at in (0.0, 1.0)]
+    trace = Trace.load("made", requests, CHUNK_TOKENS)
+    assert trace.hints == {0: hints, 1: hints}
+    assert in_one_tier(trace, 4).hits == 2
+
+
+def test_ttft_is_the_time_of_loading_and_computing() -> None:
+    outcome = in_one_tier(trace_of([1, 2], [1, 2, 3]), 4)
+    computed = 3 * CHUNK_TOKENS / MODEL.prefill_tokens_per_second
+    assert outcome.ttft_seconds == pytest.approx((computed + size_of(2) / 20e9) / 2)
+
+
+# Several tiers.
+
+
+def test_write_through_keeps_what_memory_evicts(tmp_path: Path) -> None:
+    trace = trace_of([1, 2], [3, 4], [1, 2])
+    outcome = in_tiers(trace, two_tiers(2, 10, tmp_path, "through"))
+    ram, disk = outcome.tiers
+    assert (ram.hits, disk.hits, outcome.demoted) == (0, 2, 0)
+    assert (disk.written_bytes, disk.read_bytes) == (size_of(4), size_of(2))
+    assert ram.written_bytes == size_of(6), "four stored, two promoted"
+    assert (ram.evicted, disk.evicted) == (4, 0)
+
+
+def test_demotion_writes_what_memory_evicts(tmp_path: Path) -> None:
+    trace = trace_of([1, 2], [3, 4], [1, 2], [1, 2])
+    outcome = in_tiers(trace, two_tiers(2, 10, tmp_path, "on_evict"))
+    ram, disk = outcome.tiers
+    assert (ram.hits, disk.hits, outcome.demoted) == (2, 2, 4)
+    assert disk.written_bytes == size_of(4)
+
+
+def test_tier_that_is_never_written_gets_nothing(tmp_path: Path) -> None:
+    outcome = in_tiers(trace_of([1, 2], [3, 4], [1, 2]), two_tiers(2, 10, tmp_path, "never"))
+    assert (outcome.hits, outcome.tiers[1].written_bytes) == (0, 0)
+
+
+def test_lower_tier_evicts_as_well(tmp_path: Path) -> None:
+    outcome = in_tiers(trace_of([1, 2], [3, 4], [5, 6], [1, 2]), two_tiers(2, 4, tmp_path, "through"))
+    assert outcome.hits == 0
+    assert outcome.tiers[1].evicted == 4
+
+
+def test_prefix_of_a_lower_tier_that_memory_cannot_hold_is_a_miss(tmp_path: Path) -> None:
+    # A disk keeps both halves, of which memory has room for two chunks.
+    trace = trace_of([1, 2], [1, 2, 3, 4], [1, 2, 3, 4])
+    outcome = in_tiers(trace, two_tiers(2, 10, tmp_path, "through"))
+    assert outcome.hits == 4
+    assert outcome.no_room == 0
+
+
+def test_slow_tier_is_computed_instead(tmp_path: Path) -> None:
+    trace = trace_of([1, 2], [3, 4], [1, 2])
+    slow = replace(two_tiers(2, 10, tmp_path, "through"), gb_s=[20.0, 1e-6])
+    outcome = in_tiers(trace, slow)
+    assert (outcome.hits, outcome.computed_instead) == (0, 2)
+    patient = slow.cache.prefetch.model_copy(update={"policy": "wait_complete"})
+    waiting = replace(slow, cache=slow.cache.model_copy(update={"prefetch": patient}))
+    assert in_tiers(trace, waiting).hits == 2
+
+
+@given(PROMPTS, st.integers(1, 8), st.integers(1, 12), st.sampled_from(["through", "on_evict", "never"]))
+def test_tiers_never_exceed_their_capacity_or_the_optimum(
+    prompts: Prompts, memory: int, disk: int, write: str
+) -> None:
+    trace = trace_of(*prompts)
+    outcome = in_tiers(trace, two_tiers(memory, disk, Path("unused"), write))
+    assert sum(tier.hits for tier in outcome.tiers) == outcome.hits
+    assert outcome.hits <= belady_hits(trace, memory + disk, next_uses(trace))
+    for tier, chunks in zip(outcome.tiers, (memory, disk), strict=True):
+        assert 0 <= tier.written_bytes - size_of(tier.evicted) <= size_of(chunks)
+
+
+def test_tenants_keep_their_share() -> None:
+    settings = Settings(
+        tiers=[{"name": "ram", "type": "cpu", "capacity": size_of(4), **FULL}],
+        tenants={"a": TenantSettings(share=0.5), "b": TenantSettings(max=0.5)},
+    )
+    prompts = [
+        ("a", [1, 2]),
+        *(("b", [10 * at, 10 * at + 1]) for at in range(1, 9)),
+        ("a", [1, 2]),
+    ]
+    requests = [
+        TraceRequest(time=float(at), chunks=chunks, tokens=len(chunks) * CHUNK_TOKENS, tenant=tenant)
+        for at, (tenant, chunks) in enumerate(prompts)
+    ]
+    trace = Trace.load("made", requests, CHUNK_TOKENS)
+    assert in_one_tier(trace, 4).hits == 0
+    assert in_tiers(trace, configured(PLUGINS, settings, None, {})).hits == 2
+
+
+def test_unknown_policy_and_useless_capacity_are_refused() -> None:
+    with pytest.raises(KVTierError, match=r"eviction.*unknown.*'mru'.*lru"):
+        one_tier(PLUGINS, "mru", size_of(1), {})
+    with pytest.raises(KVTierError, match="use a size that holds many chunks"):
+        one_tier(PLUGINS, "lru", 100, {})

@@ -1,0 +1,36 @@
+"""Recordings written without a cache."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from kvtier.catalog.hints import ChunkHints
+from kvtier.memory.keys import KEY_BYTES
+from kvtier.observability.recording.file import LookedUp, RecordingFile
+from kvtier.settings.recording import RecordingSettings
+from kvtier.units import MIB
+
+CHUNK_TOKENS = 16
+CHUNK_BYTES = 4096
+
+
+def looked_up(chunks: int, time: float = 0.0, hints: ChunkHints | None = None) -> LookedUp:
+    """Return the lookup of a prompt that no other has a chunk of."""
+    return of_keys(secrets.token_bytes(chunks * KEY_BYTES), time, hints)
+
+
+def of_keys(keys: bytes, time: float = 0.0, hints: ChunkHints | None = None) -> LookedUp:
+    tokens = len(keys) // KEY_BYTES * CHUNK_TOKENS
+    return LookedUp(time, keys, tokens, CHUNK_TOKENS, CHUNK_BYTES, hints)
+
+
+def begin(path: Path, max_bytes: int = MIB, files: int = 4) -> RecordingFile:
+    return RecordingFile.open(RecordingSettings(path=path, max_bytes=max_bytes, files=files))
+
+
+def write(path: Path, *batch: LookedUp) -> None:
+    """Write a recording of one batch."""
+    file = begin(path)
+    file.write(batch)
+    file.close()

@@ -1,0 +1,197 @@
+"""A recorder never delays its callers: a slow disk drops lookups, a failing one ends the recording."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvtier.catalog.hints import ChunkHints
+from kvtier.concurrency.tasks import open_tasks
+from kvtier.errors import SettingsError
+from kvtier.memory.keys import KEY_BYTES
+from kvtier.observability.recording import recorder as recorder_module
+from kvtier.observability.recording.file import LookedUp, RecordingFile
+from kvtier.observability.recording.reader import read_recording
+from kvtier.observability.recording.recorder import MAX_PENDING_BYTES, Recorder, recording
+from kvtier.settings.recording import RecordingSettings
+from kvtier.units import MIB
+from tests.small_disk import mounted
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+KEYS = bytes(range(96))
+HINTS = ChunkHints("tenant", priority=3)
+
+
+def record(recorder: Recorder, chunks: int = 3) -> None:
+    recorder.record((KEYS * (chunks // 3 + 1))[: chunks * KEY_BYTES], chunks * 16, 16, 4096, HINTS)
+
+
+def stopped(recorder: Recorder) -> bool:
+    return bool(recorder.status()["stopped"])
+
+
+def has_written(recorder: Recorder, before: object) -> bool:
+    return stopped(recorder) or recorder.status()["recorded"] != before
+
+
+async def test_lookups_are_written_while_recording_and_at_exit(tmp_path: Path) -> None:
+    path = tmp_path / "traffic"
+    async with recording(RecordingSettings(path=path)) as recorder:
+        record(recorder)
+        await until(lambda: recorder.status()["recorded"] == 1)
+        [first] = read_recording(path)
+        recorder.record(b"", 0, 16, 4096, None)
+        record(recorder)
+    requests = list(read_recording(path))
+    assert len(requests) == 2
+    assert (first.tokens, first.chunk_bytes, first.tenant, first.hints) == (48, 4096, "tenant", HINTS)
+    assert 0 <= requests[0].time <= requests[1].time
+    assert recorder.status() == {"path": str(path), "recorded": 2, "dropped": 0, "stopped": ""}
+
+
+async def test_cancelled_recording_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "traffic"
+    with anyio.CancelScope() as scope:
+        async with recording(RecordingSettings(path=path)) as recorder:
+            record(recorder)
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert len(list(read_recording(path))) == 1
+
+
+async def test_error_at_the_start_is_raised(tmp_path: Path) -> None:
+    (tmp_path / "traffic").write_text("dear")
+    with pytest.raises(SettingsError, match=r"^recording\.path: "):
+        async with recording(RecordingSettings(path=tmp_path / "traffic")):
+            pytest.fail("it records")
+
+
+@pytest.fixture
+def blocked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A disk whose writes block until the event is set."""
+    write, unblocked = RecordingFile.write, threading.Event()
+
+    def wait_and_write(self: RecordingFile, batch: Sequence[LookedUp]) -> None:
+        unblocked.wait(60)
+        write(self, batch)
+
+    monkeypatch.setattr(RecordingFile, "write", wait_and_write)
+    return unblocked
+
+
+async def test_slow_disk_drops_lookups_and_warns_once(
+    tmp_path: Path, blocked: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, size = tmp_path / "traffic", 30_000 * KEY_BYTES
+    fits = MAX_PENDING_BYTES // size
+    async with recording(RecordingSettings(path=path)) as recorder:
+        for _ in range(fits + 10):
+            record(recorder, 30_000)
+        assert recorder.status()["dropped"] == 10
+        blocked.set()
+        await until(lambda: recorder.status()["recorded"] == fits)
+        record(recorder)
+    assert recorder.status()["dropped"] == 10
+    assert len(list(read_recording(path))) == fits + 1
+    slow = f"recording: the disk of {path} is too slow: 1 lookups so far are not recorded"
+    assert [text for text in caplog.messages if "slow" in text] == [slow]
+
+
+async def test_disk_that_hangs_does_not_keep_the_process_from_exiting(
+    tmp_path: Path, blocked: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "CLOSE_SECONDS", 0.1)
+    async with recording(RecordingSettings(path=tmp_path / "traffic")) as recorder:
+        record(recorder)
+    assert not blocked.is_set()
+    blocked.set()
+
+
+def fail_to_write(self: RecordingFile, batch: Sequence[LookedUp]) -> None:
+    raise OSError(5, "Input/output error")
+
+
+def fail_to_start(self: RecordingFile, batch: Sequence[LookedUp]) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("fail", "reason"),
+    [(fail_to_write, "Input/output error"), (fail_to_start, "can't start new thread")],
+)
+async def test_failing_disk_ends_the_recording_with_one_warning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fail: Callable[[RecordingFile, Sequence[LookedUp]], None],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(RecordingFile, "write", fail)
+    async with recording(RecordingSettings(path=tmp_path / "traffic")) as recorder:
+        record(recorder)
+        await until(lambda: stopped(recorder))
+        record(recorder)
+    assert recorder.status()["stopped"] == reason
+    warning = f"recording to {tmp_path / 'traffic'} has stopped, serving goes on: {reason}"
+    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == [warning]
+
+
+async def test_full_disk_keeps_what_was_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with mounted(tmp_path / "small", 1) as folder:
+        path = folder / "traffic"
+        async with recording(RecordingSettings(path=path, max_bytes=16 * MIB)) as recorder:
+            while not stopped(recorder):
+                record(recorder, 60_000)
+                written = recorder.status()["recorded"]
+                await until(partial(has_written, recorder, written))
+        assert recorder.status()["stopped"] == "No space left on device"
+        assert {request.tokens for request in read_recording(path)} == {60_000 * 16}
+    assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 1
+
+
+async def test_full_disk_does_not_prevent_a_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvtier")
+    with mounted(tmp_path / "small", 1) as folder:
+        (folder / "other").write_bytes(bytes(MIB))
+        async with recording(RecordingSettings(path=folder / "traffic")) as recorder:
+            record(recorder)
+            status = recorder.status()
+    assert (status["recorded"], status["dropped"], status["stopped"]) == (0, 1, "No space left on device")
+    assert [entry.levelno for entry in caplog.records] == [logging.WARNING], "and none that says: recording"
+
+
+@pytest.mark.parametrize(("tokens", "chunk_tokens"), [(0, 16), (32, 16), (49, 16), (3, 0)])
+async def test_lookup_that_could_not_be_read_back_is_dropped(
+    tmp_path: Path, tokens: int, chunk_tokens: int
+) -> None:
+    path = tmp_path / "traffic"
+    async with recording(RecordingSettings(path=path)) as recorder:
+        recorder.record(KEYS, tokens, chunk_tokens, 4096, None)
+        record(recorder)
+    assert len(list(read_recording(path))) == recorder.status()["recorded"] == 1
+    assert recorder.status()["dropped"] == 1
+
+
+async def test_any_error_of_the_writer_only_ends_the_recording(tmp_path: Path) -> None:
+    file = RecordingFile.open(RecordingSettings(path=tmp_path / "traffic"))
+
+    def fail(batch: Sequence[LookedUp]) -> None:
+        raise ValueError("a defect")
+
+    file.write = fail  # type: ignore[method-assign]
+    recorder = Recorder(file)
+    async with open_tasks() as tasks:
+        tasks.start_soon(recorder.run)
+        record(recorder)
+        await until(lambda: stopped(recorder))
+        record(recorder)
+        await recorder.close()
+    assert (recorder.status()["stopped"], recorder.status()["dropped"]) == ("a defect", 2)
