@@ -210,7 +210,10 @@ async def query_all(server: str) -> None:
             assert response.json()["status"] == "success", f"{query}: {response.text}"
             return response.json()["data"]["result"]
 
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
+            # It listens before it can answer queries.
+            while (await client.get(f"http://{server}/-/ready")).status_code != 200:
+                await anyio.sleep(0.1)
             while not await evaluate("kvtier_build_info"):
                 await anyio.sleep(0.1)
         assert [series["value"][1] for series in await evaluate("up")] == ["1"]
