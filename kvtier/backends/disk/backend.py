@@ -140,7 +140,6 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
         If the folder was removed or moved, creates it again, and raises :class:`MediumReplaced`.
         """
         folder = self._folder
-        await self._replace_if_gone(folder)
         if self._ring is not None:
             outcomes: Sequence[Outcome] = await self._ring.write(items)
         else:

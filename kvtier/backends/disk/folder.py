@@ -74,7 +74,8 @@ class ObjectFolder:
         self._opened = Path(f"/proc/self/fd/{descriptor}")
         self._is_suspect = False
         """Whether a write has not found the folder, or one of those in it."""
-        self._look_at = 0.0
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        self._is_open = True
         self._direct = direct
         self._token = secrets.token_hex(4)
         self._serial = itertools.count()
@@ -165,6 +166,7 @@ class ObjectFolder:
 
     async def close(self) -> None:
         """Unlock the folder. Nothing may be in flight."""
+        self._is_open = False
         await self._lock.release()
         os.close(self._descriptor)
 
@@ -174,7 +176,7 @@ class ObjectFolder:
         Looks after a write has failed so, and at an interval.
         """
         suspect, self._is_suspect = self._is_suspect, False
-        if not suspect and time.monotonic() < self._look_at:
+        if not self._is_open or (not suspect and time.monotonic() < self._look_at):
             return False
         self._look_at = time.monotonic() + LOOK_SECONDS
         return await aiofiles.os.wrap(self._has_lost_its_path)(suspect)
