@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,6 +34,7 @@ def place(tmp_path: Path) -> Place:
 
     def place(seed: int) -> dict[str, Any]:
         models.make_lora(Path(served["lora_path"]), seed=seed)
+        time.sleep(0.2)  # Beyond adapters.FRESH_SECONDS, in which they are taken to be as they were.
         return served
 
     return place
