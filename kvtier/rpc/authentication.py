@@ -84,7 +84,7 @@ class Credentials:
     def _describe_close(self, *, opened: bool) -> str:
         """Return likely reasons why a server closed the connection without an error message."""
         if opened:
-            return "it rejected the handshake: its peer.secret differs"
+            return "it closed the connection during the handshake: it has exited, or its peer.secret differs"
         if self._client_context is None:
             return "it closed the connection: it is overloaded, no kvtier peer, or only it has peer.tls set"
         return "it closed the connection: it is overloaded, or rejects this instance's certificate"
