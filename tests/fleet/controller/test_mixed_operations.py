@@ -188,5 +188,5 @@ def test_operations_while_an_instance_is_killed(fleet: Fleet, seed: int) -> None
         fleet.kill("b")
         wait_until(lambda: fleet.results.total() > 60)
         fleet.restart("b")
-    fleet.check_failures([*SHORTFALLS, "disconnected", "'b'", "it has exited"])
+    fleet.check_failures([*SHORTFALLS, "disconnected", "'b'", "it closed the connection"])
     fleet.check("b")
