@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -329,6 +330,7 @@ def test_variables_of_lmcache() -> None:
 def test_vllm_command(
     script: str | None, status: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(checks_environment, "which", shutil.which)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     if script is not None:
