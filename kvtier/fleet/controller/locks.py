@@ -1,4 +1,4 @@
-"""Locks on chunks: shared for operations that only copy or pin, exclusive for operations that may delete.
+"""Locks on chunks: shared for operations that only copy or pin, exclusive for those that delete or unpin.
 
 Two concurrent moves of one prompt in opposite directions could each delete what the other has just confirmed.
 """
@@ -17,7 +17,7 @@ class LockRequest:
     """The chunks that an operation locks, between ``enqueue`` and ``release``."""
 
     def __init__(
-        self, instances: frozenset[str], roots: frozenset[ChunkKey] | None, *, deletes: bool
+        self, instances: frozenset[str], roots: frozenset[ChunkKey] | None, *, exclusive: bool
     ) -> None:
         """``roots`` are the first keys of prompts; ``None`` for all chunks of the ``instances``.
 
@@ -26,12 +26,12 @@ class LockRequest:
         """
         self._instances = instances
         self._roots = roots
-        self._deletes = deletes
+        self._exclusive = exclusive
         self.released = anyio.Event()
 
     def conflicts_with(self, other: LockRequest) -> bool:
         """Return whether the two operations must not run concurrently."""
-        if not (self._deletes or other._deletes):
+        if not (self._exclusive or other._exclusive):
             return False
         if self._roots is None or other._roots is None:
             return not self._instances.isdisjoint(other._instances)

@@ -20,7 +20,7 @@ from kvtier.fleet.controller.operation import (
     confirmed_keys,
     run_command,
 )
-from kvtier.fleet.controller.pin_restore import drop_stale_pins
+from kvtier.fleet.controller.pin_restore import settle_pins
 from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.prompts import ModelPrompt
 from kvtier.fleet.controller.registry import Registry
@@ -38,8 +38,6 @@ class Move(Operation):
     interrupted move completes it.
     """
 
-    deletes = True
-
     def __init__(
         self,
         registry: Registry,
@@ -54,7 +52,7 @@ class Move(Operation):
         super().__init__(registry, prompts, pins, source=source, target=target)
         self._copy = copy
         self.kind: Kind = "copy" if copy else "move"
-        self.deletes = not copy  # type: ignore[misc]
+        self.exclusive = not copy
         old, new = self.place(source), self.place(target)
         if old == new:
             raise WrongRequest("`old_position` and `new_position` are the same")
@@ -138,7 +136,7 @@ class Move(Operation):
             raise CommandFailed(
                 f"the target has confirmed {len(keys)} chunks, but the source may still hold them: {error}"
             ) from error
-        result.unpinned += await drop_stale_pins(self._registry, self._pins, member, keys)
+        result.unpinned += await settle_pins(self._registry, self._pins, member, keys)
 
     def _shortfall_reason(self, source: Place, reason: str | None) -> str:
         text = reason or "the target gave no reason"
@@ -151,7 +149,7 @@ class Prefetch(Operation):
     """Fetch chunks into a tier: from other tiers, and from the peer that holds most of the rest."""
 
     kind = "prefetch"
-    deletes = False
+    exclusive = False
 
     def plan(self) -> Plan:
         """Plan for the layout with the most tokens to fetch."""

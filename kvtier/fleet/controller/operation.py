@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import anyio
 
@@ -84,8 +84,8 @@ class Operation(ABC):
     """One operation. It is planned twice: when requested, and again once its locks are acquired."""
 
     kind: Kind
-    deletes: ClassVar[bool]
-    """Whether it may delete chunks, and so needs an exclusive lock."""
+    exclusive: bool
+    """Whether it may delete chunks or end pins, and so needs an exclusive lock."""
 
     def __init__(
         self,

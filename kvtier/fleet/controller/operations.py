@@ -144,7 +144,7 @@ class Operations:
             num_tokens=plan.num_tokens,
             chunks=plan.chunks,
         )
-        lock = LockRequest(operation.instances, operation.roots, deletes=operation.deletes)
+        lock = LockRequest(operation.instances, operation.roots, exclusive=operation.exclusive)
         if plan.is_empty and self._locks.is_free(lock):
             self.events.finish(event)
         else:

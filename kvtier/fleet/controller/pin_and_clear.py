@@ -15,7 +15,7 @@ from kvtier.fleet.controller.operation import (
     confirmed_keys,
     run_command,
 )
-from kvtier.fleet.controller.pin_restore import drop_stale_pins
+from kvtier.fleet.controller.pin_restore import settle_pins
 from kvtier.fleet.controller.prompts import ModelPrompt
 from kvtier.fleet.member.protocol import MAX_KEYS, Delete, DeleteAll, Pin, Unpin
 from kvtier.memory.keys import join_keys
@@ -23,8 +23,6 @@ from kvtier.memory.keys import join_keys
 
 class _PinOperation(Operation):
     """Base of pin and unpin."""
-
-    deletes = False
 
     def _held(self) -> list[ModelPrompt]:
         """Return the prefix of the prompt that the tier holds, in each layout."""
@@ -36,6 +34,7 @@ class PinChunks(_PinOperation):
     """Protect the prefix of a prompt that a tier holds from eviction."""
 
     kind = "pin"
+    exclusive = False
 
     def plan(self) -> Plan:
         """Plan for the layout with the longest prefix held."""
@@ -65,6 +64,8 @@ class UnpinChunks(_PinOperation):
     """Allow all chunks of a prompt to be evicted again, including those not held now."""
 
     kind = "unpin"
+    # Else the answer of a pin could be processed after the unpin, and list what is not protected.
+    exclusive = True
 
     def plan(self) -> Plan:
         """Plan for the whole prompt, in every layout."""
@@ -96,7 +97,7 @@ class Clear(Operation):
     """
 
     kind = "clear"
-    deletes = True
+    exclusive = True
 
     def plan(self) -> Plan:
         """Plan for all held chunks of the prompt, in any layout, including those beyond a gap."""
@@ -134,7 +135,7 @@ class Clear(Operation):
                 result.reason = done.reason or result.reason
                 report(result.chunks, result.bytes)
         keys = [key for _, prompt in self._prompts for key in prompt.keys]
-        result.unpinned = await drop_stale_pins(
+        result.unpinned = await settle_pins(
             self._registry, self._pins, member, keys if self._prompts else self._pins.keys(member.id)
         )
 

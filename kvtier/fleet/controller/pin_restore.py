@@ -1,9 +1,9 @@
-"""Restores the pins of instances that reconnect, and drops pins on removed chunks."""
+"""Restores the pins of instances that reconnect, and ends those on removed chunks."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import anyio
@@ -11,7 +11,7 @@ from anyio.abc import TaskGroup
 
 from kvtier.fleet.controller.errors import CommandFailed, MemberGone
 from kvtier.fleet.controller.member import Member
-from kvtier.fleet.controller.operation import run_command
+from kvtier.fleet.controller.operation import confirmed_keys, run_command
 from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.registry import Registry
 from kvtier.fleet.member.protocol import MAX_KEYS, Unpin
@@ -24,22 +24,38 @@ PAUSE_SECONDS = 0.1
 """Pause between two passes, as every heartbeat counts as a change of the registry."""
 
 
-async def drop_stale_pins(registry: Registry, pins: Pins, member: Member, keys: Sequence[ChunkKey]) -> int:
-    """Drop the pins on those ``keys`` of which an instance has no copy left. Return how many were pinned.
+async def settle_pins(registry: Registry, pins: Pins, member: Member, keys: Sequence[ChunkKey]) -> int:
+    """End the pins on those ``keys`` of which an instance has no copy left. Return how many were pinned.
 
-    An instance forgets these itself, but not those that it is storing again meanwhile: it has to be told.
+    An instance forgets the pin on a chunk with its last copy. If it stores the chunk again meanwhile, it may
+    have kept the pin, or hold an unpinned copy: so it has to unpin the one, and pin the other again.
     """
     stale = set(keys)
     for place in member.places:
         stale -= {key for key, held in zip(keys, registry.holders.held(place, keys), strict=True) if held}
     dropped = pins.drop(member.id, stale)
     try:
-        for start in range(0, len(dropped), MAX_KEYS):
-            part = join_keys(dropped[start : start + MAX_KEYS])
-            await run_command(member, partial(Unpin, keys=part))
+        for part in _parts(dropped):
+            await run_command(member, partial(Unpin, keys=join_keys(part)))
+        left = frozenset(keys) - stale
+        for pinned, seconds in pins.of(member.id):
+            for part in _parts([key for key in pinned if key in left]):
+                lost = set(part).difference(await _pin(member, part, seconds))
+                dropped += pins.drop(member.id, lost)
     except (CommandFailed, MemberGone) as error:
-        logger.warning("instance %s: chunks could not be unpinned: %s", member.id, error)
+        logger.warning("instance %s: its pins may differ from those that are listed: %s", member.id, error)
     return len(dropped)
+
+
+def _parts(keys: Sequence[ChunkKey]) -> Iterator[Sequence[ChunkKey]]:
+    """Split keys for commands."""
+    return (keys[start : start + MAX_KEYS] for start in range(0, len(keys), MAX_KEYS))
+
+
+async def _pin(member: Member, keys: Sequence[ChunkKey], seconds: float | None) -> list[ChunkKey]:
+    """Pin chunks; return those that the instance holds. Raises: MemberGone, CommandFailed."""
+    command = partial(PinCommand, keys=join_keys(keys), seconds=seconds)
+    return confirmed_keys(await run_command(member, command), keys)
 
 
 async def restore_pins(registry: Registry, pins: Pins) -> None:
@@ -66,10 +82,8 @@ async def _restore(member: Member, pins: Pins) -> None:
     count = 0
     try:
         for keys, seconds in pins.of(member.id):
-            for start in range(0, len(keys), MAX_KEYS):
-                part = join_keys(keys[start : start + MAX_KEYS])
-                done = await run_command(member, partial(PinCommand, keys=part, seconds=seconds))
-                count += done.chunks
+            for part in _parts(keys):
+                count += len(await _pin(member, part, seconds))
     except (CommandFailed, MemberGone) as error:
         logger.warning("instance %s: pins could not be restored: %s", member.id, error)
     else:

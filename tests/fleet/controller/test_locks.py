@@ -17,8 +17,8 @@ pytestmark = pytest.mark.anyio
 FIRST, SECOND = keys_of("prompts", 2)
 
 
-def request(instances: str, *roots: ChunkKey, deletes: bool = True) -> LockRequest:
-    return LockRequest(frozenset(instances), frozenset(roots) if roots else None, deletes=deletes)
+def request(instances: str, *roots: ChunkKey, exclusive: bool = True) -> LockRequest:
+    return LockRequest(frozenset(instances), frozenset(roots) if roots else None, exclusive=exclusive)
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,12 @@ def request(instances: str, *roots: ChunkKey, deletes: bool = True) -> LockReque
         (request("ab", FIRST), request("ba", FIRST), True),
         (request("ab", FIRST), request("ab", SECOND), False),
         (request("ab", FIRST), request("cd", FIRST), True),
-        (request("ab", FIRST, deletes=False), request("ab", FIRST, deletes=False), False),
-        (request("ab", FIRST, deletes=False), request("ab", FIRST), True),
+        (request("ab", FIRST, exclusive=False), request("ab", FIRST, exclusive=False), False),
+        (request("ab", FIRST, exclusive=False), request("ab", FIRST), True),
         (request("a"), request("ab", FIRST), True),
         (request("a"), request("bc", FIRST), False),
         (request("a"), request("a"), True),
-        (request("a"), request("a", FIRST, deletes=False), True),
+        (request("a"), request("a", FIRST, exclusive=False), True),
     ],
 )
 async def test_conflicts(first: LockRequest, second: LockRequest, conflict: bool) -> None:
@@ -57,7 +57,7 @@ async def test_conflicting_requests_run_one_at_a_time_in_order() -> None:
 
     async with anyio.create_task_group() as tasks:
         for number in range(20):
-            own = request("ab", FIRST, deletes=number % 3 > 0) if number % 2 else request("b")
+            own = request("ab", FIRST, exclusive=number % 3 > 0) if number % 2 else request("b")
             locks.enqueue(own)
             tasks.start_soon(work, number, own)
     assert order == list(range(20))
@@ -80,7 +80,7 @@ async def test_copies_run_concurrently_and_a_delete_waits_for_all() -> None:
         async with locks.acquire(own):
             order.append("move")
 
-    copies = [request("ab", FIRST, deletes=False) for _ in range(3)]
+    copies = [request("ab", FIRST, exclusive=False) for _ in range(3)]
     last = request("ab", FIRST)
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 
-from kvtier.fleet.member.protocol import Lost
+from kvtier.fleet.member.protocol import Command, Delete, Lost, Pin
+from kvtier.memory.keys import split_keys
 from tests.fleet.controller.controlling import (
     A_TO_B,
     B_TO_A,
@@ -12,6 +14,7 @@ from tests.fleet.controller.controlling import (
     KEYS,
     TOKENS,
     WHOLE,
+    Gate,
     RunningController,
     tokens_of,
 )
@@ -65,6 +68,45 @@ async def test_instance_is_told_of_pins_that_end(controller: RunningController) 
         assert set(a.pinned) == set(KEYS[2:])
         await controller.done("/clear", instance="a", tier="ram")
         assert not a.pinned
+
+
+async def test_chunks_that_are_stored_again_while_they_are_cleared_stay_pinned(
+    controller: RunningController,
+) -> None:
+    """They are still listed. The instance has forgotten their pins, and holds unpinned copies."""
+    async with controller.instance("a", ram=KEYS) as a:
+        await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS, ttl="10m")
+
+        async def lose_and_store_again(command: Command) -> None:
+            if isinstance(command, Delete):
+                for key in split_keys(command.keys):
+                    del a.held[RAM][key], a.pinned[key]
+                await a.store(RAM, KEYS[:3])
+                a.held[RAM].clear()  # The command itself finds nothing.
+            elif not a.held[RAM]:
+                a.held[RAM].update(dict.fromkeys(KEYS[:2]))  # The third one has been evicted since.
+
+        a.before = lose_and_store_again
+        event = await controller.done("/clear", instance="a", tier="ram", tokens=TOKENS)
+        assert set(a.pinned) == set(KEYS[:2]) == set(controller.controller.operations.pins.keys("a"))
+        assert all(seconds is not None and 500 < seconds <= 600 for seconds in a.pinned.values())
+        assert event["result"]["unpinned"] == len(KEYS) - 2
+
+
+async def test_an_unpin_waits_for_pins(controller: RunningController) -> None:
+    """Else the pin would be listed when it is confirmed, after the unpin has ended it on the instance."""
+    async with controller.instance("a", ram=KEYS) as a:
+        a.before = gate = Gate(Pin)
+        pin = await controller.post("/pin", instance="a", tier="ram", tokens=TOKENS)
+        await gate.reached.wait()
+        unpin = await controller.post("/unpin", instance="a", tier="ram", tokens=TOKENS)
+        await anyio.sleep(0.05)
+        assert [type(command) for command in a.commands] == [Pin]
+        gate.opened.set()
+        for event in (pin, unpin):
+            await controller.wait_for_end(event)
+        assert not a.pinned
+        assert not controller.controller.operations.pins.keys("a")
 
 
 async def test_move_and_clear_report_the_pins_that_they_end(controller: RunningController) -> None:
