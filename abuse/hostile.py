@@ -28,7 +28,7 @@ from kvtier.rpc.frames import LENGTH, MAX_FRAME_BYTES, Message, encode
 from kvtier.rpc.handshake import Handshake
 
 SECONDS = 2.0
-"""How long a socket may block: what does not read any more is left."""
+"""How long a socket may block: a connection that is not read is closed then."""
 ANSWER_SECONDS = 0.1
 CONNECTIONS, MESSAGES = 100, 12
 """Of a round, and at most on each connection."""

@@ -56,7 +56,7 @@ class MediumReplaced(KVTierError):
 
 
 class IncompleteScan(KVTierError):
-    """A medium holds objects that it could not list or delete. The message says what, why and how much."""
+    """A medium holds objects that it could not list or delete. The message names what, why and how much."""
 
     def __init__(self, message: str, unseen_bytes: int | None = None) -> None:
         """``unseen_bytes``: what the others take, as far as known; ``None`` if that may be anything."""

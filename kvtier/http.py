@@ -168,7 +168,7 @@ class _Listener(socket.socket):
         self._warn = RateLimitedLog(logger)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises ``BlockingIOError`` if there is none, or others have to be served."""
+        """Accept a connection. Raises ``BlockingIOError`` if none waits, or others have to be served."""
         self._accepted += 1
         if self._accepted > MAX_ACCEPTED:
             self._accepted = 0

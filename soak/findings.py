@@ -40,7 +40,7 @@ class Applied:
     ended: float | None = None
     note: str = ""
     hit: int | None = None
-    """How many files, connections or processes were hit; ``None`` if the kind does not say."""
+    """How many files, connections or processes were hit; ``None`` for kinds that do not count."""
 
     def end(self, result: str | int | None) -> None:
         """Record the result: a number that was hit, or a note."""
@@ -59,7 +59,7 @@ MAX_OF_A_KIND = 50
 
 
 TRIES = 3
-"""A fault that has hit nothing may find no file, or no connection at this moment, but not so many times."""
+"""A fault may find no file or connection at one moment, but not in that many tries."""
 
 
 class Record:

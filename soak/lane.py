@@ -60,12 +60,12 @@ class Lane:
         oracle: Oracle,
         record: Record,
         adapter: Adapter | None = None,
-        stranger: str = "",
+        unlisted: str = "",
     ) -> None:
-        """``stranger``: an address that some requests name as the target of a KV transfer."""
+        """``unlisted``: an address that some requests name as the target of a KV transfer."""
         self.number = number
         self.adapter = adapter
-        self._stranger = stranger
+        self._unlisted = unlisted
         self._start = start
         self._oracle = oracle
         self._record = record
@@ -220,7 +220,7 @@ class Lane:
 
     def _send(self, turn: Turn) -> None:
         question = self._question(turn)
-        params = {"kvtier": {"kv_transfer": {"to": self._stranger}}} if turn.hinted else None
+        params = {"kvtier": {"kv_transfer": {"to": self._unlisted}}} if turn.hinted else None
         number = self.engine.submit(
             question.tokens, len(question.answer), lora=self._lora(question), params=params
         )
@@ -229,7 +229,7 @@ class Lane:
         abort_at = None if after is None else now + after
         self._pending[turn.user] = Request(turn, number, question, now, abort_at)
         self._record.count("requests")
-        self._record.count("requests that name a stranger", int(turn.hinted))
+        self._record.count("requests that name an unlisted address", int(turn.hinted))
 
     @property
     def _version(self) -> int:

@@ -57,7 +57,7 @@ class Recovery:
         self._probe(probes)
         self._wait_for(self._tiers, "be available")
         self._wait_for(self._pins, "be without pins")
-        self._check_stranger()
+        self._check_unlisted()
         self._wait_for(self._beyond_capacity, "keep its capacity")
         for suspect in [suspect for lane in self._lanes for suspect in lane.suspects]:
             for lane in (*self._lanes, *self._lanes):
@@ -137,14 +137,14 @@ class Recovery:
                     return f"cache-{host.number}'s tier {tier['name']}: {tier}"
         return ""
 
-    def _check_stranger(self) -> None:
+    def _check_unlisted(self) -> None:
         """Report connections to the address that requests have named, and if none was refused."""
-        if connections := self._stack.stranger.accepted:
+        if connections := self._stack.unlisted.accepted:
             what = f"{connections} connections to an address that only requests have named"
-            self._record.find("connection to a stranger", what)
-        address = f"127.0.0.1:{self._stack.stranger.port} refused"
+            self._record.find("connection to an unlisted address", what)
+        address = f"127.0.0.1:{self._stack.unlisted.port} refused"
         if not any(address in host.cache.log.read_text(errors="replace") for host in self._stack.hosts):
-            self._record.find("fault without effect", "no cache process has refused to connect to a stranger")
+            self._record.find("fault without effect", "no cache process has refused a connection")
 
     def _pins(self) -> str:
         """Return what is pinned; empty if nothing is."""

@@ -105,7 +105,7 @@ class Run:
                 oracle,
                 record,
                 Adapter(stack.logs / f"adapter-{number}", versions),
-                f"127.0.0.1:{stack.stranger.port}",
+                f"127.0.0.1:{stack.unlisted.port}",
             )
             for number in range(HOSTS)
         ]

@@ -108,7 +108,7 @@ class Stack:
     hosts: list[Host]
     redis: RedisServer
     controller: ControllerProcess
-    stranger: Relay
+    unlisted: Relay
     """Where nothing of this run is, and nothing may connect to. Requests name it."""
     logs: Path
 
@@ -168,8 +168,8 @@ def running(logs: Path, transport: str) -> Iterator[Stack]:
             cache.environment = _clock_variables(hosts[-1].clock)
             stack.callback(cache.kill)
             cache.start()
-        stranger = stack.enter_context(Relay.to(free_port()))
-        yield Stack(hosts, redis, controller, stranger, logs)
+        unlisted = stack.enter_context(Relay.to(free_port()))
+        yield Stack(hosts, redis, controller, unlisted, logs)
 
 
 def _tiers(disk: Disk, redis: RedisServer) -> list[dict[str, Any]]:

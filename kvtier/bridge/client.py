@@ -72,7 +72,7 @@ class SchedulerBridge(Bridge):
         """The last reservation that was granted by :attr:`welcome`'s process."""
         self._abandoned: list[int] = []
         """Reservations of that process that it may not know to be abandoned."""
-        self._told = 0
+        self._abandoned_sent = 0
         """How many of them it had been sent before the pending reservation request."""
         self.connections = 0
         """Number of connections so far."""
@@ -102,7 +102,7 @@ class SchedulerBridge(Bridge):
         self._kv_transfers.clear()
         self._in_use.clear()
         self._held.clear()
-        self._told = 0
+        self._abandoned_sent = 0
 
     def _receive(self, message: protocol.FromCache) -> None:
         match message:
@@ -110,8 +110,8 @@ class SchedulerBridge(Bridge):
                 self._take_found(message)
             case protocol.Reserved():
                 self._seen = max(self._seen, *message.leases, 0)
-                del self._abandoned[: self._told]
-                self._told = 0
+                del self._abandoned[: self._abandoned_sent]
+                self._abandoned_sent = 0
             case Reply():
                 pass
             case protocol.Held():
@@ -221,7 +221,7 @@ class SchedulerBridge(Bridge):
         """
         if not self.reserves:
             return None
-        self._told = len(self._abandoned)
+        self._abandoned_sent = len(self._abandoned)
         self._reserving = self.call(
             "reservations",
             lambda ticket: protocol.Reserve(ticket, list(runs)),

@@ -177,7 +177,7 @@ class Engine:
         return self._grant(ticket, found, fetching=0)
 
     def give_up(self, number: int, found: Lookup) -> None:
-        """End the part of a lookup that is in flight, as nobody will be told when it arrives."""
+        """End the part of a lookup that is in flight: no connection is left to report its arrival to."""
         found.release()
         ticket = self._tickets.get(number)
         if ticket is not None and ticket.pending is found:

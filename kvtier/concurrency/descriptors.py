@@ -1,4 +1,4 @@
-"""The limit of open files of this process, and errors for lack of them."""
+"""The limit of open files of this process, and the errors of calls beyond it."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class UnixConnection(Generic[VersionedT]):
             self._frames.write(body)
             self._frames.flush()
         except ChannelClosed as error:
-            # A server that refuses this process says why before it closes the connection.
+            # A server that refuses this process sends the reason before it closes the connection.
             with suppress(ChannelClosed, ProtocolError):
                 if bodies := self._frames.read():
                     self._decoded(bodies)

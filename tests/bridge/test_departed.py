@@ -68,7 +68,7 @@ def worker_process(host: Host, rank: int) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-async def says(process: subprocess.Popen[str], line: str) -> None:
+async def prints(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdout is not None
     with anyio.fail_after(60):
         assert await anyio.to_thread.run_sync(process.stdout.readline) == line + "\n"
@@ -78,7 +78,7 @@ async def disconnect(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
-    await says(process, "disconnected")
+    await prints(process, "disconnected")
 
 
 async def until_free(host: Host) -> None:
@@ -107,7 +107,7 @@ async def test_all_memory_of_an_engine_is_free_when_its_processes_have_exited(
         no_pidfds(monkeypatch)
     async with open_host(tmp_path) as host, host.peer() as scheduler, host.peer() as worker0:
         with worker_process(host, 1) as process:
-            await says(process, "connected")
+            await prints(process, "connected")
             await scheduler.greet()
             if not without:
                 await worker0.greet("worker", 0, client=1)
@@ -194,7 +194,7 @@ def test_process_that_has_connected_has_a_pidfd() -> None:
 def test_reservations_abandoned_while_the_connection_is_lost_are_freed(
     tmp_path: Path, start: Start, lost: str
 ) -> None:
-    """No worker knows of them, so nobody else would ever free them."""
+    """No worker knows of them, so no other call would ever free them."""
     path = tmp_path / "socket"
     start()
     wait_until(lambda: is_serving(path))

@@ -129,7 +129,7 @@ def test_room_of_before_a_reconnect_is_given_back(saves: Saves, bridge: Bridge, 
 def test_room_is_given_back_while_no_connection_is_open(
     saves: Saves, bridge: Bridge, state: RequestState
 ) -> None:
-    """Once there is one again. Nobody else would free it."""
+    """Once there is one again. No other call would free it."""
     saves.expect_state(state, 2)
     assert step(saves) == []
     bridge.answer()

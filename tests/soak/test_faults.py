@@ -72,7 +72,7 @@ class FakeEngine:
 
 
 def make_lane(oracle: Oracle, record: Record, pid: int = 0) -> Lane:
-    lane = Lane(0, lambda: nullcontext(FakeEngine(pid)), [], oracle, record, stranger="127.0.0.1:9")  # type: ignore[arg-type]
+    lane = Lane(0, lambda: nullcontext(FakeEngine(pid)), [], oracle, record, unlisted="127.0.0.1:9")  # type: ignore[arg-type]
     lane.open()
     return lane
 
@@ -124,33 +124,33 @@ def test_request_of_a_stopped_engine_is_not_stuck(oracle: Oracle, stopped: str) 
     assert record.found == ({"stuck request": 1} if stopped in ("never", "too-short") else {})
 
 
-def test_hinted_request_names_the_stranger(oracle: Oracle) -> None:
+def test_hinted_request_names_an_unlisted_address(oracle: Oracle) -> None:
     record = Record()
     lane = make_lane(oracle, record)
     lane._send(TURN)
     lane._send(TURN._replace(hinted=True))
     hint = {"kvtier": {"kv_transfer": {"to": "127.0.0.1:9"}}}
     assert lane.engine.params == [None, hint]  # type: ignore[attr-defined]
-    assert record.counts["requests that name a stranger"] == 1
+    assert record.counts["requests that name an unlisted address"] == 1
 
 
-def test_connection_to_the_stranger_is_a_finding(tmp_path: Path) -> None:
+def test_connection_to_an_unlisted_address_is_a_finding(tmp_path: Path) -> None:
     record = Record()
     with Relay.to(free_port()) as relay:
         log = tmp_path / "log"
         log.write_text(f"KV transfer to 127.0.0.1:{relay.port} refused: ...")
-        stack: Any = SimpleNamespace(stranger=relay, hosts=[SimpleNamespace(cache=SimpleNamespace(log=log))])
-        Recovery(stack, [], None, record)._check_stranger()  # type: ignore[arg-type]
+        stack: Any = SimpleNamespace(unlisted=relay, hosts=[SimpleNamespace(cache=SimpleNamespace(log=log))])
+        Recovery(stack, [], None, record)._check_unlisted()  # type: ignore[arg-type]
         assert not record.found
         socket.create_connection(("127.0.0.1", relay.port)).close()
         while not relay.accepted:
             time.sleep(0.001)
-        Recovery(stack, [], None, record)._check_stranger()  # type: ignore[arg-type]
-        assert record.found == {"connection to a stranger": 1}
+        Recovery(stack, [], None, record)._check_unlisted()  # type: ignore[arg-type]
+        assert record.found == {"connection to an unlisted address": 1}
         log.write_text("")
         relay.accepted = 0
-        Recovery(stack, [], None, record)._check_stranger()  # type: ignore[arg-type]
-    assert record.found == {"connection to a stranger": 1, "fault without effect": 1}
+        Recovery(stack, [], None, record)._check_unlisted()  # type: ignore[arg-type]
+    assert record.found == {"connection to an unlisted address": 1, "fault without effect": 1}
 
 
 @pytest.mark.parametrize("reclaimed", [True, False])

@@ -70,7 +70,7 @@ def test_long_fault_of_one_target_does_not_delay_those_of_others() -> None:
             assert max(ends) > schedule.last_fault_seconds(phase.seconds) - 15.0, "none ends the timeline"
 
 
-def test_some_requests_name_a_stranger() -> None:
+def test_some_requests_name_an_unlisted_address() -> None:
     turns = [turn for phase in schedule.make(1, TEN_MINUTES, ["tcp"]).phases for turn in phase.turns]
     assert 0.5 < sum(turn.hinted for turn in turns) / len(turns) / schedule.HINTED_SHARE < 2.0
 

@@ -173,7 +173,7 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
         await scan.check()
 
     async def _replace_if_gone(self, gone: ObjectFolder) -> None:
-        """Continue in a new folder after one has gone. Raises :class:`TierError` if that fails."""
+        """Continue in a new folder if this one was removed or moved. Raises :class:`TierError`."""
         if not await gone.is_gone():
             return
         async with self._replacing:

@@ -173,7 +173,7 @@ class ObjectFolder:
     async def is_gone(self) -> bool:
         """Whether the folder was removed or moved, or another has its path.
 
-        Looks after a write has failed so, and at an interval.
+        Compares them once a write has failed for that reason, and at an interval.
         """
         suspect, self._is_suspect = self._is_suspect, False
         if not self._is_open or (not suspect and time.monotonic() < self._look_at):

@@ -71,7 +71,7 @@ class Checks:
             began = time.monotonic()
             try:
                 reason = await self._check_health(engine)
-            except Refused:  # For lack of descriptors, which says nothing about the engine.
+            except Refused:  # No descriptor was free, which is no fault of the engine.
                 await engine.sleep(self._interval)
                 continue
             if engine.last_response_at > began:

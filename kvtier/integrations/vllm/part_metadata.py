@@ -1,4 +1,4 @@
-"""What the workers of an engine tell its scheduler about the other parts."""
+"""What the workers of an engine report to its scheduler about the other parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.kvtier")
 
 @dataclass
 class PartMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker tells the scheduler about its part, before the first request."""
+    """What a worker reports to the scheduler about its part, before the first request."""
 
     part: int
     layout: ChunkLayout
@@ -36,7 +36,7 @@ class PartMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 def part_metadata(model: ModelLayout, bridge: WorkerBridge) -> PartMetadata:
-    """Return what a worker tells the scheduler."""
+    """Return what a worker reports to the scheduler."""
     address = bridge.welcome.peer if bridge.welcome is not None else None
     if address is not None:
         host, port = split_address(address)
@@ -59,7 +59,7 @@ def other_parts(
     """
     workers = list(workers)
     by_part = {worker.part: worker for worker in workers if isinstance(worker, PartMetadata)}
-    if not by_part and model.parts == 1:  # A single rank has nothing to tell.
+    if not by_part and model.parts == 1:  # A single rank has nothing to report.
         return []
     if others := {type(worker).__name__ for worker in workers if not isinstance(worker, PartMetadata)}:
         raise UnsupportedEngine(
