@@ -51,7 +51,7 @@ UNREAD_SECONDS = 30.0
 """A connection whose peer accepts no data for this long is aborted, even while it is closing."""
 BACKLOG = 256
 MAX_ACCEPTED = 64
-"""Connections that are accepted before others are served. asyncio alone would accept a whole backlog."""
+"""New connections before open ones are served. asyncio alone would accept a whole backlog."""
 REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n"
     b"content-type: text/plain\r\ncontent-length: 20\r\n\r\ntoo many connections"
@@ -105,10 +105,11 @@ async def serving(
     config.load()
     config.ssl = ssl
     server = Server(config)
-    most = 2 * limit_concurrency if max_connections is None else max_connections
+    if max_connections is None:
+        max_connections = 2 * limit_concurrency
     with (
         await _bind(listen, setting, backlog) as bound,
-        _Listener(bound, most, b"" if ssl else REFUSAL) as listener,
+        _Listener(bound, max_connections, b"" if ssl else REFUSAL) as listener,
     ):
         host, port = listener.getsockname()[:2]
         async with open_tasks() as tasks:
@@ -169,11 +170,11 @@ class _Listener(socket.socket):
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection. Raises ``BlockingIOError`` if none waits, or others have to be served."""
-        self._accepted += 1
-        if self._accepted > MAX_ACCEPTED:
-            self._accepted = 0
-            raise BlockingIOError
         while True:
+            self._accepted += 1
+            if self._accepted > MAX_ACCEPTED:
+                self._accepted = 0
+                raise BlockingIOError
             try:
                 accepted, address = super().accept()
                 if self.connections < self._max_connections:
