@@ -147,9 +147,11 @@ class CacheProcess:
                 return
             except ChannelError as error:
                 if self._child is not None and self._child.poll() not in (None, 0):
+                    # Not from the error of the connection, which vLLM would log first.
                     raise ChannelError(
-                        f"the cache process failed to start: {self._last_log_line()}"
-                    ) from error
+                        f"the cache process failed to start: {self._last_log_line()} (log: {self.log}; "
+                        "`kvtier config check` and `kvtier doctor` find all problems of settings)"
+                    ) from None
                 self.start()
                 if time.monotonic() > deadline:
                     raise ChannelError(
@@ -159,4 +161,4 @@ class CacheProcess:
 
     def _last_log_line(self) -> str:
         lines = self.log.read_bytes()[-MESSAGE_BYTES:].decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"see {self.log}"
+        return lines[-1] if lines else "it has logged nothing"

@@ -231,8 +231,9 @@ def test_failed_start_is_reported(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "ssd").write_text("a file where the folder should be")
     process = CacheProcess(settings, default_address(settings))
     scheduler = SchedulerBridge(hello("scheduler"), default_address(settings))
-    with pytest.raises(ChannelError, match=r"failed to start: .*ssd"):
+    with pytest.raises(ChannelError, match=r"failed to start: .*ssd.*log: .*kvtier config check") as failed:
         process.start_and_wait(scheduler.connect)
+    assert failed.value.__suppress_context__, "that nothing answers yet is not the reason"
 
 
 def test_killed_process_is_restarted(settings: Settings) -> None:
