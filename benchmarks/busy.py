@@ -20,7 +20,7 @@ nice        like saturated, with the cache process at nice 19
 Each turn starts a cache process on a folder with 512 MiB of chunks, and looks them all up until they are
 leased: the *first load*. With all chunks in memory, a scheduler then repeats the lookup, of a prompt of
 32,768 tokens. It reserves one chunk for each of 64 prompts, as one step of an engine with that many requests
-does. If vLLM is installed, all hooks of such a step are measured too (``benchmarks/stepping.py``). An engine
+does. If vLLM is installed, all hooks of such a step are measured too (``tests/rigs/stepping.py``). An engine
 stores and retrieves a prompt of 64 MiB. *Loop blocked* is the delay of a 1 ms timer in the cache process's
 event loop, from the first load on; *on a core* excludes the time in which the loop's thread waited for a
 core.
@@ -46,7 +46,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import filled, show
-from benchmarks.loads import LEAVE_BYTES, MIB, available_bytes, fragmented, saturated, writing
 from benchmarks.look_up import is_ready, look_up
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
@@ -57,6 +56,7 @@ from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.units import parse_size
+from tests.rigs.loads import LEAVE_BYTES, MIB, available_bytes, fragmented, saturated, writing
 
 CHUNK_TOKENS, CHUNKS = 256, 128
 NAMESPACE = b"\1" * 32
@@ -255,7 +255,7 @@ class Bench:
     def _steps(self) -> Measurements:
         """Measure the connector's hooks in steps in which each of many requests completes a chunk."""
         try:
-            from benchmarks.stepping import Engine, make_request
+            from tests.rigs.stepping import Engine, make_request
         except ImportError:  # Needs vLLM.
             return {}
         engine = Engine.open(self._socket, PROMPTS)

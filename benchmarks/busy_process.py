@@ -17,9 +17,9 @@ from pathlib import Path
 
 import anyio
 
-from benchmarks.loads import end_with
 from kvtier.bridge.serve import serve
 from kvtier.settings import Settings, load_settings
+from tests.rigs.loads import end_with
 
 BEAT_SECONDS = 0.001
 

@@ -36,7 +36,6 @@ import torch
 
 from benchmarks.common import reserve, show
 from benchmarks.look_up import is_ready
-from benchmarks.stepping import Request, make_request
 from kvtier import Settings
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
@@ -48,6 +47,7 @@ from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.integrations.vllm.worker import WorkerSide
 from kvtier.memory.keys import chunk_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
+from tests.rigs.stepping import Request, make_request
 
 MIB = 1 << 20
 CHUNK_TOKENS, BLOCK_TOKENS, LAYERS = 256, 32, 12

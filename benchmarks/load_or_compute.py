@@ -24,9 +24,9 @@ from pathlib import Path
 from benchmarks.cold_loads import CHUNK_MIB, CHUNK_TOKENS, MIB, Engine, Prompts, cache_process
 from benchmarks.common import show
 from benchmarks.peers_process import settings_of
-from benchmarks.stepping import Request, make_request
 from kvtier.bridge.client import status
 from kvtier.testing.servers import free_port
+from tests.rigs.stepping import Request, make_request
 
 SPEEDS = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
 """Of the medium, as multiples of the speed of computing."""

@@ -36,7 +36,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from benchmarks.common import confirm, reserve, show
-from benchmarks.loads import saturated
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.lookup_state import LookupState
@@ -46,6 +45,7 @@ from kvtier.errors import ChannelError
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, block_hashes, chunk_keys, encode_tokens, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.testing.servers import free_port
+from tests.rigs.loads import saturated
 from tests.servers import SERVERS
 
 AnswerT = TypeVar("AnswerT")

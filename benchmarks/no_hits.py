@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 
 from benchmarks import states
 from benchmarks.common import confidence, show
-from benchmarks.loads import saturated
 from kvtier.lab.demo.model import make_model
+from tests.rigs.loads import saturated
 from tests.vllm import models
 from tests.vllm.cache_process import CacheProcess
 from tests.vllm.engine import Engine, Engines

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from benchmarks.common import show
 from benchmarks.look_up import is_ready
-from benchmarks.stepping import CHUNK_TOKENS, Engine, StepTime, make_request
 from kvtier.bridge.client import status
+from tests.rigs.stepping import CHUNK_TOKENS, Engine, StepTime, make_request
 
 REQUESTS, ARRIVALS = 64, 8
 SPINNERS = 6

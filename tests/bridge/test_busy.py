@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.loads import MIB, saturated
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello, Role
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from tests.rigs.loads import MIB, saturated
 
 from .conftest import confirm, is_serving, reserve, wait_until
 

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from benchmarks.stepping import make_request
 from kvtier import Settings
 from kvtier.bridge import bridge as bridge_module
 from kvtier.bridge import protocol
@@ -38,6 +37,7 @@ from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.memory.keys import BLOCK_HASH_BYTES, ChunkKey, split_keys
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout
 from kvtier.rpc import client as client_module
+from tests.rigs.stepping import make_request
 
 CHUNK, BLOCK, WINDOW = 64, 16, 40
 BLOCKS = CHUNK // BLOCK

@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from benchmarks.stepping import make_request
 from kvtier import Settings
 from kvtier.bridge import protocol
 from kvtier.errors import UnsupportedEngine
@@ -31,6 +30,7 @@ from kvtier.integrations.vllm.request import RequestState
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from tests.rigs.stepping import make_request
 
 LAYOUT = ChunkLayout(32, (GroupLayout(16, (64,)),))
 

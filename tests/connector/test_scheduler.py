@@ -15,8 +15,6 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from benchmarks import stepping
-from benchmarks.stepping import CHUNK_TOKENS, Engine, make_request
 from kvtier import Settings
 from kvtier.bridge.protocol import (
     Abandon,
@@ -45,6 +43,8 @@ from kvtier.rpc.unix import UnixConnection
 from kvtier.tiers.speeds import MIN_SAMPLES
 from tests.bridge.conftest import wait_until
 from tests.bridge.scripted_cache import ScriptedCache
+from tests.rigs import stepping
+from tests.rigs.stepping import CHUNK_TOKENS, Engine, make_request
 
 REQUESTS = 64
 

@@ -14,8 +14,6 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from benchmarks import stepping
-from benchmarks.stepping import CHUNK_TOKENS, Engine, make_request
 from kvtier.bridge.protocol import Abandon, Cancel, Clear, Found, Lookup, Reserve, UseWeights
 from kvtier.integrations.vllm import adapters
 from kvtier.integrations.vllm import scheduler as scheduler_module
@@ -25,6 +23,8 @@ from kvtier.integrations.vllm.weights import finish_before_resets, follow_engine
 from kvtier.memory.keys import chunk_keys, join_keys
 from kvtier.memory.layout import has_weights, namespace
 from tests.bridge.conftest import wait_until
+from tests.rigs import stepping
+from tests.rigs.stepping import CHUNK_TOKENS, Engine, make_request
 
 from .test_neighbors import multi
 from .test_scheduler import Cache, Worker, wait_for_replies

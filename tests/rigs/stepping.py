@@ -1,7 +1,6 @@
 """Drives both sides of the connector hook by hook, like vLLM, around a step that computes nothing.
 
-For ``steps.py``, ``busy.py`` and the tests. Needs vLLM, which :mod:`kvtier.integrations.vllm` imports, but no
-engine.
+For tests and benchmarks. Needs vLLM, which :mod:`kvtier.integrations.vllm` imports, but no engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loads that make a machine busy, in separate processes that end with the benchmark.
+"""Loads that make a machine busy, in separate processes that end with the test or benchmark.
 
 Each load leads a process group, which is killed at the end. If the benchmark is killed, the kernel kills its
 loads. Imports only the standard library, so that a load starts quickly on a saturated machine.

@@ -1,0 +1,1 @@
+"""Stand-ins and loads that several folders of tests share, and the benchmarks."""
