@@ -20,7 +20,7 @@ PART ?= 1/1
 # With it, each of the hundreds of processes that the tests start would compile kvtier anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# With ISA=avx2, torch, oneDNN and vLLM (tests/vllm/instruction_set.py) use no more of the processor.
+# With ISA=avx2, torch, oneDNN and vLLM (tests/rigs/vllm/instruction_set.py) use no more of the processor.
 ifdef ISA
 export ATEN_CPU_CAPABILITY := $(ISA)
 export ONEDNN_MAX_CPU_ISA := $(if $(filter avx512,$(ISA)),AVX512_CORE_VNNI,AVX2)
@@ -106,7 +106,7 @@ demo: install  ## Serve one long prompt four times with a real vLLM: cold, from 
 # Incremental, and without effect if there is no compiler.
 .PHONY: cuda-stand-in
 cuda-stand-in: $(VENV)/.kvtier
-	@! command -v c++ >/dev/null || $(BIN)/python -m tests.cuda_stand_in.building
+	@! command -v c++ >/dev/null || $(BIN)/python -m tests.rigs.cuda_stand_in.building
 
 test: install $(VENV)/.pools system-packages cuda-stand-in  ## Run the tests, real vLLM engines included
 	$(BIN)/python tools/run_tests.py -m "not slow and not gpu" $(WORKERS) $(RERUNS) $(PYTEST)

@@ -46,7 +46,7 @@ from kvtier.memory.keys import KEY_BYTES, ChunkKey, block_hashes, chunk_keys, en
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.testing.servers import free_port
 from tests.rigs.loads import saturated
-from tests.servers import SERVERS
+from tests.rigs.servers import SERVERS
 
 AnswerT = TypeVar("AnswerT")
 Row = tuple[str, float, float, float, float | str]

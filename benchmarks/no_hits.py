@@ -37,10 +37,10 @@ from typing import Any, NamedTuple
 from benchmarks import states
 from benchmarks.common import confidence, show
 from kvtier.lab.demo.model import make_model
+from tests.rigs.cache_process import CacheProcess
 from tests.rigs.loads import saturated
-from tests.vllm import models
-from tests.vllm.cache_process import CacheProcess
-from tests.vllm.engine import Engine, Engines
+from tests.rigs.vllm import models
+from tests.rigs.vllm.engine import Engine, Engines
 
 AT_ONCE, NEW_TOKENS = 2, 8
 HOST_BYTES = 256 << 20

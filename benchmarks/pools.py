@@ -46,7 +46,7 @@ from kvtier.memory.arena import Arena
 from kvtier.plugins import Plugins
 from kvtier.testing.servers import Server
 from kvtier.tiers.seal import Seal
-from tests.servers import SERVERS
+from tests.rigs.servers import SERVERS
 
 CONNECTIONS = 4
 """Connections of the tier, raw sockets, and threads of the libraries."""

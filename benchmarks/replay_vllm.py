@@ -63,7 +63,7 @@ from kvtier.observability.whatif.simulated_tiers import configured
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
 from kvtier.testing.servers import free_port
-from tests.vllm import models
+from tests.rigs.vllm import models
 
 CHUNK_TOKENS = 32
 TOKEN_BYTES = 4096

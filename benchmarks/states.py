@@ -23,9 +23,9 @@ from typing import Any
 
 from benchmarks.common import show
 from kvtier.units import format_size
-from tests.vllm import models
-from tests.vllm.cache_process import CacheProcess
-from tests.vllm.engine import Engine, Engines
+from tests.rigs.cache_process import CacheProcess
+from tests.rigs.vllm import models
+from tests.rigs.vllm.engine import Engine, Engines
 
 ARGUMENTS: dict[str, Any] = {
     "block_size": None,

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvtier.errors import ChannelError
 from soak.schedule import Fault
-from tests.vllm.cache_process import CacheProcess
+from tests.rigs.cache_process import CacheProcess
 
 
 @dataclass(frozen=True)

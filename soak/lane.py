@@ -17,7 +17,7 @@ from soak.adapters import Adapter
 from soak.findings import Record
 from soak.oracle import TIE_LOG_PROBABILITY, Mismatch, Oracle, Question, compare
 from soak.schedule import HOSTS, Turn, fails_to_load
-from tests.vllm.engine import Answer, Engine, EngineDied
+from tests.rigs.vllm.engine import Answer, Engine, EngineDied
 
 POLL_SECONDS = 0.005
 STUCK_SECONDS = 60.0

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from soak import adapters
 from soak.schedule import Conversation, Piece
-from tests.vllm.engine import Engine, Engines
-from tests.vllm.models import prompt
+from tests.rigs.vllm.engine import Engine, Engines
+from tests.rigs.vllm.models import prompt
 
 TIE_LOG_PROBABILITY = 1e-3
 """Two tokens closer than this are a tie: the winner may depend on the shape of the batch."""

@@ -23,7 +23,7 @@ from soak.oracle import Oracle
 from soak.recovery import Recovery, log_errors
 from soak.schedule import HOSTS, Phase, Schedule
 from soak.stack import MARK, Stack, make_model, marked, running
-from tests.vllm.engine import Engines
+from tests.rigs.vllm.engine import Engines
 
 LEFT_SECONDS = 15.0
 """How long a process may take to exit after its parent."""

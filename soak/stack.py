@@ -19,9 +19,9 @@ from kvtier.testing.servers import free_port
 from soak import adapters
 from soak.disks import Disk, small_disk
 from soak.schedule import HOSTS
-from tests.servers.redis import RedisServer
-from tests.vllm.cache_process import MIB, CacheProcess
-from tests.vllm.controller_process import ControllerProcess
+from tests.rigs.cache_process import MIB, CacheProcess
+from tests.rigs.controller_process import ControllerProcess
+from tests.rigs.servers.redis import RedisServer
 
 CHUNK_TOKENS = 128
 RAM_BYTES = 24 * MIB

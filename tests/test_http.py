@@ -24,9 +24,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 import kvtier.http
 from kvtier.errors import ChannelError, SettingsError
 from kvtier.http import Message, Receive, Send, serving
-from tests.backends.certificates import make_certificate
-from tests.open_files import open_files
-from tests.servers.redis import TLSFiles
+from tests.rigs.certificates import make_certificate
+from tests.rigs.open_files import open_files
+from tests.rigs.servers.redis import TLSFiles
 
 pytestmark = pytest.mark.anyio
 

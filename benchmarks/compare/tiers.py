@@ -29,7 +29,7 @@ from kvtier.memory.arena import Arena
 from kvtier.settings import LocalTierSettings
 from kvtier.tiers.seal import Seal
 from kvtier.units import MIB
-from tests.servers.redis import RedisServer
+from tests.rigs.servers.redis import RedisServer
 
 LOOKUP_KEYS = 128
 LOOKUPS = 20

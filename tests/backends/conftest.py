@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.servers.redis import RedisServer
-from tests.servers.valkey import ValkeyServer
+from tests.rigs.servers.redis import RedisServer
+from tests.rigs.servers.valkey import ValkeyServer
 
 from .redis_pool import Start
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtier.backends.redis.topology import SLOTS
 from kvtier.testing.servers import TIMEOUT_SECONDS, free_port
-from tests.servers.redis import HOST, RedisServer, TLSFiles
+from tests.rigs.servers.redis import HOST, RedisServer, TLSFiles
 
 from .redis_pool import execute, info
 

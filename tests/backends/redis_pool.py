@@ -15,7 +15,7 @@ from kvtier.backends.redis import RedisBackend, RedisSettings
 from kvtier.backends.valkey import ValkeyBackend, ValkeySettings
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import blank, make_key, noise, same
-from tests.servers.redis import HOST, RedisServer
+from tests.rigs.servers.redis import HOST, RedisServer
 
 OK, MISS, FULL, FAILED = Outcome.OK, Outcome.MISS, Outcome.FULL, Outcome.FAILED
 MIB = 1 << 20

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmark import run_benchmark
-from tests.servers import RedisServer
+from tests.rigs.benchmark import run_benchmark
+from tests.rigs.servers import RedisServer
 
 
 @pytest.mark.parametrize("buffered", [[], ["--buffered"]])

@@ -11,7 +11,7 @@ from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import BackendConformance
-from tests.backends.composed import SealedBackend, SealedSuite, TierBackend
+from tests.rigs.composed_backends import SealedBackend, SealedSuite, TierBackend
 
 CAPACITY = 256 << 20
 

@@ -10,8 +10,8 @@ import pytest
 
 from kvtier.backends.base import Backend
 from kvtier.testing.backend import BackendConformance
-from tests.backends import broken
-from tests.backends.broken import Suite
+from tests.rigs import broken_backends as broken
+from tests.rigs.broken_backends import Suite
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,7 @@ from kvtier.backends.base import StoredObject
 from kvtier.backends.disk.backend import DiskBackend, object_path
 from kvtier.errors import IncompleteScan
 from kvtier.testing.backend import make_key
-from tests.backends.chunks import OK, disk, opened
+from tests.rigs.chunks import OK, disk, opened
 
 pytestmark = pytest.mark.anyio
 
@@ -123,7 +123,7 @@ import os, sys
 from pathlib import Path
 import aiofiles.os, anyio
 from tests.backends import test_disk_unreadable as tests
-from tests.backends.chunks import disk
+from tests.rigs.chunks import disk
 
 async def main():
     await aiofiles.os.stat("/")  # Import everything as this user.

@@ -26,11 +26,17 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.sockets.connection import Deadline
 from kvtier.testing.backend import BackendConformance, blank, make_key, noise, same
 from kvtier.testing.servers import free_port
-from tests.backends.composed import SealedBackend, SealedSuite
-from tests.open_files import open_files
-from tests.servers.infinistore import HOST, InfiniStoreServer
-
-from .chunks import FAILED, FULL, MISS, OK, blanks, chunks
+from tests.rigs.chunks import (
+    FAILED,
+    FULL,
+    MISS,
+    OK,
+    blanks,
+    chunks,
+)
+from tests.rigs.composed_backends import SealedBackend, SealedSuite
+from tests.rigs.open_files import open_files
+from tests.rigs.servers.infinistore import HOST, InfiniStoreServer
 
 pytestmark = pytest.mark.anyio
 DEADLINE_SECONDS = 2.0

@@ -16,7 +16,12 @@ from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
 from kvtier.errors import ArenaError, TierError
 from kvtier.memory.arena import Arena
 from kvtier.testing.backend import blank, make_key, noise
-from tests.backends.chunks import FULL, OK, memory, opened
+from tests.rigs.chunks import (
+    FULL,
+    OK,
+    memory,
+    opened,
+)
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from kvtier.backends.base import Backend
 from kvtier.backends.mooncake import MooncakeBackend, MooncakeSettings
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
-from tests.servers.mooncake import MooncakeServer
+from tests.rigs.servers.mooncake import MooncakeServer
 
 
 class TestMooncake(BackendConformance):

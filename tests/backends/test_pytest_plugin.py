@@ -15,7 +15,7 @@ import pytest
 
 from kvtier.testing import watch
 from kvtier.testing.watch import LoopWatch
-from tests.open_files import no_free_descriptors
+from tests.rigs.open_files import no_free_descriptors
 
 CONFTEST = """
 import pytest

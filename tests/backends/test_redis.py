@@ -11,11 +11,11 @@ import pytest
 from kvtier.backends.base import Backend
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
-from tests.backends.composed import SealedBackend, SealedSuite
-from tests.servers.redis import RedisServer
-from tests.servers.valkey import ValkeyServer
+from tests.rigs.certificates import make_certificate
+from tests.rigs.composed_backends import SealedBackend, SealedSuite
+from tests.rigs.servers.redis import RedisServer
+from tests.rigs.servers.valkey import ValkeyServer
 
-from .certificates import make_certificate
 from .redis_pool import backend_on
 
 

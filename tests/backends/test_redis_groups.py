@@ -15,10 +15,10 @@ from kvtier.backends.redis.url import Endpoint
 from kvtier.errors import TierError
 from kvtier.testing.backend import make_key, noise, same
 from kvtier.testing.servers import free_port
-from tests.servers.redis import HOST, RedisServer
-from tests.servers.valkey import ValkeyServer
+from tests.rigs.certificates import make_certificate
+from tests.rigs.servers.redis import HOST, RedisServer
+from tests.rigs.servers.valkey import ValkeyServer
 
-from .certificates import make_certificate
 from .redis_groups import Cluster, Sentinels, wait_until
 from .redis_pool import FAILED, KEYS, MIB, MISS, OK, assert_works, buffers, info, opened, values, warnings
 

@@ -18,8 +18,8 @@ from kvtier.backends.redis.resp import DRAIN_BYTES, ErrorReply, encode
 from kvtier.backends.redis.url import Endpoint
 from kvtier.errors import TierError
 from kvtier.testing.backend import is_poisoned, make_key, poison
-from tests.open_files import open_files
-from tests.servers.redis import RedisServer
+from tests.rigs.open_files import open_files
+from tests.rigs.servers.redis import RedisServer
 
 from .redis_pool import (
     FAILED,

@@ -13,7 +13,7 @@ from kvtier.backends.redis.commands import Commands
 from kvtier.memory.keys import ChunkKey
 from kvtier.sockets.connection import Connection
 from kvtier.sockets.conversation import Operation, Progress
-from tests.servers.redis import RedisServer
+from tests.rigs.servers.redis import RedisServer
 
 KEY = ChunkKey(bytes(32))
 COMMANDS = Commands("kvtier:", None, in_parts=True)

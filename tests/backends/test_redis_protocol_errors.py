@@ -13,7 +13,7 @@ import pytest
 from kvtier.backends.redis import RedisBackend, RedisSettings
 from kvtier.errors import TierError
 from kvtier.testing.servers import free_port
-from tests.servers.redis import HOST, RedisServer
+from tests.rigs.servers.redis import HOST, RedisServer
 
 from .redis_groups import wait_until
 from .redis_pool import (

@@ -15,9 +15,9 @@ import pytest
 
 from kvtier.backends.redis import RedisBackend
 from kvtier.errors import TierError
-from tests.servers.redis import HOST, RedisServer, TLSFiles
+from tests.rigs.certificates import expire, make_certificate
+from tests.rigs.servers.redis import HOST, RedisServer, TLSFiles
 
-from .certificates import expire, make_certificate
 from .redis_pool import FAILED, KEYS, assert_unreachable, assert_works, backend_on, opened, values, warnings
 
 pytestmark = [

@@ -9,8 +9,8 @@ from pathlib import Path
 import anyio
 
 from kvtier.testing.backend import make_key
-from tests.backends.chunks import chunk, disk
-from tests.backends.composed import SealedBackend
+from tests.rigs.chunks import chunk, disk
+from tests.rigs.composed_backends import SealedBackend
 
 KEYS = [make_key(number) for number in range(24)]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmark import ROOT, run_benchmark
 from tests.bridge.conftest import wait_until
+from tests.rigs.benchmark import ROOT, run_benchmark
 
 
 def test_look_up() -> None:

@@ -20,7 +20,7 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey, block_hashes, chunk_keys, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.plugins import Plugins
-from tests.waiting import until
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 

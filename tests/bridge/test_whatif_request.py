@@ -18,7 +18,7 @@ from kvtier.instance import Instance
 from kvtier.observability.whatif.report import Report
 from kvtier.rpc.frames import Refused, encode
 from kvtier.rpc.greeting import describe_mismatch
-from tests.observability.whatif.reports import REPORT
+from tests.rigs.whatif_reports import REPORT
 
 from .scripted import open_host
 

@@ -27,10 +27,10 @@ from kvtier.observability.whatif.simulated_cache import SimulatedCache
 from kvtier.observability.whatif.simulated_tiers import configured
 from kvtier.settings import TierSettings
 from kvtier.testing.faults import Fault, FaultyBackend
-from tests.small_disk import mounted
+from tests.rigs.faulty_sources import BUILT_IN, DictBackend, wait_until
+from tests.rigs.small_disk import mounted
 
 from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
-from .faulty_sources import BUILT_IN, DictBackend, wait_until
 
 pytestmark = pytest.mark.anyio
 MakeSettings = Callable[..., Settings]

@@ -10,8 +10,12 @@ from kvtier.memory.keys import ChunkKey, chunk_keys, root_key, state_key
 from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.found import Lookup
 from kvtier.testing.noise import noise
-
-from .faulty_sources import CacheHarness, MakeSettings, opened, wait_until
+from tests.rigs.faulty_sources import (
+    CacheHarness,
+    MakeSettings,
+    opened,
+    wait_until,
+)
 
 pytestmark = pytest.mark.anyio
 

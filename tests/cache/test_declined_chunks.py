@@ -15,9 +15,9 @@ from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.eviction import prompt_of
+from tests.rigs.faulty_sources import BUILT_IN
 
 from .conftest import CHUNK_OBJECT_BYTES
-from .faulty_sources import BUILT_IN
 
 pytestmark = pytest.mark.anyio
 ROOT, NAMESPACE = ChunkKey(bytes(32)), bytes(32)

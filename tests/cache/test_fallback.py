@@ -12,9 +12,15 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.testing.faults import Fault
 from kvtier.tiers import batches
 from kvtier.tiers.slots import Slots
+from tests.rigs.faulty_sources import (
+    MakeSettings,
+    Source,
+    opened,
+    set_costs,
+    wait_until,
+)
 
 from .conftest import CHUNK_OBJECT_BYTES, rows
-from .faulty_sources import MakeSettings, Source, opened, set_costs, wait_until
 
 pytestmark = pytest.mark.anyio
 Prompt = Callable[..., list[int]]

@@ -11,10 +11,10 @@ import pytest
 
 from kvtier import ModelCache, Settings, TieredCache
 from kvtier.native import available
-from tests.open_files import no_free_descriptors
+from tests.rigs.faulty_sources import BUILT_IN
+from tests.rigs.open_files import no_free_descriptors
 
 from .conftest import TOKEN_BYTES, rows
-from .faulty_sources import BUILT_IN
 
 ENGINES = ["threads", "uring"] if available() else ["threads"]
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("io", ENGINES)]

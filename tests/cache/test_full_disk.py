@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvtier import Settings, TieredCache
-from tests.small_disk import mounted
+from tests.rigs.faulty_sources import BUILT_IN
+from tests.rigs.small_disk import mounted
 
-from .faulty_sources import BUILT_IN
 from .test_sealing import store
 
 pytestmark = pytest.mark.anyio

@@ -17,9 +17,9 @@ from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.gather import ChunkProvider, Gathering
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.testing.faults import Fault
+from tests.rigs.faulty_sources import CacheHarness, opened
 
 from .conftest import CHUNK_OBJECT_BYTES
-from .faulty_sources import CacheHarness, opened
 
 pytestmark = pytest.mark.anyio
 MakeSettings = Callable[..., Settings]

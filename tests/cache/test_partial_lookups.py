@@ -10,8 +10,7 @@ from kvtier import Settings
 from kvtier.catalog.siblings import PromptMarks, marks_of
 from kvtier.memory.keys import block_hashes
 from kvtier.pipeline.found import Lookup
-
-from .faulty_sources import CacheHarness, opened
+from tests.rigs.faulty_sources import CacheHarness, opened
 
 pytestmark = pytest.mark.anyio
 MakeSettings = Callable[..., Settings]

@@ -8,9 +8,9 @@ import pytest
 
 from kvtier import Settings, TieredCache
 from kvtier.catalog import kvtier_eviction_policies
+from tests.rigs.faulty_sources import BUILT_IN
 
 from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
-from .faulty_sources import BUILT_IN
 
 pytestmark = pytest.mark.anyio
 CHUNKS = 32

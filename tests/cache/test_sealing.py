@@ -16,10 +16,10 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader, is_sealed
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Leases
 from kvtier.settings import TierSettings
-from tests.hashing import Hashing
+from tests.rigs.faulty_sources import BUILT_IN, DictBackend
+from tests.rigs.hashing import Hashing
 
 from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
-from .faulty_sources import BUILT_IN, DictBackend
 
 pytestmark = pytest.mark.anyio
 Prompt = Callable[..., list[int]]

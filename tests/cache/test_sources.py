@@ -8,9 +8,15 @@ import pytest
 
 from kvtier.testing.faults import Fault
 from kvtier.tiers.costs import HALF_LIFE_SECONDS, ReadCost
+from tests.rigs.faulty_sources import (
+    CacheHarness,
+    MakeSettings,
+    opened,
+    set_costs,
+    wait_until,
+)
 
 from .conftest import CHUNK_OBJECT_BYTES, rows
-from .faulty_sources import CacheHarness, MakeSettings, opened, set_costs, wait_until
 
 pytestmark = pytest.mark.anyio
 Prompt = Callable[..., list[int]]

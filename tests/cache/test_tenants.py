@@ -8,9 +8,9 @@ import pytest
 
 from kvtier import ChunkHints, TieredCache
 from kvtier.catalog.tenants import Usage, tenant_of_salt
+from tests.rigs.faulty_sources import MakeSettings
 
 from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
-from .faulty_sources import MakeSettings
 
 pytestmark = pytest.mark.anyio
 

@@ -18,12 +18,12 @@ from kvtier.backends.disk import folder as disk_folder
 from kvtier.backends.disk.backend import lock_holder
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline import held
-from tests.backends.chunks import FAILED, disk, opened
-from tests.small_disk import mounted
-from tests.waiting import until
+from tests.rigs.chunks import FAILED, disk, opened
+from tests.rigs.faulty_sources import BUILT_IN
+from tests.rigs.small_disk import mounted
+from tests.rigs.waiting import until
 
 from .conftest import CHUNK_OBJECT_BYTES
-from .faulty_sources import BUILT_IN
 from .test_sealing import store
 
 pytestmark = pytest.mark.anyio

@@ -12,9 +12,9 @@ from kvtier import Settings, TieredCache
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.faults import Fault
+from tests.rigs.faulty_sources import BUILT_IN, opened
 
 from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES
-from .faulty_sources import BUILT_IN, opened
 from .test_sealing import store
 
 pytestmark = pytest.mark.anyio

@@ -15,9 +15,9 @@ from kvtier.catalog.catalog import ALL_TIERS
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.worth import CLEARLY_EARLIER, MIN_GAIN_SECONDS, worth_loading
 from kvtier.tiers.speeds import MIN_SAMPLES
+from tests.rigs.faulty_sources import CacheHarness, MakeSettings, opened
 
 from .conftest import CHUNK_OBJECT_BYTES, rows
-from .faulty_sources import CacheHarness, MakeSettings, opened
 
 Prompt = Callable[..., list[int]]
 ARRIVALS = st.lists(st.floats(0, 100), max_size=12).map(sorted)

@@ -20,7 +20,7 @@ from kvtier.backends.disk.folder import ObjectFolder
 from kvtier.cli import checks_environment, main
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
-from tests.forks import Forked, python
+from tests.rigs.forks import Forked, python
 
 PAYLOAD_BYTES = 5000
 

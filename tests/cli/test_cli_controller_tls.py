@@ -11,7 +11,7 @@ import pytest
 from kvtier.cli.controller_client import Controller
 from kvtier.errors import KVTierError
 from kvtier.http import serving
-from tests.backends.certificates import make_certificate
+from tests.rigs.certificates import make_certificate
 from tests.test_http import hello
 
 pytestmark = pytest.mark.anyio

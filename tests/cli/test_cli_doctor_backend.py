@@ -26,8 +26,8 @@ from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.settings.secret import Secret
 from kvtier.testing.faults import Fault, FaultyBackend
 from kvtier.testing.servers import free_port
-from tests.backends.broken import DictBackend
 from tests.plugins.conftest import write_metadata
+from tests.rigs.broken_backends import DictBackend
 
 from .conftest import Kvtier, Result, held, spawn, store
 

@@ -15,7 +15,7 @@ import pytest
 from kvtier.bridge import client
 from kvtier.errors import ChannelError
 from kvtier.testing.servers import free_port
-from tests.forks import Forked, python
+from tests.rigs.forks import Forked, python
 
 from .conftest import Kvtier
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli import checks
-from tests.servers.redis import RedisServer
+from tests.rigs.servers.redis import RedisServer
 
 from .conftest import Kvtier
 

@@ -13,7 +13,7 @@ from kvtier.bridge.protocol import WhatIfAnswer
 from kvtier.observability.whatif.report import Report
 from kvtier.observability.whatif.sentences import DISABLED, NOTHING_OBSERVED, UNRELIABLE, basis, findings
 from tests.bridge.conftest import CHUNK_TOKENS, KEYS, is_serving, store, wait_until
-from tests.observability.whatif.reports import GIB, REPORT
+from tests.rigs.whatif_reports import GIB, REPORT
 
 from .conftest import Kvtier, fork
 

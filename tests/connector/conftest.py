@@ -10,10 +10,10 @@ import os
 
 import pytest
 
-from tests.vllm import instruction_set
-from tests.vllm.forks import ENVIRONMENT
+from tests.rigs.forks import VLLM_ENVIRONMENT
+from tests.rigs.vllm import instruction_set
 
-os.environ.update(ENVIRONMENT)  # Before any test imports vLLM.
+os.environ.update(VLLM_ENVIRONMENT)  # Before any test imports vLLM.
 instruction_set.limit()
 
 

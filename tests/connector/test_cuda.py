@@ -23,8 +23,8 @@ from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout
 from kvtier.rpc.calls import Call
 from tests.connector.test_worker import LAYOUT, Bridge
-from tests.cuda_stand_in.control import TRANSFER, StandIn
-from tests.cuda_stand_in.fixtures import stand_in
+from tests.rigs.cuda_stand_in.control import TRANSFER, StandIn
+from tests.rigs.cuda_stand_in.fixtures import stand_in
 
 __all__ = ["stand_in"]
 

@@ -24,7 +24,7 @@ from kvtier.integrations.vllm.kv_events import STEP_DESCRIBED, STEP_PUBLISHED, K
 from kvtier.integrations.vllm.request import RequestState, request_root
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout, GroupLayout
-from tests.router_index import RouterIndex
+from tests.rigs.router_index import RouterIndex
 
 BLOCK, CHUNK = 16, 64
 GROUP = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.arenas import arena
-from tests.cuda_stand_in.fixtures import stand_in
+from tests.rigs.arenas import arena
+from tests.rigs.cuda_stand_in.fixtures import stand_in
 
 __all__ = ["arena", "stand_in"]

@@ -8,9 +8,9 @@ import pytest
 
 from kvtier.integrations.vllm.cuda_copies import CudaCopies
 from kvtier.memory.arena import ArenaMap
-from tests.cuda_stand_in.control import ILLEGAL_ADDRESS, OUT_OF_MEMORY, StandIn
 from tests.cuda_stand_in.test_copies import SIMPLE, Engine, saved
 from tests.native.test_copy import NULL, chunks
+from tests.rigs.cuda_stand_in.control import ILLEGAL_ADDRESS, OUT_OF_MEMORY, StandIn
 
 RELEASES = ("cudaHostUnregister", "cudaFreeHost", "cudaFree", "cudaStreamDestroy", "cudaEventDestroy")
 """Their errors cannot be handled, and are ignored."""

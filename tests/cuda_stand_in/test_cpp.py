@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.cuda_stand_in.building import CPP_TESTS, build
+from tests.rigs.cuda_stand_in.building import CPP_TESTS, build
 
 
 @pytest.mark.parametrize("name", CPP_TESTS)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda_stand_in.building import ROOT, build
 from tests.cuda_stand_in.mutated import VARIABLE
 from tests.cuda_stand_in.mutations import CPP, PYTHON, READS, WORKER, Mutation
+from tests.rigs.cuda_stand_in.building import ROOT, build
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.cuda_stand_in.building import ROOT, SANITIZER
+from tests.rigs.cuda_stand_in.building import ROOT, SANITIZER
 
 LIBRARIES = {"address": "libasan.so", "thread": "libtsan.so"}
 OPTIONS = {

@@ -14,8 +14,8 @@ import torch
 
 from kvtier.integrations.vllm.staging import _OnGPU
 from kvtier.transports.nixl.worker import allocate_on_gpu
-from tests.cuda_stand_in.building import build
-from tests.cuda_stand_in.control import StandIn
+from tests.rigs.cuda_stand_in.building import build
+from tests.rigs.cuda_stand_in.control import StandIn
 
 LENGTH = 1 << 16
 DEVICE = torch.device("cuda")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.arenas import arena
+from tests.rigs.arenas import arena
 
 __all__ = ["arena"]

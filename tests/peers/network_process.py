@@ -1,4 +1,4 @@
-"""An instance on its own network host: a program that a test drives through :mod:`tests.hosts`."""
+"""An instance on its own network host: a program that a test drives through :mod:`tests.rigs.hosts`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.pipeline.discover import Expected
 from kvtier.testing.backend import make_key, same
-from tests.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck, serve_commands
 from tests.peers.peer_process import payload_of, settings_of, store
+from tests.rigs.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck, serve_commands
 
 NAMESPACE = bytes(32)
 CAPACITY = 128 << 20

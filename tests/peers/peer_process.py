@@ -21,7 +21,7 @@ from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import make_key, noise
-from tests.forks import Forked, python
+from tests.rigs.forks import Forked, python
 
 SECRET = "what the processes of these tests know"
 

@@ -20,7 +20,7 @@ from kvtier.instance import Instance
 from kvtier.peers.kv_transfer import KVTransfer
 from kvtier.peers.source import Read, Source
 from kvtier.testing.backend import make_key
-from tests.forks import Forked
+from tests.rigs.forks import Forked
 
 from .peer_process import python_in_thread, settings_of, store
 

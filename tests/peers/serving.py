@@ -39,7 +39,7 @@ from kvtier.settings.peer import PeerSettings
 from kvtier.sockets.connection import Connection, Deadline
 from kvtier.testing.backend import make_key, noise
 from kvtier.transports.base import Dial, Grants, Link, Transport, TransportSettings
-from tests.open_files import open_files
+from tests.rigs.open_files import open_files
 
 SECRET = "a secret that these tests share"
 PAYLOAD = 16_000

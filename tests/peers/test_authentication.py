@@ -22,9 +22,9 @@ from kvtier.rpc.handshake import OPENING_BYTES, PROOF_BYTES, Handshake
 from kvtier.settings.peer import PeerSettings
 from kvtier.sockets.connection import Connection, Deadline, ProtocolViolation
 from kvtier.testing.backend import make_key
+from tests.rigs.authority import Authority
 from tests.rpc.test_handshake import feed_all
 
-from .authority import Authority
 from .serving import SECRET, RawClient, serving, until
 
 pytestmark = pytest.mark.anyio

@@ -20,7 +20,7 @@ from kvtier.peers.protocol import Release
 from kvtier.testing.backend import blank, is_poisoned, make_key, poison
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.tiers.breaker import CircuitBreaker
-from tests.backends.composed import tier_over
+from tests.rigs.composed_backends import tier_over
 
 from .scripted import CHUNK, ScriptedPeer, reading_from, until, value
 

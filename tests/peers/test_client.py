@@ -34,9 +34,9 @@ from kvtier.rpc.frames import Message, Ping, Pong, Refused
 from kvtier.settings.peer import PeerSettings
 from kvtier.sockets.connection import Deadline
 from kvtier.testing.cancelling import Through, cancelled_at
-from tests.open_files import open_files
+from tests.rigs.authority import Authority
+from tests.rigs.open_files import open_files
 
-from .authority import Authority
 from .scripted import NoAuthentication, ScriptedPeer, reading_from, until
 from .test_backend import assert_intact, blanks, connected, keys_of
 

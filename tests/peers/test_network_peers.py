@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import TIMEOUT_SECONDS, HostProcess, wait_for
-from tests.network import Host, Network
+from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess, wait_for
+from tests.rigs.network import Host, Network
 
 PROGRAM = "tests.peers.network_process"
 PORT = 8200

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forks
+from tests.rigs import forks
 
 PACKAGE = Path(__file__).parent / "package"
 

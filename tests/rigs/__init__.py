@@ -1,1 +1,1 @@
-"""Stand-ins and loads that several folders of tests share, and the benchmarks."""
+"""What tests of several folders and benchmarks run on: servers, processes, networks and loads."""

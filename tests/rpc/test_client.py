@@ -23,7 +23,7 @@ from kvtier.rpc.frames import Pong, Refused
 from kvtier.rpc.unix import UnixConnection
 from kvtier.rpc.wire import MAX_UNSENT_BYTES
 from tests.bridge.conftest import wait_until
-from tests.open_files import open_files
+from tests.rigs.open_files import open_files
 from tests.rpc.endpoints import Answer, Ask, Hello, Note, Welcome, decode
 from tests.rpc.scripted_server import ScriptedServer
 

@@ -13,8 +13,8 @@ from kvtier.errors import ChannelClosed, ChannelError, ProtocolError, Rejected
 from kvtier.rpc.endpoint import DRAIN_BYTES, TURN_MESSAGES
 from kvtier.rpc.frames import LENGTH, MAX_FRAME_BYTES, Refused, encode
 from kvtier.rpc.wire import FrameSocket
+from tests.rigs.waiting import until
 from tests.rpc.endpoints import Answer, Ask, Hello, Note, Side, connected, decode, sides
-from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

@@ -5,8 +5,8 @@ import pytest
 
 from kvtier.rpc.frames import FrameReader, Ping, Pong, encode
 from kvtier.rpc.keep_alive import KeepAlive, Timeouts
+from tests.rigs.waiting import until
 from tests.rpc.endpoints import connected, decode, sides
-from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

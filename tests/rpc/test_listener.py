@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from kvtier.rpc.listener import accept_all
-from tests.waiting import until
+from tests.rigs.waiting import until
 
 WITHOUT_DESCRIPTORS = """
 import logging, os, resource, socket, sys

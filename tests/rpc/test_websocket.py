@@ -19,8 +19,8 @@ from kvtier.rpc.frames import MAX_FRAME_BYTES
 from kvtier.rpc.greeting import greet
 from kvtier.rpc.websocket import ClientWire
 from kvtier.rpc.websocket_server import ServerWire
+from tests.rigs.waiting import until
 from tests.rpc.endpoints import Answer, Ask, Hello, Note, Welcome, decode
-from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

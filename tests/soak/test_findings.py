@@ -19,7 +19,7 @@ from soak.oracle import Mismatch, Oracle, Question, compare
 from soak.schedule import Conversation, Exchange, Fault, Piece
 from soak.stack import MARK, marked
 from soak.stalls import LIMIT_SECONDS, Reading, Stall, Stalls, outside_pauses, read_clocks, read_file
-from tests.vllm.engine import Answer, Engines
+from tests.rigs.vllm.engine import Answer, Engines
 
 IDLE: Mapping[str, Any] = {
     "engines": [{"leases": 0, "reservations": 0, "tickets": 0}],

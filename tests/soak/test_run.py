@@ -14,7 +14,7 @@ import pytest
 
 from soak.leaks import describe
 from soak.stack import children, is_running
-from tests.servers.redis import RedisServer
+from tests.rigs.servers.redis import RedisServer
 
 pytestmark = [
     pytest.mark.vllm,

@@ -23,7 +23,7 @@ from kvtier import native
 from kvtier.sockets.connection import BUFFER_BYTES, Connection, Deadline, TLSConnection
 from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation, Progress
 from kvtier.sockets.pump import SMALL_BYTES, Pump
-from tests.backends.certificates import make_certificate
+from tests.rigs.certificates import make_certificate
 
 pytestmark = pytest.mark.usefixtures("implementation")
 

@@ -18,8 +18,17 @@ from kvtier.tiers.codec import Codec, CodecSettings, IdentityCodec
 from kvtier.tiers.encoded_seal import EncodedSeal
 from kvtier.tiers.encoder import Codecs, Encoder, Layouts
 from kvtier.tiers.sealer import Sealer
-from tests.backends.chunks import MISS, OK, blanks, chunk, chunks, disk, memory, opened
-from tests.memory.mapped import flags_at
+from tests.rigs.chunks import (
+    MISS,
+    OK,
+    blanks,
+    chunk,
+    chunks,
+    disk,
+    memory,
+    opened,
+)
+from tests.rigs.mapped import flags_at
 
 pytestmark = pytest.mark.anyio
 

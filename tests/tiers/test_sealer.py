@@ -13,9 +13,17 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader, is_sealed
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import make_key
 from kvtier.tiers.sealer import Sealer
-from tests.backends.chunks import MISS, OK, blanks, chunk, chunks, memory, opened
-from tests.backends.composed import SealedBackend
-from tests.hashing import Hashing
+from tests.rigs.chunks import (
+    MISS,
+    OK,
+    blanks,
+    chunk,
+    chunks,
+    memory,
+    opened,
+)
+from tests.rigs.composed_backends import SealedBackend
+from tests.rigs.hashing import Hashing
 
 pytestmark = pytest.mark.anyio
 

@@ -1,4 +1,4 @@
-"""One side of a transport on its own network host: a program driven through :mod:`tests.hosts`."""
+"""One side of a transport on its own network host: a program driven through :mod:`tests.rigs.hosts`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.plugins import Plugins
 from kvtier.testing.backend import is_poisoned, poison, same
 from kvtier.testing.transport_side import Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan, SupportsConnections
-from tests.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck, serve_commands
+from tests.rigs.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck, serve_commands
 
 CAPACITY = 128 << 20
 

@@ -14,8 +14,8 @@ from threading import Thread
 
 import pytest
 
-from tests.network import Host, Network, NetworkError
-from tests.network.network import ROOT
+from tests.rigs.network import Host, Network, NetworkError
+from tests.rigs.network.network import ROOT
 
 TIMEOUT_SECONDS = 30.0
 PORT = 5000
@@ -286,7 +286,7 @@ def test_close_leaks_nothing() -> None:
 KILLED_TEST = """
 import sys, time
 from threading import Thread
-from tests.network import Network
+from tests.rigs.network import Network
 
 network = Network()
 sleepers = []

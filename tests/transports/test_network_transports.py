@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import TIMEOUT_SECONDS, HostProcess, wait_for
-from tests.network import Network
+from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess, wait_for
+from tests.rigs.network import Network
 
 PROGRAM = "tests.transports.network_process"
 MIB = 1 << 20

@@ -28,7 +28,7 @@ from kvtier.transports.nixl.process import MAX_STARTS
 from kvtier.transports.nixl.settings import NixlSettings
 from kvtier.transports.nixl.transport import NixlTransport
 from kvtier.transports.nixl.worker import LARGE_PAGE_BYTES, map_shared
-from tests.memory.mapped import flags_at
+from tests.rigs.mapped import flags_at
 
 pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.anyio

@@ -8,7 +8,7 @@ from typing import ClassVar
 from kvtier.testing.transport import TransportConformance
 from kvtier.testing.transport_side import Certificate
 from kvtier.transports.tcp import TcpTransport
-from tests.backends.certificates import make_certificate
+from tests.rigs.certificates import make_certificate
 
 
 class TestTcp(TransportConformance):

@@ -26,7 +26,7 @@ from kvtier.testing.transport_side import MIB, Certificate, Side, dial_to, patte
 from kvtier.transports.base import Access, Link, RemoteSpan
 from kvtier.transports.tcp import TcpTransport
 from kvtier.transports.tcp.wire import RequestReader, answer_bytes, encode_answer, encode_request
-from tests.backends.certificates import make_certificate
+from tests.rigs.certificates import make_certificate
 
 pytestmark = pytest.mark.anyio
 

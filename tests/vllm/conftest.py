@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtier.bridge import client
-from tests.vllm import models
-from tests.vllm.cache_process import CHUNK, CacheProcess
-from tests.vllm.controller_process import ControllerProcess
-from tests.vllm.engine import Engine, Engines
-from tests.vllm.forked_cache_process import ForkedCacheProcess
-from tests.vllm.started_cache_process import StartedCacheProcess
+from tests.rigs.cache_process import CHUNK, CacheProcess
+from tests.rigs.controller_process import ControllerProcess
+from tests.rigs.forked_cache_process import ForkedCacheProcess
+from tests.rigs.started_cache_process import StartedCacheProcess
+from tests.rigs.vllm import models
+from tests.rigs.vllm.engine import Engine, Engines
 
 StartEngine = Callable[..., AbstractContextManager[Engine]]
 Oracle = Callable[..., list[int]]

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.models import _COMMON
+from tests.rigs.vllm.models import _COMMON
 
 HIDDEN, HEAD = _COMMON["hidden_size"], _COMMON["head_dim"]
 

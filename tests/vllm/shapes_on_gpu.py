@@ -16,8 +16,8 @@ import torch
 from kvtier.integrations.vllm import worker
 from kvtier.integrations.vllm.copies import NULL_BLOCK
 from kvtier.integrations.vllm.cuda_copies import CudaCopies
-from tests.cuda_stand_in.control import KERNEL, TRANSFER
-from tests.cuda_stand_in.fixtures import loaded, use
+from tests.rigs.cuda_stand_in.control import KERNEL, TRANSFER
+from tests.rigs.cuda_stand_in.fixtures import loaded, use
 from tests.vllm.shapes import BLOCK, Scheduled, Worker
 
 CATCH_UP = 9

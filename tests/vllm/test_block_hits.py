@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.vllm.engine import Engine, Engines
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
-from tests.vllm.engine import Engine, Engines
-from tests.vllm.models import prompt
 
 BLOCK = 32
 NEW = 40

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.cache_process import CHUNK, MIB
+from tests.rigs.cache_process import CHUNK, MIB
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import FillDisk, MakeCache, Oracle, StartEngine
-from tests.vllm.models import prompt
 
 LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK

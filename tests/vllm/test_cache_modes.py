@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.vllm import models
-from tests.vllm.cache_process import CHUNK, CacheProcess
+from tests.rigs.cache_process import CHUNK, CacheProcess
+from tests.rigs.vllm import models
+from tests.rigs.vllm.engine import Answer, Engine
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import MakeCache, Oracle, Running, StartEngine
-from tests.vllm.engine import Answer, Engine
-from tests.vllm.models import prompt
 from tests.vllm.test_states import MAMBA
 
 LENGTH = 1000

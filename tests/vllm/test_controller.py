@@ -18,11 +18,11 @@ import yaml
 from kvtier.lab.demo import model as demo_model
 from kvtier.lab.demo.server import Server, start_vllm
 from kvtier.testing.servers import free_port
-from tests.vllm.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.controller_process import ControllerProcess
+from tests.rigs.vllm.engine import Engine
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
-from tests.vllm.controller_process import ControllerProcess
-from tests.vllm.engine import Engine
-from tests.vllm.models import prompt
 
 LENGTH = 1000
 """Seven chunks and most of an eighth."""

@@ -13,11 +13,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtier.testing.servers import free_port
-from tests.vllm.cache_process import CHUNK, MIB, CacheProcess, is_idle
+from tests.rigs.cache_process import (
+    CHUNK,
+    MIB,
+    CacheProcess,
+    is_idle,
+)
+from tests.rigs.forked_cache_process import ForkedCacheProcess
+from tests.rigs.vllm.engine import Answer, Engine, Engines
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import Oracle
-from tests.vllm.engine import Answer, Engine, Engines
-from tests.vllm.forked_cache_process import ForkedCacheProcess
-from tests.vllm.models import prompt
 
 LENGTH = 1000
 FIRST_CHUNKS = 2

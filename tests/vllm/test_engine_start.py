@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm import models
+from tests.rigs.vllm import models
+from tests.rigs.vllm.engine import Engines
 from tests.vllm.conftest import MakeCache
-from tests.vllm.engine import Engines
 
 
 def test_chunk_size_not_a_multiple_of_the_block_size(

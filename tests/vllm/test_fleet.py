@@ -21,7 +21,7 @@ from kvtier.lab.demo.report import Steps
 from kvtier.lab.demo.server import DemoFailed, Server, start_proxy, start_vllm
 from kvtier.lab.demo.work import Model, Options, Work, make_prompts, served_model, vllm_arguments, work_folder
 from kvtier.testing.servers import free_port
-from tests.vllm.cache_process import MIB, CacheProcess
+from tests.rigs.cache_process import MIB, CacheProcess
 from tests.vllm.test_disaggregated import ROLES, SECRET, is_quiet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

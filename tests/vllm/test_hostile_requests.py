@@ -17,11 +17,11 @@ import pytest
 from kvtier.lab.demo.client import Client
 from kvtier.lab.demo.server import start_vllm
 from kvtier.testing.servers import free_port
-from tests.vllm.cache_process import START_SECONDS, CacheProcess
+from tests.rigs.cache_process import START_SECONDS, CacheProcess
+from tests.rigs.forks import VLLM_ENVIRONMENT
+from tests.rigs.vllm.engine import ARGUMENTS
+from tests.rigs.vllm.models import prompt, write_tokenizer
 from tests.vllm.conftest import MakeCache, Oracle
-from tests.vllm.engine import ARGUMENTS
-from tests.vllm.forks import ENVIRONMENT
-from tests.vllm.models import prompt, write_tokenizer
 from tests.vllm.test_neighbors import kvtier
 
 REQUESTS, AT_ONCE = 320, 4
@@ -95,7 +95,7 @@ def test_no_request_ends_the_engine(
             *("--kv-transfer-config", json.dumps(transfer)),
         ],
         connector=False,
-        variables=ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        variables=VLLM_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     )
     try:
         with Client(port, str(model)) as client, httpx.Client(base_url=client.url, timeout=120) as http:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.hub import Hub
-from tests.vllm import models
-from tests.vllm.cache_process import CHUNK, CacheProcess
+from tests.rigs.cache_process import CHUNK, CacheProcess
+from tests.rigs.controller_process import ControllerProcess
+from tests.rigs.vllm import models
+from tests.rigs.vllm.engine import Answer
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
-from tests.vllm.controller_process import ControllerProcess
-from tests.vllm.engine import Answer
-from tests.vllm.models import prompt
 
 LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK

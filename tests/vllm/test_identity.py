@@ -14,12 +14,17 @@ from typing import Any
 import pytest
 
 from kvtier.testing.servers import free_port
-from tests.servers import RedisServer
-from tests.vllm import models
-from tests.vllm.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.cache_process import (
+    CHUNK,
+    MIB,
+    TIMEOUT_SECONDS,
+    CacheProcess,
+)
+from tests.rigs.servers import RedisServer
+from tests.rigs.vllm import models
+from tests.rigs.vllm.engine import Answer, Engine
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
-from tests.vllm.engine import Answer, Engine
-from tests.vllm.models import prompt
 
 LENGTH = 1000
 WHOLE = LENGTH // CHUNK * CHUNK

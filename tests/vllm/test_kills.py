@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.cache_process import CHUNK, CacheProcess
+from tests.rigs.cache_process import CHUNK, CacheProcess
+from tests.rigs.vllm.engine import Engine
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import FillDisk, MakeCache, Oracle, StartEngine
-from tests.vllm.engine import Engine
-from tests.vllm.models import prompt
 
 LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvtier.testing.servers import free_port
-from tests.vllm.cache_process import CHUNK, CacheProcess
+from tests.rigs.cache_process import CHUNK, CacheProcess
+from tests.rigs.vllm.engine import Engine
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import Engines, MakeCache, Oracle
-from tests.vllm.engine import Engine
-from tests.vllm.models import prompt
 
 LENGTH, LOST = 1000, 768
 MULTI: dict[str, Any] = {

@@ -14,12 +14,17 @@ import pytest
 
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.servers import Server
-from tests.servers import SERVERS
-from tests.vllm.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.cache_process import (
+    CHUNK,
+    MIB,
+    TIMEOUT_SECONDS,
+    CacheProcess,
+)
+from tests.rigs.forked_cache_process import ForkedCacheProcess
+from tests.rigs.servers import SERVERS
+from tests.rigs.vllm.engine import Engine, Engines
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
-from tests.vllm.engine import Engine, Engines
-from tests.vllm.forked_cache_process import ForkedCacheProcess
-from tests.vllm.models import prompt
 
 LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK

@@ -11,9 +11,9 @@ import pytest
 from kvtier.lab.demo.client import Client
 from kvtier.lab.demo.server import start_vllm
 from kvtier.testing.servers import free_port
-from tests.vllm import models
-from tests.vllm.cache_process import CHUNK, CacheProcess
-from tests.vllm.forks import ENVIRONMENT
+from tests.rigs.cache_process import CHUNK, CacheProcess
+from tests.rigs.forks import VLLM_ENVIRONMENT
+from tests.rigs.vllm import models
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -36,7 +36,7 @@ def test_replicas_of_one_server_share_chunks(tmp_path: Path, cache: CacheProcess
                 *("--dtype", "float32", "--kv-cache-memory-bytes", "64M", "--skip-tokenizer-init"),
             ],
             scratch=Path(scratch),
-            variables={**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            variables={**VLLM_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         )
         try:
             with Client(port, str(model)) as client:

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm import models
-from tests.vllm.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess, is_idle
+from tests.rigs.cache_process import (
+    CHUNK,
+    TIMEOUT_SECONDS,
+    CacheProcess,
+    is_idle,
+)
+from tests.rigs.started_cache_process import StartedCacheProcess
+from tests.rigs.vllm import models
+from tests.rigs.vllm.engine import Answer, Engine, Engines
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import MakeCache, Oracle, Running, StartEngine
-from tests.vllm.engine import Answer, Engine, Engines
-from tests.vllm.models import prompt
-from tests.vllm.started_cache_process import StartedCacheProcess
 
 LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm import models
-from tests.vllm.cache_process import CacheProcess
+from tests.rigs.cache_process import CacheProcess
+from tests.rigs.vllm import models
 from tests.vllm.shapes import Shape
 from tests.vllm.test_shapes import Engine
 

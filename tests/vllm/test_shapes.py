@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from kvtier.testing.servers import free_port
-from tests.vllm import models
-from tests.vllm.cache_process import START_SECONDS, TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.cache_process import START_SECONDS, TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.forks import forks_with_vllm
+from tests.rigs.vllm import models
 from tests.vllm.conftest import MakeCache
-from tests.vllm.forks import forks
 from tests.vllm.shapes import BLOCK, Shape, serve
 
 CHUNK = 128
@@ -30,8 +30,10 @@ class Engine:
 
     def __init__(self, log: Path, model: Path, shape: Shape, settings: list[dict[str, Any]]) -> None:
         self.log = log
-        self._connection, there = forks().Pipe()
-        self.process = forks().Process(target=serve, args=(there, str(log), str(model), shape, settings))
+        self._connection, there = forks_with_vllm().Pipe()
+        self.process = forks_with_vllm().Process(
+            target=serve, args=(there, str(log), str(model), shape, settings)
+        )
         self.process.start()
         there.close()
         assert self._answer() == "open"

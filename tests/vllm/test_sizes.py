@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm import instruction_set, models
-from tests.vllm.forks import forks
+from tests.rigs.forks import forks_with_vllm
+from tests.rigs.vllm import instruction_set, models
 
 KIB = 1024
 STATE_BYTES = 1_920 + 8_192 * (4 if instruction_set.has("avx512_bf16") else 2)
@@ -30,7 +30,7 @@ def describe(model: Path, log: Path) -> None:
 
 
 def bench(model: Path, log: Path) -> tuple[int | None, str]:
-    process = forks().Process(target=describe, args=(model, log))
+    process = forks_with_vllm().Process(target=describe, args=(model, log))
     process.start()
     process.join()
     return process.exitcode, log.read_text()

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.vllm import drafters, models
-from tests.vllm.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.vllm import models
+from tests.rigs.vllm.engine import Answer, Engine, Engines
+from tests.rigs.vllm.models import prompt
+from tests.vllm import drafters
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
-from tests.vllm.engine import Answer, Engine, Engines
-from tests.vllm.models import prompt
 from tests.vllm.test_disaggregated import Hosts
 
 NEW, BLOCK = 48, 32

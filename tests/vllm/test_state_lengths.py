@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.vllm import models
-from tests.vllm.cache_process import CacheProcess
+from tests.rigs.cache_process import CacheProcess
+from tests.rigs.vllm import models
+from tests.rigs.vllm.engine import Engine, Engines
 from tests.vllm.conftest import MakeCache, StartEngine
-from tests.vllm.engine import Engine, Engines
 from tests.vllm.test_states import BLOCK, MAMBA
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]

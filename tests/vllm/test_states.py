@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtier.testing.servers import free_port
-from tests.vllm import models
-from tests.vllm.cache_process import TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.cache_process import TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.vllm import models
+from tests.rigs.vllm.engine import Answer, Engine, Engines
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import MakeCache, StartEngine
-from tests.vllm.engine import Answer, Engine, Engines
-from tests.vllm.models import prompt
 
 BLOCK = 128
 MAMBA: dict[str, Any] = {

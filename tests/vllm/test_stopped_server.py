@@ -17,9 +17,9 @@ from kvtier.concurrency.placement import Placement
 from kvtier.lab.demo.client import Client
 from kvtier.lab.demo.server import Server, start_vllm
 from kvtier.testing.servers import free_port
-from tests.vllm import models
-from tests.vllm.cache_process import CHUNK
-from tests.vllm.forks import ENVIRONMENT
+from tests.rigs.cache_process import CHUNK
+from tests.rigs.forks import VLLM_ENVIRONMENT
+from tests.rigs.vllm import models
 from tests.vllm.test_replicas import READY_SECONDS, complete
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -74,7 +74,7 @@ def serving(model: Path, config: Path, runtime: str, log: Path) -> Iterator[tupl
         max_tokens=2048,
         arguments=["--dtype", "float32", "--kv-cache-memory-bytes", "64M", "--skip-tokenizer-init"],
         scratch=Path(runtime),
-        variables={**ENVIRONMENT, **AS_BY_DEFAULT, "XDG_RUNTIME_DIR": runtime},
+        variables={**VLLM_ENVIRONMENT, **AS_BY_DEFAULT, "XDG_RUNTIME_DIR": runtime},
     )
     try:
         with Client(port, str(model)) as client:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm import models
-from tests.vllm.cache_process import CHUNK, CacheProcess
+from tests.rigs.cache_process import CHUNK, CacheProcess
+from tests.rigs.vllm import models
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import Oracle, Running, StartEngine
-from tests.vllm.models import prompt
 
 LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.vllm.cache_process import CHUNK, is_idle
+from tests.rigs.cache_process import CHUNK, is_idle
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
-from tests.vllm.models import prompt
 
 LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK

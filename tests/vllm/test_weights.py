@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.bridge import client
-from tests.vllm import models
-from tests.vllm.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.vllm import models
+from tests.rigs.vllm.engine import Answer, Engine
+from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import Oracle, StartEngine
-from tests.vllm.engine import Answer, Engine
-from tests.vllm.models import prompt
 
 LENGTH = 1000
 CHUNKS = LENGTH // CHUNK

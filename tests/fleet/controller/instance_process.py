@@ -19,7 +19,7 @@ import anyio.to_thread
 from kvtier.fleet.member.agent import Serving
 from kvtier.instance import Instance
 from tests.fleet.controller.holding import BUILT_IN, TOKEN_BYTES, Node, prompt, rows, settings_of
-from tests.forks import Forked, python
+from tests.rigs.forks import Forked, python
 
 
 class InstanceProcess:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.benchmark import run_benchmark
+from tests.rigs.benchmark import run_benchmark
 
 
 def test_controller() -> None:

@@ -19,7 +19,7 @@ from kvtier.testing.relay import Relay
 from kvtier.testing.servers import free_port
 from tests.fleet.controller.holding import CHUNK_BYTES, CHUNK_TOKENS, TIMEOUT_SECONDS, prompt
 from tests.fleet.controller.instance_process import InstanceProcess
-from tests.forks import Forked, python
+from tests.rigs.forks import Forked, python
 
 CHUNKS = 20
 TOKENS = prompt(CHUNKS)

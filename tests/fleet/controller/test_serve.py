@@ -23,7 +23,7 @@ from kvtier.fleet.controller.serve import run_controller, serve
 from kvtier.fleet.controller.settings import ServiceSettings, default_state
 from kvtier.fleet.controller.stream import MAX_READERS
 from tests.fleet.controller.registering import TIMEOUT_SECONDS
-from tests.peers.authority import Authority
+from tests.rigs.authority import Authority
 
 TOKEN = "an unguessable token"
 

@@ -13,7 +13,7 @@ from kvtier.instance import Instance
 from kvtier.observability.whatif.report import Report
 from tests.fleet.member.conftest import OpenNode
 from tests.fleet.member.controlling import controlling, until
-from tests.observability.whatif.reports import REPORT
+from tests.rigs.whatif_reports import REPORT
 
 pytestmark = pytest.mark.anyio
 

@@ -22,7 +22,7 @@ import pytest
 from kvtier.fleet.proxy.checks import MAX_FAILED
 from kvtier.fleet.proxy.engine import State
 from kvtier.fleet.proxy.transport import EngineTransport
-from tests.forks import ROOT
+from tests.rigs.forks import ROOT
 
 from .conftest import LONG, Cluster
 from .test_process import Engine

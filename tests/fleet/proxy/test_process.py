@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from kvtier.cli import main, terminal
-from tests.forks import ROOT, Forked, python
+from tests.rigs.forks import ROOT, Forked, python
 
 TIMEOUT_SECONDS = 60
 LONG = "word " * 2000

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import _clean_environment, kvtier
-from tests.servers.redis import RedisServer
+from tests.rigs.servers.redis import RedisServer
 
 __all__ = ["_clean_environment", "kvtier"]
 

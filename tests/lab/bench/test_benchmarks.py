@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peer import VERSION
-from tests.benchmark import run_benchmark
+from tests.rigs.benchmark import run_benchmark
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 PEER = CACHE / "kvtier" / f"lmcache-{VERSION}" / "installed"

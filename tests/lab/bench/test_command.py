@@ -15,7 +15,7 @@ import pytest
 from kvtier.lab.bench import plot
 from kvtier.memory import host
 from tests.cli.conftest import Kvtier, spawn, store
-from tests.servers.redis import RedisServer
+from tests.rigs.servers.redis import RedisServer
 
 SMALL = ("--size", "64KiB", "--chunks", "3", "--in-flight", "2", "--turns", "2")
 RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}

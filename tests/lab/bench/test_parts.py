@@ -20,8 +20,8 @@ from kvtier.lab.bench.rows import Extent, Row, Samples
 from kvtier.lab.bench.run import describe_error
 from kvtier.lab.bench.timing import percentile, rotated
 from kvtier.memory.arena import Arena
-from tests.backends.broken import DictBackend
-from tests.servers.redis import RedisServer
+from tests.rigs.broken_backends import DictBackend
+from tests.rigs.servers.redis import RedisServer
 
 pytestmark = pytest.mark.anyio
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from kvtier.lab.demo.disaggregated_serving import serving
 from kvtier.lab.demo.report import Steps
 from kvtier.lab.demo.work import MODEL_NAME, Options, work_folder
-from tests.vllm.cache_process import is_idle
+from tests.rigs.cache_process import is_idle
 
 pytestmark = [
     pytest.mark.vllm,

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.retention import Hinted, gaps_of, hints_of
 from kvtier.lab.simulation.trace import Trace
-from tests.benchmark import run_benchmark
 from tests.lab.simulation.making import mooncake_line
+from tests.rigs.benchmark import run_benchmark
 
 
 def test_hit_rates(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import kvtier
 from kvtier.settings import TierSettings
 from kvtier.testing.faults import Fault, FaultyBackend
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, rows
-from tests.cache.faulty_sources import DictBackend
 from tests.observability.metrics.scraping import scraped_cache, settings
+from tests.rigs.faulty_sources import DictBackend
 
 pytestmark = pytest.mark.anyio
 

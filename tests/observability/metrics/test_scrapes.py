@@ -14,7 +14,7 @@ import pytest
 from kvtier.catalog.catalog import State
 from kvtier.testing.backend import make_key
 from tests.observability.metrics.scraping import ScrapedCache, scraped_cache, settings
-from tests.open_files import open_files
+from tests.rigs.open_files import open_files
 
 pytestmark = pytest.mark.anyio
 

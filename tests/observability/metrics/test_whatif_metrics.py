@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from kvtier.observability.whatif.report import Change, Report
 from tests.observability.metrics.scraping import scraped_cache, settings
-from tests.observability.whatif.reports import GIB, REPORT
+from tests.rigs.whatif_reports import GIB, REPORT
 
 pytestmark = pytest.mark.anyio
 

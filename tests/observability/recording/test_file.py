@@ -20,7 +20,7 @@ from kvtier.observability.recording.format import MAX_BODY_BYTES, NUMBER_BYTES, 
 from kvtier.observability.recording.reader import read_recording
 from kvtier.settings.recording import RecordingSettings
 from kvtier.units import MIB
-from tests.small_disk import mounted
+from tests.rigs.small_disk import mounted
 
 from .recordings import begin, looked_up, of_keys, write
 

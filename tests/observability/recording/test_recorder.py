@@ -21,8 +21,8 @@ from kvtier.observability.recording.reader import read_recording
 from kvtier.observability.recording.recorder import MAX_PENDING_BYTES, Recorder, recording
 from kvtier.settings.recording import RecordingSettings
 from kvtier.units import MIB
-from tests.small_disk import mounted
-from tests.waiting import until
+from tests.rigs.small_disk import mounted
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 

@@ -9,8 +9,12 @@ from msgspec.structs import replace
 
 from kvtier.observability.whatif.curve import change_to, gained_fast, known_points, point_at
 from kvtier.observability.whatif.report import Change, Point, TierCurve
-
-from .reports import GIB, RAM, REPORT, SSD
+from tests.rigs.whatif_reports import (
+    GIB,
+    RAM,
+    REPORT,
+    SSD,
+)
 
 
 def test_points_are_exact_and_between_them_is_a_straight_line() -> None:

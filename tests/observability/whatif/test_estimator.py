@@ -22,7 +22,7 @@ from kvtier.observability.whatif.estimator import HALVINGS, MAX_BEHIND_SECONDS, 
 from kvtier.settings import DEFAULT_EVICTION
 from kvtier.tiers.router import FIRST
 from tests.observability.whatif.observing import PLUGINS, chats, estimate_of, settings_of
-from tests.waiting import until
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 

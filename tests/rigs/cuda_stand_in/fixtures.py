@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvtier import native
-from tests.cuda_stand_in.building import build
-from tests.cuda_stand_in.control import PACES, StandIn
+from tests.rigs.cuda_stand_in.building import build
+from tests.rigs.cuda_stand_in.control import PACES, StandIn
 
 
 @cache

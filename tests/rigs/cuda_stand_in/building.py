@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SANITIZER = os.environ.get("KVTIER_TEST_SANITIZER", "")
 """With which the stand-in is built: ``address`` or ``thread``; else without. See test_sanitizers.py."""
 CPP_TESTS = ("cuda_stand_in", "cuda", "cuda_errors")

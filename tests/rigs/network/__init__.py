@@ -14,6 +14,11 @@
 
 from __future__ import annotations
 
-from tests.network.network import Counts, Host, Network, NetworkError
+from tests.rigs.network.network import (
+    Counts,
+    Host,
+    Network,
+    NetworkError,
+)
 
 __all__ = ["Counts", "Host", "Network", "NetworkError"]

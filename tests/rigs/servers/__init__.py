@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvtier.testing.servers import Server
-from tests.servers.infinistore import InfiniStoreServer
-from tests.servers.mooncake import MooncakeServer
-from tests.servers.redis import RedisServer
-from tests.servers.valkey import ValkeyServer
+from tests.rigs.servers.infinistore import InfiniStoreServer
+from tests.rigs.servers.mooncake import MooncakeServer
+from tests.rigs.servers.redis import RedisServer
+from tests.rigs.servers.valkey import ValkeyServer
 
 _ALL: tuple[type[Server], ...] = (RedisServer, ValkeyServer, InfiniStoreServer, MooncakeServer)
 

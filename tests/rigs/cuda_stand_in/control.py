@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.cuda_stand_in.building import SANITIZER
+from tests.rigs.cuda_stand_in.building import SANITIZER
 
 PACES = ("early", "late", "random", "stuck")
 """When operations run: at once, only when the host needs them, or at random one or the other.

@@ -18,8 +18,8 @@ from threading import Thread
 from typing import Any, NamedTuple, Self
 
 from kvtier.errors import KVTierError
-from tests.forks import ROOT, Forked, run_module
-from tests.network import namespaces, relay
+from tests.rigs.forks import ROOT, Forked, run_module
+from tests.rigs.network import namespaces, relay
 
 
 class NetworkError(KVTierError):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers.redis import TLSFiles
+from tests.rigs.servers.redis import TLSFiles
 
 EXPIRED = ("-startdate", "200101000000Z", "-enddate", "200102000000Z")
 

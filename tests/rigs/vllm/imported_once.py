@@ -1,4 +1,4 @@
-"""What processes with vLLM import, done once in their parent, before ``tests.imported_once``.
+"""What processes with vLLM import, done once in their parent, before ``tests.rigs.imported_once``.
 
 vLLM runs full garbage collections while an engine starts and shuts down. Imported modules are most of the
 live objects, so they are frozen out of the collections: three seconds per engine become less than one.
@@ -18,7 +18,7 @@ import vllm.v1.engine.llm_engine
 import vllm.v1.worker.cpu_worker
 
 from kvtier.integrations.vllm import connector
-from tests.vllm import instruction_set
+from tests.rigs.vllm import instruction_set
 
 instruction_set.limit()
 

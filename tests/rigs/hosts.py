@@ -22,7 +22,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from tests.network import Host
+from tests.rigs.network import Host
 
 TIMEOUT_SECONDS = 60.0
 LEAK_TIMEOUT_SECONDS = 30.0

@@ -23,10 +23,24 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import IO, Any
 
-ROOT = Path(__file__).parents[1]
-IMPORTS = "tests.imported_once"
+ROOT = Path(__file__).parents[2]
+IMPORTS = "tests.rigs.imported_once"
 PYTHONPATH = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
 """For the parent, which silently skips modules that it cannot import. Another vLLM may be in front."""
+
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_CI_ENV": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    # Spinning threads gain nothing with a small model, and cost much on a machine with few cores.
+    "OMP_NUM_THREADS": "1",
+    # Otherwise each worker of an engine would claim a NUMA node.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "PYTHONPATH": PYTHONPATH,
+}
+"""Of every process that runs an engine."""
 
 _imported: list[str] = []
 """What the running parent has imported."""
@@ -48,6 +62,11 @@ def forks(imports: Sequence[str] = (), variables: Mapping[str, str] | None = Non
         with _environment({**(variables or {}), "PYTHONPATH": PYTHONPATH}):
             forkserver.ensure_running()
     return context
+
+
+def forks_with_vllm() -> ForkServerContext:
+    """Return the context of a parent that has imported vLLM: engines start fast enough for one per test."""
+    return forks(["torch", "tests.rigs.vllm.imported_once"], VLLM_ENVIRONMENT)
 
 
 class Forked:

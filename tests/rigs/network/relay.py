@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.network import namespaces
+from tests.rigs.network import namespaces
 
 NETWORK = (10, 77, 0)
 """The first bytes of each host's address. The last byte is its number, from 1."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.vllm import engine_process
-from tests.vllm.forks import forks
+from tests.rigs.forks import forks_with_vllm
+from tests.rigs.vllm import engine_process
 
 ARGUMENTS: dict[str, Any] = {
     "dtype": "float32",
@@ -262,7 +262,7 @@ class Engines:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._started = itertools.count()
-        self._context = forks()
+        self._context = forks_with_vllm()
 
     @contextlib.contextmanager
     def engine(

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-from tests.servers.redis import RedisServer
+from tests.rigs.servers.redis import RedisServer
 
 
 class ValkeyServer(RedisServer):

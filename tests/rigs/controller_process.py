@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from kvtier.testing.servers import free_port
-from tests.vllm.cache_process import START_SECONDS, TIMEOUT_SECONDS
+from tests.rigs.cache_process import START_SECONDS, TIMEOUT_SECONDS
 
 
 class ControllerProcess:

@@ -12,7 +12,7 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from tests.vllm.forks import forks
+from tests.rigs.forks import forks_with_vllm
 
 P = ParamSpec("P")
 
@@ -45,7 +45,7 @@ def forked(make: Callable[P, Path]) -> Callable[P, Path]:
     def run(*arguments: P.args, **options: P.kwargs) -> Path:
         if "transformers" in sys.modules:
             return make(*arguments, **options)
-        process = forks().Process(target=_make, args=(make.__name__, arguments, options))
+        process = forks_with_vllm().Process(target=_make, args=(make.__name__, arguments, options))
         process.start()
         process.join()
         assert process.exitcode == 0, f"{make.__name__} has failed"

@@ -20,8 +20,7 @@ from kvtier.settings import TierSettings
 from kvtier.testing.faults import FaultyBackend, SlowBackend
 from kvtier.tiers.costs import ReadCost
 from kvtier.tiers.tier import Tier
-
-from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
+from tests.cache.conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
 
 MakeSettings = Callable[..., Settings]
 BUILT_IN = Plugins.load([])

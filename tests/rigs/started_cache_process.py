@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.bridge.spawn import default_address
 from kvtier.errors import ChannelError
 from kvtier.settings import load_settings
-from tests.vllm.cache_process import CacheProcess
+from tests.rigs.cache_process import CacheProcess
 
 
 class StartedCacheProcess(CacheProcess):

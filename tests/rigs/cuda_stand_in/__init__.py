@@ -1,0 +1,1 @@
+"""A stand-in for the CUDA runtime: built, loaded and controlled by tests."""
