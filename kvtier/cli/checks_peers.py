@@ -16,6 +16,7 @@ import anyio
 
 from kvtier.backends.base import Outcome
 from kvtier.cli.check import Check
+from kvtier.concurrency.sockets.connection import Connection, Deadline
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import KVTierError, PeerError
 from kvtier.logs import printable
@@ -26,7 +27,6 @@ from kvtier.plugins import Plugins
 from kvtier.rpc.authentication import Credentials
 from kvtier.settings import Settings
 from kvtier.settings.peer import GUESSABLE, GUESSABLE_REMEDY, PeerSettings, split_address
-from kvtier.sockets.connection import Connection, Deadline
 from kvtier.transports.base import Access, RemoteSpan, Transport
 
 TRIAL_BYTES = 4096

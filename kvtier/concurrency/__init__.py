@@ -1,1 +1,1 @@
-"""Worker threads and task groups."""
+"""What a process waits for and runs beside its event loop: tasks, threads, children, files and sockets."""

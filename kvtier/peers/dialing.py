@@ -8,6 +8,8 @@ from __future__ import annotations
 import socket
 from typing import NamedTuple
 
+from kvtier.concurrency.sockets.connection import Connection, Deadline
+from kvtier.concurrency.sockets.pool import Dialer
 from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.errors import ChannelError, PeerError
 from kvtier.logs import printable
@@ -15,8 +17,6 @@ from kvtier.peers.protocol import VERSION, Hello, Purpose, Welcome, decode_from_
 from kvtier.rpc.authentication import Credentials
 from kvtier.rpc.frames import Refused, encode, read_frame
 from kvtier.rpc.greeting import check_welcome
-from kvtier.sockets.connection import Connection, Deadline
-from kvtier.sockets.lanes import Dialer
 
 CONNECT_SECONDS = 5.0
 CONNECT_THREADS = 16

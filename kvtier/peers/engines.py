@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from kvtier.concurrency.sockets.connection import keep_alive
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
 from kvtier.peers.dialing import CONNECT_SECONDS, PeerDialer
 from kvtier.rpc.authentication import Credentials
 from kvtier.rpc.wire import SocketWire
 from kvtier.settings.peer import split_address
-from kvtier.sockets.connection import keep_alive
 
 CONNECT_THREADS = 4
 

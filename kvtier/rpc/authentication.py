@@ -16,11 +16,11 @@ from typing import TypeVar
 
 import anyio
 
+from kvtier.concurrency.sockets.connection import Connection, TLSConnection
 from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import SettingsError
 from kvtier.rpc.handshake import Handshake, RefusedHandshake
 from kvtier.settings.peer import PeerSettings, TLSSettings
-from kvtier.sockets.connection import Connection, TLSConnection
 
 ACCEPT_SECONDS = 5.0
 """Timeout for the authentication of an incoming connection."""

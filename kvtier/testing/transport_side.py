@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import anyio
 import anyio.to_thread
 
+from kvtier.concurrency.sockets.connection import Connection, Deadline, TLSConnection
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.memory.arena import Arena
 from kvtier.memory.slices import Lease
-from kvtier.sockets.connection import Connection, Deadline, TLSConnection
 from kvtier.testing.noise import noise, poison
 from kvtier.transports.base import Access, Dial, RemoteSpan, SupportsConnections, Transport
 

@@ -21,9 +21,9 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvtier.backends.base import Outcome
+from kvtier.concurrency.sockets.connection import Connection, Deadline
 from kvtier.memory.arena import Arena
 from kvtier.memory.slices import Lease
-from kvtier.sockets.connection import Connection, Deadline
 from kvtier.units import Duration
 
 

@@ -20,10 +20,10 @@ from kvtier.backends.base import Backend
 from kvtier.backends.infinistore import InfiniStoreBackend, InfiniStoreSettings
 from kvtier.backends.infinistore.drain import Drain
 from kvtier.backends.infinistore.protocol import InfiniStoreConnection
+from kvtier.concurrency.sockets.connection import Deadline
 from kvtier.errors import TierError
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
-from kvtier.sockets.connection import Deadline
 from kvtier.testing.backend import BackendConformance, blank, make_key, noise, same
 from kvtier.testing.servers import free_port
 from tests.rigs.chunks import (

@@ -10,9 +10,8 @@ import pytest
 from kvtier.backends.base import Outcome
 from kvtier.backends.redis import parts, resp
 from kvtier.backends.redis.commands import Commands
+from kvtier.concurrency.sockets.connection import Connection, Operation, Progress
 from kvtier.memory.keys import ChunkKey
-from kvtier.sockets.connection import Connection
-from kvtier.sockets.conversation import Operation, Progress
 from tests.rigs.servers.redis import RedisServer
 
 KEY = ChunkKey(bytes(32))

@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 
 from kvtier.backends.redis import resp
 from kvtier.backends.redis.resp import DRAIN_BYTES, ErrorReply, encode
-from kvtier.sockets.buffers import IOV_MAX
-from kvtier.sockets.connection import BUFFER_BYTES, Connection, Deadline, ProtocolViolation
+from kvtier.concurrency.sockets.connection import (
+    BUFFER_BYTES,
+    IOV_MAX,
+    Connection,
+    Deadline,
+    ProtocolViolation,
+)
 from kvtier.testing.backend import noise
 
 SECONDS = 100.0

@@ -17,6 +17,7 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from kvtier.backends.base import Outcome
+from kvtier.concurrency.sockets.connection import Connection
 from kvtier.errors import PeerError, ProtocolError
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey, split_keys
@@ -40,7 +41,6 @@ from kvtier.rpc.authentication import Credentials, receive_exactly, send_all
 from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Ping, Pong, Refused, encode, receive_frame
 from kvtier.settings import TierSettings
 from kvtier.settings.peer import PeerSettings
-from kvtier.sockets.connection import Connection
 from kvtier.testing.backend import make_key, noise
 from kvtier.transports.base import (
     Dial,

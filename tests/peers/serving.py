@@ -13,6 +13,7 @@ import anyio
 import anyio.lowlevel
 
 from kvtier import Settings, TieredCache
+from kvtier.concurrency.sockets.connection import Connection, Deadline
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena
@@ -36,7 +37,6 @@ from kvtier.plugins import Plugins
 from kvtier.rpc.authentication import Credentials, receive_exactly, send_all
 from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Refused, encode, receive_frame
 from kvtier.settings.peer import PeerSettings
-from kvtier.sockets.connection import Connection, Deadline
 from kvtier.testing.backend import make_key, noise
 from kvtier.transports.base import Dial, Grants, Link, Transport, TransportSettings
 from tests.rigs.open_files import open_files

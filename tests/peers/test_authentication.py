@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
+from kvtier.concurrency.sockets.connection import Connection, Deadline, ProtocolViolation
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError, SettingsError
 from kvtier.peers.protocol import VERSION, Hello
@@ -20,7 +21,6 @@ from kvtier.rpc.authentication import Credentials, receive_exactly, send_all
 from kvtier.rpc.frames import Ping, Pong, Refused, encode
 from kvtier.rpc.handshake import OPENING_BYTES, PROOF_BYTES, Handshake
 from kvtier.settings.peer import PeerSettings
-from kvtier.sockets.connection import Connection, Deadline, ProtocolViolation
 from kvtier.testing.backend import make_key
 from tests.rigs.authority import Authority
 from tests.rpc.test_handshake import feed_all

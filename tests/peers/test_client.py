@@ -14,6 +14,7 @@ import pytest
 
 from kvtier.backends.base import Outcome
 from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.sockets.connection import Deadline
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.dialing import ControlConnection, PeerDialer
@@ -32,7 +33,6 @@ from kvtier.peers.protocol import (
 from kvtier.rpc.authentication import Credentials
 from kvtier.rpc.frames import Message, Ping, Pong, Refused
 from kvtier.settings.peer import PeerSettings
-from kvtier.sockets.connection import Deadline
 from kvtier.testing.cancelling import Through, cancelled_at
 from tests.rigs.authority import Authority
 from tests.rigs.open_files import open_files

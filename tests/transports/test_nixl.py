@@ -17,9 +17,9 @@ import msgspec
 import pytest
 
 from kvtier.backends.base import Outcome
+from kvtier.concurrency.sockets.connection import Connection, Deadline
 from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena
-from kvtier.sockets.connection import Connection, Deadline
 from kvtier.testing.transport_process import OtherProcess
 from kvtier.testing.transport_side import Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan

@@ -17,8 +17,7 @@ import anyio.to_thread
 import pytest
 
 from kvtier.backends.base import Outcome
-from kvtier.sockets.connection import Connection, Deadline
-from kvtier.sockets.waiting import POLL_SECONDS
+from kvtier.concurrency.sockets.connection import POLL_SECONDS, Connection, Deadline
 from kvtier.testing.backend import is_poisoned
 from kvtier.testing.relay import Relay
 from kvtier.testing.transport_pair import fill, holds, until

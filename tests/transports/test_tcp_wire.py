@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backends.base import Outcome
-from kvtier.sockets.connection import ProtocolViolation
+from kvtier.concurrency.sockets.connection import ProtocolViolation
 from kvtier.transports.base import Access, RemoteSpan
 from kvtier.transports.tcp.wire import (
     MAX_NUMBER,

@@ -27,14 +27,14 @@ from kvtier.backends.infinistore.drain import Drain
 from kvtier.backends.infinistore.protocol import MAX_VALUE_BYTES, InfiniStoreConnection
 from kvtier.backends.infinistore.rdma import InfiniStoreRDMA
 from kvtier.backends.infinistore.settings import InfiniStoreSettings
+from kvtier.concurrency.sockets.connection import Deadline
+from kvtier.concurrency.sockets.pool import ConnectionPool, Dialer
 from kvtier.concurrency.threads import in_thread, spread
 from kvtier.errors import TierError
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
-from kvtier.sockets.connection import Deadline
-from kvtier.sockets.lanes import Dialer, Lane
 
 logger = logging.getLogger("kvtier")
 
@@ -93,9 +93,9 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
         self._dialer = Dialer(
             settings.host, settings.port, lambda family: InfiniStoreConnection(family, self._drain)
         )
-        self._values = Lane(settings.connections, self._dialer.connect)
-        self._pointers = Lane(settings.connections, self._dialer.connect)
-        self._lookups = Lane(1, self._dialer.connect)
+        self._values = ConnectionPool(settings.connections, self._dialer.connect)
+        self._pointers = ConnectionPool(settings.connections, self._dialer.connect)
+        self._lookups = ConnectionPool(1, self._dialer.connect)
         self._rdma = InfiniStoreRDMA(settings) if settings.connection == "rdma" else None
         self._orphans: deque[bytes] = deque(maxlen=MAX_ORPHANS)
         """Names of values that were only partly written: the server never evicts these by itself."""
@@ -111,8 +111,8 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
 
     async def close(self) -> None:
         """Close every connection. Waits up to ``CLOSE_SECONDS`` for replies that are still arriving."""
-        for lane in (self._values, self._pointers, self._lookups):
-            lane.close()
+        for pool in (self._values, self._pointers, self._lookups):
+            pool.close()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._drain.close, CLOSE_SECONDS)
         if self._rdma is not None:
@@ -188,7 +188,7 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
             partial(transfer_one, deadline),
             items,
             parts=self._values.size,
-            executor=self._values.pump.executor,
+            executor=self._values.executor.threads,
         )
 
     def _put_one(self, deadline: Deadline, item: PutItem) -> Outcome:
@@ -332,7 +332,7 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
             with self._lookups.checkout(deadline) as connection:
                 return [query(connection, item) for item in items]
 
-        return await in_thread(query_all, self._lookups.pump.executor)
+        return await in_thread(query_all, self._lookups.executor.threads)
 
     def _name(self, key: ChunkKey) -> bytes:
         return (self._settings.prefix + key.hex()).encode()

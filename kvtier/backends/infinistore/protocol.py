@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterator, Sequence
 
 from kvtier.backends.infinistore.drain import Drain
-from kvtier.sockets.connection import Connection
+from kvtier.concurrency.sockets.connection import Connection
 
 FINISHED, NOT_FOUND, OUT_OF_MEMORY = 200, 404, 507
 MAX_VALUE_BYTES = (1 << 31) - 1

@@ -53,7 +53,7 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
                 exchange=exchange,
                 name_of=commands.name,
                 size_of=lambda _: 0,
-                lane_of=lambda node: node.lookups,
+                pool_of=lambda node: node.lookups,
                 answer_for_error=lambda _: None,
                 failed=None,
             )
@@ -64,7 +64,7 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
                 exchange=exchange,
                 name_of=lambda item: commands.name(item[0]),
                 size_of=lambda item: len(item[1]),
-                lane_of=lambda node: node.chunks,
+                pool_of=lambda node: node.chunks,
                 answer_for_error=outcome_of,
                 failed=Outcome.FAILED,
                 exchange_one=exchange_one,

@@ -25,10 +25,10 @@ from kvtier.backends.redis.errors import (
 from kvtier.backends.redis.nodes import Node, Nodes
 from kvtier.backends.redis.resp import ErrorReply
 from kvtier.backends.redis.topology import Placement, Topology, slot_of
+from kvtier.concurrency.sockets.connection import Connection, Deadline
+from kvtier.concurrency.sockets.executor import finished
+from kvtier.concurrency.sockets.pool import ConnectionPool
 from kvtier.logs import RateLimitedLog
-from kvtier.sockets.connection import Connection, Deadline
-from kvtier.sockets.lanes import Lane
-from kvtier.sockets.pump import finished
 
 logger = logging.getLogger("kvtier")
 
@@ -49,7 +49,7 @@ class Operation(Generic[ItemT, AnswerT]):
     """Returns the Redis key of an item."""
     size_of: Callable[[ItemT], int]
     """Returns the value bytes of an item."""
-    lane_of: Callable[[Node], Lane[Connection]]
+    pool_of: Callable[[Node], ConnectionPool[Connection]]
     answer_for_error: Callable[[ErrorReply], AnswerT]
     """Converts an error reply to an answer."""
     failed: AnswerT
@@ -161,7 +161,7 @@ class Pool:
                 run, run_answers = waiting.popleft()
                 await self._execute_run(batch, node, run, run_answers, asking=target.asking)
 
-        await _run_concurrently(min(batch.operation.lane_of(node).size, len(waiting)), process_runs)
+        await _run_concurrently(min(batch.operation.pool_of(node).size, len(waiting)), process_runs)
         for index, answer in zip(indices, (answer for run in answers for answer in run), strict=True):
             if isinstance(answer, ErrorReply):
                 self._handle_error(batch, index, answer, node)
@@ -179,14 +179,14 @@ class Pool:
     ) -> None:
         """Append the answers for one run to ``answers``, ``None`` for each without a reply."""
         operation, deadline = batch.operation, batch.deadline
-        lane = operation.lane_of(node)
+        pool = operation.pool_of(node)
         exchange = (operation.exchange_one if asking else None) or operation.exchange
         try:
             while len(answers) < len(run):
-                async with lane.acquire(deadline) as connection:
+                async with pool.acquire(deadline) as connection:
                     if asking:
-                        await _in_thread(lane, connection, partial(send_asking, connection))
-                    await _converse(lane, connection, exchange(run[len(answers) :]), answers)
+                        await _in_thread(pool, connection, partial(send_asking, connection))
+                    await _converse(pool, connection, exchange(run[len(answers) :]), answers)
         except OSError as error:
             self._note_failure(node, error)
         answers += [None] * (len(run) - len(answers))
@@ -224,13 +224,13 @@ async def _run_concurrently(count: int, work: Callable[[], Coroutine[Any, Any, N
 
 
 async def _converse(
-    lane: Lane[Connection],
+    pool: ConnectionPool[Connection],
     connection: Connection,
     exchange: Exchange[AnswerT],
     answers: list[AnswerT | ErrorReply | None],
 ) -> None:
     """Append the answers as they arrive. Uses a thread if they are not the usual ones and need parsing."""
-    progress = await lane.pump.converse(connection, exchange.operations)
+    progress = await pool.executor.converse(connection, exchange.operations)
     if progress.operations == len(exchange.operations) and (expected := exchange.expected()) is not None:
         answers += expected
         return
@@ -240,8 +240,10 @@ async def _converse(
         for answer in exchange.answers(connection, progress):
             answers.append(answer)
 
-    await _in_thread(lane, connection, read)
+    await _in_thread(pool, connection, read)
 
 
-async def _in_thread(lane: Lane[Connection], connection: Connection, blocks: Callable[[], None]) -> None:
-    await finished(lane.pump.executor(blocks), connection.interrupt)
+async def _in_thread(
+    pool: ConnectionPool[Connection], connection: Connection, blocks: Callable[[], None]
+) -> None:
+    await finished(pool.executor.threads(blocks), connection.interrupt)

@@ -9,8 +9,8 @@ from kvtier.backends.redis.control import Control, ControlFailed
 from kvtier.backends.redis.errors import describe_control_failure, describe_refusal
 from kvtier.backends.redis.resp import ErrorReply
 from kvtier.backends.redis.topology import Topology
+from kvtier.concurrency.sockets.connection import Deadline
 from kvtier.errors import TierError
-from kvtier.sockets.connection import Deadline
 from kvtier.units import format_size
 
 

@@ -11,9 +11,18 @@ from kvtier.backends.base import GetItem, Outcome, PutItem
 from kvtier.backends.redis import resp
 from kvtier.backends.redis.parts import LONG_BYTES, operations_for_parts, outcome_of_parts
 from kvtier.backends.redis.resp import ErrorReply, encode
+from kvtier.concurrency.sockets.connection import (
+    BUFFER_BYTES,
+    EXPECT,
+    RECEIVE,
+    SEND,
+    Buffer,
+    Connection,
+    Operation,
+    Progress,
+    ProtocolViolation,
+)
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
-from kvtier.sockets.connection import BUFFER_BYTES, Buffer, Connection, ProtocolViolation
-from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation, Progress
 
 AnswerT_co = TypeVar("AnswerT_co", covariant=True)
 
@@ -35,7 +44,7 @@ class Exchange(Generic[AnswerT_co]):
     """Reads the answers after any progress: one per item as it arrives, ``ErrorReply`` if it was rejected.
 
     Blocks, and raises what the connection raises. Ends early once the connection is out of sync
-    (:attr:`~kvtier.sockets.connection.Connection.in_sync`).
+    (:attr:`~kvtier.concurrency.sockets.connection.Connection.in_sync`).
     """
 
 

@@ -16,7 +16,7 @@ from kvtier.backends.redis.commands import Refused
 from kvtier.backends.redis.control import ControlFailed
 from kvtier.backends.redis.resp import ErrorReply
 from kvtier.backends.redis.url import Endpoint
-from kvtier.sockets.connection import ClosedUnanswered
+from kvtier.concurrency.sockets.connection import ClosedUnanswered
 
 OTHER_NODE_CODES = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "READONLY", "TRYAGAIN"})
 """Another server may accept the command: refresh the topology."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from kvtier.backends.redis.commands import log_in
 from kvtier.backends.redis.url import Endpoint
-from kvtier.sockets.connection import Connection, Deadline, TLSConnection
-from kvtier.sockets.lanes import Dialer, Lane
+from kvtier.concurrency.sockets.connection import Connection, Deadline, TLSConnection
+from kvtier.concurrency.sockets.pool import ConnectionPool, Dialer
 
 
 class Access(NamedTuple):
@@ -27,17 +27,17 @@ class Access(NamedTuple):
 
 
 class Node:
-    """One server, with separate lanes for chunks and for lookups, so that lookups never wait for a chunk."""
+    """One server, with separate pools for chunks and for lookups, so that lookups never wait for a chunk."""
 
     def __init__(self, endpoint: Endpoint, access: Access) -> None:
         self.endpoint = endpoint
         self._access = access
         self._dialer = Dialer(endpoint.host, endpoint.port, self._new_connection, self._log_in)
-        self.chunks = Lane(access.connections, self._dialer.connect)
-        self.lookups = Lane(1, self._dialer.connect)
+        self.chunks = ConnectionPool(access.connections, self._dialer.connect)
+        self.lookups = ConnectionPool(1, self._dialer.connect)
 
     async def resolve(self, deadline: Deadline) -> None:
-        """Resolve the host name, before any lane is used. See :meth:`Dialer.find`."""
+        """Resolve the host name, before any pool is used. See :meth:`Dialer.find`."""
         await self._dialer.find(deadline)
 
     def close(self) -> None:

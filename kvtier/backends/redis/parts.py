@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from kvtier.backends.base import Outcome
 from kvtier.backends.redis import resp
 from kvtier.backends.redis.resp import ErrorReply, encode
-from kvtier.sockets.connection import Connection
-from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation, Progress
+from kvtier.concurrency.sockets.connection import EXPECT, RECEIVE, SEND, Connection, Operation, Progress
 
 LONG_BYTES = 1 << 20
 """Values longer than this are fetched in parts."""

@@ -1,7 +1,7 @@
-"""RESP2, client side, over a :class:`~kvtier.sockets.connection.Connection`.
+"""RESP2, client side, over a :class:`~kvtier.concurrency.sockets.connection.Connection`.
 
 Lengths from the wire are never trusted. All functions block, raise what the connection raises, and raise
-:class:`~kvtier.sockets.connection.ProtocolViolation` for malformed replies.
+:class:`~kvtier.concurrency.sockets.connection.ProtocolViolation` for malformed replies.
 
 RESP: https://redis.io/docs/latest/develop/reference/protocol-spec/
 """
@@ -12,8 +12,15 @@ from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
-from kvtier.sockets.connection import BUFFER_BYTES, Connection, ProtocolViolation
-from kvtier.sockets.conversation import EXPECT, RECEIVE, Operation, Progress
+from kvtier.concurrency.sockets.connection import (
+    BUFFER_BYTES,
+    EXPECT,
+    RECEIVE,
+    Connection,
+    Operation,
+    Progress,
+    ProtocolViolation,
+)
 
 DRAIN_BYTES = 1 << 20
 """A value of unexpected length is read and discarded up to this size; above, reconnecting is cheaper."""

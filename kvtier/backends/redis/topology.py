@@ -14,7 +14,7 @@ from anyio import Lock
 
 from kvtier.backends.redis.control import SLOTS, Control, ControlFailed
 from kvtier.backends.redis.url import Endpoint, PoolURL
-from kvtier.sockets.connection import Deadline
+from kvtier.concurrency.sockets.connection import Deadline
 
 
 class Placement(NamedTuple):

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import anyio
 
 from kvtier.backends.base import Outcome
+from kvtier.concurrency.sockets.connection import Deadline
 from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.errors import PeerError
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.arena import Arena, address_of
 from kvtier.memory.slices import Lease
-from kvtier.sockets.connection import Deadline
 from kvtier.transports.base import Dial, Link, ReadItem, RemoteSpan, WriteItem
 from kvtier.transports.nixl.endpoint import MAX_METADATA_BYTES, Endpoint
 from kvtier.transports.nixl.process import NixlProcess, Part

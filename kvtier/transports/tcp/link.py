@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from anyio import CancelScope, move_on_after
 
 from kvtier.backends.base import Outcome
+from kvtier.concurrency.sockets.connection import Connection, Deadline, ProtocolViolation
+from kvtier.concurrency.sockets.pool import ConnectionPool
 from kvtier.concurrency.tasks import wait_shielded
-from kvtier.sockets.connection import Connection, Deadline, ProtocolViolation
-from kvtier.sockets.lanes import Lane
 from kvtier.transports.base import Access, Dial, Link, ReadItem, RemoteSpan, WriteItem
 from kvtier.transports.tcp.batch import Batch
 from kvtier.transports.tcp.queue import PartQueue
@@ -36,7 +36,7 @@ class TcpLink(Link):
     def __init__(self, dial: Dial, connections: int, deadline: float) -> None:
         self._dial = dial
         self._deadline = deadline
-        self._lane = Lane(connections, self._connect)
+        self._pool = ConnectionPool(connections, self._connect)
         self._queue = PartQueue()
         self._drivers: set[asyncio.Task[None]] = set()
         self._deadlines: set[Deadline] = set()
@@ -59,16 +59,16 @@ class TcpLink(Link):
         with CancelScope(shield=True):
             while self._drivers:
                 await asyncio.wait(self._drivers)
-        self._lane.close()
+        self._pool.close()
 
     async def _transfer(
         self, access: Access, items: Sequence[tuple[RemoteSpan, memoryview]]
     ) -> Sequence[Outcome]:
-        batch = Batch(access, items, self._lane.size)
+        batch = Batch(access, items, self._pool.size)
         if not batch.parts:
             return batch.outcomes
         self._queue.add(batch.parts)
-        for _ in range(self._queue.add_drivers(self._lane.size)):
+        for _ in range(self._queue.add_drivers(self._pool.size)):
             driver = asyncio.ensure_future(self._drive())
             self._drivers.add(driver)
             driver.add_done_callback(self._driver_done)
@@ -111,9 +111,9 @@ class TcpLink(Link):
         deadline = Deadline(self._deadline)
         self._deadlines.add(deadline)
         try:
-            connection = await self._lane.connected(deadline)
-            with self._lane.bound(connection, deadline):
-                requester = Requester(connection, self._queue, self._lane.pump, self._deadline)
+            connection = await self._pool.connected(deadline)
+            with self._pool.bound(connection, deadline):
+                requester = Requester(connection, self._queue, self._pool.executor, self._deadline)
                 await requester.run()
         except OSError as error:
             attempts.failed(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvtier.sockets.connection import Connection
+from kvtier.concurrency.sockets.connection import Connection
 from kvtier.transports.base import Access
 from kvtier.transports.tcp.batch import Batch, Part
 

@@ -6,10 +6,17 @@ from collections import deque
 from typing import NamedTuple
 
 from kvtier.backends.base import Outcome
-from kvtier.sockets.buffers import split_runs
-from kvtier.sockets.connection import Connection, Deadline, ProtocolViolation
-from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation
-from kvtier.sockets.pump import Pump
+from kvtier.concurrency.sockets.connection import (
+    EXPECT,
+    RECEIVE,
+    SEND,
+    Connection,
+    Deadline,
+    Operation,
+    ProtocolViolation,
+    split_runs,
+)
+from kvtier.concurrency.sockets.executor import IoExecutor
 from kvtier.transports.base import Access
 from kvtier.transports.tcp.batch import Part
 from kvtier.transports.tcp.queue import PartQueue
@@ -39,14 +46,16 @@ class _Pending(NamedTuple):
 class Requester:
     """A pipeline of requests over one connection. After an exception only :meth:`requeue` may be called."""
 
-    def __init__(self, connection: Connection, queue: PartQueue, pump: Pump, seconds: float) -> None:
+    def __init__(
+        self, connection: Connection, queue: PartQueue, executor: IoExecutor, seconds: float
+    ) -> None:
         self.progressed = False
         """Whether an answer arrived."""
         self.interrupted = False
         """Whether the connection broke only because a caller gave up. Set by :meth:`requeue`."""
         self._connection = connection
         self._queue = queue
-        self._pump = pump
+        self._executor = executor
         self._seconds = seconds
         self._pending: deque[_Pending] = deque()
 
@@ -92,8 +101,8 @@ class Requester:
         try:
             conversation = self._conversation(new, wanted)
             kinds = [kind for kind, _ in conversation]
-            conversing = self._pump.converse(self._connection, conversation)
-            del conversation  # See :meth:`Pump.converse`: a cancelled task may keep this frame.
+            conversing = self._executor.converse(self._connection, conversation)
+            del conversation  # See :meth:`IoExecutor.converse`: a cancelled task may keep this frame.
             progress = await conversing
             confirmed = kinds[: progress.operations].count(EXPECT)
             self.progressed |= confirmed > 0
@@ -113,14 +122,14 @@ class Requester:
         """Receive an answer that does not grant everything, after ``done`` completed operations."""
         access = part.batch.access
         head = bytearray(answer_bytes(len(lengths)))
-        progress = await self._pump.converse(self._connection, [(RECEIVE, [memoryview(head)])])
+        progress = await self._executor.converse(self._connection, [(RECEIVE, [memoryview(head)])])
         if progress.error is not None:
             return progress.error
         outcomes = decode_answer(head, access, len(lengths))
         self.progressed = True
         if access is Access.WRITE:
             rest = _writing(part)[done + 1 :]
-            progress = await self._pump.converse(self._connection, rest)
+            progress = await self._executor.converse(self._connection, rest)
             if progress.error is None and progress.operations < len(rest):
                 return ProtocolViolation("the peer did not confirm a write")
             if progress.error is None:
@@ -130,7 +139,7 @@ class Requester:
         if wanted:
             part.drop_misses(outcomes)
         operation = RECEIVE, part.views() if wanted else _discarded(sum(granted))
-        progress = await self._pump.converse(self._connection, [operation])
+        progress = await self._executor.converse(self._connection, [operation])
         if progress.error is None:
             part.settle([Outcome.OK] * len(part.pieces))
         elif wanted:

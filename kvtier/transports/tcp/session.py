@@ -9,12 +9,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from kvtier.concurrency.sockets.connection import (
+    RECEIVE,
+    SEND,
+    Buffers,
+    ProtocolViolation,
+    advance,
+    keep_alive,
+    split_runs,
+)
+from kvtier.concurrency.sockets.executor import SMALL_BYTES, IoExecutor
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.slices import Lease
-from kvtier.sockets.buffers import Buffers, advance, split_runs
-from kvtier.sockets.connection import ProtocolViolation, keep_alive
-from kvtier.sockets.conversation import RECEIVE, SEND
-from kvtier.sockets.pump import SMALL_BYTES, Pump
 from kvtier.transports.base import Access, Grants, RemoteSpan
 from kvtier.transports.tcp.stream import Step, stream_over
 from kvtier.transports.tcp.wire import CONFIRMED_BYTES, MARK, Request, RequestReader, encode_answer
@@ -31,11 +37,13 @@ _warn = RateLimitedLog(logging.getLogger("kvtier"))
 class Session:
     """A connection of a peer. Answers requests in order, using a thread only while the socket is ready."""
 
-    def __init__(self, connected: socket.socket, grants: Grants, pump: Pump, deadline: float) -> None:
+    def __init__(
+        self, connected: socket.socket, grants: Grants, executor: IoExecutor, deadline: float
+    ) -> None:
         self._socket = connected
         self._stream = stream_over(connected)
         self._grants = grants
-        self._pump = pump
+        self._executor = executor
         self._deadline = deadline
         self._reader = RequestReader()
         self._next: Request | None = None
@@ -152,7 +160,7 @@ class Session:
             buffers = steps[0][1]
             is_small = sum(map(len, buffers)) <= SMALL_BYTES
             if not (is_small and self._stream.move_now(steps[0])):
-                error = await self._stream.move(steps, self._pump)
+                error = await self._stream.move(steps, self._executor)
                 if error is not None:
                     raise error
             elif not buffers:

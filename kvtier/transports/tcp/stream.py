@@ -15,11 +15,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvtier import native
-from kvtier.sockets.buffers import Buffers, advance, first_buffers
-from kvtier.sockets.connection import interrupt, unless_closed
-from kvtier.sockets.conversation import SEND, progress_of
-from kvtier.sockets.pump import Pump, finished
-from kvtier.sockets.waiting import POLL_SECONDS, until_readable, until_writable
+from kvtier.concurrency.sockets.connection import (
+    POLL_SECONDS,
+    SEND,
+    Buffers,
+    advance,
+    first_buffers,
+    interrupt,
+    progress_of,
+    unless_closed,
+)
+from kvtier.concurrency.sockets.executor import IoExecutor, finished, until_readable, until_writable
 
 _TIMEVAL = struct.pack("@ll", 0, int(POLL_SECONDS * 1e6))
 _TLS_BYTES = 1 << 18
@@ -27,7 +33,7 @@ _TLS_BYTES = 1 << 18
 _NOTHING = bytearray()
 
 Step = tuple[int, Buffers]
-"""An operation of :mod:`kvtier.sockets.conversation`, and its remaining buffers."""
+"""An operation of :mod:`kvtier.concurrency.sockets.connection`, and its remaining buffers."""
 
 
 class Stream:
@@ -76,16 +82,16 @@ class Stream:
         else:
             await until_readable(self._socket.fileno())
 
-    async def move(self, steps: deque[Step], pump: Pump) -> OSError | None:
+    async def move(self, steps: deque[Step], executor: IoExecutor) -> OSError | None:
         """Run steps in a thread for at most ``POLL_SECONDS``. Completed ones are removed from ``steps``.
 
         Return the error that broke the connection, if any. If cancelled, interrupt the socket, and release
         the memory before returning.
         """
         if not native.available():
-            return await self._move_in_thread(steps, pump)
+            return await self._move_in_thread(steps, executor)
         operations = [(kind, list(buffers)) for kind, buffers in steps]
-        ended = pump.start(self._socket.fileno(), operations, _NOTHING, POLL_SECONDS)
+        ended = executor.start(self._socket.fileno(), operations, _NOTHING, POLL_SECONDS)
         # A cancelled task may keep this frame, and with it the views, longer than the leases.
         del operations
         done, moved, number = await finished(ended, self.interrupt)
@@ -95,9 +101,9 @@ class Stream:
             advance(steps[0][1], moved)
         return None if number == errno.ETIMEDOUT else progress_of(done, moved, number).error
 
-    async def _move_in_thread(self, steps: deque[Step], pump: Pump) -> OSError | None:
+    async def _move_in_thread(self, steps: deque[Step], executor: IoExecutor) -> OSError | None:
         errors: list[OSError | None] = []
-        await finished(pump.executor(lambda: errors.append(self._move_blocking(steps))), self.interrupt)
+        await finished(executor.threads(lambda: errors.append(self._move_blocking(steps))), self.interrupt)
         return errors[0]
 
     # Called from a worker thread.
@@ -162,9 +168,9 @@ class TLSStream(Stream):
         if step[0] == SEND or not self._secured.pending():
             await super().until_possible(step)
 
-    async def move(self, steps: deque[Step], pump: Pump) -> OSError | None:
+    async def move(self, steps: deque[Step], executor: IoExecutor) -> OSError | None:
         """See :meth:`Stream.move`."""
-        return await self._move_in_thread(steps, pump)
+        return await self._move_in_thread(steps, executor)
 
     def _send_some(self, buffers: Sequence[memoryview]) -> int:
         self._secured.settimeout(POLL_SECONDS)

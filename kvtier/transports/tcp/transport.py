@@ -6,9 +6,9 @@ import socket
 import struct
 from typing import ClassVar
 
+from kvtier.concurrency.sockets.executor import IoExecutor
 from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena
-from kvtier.sockets.pump import Pump
 from kvtier.transports.base import (
     Dial,
     Grants,
@@ -37,7 +37,7 @@ class TcpTransport(Transport, SupportsConnections):
 
     def __init__(self, settings: TcpSettings) -> None:
         self._settings = settings
-        self._pump = Pump(settings.threads)
+        self._executor = IoExecutor(settings.threads)
         self._grants: Grants
 
     async def open(self, arena: Arena, grants: Grants) -> None:
@@ -46,7 +46,7 @@ class TcpTransport(Transport, SupportsConnections):
 
     async def close(self) -> None:
         """Stop the threads."""
-        self._pump.close()
+        self._executor.close()
 
     @property
     def endpoint(self) -> bytes:
@@ -67,4 +67,4 @@ class TcpTransport(Transport, SupportsConnections):
 
     async def serve(self, connected: socket.socket) -> None:
         """Serve a peer's connection; see :class:`~kvtier.transports.base.SupportsConnections`."""
-        await Session(connected, self._grants, self._pump, self._settings.deadline).run()
+        await Session(connected, self._grants, self._executor, self._settings.deadline).run()

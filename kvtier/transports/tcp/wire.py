@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtier.backends.base import Outcome
-from kvtier.sockets.connection import ProtocolViolation
+from kvtier.concurrency.sockets.connection import ProtocolViolation
 from kvtier.transports.base import Access, RemoteSpan
 
 MAX_SPANS = 512

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from kvtier.backends.infinistore.backend import Pointer, read_pointer
 from kvtier.backends.infinistore.protocol import InfiniStoreConnection
+from kvtier.concurrency.sockets.connection import Deadline
 from kvtier.memory.keys import ChunkKey
-from kvtier.sockets.connection import Deadline
 from kvtier.testing.servers import TIMEOUT_SECONDS, Server, free_port
 
 HOST = "127.0.0.1"

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 from kvtier.backends.redis import resp
 from kvtier.backends.redis.commands import log_in
 from kvtier.backends.redis.resp import ErrorReply, encode
+from kvtier.concurrency.sockets.connection import Connection, Deadline, TLSConnection
 from kvtier.memory.keys import ChunkKey
-from kvtier.sockets.connection import Connection, Deadline, TLSConnection
 from kvtier.testing.servers import TIMEOUT_SECONDS, Server, free_port
 
 HOST = "127.0.0.1"

@@ -20,9 +20,18 @@ import anyio.to_thread
 import pytest
 
 from kvtier import native
-from kvtier.sockets.connection import BUFFER_BYTES, Connection, Deadline, TLSConnection
-from kvtier.sockets.conversation import EXPECT, RECEIVE, SEND, Operation, Progress
-from kvtier.sockets.pump import SMALL_BYTES, Pump
+from kvtier.concurrency.sockets.connection import (
+    BUFFER_BYTES,
+    EXPECT,
+    RECEIVE,
+    SEND,
+    Connection,
+    Deadline,
+    Operation,
+    Progress,
+    TLSConnection,
+)
+from kvtier.concurrency.sockets.executor import SMALL_BYTES, IoExecutor
 from tests.rigs.certificates import make_certificate
 
 pytestmark = pytest.mark.usefixtures("implementation")
@@ -45,12 +54,12 @@ def connected(seconds: float = SECONDS) -> Iterator[tuple[Connection, socket.soc
 
 
 @contextmanager
-def open_pump(max_threads: int = 2) -> Iterator[Pump]:
-    pump = Pump(max_threads)
+def open_executor(max_threads: int = 2) -> Iterator[IoExecutor]:
+    executor = IoExecutor(max_threads)
     try:
-        yield pump
+        yield executor
     finally:
-        pump.close()
+        executor.close()
 
 
 def get_operations(length: int) -> tuple[list[Operation], memoryview]:
@@ -184,8 +193,8 @@ def send_in_pieces(peer: socket.socket, script: bytes, seed: float) -> None:
 @pytest.mark.parametrize("length", [5, SMALL_BYTES - 100, LARGE])
 async def test_converse_in_event_loop(length: int) -> None:
     operations, view = get_operations(length)
-    with connected() as (connection, peer), open_pump() as pump:
-        task = asyncio.ensure_future(pump.converse(connection, operations))
+    with connected() as (connection, peer), open_executor() as executor:
+        task = asyncio.ensure_future(executor.converse(connection, operations))
         assert await anyio.to_thread.run_sync(peer.recv, 7, socket.MSG_WAITALL) == b"GET x\r\n"
         value = bytes([7]) * length
         await anyio.to_thread.run_sync(partial(send_in_pieces, peer, b"$%d\r\n%b\r\n" % (length, value), 0.5))
@@ -198,8 +207,8 @@ async def test_converse_in_event_loop(length: int) -> None:
 @pytest.mark.parametrize("halves", [(b"$", b"-1\r\n"), (b"$-1\r\n", b""), (b"-", b"ERR no\r\n")])
 async def test_unexpected_reply_in_two_pieces(length: int, halves: Sequence[bytes]) -> None:
     operations, _ = get_operations(length)
-    with connected() as (connection, peer), open_pump() as pump:
-        task = asyncio.ensure_future(pump.converse(connection, operations))
+    with connected() as (connection, peer), open_executor() as executor:
+        task = asyncio.ensure_future(executor.converse(connection, operations))
         for half in halves:
             peer.sendall(half)
             await anyio.lowlevel.checkpoint()
@@ -212,8 +221,8 @@ async def test_unexpected_reply_in_two_pieces(length: int, halves: Sequence[byte
 @pytest.mark.parametrize("length", [5, LARGE])
 async def test_converse_ends_at_deadline(length: int) -> None:
     operations, _ = get_operations(length)
-    with connected(0.5) as (connection, _peer), open_pump() as pump:
-        progress = await pump.converse(connection, operations)
+    with connected(0.5) as (connection, _peer), open_executor() as executor:
+        progress = await executor.converse(connection, operations)
         assert progress[:2] == (1, 0)
         assert isinstance(progress.error, OSError)
 
@@ -224,11 +233,11 @@ async def test_converse_fails_if_peer_has_closed_and_does_not_read(length: int) 
     """Write until the kernel accepts no more: how much it buffers is not specified."""
 
     async def write_until_blocked() -> Progress:
-        while (progress := await pump.converse(connection, [(SEND, [bytes(length)])])) == Progress(1):
+        while (progress := await executor.converse(connection, [(SEND, [bytes(length)])])) == Progress(1):
             await anyio.lowlevel.checkpoint()
         return progress
 
-    with connected() as (connection, peer), open_pump() as pump:
+    with connected() as (connection, peer), open_executor() as executor:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with socket.socket(fileno=os.dup(connection.fileno())) as sender, suppress(BlockingIOError):
             sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -248,8 +257,8 @@ async def test_converse_fails_if_peer_has_closed_and_does_not_read(length: int) 
 async def test_cancelled_converse_writes_nothing_later(length: int) -> None:
     """Cancels without delay, and writes nothing afterwards."""
     operations, view = get_operations(length)
-    with connected() as (connection, peer), open_pump() as pump:
-        task = asyncio.ensure_future(pump.converse(connection, operations))
+    with connected() as (connection, peer), open_executor() as executor:
+        task = asyncio.ensure_future(executor.converse(connection, operations))
         await anyio.to_thread.run_sync(peer.recv, 7, socket.MSG_WAITALL)
         task.cancel()
         await asyncio.wait([task])
@@ -261,11 +270,11 @@ async def test_cancelled_converse_writes_nothing_later(length: int) -> None:
 @pytest.mark.anyio
 async def test_more_conversations_than_threads() -> None:
     with ExitStack() as stack:
-        pump = stack.enter_context(open_pump(2))
+        executor = stack.enter_context(open_executor(2))
         pairs = [stack.enter_context(connected()) for _ in range(12)]
         requests = [get_operations(LARGE) for _ in pairs]
         tasks = [
-            asyncio.ensure_future(pump.converse(connection, operations))
+            asyncio.ensure_future(executor.converse(connection, operations))
             for (connection, _), (operations, _) in zip(pairs, requests, strict=True)
         ]
         answer = b"$%d\r\n%b\r\n" % (LARGE, bytes([3]) * LARGE)

@@ -12,8 +12,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import anyio
 from anyio import fail_after, getaddrinfo
 
-from kvtier.sockets.connection import Connection, Deadline
-from kvtier.sockets.pump import Pump, finished
+from kvtier.concurrency.sockets.connection import Connection, Deadline
+from kvtier.concurrency.sockets.executor import IoExecutor, finished
 
 ConnectionT = TypeVar("ConnectionT", bound=Connection)
 
@@ -26,12 +26,12 @@ class Address(NamedTuple):
     """As ``socket.connect`` expects it."""
 
 
-class Lane(Generic[ConnectionT]):
+class ConnectionPool(Generic[ConnectionT]):
     """A pool of at most ``size`` concurrent connections to one server, opened on demand."""
 
     def __init__(self, size: int, connect: Callable[[Deadline], ConnectionT]) -> None:
         self.size = size
-        self.pump = Pump(size)
+        self.executor = IoExecutor(size)
         """Executes operations over the connections; its threads may :meth:`checkout` one."""
         self._connect = connect
         self._idle: deque[ConnectionT] = deque()
@@ -73,7 +73,7 @@ class Lane(Generic[ConnectionT]):
         while self._idle:
             self._idle.pop().close()
         if is_unused:
-            self.pump.close()
+            self.executor.close()
 
     def idle(self) -> ConnectionT | None:
         """Take an idle connection that appears to be open, or ``None``. Does not block."""
@@ -112,7 +112,9 @@ class Lane(Generic[ConnectionT]):
             return connection
         opened: list[ConnectionT] = []
         try:
-            await finished(self.pump.executor(lambda: opened.append(self.connect(deadline))), deadline.expire)
+            await finished(
+                self.executor.threads(lambda: opened.append(self.connect(deadline))), deadline.expire
+            )
         except anyio.get_cancelled_exc_class():
             for connection in opened:
                 connection.close()
@@ -129,7 +131,7 @@ class Lane(Generic[ConnectionT]):
         if not is_reusable:
             connection.close()
         if is_over:
-            self.pump.close()
+            self.executor.close()
 
 
 class Dialer(Generic[ConnectionT]):

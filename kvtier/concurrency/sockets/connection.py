@@ -5,32 +5,50 @@ received with ``recv_into``. Only bytes that arrive in the 4 KiB line buffer, wi
 copied. A connection is used from worker threads, by one thread at a time. After any exception it is out of
 sync with its server, and must be closed with :meth:`Connection.close`.
 
+A conversation is a list of sends and expected replies, which native code executes. It continues while each
+reply equals the expected one, byte for byte, so that no reply is parsed. At the first other reply it stops,
+and the caller parses what has arrived.
+
 Timeouts: socket(7), SO_RCVTIMEO.
 """
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import select
 import socket
 import ssl
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvtier import native
-from kvtier.sockets.buffers import advance, first_buffers, to_buffers
-from kvtier.sockets.conversation import EXPECT, SEND, Operation, Progress, progress_of
-from kvtier.sockets.waiting import POLL_SECONDS, peer_closed
 
 Buffer: TypeAlias = bytes | memoryview
+Buffers: TypeAlias = deque[memoryview]
+
+SEND: Final = 0
+"""Send all buffers, in order."""
+EXPECT: Final = 1
+"""Receive exactly the bytes of the only buffer."""
+RECEIVE: Final = 2
+"""Fill all buffers, in order."""
+
+Operation = tuple[int, Sequence[bytes | memoryview]]
 
 BUFFER_BYTES = 4096
 """Maximum length of a line, and of the copied part of a value."""
+IOV_MAX = 1024
+"""Buffers per system call; IOV_MAX of Linux."""
+POLL_SECONDS = 0.1
+"""How often a blocked send checks whether the other side has closed."""
 KEEP_ALIVE_IDLE_SECONDS = 15
 KEEP_ALIVE_INTERVAL_SECONDS = 5
 KEEP_ALIVE_PROBES = 3
@@ -51,6 +69,21 @@ class ClosedUnanswered(ConnectionResetError):
 
     With TLS 1.3, a server rejects a certificate after the client's handshake, and its alert may be lost.
     """
+
+
+class Progress(NamedTuple):
+    """How far a conversation has been executed."""
+
+    operations: int
+    """Number of completed operations. The conversation is complete if that is all of them."""
+    received: int = 0
+    """Bytes received of the next one, if that is to receive."""
+    error: OSError | None = None
+    """Why it has stopped; ``None`` if it is complete, and after an unexpected reply."""
+
+    def after(self, operations: int) -> Progress:
+        """Return the progress without the first ``operations``."""
+        return self._replace(operations=self.operations - operations)
 
 
 class Deadline:
@@ -405,3 +438,61 @@ def unless_closed(received: int) -> int:
     if not received:
         raise ConnectionResetError("the other side closed the connection")
     return received
+
+
+def peer_closed(fd: int) -> bool:
+    """Return whether the other side has closed without reading all sent data. Does not block.
+
+    A sender does not notice this while the receive window is full, and would wait forever.
+    """
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT | select.POLLRDHUP)
+    events = poll.poll(0)
+    return bool(events) and not events[0][1] & select.POLLOUT
+
+
+def progress_of(operations: int, moved: int, number: int) -> Progress:
+    """Convert the result of native code."""
+    return Progress(operations, moved, _error_of(number) if number else None)
+
+
+def _error_of(number: int) -> OSError:
+    if number == errno.ETIMEDOUT:
+        return TimeoutError("no answer in time")
+    if number == errno.ESHUTDOWN:
+        return ConnectionResetError("the server closed the connection")
+    return OSError(number, os.strerror(number))
+
+
+def to_buffers(buffers: Iterable[bytes | memoryview]) -> Buffers:
+    """Return views of the non-empty buffers, to be consumed with :func:`advance`."""
+    return deque(memoryview(buffer) for buffer in buffers if buffer)
+
+
+def first_buffers(buffers: Buffers) -> list[memoryview]:
+    """Return the leading buffers, as many as one system call takes."""
+    return [buffers[index] for index in range(min(len(buffers), IOV_MAX))]
+
+
+def split_runs(buffers: Iterable[memoryview], length: int) -> list[Buffers]:
+    """Split buffers into runs of ``length`` bytes; the last may be shorter. No buffers give one empty run."""
+    runs: list[Buffers] = [deque()]
+    room = length
+    for buffer in buffers:
+        left = buffer
+        while left:
+            if not room:
+                runs.append(deque())
+                room = length
+            runs[-1].append(left[:room])
+            room -= len(runs[-1][-1])
+            left = left[len(runs[-1][-1]) :]
+    return runs
+
+
+def advance(buffers: Buffers, moved: int) -> None:
+    """Drop the first ``moved`` bytes."""
+    while buffers and moved >= len(buffers[0]):
+        moved -= len(buffers.popleft())
+    if moved:
+        buffers[0] = buffers[0][moved:]

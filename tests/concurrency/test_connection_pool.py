@@ -1,4 +1,4 @@
-"""Lanes: connections to one server, and their cleanup."""
+"""Pools of connections to one server, and their cleanup."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvtier.sockets import lanes
-from kvtier.sockets.connection import Connection, Deadline
-from kvtier.sockets.conversation import RECEIVE, Progress
-from kvtier.sockets.lanes import Dialer, Lane
-from kvtier.sockets.pump import SMALL_BYTES
+from kvtier.concurrency.sockets import pool as connection_pool
+from kvtier.concurrency.sockets.connection import RECEIVE, Connection, Deadline, Progress
+from kvtier.concurrency.sockets.executor import SMALL_BYTES
+from kvtier.concurrency.sockets.pool import ConnectionPool, Dialer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("implementation")]
 
@@ -22,24 +21,24 @@ LARGE = 4 * SMALL_BYTES
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_closed_lane_is_released_with_its_last_connection(is_cancelled: bool) -> None:
+async def test_closed_pool_is_released_with_its_last_connection(is_cancelled: bool) -> None:
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         dialer = Dialer(*listener.getsockname(), make=Connection)
         await dialer.find(Deadline(SECONDS))
         threads, descriptors = count("task"), count("fd")
-        lane = Lane(2, dialer.connect)
+        pool = ConnectionPool(2, dialer.connect)
         answer = memoryview(bytearray(LARGE))
 
         async def converse() -> Progress:
-            async with lane.acquire(Deadline(SECONDS)) as connection:
-                return await lane.pump.converse(connection, [(RECEIVE, [answer])])
+            async with pool.acquire(Deadline(SECONDS)) as connection:
+                return await pool.executor.converse(connection, [(RECEIVE, [answer])])
 
         conversation = asyncio.create_task(converse())
         server, _ = await loop.sock_accept(listener)
         with server:
-            lane.close()
+            pool.close()
             if is_cancelled:
                 conversation.cancel()
                 await asyncio.wait([conversation])
@@ -57,7 +56,7 @@ async def test_name_resolution_timeout_is_reported(monkeypatch: pytest.MonkeyPat
     async def never(*_: object, **__: object) -> None:
         await anyio.sleep_forever()
 
-    monkeypatch.setattr(lanes, "getaddrinfo", never)
+    monkeypatch.setattr(connection_pool, "getaddrinfo", never)
     with pytest.raises(TimeoutError, match="timed out resolving"):
         await Dialer("a.host", 1, make=Connection).find(Deadline(0.01))
 

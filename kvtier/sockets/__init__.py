@@ -1,1 +1,0 @@
-"""Socket primitives: zero-copy sends and receives, and connection pools."""
