@@ -16,6 +16,7 @@ from kvtier.errors import ChannelError
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import ChunkKey, chunk_keys, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.pipeline.query import Query
 from kvtier.testing.noise import noise
 
 CHUNK_TOKENS = 64
@@ -61,7 +62,7 @@ def read(socket: Path, keys: list[ChunkKey]) -> tuple[Counter[str], int]:
     Raises :class:`ChannelError`.
     """
     with connected(socket) as (worker, scheduler):
-        ticket = scheduler.look_up(keys, len(keys) * CHUNK_TOKENS)
+        ticket = scheduler.look_up(Query(keys, len(keys) * CHUNK_TOKENS))
         if ticket is None:
             raise ChannelError("the cache process takes no lookup")
         found = scheduler.found(ticket, ANSWER_SECONDS)

@@ -55,6 +55,7 @@ from kvtier.lab.bench.timing import percentile, rotated
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.pipeline.query import Query
 from kvtier.units import parse_size
 from tests.rigs.loads import LEAVE_BYTES, MIB, available_bytes, fragmented, saturated, writing
 
@@ -218,7 +219,7 @@ class Bench:
         return {"first load from disk": seconds * 1e3, "  lookups until complete": lookups}
 
     def _look_up_all(self, scheduler: SchedulerBridge) -> LookupState:
-        ticket = scheduler.look_up(self._keys, CHUNKS * CHUNK_TOKENS)
+        ticket = scheduler.look_up(Query(self._keys, CHUNKS * CHUNK_TOKENS))
         if ticket is None:
             raise SystemExit("the connection to the cache process is lost")
         lookup = scheduler.found(ticket, wait=LIMIT_SECONDS)

@@ -45,6 +45,7 @@ from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.lab.bench.timing import filled
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys
+from kvtier.pipeline.query import Query
 from kvtier.settings import LocalTierSettings
 from kvtier.units import MIB
 
@@ -225,7 +226,7 @@ def by_lookups(concurrency: Sequence[int]) -> Costs:
 
 def start_lookup(scheduler: SchedulerBridge, keys: Sequence[ChunkKey]) -> int:
     """Start a lookup, as soon as the bridge accepts it."""
-    while (ticket := scheduler.look_up(keys, len(keys) * CHUNK_TOKENS)) is None:
+    while (ticket := scheduler.look_up(Query(keys, len(keys) * CHUNK_TOKENS))) is None:
         scheduler.poll()
     return ticket
 

@@ -40,10 +40,11 @@ from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.lookup_state import LookupState
 from kvtier.bridge.protocol import Hello
-from kvtier.catalog.siblings import marks_of
+from kvtier.catalog.siblings import PromptMarks, marks_of
 from kvtier.errors import ChannelError
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, block_hashes, chunk_keys, encode_tokens, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.pipeline.query import Query
 from kvtier.testing.servers import free_port
 from tests.rigs.loads import saturated
 from tests.rigs.servers import SERVERS
@@ -58,6 +59,7 @@ ANSWER_BYTES_PER_CHUNK = 10
 NAMESPACE = bytes(32)
 LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(BLOCK_TOKENS, (PAYLOAD_BYTES // 16,)),))
 ROOT = root_key(NAMESPACE)
+BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -121,7 +123,7 @@ def measure(
         granted = reserve(scheduler, ROOT, fresh, CHUNK_TOKENS)
         scheduler.abandon([slot.lease for slot in granted if slot is not None])
 
-    ticket = scheduler.look_up(keys, len(tokens))
+    ticket = scheduler.look_up(Query(keys, len(tokens)))
     assert ticket is not None
     lookup = scheduler.found(ticket, wait=5)
     assert lookup is not None
@@ -132,7 +134,7 @@ def measure(
     def look_up_unknown() -> None:
         fresh = [ChunkKey(os.urandom(KEY_BYTES)) for _ in keys]
         marks = random.randbytes(len(tokens) // BLOCK_TOKENS)
-        ticket = scheduler.look_up(fresh, len(tokens), root=ROOT, marks=marks)
+        ticket = scheduler.look_up(Query(fresh, len(tokens), marks=PromptMarks(ROOT, marks, BLOCKS)))
         assert ticket is not None
         unknown = scheduler.found(ticket, wait=5)
         while unknown is not None and not unknown.final:
@@ -180,7 +182,8 @@ def store_all(scheduler: SchedulerBridge, worker: WorkerBridge, keys: Sequence[C
 
 def look_up(scheduler: SchedulerBridge, keys: Sequence[ChunkKey], marks: bytes = b"") -> LookupState:
     """Look up the keys; return what has been granted, which the caller cancels."""
-    ticket = scheduler.look_up(keys, len(keys) * CHUNK_TOKENS, root=ROOT if marks else b"", marks=marks)
+    prompt = PromptMarks(ROOT, marks, BLOCKS) if marks else None
+    ticket = scheduler.look_up(Query(keys, len(keys) * CHUNK_TOKENS, marks=prompt))
     assert ticket is not None
     lookup = scheduler.found(ticket, wait=5)
     assert lookup is not None

@@ -45,7 +45,7 @@ from kvtier.peers.backend import PeersBackend
 from kvtier.peers.client import drop_promises
 from kvtier.peers.protocol import Granted, Lookup
 from kvtier.peers.source import Source
-from kvtier.pipeline.discover import Expected
+from kvtier.pipeline.query import Expected, Query
 from kvtier.rpc.frames import encode
 from kvtier.testing.backend import make_key
 from kvtier.testing.servers import free_port
@@ -205,7 +205,7 @@ class Lookups:
     async def look_up(self) -> float:
         keys = self._chunks.keys
         started = perf_counter()
-        found = self._instance.cache.look_up(keys, self._expected)
+        found = self._instance.cache.look_up(Query(keys), self._expected)
         await found.answered.wait()
         seconds = perf_counter() - started
         expect(len(found.chunks) == len(keys), f"{len(found.chunks)} of {len(keys)} chunks are found")
@@ -219,7 +219,7 @@ class Lookups:
     async def look_up_unknown(self) -> float:
         unknown_keys = [make_key(next(self._fresh)) for _ in self._chunks.keys]
         started = perf_counter()
-        found = self._instance.cache.look_up(unknown_keys, self._expected)
+        found = self._instance.cache.look_up(Query(unknown_keys), self._expected)
         await found.answered.wait()
         seconds = perf_counter() - started
         expect(not found.chunks, "an unknown prompt was found")
@@ -338,9 +338,9 @@ async def fetch_through_cache(instance: Instance, chunks: ChunkSet) -> Cost:
     cache, keys = instance.cache, chunks.keys
     expected = Expected(NAMESPACE, [chunks.length] * chunks.amount)
     with Meter() as meter:
-        ready = await cache.prefetch(keys, expected)
+        ready = await cache.prefetch(Query(keys), expected)
     expect(ready == len(keys), f"{ready} of {len(keys)} chunks were fetched")
-    found = cache.look_up(keys)
+    found = cache.look_up(Query(keys))
     arrived = [number_in(chunk.lease.view) for chunk in found.chunks]
     found.release()
     expect(arrived == list(chunks.numbers), "wrong contents in a chunk")

@@ -26,6 +26,7 @@ from benchmarks.common import MIB, show
 from kvtier import Settings, TieredCache
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
+from kvtier.pipeline.query import Query
 from kvtier.plugins import Plugins
 
 NAMESPACE = bytes(32)
@@ -104,7 +105,7 @@ async def fetch(cache: TieredCache, keys: Sequence[ChunkKey]) -> float:
     """Load chunks that only the disk holds, and return the milliseconds."""
     await cache.clear(keys, tiers=["ram"])
     started = time.perf_counter()
-    found = cache.look_up(keys)
+    found = cache.look_up(Query(keys))
     await found.settle(None)
     elapsed = time.perf_counter() - started
     assert found.ready == len(keys), "chunks were lost"

@@ -41,6 +41,7 @@ from kvtier.peers.protocol import MAX_RESERVED
 from kvtier.peers.push import Target
 from kvtier.peers.source import Source
 from kvtier.pipeline.found import Lookup
+from kvtier.pipeline.query import Query
 from kvtier.testing.servers import free_port
 
 FINISH_SECONDS = 60.0
@@ -166,7 +167,7 @@ class Pusher:
         """Write chunks over the link alone."""
         chunks = self._fresh(count)
         store(self._instance.cache, chunks)
-        found = self._instance.cache.look_up(chunks.keys)
+        found = self._instance.cache.look_up(Query(chunks.keys))
         transfer = self._instance._kv_transfers
         assert transfer is not None
         async with transfer.peers.checkout(self._to) as source:

@@ -19,7 +19,6 @@ from anyio.abc import TaskGroup
 from kvtier.backends.base import Backend
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.siblings import PromptMarks
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import KVTierError, SettingsError
 from kvtier.events import Move, Observer, PromptLookup
@@ -32,7 +31,7 @@ from kvtier.model import ModelCache
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.boundaries import Boundaries
 from kvtier.pipeline.clear import Cleared, ClearStage
-from kvtier.pipeline.discover import DiscoverStage, Expected
+from kvtier.pipeline.discover import DiscoverStage
 from kvtier.pipeline.evict import EvictStage
 from kvtier.pipeline.expect import ExpectStage
 from kvtier.pipeline.forget import ForgetStage
@@ -42,6 +41,7 @@ from kvtier.pipeline.held import HeldStage
 from kvtier.pipeline.look_up import LookUpStage
 from kvtier.pipeline.move import MoveStage
 from kvtier.pipeline.prefetch import PrefetchStage
+from kvtier.pipeline.query import Expected, Query
 from kvtier.pipeline.store import Reservation, StoreStage
 from kvtier.pipeline.worth import Worth
 from kvtier.plugins import Plugins, is_memory
@@ -202,7 +202,7 @@ class TieredCache:
         self.hierarchy.observers.remove(observer)
 
     def observe_lookups(self, observe: ObserveLookup | None) -> None:
-        """Report every lookup with ``expected`` that is neither ``local`` nor ``repeated`` from now on."""
+        """Report every lookup with ``expected`` that is neither local nor repeated from now on."""
         self._observe_lookup = observe
 
     def observe_models(self, observe: ObserveModel | None) -> None:
@@ -212,88 +212,55 @@ class TieredCache:
     # Control path: synchronous.
 
     def look_up(
-        self,
-        keys: Sequence[ChunkKey],
-        expected: Expected | None = None,
-        *,
-        local: bool = False,
-        expect: float = 0.0,
-        expect_chunks: int | None = None,
-        staged: Staged | None = None,
-        hints: ChunkHints | None = None,
-        marks: PromptMarks | None = None,
-        compute: float = 0.0,
-        repeated: bool = False,
+        self, query: Query, expected: Expected | None = None, *, staged: Staged | None = None
     ) -> Lookup:
-        """Lease the longest held prefix of ``keys``, and start to prefetch chunks of lower tiers.
+        """Lease the longest held prefix of a prompt, and start to prefetch chunks of lower tiers.
 
-        With ``local``, only tiers that belong to this host are considered. With ``expected``, the shared
-        pools are queried for the rest. Does not block: the result has ready chunks and chunks in flight.
-
-        ``expect``: for this many seconds, chunks that a peer pushes here count as in flight, limited to the
-        first ``expect_chunks`` if given. They are added to the result, leased, as they become READY, until
-        the push of the next one ends, or was not announced and does not begin soon. Only then are the pools
-        queried.
-
-        ``staged`` holds chunks that were pushed into staging buffers instead of tiers. ``hints`` replace
-        those of the chunks that are found. With ``marks``, a chunk that only begins like the next one of the
-        prompt is added at the end: see :attr:`Lookup.partial`. With ``compute``, the seconds in which a chunk
-        is computed, only those are found that are worth waiting for. ``repeated``: the same request has
-        looked them up before.
+        Does not block: the result has ready chunks and chunks in flight. With ``expected``, the shared pools
+        are queried for the rest. Chunks that a peer pushes here are added to the result, leased, as they
+        become READY, until the push of the next one ends, or was not announced and does not begin soon. Only
+        then are the pools queried. ``staged`` holds chunks that were pushed into staging buffers instead of
+        tiers.
         """
         self._check_open()
-        found = Lookup(staged, hints, marks, compute)
-        if not local and not repeated:
-            self._looking_up.count_tokens(found, keys, expected)
-        self._looking_up.prefix(
-            found, keys, expected, local=local, expect=expect, expect_chunks=expect_chunks
-        )
-        if not local and not repeated:
+        found = Lookup(query, staged)
+        counts = not query.local and not query.repeated
+        if counts:
+            self._looking_up.count_tokens(found, expected)
+        self._looking_up.prefix(found, expected)
+        if counts:
             whole = found.count - (found.partial is not None)
-            self.hierarchy.catalog.report_missed(keys[whole:])
-            self._report_lookup(keys, expected, whole, hints, compute)
+            self.hierarchy.catalog.report_missed(query.keys[whole:])
+            self._report_lookup(query, expected, whole)
         return found
 
-    def look_up_state(
-        self,
-        keys: Sequence[ChunkKey],
-        expected: Expected,
-        state_bytes: int,
-        hints: ChunkHints | None = None,
-        compute: float = 0.0,
-        *,
-        repeated: bool = False,
-    ) -> Lookup:
+    def look_up_state(self, query: Query, expected: Expected, state_bytes: int) -> Lookup:
         """Lease the longest prefix of whole chunks at whose end a state is stored, and that state.
 
         For models with states, where every other prefix is useless: either all of these chunks arrive or
         none is returned, and the state, an object of ``state_bytes``, is the last of them. Otherwise like
-        :meth:`look_up`.
+        :meth:`look_up`, but nothing is expected to be pushed.
         """
         self._check_open()
-        found = Lookup(hints=hints, compute=compute)
-        if not repeated:
-            self._looking_up.count_tokens(found, keys, expected)
-        self._looking_up.boundary(found, keys, expected, state_bytes)
-        if not repeated:
-            self._report_lookup(keys, expected, max(0, found.count - 1), hints, compute)
+        found = Lookup(query)
+        if not query.repeated:
+            self._looking_up.count_tokens(found, expected)
+        self._looking_up.boundary(found, expected, state_bytes)
+        if not query.repeated:
+            self._report_lookup(query, expected, max(0, found.count - 1))
         return found
 
-    def _report_lookup(
-        self,
-        keys: Sequence[ChunkKey],
-        expected: Expected | None,
-        found: int,
-        hints: ChunkHints | None,
-        compute: float,
-    ) -> None:
-        """Report a lookup to who observes them."""
-        if self._observe_lookup is None or expected is None or not keys:
+    def _report_lookup(self, query: Query, expected: Expected | None, found: int) -> None:
+        """Report a lookup to its observer."""
+        if self._observe_lookup is None or expected is None or not query.keys:
             return
         layout = self.hierarchy.layouts.get(expected.namespace)
         tokens = 0 if layout is None else layout.chunk_tokens
         size = object_bytes(layout.payload_bytes(tokens)) if layout is not None else expected.lengths[0]
-        self._observe_lookup(PromptLookup(time.monotonic(), keys, size, tokens, found, compute, hints))
+        compute = query.compute_seconds / len(query.keys)
+        self._observe_lookup(
+            PromptLookup(time.monotonic(), query.keys, size, tokens, found, compute, query.hints)
+        )
 
     def supersede_tails(self, chunk: ChunkKey, *, whole: bool) -> None:
         """Remove shorter chunks that begin like one just stored, or that one if a longer one does.
@@ -374,9 +341,9 @@ class TieredCache:
 
     # Data path: asynchronous.
 
-    async def prefetch(self, keys: Sequence[ChunkKey], expected: Expected | None = None) -> int:
+    async def prefetch(self, query: Query, expected: Expected | None = None) -> int:
         """Prefetch the held prefix into the first tier. Return its length there in chunks."""
-        found = self.look_up(keys, expected)
+        found = self.look_up(query, expected)
         try:
             await found.settle(None)
             return found.ready

@@ -24,7 +24,7 @@ from kvtier.memory.keys import (
     root_key,
 )
 from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, namespace
-from kvtier.pipeline.discover import Expected
+from kvtier.pipeline.query import Expected, Query
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -152,7 +152,8 @@ class ModelCache:
             raise LayoutError("the memory for the KV is read-only: pass memory that can be written to")
         keys, hashes = self.keys(encoded), self._hashes(encoded)
         marks = PromptMarks(self._root, marks_of(hashes), self._hashes_bytes // BLOCK_HASH_BYTES)
-        found = self._cache.look_up(keys, self._expected(len(tokens)), hints=self._owned(hints), marks=marks)
+        query = Query(keys, len(tokens), hints=self._owned(hints), marks=marks)
+        found = self._cache.look_up(query, self._expected(len(tokens)))
         try:
             await self._cache.settle(found)
             copies, filled = [], 0
@@ -209,7 +210,8 @@ class ModelCache:
 
     async def prefetch(self, tokens: Sequence[int]) -> int:
         """Prefetch a prompt's chunks. Return the number of leading tokens in memory afterwards."""
-        ready = await self._cache.prefetch(self.keys(tokens), self._expected(len(tokens)))
+        query = Query(self.keys(tokens), len(tokens))
+        ready = await self._cache.prefetch(query, self._expected(len(tokens)))
         return self._tokens(ready, len(tokens))
 
     async def move(self, tokens: Sequence[int], source: str, target: str, *, copy: bool = False) -> int:
@@ -234,7 +236,7 @@ class ModelCache:
         whole = self._layout.chunk_tokens
         chunks = [min(whole, tokens - start) for start in range(0, tokens, whole)]
         lengths = [object_bytes(chunk * self._token_bytes) for chunk in chunks]
-        return Expected(self._namespace, lengths, tokens=tokens)
+        return Expected(self._namespace, lengths)
 
     def _slice(self, view: memoryview, index: int, tokens: int) -> memoryview:
         start = index * self._layout.chunk_tokens

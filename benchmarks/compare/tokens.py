@@ -30,6 +30,7 @@ from kvtier.integrations.vllm.worker import WorkerSide
 from kvtier.lab.demo.server import start_cache
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.pipeline.query import Query
 
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
 TOKEN_LAYER_BYTES = 4096
@@ -91,7 +92,7 @@ class Engine:
             cache[self._blocks[-1]] = 0
         started = time.perf_counter()
         keys = chunk_keys(self._root, self._tokens, CHUNK_TOKENS)
-        ticket = self._scheduler.look_up(keys, len(self._tokens))
+        ticket = self._scheduler.look_up(Query(keys, len(self._tokens)))
         lookup = None if ticket is None else self._scheduler.found(ticket, wait=TIMEOUT_SECONDS)
         if ticket is None or lookup is None or len(lookup.leases) < len(keys):
             raise SystemExit("kvtier did not find the prompt")
@@ -114,7 +115,7 @@ class Engine:
         self._worker.close()
 
     def _found(self, keys: Sequence[ChunkKey]) -> int:
-        ticket = self._scheduler.look_up(keys, len(self._tokens))
+        ticket = self._scheduler.look_up(Query(keys, len(self._tokens)))
         lookup = None if ticket is None else self._scheduler.found(ticket, wait=TIMEOUT_SECONDS)
         if ticket is None or lookup is None:
             raise SystemExit("the cache process did not answer")

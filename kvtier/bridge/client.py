@@ -21,12 +21,12 @@ from kvtier.bridge import protocol
 from kvtier.bridge.bridge import Bridge, open_connection
 from kvtier.bridge.lookup_state import LookupState
 from kvtier.bridge.notices import MAX_CHARACTERS
-from kvtier.catalog.hints import ChunkHints
 from kvtier.concurrency.threads import run_in_background
 from kvtier.errors import ArenaError, ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.arena import ArenaMap
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.memory.layout import ChunkLayout
+from kvtier.pipeline.query import Query
 from kvtier.rpc.calls import Call, ReplyT
 from kvtier.rpc.client import GREETING_SECONDS
 from kvtier.rpc.frames import Ping, Pong, Reply, Request
@@ -153,32 +153,19 @@ class SchedulerBridge(Bridge):
             raise ProtocolError(f"the tiers of {len(held.tiers)} chunks for {len(keys)} keys")
         self._held.update(zip(keys, held.tiers, strict=True))
 
-    def look_up(
-        self,
-        keys: Sequence[ChunkKey],
-        tokens: int,
-        *,
-        expect_chunks: int = 0,
-        expect_seconds: float = 0.0,
-        hints: ChunkHints | None = None,
-        root: bytes = b"",
-        marks: bytes = b"",
-        compute_seconds: float = 0.0,
-        repeated: bool = False,
-    ) -> int | None:
-        """Send a lookup of leading chunks; return its ticket, or ``None`` without a responsive cache process.
+    def look_up(self, query: Query) -> int | None:
+        """Send a lookup; return its ticket, or ``None`` without a responsive cache process.
 
-        The final answer may take up to ``expect_seconds`` longer: the cache process waits that long for
-        chunks among the first ``expect_chunks`` that a peer is pushing. With ``root`` and ``marks``, the last
-        chunk may be one that only begins like the prompt. ``compute_seconds``: how long the prompt would be
-        computed, 0 if that is unknown. ``repeated``: it is not the first lookup of its request.
+        The final answer may take up to ``query.expect_seconds`` longer.
         """
-        if not (keys or marks) or not self.accepts_requests:
+        if not (query.keys or query.marks) or not self.accepts_requests:
             return None
-        prompt = join_keys(keys), tokens, expect_chunks, expect_seconds, hints, root, marks
+        root, marks = (b"", b"") if query.marks is None else query.marks[:2]
+        chunks = join_keys(query.keys), query.tokens, query.expect_chunks, query.expect_seconds
+        prompt = *chunks, query.hints, root, marks, query.compute_seconds, query.repeated
         call = self.call(
             "lookups",
-            lambda ticket: protocol.Lookup(ticket, *prompt, compute_seconds, repeated),
+            lambda ticket: protocol.Lookup(ticket, *prompt),
             protocol.Found,
             lambda found, _wanted: found,
         )

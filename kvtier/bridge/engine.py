@@ -19,8 +19,8 @@ from kvtier.errors import CorruptChunk, ProtocolError
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, ChunkKey, split_keys
 from kvtier.memory.layout import STATE_TOKENS
-from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.found import Lookup, Ready
+from kvtier.pipeline.query import Expected, Query
 from kvtier.units import format_size
 
 if TYPE_CHECKING:
@@ -114,23 +114,20 @@ class Engine:
             self._recorder.record(
                 request.keys, request.tokens, self.layout.chunk_tokens, self._whole_bytes, request.hints
             )
-        compute = max(0.0, request.compute_seconds) / max(1, len(keys))
+        query = Query(
+            keys,
+            request.tokens,
+            hints=request.hints,
+            marks=self._marks(request),
+            compute_seconds=max(0.0, request.compute_seconds),
+            expect_seconds=request.expect_seconds,
+            expect_chunks=request.expect_chunks,
+            repeated=request.repeated,
+        )
         if self.layout.has_states:
-            found = self._cache.look_up_state(
-                keys, expected, self._state_bytes, request.hints, compute, repeated=request.repeated
-            )
+            found = self._cache.look_up_state(query, expected, self._state_bytes)
         else:
-            found = self._cache.look_up(
-                keys,
-                expected,
-                expect=request.expect_seconds,
-                expect_chunks=request.expect_chunks,
-                staged=self._buffers,
-                hints=request.hints,
-                marks=self._marks(request),
-                compute=compute,
-                repeated=request.repeated,
-            )
+            found = self._cache.look_up(query, expected, staged=self._buffers)
         ticket = self._tickets[request.ticket] = Ticket(request.ticket)
         answer = self._grant(ticket, found, fetching=found.in_flight)
         if not found.in_flight:
@@ -157,7 +154,7 @@ class Engine:
         lengths = [self._whole_bytes] * chunks
         if last != whole:
             lengths[-1:] = [object_bytes(self.layout.payload_bytes(last))] if chunks else []
-        return Expected(self.namespace, lengths, tokens=tokens)
+        return Expected(self.namespace, lengths)
 
     def progress(self, number: int, found: Lookup) -> Found | None:
         """Return what has arrived since the last answer of a lookup, or ``None`` if it was cancelled."""

@@ -11,6 +11,7 @@ from kvtier.memory.header import is_sealed
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.pipeline.found import FoundChunk
+from kvtier.pipeline.query import Query
 from kvtier.tiers.router import FIRST
 from kvtier.units import MIB
 
@@ -75,15 +76,15 @@ class Holdings:
         self, keys: Sequence[ChunkKey], *, prefix: bool, limit: int
     ) -> tuple[list[int], list[FoundChunk]]:
         if prefix:
-            chunks = self._cache.look_up(keys[:limit], local=True).chunks
+            chunks = self._cache.look_up(Query(keys[:limit], local=True)).chunks
             return list(range(len(chunks))), chunks
         places = list(self._cache.hierarchy.catalog.places(keys))
         at = [index for index, (ready, _) in enumerate(places) if ready & self._local][:limit]
-        chunks = self._cache.look_up([keys[index] for index in at], local=True).chunks
+        chunks = self._cache.look_up(Query([keys[index] for index in at], local=True)).chunks
         # If memory has no room for one chunk from below, it has room for none; those in memory need none.
         rest = [index for index in at[len(chunks) :] if places[index][0] >> FIRST & 1]
         del at[len(chunks) :]
-        more = self._cache.look_up([keys[index] for index in rest], local=True).chunks if rest else []
+        more = self._cache.look_up(Query([keys[index] for index in rest], local=True)).chunks if rest else []
         return at + rest[: len(more)], chunks + more
 
     def late(self, chunks: Sequence[FoundChunk]) -> list[int]:

@@ -7,7 +7,7 @@
     result = await transfer.finish(5)                       # No further chunk will become READY.
     result.leading                                          # Length of the prefix that the peer has.
 
-Lookups at the peer wait for the announced chunks (``TieredCache.look_up(expect=…)``). READY chunks are leased
+Lookups at the peer wait for the announced chunks (``Query.expect_seconds``). READY chunks are leased
 until the peer has them, so that they cannot be evicted before. A chunk that is also in a staging buffer is
 transferred from there if the peer has a staging buffer as well, otherwise through the first tier.
 """

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from kvtier.memory.keys import ChunkKey, state_key
 from kvtier.pipeline.base import Hierarchy
-from kvtier.pipeline.discover import DiscoverStage, Expected
+from kvtier.pipeline.discover import DiscoverStage
+from kvtier.pipeline.query import Expected
 
 MAX_WALK = 4096
 """Chunks to look at for superseded states."""

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from itertools import cycle, pairwise
 
 from kvtier.catalog.catalog import State
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
+from kvtier.pipeline.query import Expected
 from kvtier.tiers.tier import Tier
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """Metadata of a prompt's chunks, needed to fetch those that are not in the catalog yet."""
-
-    namespace: bytes
-    lengths: Sequence[int]
-    """Bytes of each chunk object, in the order of the keys."""
-    parents: Sequence[ChunkKey] | None = None
-    """The parent of each, if it is not the one before."""
-    tokens: int = 0
-    """Of all chunks together; 0 if unknown."""
-
 
 Ask = Callable[[Sequence[ChunkKey]], Awaitable[Sequence[int]]]
 """Queries which chunks are held, and returns their indices. They need not be a prefix."""

@@ -10,13 +10,13 @@ from typing import NamedTuple, Protocol
 
 import anyio
 
-from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.siblings import PromptMarks, Similar
+from kvtier.catalog.siblings import Similar
 from kvtier.concurrency.tasks import wait_for_event
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease, Leases
 from kvtier.pipeline.expect import Expectation
 from kvtier.pipeline.prefetch import Flight
+from kvtier.pipeline.query import Query
 from kvtier.tiers.router import FIRST
 
 COMPUTE_TIMES = 2.0
@@ -110,22 +110,12 @@ class Ready(NamedTuple):
 class Lookup:
     """The leading chunks of a prompt that are held. The caller must release their leases."""
 
-    def __init__(
-        self,
-        staged: Staged | None = None,
-        hints: ChunkHints | None = None,
-        marks: PromptMarks | None = None,
-        compute: float = 0.0,
-    ) -> None:
-        """``staged``: a staging buffer to search besides the tiers. ``hints``: for the chunks found.
-
-        ``marks``: those of the prompt, to find a chunk that begins like the first one that is not held.
-        ``compute``: the seconds in which the engine computes a chunk; 0 if that is unknown.
-        """
+    def __init__(self, query: Query, staged: Staged | None = None) -> None:
+        """``staged``: a staging buffer to search besides the tiers."""
+        self.query = query
         self.staged = staged
-        self.hints = hints
-        self.marks = marks
-        self.compute = compute
+        self.compute = query.compute_seconds / max(1, len(query.keys))
+        """The seconds in which the engine computes a chunk; 0 if that is unknown."""
         self.tokens = self.chunk_tokens = 0
         """Of the chunks that may be found, and of a whole chunk; 0 if they do not count for the hit rate."""
         self.began_at = time.monotonic()

@@ -17,9 +17,10 @@ from kvtier.events import Move
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.pipeline.base import Hierarchy
-from kvtier.pipeline.discover import Ask, DiscoverStage, Expected
+from kvtier.pipeline.discover import Ask, DiscoverStage
 from kvtier.pipeline.evict import EvictStage
 from kvtier.pipeline.move import MoveStage
+from kvtier.pipeline.query import Expected
 from kvtier.settings import LocalTierSettings
 from kvtier.tiers.batches import BATCH_BYTES
 from kvtier.tiers.level import Level

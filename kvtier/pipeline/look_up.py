@@ -16,10 +16,11 @@ from kvtier.events import Prefetch, Priority
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.base import Hierarchy
 from kvtier.pipeline.boundaries import Boundaries, Boundary
-from kvtier.pipeline.discover import DiscoverStage, Expected
+from kvtier.pipeline.discover import DiscoverStage
 from kvtier.pipeline.expect import Expectation, ExpectStage
 from kvtier.pipeline.found import FoundChunk, Lookup, ReportProgress
 from kvtier.pipeline.prefetch import PrefetchStage
+from kvtier.pipeline.query import Expected
 from kvtier.pipeline.store import StoreStage
 from kvtier.pipeline.worth import Worth
 from kvtier.settings import PrefetchSettings
@@ -51,54 +52,47 @@ class LookUpStage:
         self.worth = Worth(hierarchy, prefetching)
         """What to load and what to compute."""
 
-    def prefix(
-        self,
-        found: Lookup,
-        keys: Sequence[ChunkKey],
-        expected: Expected | None,
-        *,
-        local: bool,
-        expect: float,
-        expect_chunks: int | None,
-    ) -> None:
-        """Add the longest held prefix of ``keys``. See :meth:`kvtier.TieredCache.look_up`."""
-        if not local:  # The hit rate is that of this host's engines, without lookups by peers.
+    def prefix(self, found: Lookup, expected: Expected | None) -> None:
+        """Add the longest held prefix. See :meth:`kvtier.TieredCache.look_up`."""
+        query, keys = found.query, found.query.keys
+        if not query.local:  # The hit rate is that of this host's engines, without lookups by peers.
             self._hierarchy.counts["looked_up"] += len(keys)
         found.compute *= self._adaptive
-        reached = self._extend(found, keys, self._local if local else ALL_TIERS)
+        reached = self._extend(found, keys, self._local if query.local else ALL_TIERS)
         rest = keys[found.count :]
         if not reached:
             return
-        pushed = keys[found.count : expect_chunks]
+        pushed = keys[found.count : query.expect_chunks]
         if not rest:
-            self._extend_partially(found, keys)
-        elif expect > 0 and pushed and not self._expecting.is_abandoned(pushed[0]):
+            self._extend_partially(found)
+        elif query.expect_seconds > 0 and pushed and not self._expecting.is_abandoned(pushed[0]):
             found.unknown = len(rest)
             found.pushed = self._expecting.begin(pushed, partial(self._add_pushed, found))
-            self._hierarchy.tasks.start_soon(self._await_pushed, found.pushed, found, keys, expected, expect)
+            self._hierarchy.tasks.start_soon(self._await_pushed, found.pushed, found, expected)
         elif expected is not None and self._discovering.pools(expected.namespace):
             found.unknown = len(rest)
-            self._hierarchy.tasks.start_soon(self._query_pools, found, keys, expected)
+            self._hierarchy.tasks.start_soon(self._query_pools, found, expected)
         else:
-            self._extend_partially(found, keys)
+            self._extend_partially(found)
 
-    def boundary(self, found: Lookup, keys: Sequence[ChunkKey], expected: Expected, state_bytes: int) -> None:
+    def boundary(self, found: Lookup, expected: Expected, state_bytes: int) -> None:
         """Add the longest prefix that ends with a state. See :meth:`kvtier.TieredCache.look_up_state`."""
+        keys = found.query.keys
         self._hierarchy.counts["looked_up"] += len(keys)
         found.compute *= self._adaptive
         boundary = self._boundaries.last(keys)
         if len(boundary.needed) <= len(keys) and self._discovering.pools(expected.namespace):
             found.unknown = len(keys) + 1
-            self._hierarchy.tasks.start_soon(self._query_boundary, found, keys, expected, state_bytes)
+            self._hierarchy.tasks.start_soon(self._query_boundary, found, expected, state_bytes)
         else:
             self._extend_to(found, boundary)
 
-    def count_tokens(self, found: Lookup, keys: Sequence[ChunkKey], expected: Expected | None) -> None:
+    def count_tokens(self, found: Lookup, expected: Expected | None) -> None:
         """Let the tokens of a lookup, if they are known, count for the hit rate."""
         layout = None if expected is None else self._hierarchy.layouts.get(expected.namespace)
         if expected is not None and layout is not None:
             found.chunk_tokens = layout.chunk_tokens
-            found.tokens = min(expected.tokens, len(keys) * layout.chunk_tokens)
+            found.tokens = min(found.query.tokens, len(found.query.keys) * layout.chunk_tokens)
             self._hierarchy.counts["lookup_tokens"] += found.tokens
 
     async def settle(self, found: Lookup, progress: ReportProgress | None) -> None:
@@ -146,8 +140,8 @@ class LookUpStage:
             )
             rows, sources = rows[:worth], sources[:worth]
         held = keys[: len(rows)]
-        if found.hints is not None:
-            hierarchy.catalog.set_hints(rows, found.hints)
+        if found.query.hints is not None:
+            hierarchy.catalog.set_hints(rows, found.query.hints)
         hierarchy.catalog.touch_rows(rows)
         self._storing.used(rows)
         in_memory = sources.count(memory.index) == len(sources)
@@ -188,15 +182,16 @@ class LookUpStage:
             excess = (first + len(sources)) * tokens - found.tokens
             counts[f"hit_tokens_{tiers[sources[-1]].name}"] -= max(0, excess)
 
-    def _extend_partially(self, found: Lookup, keys: Sequence[ChunkKey]) -> None:
-        """Add a chunk that begins like the first one of ``keys`` that is not held."""
-        if found.marks is None:
+    def _extend_partially(self, found: Lookup) -> None:
+        """Add a chunk that begins like the first one of the prompt that is not held."""
+        prompt = found.query.marks
+        if prompt is None:
             return
-        parent, marks = found.marks.after(keys[: found.total])
+        parent, marks = prompt.after(found.query.keys[: found.total])
         chunk = self._hierarchy.catalog.beginnings.like(parent, marks) if marks else None
         if chunk is not None:
             before = found.count
-            equal = found.chunk_tokens * chunk.equal // found.marks.per_chunk
+            equal = found.chunk_tokens * chunk.equal // prompt.per_chunk
             found.tokens = min(found.tokens, found.total * found.chunk_tokens + equal)
             self._extend_from_tiers(found, [chunk.key], ALL_TIERS)
             found.partial = chunk if found.count > before else None
@@ -222,15 +217,9 @@ class LookUpStage:
 
     # What is pushed here, or held by shared pools.
 
-    async def _await_pushed(
-        self,
-        pushed: Expectation,
-        found: Lookup,
-        keys: Sequence[ChunkKey],
-        expected: Expected | None,
-        seconds: float,
-    ) -> None:
+    async def _await_pushed(self, pushed: Expectation, found: Lookup, expected: Expected | None) -> None:
         """Add pushed chunks to a lookup, then chunks that only shared pools hold, until it is released."""
+        keys = found.query.keys
 
         def extend() -> int:
             before = found.count
@@ -239,11 +228,11 @@ class LookUpStage:
             return found.count - before
 
         try:
-            await pushed.wait(seconds, extend)
+            await pushed.wait(found.query.expect_seconds, extend)
             if found.unknown and expected is not None and self._discovering.pools(expected.namespace):
-                await self._query_pools(found, keys, expected)
+                await self._query_pools(found, expected)
             elif found.unknown:
-                self._extend_partially(found, keys)
+                self._extend_partially(found)
         finally:
             found.unknown = 0
             found.answered.set()
@@ -261,22 +250,22 @@ class LookUpStage:
         found.unknown -= 1
         return True
 
-    async def _query_pools(self, found: Lookup, keys: Sequence[ChunkKey], expected: Expected) -> None:
+    async def _query_pools(self, found: Lookup, expected: Expected) -> None:
         """Add chunks that only shared pools hold to a lookup, if it is still open when they answer."""
+        keys = found.query.keys
         try:
             known = await self._discovering.ask(keys, expected)
             if not found.unknown:
                 self._bring_up(keys[:known])
             elif self._extend(found, keys[len(keys) - found.unknown :]):
-                self._extend_partially(found, keys)
+                self._extend_partially(found)
         finally:
             found.unknown = 0
             found.answered.set()
 
-    async def _query_boundary(
-        self, found: Lookup, keys: Sequence[ChunkKey], expected: Expected, state_bytes: int
-    ) -> None:
+    async def _query_boundary(self, found: Lookup, expected: Expected, state_bytes: int) -> None:
         """Add the chunks and the state of the longest usable prefix to a lookup, also of shared pools."""
+        keys = found.query.keys
         try:
             await self._boundaries.ask(keys, expected, state_bytes)
             boundary = self._boundaries.last(keys)

@@ -22,6 +22,7 @@ from abuse.run import KINDS, Results, Run
 from abuse.stack import DISK_BYTES, Process, Stack, running
 from kvtier.errors import ChannelError
 from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.query import Query
 from soak.leaks import wait_until_idle
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +146,7 @@ def test_an_engine_that_cannot_store(run: Run, found: Found, monkeypatch: pytest
 def test_what_is_still_held(stack: Stack, run: Run, found: Found) -> None:
     socket, number = run.work.store()
     with abuse.engine.connected(socket) as (_, scheduler):
-        ticket = scheduler.look_up(abuse.engine.prompt(number), 640)
+        ticket = scheduler.look_up(Query(abuse.engine.prompt(number), 640))
         assert ticket is not None
         assert scheduler.found(ticket, 30.0) is not None
         assert "cache-" in (text := found())

@@ -18,6 +18,7 @@ from kvtier.bridge.protocol import Hello, Role
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.pipeline.query import Query
 from tests.rigs.loads import MIB, saturated
 
 from .conftest import confirm, is_serving, reserve, wait_until
@@ -84,7 +85,7 @@ def test_first_load_from_disk_with_saturated_cores(tmp_path: Path) -> None:
         worker.connect()
         scheduler.connect()
         assert worker.arena is not None
-        ticket = scheduler.look_up(KEYS, CHUNK_TOKENS * CHUNKS)
+        ticket = scheduler.look_up(Query(KEYS, CHUNK_TOKENS * CHUNKS))
         assert ticket is not None
 
         def is_final() -> bool:

@@ -31,6 +31,7 @@ from kvtier.bridge.protocol import (
 from kvtier.errors import ChannelError, ProtocolError
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys
+from kvtier.pipeline.query import Query
 from kvtier.rpc.client import MIN_RETRY_SECONDS
 from kvtier.rpc.frames import Ping, Pong
 
@@ -76,7 +77,7 @@ NOTHING_HELD = {"leases": 0, "reservations": 0, "tickets": 0}
 @pytest.mark.usefixtures("running")
 def test_found_chunks_are_leased_until_released(path: Path) -> None:
     scheduler, worker = store(path, KEYS)
-    ticket = scheduler.look_up(KEYS, TOKENS)
+    ticket = scheduler.look_up(Query(KEYS, TOKENS))
     assert ticket is not None
     lookup = scheduler.found(ticket, wait=60)
     assert lookup is not None
@@ -94,8 +95,8 @@ def test_found_chunks_are_leased_until_released(path: Path) -> None:
 @pytest.mark.usefixtures("running")
 def test_cancelled_lookup_releases_everything(path: Path) -> None:
     scheduler, _ = store(path, KEYS)
-    unanswered = scheduler.look_up(KEYS, TOKENS)
-    answered = scheduler.look_up(KEYS, TOKENS)
+    unanswered = scheduler.look_up(Query(KEYS, TOKENS))
+    answered = scheduler.look_up(Query(KEYS, TOKENS))
     assert unanswered is not None
     assert answered is not None
     assert scheduler.found(answered, wait=60) is not None
@@ -117,7 +118,7 @@ def test_stopped_cache_process_delays_only_once_and_leaks_nothing(
         assert scheduler.await_reply(late, 0.05) is None
         assert scheduler.late
         assert scheduler.reserve([run]) is None, "no request is sent while one is late"
-        ticket = scheduler.look_up(KEYS, TOKENS)
+        ticket = scheduler.look_up(Query(KEYS, TOKENS))
         assert ticket is not None
         waited = scheduler.waited
         lookup = scheduler.found(ticket, wait=5)
@@ -144,10 +145,10 @@ def test_unresponsive_cache_process_gets_no_requests_until_it_answers(
     scheduler, _ = store(path, KEYS[:4])
     running.send_signal(signal.SIGSTOP)
     try:
-        ticket = scheduler.look_up(KEYS, TOKENS)
+        ticket = scheduler.look_up(Query(KEYS, TOKENS))
         assert ticket is not None
         wait_until(lambda: (scheduler.update(), not scheduler.responsive)[1])
-        assert scheduler.look_up(KEYS, TOKENS) is None
+        assert scheduler.look_up(Query(KEYS, TOKENS)) is None
         assert scheduler.reserve([Run(ROOT, KEYS[9], CHUNK_TOKENS)]) is None
         started = time.monotonic()
         assert scheduler.clear(60) is None
@@ -157,7 +158,7 @@ def test_unresponsive_cache_process_gets_no_requests_until_it_answers(
         running.send_signal(signal.SIGCONT)
     wait_until(lambda: (scheduler.update(), scheduler.responsive)[1])
     wait_until(lambda: held_by_engine(path) == NOTHING_HELD)
-    ticket_after = scheduler.look_up(KEYS, TOKENS)
+    ticket_after = scheduler.look_up(Query(KEYS, TOKENS))
     assert ticket_after is not None
     scheduler.cancel(ticket_after)
     warnings = [record.message for record in caplog.records if "has not answered" in record.message]
@@ -169,7 +170,7 @@ def test_unresponsive_cache_process_gets_no_requests_until_it_answers(
 def test_stalled_fetch_is_detected_by_probe(path: Path) -> None:
     """During a fetch no request is pending, so a probe checks that the process is alive."""
     with scheduler_of(path) as (cache, scheduler):
-        ticket = scheduler.look_up(KEYS, TOKENS)
+        ticket = scheduler.look_up(Query(KEYS, TOKENS))
         assert ticket is not None
         cache.receive(Lookup)
         cache.send(Found(ticket, [], [], [], 40))
@@ -190,7 +191,7 @@ def test_cache_process_that_never_reads_is_disconnected(path: Path, running: sub
         keys = [ChunkKey(os.urandom(KEY_BYTES)) for _ in range(4096)]
         refused = False
         for _ in range(20):
-            refused = refused or scheduler.look_up(keys, CHUNK_TOKENS * len(keys)) is None
+            refused = refused or scheduler.look_up(Query(keys, CHUNK_TOKENS * len(keys))) is None
         assert refused, "lookups are not queued without limit"
         for _ in range(200):
             scheduler.abandon(list(range(1, 50_000)))
@@ -203,7 +204,7 @@ def test_killed_cache_process_is_a_miss_and_successor_is_connected(
     path: Path, running: subprocess.Popen[str], start: Start
 ) -> None:
     scheduler, worker = store(path, KEYS)
-    ticket = scheduler.look_up(KEYS, TOKENS)
+    ticket = scheduler.look_up(Query(KEYS, TOKENS))
     assert ticket is not None
     lookup = scheduler.found(ticket, wait=60)
     assert lookup is not None
@@ -221,7 +222,7 @@ def test_killed_cache_process_is_a_miss_and_successor_is_connected(
     wait_until(lambda: is_serving(path))
     wait_until(lambda: scheduler.ready() and worker.ready(), seconds=4 * MIN_RETRY_SECONDS + 10)
     assert worker.epoch == scheduler.epoch != old_epoch
-    ticket_after = scheduler.look_up(KEYS, TOKENS)
+    ticket_after = scheduler.look_up(Query(KEYS, TOKENS))
     assert ticket_after is not None
 
 
@@ -238,7 +239,7 @@ def test_missing_cache_process_is_reported_and_retried_rarely(path: Path) -> Non
 
     scheduler = SchedulerBridge(hello("scheduler"), path, start_one)
     while time.monotonic() < started + 0.3:
-        assert scheduler.look_up(KEYS, TOKENS) is None
+        assert scheduler.look_up(Query(KEYS, TOKENS)) is None
     assert starts == 1
 
 
@@ -359,7 +360,7 @@ def test_abandoned_leases_are_sent_to_the_process_of_their_epoch(path: Path) -> 
 
 def test_late_answer_to_cancelled_lookup_holds_nothing(path: Path) -> None:
     with scheduler_of(path) as (cache, scheduler):
-        ticket = scheduler.look_up(KEYS, TOKENS)
+        ticket = scheduler.look_up(Query(KEYS, TOKENS))
         assert ticket is not None
         scheduler.cancel(ticket)
         cache.receive(Lookup)

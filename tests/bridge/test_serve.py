@@ -14,6 +14,7 @@ import pytest
 
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.memory.header import HEADER_BYTES
+from kvtier.pipeline.query import Query
 
 from .conftest import CHUNK_TOKENS, KEYS, LAYOUT, hello, is_serving, store, wait_until
 
@@ -66,7 +67,7 @@ def test_sigkill_during_writes_leaves_only_whole_chunks(tmp_path: Path, start: S
     worker.connect()
     scheduler.connect()
     assert worker.arena is not None
-    ticket = scheduler.look_up(KEYS, CHUNK_TOKENS * len(KEYS))
+    ticket = scheduler.look_up(Query(KEYS, CHUNK_TOKENS * len(KEYS)))
     assert ticket is not None
     lookup = scheduler.found(ticket, wait=60)
     while lookup is not None and not lookup.final:

@@ -25,6 +25,7 @@ from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.simulated_cache import SimulatedCache
 from kvtier.observability.whatif.simulated_tiers import configured
+from kvtier.pipeline.query import Query
 from kvtier.settings import TierSettings
 from kvtier.testing.faults import Fault, FaultyBackend
 from tests.rigs.faulty_sources import BUILT_IN, DictBackend, wait_until
@@ -118,7 +119,7 @@ async def test_lookup_itself_queues_nothing(settings: MakeSettings, prompt: Prom
     tokens = prompt(16 * 256)
     async with opened(admitting(settings)) as serving:
         await serving.store(tokens)
-        found = serving.cache.look_up(serving.model.keys(tokens))
+        found = serving.cache.look_up(Query(serving.model.keys(tokens)))
         assert (found.ready, serving.cache.pending_bytes) == (16, 0)
         found.release()
         assert await serving.written() == 16
@@ -218,7 +219,7 @@ async def test_cleared_before_its_write_is_queued(settings: MakeSettings, prompt
     tokens = prompt(1024)
     async with opened(admitting(settings)) as serving:
         await serving.store(tokens)
-        found = serving.cache.look_up(serving.model.keys(tokens))
+        found = serving.cache.look_up(Query(serving.model.keys(tokens)))
         found.release()
         await serving.cache.clear()
         assert await serving.written() == 0
@@ -291,7 +292,7 @@ class Pair:
         """Look a prompt up and store what is missing, in both."""
         self.time += 1
         cache = self.serving.cache
-        found = cache.look_up(keys, hints=hints)
+        found = cache.look_up(Query(keys, hints=hints))
         await cache.settle(found)
         missing = [
             ChunkHeader(key, parent, bytes(32), SIZE)

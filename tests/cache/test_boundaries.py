@@ -7,8 +7,8 @@ import pytest
 from kvtier.catalog.catalog import State
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key, state_key
-from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.found import Lookup
+from kvtier.pipeline.query import Expected, Query
 from kvtier.testing.noise import noise
 from tests.rigs.faulty_sources import (
     CacheHarness,
@@ -45,7 +45,7 @@ def expected(count: int = len(KEYS)) -> Expected:
 
 async def look_up(harness: CacheHarness) -> Lookup:
     """Look up the prompt, and wait for what is in flight."""
-    found = harness.cache.look_up_state(KEYS, expected(), object_bytes(STATE))
+    found = harness.cache.look_up_state(Query(KEYS), expected(), object_bytes(STATE))
     await harness.cache.settle(found)
     return found
 
@@ -93,7 +93,7 @@ async def test_disk_is_read_up_to_the_state(settings: MakeSettings) -> None:
         assert await harness.cache.drain(60)
         catalog = harness.cache.hierarchy.catalog
         harness.cache.hierarchy.drop(catalog.keys(0))
-        found = harness.cache.look_up_state(KEYS, expected(), object_bytes(STATE))
+        found = harness.cache.look_up_state(Query(KEYS), expected(), object_bytes(STATE))
         assert (found.in_flight, found.take_ready()) == (5, [])
         await harness.cache.settle(found)
         assert contents(found) == [*KEYS[:4], state_key(KEYS[3])]
@@ -106,7 +106,7 @@ async def test_number_of_needed_chunks_is_known_before_they_arrive(settings: Mak
         store(harness, states=[3])
         assert await harness.cache.drain(60)
         harness.cache.hierarchy.drop([KEYS[2], state_key(KEYS[3])])
-        found = harness.cache.look_up_state(KEYS, expected(), object_bytes(STATE))
+        found = harness.cache.look_up_state(Query(KEYS), expected(), object_bytes(STATE))
         assert (found.in_flight, found.ready, found.needed) == (3, 2, 5)
         await harness.cache.settle(found)
         assert contents(found) == [*KEYS[:4], state_key(KEYS[3])]
@@ -118,7 +118,7 @@ async def test_all_or_nothing(settings: MakeSettings, lost: ChunkKey) -> None:
     async with opened(settings, "pool") as harness:
         store(harness, states=[3])
         await to_pool(harness, [*KEYS[:4], state_key(KEYS[3])])
-        found = harness.cache.look_up_state(KEYS, expected(), object_bytes(STATE))
+        found = harness.cache.look_up_state(Query(KEYS), expected(), object_bytes(STATE))
         del harness.sources["pool"].pool.held[lost]
         await harness.cache.settle(found)
         assert contents(found) == []
@@ -149,7 +149,7 @@ async def test_abandoned_lookup_leaves_no_lease(settings: MakeSettings) -> None:
     async with opened(settings, "pool") as harness:
         store(harness, states=[1])
         harness.hang("pool")
-        found = harness.cache.look_up_state(KEYS, expected(), object_bytes(STATE))
+        found = harness.cache.look_up_state(Query(KEYS), expected(), object_bytes(STATE))
         found.release()
         harness.resume("pool")
         await harness.wait_until_idle()

@@ -14,6 +14,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.query import Query
 from kvtier.testing.eviction import prompt_of
 from tests.rigs.faulty_sources import BUILT_IN
 
@@ -142,10 +143,10 @@ async def test_policy_knows_what_a_prompt_misses(cache: TieredCache, monkeypatch
     monkeypatch.setattr(policy_of(cache), "missed", lambda keys, _: missed.append(keys))
     new = prompt_of(2, 3)
     for keys in (prompt_of(1, CHUNKS), prompt_of(1, CHUNKS) + new, new):
-        cache.look_up(keys).release()
+        cache.look_up(Query(keys)).release()
     assert missed == [new, new]
-    cache.look_up(new, local=True).release()
-    cache.look_up(new, repeated=True).release()
+    cache.look_up(Query(new, local=True)).release()
+    cache.look_up(Query(new, repeated=True)).release()
     assert len(missed) == 2
 
 

@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.query import Query
 from kvtier.testing.faults import Fault
 from kvtier.tiers import batches
 from kvtier.tiers.slots import Slots
@@ -59,7 +60,7 @@ async def test_missing_chunks_come_from_the_next_source(
         await harness.fill(tokens, "near", "far")
         keys = harness.model.keys(tokens)
         FAULTS[fault](harness.sources["near"], keys[1:3])
-        found = harness.cache.look_up(keys)
+        found = harness.cache.look_up(Query(keys))
         await found.settle(None)
         assert found.ready == 4
         near, far = harness.tier("near").index, harness.tier("far").index
@@ -306,7 +307,7 @@ async def test_cache_is_closed_during_reads(
         await harness.fill(tokens, "near", "far")
         harness.sources["near"].faults.fault = Fault.FAIL
         harness.sources[hanging].delays.hang()
-        harness.cache.look_up(harness.model.keys(tokens)).release()
+        harness.cache.look_up(Query(harness.model.keys(tokens))).release()
         await wait_until(lambda: harness.sources[hanging].delays.waiting > 0)
         arena = harness.cache.arena
         tasks.start_soon(resume_later, harness.sources[hanging])
@@ -321,7 +322,7 @@ async def test_chunks_cleared_during_a_fallback_do_not_arrive(settings: MakeSett
         harness.sources["near"].faults.fault = Fault.FAIL
         far = harness.sources["far"]
         far.delays.hang()
-        harness.cache.look_up(harness.model.keys(tokens)).release()
+        harness.cache.look_up(Query(harness.model.keys(tokens))).release()
         await wait_until(lambda: far.delays.waiting > 0)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(harness.model.clear)

@@ -13,8 +13,8 @@ from kvtier.catalog.catalog import State
 from kvtier.errors import ChannelClosed
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline import gather as gather_module
-from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.gather import ChunkProvider, Gathering
+from kvtier.pipeline.query import Expected
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.testing.faults import Fault
 from tests.rigs.faulty_sources import CacheHarness, opened

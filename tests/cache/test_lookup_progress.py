@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.found import FoundChunk, Lookup
+from kvtier.pipeline.query import Query
 
 pytestmark = pytest.mark.anyio
 
@@ -20,7 +21,7 @@ def flight(*, arrived: bool) -> Any:
 
 def look_up(*flights: Any) -> Lookup:
     """Return a lookup whose pools were queried."""
-    found = Lookup()
+    found = Lookup(Query(()))
     lease: Any = SimpleNamespace(release=lambda: None)
     found.unknown = 1
     found.add(

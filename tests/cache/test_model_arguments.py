@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvtier import KVTierError, LayoutError, Settings, TieredCache
+from kvtier.pipeline.query import Query
 
 from .conftest import TOKEN_BYTES, rows
 
@@ -169,7 +170,7 @@ async def test_a_closed_cache_says_so(settings: MakeSettings, prompt: Prompt) ->
     with pytest.raises(KVTierError, match=message):
         cache.model("qwen", token_bytes=TOKEN_BYTES)
     with pytest.raises(KVTierError, match=message):
-        cache.look_up(keys)
+        cache.look_up(Query(keys))
     with pytest.raises(KVTierError, match=message):
         cache.reserve_all([])
     with pytest.raises(KVTierError, match=message):

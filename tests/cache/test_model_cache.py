@@ -15,6 +15,7 @@ from kvtier import model as model_module
 from kvtier.catalog.siblings import marks_of
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import block_hashes
+from kvtier.pipeline.query import Query
 
 from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
 
@@ -43,7 +44,7 @@ async def test_store_and_retrieve(settings: MakeSettings, prompt: Prompt) -> Non
     async with opened(settings(ssd=0)) as (cache, model):
         tokens = prompt(1100)
         assert await model.store(tokens, rows(tokens)) == 1100
-        found = cache.look_up(model.keys(tokens))
+        found = cache.look_up(Query(model.keys(tokens)))
         headers = [ChunkHeader.parse(chunk.lease.view) for chunk in found.chunks]
         found.release()
         assert [header.tokens for header in headers] == [256, 256, 256, 256, 76]
@@ -151,7 +152,7 @@ async def test_a_chunk_that_only_seems_to_begin_like_a_prompt_is_not_used(
         stored = marks_of(block_hashes(tokens, 16))
         other = prompt(512, seed=1)
         assert await retrieve(model, other) == (0, bytearray(512 * TOKEN_BYTES))
-        assert cache.look_up(model.keys(other)).count == 0
+        assert cache.look_up(Query(model.keys(other))).count == 0
 
 
 async def test_prompts_without_partial_chunks(settings: MakeSettings, prompt: Prompt) -> None:
@@ -328,7 +329,7 @@ async def test_leased_chunks_survive_a_clear(settings: MakeSettings, prompt: Pro
     tokens = prompt(1024)
     async with opened(settings(ssd=0)) as (cache, model):
         await model.store(tokens, rows(tokens))
-        found = cache.look_up(model.keys(tokens))
+        found = cache.look_up(Query(model.keys(tokens)))
         before = [bytes(chunk.lease.view) for chunk in found.chunks]
         assert (await cache.clear(tiers=["ram"])).chunks == 4
         assert (model.held_tokens(tokens), cache.arena.leases) == (0, 4)

@@ -10,6 +10,7 @@ from kvtier import Settings
 from kvtier.catalog.siblings import PromptMarks, marks_of
 from kvtier.memory.keys import block_hashes
 from kvtier.pipeline.found import Lookup
+from kvtier.pipeline.query import Query
 from tests.rigs.faulty_sources import CacheHarness, opened
 
 pytestmark = pytest.mark.anyio
@@ -22,7 +23,9 @@ async def looked_up(harness: CacheHarness, tokens: list[int]) -> tuple[Lookup, i
     keys = harness.model.keys(tokens)
     expected = harness.model._expected(len(tokens))
     marks = marks_of(block_hashes(tokens, 16))
-    found = harness.cache.look_up(keys, expected, marks=PromptMarks(harness.model._root, marks, 16))
+    found = harness.cache.look_up(
+        Query(keys, len(tokens), marks=PromptMarks(harness.model._root, marks, 16)), expected
+    )
     before = found.take_ready()
     await harness.cache.settle(found)
     for ready in before:
@@ -38,7 +41,7 @@ async def test_the_next_chunk_is_searched_where_the_prompt_goes_on(
     tokens = prompt(3 * 256) + [7] * rest
     async with opened(settings, "near") as harness:
         await harness.fill(tokens, "near")
-        assert await harness.cache.prefetch(harness.model.keys(tokens)[:3]) == 3
+        assert await harness.cache.prefetch(Query(harness.model.keys(tokens)[:3])) == 3
         for key in harness.model.keys(tokens)[3:]:
             harness.cache.hierarchy.catalog.remove(key, harness.tier("near").index)
         found, taken = await looked_up(harness, tokens)

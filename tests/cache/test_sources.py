@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvtier.pipeline.query import Query
 from kvtier.testing.faults import Fault
 from kvtier.tiers.costs import HALF_LIFE_SECONDS, ReadCost
 from tests.rigs.faulty_sources import (
@@ -34,7 +35,7 @@ async def test_prompt_is_read_from_the_cheapest_source(
         tokens = prompt(1024)
         await harness.fill(tokens, "ssd", "peers")
         set_costs(harness, **seconds)
-        found = harness.cache.look_up(harness.model.keys(tokens))
+        found = harness.cache.look_up(Query(harness.model.keys(tokens)))
         assert [chunk.source for chunk in found.chunks] == [harness.tier(source).index] * 4
         await found.settle(None)
         assert found.ready == 4
@@ -131,7 +132,7 @@ async def test_local_lookup_reads_only_from_this_host(settings: MakeSettings, pr
         tokens = prompt(1024)
         await harness.fill(tokens, "ssd", "peers")
         set_costs(harness, ssd=1.0, peers=0.001)
-        found = harness.cache.look_up(harness.model.keys(tokens), local=True)
+        found = harness.cache.look_up(Query(harness.model.keys(tokens), local=True))
         await found.settle(None)
         assert found.ready == 4
         found.release()
@@ -145,8 +146,8 @@ async def test_local_lookup_does_not_wait_for_other_hosts(settings: MakeSettings
         await harness.fill(tokens, "ssd", "peers")
         set_costs(harness, ssd=1.0, peers=0.001)
         harness.sources["peers"].delays.hang()
-        ours = harness.cache.look_up(harness.model.keys(tokens))
-        theirs = harness.cache.look_up(harness.model.keys(tokens), local=True)
+        ours = harness.cache.look_up(Query(harness.model.keys(tokens)))
+        theirs = harness.cache.look_up(Query(harness.model.keys(tokens), local=True))
         assert (len(ours.chunks), len(theirs.chunks)) == (4, 0)
         harness.sources["peers"].delays.resume()
         await ours.settle(None)
@@ -159,10 +160,10 @@ async def test_lookups_of_peers_are_not_counted(settings: MakeSettings, prompt: 
     async with opened(settings) as harness:
         await harness.model.store(tokens, rows(tokens))
         keys = harness.model.keys(tokens)
-        harness.cache.look_up(keys, local=True).release()
+        harness.cache.look_up(Query(keys, local=True)).release()
         counts = harness.cache.hierarchy.counts
         assert (counts["looked_up"], counts["found_ram"]) == (0, 0)
-        harness.cache.look_up(keys).release()
+        harness.cache.look_up(Query(keys)).release()
         assert (counts["looked_up"], counts["found_ram"]) == (4, 4)
 
 
@@ -178,10 +179,10 @@ async def test_hit_rate_is_of_tokens(settings: MakeSettings, prompt: Prompt) -> 
     async with opened(settings, "peers") as harness:
         await harness.model.store(tokens, rows(tokens))
         keys, expected = harness.model.keys(tokens), harness.model._expected(len(tokens))
-        harness.cache.look_up(keys, expected).release()
+        harness.cache.look_up(Query(keys, len(tokens)), expected).release()
         assert hit_tokens(harness) == (1000, 1000), "the last chunk is shorter"
-        harness.cache.look_up(keys, expected, repeated=True).release()
-        harness.cache.look_up(keys, expected, local=True).release()
+        harness.cache.look_up(Query(keys, len(tokens), repeated=True), expected).release()
+        harness.cache.look_up(Query(keys, len(tokens), local=True), expected).release()
         assert hit_tokens(harness) == (1000, 1000), "neither repeated lookups nor those of peers"
         await harness.model.retrieve(tokens[:900], bytearray(len(rows(tokens[:900]))))
         assert hit_tokens(harness) == (1900, 1000 + 768 + 128), "of the last chunk, 8 whole blocks are equal"

@@ -11,6 +11,7 @@ import pytest
 from kvtier import Settings, TieredCache
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.query import Query
 from kvtier.testing.faults import Fault
 from tests.rigs.faulty_sources import BUILT_IN, opened
 
@@ -140,7 +141,7 @@ async def test_prefetch_deadline_exceeded(settings: MakeSettings, prompt: Prompt
         tokens = prompt(1024)
         await harness.fill(tokens, "away")
         harness.hang("away")
-        found = harness.cache.look_up(harness.model.keys(tokens))
+        found = harness.cache.look_up(Query(harness.model.keys(tokens)))
         await harness.cache.settle(found)
         found.release()
         assert log("prefetch.deadline of 0.05 s exceeded: 4 of 4 chunks did not arrive and are recomputed")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier.catalog.catalog import ALL_TIERS
 from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.query import Query
 from kvtier.pipeline.worth import CLEARLY_EARLIER, MIN_GAIN_SECONDS, worth_loading
 from kvtier.tiers.speeds import MIN_SAMPLES
 from tests.rigs.faulty_sources import CacheHarness, MakeSettings, opened
@@ -93,7 +94,7 @@ async def half_in_memory(harness: CacheHarness, tokens: list[int]) -> list[Chunk
     """Store a prompt of eight chunks, of which memory holds the first four and a source all."""
     await harness.fill(tokens, "near")
     keys = harness.model.keys(tokens)
-    await harness.cache.prefetch(keys[:4])
+    await harness.cache.prefetch(Query(keys[:4]))
     return keys
 
 
@@ -123,7 +124,7 @@ async def test_lookup_finds_what_is_worth_waiting_for(
         if speed is not None:
             set_speed(harness, "near", speed)
         with caplog.at_level(logging.INFO, "kvtier"):
-            lookup = harness.cache.look_up(keys, compute=compute)
+            lookup = harness.cache.look_up(Query(keys, compute_seconds=compute * len(keys)))
         assert (lookup.count, lookup.in_flight) == (found, found - 4)
         assert harness.cache.hierarchy.counts["computed_instead"] == 8 - found
         assert lookup.expected == 0 or found == 8
@@ -140,9 +141,9 @@ async def test_chunks_in_flight_for_another_request_are_late_as_well(
         keys = await half_in_memory(harness, prompt(2048))
         set_speed(harness, "near", 1.0)
         harness.sources["near"].delays.hang()
-        patient = harness.cache.look_up(keys)
+        patient = harness.cache.look_up(Query(keys))
         assert patient.in_flight == 4
-        hasty = harness.cache.look_up(keys, compute=0.1)
+        hasty = harness.cache.look_up(Query(keys, compute_seconds=0.1 * len(keys)))
         assert (hasty.count, hasty.in_flight) == (4, 0)
         patient.release()
         hasty.release()
@@ -172,11 +173,11 @@ async def test_what_was_computed_is_in_memory_for_the_next_request(
         keys = await half_in_memory(harness, tokens)
         set_speed(harness, "near", 1.0)
         harness.sources["near"].delays.hang()
-        first = harness.cache.look_up(keys, compute=0.1)
+        first = harness.cache.look_up(Query(keys, compute_seconds=0.1 * len(keys)))
         assert first.count == 4
         first.release()
         assert await harness.model.store(tokens, rows(tokens)) == len(tokens)
-        second = harness.cache.look_up(keys, compute=0.1)
+        second = harness.cache.look_up(Query(keys, compute_seconds=0.1 * len(keys)))
         assert (second.ready, second.in_flight) == (8, 0)
         second.release()
 
@@ -190,7 +191,7 @@ async def test_decisions_are_logged_once_a_minute(
         set_speed(harness, "near", 1.0)
         with caplog.at_level(logging.INFO, "kvtier"):
             for _ in range(100):
-                harness.cache.look_up(keys, compute=0.1).release()
+                harness.cache.look_up(Query(keys, compute_seconds=0.1 * len(keys))).release()
         assert caplog.text.count("chunks are computed") == 1
         assert harness.cache.hierarchy.counts["computed_instead"] == 400
 
@@ -200,7 +201,7 @@ async def test_wait_is_compared_with_what_was_expected(settings: MakeSettings, p
     async with opened(settings, "near", prefetch={"deadline": "60s"}) as harness:
         keys = await half_in_memory(harness, prompt(2048))
         set_speed(harness, "near", 64.0)
-        lookup = harness.cache.look_up(keys, compute=1.0)
+        lookup = harness.cache.look_up(Query(keys, compute_seconds=1.0 * len(keys)))
         assert lookup.expected == pytest.approx(4 / 64, rel=0.6)
         await harness.cache.settle(lookup)
         lookup.release()
@@ -216,7 +217,7 @@ async def test_speed_is_learned_from_reads(settings: MakeSettings, prompt: Promp
         for seed in range(MIN_SAMPLES):
             await half_in_memory(harness, prompt(2048, seed))
         keys = await half_in_memory(harness, prompt(2048, MIN_SAMPLES))
-        lookup = harness.cache.look_up(keys, compute=0.001)
+        lookup = harness.cache.look_up(Query(keys, compute_seconds=0.001 * len(keys)))
         assert lookup.count == 4
         lookup.release()
 
@@ -229,7 +230,7 @@ async def test_hanging_source_is_waited_for_as_long_as_computing_takes(
     async with opened(settings, "near", prefetch={"deadline": "600s"}) as harness:
         keys = await half_in_memory(harness, prompt(2048))
         harness.sources["near"].delays.hang()
-        lookup = harness.cache.look_up(keys, compute=0.01)
+        lookup = harness.cache.look_up(Query(keys, compute_seconds=0.01 * len(keys)))
         assert lookup.in_flight == 4
         with anyio.fail_after(300):
             await harness.cache.settle(lookup)

@@ -12,6 +12,7 @@ from kvtier.bridge import client
 from kvtier.bridge.protocol import WhatIfAnswer
 from kvtier.observability.whatif.report import Report
 from kvtier.observability.whatif.sentences import DISABLED, NOTHING_OBSERVED, UNRELIABLE, basis, findings
+from kvtier.pipeline.query import Query
 from tests.bridge.conftest import CHUNK_TOKENS, KEYS, is_serving, store, wait_until
 from tests.rigs.whatif_reports import GIB, REPORT
 
@@ -130,7 +131,7 @@ def test_real_cache_process(kvtier: Kvtier, tmp_path: Path) -> None:
         wait_until(lambda: is_serving(socket))
         assert kvtier("whatif", "--socket", socket).output == f"{NOTHING_OBSERVED}\n"
         scheduler, worker = store(socket, KEYS[:4])
-        ticket = scheduler.look_up(KEYS[:8], 8 * CHUNK_TOKENS)
+        ticket = scheduler.look_up(Query(KEYS[:8], 8 * CHUNK_TOKENS))
         assert ticket is not None
         wait_until(lambda: client.what_if(socket).report is not None)
         report = json.loads(kvtier("whatif", "--config", config, "--json").output)

@@ -12,7 +12,7 @@ import anyio
 from kvtier.catalog.catalog import State
 from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
-from kvtier.pipeline.discover import Expected
+from kvtier.pipeline.query import Expected, Query
 from kvtier.testing.backend import make_key, same
 from tests.peers.peer_process import payload_of, settings_of, store
 from tests.rigs.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck, serve_commands
@@ -47,7 +47,7 @@ class Commands(LeakCheck):
         cache = self._instance.cache
         keys = [make_key(number) for number in range(start, start + count)]
         started = time.monotonic()
-        found = cache.look_up(keys, Expected(NAMESPACE, [object_bytes(payload)] * count))
+        found = cache.look_up(Query(keys), Expected(NAMESPACE, [object_bytes(payload)] * count))
         await found.settle(None)
         seconds = time.monotonic() - started
         for chunk in found.chunks:
@@ -73,7 +73,8 @@ class Commands(LeakCheck):
         """Like :meth:`fetch`, for pushed chunks, which are kept."""
         cache = self._instance.cache
         started = time.monotonic()
-        found = cache.look_up([make_key(number) for number in range(start, start + count)], expect=seconds)
+        keys = [make_key(number) for number in range(start, start + count)]
+        found = cache.look_up(Query(keys, expect_seconds=seconds, expect_chunks=count))
         await cache.settle(found)
         taken = time.monotonic() - started
         for chunk in found.chunks:

@@ -17,6 +17,7 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.kv_transfer import KVTransfer
 from kvtier.pipeline.found import FoundChunk, Lookup
+from kvtier.pipeline.query import Expected, Query
 from kvtier.plugins import Plugins
 from kvtier.testing.backend import make_key, same
 
@@ -77,8 +78,17 @@ class Host:
     def transfer_kv(self, to: Host, numbers: Sequence[int]) -> KVTransfer:
         return self.instance.transfer_kv(to.address, keys_of(numbers))
 
-    def look_up(self, numbers: Sequence[int], expect: float = 60.0, **more: Any) -> Lookup:
-        return self.cache.look_up(keys_of(numbers), expect=expect, **more)
+    def look_up(
+        self,
+        numbers: Sequence[int],
+        expect: float = 60.0,
+        expect_chunks: int | None = None,
+        expected: Expected | None = None,
+    ) -> Lookup:
+        chunks = len(numbers) if expect_chunks is None else expect_chunks
+        return self.cache.look_up(
+            Query(keys_of(numbers), expect_seconds=expect, expect_chunks=chunks), expected
+        )
 
     async def settle(self, found: Lookup, seconds: float = 30) -> int:
         """Wait for a lookup, check its bytes, release it, and return the number of chunks."""

@@ -12,7 +12,7 @@ from kvtier.cache import TieredCache
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.backend import PeersBackend
-from kvtier.pipeline.discover import Expected
+from kvtier.pipeline.query import Expected, Query
 from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
 from kvtier.testing.backend import blank, make_key, noise
@@ -45,7 +45,7 @@ def hold(peer: ScriptedPeer, numbers: Sequence[int]) -> None:
 async def fetch(cache: TieredCache, count: int) -> int:
     """Look chunks up, check their bytes, and return the number of leading chunks."""
     keys = keys_of(range(count))
-    found = cache.look_up(keys, Expected(SPACE, [LENGTH] * count))
+    found = cache.look_up(Query(keys), Expected(SPACE, [LENGTH] * count))
     await found.settle(20.0)
     for chunk in found.chunks:
         assert bytes(chunk.lease.view[HEADER_BYTES : HEADER_BYTES + PAYLOAD]) == payload(chunk.key)

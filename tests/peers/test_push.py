@@ -14,7 +14,7 @@ from kvtier.errors import PeerError
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, is_sealed
 from kvtier.peers.push import PushOutcome
 from kvtier.peers.source import Read, Source
-from kvtier.pipeline.discover import Expected
+from kvtier.pipeline.query import Expected, Query
 from kvtier.testing.backend import make_key
 
 from .pushing import CHUNK, Host, hosts, keys_of
@@ -121,7 +121,7 @@ async def test_pushed_chunks_are_written_to_lower_tiers(tmp_path: Path) -> None:
         await sender.transfer_kv(receiver, range(1, 5)).finish()
         assert await receiver.cache.drain(10)
         assert all(receiver.cache.hierarchy.catalog.tiers(key) == [0, 1] for key in keys_of(range(1, 5)))
-        assert await receiver.cache.prefetch(keys_of(range(1, 5))) == 4
+        assert await receiver.cache.prefetch(Query(keys_of(range(1, 5)))) == 4
 
 
 async def test_push_to_configured_peer_reuses_its_client() -> None:
@@ -234,7 +234,7 @@ async def test_lookup_without_expect_does_not_wait() -> None:
     async with hosts("tcp", 16, 16) as (sender, receiver):
         transfer = sender.transfer_kv(receiver, [1, 2])
         await transfer.announced.wait()
-        assert not receiver.cache.look_up(keys_of([1, 2])).in_flight
+        assert not receiver.cache.look_up(Query(keys_of([1, 2]))).in_flight
         transfer.abort()
 
 
@@ -262,7 +262,7 @@ def short_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_full_receiver_takes_what_fits() -> None:
     async with hosts("tcp", 64, 8, share=1) as (sender, receiver):
         receiver.compute(range(101, 106))
-        in_use = receiver.cache.look_up(keys_of(range(101, 106)))
+        in_use = receiver.cache.look_up(Query(keys_of(range(101, 106))))
         sender.compute(range(1, 9))
         found = receiver.look_up(range(1, 9))
         result = await sender.transfer_kv(receiver, range(1, 9)).finish()
@@ -276,7 +276,7 @@ async def test_full_receiver_takes_what_fits() -> None:
 async def test_push_waits_briefly_for_room() -> None:
     async with hosts("tcp", 64, 8, share=1) as (sender, receiver):
         receiver.compute(range(101, 109))
-        in_use = receiver.cache.look_up(keys_of(range(101, 109)))
+        in_use = receiver.cache.look_up(Query(keys_of(range(101, 109))))
         sender.compute([1])
         transfer = sender.transfer_kv(receiver, [1])
         await until(lambda: receiver.counts.get("no_room"))

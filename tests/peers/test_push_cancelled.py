@@ -11,6 +11,7 @@ from anyio.lowlevel import checkpoint
 
 from kvtier.peers.protocol import Reserved
 from kvtier.peers.push import PushOutcome, Target
+from kvtier.pipeline.query import Query
 from kvtier.rpc.calls import Call
 from kvtier.rpc.frames import Reply
 from kvtier.testing.cancelling import Through, cancelled_at
@@ -50,7 +51,7 @@ async def test_push_cancelled_at_every_await(pair: Pair, through: Through) -> No
         for lag in (0, 1, 3):
             step = 1
             while True:
-                found = sender.cache.look_up(keys_of(range(1, COUNT + 1)))
+                found = sender.cache.look_up(Query(keys_of(range(1, COUNT + 1))))
                 chunks = sender.cache.hierarchy.memory.lease_ready([chunk.key for chunk in found.chunks])
                 found.release()
                 try:
@@ -61,7 +62,7 @@ async def test_push_cancelled_at_every_await(pair: Pair, through: Through) -> No
                     for chunk in chunks:
                         chunk.lease.release()
                 held = receiver.held(range(1, COUNT + 1))
-                assert await receiver.settle(receiver.cache.look_up(keys_of(held))) == len(held)
+                assert await receiver.settle(receiver.cache.look_up(Query(keys_of(held)))) == len(held)
                 await until_empty(receiver)
                 if not cancelled:
                     break
@@ -85,7 +86,7 @@ async def test_push_cancelled_while_its_reservation_arrives(
     monkeypatch.setattr(Call, "settle", cancel_and_settle)
     assert sender.instance._kv_transfers is not None
     async with sender.instance._kv_transfers.peers.checkout(receiver.address) as source:
-        found = sender.cache.look_up(keys_of(range(1, COUNT + 1)))
+        found = sender.cache.look_up(Query(keys_of(range(1, COUNT + 1))))
         chunks = sender.cache.hierarchy.memory.lease_ready([chunk.key for chunk in found.chunks])
         found.release()
         with CancelScope() as scope:

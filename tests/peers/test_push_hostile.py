@@ -26,6 +26,7 @@ from kvtier.peers.protocol import (
     Withdraw,
     Withdrawn,
 )
+from kvtier.pipeline.query import Query
 from kvtier.rpc.frames import Message, Refused
 from kvtier.testing.backend import make_key, noise
 from kvtier.transports.base import Access, RemoteSpan
@@ -101,12 +102,12 @@ async def test_chunk_is_reserved_written_committed_and_served(served: ServedCach
     room = await reserve(client, 1, 2, 3)
     assert (room.positions, room.held, room.pending, room.seconds) == ([0, 1, 2], [], [], 10.0)
     assert not is_held(served, 1)
-    assert not served.cache.look_up([make_key(1)]).chunks, "a reserved chunk is not visible"
+    assert not served.cache.look_up(Query([make_key(1)])).chunks, "a reserved chunk is not visible"
     for at in range(3):
         write(served, room, at, payload(at + 1))
         assert not is_held(served, at + 1), "nor is a written one"
     assert await commit(client, room.grant, [2, 0], [payload(3), payload(1)]) == [True, True]
-    (chunk,) = served.cache.look_up([make_key(1)]).chunks
+    (chunk,) = served.cache.look_up(Query([make_key(1)])).chunks
     expected = ChunkHeader(make_key(1), make_key(0), NAMESPACE, PAYLOAD)
     assert ChunkHeader.verify(chunk.lease.view, make_key(1)) == expected
     chunk.lease.release()
@@ -127,7 +128,7 @@ async def test_overwritten_header_is_restored_on_commit(served: ServedCache) -> 
     ChunkHeader(make_key(66), make_key(65), bytes(range(32)), PAYLOAD).seal(lease.view)
     lease.release()
     assert await commit(client, room.grant, [0], [payload(1)]) == [True]
-    (chunk,) = served.cache.look_up([make_key(1)]).chunks
+    (chunk,) = served.cache.look_up(Query([make_key(1)])).chunks
     assert ChunkHeader.verify(chunk.lease.view, make_key(1)).namespace == NAMESPACE
     chunk.lease.release()
     assert not is_held(served, 66)
@@ -316,7 +317,7 @@ async def test_announcements_are_bounded(served: ServedCache, monkeypatch: pytes
 
 async def test_disconnect_withdraws_announcements_and_reservations(served: ServedCache) -> None:
     client = await served.client()
-    found = served.cache.look_up([make_key(1), make_key(2)], expect=60)
+    found = served.cache.look_up(Query([make_key(1), make_key(2)], expect_seconds=60, expect_chunks=2))
     await client.request(Announce(1, 1, join_keys([make_key(1), make_key(2)])))
     await reserve(client, 1)
     assert found.in_flight == 2
@@ -329,7 +330,7 @@ async def test_disconnect_withdraws_announcements_and_reservations(served: Serve
 async def test_reservation_counts_as_pending_without_announcement(served: ServedCache) -> None:
     client = await served.client()
     room = await reserve(client, 1)
-    found = served.cache.look_up([make_key(1)], expect=60)
+    found = served.cache.look_up(Query([make_key(1)], expect_seconds=60, expect_chunks=1))
     write(served, room, 0, payload(1))
     assert await commit(client, room.grant, [0], [payload(1)]) == [True]
     with anyio.fail_after(30):
@@ -350,7 +351,7 @@ async def short_lease() -> AsyncIterator[ServedCache]:
 
 async def test_expired_reservation_is_freed_and_wakes_lookups(short_lease: ServedCache) -> None:
     client = await short_lease.client()
-    found = short_lease.cache.look_up([make_key(1)], expect=60)
+    found = short_lease.cache.look_up(Query([make_key(1)], expect_seconds=60, expect_chunks=1))
     room = await reserve(client, 1, 2)
     with anyio.fail_after(30):
         await short_lease.cache.settle(found)
@@ -382,7 +383,7 @@ async def test_one_sided_memory_is_not_reused_before_cut_off() -> None:
     transport = OneSided(may_end)
     async with serving(transport=transport, lease=0.2) as served:
         client = await served.client()
-        found = served.cache.look_up([make_key(1)], expect=60)
+        found = served.cache.look_up(Query([make_key(1)], expect_seconds=60, expect_chunks=1))
         room = await reserve(client, 1, 2)
         with anyio.fail_after(30):
             await served.cache.settle(found)

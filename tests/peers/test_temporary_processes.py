@@ -22,8 +22,8 @@ from kvtier.memory.header import HEADER_BYTES, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.grants import GrantBook
-from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.gather import ChunkProvider, Gathering
+from kvtier.pipeline.query import Expected, Query
 from kvtier.plugins import Plugins
 from kvtier.rpc.authentication import Credentials
 from kvtier.settings import TierSettings
@@ -92,7 +92,7 @@ class Reader:
 
     async def assert_intact(self, keys: Sequence[ChunkKey], payload: int) -> None:
         """Assert that memory holds these chunks, byte for byte."""
-        found = [self.cache.look_up([key], local=True) for key in keys]
+        found = [self.cache.look_up(Query([key], local=True)) for key in keys]
         for lookup in found:
             await lookup.settle(20.0)
             assert lookup.ready == 1
@@ -234,7 +234,7 @@ async def test_lookup_finds_holders_of_the_directory(kind: str) -> None:
         directory = ScriptedDirectory((first.address, 20), (second.address, 1))
         here.backend.set_directory(directory)
         keys = keys_of(range(40))
-        found = here.cache.look_up(keys, Expected(NAMESPACE, [object_bytes(SMALL)] * 40))
+        found = here.cache.look_up(Query(keys), Expected(NAMESPACE, [object_bytes(SMALL)] * 40))
         directory.named = [(first.address, 20), (second.address, 20)]
         await found.settle(60.0)
         assert found.ready == 35
@@ -245,7 +245,7 @@ async def test_lookup_finds_holders_of_the_directory(kind: str) -> None:
         await until_nothing_granted(second)
         await first.kill()
         await here.cache.clear(keys[:1])
-        found = here.cache.look_up(keys[:1], Expected(NAMESPACE, [object_bytes(SMALL)]))
+        found = here.cache.look_up(Query(keys[:1]), Expected(NAMESPACE, [object_bytes(SMALL)]))
         await found.settle(60.0)
         assert not found.ready
         found.release()

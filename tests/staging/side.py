@@ -20,6 +20,7 @@ from kvtier.bridge.lookup_state import LookupState
 from kvtier.bridge.protocol import Hello, Role, Run
 from kvtier.memory.keys import ChunkKey, chunk_key, chunk_keys, encode_tokens, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.pipeline.query import Query
 from tests.bridge.conftest import wait_for_reply
 from tests.rigs.forks import forks
 
@@ -146,7 +147,7 @@ class _Side:
     def look_up(self, prompt: int, seconds: float) -> int:
         """Look up a prompt that is being transferred."""
         keys = keys_of(prompt)
-        ticket = self._scheduler.look_up(keys, TOKENS, expect_chunks=len(keys), expect_seconds=seconds)
+        ticket = self._scheduler.look_up(Query(keys, TOKENS, expect_chunks=len(keys), expect_seconds=seconds))
         assert ticket is not None
         return ticket
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bridge.client import SchedulerBridge
-from kvtier.catalog.siblings import marks_of
+from kvtier.catalog.siblings import PromptMarks, marks_of
 from kvtier.integrations.vllm.adapters import Adapter, Adapters
 from kvtier.integrations.vllm.compat import has_failed
 from kvtier.integrations.vllm.early import Early
@@ -33,6 +33,7 @@ from kvtier.integrations.vllm.states import States
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.integrations.vllm.written import written_blocks
 from kvtier.logs import RateLimitedLog
+from kvtier.pipeline.query import Query
 from kvtier.settings import Settings
 
 if TYPE_CHECKING:
@@ -188,22 +189,29 @@ class SchedulerSide:
             # Chunks of earlier runs and of other engines: only this request knows their tokens.
             self._events.add(state, 0, keys, covered)
         expected = self._kv_transfers.expected(state, keys)
-        state.ticket = self._bridge.look_up(
+        query = Query(
             keys,
             covered,
-            expect_chunks=expected.chunks,
-            expect_seconds=expected.seconds,
             hints=state.chunk_hints,
-            root=state.root if self._layout.granularity else b"",
-            marks=marks_of(state.block_hashes(0, request.num_tokens)),
+            marks=self._marks(state),
             compute_seconds=self._prefill.expected(covered),
+            expect_seconds=expected.seconds,
+            expect_chunks=expected.chunks,
             repeated=state.asked_at > 0,
         )
+        state.ticket = self._bridge.look_up(query)
         state.timeout = self._timeout + expected.seconds
         state.waited = False
         if state.ticket is not None:
             state.asked_at = time.monotonic()
             self._stats.add("looked_up_tokens", covered)
+
+    def _marks(self, state: RequestState) -> PromptMarks | None:
+        """Return the marks of a prompt; ``None`` if no block of it is whole."""
+        marks = marks_of(state.block_hashes(0, state.request.num_tokens))
+        if not marks:
+            return None
+        return PromptMarks(state.root, marks, self._layout.chunk_tokens // self._layout.granularity)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond ``local_tokens`` can be loaded; ``None`` while that is pending."""

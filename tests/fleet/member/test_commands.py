@@ -25,6 +25,7 @@ from kvtier.fleet.member.protocol import (
 )
 from kvtier.memory.keys import join_keys, split_keys
 from kvtier.pipeline import gather as gather_module
+from kvtier.pipeline.query import Query
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 from tests.fleet.member.conftest import SECRET, OpenNode, fetch
@@ -63,7 +64,7 @@ async def test_chunks_deleted_while_leased_stay_intact(open_node: OpenNode) -> N
     async with controlling() as controller, open_node(controller) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(4)
-        found = one.cache.look_up(keys)
+        found = one.cache.look_up(Query(keys))
         before = [bytes(chunk.lease.view) for chunk in found.chunks]
         done = await conversation.done(lambda ticket: Delete(ticket, RAM, join_keys(keys)))
         assert done.chunks == 4

@@ -11,6 +11,7 @@ from kvtier.fleet.member import session as session_module
 from kvtier.fleet.member.protocol import Cancel, Failed
 from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.pipeline import gather as gather_module
+from kvtier.pipeline.query import Query
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 from tests.fleet.member.conftest import SECRET, Node, OpenNode, address_of, fetch
@@ -83,7 +84,7 @@ async def test_fetch_into_leased_memory_names_the_tier(open_node: OpenNode) -> N
         conversation = await controller.up_to_date()
         keys = await one.store(4, seed=1)
         others = await one.store(8, seed=2)
-        found = one.cache.look_up(others)
+        found = one.cache.look_up(Query(others))
         assert len(found.chunks) > 4
         await one.cache.clear(keys, tiers=["ram"])
         done = await conversation.done(fetch(keys, RAM))

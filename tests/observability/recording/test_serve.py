@@ -15,6 +15,7 @@ from kvtier.memory.header import object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.recording.reader import read_recording
 from kvtier.observability.recording.request import TraceRequest
+from kvtier.pipeline.query import Query
 from tests.bridge.conftest import (
     CHUNK_TOKENS,
     KEYS,
@@ -33,7 +34,7 @@ HINTS = ChunkHints("tenant-a", priority=7, retention=60.0)
 
 
 def look_up(scheduler: SchedulerBridge, keys: Sequence[ChunkKey], tokens: int, **more: Any) -> None:
-    ticket = scheduler.look_up(keys, tokens, **more)
+    ticket = scheduler.look_up(Query(keys, tokens, **more))
     assert ticket is not None
     assert scheduler.found(ticket, wait=60) is not None
     scheduler.cancel(ticket)

@@ -19,6 +19,7 @@ from kvtier.memory.header import object_bytes
 from kvtier.model import ModelCache
 from kvtier.observability.whatif.estimate import Estimate
 from kvtier.observability.whatif.estimator import HALVINGS, MAX_BEHIND_SECONDS, MAX_PENDING_BYTES, Estimator
+from kvtier.pipeline.query import Query
 from kvtier.settings import DEFAULT_EVICTION
 from kvtier.tiers.router import FIRST
 from tests.observability.whatif.observing import PLUGINS, chats, estimate_of, settings_of
@@ -108,10 +109,10 @@ async def test_repeated_and_local_lookups_do_not_count() -> None:
         prompt = tokens_of([1, 2, 3])
         await serve(model, [1, 2, 3])
         keys, expected = model.keys(prompt), model._expected(len(prompt))
-        instance.cache.look_up(keys, expected, repeated=True).release()
-        instance.cache.look_up(keys, expected, local=True).release()
-        instance.cache.look_up(keys).release()
-        instance.cache.look_up(keys, expected, compute=2.0).release()
+        instance.cache.look_up(Query(keys, len(prompt), repeated=True), expected).release()
+        instance.cache.look_up(Query(keys, len(prompt), local=True), expected).release()
+        instance.cache.look_up(Query(keys)).release()
+        instance.cache.look_up(Query(keys, len(prompt), compute_seconds=2.0 * len(keys)), expected).release()
     assert [(lookup.found, lookup.compute_seconds) for lookup in seen] == [(0, 0.0), (3, 2.0)]
     assert {(lookup.chunk_bytes, lookup.chunk_tokens) for lookup in seen} == {
         (CHUNK_OBJECT_BYTES, CHUNK_TOKENS)
