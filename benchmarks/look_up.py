@@ -40,7 +40,7 @@ from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.lookup_state import LookupState
 from kvtier.bridge.protocol import Hello
-from kvtier.catalog.siblings import PromptMarks, marks_of
+from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.errors import ChannelError
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, block_hashes, chunk_keys, encode_tokens, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
@@ -104,8 +104,8 @@ def measure(
 
     def hash_and_look_up() -> LookupState:
         encoded = encode_tokens(tokens)
-        marks = marks_of(block_hashes(encoded, BLOCK_TOKENS))
-        return look_up(scheduler, chunk_keys(ROOT, encoded, CHUNK_TOKENS), marks)
+        block_tags = block_tags_of(block_hashes(encoded, BLOCK_TOKENS))
+        return look_up(scheduler, chunk_keys(ROOT, encoded, CHUNK_TOKENS), block_tags)
 
     def socket_only() -> LookupState:
         return look_up(scheduler, keys)
@@ -133,8 +133,8 @@ def measure(
 
     def look_up_unknown() -> None:
         fresh = [ChunkKey(os.urandom(KEY_BYTES)) for _ in keys]
-        marks = random.randbytes(len(tokens) // BLOCK_TOKENS)
-        ticket = scheduler.look_up(Query(fresh, len(tokens), marks=PromptMarks(ROOT, marks, BLOCKS)))
+        block_tags = random.randbytes(len(tokens) // BLOCK_TOKENS)
+        ticket = scheduler.look_up(Query(fresh, len(tokens), block_tags=PromptTags(ROOT, block_tags, BLOCKS)))
         assert ticket is not None
         unknown = scheduler.found(ticket, wait=5)
         while unknown is not None and not unknown.final:
@@ -180,10 +180,10 @@ def store_all(scheduler: SchedulerBridge, worker: WorkerBridge, keys: Sequence[C
     scheduler.cancel(found.call.ticket)
 
 
-def look_up(scheduler: SchedulerBridge, keys: Sequence[ChunkKey], marks: bytes = b"") -> LookupState:
+def look_up(scheduler: SchedulerBridge, keys: Sequence[ChunkKey], block_tags: bytes = b"") -> LookupState:
     """Look up the keys; return what has been granted, which the caller cancels."""
-    prompt = PromptMarks(ROOT, marks, BLOCKS) if marks else None
-    ticket = scheduler.look_up(Query(keys, len(keys) * CHUNK_TOKENS, marks=prompt))
+    prompt = PromptTags(ROOT, block_tags, BLOCKS) if block_tags else None
+    ticket = scheduler.look_up(Query(keys, len(keys) * CHUNK_TOKENS, block_tags=prompt))
     assert ticket is not None
     lookup = scheduler.found(ticket, wait=5)
     assert lookup is not None

@@ -267,7 +267,7 @@ class TieredCache:
 
         Not from shared pools.
         """
-        if shorter := self.hierarchy.catalog.beginnings.superseded(chunk, whole=whole):
+        if shorter := self.hierarchy.catalog.partial_matches.superseded(chunk, whole=whole):
             self._clear_here(shorter)
 
     def supersede_states(self, chunk: ChunkKey) -> None:

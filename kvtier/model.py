@@ -10,7 +10,7 @@ import msgspec
 from anyio import to_thread
 
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.siblings import PromptMarks, marks_of
+from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.catalog.tenants import tenant_of_salt
 from kvtier.errors import CorruptChunk, KVTierError, LayoutError
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
@@ -151,8 +151,8 @@ class ModelCache:
         if view.readonly:
             raise LayoutError("the memory for the KV is read-only: pass memory that can be written to")
         keys, hashes = self.keys(encoded), self._hashes(encoded)
-        marks = PromptMarks(self._root, marks_of(hashes), self._hashes_bytes // BLOCK_HASH_BYTES)
-        query = Query(keys, len(tokens), hints=self._owned(hints), marks=marks)
+        block_tags = PromptTags(self._root, block_tags_of(hashes), self._hashes_bytes // BLOCK_HASH_BYTES)
+        query = Query(keys, len(tokens), hints=self._owned(hints), block_tags=block_tags)
         found = self._cache.look_up(query, self._expected(len(tokens)))
         try:
             await self._cache.settle(found)

@@ -158,11 +158,11 @@ class SchedulerBridge(Bridge):
 
         The final answer may take up to ``query.expect_seconds`` longer.
         """
-        if not (query.keys or query.marks) or not self.accepts_requests:
+        if not (query.keys or query.block_tags) or not self.accepts_requests:
             return None
-        root, marks = (b"", b"") if query.marks is None else query.marks[:2]
+        root, block_tags = (b"", b"") if query.block_tags is None else query.block_tags[:2]
         chunks = join_keys(query.keys), query.tokens, query.expect_chunks, query.expect_seconds
-        prompt = *chunks, query.hints, root, marks, query.compute_seconds, query.repeated
+        prompt = *chunks, query.hints, root, block_tags, query.compute_seconds, query.repeated
         call = self.call(
             "lookups",
             lambda ticket: protocol.Lookup(ticket, *prompt),

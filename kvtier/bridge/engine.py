@@ -14,7 +14,7 @@ from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Found, Hello, Reserve, R
 from kvtier.bridge.protocol import Lookup as LookupRequest
 from kvtier.cache import TieredCache
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.siblings import PromptMarks
+from kvtier.catalog.partial_matches import PromptTags
 from kvtier.errors import CorruptChunk, ProtocolError
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, ChunkKey, split_keys
@@ -118,7 +118,7 @@ class Engine:
             keys,
             request.tokens,
             hints=request.hints,
-            marks=self._marks(request),
+            block_tags=self._prompt_tags(request),
             compute_seconds=max(0.0, request.compute_seconds),
             expect_seconds=request.expect_seconds,
             expect_chunks=request.expect_chunks,
@@ -135,12 +135,12 @@ class Engine:
         ticket.pending = found
         return answer, found
 
-    def _marks(self, request: LookupRequest) -> PromptMarks | None:
+    def _prompt_tags(self, request: LookupRequest) -> PromptTags | None:
         if not request.root or not self._hashes_bytes:
             return None
         if len(request.root) != KEY_BYTES:
             raise ProtocolError(f"a root key of {len(request.root)} bytes")
-        return PromptMarks(ChunkKey(request.root), request.marks, self._hashes_bytes // BLOCK_HASH_BYTES)
+        return PromptTags(ChunkKey(request.root), request.marks, self._hashes_bytes // BLOCK_HASH_BYTES)
 
     @property
     def _buffers(self) -> Staging | None:

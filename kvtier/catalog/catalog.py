@@ -15,14 +15,14 @@ from enum import IntEnum
 from itertools import compress, pairwise
 from struct import Struct
 
-from kvtier.catalog.beginnings import Beginnings
-from kvtier.catalog.eviction import NO_PARENT, Arrival, ChunkColumns, MakePolicy, RemovalReason
+from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, IncomingPrompt, MakePolicy, RemovalReason
 from kvtier.catalog.hints import NO_HINTS, ChunkHints
+from kvtier.catalog.partial_matches import PartialMatchIndex
 from kvtier.catalog.pins import ChunkPins
 from kvtier.catalog.rows import Rows
 from kvtier.catalog.selection import select_victims
 from kvtier.catalog.table import FASTEST, MAX_TIERS, NO_ROW, TableColumns
-from kvtier.catalog.tenants import Reach
+from kvtier.catalog.tenants import EvictionScope
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 ALL_TIERS = (1 << MAX_TIERS) - 1
@@ -74,7 +74,9 @@ class Catalog:
         )
         self.namespaces = self._index.namespaces
         self.pins = ChunkPins()
-        self.beginnings = Beginnings(self.columns, self._index, self._ready, self._pending, self.pins)
+        self.partial_matches = PartialMatchIndex(
+            self.columns, self._index, self._ready, self._pending, self.pins
+        )
         self._used = [0] * len(policies)
         self._count = [0] * len(policies)
 
@@ -197,7 +199,7 @@ class Catalog:
             return NO_PARENT
         if parent is None or parent == before:
             return NO_PARENT
-        self.beginnings.remove(row)
+        self.partial_matches.remove(row)
         self._parents[row] = parent
         for tier in range(len(self.policies)):
             if held >> tier & 1 and parent >= 0:
@@ -234,7 +236,7 @@ class Catalog:
         self._used[tier] -= length
         self._count[tier] -= len(rows)
         self.policies[tier].removed(rows, reason)
-        if self.pins or self.beginnings or self._hints:
+        if self.pins or self.partial_matches or self._hints:
             self._forget([row for row in rows if not self._ready[row] | self._pending[row]])
         self._index.release(rows, tier)
 
@@ -242,7 +244,7 @@ class Catalog:
         """Forget what only some chunks have, of those in no tier any more."""
         if self.pins:
             self.pins.remove(self.columns.keys_of(rows))
-        self.beginnings.remove_all(rows)
+        self.partial_matches.remove_all(rows)
         for row in rows if self._hints else ():
             self._hints.reset(row)
 
@@ -380,14 +382,14 @@ class Catalog:
         needed_bytes: int = sys.maxsize,
         is_leased: Callable[[int], bool] | None = None,
         limit: int | None = None,
-        reach: Reach = Reach.ALL,
-        arrival: Arrival | None = None,
+        scope: EvictionScope = EvictionScope.ALL,
+        prompt: IncomingPrompt | None = None,
     ) -> list[ChunkKey]:
         """Return chunks to evict from a tier, in order, with at least ``needed_bytes`` in total if possible.
 
         They are READY, not pinned, and not ``is_leased`` (given a row). Of two chunks of a prompt, the later
         one comes first. Examines at most ``limit`` chunks that are READY and not pinned, of tenants within
-        ``reach``. ``arrival``: the new chunks that need the room. If the policy prefers what the tier holds,
+        ``scope``. ``prompt``: the new chunks that need the room. If the policy prefers what the tier holds,
         the victims are too few for them.
         """
         rows = select_victims(
@@ -400,26 +402,26 @@ class Catalog:
             is_leased,
             needed_bytes,
             limit,
-            reach,
-            arrival,
+            scope,
+            prompt,
         )
-        self.policies[tier].chosen(rows)
+        self.policies[tier].evictable(rows)
         return self.columns.keys_of(rows)
 
-    def arrival(
+    def incoming_prompt(
         self,
         keys: Sequence[ChunkKey],
         lengths: Sequence[int],
         parent: ChunkKey | None,
         hints: ChunkHints | None = None,
-    ) -> Arrival:
+    ) -> IncomingPrompt:
         """Return a description of new consecutive chunks, for :meth:`victims` and :meth:`decline`."""
         row = NO_PARENT if parent is None else self._find(parent)
-        return Arrival(keys, lengths, row, parent, self._clock(), hints or NO_HINTS)
+        return IncomingPrompt(keys, lengths, row, parent, self._clock(), hints or NO_HINTS)
 
-    def decline(self, tier: int, arrival: Arrival) -> None:
+    def decline(self, tier: int, prompt: IncomingPrompt) -> None:
         """Report new chunks that a tier does not store to its policy, which learns from all prompts."""
-        self.policies[tier].declined(arrival)
+        self.policies[tier].declined(prompt)
 
     @property
     def pinned(self) -> int:

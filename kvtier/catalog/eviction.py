@@ -73,7 +73,7 @@ class ChunkColumns:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class IncomingPrompt:
     """Consecutive chunks of one prompt that are not in the tier, and for which there is no room yet."""
 
     keys: Sequence[ChunkKey]
@@ -150,7 +150,7 @@ class EvictionPolicy(ABC):
         """
         return False
 
-    def chosen(self, rows: Sequence[int]) -> None:  # noqa: B027 - has a default on purpose
+    def evictable(self, rows: Sequence[int]) -> None:  # noqa: B027 - has a default on purpose
         """Called after a search, with those of its chunks that may leave. They need not, or not yet.
 
         So a policy that offers last what could not leave knows what could.
@@ -161,7 +161,7 @@ class EvictionPolicy(ABC):
         """Whether it may prefer what the tier holds to new chunks: see :meth:`victims_for`."""
         return False
 
-    def victims_for(self, arrival: Arrival) -> Iterator[int]:
+    def victims_for(self, prompt: IncomingPrompt) -> Iterator[int]:
         """Yield the rows to evict for new chunks, which no other tier will hold.
 
         A policy that :attr:`declines` ends where all other rows are worth more than the new chunks. The last
@@ -169,10 +169,10 @@ class EvictionPolicy(ABC):
         """
         return self.victims()
 
-    def declined(self, arrival: Arrival) -> None:  # noqa: B027 - has a default on purpose
+    def declined(self, prompt: IncomingPrompt) -> None:  # noqa: B027 - has a default on purpose
         """Called with new chunks that were not stored, for lack of room or because it has declined them.
 
-        ``arrival.parent`` is the last chunk of their prompt that is stored.
+        ``prompt.parent`` is the last chunk of their prompt that is stored.
         """
 
     @property
@@ -185,7 +185,7 @@ class EvictionPolicy(ABC):
         """Yield the rows of the tier in the order of eviction, each once.
 
         The catalog stops when it has enough, so compute no more of the order than it asks for. It skips
-        chunks that are in use. It calls nothing else until it has stopped, then :meth:`chosen`, and
+        chunks that are in use. It calls nothing else until it has stopped, then :meth:`evictable`, and
         :meth:`removed` for those that leave: the others are still in the tier. May reorder the policy's own
         state.
         """

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from kvtier import native
-from kvtier.catalog.eviction import Arrival, ChunkColumns, EvictionPolicy
-from kvtier.catalog.tenants import Reach, TenantPolicies
+from kvtier.catalog.eviction import ChunkColumns, EvictionPolicy, IncomingPrompt
+from kvtier.catalog.tenants import EvictionScope, TenantPolicies
 
 IsRow = Callable[[int], bool]
 """Answers a question about the chunk in a row."""
@@ -25,8 +25,8 @@ def select_victims(
     is_leased: IsRow | None,
     needed_bytes: int,
     limit: int | None,
-    reach: Reach = Reach.ALL,
-    arrival: Arrival | None = None,
+    scope: EvictionScope = EvictionScope.ALL,
+    prompt: IncomingPrompt | None = None,
 ) -> Sequence[int]:
     """Choose victims while a policy offers one row after another. Return their rows, in order.
 
@@ -34,7 +34,7 @@ def select_victims(
     the policy's order, it is deferred until then. So a chunk that is in use does not keep its prefix in the
     tier, but a prefix that is not in use is evicted from its end. Only chunks with ``ready[row] & mask`` may
     leave; at most ``limit`` of them that are neither pinned nor deferred are examined. ``children``: their
-    number in the tier, by row. ``reach``: of which tenants. ``arrival``: the new chunks that need the room,
+    number in the tier, by row. ``scope``: of which tenants. ``prompt``: the new chunks that need the room,
     if the policy may decline them.
     """
     parents, lengths = columns.parents, columns.lengths
@@ -42,7 +42,7 @@ def select_victims(
     if limit is not None:
         left, waiting = limit, DEFERRED_A_LIMIT * limit
     shared = policy if isinstance(policy, TenantPolicies) else None
-    order = policy.victims() if arrival is None else policy.victims_for(arrival)
+    order = policy.victims() if prompt is None else policy.victims_for(prompt)
     if shared is None and native.available():
         return native.core.select_victims(
             iter(order),
@@ -56,7 +56,7 @@ def select_victims(
             needed_bytes,
             left,
             waiting,
-            arrival is None,
+            prompt is None,
         )
     chosen: list[int] = []
     deferred: dict[int, None] = {}
@@ -74,7 +74,7 @@ def select_victims(
                 return
             finished[row] = finished.get(row, 0) + 1
 
-    for row in order if shared is None else shared.order(chosen, reach):
+    for row in order if shared is None else shared.order(chosen, scope):
         if needed_bytes <= 0 or not left or not waiting:
             break
         if ready[row] & mask and (is_pinned is None or not is_pinned(row)):
@@ -92,9 +92,9 @@ def select_victims(
             if deferred and parent in deferred:
                 choose_deferred(parent)
     else:
-        if not chosen and deferred and arrival is None:  # Otherwise their children are worth more.
+        if not chosen and deferred and prompt is None:  # Otherwise their children are worth more.
             return _unblocked(list(deferred), shared)
-    return chosen if shared is None or reach is Reach.ANY else shared.due(chosen)
+    return chosen if shared is None or scope is EvictionScope.ANY else shared.due(chosen)
 
 
 def _unblocked(deferred: Sequence[int], shared: TenantPolicies | None) -> Sequence[int]:

@@ -40,7 +40,7 @@ class Quota(NamedTuple):
     """Its part of the room beyond all shares, relative to that of others who want it."""
 
 
-class Reach(IntEnum):
+class EvictionScope(IntEnum):
     """Whose chunks may be chosen for eviction, if there are tenants."""
 
     ANY = -1
@@ -218,10 +218,10 @@ class TenantPolicies(EvictionPolicy):
         owner = self.owner(row)
         return owner != _ABSENT and self._policies[_group(owner)].expects(row)
 
-    def chosen(self, rows: Sequence[int]) -> None:
+    def evictable(self, rows: Sequence[int]) -> None:
         """Tell the policies of their tenants."""
         for group, own in self._by_group(rows).items():
-            self._policies[group].chosen(own)
+            self._policies[group].evictable(own)
 
     def _by_group(self, rows: Sequence[int]) -> dict[int, list[int]]:
         by_group: dict[int, list[int]] = {}
@@ -231,9 +231,9 @@ class TenantPolicies(EvictionPolicy):
 
     def victims(self) -> Iterator[int]:
         """Yield chunks, those of the tenant who is furthest above its share first."""
-        return self.order([], Reach.ALL)
+        return self.order([], EvictionScope.ALL)
 
-    def order(self, chosen: Sequence[int], reach: Reach) -> Iterator[int]:
+    def order(self, chosen: Sequence[int], scope: EvictionScope) -> Iterator[int]:
         """Yield chunks like :meth:`victims`, given which of them were ``chosen`` so far.
 
         The next chunk is one of the tenant who is furthest above its share without those.
@@ -243,9 +243,9 @@ class TenantPolicies(EvictionPolicy):
         ranks = {group: self._rank(group, held[group]) for group in orders}
         while ranks:
             group = max(ranks, key=ranks.__getitem__)
-            if ranks[group][0] < reach:
+            if ranks[group][0] < scope:
                 return
-            kept = ranks[group][0] is Reach.ALL and reach is not Reach.ANY
+            kept = ranks[group][0] is EvictionScope.ALL and scope is not EvictionScope.ANY
             if kept and any(map(gt, held, self._shares)):
                 return  # Those above their share have nothing more to give up, and the others keep theirs.
             for row in orders[group]:
@@ -261,14 +261,14 @@ class TenantPolicies(EvictionPolicy):
             else:
                 del ranks[group]
 
-    def _rank(self, group: int, held: int) -> tuple[Reach, float]:
-        """Return the widest reach that includes a tenant who holds so many bytes, and how far it is above."""
+    def _rank(self, group: int, held: int) -> tuple[EvictionScope, float]:
+        """Return the widest scope that includes a tenant who holds so many bytes, and how far it is above."""
         share, limit = self._shares[group], self._limits[group]
         if held > limit:
-            return Reach.OVER_MAXIMUM, held / max(limit, 1)
+            return EvictionScope.OVER_MAXIMUM, held / max(limit, 1)
         if held > share:
-            return Reach.ABOVE_SHARE, (held - share) / self._weights[group]
-        return Reach.ALL, held / max(share, 1)
+            return EvictionScope.ABOVE_SHARE, (held - share) / self._weights[group]
+        return EvictionScope.ALL, held / max(share, 1)
 
     def excess_bytes(self) -> int:
         """Return how many bytes tenants hold beyond their maximum."""

@@ -74,7 +74,7 @@ def is_sealed(memory: memoryview, offset: int = 0) -> bool:
     return memory[offset + _ALGORITHM_AT] == _ALGORITHM_XXH3
 
 
-def parent_and_marks(chunk: memoryview) -> tuple[ChunkKey, bytes]:
+def parent_and_block_tags(chunk: memoryview) -> tuple[ChunkKey, bytes]:
     """Return the parent's key and one byte of each block hash, unchecked. Takes 0.5 µs."""
     stop = _HASHES_AT + chunk[_HASH_COUNT_AT] * BLOCK_HASH_BYTES
     return ChunkKey(bytes(chunk[_PARENT])), bytes(chunk[_HASHES_AT:stop:BLOCK_HASH_BYTES])

@@ -50,7 +50,7 @@ class Lease:
         return self._arena.view(self.offset, self.length)
 
     @property
-    def sole(self) -> bool:
+    def is_exclusive(self) -> bool:
         """Whether this is the only handle on the slice."""
         return self._extent.handles == 1
 

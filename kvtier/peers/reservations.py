@@ -299,13 +299,13 @@ class Reservations:
         """Return the reservations that match their checksums and whose writes have ended."""
         backoff = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
         with anyio.move_on_after(STRAGGLER_SECONDS):
-            while not all(reservation.lease.sole for reservation in filled.values()):  # noqa: ASYNC110
+            while not all(reservation.lease.is_exclusive for reservation in filled.values()):  # noqa: ASYNC110
                 await anyio.sleep(backoff.next())
         checksums = {
             index: request.checksums[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]
             for at, index in enumerate(request.chunks)
         }
-        indexes = [index for index, reservation in filled.items() if reservation.lease.sole]
+        indexes = [index for index, reservation in filled.items() if reservation.lease.is_exclusive]
         matches = await place.verify([(filled[index], checksums[index]) for index in indexes])
         return {index for index, ok in zip(indexes, matches, strict=True) if ok}
 

@@ -17,7 +17,7 @@ from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.events import Event, Observer, Report
 from kvtier.logs import RateLimitedLogs
-from kvtier.memory.header import parent_and_marks
+from kvtier.memory.header import parent_and_block_tags
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.tiers.encoder import Layouts
@@ -66,8 +66,8 @@ class Hierarchy:
                 self.abort([key], self.memory.index)
                 lease.release()
                 continue
-            if not self.catalog.beginnings.has(key):
-                self.catalog.beginnings.set(key, *parent_and_marks(lease.view))
+            if not self.catalog.partial_matches.has(key):
+                self.catalog.partial_matches.set(key, *parent_and_block_tags(lease.view))
             self.memory.adopt(key, lease)
             stored.append(key)
         self.changed(self.memory.index, stored=stored)

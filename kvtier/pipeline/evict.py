@@ -15,8 +15,8 @@ from itertools import groupby
 import anyio
 
 from kvtier.backends.base import Outcome
-from kvtier.catalog.eviction import Arrival, RemovalReason
-from kvtier.catalog.tenants import Reach
+from kvtier.catalog.eviction import IncomingPrompt, RemovalReason
+from kvtier.catalog.tenants import EvictionScope
 from kvtier.concurrency.backoff import Backoff
 from kvtier.events import Event, Evict
 from kvtier.memory.keys import ChunkKey
@@ -65,17 +65,17 @@ class EvictStage:
             self._refuse(lengths[len(leases)])
         return leases
 
-    def allocate_for(self, arrival: Arrival) -> tuple[list[Lease], bool]:
+    def allocate_for(self, prompt: IncomingPrompt) -> tuple[list[Lease], bool]:
         """Allocate memory for new chunks as :meth:`allocate_all`, but drop nothing that is worth more.
 
         Return the leases, and whether the last chunks have none for that reason.
         """
-        leases = self._allocate_all(arrival.lengths, arrival)
-        if len(leases) == len(arrival.lengths):
+        leases = self._allocate_all(prompt.lengths, prompt)
+        if len(leases) == len(prompt.lengths):
             return leases, False
-        declined = bool(self._memory.victims(SCAN_LIMIT, 1, Reach.ABOVE_SHARE))
+        declined = bool(self._memory.victims(SCAN_LIMIT, 1, EvictionScope.ABOVE_SHARE))
         if not declined:
-            self._refuse(arrival.lengths[len(leases)])
+            self._refuse(prompt.lengths[len(leases)])
         return leases, declined
 
     def _refuse(self, length: int) -> None:
@@ -84,13 +84,13 @@ class EvictStage:
             self._refused_bytes = max(self._refused_bytes, length)
         self._needed.set()
 
-    def _allocate_all(self, lengths: Sequence[int], arrival: Arrival | None = None) -> list[Lease]:
+    def _allocate_all(self, lengths: Sequence[int], prompt: IncomingPrompt | None = None) -> list[Lease]:
         memory, leases = self._memory, list[Lease]()
         for length, run in groupby(lengths):
             wanted = len(leases) + len(list(run))
             leases += memory.arena.allocate_all(length, wanted - len(leases))
             if len(leases) < wanted:
-                leases += self._allocate_by_dropping(length, wanted - len(leases), arrival)
+                leases += self._allocate_by_dropping(length, wanted - len(leases), prompt)
             if len(leases) < wanted:
                 break
         # Includes these leases, which are not in the catalog yet.
@@ -106,7 +106,7 @@ class EvictStage:
         tenants = self._memory.tenants is not None  # One may be above its maximum then.
         return tenants or (not may_decline(self._hierarchy.tiers) and self._memory.excess_bytes(incoming) > 0)
 
-    def _allocate_by_dropping(self, length: int, count: int, arrival: Arrival | None) -> list[Lease]:
+    def _allocate_by_dropping(self, length: int, count: int, prompt: IncomingPrompt | None) -> list[Lease]:
         """Drop chunks that need no demotion, and allocate ``length`` bytes up to ``count`` times instead.
 
         The second search is for chunks behind those that do need one, or whose memory lies together.
@@ -114,7 +114,7 @@ class EvictStage:
         hierarchy, memory = self._hierarchy, self._memory
         leases: list[Lease] = []
         for needed in (count * length, sys.maxsize):
-            victims = memory.victims(SCAN_LIMIT, needed, Reach.ABOVE_SHARE, arrival)
+            victims = memory.victims(SCAN_LIMIT, needed, EvictionScope.ABOVE_SHARE, prompt)
             if not victims:
                 break
             plans = hierarchy.router.evict(Evict(keys=victims, tier=memory.index))
@@ -156,7 +156,8 @@ class EvictStage:
                 else:
                     await anyio.sleep(backoff.next())
             # If these are in use, the next allocation tries again.
-            while (over := self._memory.over_maximum_bytes) and await self._evict(over, Reach.OVER_MAXIMUM):
+            scope = EvictionScope.OVER_MAXIMUM
+            while (over := self._memory.over_maximum_bytes) and await self._evict(over, scope):
                 pass
 
     def _excess_bytes(self) -> int:
@@ -167,10 +168,10 @@ class EvictStage:
         refused = self._refused_bytes
         return max(self._memory.excess_bytes(refused), refused) - self._leaving_bytes
 
-    async def _evict(self, excess: int, reach: Reach = Reach.ALL) -> int:
+    async def _evict(self, excess: int, scope: EvictionScope = EvictionScope.ALL) -> int:
         """Evict up to ``excess`` bytes, at most one batch, from the arena. Return the number of chunks."""
         hierarchy = self._hierarchy
-        victims = self._memory.victims(SCAN_LIMIT, min(excess, BATCH_BYTES), reach)
+        victims = self._memory.victims(SCAN_LIMIT, min(excess, BATCH_BYTES), scope)
         event = Evict(keys=victims, tier=self._memory.index)
         length = sum(map(hierarchy.length, victims))
         evicted = 0

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import anyio
 
-from kvtier.catalog.siblings import Similar
+from kvtier.catalog.partial_matches import PartialMatch
 from kvtier.concurrency.tasks import wait_for_event
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease, Leases
@@ -121,7 +121,7 @@ class Lookup:
         self.began_at = time.monotonic()
         self.expected: float | None = 0.0
         """In how many seconds the chunks in flight are expected; ``None`` if unknown."""
-        self.partial: Similar | None = None
+        self.partial: PartialMatch | None = None
         """The last chunk, if it only begins like the prompt. Compare its block hashes."""
         self.held = 0
         """For a model with states: how many leading chunks are held, also beyond the last state."""

@@ -13,7 +13,7 @@ from anyio.lowlevel import checkpoint
 from kvtier.backends.base import StoredObject
 from kvtier.catalog.catalog import State
 from kvtier.catalog.eviction import RemovalReason
-from kvtier.catalog.siblings import marks_of
+from kvtier.catalog.partial_matches import block_tags_of
 from kvtier.concurrency.backoff import Backoff
 from kvtier.memory.header import ChunkHeader, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey, split_keys
@@ -58,7 +58,7 @@ class HeldStage:
             length = object_bytes(header.payload_bytes)
             catalog.add(chunk.key, index, length, State.READY, header.parent, header.namespace)
             catalog.resize(chunk.key, index, chunk.length)
-            catalog.beginnings.set(chunk.key, header.parent, chunk.marks)
+            catalog.partial_matches.set(chunk.key, header.parent, chunk.block_tags)
             found.append(chunk.key)
         if found:
             length = sum(map(catalog.length, found))
@@ -108,15 +108,15 @@ class HeldChunk(NamedTuple):
     length: int
     """Bytes of the object in the medium."""
     header: ChunkHeader
-    """Without block hashes, of which :attr:`marks` suffice."""
-    marks: bytes
+    """Without block hashes, of which :attr:`block_tags` suffice."""
+    block_tags: bytes
 
     @classmethod
     def of(cls, stored: StoredObject) -> HeldChunk:
         """Parse the header of a stored object."""
         header = StoredHeader.parse(stored.head).chunk
-        marks = marks_of(header.block_hashes)
-        return cls(stored.last_used, stored.key, stored.length, header._replace(block_hashes=b""), marks)
+        block_tags = block_tags_of(header.block_hashes)
+        return cls(stored.last_used, stored.key, stored.length, header._replace(block_hashes=b""), block_tags)
 
 
 def parents_first(held: list[HeldChunk]) -> Iterator[HeldChunk]:

@@ -184,11 +184,11 @@ class LookUpStage:
 
     def _extend_partially(self, found: Lookup) -> None:
         """Add a chunk that begins like the first one of the prompt that is not held."""
-        prompt = found.query.marks
+        prompt = found.query.block_tags
         if prompt is None:
             return
-        parent, marks = prompt.after(found.query.keys[: found.total])
-        chunk = self._hierarchy.catalog.beginnings.like(parent, marks) if marks else None
+        parent, block_tags = prompt.after(found.query.keys[: found.total])
+        chunk = self._hierarchy.catalog.partial_matches.like(parent, block_tags) if block_tags else None
         if chunk is not None:
             before = found.count
             equal = found.chunk_tokens * chunk.equal // prompt.per_chunk

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.siblings import PromptMarks
+from kvtier.catalog.partial_matches import PromptTags
 from kvtier.memory.keys import ChunkKey
 
 
@@ -20,7 +20,7 @@ class Query:
     """Tokens of all chunks together. Without, they do not count for the hit rate."""
     hints: ChunkHints | None = None
     """Replaces the hints of the chunks that are found."""
-    marks: PromptMarks | None = None
+    block_tags: PromptTags | None = None
     """With them, a chunk that only begins like the next one of the prompt may be added at the end."""
     compute_seconds: float = 0.0
     """How long the engine would compute the prompt. With it, only what arrives earlier is found."""

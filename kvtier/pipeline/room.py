@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvtier.catalog.catalog import Catalog
-from kvtier.catalog.eviction import Arrival
-from kvtier.catalog.tenants import Reach
+from kvtier.catalog.eviction import IncomingPrompt
+from kvtier.catalog.tenants import EvictionScope
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.batches import BATCH_BYTES
 from kvtier.tiers.level import Level
@@ -28,20 +28,20 @@ def victims_for(
     target: Level,
     incoming: int,
     is_leased: Callable[[int], bool] | None = None,
-    arrival: Arrival | None = None,
+    prompt: IncomingPrompt | None = None,
 ) -> list[ChunkKey]:
     """Return the coldest chunks of a tier, to be evicted until ``incoming`` more bytes fit.
 
-    ``is_leased``: whether the chunk in a row of the catalog must stay. ``arrival``: what the room is for, see
+    ``is_leased``: whether the chunk in a row of the catalog must stay. ``prompt``: what the room is for, see
     :meth:`Catalog.victims`. Then there is no watermark: what may be declined must not find room anyway.
     """
-    excess = target.excess_bytes(incoming) if arrival is None else target.missing_bytes(incoming)
+    excess = target.excess_bytes(incoming) if prompt is None else target.missing_bytes(incoming)
     if not excess:
         return []
-    return catalog.victims(target.index, min(excess, incoming + BATCH_BYTES), is_leased, arrival=arrival)
+    return catalog.victims(target.index, min(excess, incoming + BATCH_BYTES), is_leased, prompt=prompt)
 
 
 def victims_over_maximum(catalog: Catalog, target: Level, incoming: int) -> list[ChunkKey]:
     """Return the coldest chunks of tenants beyond their maximum, of ``incoming`` bytes and a batch more."""
     over = min(target.over_maximum_bytes, incoming + BATCH_BYTES)
-    return catalog.victims(target.index, over, reach=Reach.OVER_MAXIMUM) if over else []
+    return catalog.victims(target.index, over, scope=EvictionScope.OVER_MAXIMUM) if over else []

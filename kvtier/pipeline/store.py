@@ -13,9 +13,9 @@ from functools import partial
 import anyio
 from anyio.lowlevel import checkpoint
 
-from kvtier.catalog.eviction import Arrival
+from kvtier.catalog.eviction import IncomingPrompt
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.tenants import Reach
+from kvtier.catalog.tenants import EvictionScope
 from kvtier.events import Event, Evict, Store
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
@@ -149,7 +149,7 @@ class StoreStage:
 
     def _allocate_unless_declined(
         self, headers: Sequence[ChunkHeader], hints: Sequence[ChunkHints | None]
-    ) -> tuple[list[int], list[Lease], Iterator[Arrival]]:
+    ) -> tuple[list[int], list[Lease], Iterator[IncomingPrompt]]:
         """Return the positions of the chunks that get room, their leases, and those without room by prompt.
 
         The latter are evaluated lazily, once the former are in the catalog: their parents are among them.
@@ -159,14 +159,14 @@ class StoreStage:
         keys, parents = [header.key for header in headers], [header.parent for header in headers]
         lengths = [object_bytes(header.payload_bytes) for header in headers]
 
-        def arrival(run: slice) -> Arrival:
+        def prompt_of(run: slice) -> IncomingPrompt:
             at = run.start
-            return self._hierarchy.catalog.arrival(keys[run], lengths[run], parents[at], hints[at])
+            return self._hierarchy.catalog.incoming_prompt(keys[run], lengths[run], parents[at], hints[at])
 
         for start, stop in chains_of(keys, parents, hints):
             found, declined = list[Lease](), self._continues_declined(parents[start])
             if not declined:
-                found, declined = self._evicting.allocate_for(arrival(slice(start, stop)))
+                found, declined = self._evicting.allocate_for(prompt_of(slice(start, stop)))
             fits = start + len(found)
             taken += range(start, fits)
             leases += found
@@ -183,7 +183,7 @@ class StoreStage:
             self._declined.update(dict.fromkeys(keys[max(fits, stop - 2) : stop]))
             while len(self._declined) > MAX_DECLINED:
                 del self._declined[next(iter(self._declined))]
-        return taken, leases, map(arrival, left)
+        return taken, leases, map(prompt_of, left)
 
     def _continues_declined(self, parent: ChunkKey) -> bool:
         """Whether a chunk was declined, and is not held: those that continue it would be useless."""
@@ -282,7 +282,7 @@ class StoreStage:
         As on eviction, those that no tier admits are dropped: what was used once is seldom worth a write.
         """
         hierarchy, memory = self._hierarchy, self._memory
-        coldest = hierarchy.catalog.victims(memory.index, reach=Reach.ANY)
+        coldest = hierarchy.catalog.victims(memory.index, scope=EvictionScope.ANY)
         event = Evict(keys=coldest[::-1], tier=memory.index)
         for transfer in hierarchy.router.evict(event):
             if not transfer.admitted:

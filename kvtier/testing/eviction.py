@@ -200,15 +200,15 @@ class EvictionConformance:
                 catalog.remove_all(removed, tier, chance.choice(list(RemovalReason)))
                 held[tier].difference_update(removed)
             else:
-                needed, arrival = chance.randint(1, 20) * LENGTH, None
+                needed, prompt = chance.randint(1, 20) * LENGTH, None
                 if action > 0.95 and held[tier].isdisjoint(keys):
-                    arrival = catalog.arrival(keys, [LENGTH] * len(keys), None)
-                victims = catalog.victims(tier, needed, arrival=arrival)
+                    prompt = catalog.incoming_prompt(keys, [LENGTH] * len(keys), None)
+                victims = catalog.victims(tier, needed, prompt=prompt)
                 assert held[tier].issuperset(victims)
-                if arrival is None:
+                if prompt is None:
                     assert bool(victims) is bool(held[tier])
                 else:
-                    catalog.decline(tier, arrival)
+                    catalog.decline(tier, prompt)
                 catalog.remove_all(victims, tier, RemovalReason.EVICTED)
                 held[tier].difference_update(victims)
         for tier in (FAST, SLOW):

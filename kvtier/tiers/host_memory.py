@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import cast
 
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.eviction import Arrival, RemovalReason
+from kvtier.catalog.eviction import IncomingPrompt, RemovalReason
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.tenants import Reach
+from kvtier.catalog.tenants import EvictionScope
 from kvtier.memory.arena import Arena, address_of
 from kvtier.memory.header import ChunkHeader, write_headers
 from kvtier.memory.keys import ChunkKey
@@ -130,23 +130,23 @@ class HostMemory(Level):
         self,
         limit: int,
         needed_bytes: int = sys.maxsize,
-        reach: Reach = Reach.ALL,
-        arrival: Arrival | None = None,
+        scope: EvictionScope = EvictionScope.ALL,
+        prompt: IncomingPrompt | None = None,
     ) -> list[ChunkKey]:
         """Return chunks without other leases, among the ``limit`` first in the order of eviction.
 
-        ``arrival``: see :meth:`Catalog.victims`.
+        ``prompt``: see :meth:`Catalog.victims`.
         """
-        return self._catalog.victims(self.index, needed_bytes, self._is_leased, limit, reach, arrival)
+        return self._catalog.victims(self.index, needed_bytes, self._is_leased, limit, scope, prompt)
 
     def _is_leased(self, row: int) -> bool:
         held = self._leases.get(row)
-        return held is None or not held.sole
+        return held is None or not held.is_exclusive
 
     def is_idle(self, key: ChunkKey) -> bool:
         """Whether a chunk is READY, and has no other lease."""
         held = self._held(key)
-        return held is not None and held.sole
+        return held is not None and held.is_exclusive
 
     def drop(self, keys: Sequence[ChunkKey], reason: RemovalReason = RemovalReason.EVICTED) -> None:
         """Remove READY chunks. Their memory is freed with the last lease."""

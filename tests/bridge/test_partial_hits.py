@@ -14,7 +14,7 @@ from kvtier.bridge import protocol
 from kvtier.bridge.engine import Engine
 from kvtier.bridge.protocol import Found, Hello, Lookup, Reserve, Run
 from kvtier.cache import TieredCache
-from kvtier.catalog.siblings import marks_of
+from kvtier.catalog.partial_matches import block_tags_of
 from kvtier.errors import ProtocolError
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey, block_hashes, chunk_keys, join_keys, root_key
@@ -59,7 +59,7 @@ def store(engine: Engine, tokens: list[int]) -> int:
 
 
 def look_up(engine: Engine, tokens: list[int]) -> Found:
-    marks = marks_of(block_hashes(tokens, BLOCK))
+    marks = block_tags_of(block_hashes(tokens, BLOCK))
     request = Lookup(1, join_keys(keys_of(tokens)), len(tokens), root=ROOT, marks=marks)
     found, pending = engine.look_up(request)
     assert pending is None

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from kvtier import ChunkHints, ModelCache, Settings, TieredCache
 from kvtier.catalog.catalog import State
-from kvtier.catalog.tenants import Reach
+from kvtier.catalog.tenants import EvictionScope
 from kvtier.lab.simulation.keys import chunk_keys
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
@@ -62,7 +62,7 @@ class Opened:
 
     async def evict_all(self) -> None:
         """Evict all chunks from memory."""
-        while await self.cache._evicting._evict(sys.maxsize, Reach.ALL):
+        while await self.cache._evicting._evict(sys.maxsize, EvictionScope.ALL):
             pass
 
     async def written(self) -> int:

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier import ModelCache, Settings, SettingsError, TieredCache
 from kvtier import model as model_module
-from kvtier.catalog.siblings import marks_of
+from kvtier.catalog.partial_matches import block_tags_of
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import block_hashes
 from kvtier.pipeline.query import Query
@@ -148,8 +148,8 @@ async def test_a_chunk_that_only_seems_to_begin_like_a_prompt_is_not_used(
     async with opened(settings(ssd=0)) as (cache, model):
         tokens = prompt(512)
         await model.store(tokens, rows(tokens))
-        monkeypatch.setattr(model_module, "marks_of", lambda hashes: stored)
-        stored = marks_of(block_hashes(tokens, 16))
+        monkeypatch.setattr(model_module, "block_tags_of", lambda hashes: stored)
+        stored = block_tags_of(block_hashes(tokens, 16))
         other = prompt(512, seed=1)
         assert await retrieve(model, other) == (0, bytearray(512 * TOKEN_BYTES))
         assert cache.look_up(Query(model.keys(other))).count == 0

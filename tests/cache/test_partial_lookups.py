@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvtier import Settings
-from kvtier.catalog.siblings import PromptMarks, marks_of
+from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.memory.keys import block_hashes
 from kvtier.pipeline.found import Lookup
 from kvtier.pipeline.query import Query
@@ -22,9 +22,9 @@ async def looked_up(harness: CacheHarness, tokens: list[int]) -> tuple[Lookup, i
     """Return a lookup after the answer of the pools, and how many chunks were taken before."""
     keys = harness.model.keys(tokens)
     expected = harness.model._expected(len(tokens))
-    marks = marks_of(block_hashes(tokens, 16))
+    block_tags = block_tags_of(block_hashes(tokens, 16))
     found = harness.cache.look_up(
-        Query(keys, len(tokens), marks=PromptMarks(harness.model._root, marks, 16)), expected
+        Query(keys, len(tokens), block_tags=PromptTags(harness.model._root, block_tags, 16)), expected
     )
     before = found.take_ready()
     await harness.cache.settle(found)

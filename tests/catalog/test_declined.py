@@ -8,7 +8,7 @@ import pytest
 
 from kvtier import native
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.eviction import Arrival, EvictionPolicy
+from kvtier.catalog.eviction import EvictionPolicy, IncomingPrompt
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.adaptive import CANDIDATES, AdaptivePolicy, AdaptiveSettings
 from kvtier.catalog.policies.lru import LruPolicy
@@ -49,15 +49,15 @@ class Tier:
             sizes = [LENGTH] * len(missing)
             excess = catalog.used(0) + sum(sizes) - self.capacity * LENGTH
             if excess > 0:
-                arrival = catalog.arrival(missing, sizes, parent, hints)
-                victims = catalog.victims(0, excess, set(rows).__contains__, arrival=arrival)
+                prompt = catalog.incoming_prompt(missing, sizes, parent, hints)
+                victims = catalog.victims(0, excess, set(rows).__contains__, prompt=prompt)
                 catalog.remove_all(victims, 0)
             room = self.capacity - catalog.count(0)
             if missing[:room]:
                 catalog.add_chain(missing[:room], 0, sizes[:room], State.READY, parent, hints=hints)
             if rest := missing[room:]:
                 before = missing[room - 1] if room else parent
-                catalog.decline(0, catalog.arrival(rest, sizes[room:], before, hints))
+                catalog.decline(0, catalog.incoming_prompt(rest, sizes[room:], before, hints))
         return len(rows)
 
 
@@ -123,15 +123,15 @@ def part_by_part(tier: Tier, keys: list[ChunkKey], size: int) -> None:
     for start in range(0, len(keys), size):
         part, parent = keys[start : start + size], keys[start - 1] if start else None
         sizes = [LENGTH] * len(part)
-        arrival = tier.catalog.arrival(part, sizes, parent)
+        prompt = tier.catalog.incoming_prompt(part, sizes, parent)
         if parent is not None and parent not in tier.catalog:  # It continues what was declined.
-            tier.catalog.decline(0, arrival)
+            tier.catalog.decline(0, prompt)
             continue
         excess = tier.catalog.used(0) + sum(sizes) - tier.capacity * LENGTH
         if excess > 0:
-            tier.catalog.remove_all(tier.catalog.victims(0, excess, arrival=arrival), 0)
+            tier.catalog.remove_all(tier.catalog.victims(0, excess, prompt=prompt), 0)
         if tier.capacity - tier.catalog.count(0) < len(part):
-            tier.catalog.decline(0, arrival)
+            tier.catalog.decline(0, prompt)
         else:
             tier.catalog.add_chain(part, 0, sizes, State.READY, parent)
 
@@ -142,8 +142,8 @@ def test_prompt_that_is_stored_in_parts_is_judged_as_a_whole(traffic: Traffic) -
     assert isinstance(policy, ResumePolicy)
 
     def worth(part: list[ChunkKey]) -> float:
-        arrival = traffic.tier.catalog.arrival(part, [LENGTH] * len(part), None)
-        return policy._worth(policy._arriving(arrival, policy._incoming.rest(part, None, {})))
+        prompt = traffic.tier.catalog.incoming_prompt(part, [LENGTH] * len(part), None)
+        return policy._worth(policy._ring_for(prompt, policy._incoming.rest(part, None, {})))
 
     first, whole = worth(keys[:SESSION_CHUNKS]), worth(keys)
     assert first > 2 * whole
@@ -228,8 +228,8 @@ def test_declined_prompts_count_as_waited_for() -> None:
     policy = tier.policy
     assert isinstance(policy, ResumePolicy)
     keys = prompt_of(1, 5)
-    arrival = tier.catalog.arrival(keys, [LENGTH] * 5, None)
-    tier.catalog.decline(0, arrival)
+    prompt = tier.catalog.incoming_prompt(keys, [LENGTH] * 5, None)
+    tier.catalog.decline(0, prompt)
     [visit] = policy._visits.ghosts.values()
     assert policy._visits.counts[visit] == 0
     kind = policy._kind(visit)
@@ -251,7 +251,7 @@ def test_prompts_that_only_share_their_beginning_are_remembered_each() -> None:
         tier.now += 1
         rows, _ = tier.catalog.prefix_rows(keys)
         tier.catalog.touch_rows(rows)
-        tier.catalog.decline(0, tier.catalog.arrival(keys[4:], [LENGTH] * 6, shared[-1]))
+        tier.catalog.decline(0, tier.catalog.incoming_prompt(keys[4:], [LENGTH] * 6, shared[-1]))
     assert len(policy._visits.ghosts) == 3
     tier.now += 20
     tier.ask(prompts[1])
@@ -295,7 +295,7 @@ def test_shadow_caches_see_what_is_declined() -> None:
     catalog.add_chain(prompt_of(1, 1), 0, [LENGTH], State.READY)
     keys = prompt_of(2, 5)
     for _ in range(3):  # The last one is still open.
-        catalog.decline(0, catalog.arrival(keys, [LENGTH] * 5, None))
+        catalog.decline(0, catalog.incoming_prompt(keys, [LENGTH] * 5, None))
     assert policy.hit_rates == dict.fromkeys(CANDIDATES, 5 / 11)
 
 
@@ -304,9 +304,9 @@ class Counting(ResumePolicy):
 
     count = 0
 
-    def declined(self, arrival: Arrival) -> None:
-        self.count += len(arrival.keys)
-        super().declined(arrival)
+    def declined(self, prompt: IncomingPrompt) -> None:
+        self.count += len(prompt.keys)
+        super().declined(prompt)
 
 
 def test_shadow_cache_declines_and_tells_its_policy() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.catalog.policies.incoming import MAX_PROMPTS, IncomingPrompts, Rest
+from kvtier.catalog.policies.incoming import MAX_PROMPTS, Rest, UnfinishedPrompts
 from kvtier.testing.eviction import prompt_of
 
 KEYS = prompt_of(1, 10)
@@ -10,7 +10,7 @@ GHOST = {hash(KEYS[7]): 3}
 
 
 def test_each_part_knows_the_rest_and_the_first_one_the_earlier_visit() -> None:
-    incoming = IncomingPrompts()
+    incoming = UnfinishedPrompts()
     incoming.expect(KEYS, GHOST)
     first = incoming.rest(KEYS[:4], None, GHOST)
     assert first == Rest(10, 8, hash(KEYS[7]))
@@ -22,26 +22,26 @@ def test_each_part_knows_the_rest_and_the_first_one_the_earlier_visit() -> None:
 
 
 def test_unknown_prompts_are_judged_by_their_chunks() -> None:
-    incoming = IncomingPrompts()
+    incoming = UnfinishedPrompts()
     assert incoming.rest(KEYS[:4], None, GHOST) == Rest(4)
     assert incoming.rest(KEYS, None, GHOST) == Rest(10, 8, hash(KEYS[7]))
 
 
 def test_more_chunks_than_were_missed_are_another_prompt() -> None:
     """Such as after an eviction between the lookup and the first part."""
-    incoming = IncomingPrompts()
+    incoming = UnfinishedPrompts()
     incoming.expect(KEYS[:3], {})
     assert incoming.rest(KEYS, None, {}) == Rest(10)
 
 
 def test_visit_that_is_no_longer_remembered_is_looked_for_again() -> None:
-    incoming = IncomingPrompts()
+    incoming = UnfinishedPrompts()
     incoming.expect(KEYS, GHOST)
     assert incoming.rest(KEYS[:4], None, {hash(KEYS[1]): 3}) == Rest(10, 2, hash(KEYS[1]))
 
 
 def test_prompts_that_were_stored_are_forgotten() -> None:
-    incoming = IncomingPrompts()
+    incoming = UnfinishedPrompts()
     incoming.expect(KEYS, {})
     incoming.passed(KEYS[:4], None, incoming.rest(KEYS[:4], None, {}))
     incoming.passed(KEYS[4:], KEYS[3], incoming.rest(KEYS[4:], KEYS[3], {}))
@@ -49,7 +49,7 @@ def test_prompts_that_were_stored_are_forgotten() -> None:
 
 
 def test_prompts_that_are_never_stored_are_bounded() -> None:
-    incoming = IncomingPrompts()
+    incoming = UnfinishedPrompts()
     for number in range(MAX_PROMPTS + 5):
         incoming.expect(prompt_of(number, 2), {})
     assert len(incoming._rests) == MAX_PROMPTS

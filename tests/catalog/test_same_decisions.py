@@ -40,8 +40,8 @@ def evicted(policy: type[EvictionPolicy]) -> list[ChunkKey]:
         needed = catalog.used(0) + len(missing) * LENGTH - CHUNKS * LENGTH
         if needed > 0:
             leased = set(rows)
-            arrival = catalog.arrival(missing, [LENGTH] * len(missing), parent)
-            victims = catalog.victims(0, needed, leased.__contains__, arrival=arrival)
+            prompt = catalog.incoming_prompt(missing, [LENGTH] * len(missing), parent)
+            victims = catalog.victims(0, needed, leased.__contains__, prompt=prompt)
             catalog.remove_all(victims, 0)
             gone += victims
             if declined := missing[CHUNKS - catalog.count(0) :]:
@@ -51,7 +51,7 @@ def evicted(policy: type[EvictionPolicy]) -> list[ChunkKey]:
         if missing:
             catalog.add_chain(missing, 0, [LENGTH] * len(missing), State.READY, parent)
         if late is not None:
-            catalog.decline(0, catalog.arrival(*late))
+            catalog.decline(0, catalog.incoming_prompt(*late))
     return gone
 
 

@@ -16,7 +16,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.catalog.policies.tinylfu import TinyLfuPolicy
-from kvtier.catalog.tenants import Quota, Reach, TenantPolicies, Tenants, Usage, tenant_of_salt
+from kvtier.catalog.tenants import EvictionScope, Quota, TenantPolicies, Tenants, Usage, tenant_of_salt
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings.tenants import OTHER
 from kvtier.testing.eviction import EvictionConformance
@@ -82,7 +82,7 @@ class Shared:
             over = self.policy().excess_bytes()
             if not over:
                 return
-            self.evict(self.catalog.victims(0, over, reach=Reach.OVER_MAXIMUM))
+            self.evict(self.catalog.victims(0, over, scope=EvictionScope.OVER_MAXIMUM))
         raise AssertionError("nothing of those above their maximum can be evicted")
 
     def evict(self, keys: Sequence[ChunkKey]) -> None:
@@ -109,7 +109,7 @@ def test_a_search_for_all_spares_no_share() -> None:
     mine, other = shared.store("a", 10), shared.store("", 1)
     shared.catalog.pin(other, None)
     assert shared.catalog.victims(0) == []
-    assert sorted(shared.catalog.victims(0, reach=Reach.ANY)) == sorted(mine)
+    assert sorted(shared.catalog.victims(0, scope=EvictionScope.ANY)) == sorted(mine)
 
 
 def test_a_maximum_of_the_whole_room_is_left_to_the_watermarks() -> None:
@@ -314,9 +314,9 @@ def test_reach() -> None:
     shared = Shared({"a": Quota(0.5)})
     shared.store("a", 50)
     assert len(shared.catalog.victims(0)) == 50  # Nobody is above a share, so there is no one better.
-    assert not shared.catalog.victims(0, reach=Reach.ABOVE_SHARE)
+    assert not shared.catalog.victims(0, scope=EvictionScope.ABOVE_SHARE)
     other = shared.store("", 10)
-    assert shared.catalog.victims(0, reach=Reach.ABOVE_SHARE) == other[::-1]
+    assert shared.catalog.victims(0, scope=EvictionScope.ABOVE_SHARE) == other[::-1]
     shared.catalog.pin(other, None)
     assert not shared.catalog.victims(0)  # Those of `a` stay while others are above their share.
 

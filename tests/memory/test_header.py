@@ -18,7 +18,7 @@ from kvtier.memory.header import (
     ChunkHeader,
     StoredHeader,
     object_bytes,
-    parent_and_marks,
+    parent_and_block_tags,
 )
 from kvtier.memory.keys import BLOCK_HASH_BYTES, MAX_BLOCK_HASHES, ChunkKey
 from kvtier.testing.backend import noise
@@ -85,7 +85,7 @@ def test_block_hashes_come_back(count: int) -> None:
     hashes = noise(b"hashes", count * BLOCK_HASH_BYTES)
     chunk = sealed(block_hashes=hashes)
     assert verify(chunk).block_hashes == hashes
-    assert parent_and_marks(memoryview(chunk)) == (PARENT, hashes[::BLOCK_HASH_BYTES])
+    assert parent_and_block_tags(memoryview(chunk)) == (PARENT, hashes[::BLOCK_HASH_BYTES])
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 241, 2**32 - 1])

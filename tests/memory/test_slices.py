@@ -69,10 +69,10 @@ def test_memory_is_freed_with_the_last_handle(arena: Arena) -> None:
     lease = allocate(arena, 16)
     shared = lease.share()
     again = shared.share()
-    assert (arena.leases, arena.used, lease.sole) == (3, arena.capacity, False)
+    assert (arena.leases, arena.used, lease.is_exclusive) == (3, arena.capacity, False)
     lease.release()
     shared.release()
-    assert (arena.leases, arena.used, again.sole) == (1, arena.capacity, True)
+    assert (arena.leases, arena.used, again.is_exclusive) == (1, arena.capacity, True)
     assert arena.allocate(1) is None
     again.release()
     assert (arena.leases, arena.used) == (0, 0)
@@ -107,13 +107,13 @@ def test_batch_counts_as_separate_leases(arena: Arena) -> None:
     together = Leases.sharing(own)
     assert (len(together), together.offsets) == (3, [lease.offset for lease in own])
     assert arena.leases == 6
-    assert not any(lease.sole for lease in own)
+    assert not any(lease.is_exclusive for lease in own)
     together.release(1)
     together.release(1)
-    assert [lease.sole for lease in own] == [False, True, False]
+    assert [lease.is_exclusive for lease in own] == [False, True, False]
     together.release_all()
     together.release_all()
-    assert all(lease.sole for lease in own)
+    assert all(lease.is_exclusive for lease in own)
     assert (arena.leases, arena.used) == (3, used)
 
 
@@ -136,7 +136,7 @@ def test_batch_is_split_into_leases(arena: Arena) -> None:
     second, third = together.split()
     together.release_all()
     assert (second.length, third.length) == (2 * PAGE_BYTES, 3 * PAGE_BYTES)
-    assert third.sole
+    assert third.is_exclusive
     second.release()
     third.release()
     assert (arena.used, arena.leases) == (0, 0)
@@ -240,7 +240,7 @@ class ArenaMachine(RuleBasedStateMachine):
         assert self.arena.fragments == len(self.gaps())
         for lease in self.handles:
             others = sum(other.offset == lease.offset for other in self.handles)
-            assert lease.sole == (others == 1)
+            assert lease.is_exclusive == (others == 1)
 
     def teardown(self) -> None:
         for lease in self.handles:

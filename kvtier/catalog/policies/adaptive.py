@@ -9,9 +9,9 @@ from pydantic import Field
 
 from kvtier.catalog.eviction import (
     NO_PARENT,
-    Arrival,
     ChunkColumns,
     EvictionPolicy,
+    IncomingPrompt,
     PolicySettings,
     RemovalReason,
 )
@@ -136,15 +136,15 @@ class AdaptivePolicy(EvictionPolicy):
             request = self._request(None if parent == NO_PARENT else self._chunks.key(parent), parent, now)
             self._extend(request, rows)
 
-    def declined(self, arrival: Arrival) -> None:
+    def declined(self, prompt: IncomingPrompt) -> None:
         """Report the chunks to all orders, and to the shadow caches, which see whole prompts."""
         for order in self._orders:
-            order.declined(arrival)
+            order.declined(prompt)
         if self._shadows:
-            request = self._request(arrival.parent_key, arrival.parent, arrival.now)
-            chosen = sampled(arrival.keys, self._threshold)
-            pairs = compress(zip(arrival.keys, arrival.lengths, strict=True), chosen)
-            self._observe_later(request, dict(pairs), arrival.keys[-1])
+            request = self._request(prompt.parent_key, prompt.parent, prompt.now)
+            chosen = sampled(prompt.keys, self._threshold)
+            pairs = compress(zip(prompt.keys, prompt.lengths, strict=True), chosen)
+            self._observe_later(request, dict(pairs), prompt.keys[-1])
 
     def used(self, rows: Sequence[int], now: float) -> None:
         """Use a prefix in all orders."""
@@ -187,13 +187,13 @@ class AdaptivePolicy(EvictionPolicy):
         """Whether the best candidate does."""
         return self._orders[self._active].declines
 
-    def victims_for(self, arrival: Arrival) -> Iterator[int]:
+    def victims_for(self, prompt: IncomingPrompt) -> Iterator[int]:
         """Yield what the best candidate would evict for new chunks."""
-        return self._orders[self._active].victims_for(arrival)
+        return self._orders[self._active].victims_for(prompt)
 
-    def chosen(self, rows: Sequence[int]) -> None:
+    def evictable(self, rows: Sequence[int]) -> None:
         """Tell the best candidate, whose search it was."""
-        self._orders[self._active].chosen(rows)
+        self._orders[self._active].evictable(rows)
 
     def _make_shadows(self, length: int) -> None:
         chunks = max(1, self._capacity_bytes // max(1, length))

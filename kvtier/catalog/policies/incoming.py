@@ -27,7 +27,7 @@ class Rest(NamedTuple):
     """The hash by which this visit is remembered if the part before was declined; otherwise 0."""
 
 
-class IncomingPrompts:
+class UnfinishedPrompts:
     """The rest of each prompt, by the key of its next chunk or, behind a part, of the chunk before."""
 
     def __init__(self) -> None:

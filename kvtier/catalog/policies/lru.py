@@ -10,7 +10,7 @@ from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, EvictionPolicy, Pol
 
 _ABSENT = -1
 _ENDS = 0
-"""Place 0 of the ring is the sentinel for both ends. The chunk in row *n* has place *n* + 1."""
+"""Node 0 of the ring is the sentinel for both ends. The chunk in row *n* has node *n* + 1."""
 
 
 class LruPolicy(EvictionPolicy):
@@ -49,26 +49,26 @@ class LruPolicy(EvictionPolicy):
             native.core.lru_touch(self._warmer, self._colder, rows)
             return
         warmer, colder = self._warmer, self._colder
-        places = len(warmer)
+        nodes = len(warmer)
         # _unlink and _link inlined: this runs for every chunk of every lookup.
         for row in reversed(rows):
-            place = row + 1
-            if place < places and warmer[place] != _ABSENT:
-                above, below = warmer[place], colder[place]
+            node = row + 1
+            if node < nodes and warmer[node] != _ABSENT:
+                above, below = warmer[node], colder[node]
                 warmer[below], colder[above] = above, below
                 warmest = colder[_ENDS]
-                warmer[place], colder[place] = _ENDS, warmest
-                warmer[warmest] = colder[_ENDS] = place
+                warmer[node], colder[node] = _ENDS, warmest
+                warmer[warmest] = colder[_ENDS] = node
 
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
         """Unlink chunks."""
         if native.available():
             native.core.lru_unlink(self._warmer, self._colder, rows)
             return
-        for place in (row + 1 for row in rows):
-            if self._holds(place):
-                self._unlink(place)
-                self._warmer[place] = self._colder[place] = _ABSENT
+        for node in (row + 1 for row in rows):
+            if self._holds(node):
+                self._unlink(node)
+                self._warmer[node] = self._colder[node] = _ABSENT
 
     def victims(self) -> Iterator[int]:
         """Yield the coldest chunk first."""
@@ -76,20 +76,20 @@ class LruPolicy(EvictionPolicy):
 
     def _order(self) -> Iterator[int]:
         warmer = self._warmer
-        place = warmer[_ENDS]
-        while place != _ENDS:
-            yield place - 1
-            place = warmer[place]
+        node = warmer[_ENDS]
+        while node != _ENDS:
+            yield node - 1
+            node = warmer[node]
 
-    def _holds(self, place: int) -> bool:
-        return place < len(self._warmer) and self._warmer[place] != _ABSENT
+    def _holds(self, node: int) -> bool:
+        return node < len(self._warmer) and self._warmer[node] != _ABSENT
 
-    def _link(self, place: int, warmer: int) -> None:
+    def _link(self, node: int, warmer: int) -> None:
         colder = self._colder[warmer]
-        self._warmer[place], self._colder[place] = warmer, colder
-        self._warmer[colder] = self._colder[warmer] = place
+        self._warmer[node], self._colder[node] = warmer, colder
+        self._warmer[colder] = self._colder[warmer] = node
 
-    def _unlink(self, place: int) -> None:
-        warmer, colder = self._warmer[place], self._colder[place]
+    def _unlink(self, node: int) -> None:
+        warmer, colder = self._warmer[node], self._colder[node]
         self._warmer[colder] = warmer
         self._colder[warmer] = colder

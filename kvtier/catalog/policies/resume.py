@@ -9,13 +9,13 @@ from pydantic import Field
 
 from kvtier.catalog.eviction import (
     NO_PARENT,
-    Arrival,
     ChunkColumns,
     EvictionPolicy,
+    IncomingPrompt,
     PolicySettings,
     RemovalReason,
 )
-from kvtier.catalog.policies.incoming import IncomingPrompts, Rest
+from kvtier.catalog.policies.incoming import Rest, UnfinishedPrompts
 from kvtier.catalog.policies.returns import (
     AGES,
     CLASSES,
@@ -77,7 +77,7 @@ class ResumePolicy(EvictionPolicy):
         self._chunks = chunks
         self._returns = Returns()
         self._visits = Visits(chunks, 2 * GHOST)
-        self._incoming = IncomingPrompts()
+        self._incoming = UnfinishedPrompts()
         self._used: set[int] = set()
         """The rings that may have visits."""
         self._ghosts = 0
@@ -178,45 +178,45 @@ class ResumePolicy(EvictionPolicy):
         """Always: only prompts that come back are worth the room."""
         return True
 
-    def victims_for(self, arrival: Arrival) -> Iterator[int]:
+    def victims_for(self, prompt: IncomingPrompt) -> Iterator[int]:
         """Yield only chunks of visits that are not worth more than the new ones."""
-        rest = self._incoming.rest(arrival.keys, arrival.parent_key, self._visits.ghosts)
-        limit = self._worth(self._arriving(arrival, rest))
-        return self._worth_at_most(limit, self._continued(arrival.parent))
+        rest = self._incoming.rest(prompt.keys, prompt.parent_key, self._visits.ghosts)
+        limit = self._worth(self._ring_for(prompt, rest))
+        return self._worth_at_most(limit, self._continued(prompt.parent))
 
-    def declined(self, arrival: Arrival) -> None:
+    def declined(self, prompt: IncomingPrompt) -> None:
         """Remember a prompt that was not stored, or not to its end: it may come back like those that were."""
-        self._settle(arrival.now)
-        visits, count = self._visits, len(arrival.keys)
-        rest = self._incoming.rest(arrival.keys, arrival.parent_key, visits.ghosts)
-        ring, visit = self._arriving(arrival, rest), self._visit_of(arrival, rest)
+        self._settle(prompt.now)
+        visits, count = self._visits, len(prompt.keys)
+        rest = self._incoming.rest(prompt.keys, prompt.parent_key, visits.ghosts)
+        ring, visit = self._ring_for(prompt, rest), self._visit_of(prompt, rest)
         if visit == NONE:
-            visit = visits.new(arrival.now, ring)
+            visit = visits.new(prompt.now, ring)
         before = self._before(rest, visit)
         if before != NONE:
-            self._resume(visit, before, arrival.parent, arrival.now)
+            self._resume(visit, before, prompt.parent, prompt.now)
             visits.added[visit] = -rest.known
         visits.added[visit] += count
-        visits.since[visit] = arrival.now
+        visits.since[visit] = prompt.now
         self._ghosts -= visits.rings[visit] >= GHOST
         self._use(ring)
         visits.move(visit, ring)
         if rest.declined:
             visits.forget_ghost(visit)
-        if count > 1 or arrival.parent == NO_PARENT:
-            visits.remember(visit, arrival.keys[max(0, count - 2)])
+        if count > 1 or prompt.parent == NO_PARENT:
+            visits.remember(visit, prompt.keys[max(0, count - 2)])
         if not visits.counts[visit]:
             self._empty(visit)
-        self._incoming.passed(arrival.keys, arrival.parent_key, rest, visits.ghost_keys[visit])
+        self._incoming.passed(prompt.keys, prompt.parent_key, rest, visits.ghost_keys[visit])
 
     def _continued(self, parent: int) -> int:
         """Return the visit that ends with a row, or :data:`NONE`."""
         visit = self._visits.visit(parent)
         return visit if visit != NONE and self._visits.tails[visit] == parent else NONE
 
-    def _visit_of(self, arrival: Arrival, rest: Rest) -> int:
+    def _visit_of(self, prompt: IncomingPrompt, rest: Rest) -> int:
         """Return the visit that new chunks continue, stored or declined so far, or :data:`NONE`."""
-        visit = self._continued(arrival.parent)
+        visit = self._continued(prompt.parent)
         return self._visits.ghosts.get(rest.declined, NONE) if visit == NONE else visit
 
     def _before(self, rest: Rest, visit: int) -> int:
@@ -224,13 +224,13 @@ class ResumePolicy(EvictionPolicy):
         before = self._visits.ghosts.get(rest.ghost, NONE)
         return NONE if before == visit else before
 
-    def _arriving(self, arrival: Arrival, rest: Rest) -> int:
+    def _ring_for(self, prompt: IncomingPrompt, rest: Rest) -> int:
         """Return the ring in which new chunks would be."""
-        visits, visit, hints = self._visits, self._visit_of(arrival, rest), arrival.hints
+        visits, visit, hints = self._visits, self._visit_of(prompt, rest), prompt.hints
         kind, added = (NEW, 0) if visit == NONE else (self._kind(visit), visits.added[visit])
         before = self._before(rest, visit)
         if before != NONE:
-            gap = max(arrival.now - visits.since[before], 0.0)
+            gap = max(prompt.now - visits.since[before], 0.0)
             kind, added = class_of(self._typical(before, gap)), -rest.known
         kind = class_continued(NEW if kind == LEFT else kind, added + rest.chunks)
         return _ring_of(kind, hints.priority, hints.resume or 0.0, hints.retention or 0.0)
@@ -256,7 +256,7 @@ class ResumePolicy(EvictionPolicy):
         for visit in later:
             yield from visits.path(visit)
 
-    def chosen(self, rows: Sequence[int]) -> None:
+    def evictable(self, rows: Sequence[int]) -> None:
         """Offer visits again first whose last chunk may leave."""
         leaving = set(rows)
         self._offered = [offered for offered in self._offered if offered[1] not in leaving]

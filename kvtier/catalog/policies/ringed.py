@@ -38,7 +38,7 @@ class RingPolicy(EvictionPolicy):
             yield row
             self._offered.append(row)
 
-    def chosen(self, rows: Sequence[int]) -> None:
+    def evictable(self, rows: Sequence[int]) -> None:
         """Keep the place of chunks that may leave: they are not in the way."""
         if self._offered:
             leaving = set(rows)

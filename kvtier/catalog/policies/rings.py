@@ -33,7 +33,7 @@ def cover(highest: int, *columns: array[int] | array[float] | bytearray) -> None
 class Rings:
     """Rings numbered from 0, each from its coldest to its warmest row. A row is in one ring, or in none.
 
-    The first places of the arrays are the sentinels of the rings, each for both ends of its ring. After them
+    The first nodes of the arrays are the sentinels of the rings, each for both ends of its ring. After them
     come the rows. Batches are those of one prompt, from its root: the root becomes the warmest.
     """
 
@@ -94,13 +94,13 @@ class Rings:
 
     def coldest(self, ring: int) -> int:
         """Return the coldest row of a ring, or :data:`NO_ROW`."""
-        place = self._warmer[ring]
-        return NO_ROW if place == ring else place - self._sentinels
+        node = self._warmer[ring]
+        return NO_ROW if node == ring else node - self._sentinels
 
     def warmer(self, row: int) -> int:
         """Return the next warmer row of the same ring, or :data:`NO_ROW`."""
-        place = self._warmer[row + self._sentinels]
-        return NO_ROW if place < self._sentinels else place - self._sentinels
+        node = self._warmer[row + self._sentinels]
+        return NO_ROW if node < self._sentinels else node - self._sentinels
 
     def rows(self, ring: int) -> Iterator[int]:
         """Yield the rows of a ring, coldest first. A row that was yielded may be moved or removed meanwhile.
@@ -120,24 +120,24 @@ class Rings:
             ring_of[row] = ring
         warmer, colder = self._warmer, self._colder
         if len(rows) > FEW and native.available():
-            # The native ring numbers rows from place 1. Rows are linked just colder than the ring's sentinel.
+            # The native ring numbers rows from node 1. Rows are linked just colder than the ring's sentinel.
             shift = first - 1
             native.core.lru_link_chain(warmer, colder, [row + shift for row in rows], ring - 1)
             return
         above = ring
         for row in rows:
-            place, below = row + first, colder[above]
-            warmer[place], colder[place] = above, below
-            warmer[below] = colder[above] = place
-            above = place
+            node, below = row + first, colder[above]
+            warmer[node], colder[node] = above, below
+            warmer[below] = colder[above] = node
+            above = node
 
     def _unlink(self, rows: Sequence[int]) -> None:
         ring_of, first = self.ring_of, self._sentinels
         warmer, colder = self._warmer, self._colder
         if len(rows) <= FEW or not native.available():
             for row in rows:
-                place = row + first
-                above, below = warmer[place], colder[place]
+                node = row + first
+                above, below = warmer[node], colder[node]
                 warmer[below], colder[above] = above, below
                 self.counts[ring_of[row]] -= 1
             return

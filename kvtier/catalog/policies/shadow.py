@@ -12,7 +12,7 @@ from itertools import accumulate, compress
 
 from kvtier import native
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.eviction import Arrival, ChunkColumns, MakePolicy, RemovalReason
+from kvtier.catalog.eviction import ChunkColumns, IncomingPrompt, MakePolicy, RemovalReason
 from kvtier.memory.keys import ChunkKey
 
 SAMPLED = 0x10000
@@ -59,7 +59,7 @@ class ShadowCache:
         others = sum(lengths) - sum(sizes)
         fitting = _fitting(sizes, self.capacity_bytes - others)
         if fitting:
-            self._make_room(self._arrival(keys, lengths, new[:fitting], parent), keys)
+            self._make_room(self._incoming_prompt(keys, lengths, new[:fitting], parent), keys)
             fitting = _fitting(sizes[:fitting], self.capacity_bytes - catalog.used(0))
         first, stop = new[0], new[0] + fitting
         if new[:fitting] == list(range(first, stop)):
@@ -70,21 +70,21 @@ class ShadowCache:
             for at in new[:fitting]:
                 catalog.add(keys[at], 0, lengths[at], State.READY, keys[at - 1] if at else parent)
         if rest := new[fitting:]:
-            catalog.decline(0, self._arrival(keys, lengths, rest, parent))
+            catalog.decline(0, self._incoming_prompt(keys, lengths, rest, parent))
 
-    def _arrival(
+    def _incoming_prompt(
         self, keys: Sequence[ChunkKey], lengths: Sequence[int], new: Sequence[int], parent: ChunkKey | None
-    ) -> Arrival:
+    ) -> IncomingPrompt:
         before = keys[new[0] - 1] if new[0] else parent
-        return self._catalog.arrival([keys[at] for at in new], [lengths[at] for at in new], before)
+        return self._catalog.incoming_prompt([keys[at] for at in new], [lengths[at] for at in new], before)
 
-    def _make_room(self, arrival: Arrival, used: Sequence[ChunkKey]) -> None:
+    def _make_room(self, prompt: IncomingPrompt, used: Sequence[ChunkKey]) -> None:
         """Evict other chunks than those in use, unless the policy prefers them to the new ones."""
         catalog = self._catalog
-        excess = catalog.used(0) + sum(arrival.lengths) - self.capacity_bytes
+        excess = catalog.used(0) + sum(prompt.lengths) - self.capacity_bytes
         if excess > 0:
             busy = {catalog.row(key) for key in used}
-            victims = catalog.victims(0, excess, busy.__contains__, arrival=arrival)
+            victims = catalog.victims(0, excess, busy.__contains__, prompt=prompt)
             catalog.remove_all(victims, 0, RemovalReason.EVICTED)
 
     def remove(self, keys: Sequence[ChunkKey]) -> None:

@@ -242,14 +242,14 @@ class Visits:
         """Link a visit that is in no ring as the newest of one."""
         self.rings[visit] = ring
         self.sizes[ring] += 1
-        place, ends = visit + self._ends, ring
+        node, ends = visit + self._ends, ring
         newest = self._older[ends]
-        self._older[place], self._newer[place] = newest, ends
-        self._newer[newest] = self._older[ends] = place
+        self._older[node], self._newer[node] = newest, ends
+        self._newer[newest] = self._older[ends] = node
 
     def _unlink(self, visit: int) -> None:
-        place = visit + self._ends
-        newer, older = self._newer[place], self._older[place]
+        node = visit + self._ends
+        newer, older = self._newer[node], self._older[node]
         self._older[newer], self._newer[older] = older, newer
         self.sizes[self.rings[visit]] -= 1
         self.rings[visit] = NONE
@@ -269,8 +269,8 @@ class Visits:
             links = self._newer, self._older, self.rings, self.sizes
             return native.core.visits_move_on(*links, self.since, ring, at, starts, now, most)
         moved = [0] * len(starts)
-        while most > 0 and (place := self._newer[ring]) != ring:
-            visit = place - self._ends
+        while most > 0 and (node := self._newer[ring]) != ring:
+            visit = node - self._ends
             reached = max(0, bisect_right(starts, now - self.since[visit]) - 1)
             if reached <= at:
                 break
@@ -281,7 +281,7 @@ class Visits:
 
     def in_ring(self, ring: int) -> Iterator[int]:
         """Yield the visits of a ring, the oldest first. The ring must not change meanwhile."""
-        place = self._newer[ring]
-        while place != ring:
-            yield place - self._ends
-            place = self._newer[place]
+        node = self._newer[ring]
+        while node != ring:
+            yield node - self._ends
+            node = self._newer[node]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bridge.client import SchedulerBridge
-from kvtier.catalog.siblings import PromptMarks, marks_of
+from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.integrations.vllm.adapters import Adapter, Adapters
 from kvtier.integrations.vllm.compat import has_failed
 from kvtier.integrations.vllm.early import Early
@@ -193,7 +193,7 @@ class SchedulerSide:
             keys,
             covered,
             hints=state.chunk_hints,
-            marks=self._marks(state),
+            block_tags=self._block_tags(state),
             compute_seconds=self._prefill.expected(covered),
             expect_seconds=expected.seconds,
             expect_chunks=expected.chunks,
@@ -206,12 +206,12 @@ class SchedulerSide:
             state.asked_at = time.monotonic()
             self._stats.add("looked_up_tokens", covered)
 
-    def _marks(self, state: RequestState) -> PromptMarks | None:
-        """Return the marks of a prompt; ``None`` if no block of it is whole."""
-        marks = marks_of(state.block_hashes(0, state.request.num_tokens))
-        if not marks:
+    def _block_tags(self, state: RequestState) -> PromptTags | None:
+        """Return the tags of the whole blocks of a prompt; ``None`` if no block of it is whole."""
+        block_tags = block_tags_of(state.block_hashes(0, state.request.num_tokens))
+        if not block_tags:
             return None
-        return PromptMarks(state.root, marks, self._layout.chunk_tokens // self._layout.granularity)
+        return PromptTags(state.root, block_tags, self._layout.chunk_tokens // self._layout.granularity)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond ``local_tokens`` can be loaded; ``None`` while that is pending."""

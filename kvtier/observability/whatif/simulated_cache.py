@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.catalog.catalog import State
-from kvtier.catalog.eviction import Arrival
+from kvtier.catalog.eviction import IncomingPrompt
 from kvtier.catalog.hints import ChunkHints
 from kvtier.events import Evict, Prefetch, Store
 from kvtier.memory.keys import ChunkKey
@@ -135,7 +135,7 @@ class SimulatedCache:
         """Do what :class:`~kvtier.pipeline.store.StoreStage` does with the chunks that were computed."""
         missing = keys[found:]
         absent = self.catalog.absent(missing, FIRST)
-        self._make_room(FIRST, len(absent), self._arrival(keys, found, absent, hints))
+        self._make_room(FIRST, len(absent), self._incoming_prompt(keys, found, absent, hints))
         fitting = self._fitting(FIRST, len(absent))
         absent, left = absent[:fitting], absent[fitting:]
         for start, stop in _runs(absent):
@@ -144,24 +144,24 @@ class SimulatedCache:
             parent = keys[before] if before >= 0 else None
             lengths = [self._chunk_bytes] * len(chain)
             self.catalog.add_chain(chain, FIRST, lengths, State.READY, parent, hints=hints)
-        if arrival := self._arrival(keys, found, left, hints):
-            self.catalog.decline(FIRST, arrival)
+        if prompt := self._incoming_prompt(keys, found, left, hints):
+            self.catalog.decline(FIRST, prompt)
         self.written[FIRST] += len(absent)
         if len(self.tiers) > 1 and absent:
             event = Store(keys=[missing[at] for at in absent])
             self._router.admission.stored(event.keys)
             self._execute(self._router.store(event))
 
-    def _arrival(
+    def _incoming_prompt(
         self, keys: Sequence[ChunkKey], found: int, absent: Sequence[int], hints: ChunkHints | None
-    ) -> Arrival | None:
+    ) -> IncomingPrompt | None:
         """Describe new chunks to a policy that may decline them. Their positions count from ``found`` on."""
         if not absent or not may_decline(self.tiers):
             return None
         first = found + absent[0]
         new = [keys[found + at] for at in absent]
         parent = keys[first - 1] if first else None
-        return self.catalog.arrival(new, [self._chunk_bytes] * len(new), parent, hints)
+        return self.catalog.incoming_prompt(new, [self._chunk_bytes] * len(new), parent, hints)
 
     def _execute(self, plan: Sequence[Transfer]) -> None:
         for transfer in plan:
@@ -176,13 +176,13 @@ class SimulatedCache:
         self._add_copies(absent, target)
         return len(absent)
 
-    def _make_room(self, tier: int, incoming: int, arrival: Arrival | None = None) -> None:
+    def _make_room(self, tier: int, incoming: int, prompt: IncomingPrompt | None = None) -> None:
         """Do what ``EvictStage.make_room`` does, in the first tier as well: its eviction is never late."""
         catalog, level = self.catalog, self.tiers[tier]
         if surplus := surplus_of(catalog, level):
             catalog.remove_all(surplus, tier)
         leased = self._leased.__contains__ if self._leased else None
-        if victims := victims_for(catalog, level, incoming * self._chunk_bytes, leased, arrival):
+        if victims := victims_for(catalog, level, incoming * self._chunk_bytes, leased, prompt):
             self._evict(tier, victims)
 
     def _evict(self, tier: int, victims: Sequence[ChunkKey]) -> None:
