@@ -20,7 +20,7 @@ from benchmarks.controller_process import MODEL
 from kvtier.concurrency.backoff import Backoff
 from kvtier.concurrency.descriptors import raise_file_limit
 from kvtier.errors import ChannelError
-from kvtier.fleet.member.agent import CLOSE_SECONDS, CONNECT_SECONDS, STEADY_SECONDS
+from kvtier.fleet.member.controller_client import CLOSE_SECONDS, CONNECT_SECONDS, STEADY_SECONDS
 from kvtier.fleet.member.protocol import (
     CONNECT_PATH,
     VERSION,
@@ -53,7 +53,7 @@ def keys(instance: int, part: int, chunks: int) -> bytes:
 
 
 async def stay_connected(port: int, number: int) -> None:
-    """Stay registered, as :class:`kvtier.fleet.member.agent.Agent` does."""
+    """Stay registered, as :class:`kvtier.fleet.member.controller_client.ControllerClient` does."""
     backoff = Backoff()
     while True:
         began = anyio.current_time()

@@ -21,7 +21,7 @@ import anyio.to_thread
 from benchmarks.common import filled
 from benchmarks.peers_process import opened
 from kvtier.backends.base import Outcome
-from kvtier.fleet.member.served import EngineModel
+from kvtier.fleet.member.served_models import EngineModel
 from kvtier.instance import Instance
 from kvtier.peers.source import Source
 

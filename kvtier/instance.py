@@ -21,7 +21,7 @@ from kvtier.cache import TieredCache
 from kvtier.catalog.table import MAX_TIERS
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import PeerError, SettingsError
-from kvtier.fleet.member.served import EngineModel, Served
+from kvtier.fleet.member.served_models import EngineModel, ServedModels
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout
 from kvtier.plugins import Plugins
@@ -29,7 +29,7 @@ from kvtier.settings import Settings, TierSettings, load_settings
 from kvtier.settings.peer import GUESSABLE, GUESSABLE_REMEDY
 
 if TYPE_CHECKING:
-    from kvtier.fleet.member.agent import Agent
+    from kvtier.fleet.member.controller_client import ControllerClient
     from kvtier.observability.whatif.estimator import Estimator
     from kvtier.observability.whatif.report import Report
     from kvtier.peers.backend import PeersBackend
@@ -56,7 +56,7 @@ class Instance:
         server: PeerServer | None = None,
         peers: PeersBackend | None = None,
         transfer: KVTransfers | None = None,
-        served: Served | None = None,
+        served: ServedModels | None = None,
         stagings: Stagings | None = None,
     ) -> None:
         self.name = name
@@ -67,12 +67,12 @@ class Instance:
         self.peers = peers
         """The backend that fetches from peers, if ``peer.others`` or a controller is set."""
         self._kv_transfers = transfer
-        self.served = served or Served()
+        self.served = served or ServedModels()
         """The models of the connected engines, maintained by the bridge server, and of programs."""
         cache.observe_models(self._add_model)
         self.stagings = stagings
         """The engines' staging buffers, if ``kv_transfer.device`` is ``cuda``."""
-        self._agent: Agent | None = None
+        self._controller_client: ControllerClient | None = None
         self._estimator: Estimator | None = None
 
     @classmethod
@@ -145,7 +145,7 @@ class Instance:
             TieredCache.open(settings, plugins=plugins, pools=pools) as cache,
             AsyncExitStack() as stack,
         ):
-            transfer, served = settings.kv_transfer, Served()
+            transfer, served = settings.kv_transfer, ServedModels()
             grants = GrantBook(
                 cache.arena, settings.peer, one_sided=transport.one_sided, reserve=transfer.reserve
             )
@@ -177,8 +177,8 @@ class Instance:
     @asynccontextmanager
     async def _registered(self, settings: Settings) -> AsyncIterator[None]:
         # Imported here, so that an instance without a controller does not pay for importing WebSockets.
-        from kvtier.fleet.member.agent import Agent, Serving
         from kvtier.fleet.member.commands import Commands, Peers
+        from kvtier.fleet.member.controller_client import ControllerClient, Serving
         from kvtier.fleet.member.tokenizing import Tokenizers
 
         peers = serving = None
@@ -190,7 +190,7 @@ class Instance:
         transport = settings.peer.transport["type"] if peers or serving else None
         tokenizers = Tokenizers(self.served)
         commands = Commands(self.cache, peers, tokenizers)
-        agent = Agent(
+        client = ControllerClient(
             settings,
             self.cache,
             self.served,
@@ -200,12 +200,12 @@ class Instance:
             what_if=self.what_if,
         )
         async with tokenizers.open(), open_tasks() as tasks:
-            self._agent = agent
+            self._controller_client = client
             if self.peers is not None and settings.controller.ask:
-                self.peers.set_directory(agent)
+                self.peers.set_directory(client)
             if self._kv_transfers is not None:
-                self._kv_transfers.targets.set_registered(agent)
-            tasks.start_soon(agent.run)
+                self._kv_transfers.targets.set_registered(client)
+            tasks.start_soon(client.run)
             try:
                 yield
             finally:
@@ -250,8 +250,8 @@ class Instance:
             status["kv_transfers"] = self._kv_transfers.status()
         if self.stagings is not None:
             status["staging"] = self.stagings.status()
-        if self._agent is not None:
-            status["controller"] = self._agent.status()
+        if self._controller_client is not None:
+            status["controller"] = self._controller_client.status()
         return {"instance": self.name, **status}
 
 

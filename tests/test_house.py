@@ -58,7 +58,7 @@ MAY_USE_ASYNCIO = {
     "concurrency/sockets/executor.py": "futures that native threads complete; one timer for each operation",
     "concurrency/threads.py": "futures that worker threads complete: 60 µs a round trip, anyio 80 to 126 µs",
     "http.py": "uvicorn's HTTP protocol class, with its transport and timers",
-    "fleet/proxy/transport.py": "an HTTP protocol class, without a cancel scope for each piece of a stream",
+    "fleet/proxy/connections.py": "an HTTP protocol class, without a cancel scope for each piece of a stream",
     "rpc/wire.py": "receives an engine's messages in a callback, without a task switch for each",
     "testing/cancelling.py": "cancels with Task.cancel, and counts iterations of the event loop",
     "testing/watch.py": "watches the event loop itself",

@@ -24,7 +24,7 @@ from kvtier.pipeline.query import Expected, Query
 from kvtier.units import format_size
 
 if TYPE_CHECKING:
-    from kvtier.fleet.member.served import EngineModel
+    from kvtier.fleet.member.served_models import EngineModel
     from kvtier.observability.recording.recorder import Recorder
     from kvtier.peers.kv_transfer import KVTransfer as Transfer
     from kvtier.peers.staging.buffers import EngineStaging, Staging

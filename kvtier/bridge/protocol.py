@@ -54,7 +54,7 @@ from typing import Literal
 import msgspec
 
 from kvtier.catalog.hints import ChunkHints
-from kvtier.fleet.member.served import EngineModel
+from kvtier.fleet.member.served_models import EngineModel
 from kvtier.memory.layout import ChunkLayout
 from kvtier.observability.whatif.report import Report
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder

@@ -76,7 +76,7 @@ class FrameSocket:
         self.takes_fds = False
         self.unsent = bytearray()
         """Queued data."""
-        self.tls_is_turned = False
+        self.tls_wants_opposite = False
         """Whether TLS has to write before it can read more, or the other way round. Retry soon."""
         self._limit = limit
         self._fds: list[int] = []
@@ -138,9 +138,9 @@ class FrameSocket:
         import ssl  # A NIXL process does not need it, and would start 10 ms later.
 
         if isinstance(error, ssl.SSLWantReadError):
-            self.tls_is_turned |= sends
+            self.tls_wants_opposite |= sends
         elif isinstance(error, ssl.SSLWantWriteError):
-            self.tls_is_turned |= not sends
+            self.tls_wants_opposite |= not sends
         else:
             raise ChannelClosed(str(error)) from error
 
@@ -211,9 +211,9 @@ class SocketWire(Wire):
             loop.remove_reader(number)
 
     async def _wait(self, wait: Callable[[socket.socket], Awaitable[None]]) -> None:
-        if self.frames.tls_is_turned:
+        if self.frames.tls_wants_opposite:
             # Only one task may wait for each direction, and another one may be waiting for this one.
-            self.frames.tls_is_turned = False
+            self.frames.tls_wants_opposite = False
             await anyio.sleep(TURN_SECONDS)
         else:
             await wait(self.frames.socket)

@@ -34,7 +34,7 @@ from kvtier.bridge.protocol import (
     Status,
     Watch,
 )
-from kvtier.fleet.member.served import EngineModel, TokenizerSource
+from kvtier.fleet.member.served_models import EngineModel, TokenizerSource
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import ChunkKey, chunk_keys, join_keys, split_keys
 from kvtier.rpc.frames import Ping, Pong, Refused, encode

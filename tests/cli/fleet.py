@@ -13,15 +13,16 @@ import anyio
 import httpx
 from anyio import to_thread
 
-# Imported early: opening an instance would import these and block the event loop.
-import kvtier.fleet.member.agent
 import kvtier.fleet.member.commands
+
+# Imported early: opening an instance would import these and block the event loop.
+import kvtier.fleet.member.controller_client
 import kvtier.fleet.member.tokenizing
 import kvtier.peers.backend
 import kvtier.peers.server  # noqa: F401
 from kvtier.fleet.controller.serve import Controller, run_controller
 from kvtier.fleet.controller.settings import ServiceSettings
-from kvtier.fleet.member.served import EngineModel
+from kvtier.fleet.member.served_models import EngineModel
 from kvtier.instance import Instance
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.plugins import Plugins

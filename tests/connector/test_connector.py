@@ -20,7 +20,7 @@ from vllm.renderers.base import BaseRenderer
 from kvtier import Settings
 from kvtier.bridge.protocol import Weights
 from kvtier.errors import UnsupportedEngine
-from kvtier.fleet.member.served import EngineModel, TokenizerSource
+from kvtier.fleet.member.served_models import EngineModel, TokenizerSource
 from kvtier.integrations.vllm import compat, connector, metrics, register
 from kvtier.integrations.vllm.bridges import Bridges
 from kvtier.integrations.vllm.layout import ModelLayout

@@ -16,8 +16,8 @@ import uvicorn.loops.auto
 import kvtier.bridge.serve
 import kvtier.cli
 import kvtier.fleet.controller.serve
-import kvtier.fleet.member.agent
-import kvtier.fleet.proxy.serve
+import kvtier.fleet.member.controller_client
+import kvtier.fleet.proxy.proxy
 import kvtier.peers.server
 from kvtier.errors import KVTierError
 from kvtier.plugins import Plugins

@@ -14,9 +14,9 @@ from kvtier.fleet.controller.operation import (
     PEERS,
     Operation,
     Part,
-    Place,
     Plan,
     Report,
+    TierRef,
     confirmed_keys,
     run_command,
 )
@@ -53,7 +53,7 @@ class Move(Operation):
         self._copy = copy
         self.kind: Kind = "copy" if copy else "move"
         self.exclusive = not copy
-        old, new = self.place(source), self.place(target)
+        old, new = self.find(source), self.find(target)
         if old == new:
             raise WrongRequest("`old_position` and `new_position` are the same")
         if old.shared:
@@ -64,14 +64,14 @@ class Move(Operation):
 
     def plan(self) -> Plan:
         """Plan for the layout with the most tokens to move."""
-        source, target = self._places()
+        source, target = self._refs()
         return max(
             (self._plan(chunks, source, target) for chunks in self._prompts), key=lambda plan: plan.num_tokens
         )
 
     async def execute(self, plan: Plan, result: Result, report: Report) -> None:
         """Fetch, then delete exactly the confirmed chunks from the source, in slices of ``MAX_KEYS``."""
-        source, target = self._places()
+        source, target = self._refs()
         [part] = plan.parts
         promoted = self._keys_to_promote(source, target, part.chunks.prompt.keys)
         peer = source.member.hello.peer if source.member is not target.member else None
@@ -94,11 +94,11 @@ class Move(Operation):
                 result.reason = self._shortfall_reason(source, result.reason)
                 return
 
-    def _places(self) -> tuple[Place, Place]:
+    def _refs(self) -> tuple[TierRef, TierRef]:
         assert self.source is not None
-        return self.place(self.source), self.target_place()
+        return self.find(self.source), self.target_tier()
 
-    def _plan(self, chunks: ModelPrompt, source: Place, target: Place) -> Plan:
+    def _plan(self, chunks: ModelPrompt, source: TierRef, target: TierRef) -> Plan:
         holders = self._registry.holders
         here = holders.held(source.number, chunks.prompt.keys)
         there = holders.held(target.number, chunks.prompt.keys)
@@ -108,7 +108,9 @@ class Move(Operation):
         part = chunks.first(reach).selected(here[:reach])
         return Plan([Part(target.tier, part)], part.num_tokens, len(part.prompt.keys), chunks.model.names[0])
 
-    def _keys_to_promote(self, source: Place, target: Place, keys: Sequence[ChunkKey]) -> frozenset[ChunkKey]:
+    def _keys_to_promote(
+        self, source: TierRef, target: TierRef, keys: Sequence[ChunkKey]
+    ) -> frozenset[ChunkKey]:
         """Return the keys that the source must first promote to memory, where other instances read them."""
         if source.tier == FIRST or source.member is target.member:
             return frozenset()
@@ -116,7 +118,7 @@ class Move(Operation):
         return frozenset(key for key, held in zip(keys, there, strict=True) if not held)
 
     async def _remove_from_source(
-        self, source: Place, keys: Sequence[ChunkKey], promoted: Collection[ChunkKey], result: Result
+        self, source: TierRef, keys: Sequence[ChunkKey], promoted: Collection[ChunkKey], result: Result
     ) -> None:
         """Delete confirmed chunks from the source, and those that it promoted to memory just for this move.
 
@@ -126,7 +128,7 @@ class Move(Operation):
             return
         assert self.source is not None
         try:
-            member, tier = self.place(self.source)
+            member, tier = self.find(self.source)
             done = await run_command(member, partial(Delete, tier=tier, keys=join_keys(keys)))
             result.removed += done.chunks
             promoted_here = [key for key in keys if key in promoted]
@@ -138,7 +140,7 @@ class Move(Operation):
             ) from error
         result.unpinned += await settle_pins(self._registry, self._pins, member, keys)
 
-    def _shortfall_reason(self, source: Place, reason: str | None) -> str:
+    def _shortfall_reason(self, source: TierRef, reason: str | None) -> str:
         text = reason or "the target gave no reason"
         if self._registry.members.get(source.member.id) is not source.member:
             return f"the source {source.member.id!r} disconnected: {text}"
@@ -153,12 +155,12 @@ class Prefetch(Operation):
 
     def plan(self) -> Plan:
         """Plan for the layout with the most tokens to fetch."""
-        target = self.target_place()
+        target = self.target_tier()
         return max((self._plan(chunks, target) for chunks in self._prompts), key=lambda plan: plan.num_tokens)
 
     async def execute(self, plan: Plan, result: Result, report: Report) -> None:
         """Fetch the planned chunks."""
-        target = self.target_place()
+        target = self.target_tier()
         [part] = plan.parts
         for chunks in part.chunks.slices(MAX_KEYS):
             fetch = FetchChunks(target, plan.peer, part.chunks.model.namespace, chunks, self._seconds)
@@ -170,7 +172,7 @@ class Prefetch(Operation):
         else:
             result.reason = result.reason or "the instance gave no reason"
 
-    def _plan(self, chunks: ModelPrompt, target: Place) -> Plan:
+    def _plan(self, chunks: ModelPrompt, target: TierRef) -> Plan:
         holders, keys = self._registry.holders, chunks.prompt.keys
         member = target.member
         own = dict.fromkeys(member.places, member.id)
@@ -203,7 +205,7 @@ class Prefetch(Operation):
 class FetchChunks(NamedTuple):
     """One fetch command, and the evaluation of its answer."""
 
-    target: Place
+    target: TierRef
     peer: str | None
     namespace: bytes
     chunks: Prompt

@@ -27,7 +27,7 @@ Report = Callable[[int, int], None]
 """Progress callback: total chunks done, total bytes transferred."""
 
 
-class Place(NamedTuple):
+class TierRef(NamedTuple):
     """One tier of a connected instance."""
 
     member: Member
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The place's number in :class:`~kvtier.fleet.controller.holders.Holders`."""
+        """Its number in :class:`~kvtier.fleet.controller.holders.Holders`."""
         return self.member.places[self.tier]
 
     @property
@@ -134,29 +134,29 @@ class Operation(ABC):
         Raises: MemberGone, CommandFailed: the message names the instance and the reason.
         """
 
-    def target_place(self) -> Place:
-        """Return the current place of the target. Raises: see :func:`find_place`."""
-        return self.place(self.target)
+    def target_tier(self) -> TierRef:
+        """Return the target as it is now. Raises: see :func:`find_tier`."""
+        return self.find(self.target)
 
-    def place(self, position: Position) -> Place:
-        """Return the current place of a position. Raises: see :func:`find_place`."""
-        return find_place(self._registry, position)
+    def find(self, position: Position) -> TierRef:
+        """Return the tier at a position, as it is now. Raises: see :func:`find_tier`."""
+        return find_tier(self._registry, position)
 
 
-def find_place(registry: Registry, position: Position) -> Place:
-    """Return the current place of a position.
+def find_tier(registry: Registry, position: Position) -> TierRef:
+    """Return the tier at a position, as it is now.
 
     Raises: UnknownName, WrongRequest: the tier stands for the instance's peers.
     """
     instance, tier = position
     assert tier is not None
     member = registry.find(instance)
-    place = Place(member, registry.tier(member, tier))
-    if place.is_peers:
+    ref = TierRef(member, registry.tier(member, tier))
+    if ref.is_peers:
         raise WrongRequest(
             f"tier {tier!r} of instance {instance!r} stands for its peers: name a tier of one of them"
         )
-    return place
+    return ref
 
 
 async def run_command(

@@ -19,7 +19,7 @@ from kvtier.fleet.controller.events import PARTIAL_PROGRESS, Event, EventLog, Po
 from kvtier.fleet.controller.locks import LockManager, LockRequest
 from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.moves import Move, Prefetch
-from kvtier.fleet.controller.operation import Operation, Place, find_place
+from kvtier.fleet.controller.operation import Operation, TierRef, find_tier
 from kvtier.fleet.controller.pin_and_clear import Clear, PinChunks, UnpinChunks
 from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.prompts import PromptQuery, Prompts
@@ -95,7 +95,7 @@ class Operations:
 
     async def move(self, source: Position, target: Position, query: PromptQuery, *, copy: bool) -> Event:
         """Start a move or copy. Raises: see :meth:`Prompts.find` and :class:`Move`."""
-        old, new = self._place(source), self._place(target)
+        old, new = self._find(source), self._find(target)
         prompts = await self._prompts.find(query, [old.member, new.member])
         return self._start(
             Move(self.registry, prompts, self.pins, source=old.position, target=new.position, copy=copy)
@@ -117,19 +117,19 @@ class Operations:
         """Start removing a prompt's chunks, or all if ``query`` is ``None``, from one tier or all tiers."""
         instance, tier = target
         member = self.registry.find(instance)
-        position = target if tier is None else self._place(target).position
+        position = target if tier is None else self._find(target).position
         prompts = [] if query is None else await self._prompts.find(query, [member])
         return self._start(Clear(self.registry, prompts, self.pins, target=position))
 
     async def _start_at(
         self, kind: type[Operation], target: Position, query: PromptQuery, seconds: float | None = None
     ) -> Event:
-        place = self._place(target)
-        prompts = await self._prompts.find(query, [place.member])
-        return self._start(kind(self.registry, prompts, self.pins, target=place.position, seconds=seconds))
+        ref = self._find(target)
+        prompts = await self._prompts.find(query, [ref.member])
+        return self._start(kind(self.registry, prompts, self.pins, target=ref.position, seconds=seconds))
 
-    def _place(self, position: Position) -> Place:
-        return find_place(self.registry, position)
+    def _find(self, position: Position) -> TierRef:
+        return find_tier(self.registry, position)
 
     def _start(self, operation: Operation) -> Event:
         """Create the event of an operation, and run it as soon as it gets its locks."""

@@ -9,9 +9,9 @@ from kvtier.fleet.controller.events import Result
 from kvtier.fleet.controller.operation import (
     Operation,
     Part,
-    Place,
     Plan,
     Report,
+    TierRef,
     confirmed_keys,
     run_command,
 )
@@ -26,7 +26,7 @@ class _PinOperation(Operation):
 
     def _held(self) -> list[ModelPrompt]:
         """Return the prefix of the prompt that the tier holds, in each layout."""
-        number, holders = self.target_place().number, self._registry.holders
+        number, holders = self.target_tier().number, self._registry.holders
         return [chunks.first(holders.prefixes(chunks.prompt.keys).get(number, 0)) for chunks in self._prompts]
 
 
@@ -40,12 +40,12 @@ class PinChunks(_PinOperation):
         """Plan for the layout with the longest prefix held."""
         chunks = max(self._held(), key=lambda held: held.num_tokens)
         self._pins.check(len(chunks.prompt.keys), self._registry.members)
-        part = Part(self.target_place().tier, chunks)
+        part = Part(self.target_tier().tier, chunks)
         return Plan([part], chunks.num_tokens, len(chunks.prompt.keys), chunks.model.names[0])
 
     async def execute(self, plan: Plan, result: Result, report: Report) -> None:
         """Pin the chunks on the instance, and persist the pins."""
-        member = self.target_place().member
+        member = self.target_tier().member
         [part] = plan.parts
         for chunks in part.chunks.slices(MAX_KEYS):
             keys = chunks.keys
@@ -71,7 +71,7 @@ class UnpinChunks(_PinOperation):
         """Plan for the whole prompt, in every layout."""
         held = max(self._held(), key=lambda chunks: chunks.num_tokens)
         return Plan(
-            [Part(self.target_place().tier, chunks) for chunks in self._prompts],
+            [Part(self.target_tier().tier, chunks) for chunks in self._prompts],
             held.num_tokens,
             len(held.prompt.keys),
             self._prompts[0].model.names[0],
@@ -80,7 +80,7 @@ class UnpinChunks(_PinOperation):
 
     async def execute(self, plan: Plan, result: Result, report: Report) -> None:
         """Unpin the chunks, and delete the persisted pins."""
-        member = self.target_place().member
+        member = self.target_tier().member
         result.tokens, result.chunks = plan.num_tokens, plan.chunks
         for part in plan.parts:
             for chunks in part.chunks.slices(MAX_KEYS):
@@ -101,31 +101,31 @@ class Clear(Operation):
 
     def plan(self) -> Plan:
         """Plan for all held chunks of the prompt, in any layout, including those beyond a gap."""
-        holders, places = self._registry.holders, self._places()
+        holders, refs = self._registry.holders, self._refs()
         if not self._prompts:
-            known = sum(holders.count(place.number) for place in places)
-            return Plan(chunks=known, more=not all(_is_fully_indexed(place) for place in places))
+            known = sum(holders.count(ref.number) for ref in refs)
+            return Plan(chunks=known, more=not all(_is_fully_indexed(ref) for ref in refs))
         parts: list[Part] = []
         known = tokens = 0
         for chunks in self._prompts:
-            there = [holders.held(place.number, chunks.prompt.keys) for place in places]
+            there = [holders.held(ref.number, chunks.prompt.keys) for ref in refs]
             parts += (
-                Part(place.tier, chunks.selected(held) if _is_fully_indexed(place) else chunks)
-                for place, held in zip(places, there, strict=True)
+                Part(ref.tier, chunks.selected(held) if _is_fully_indexed(ref) else chunks)
+                for ref, held in zip(refs, there, strict=True)
             )
             known += sum(map(sum, there))
             held_somewhere = [any(held) for held in zip(*there, strict=True)]
             tokens = max(tokens, chunks.selected(held_somewhere).num_tokens)
-        more = not all(_is_fully_indexed(place) for place in places)
+        more = not all(_is_fully_indexed(ref) for ref in refs)
         return Plan(parts, tokens, known, self._prompts[0].model.names[0], more=more)
 
     async def execute(self, plan: Plan, result: Result, report: Report) -> None:
         """Delete the chunks, tier by tier."""
         result.tokens = plan.num_tokens
-        places = self._places()
-        member = places[0].member
+        refs = self._refs()
+        member = refs[0].member
         if not self._prompts:
-            await self._remove_all(places, result)
+            await self._remove_all(refs, result)
         for part in plan.parts:
             for chunks in part.chunks.slices(MAX_KEYS):
                 done = await run_command(member, partial(Delete, tier=part.tier, keys=join_keys(chunks.keys)))
@@ -139,9 +139,9 @@ class Clear(Operation):
             self._registry, self._pins, member, keys if self._prompts else self._pins.keys(member.id)
         )
 
-    async def _remove_all(self, places: Sequence[Place], result: Result) -> None:
-        tier = None if self._all_tiers else places[0].tier
-        done = await run_command(places[0].member, partial(DeleteAll, tier=tier))
+    async def _remove_all(self, refs: Sequence[TierRef], result: Result) -> None:
+        tier = None if self._all_tiers else refs[0].tier
+        done = await run_command(refs[0].member, partial(DeleteAll, tier=tier))
         result.chunks = result.removed = done.chunks
         result.bytes = done.bytes
         result.reason = done.reason
@@ -150,15 +150,15 @@ class Clear(Operation):
     def _all_tiers(self) -> bool:
         return self.target[1] is None
 
-    def _places(self) -> list[Place]:
+    def _refs(self) -> list[TierRef]:
         if not self._all_tiers:
-            return [self.target_place()]
+            return [self.target_tier()]
         instance, _ = self.target
         member = self._registry.find(instance)
-        places = [Place(member, tier) for tier in range(len(member.hello.tiers))]
-        return [place for place in places if not place.is_peers]
+        refs = [TierRef(member, tier) for tier in range(len(member.hello.tiers))]
+        return [ref for ref in refs if not ref.is_peers]
 
 
-def _is_fully_indexed(place: Place) -> bool:
-    """Return whether the index is complete for a place: not for shared pools and instances out of date."""
-    return place.member.up_to_date and not place.shared
+def _is_fully_indexed(ref: TierRef) -> bool:
+    """Return whether the index is complete for a tier: not for shared pools and instances out of date."""
+    return ref.member.up_to_date and not ref.shared

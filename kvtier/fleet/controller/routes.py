@@ -65,8 +65,8 @@ def add_operations(router: APIRouter, operations: Operations, bodies: Bodies) ->
 
         Sources are the instance's other tiers and shared pools, then the instance that holds most.
         """
-        place = body.instance, body.tier
-        return _accepted(await operations.prefetch(place, _query(body), seconds=body.seconds()))
+        target = body.instance, body.tier
+        return _accepted(await operations.prefetch(target, _query(body), seconds=body.seconds()))
 
     @router.post("/pin", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(PinBody))
     async def pin(body: PinBody = pin_body) -> Accepted:
@@ -75,8 +75,8 @@ def add_operations(router: APIRouter, operations: Operations, bodies: Bodies) ->
         Moving or clearing the last copy that an instance has of a chunk unpins it. `unpinned` in the event's
         result counts these.
         """
-        place = body.instance, body.tier
-        return _accepted(await operations.pin(place, _query(body), seconds=body.seconds()))
+        target = body.instance, body.tier
+        return _accepted(await operations.pin(target, _query(body), seconds=body.seconds()))
 
     @router.post("/unpin", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(UnpinBody))
     async def unpin(body: UnpinBody = unpin_body) -> Accepted:

@@ -17,7 +17,7 @@ from kvtier.cache import TieredCache
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError, KVTierError, ProtocolError
 from kvtier.fleet.member.commands import Commands, Work
-from kvtier.fleet.member.holdings import Holdings
+from kvtier.fleet.member.inventory_report import InventoryReport
 from kvtier.fleet.member.protocol import (
     MAX_ADDRESSES,
     MAX_KEYS,
@@ -38,7 +38,7 @@ from kvtier.fleet.member.protocol import (
     WhoServes,
     decode_from_controller,
 )
-from kvtier.fleet.member.served import Served
+from kvtier.fleet.member.served_models import ServedModels
 from kvtier.logs import printable
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.observability.whatif.report import Report as WhatIfReport
@@ -71,7 +71,7 @@ class Session:
         self,
         connection: ClientConnection,
         cache: TieredCache,
-        served: Served,
+        served: ServedModels,
         commands: Commands,
         what_if: Callable[[], WhatIfReport | None],
     ) -> None:
@@ -80,7 +80,7 @@ class Session:
         self._served = served
         self._commands = commands
         self._what_if = what_if
-        self.holdings = Holdings(cache)
+        self.inventory = InventoryReport(cache)
         self._running: dict[int, CancelScope] = {}
         self._questions = 0
         self._tasks: TaskGroup
@@ -104,7 +104,7 @@ class Session:
         async with anyio.create_task_group() as self._tasks:
             for part in (
                 self._report_models,
-                partial(self.holdings.report, self._send),
+                partial(self.inventory.report, self._send),
                 partial(self._beat, welcome.heartbeat),
                 self._report_what_if,
                 partial(self._keep_alive, welcome),
@@ -250,7 +250,7 @@ class Session:
                 await work.run()
             tasks.cancel_scope.cancel()
         if work.changes:
-            await self.holdings.flush()
+            await self.inventory.flush()
         answer = work.answer("it was cancelled" if scope.cancelled_caught else None)
         encode_body(answer)  # Raises if it is too long.
         return answer

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvtier.fleet.member.served import TokenizerSource
+from kvtier.fleet.member.served_models import TokenizerSource
 from kvtier.rpc.frames import FrameReader, Message, decoder, encode
 
 READ_BYTES = 1 << 18

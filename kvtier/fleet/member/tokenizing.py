@@ -15,7 +15,7 @@ from anyio.abc import Process, TaskGroup
 from kvtier.concurrency.children import python
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError
-from kvtier.fleet.member.served import Served, TokenizerSource
+from kvtier.fleet.member.served_models import ServedModels, TokenizerSource
 from kvtier.fleet.member.tokenizer import Failed, Load, Prompt, Tokens, decode_answer
 from kvtier.rpc.frames import FrameReader, Message, encode
 
@@ -35,7 +35,7 @@ COMMAND = python("-m", "kvtier.fleet.member.tokenizer")
 class Tokenizers:
     """One helper per requested model. Confined to one event loop; see :meth:`open`."""
 
-    def __init__(self, served: Served, *, idle: float = IDLE_SECONDS) -> None:
+    def __init__(self, served: ServedModels, *, idle: float = IDLE_SECONDS) -> None:
         self._served = served
         self._idle = idle
         self._helpers: dict[TokenizerSource, _Helper] = {}

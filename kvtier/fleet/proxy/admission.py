@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import anyio
 from anyio import CancelScope
 
-from kvtier.fleet.proxy.errors import BUSY, ClientDisconnected, Refused
+from kvtier.fleet.proxy.client import BUSY, ClientDisconnected, Refused
 from kvtier.units import format_size
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query
 from fastapi.exceptions import RequestValidationError
@@ -14,16 +14,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvtier.fleet.proxy.body import CHAT_PATH
-from kvtier.fleet.proxy.engine import Engine, Role, State
-from kvtier.fleet.proxy.errors import error_body
-from kvtier.fleet.proxy.exchange import Exchange
+from kvtier.fleet.proxy.client import error_body
+from kvtier.fleet.proxy.exchange import Exchange, Models
 from kvtier.fleet.proxy.metrics import ProxyMetrics
-from kvtier.fleet.proxy.models import Models
-from kvtier.fleet.proxy.proxy import Proxy
 from kvtier.fleet.proxy.settings import engine_url, peer_address
+from kvtier.fleet.proxy.upstream import Role, State, Upstream
 from kvtier.http import Message, Receive, Send
 from kvtier.settings.peer import is_loopback
 from kvtier.version import __version__
+
+if TYPE_CHECKING:
+    from kvtier.fleet.proxy.proxy import Proxy
 
 COMPLETIONS = ("/v1/completions", CHAT_PATH)
 URL = Annotated[str, AfterValidator(engine_url)]
@@ -86,7 +87,7 @@ def _add_monitoring(app: FastAPI, proxy: Proxy) -> None:
     @app.get("/health")
     async def health() -> Response:
         """Return 200 while the proxy can serve requests, else 503."""
-        up = {role: sum(engine.state == State.UP for engine in proxy.fleet.of(role)) for role in Role}
+        up = {role: sum(upstream.state == State.UP for upstream in proxy.upstreams.of(role)) for role in Role}
         draining = proxy.admission.draining
         status = "draining" if draining else "ok" if up[Role.DECODE] else "no decode engine is up"
         content = {"status": status, "version": __version__, "prefill": up[Role.PREFILL]}
@@ -132,9 +133,9 @@ def _engines(proxy: Proxy) -> APIRouter:
     router = APIRouter(dependencies=[Depends(authorize)])
 
     @router.get("/engines")
-    async def engines() -> list[EngineAnswer]:
+    async def upstreams() -> list[EngineAnswer]:
         """Return the state of all engines."""
-        return [_engine_answer(engine) for engine in proxy.fleet]
+        return [_engine_answer(upstream) for upstream in proxy.upstreams]
 
     @router.post("/engines", status_code=201)
     async def add(body: EngineBody) -> EngineAnswer:
@@ -151,30 +152,30 @@ def _engines(proxy: Proxy) -> APIRouter:
         """Remove an engine from one role or both. Requests in flight complete."""
         roles = tuple(Role) if role is None else (role,)
         try:
-            found = [engine for role in roles if (engine := proxy.fleet.find(role, engine_url(url)))]
+            found = [upstream for role in roles if (upstream := proxy.upstreams.find(role, engine_url(url)))]
         except ValueError as error:
             raise HTTPException(422, str(error)) from None
         if not found:
             raise HTTPException(404, f"unknown engine {url}")
-        for engine in found:
-            proxy.remove(engine)
-        return [_engine_answer(engine) for engine in found]
+        for upstream in found:
+            proxy.remove(upstream)
+        return [_engine_answer(upstream) for upstream in found]
 
     return router
 
 
-def _engine_answer(engine: Engine) -> EngineAnswer:
+def _engine_answer(upstream: Upstream) -> EngineAnswer:
     return EngineAnswer(
-        role=engine.role,
-        url=engine.url,
-        state=engine.state,
-        why=engine.reason,
-        peer=engine.peer,
-        instance=engine.instance,
-        load=engine.load,
-        served=engine.served,
-        failed=engine.failed,
-        remembered_blocks=len(engine.memory),
+        role=upstream.role,
+        url=upstream.url,
+        state=upstream.state,
+        why=upstream.reason,
+        peer=upstream.peer,
+        instance=upstream.instance,
+        load=upstream.load,
+        served=upstream.served,
+        failed=upstream.failed,
+        remembered_blocks=len(upstream.memory),
     )
 
 

@@ -11,13 +11,13 @@ import httpx
 import msgspec
 
 from kvtier.fleet.proxy.body import response_params
-from kvtier.fleet.proxy.engine import Engine, Role, State, describe_transport_error
-from kvtier.fleet.proxy.errors import Refused
+from kvtier.fleet.proxy.client import Refused
+from kvtier.fleet.proxy.upstream import Role, State, Upstream, describe_transport_error
 from kvtier.settings.peer import join_address, split_address
 
 if TYPE_CHECKING:
-    from kvtier.fleet.proxy.fleet import Fleet
     from kvtier.fleet.proxy.settings import ProxySettings
+    from kvtier.fleet.proxy.upstream import Upstreams
 
 logger = logging.getLogger("kvtier.proxy")
 
@@ -53,8 +53,8 @@ async def read_body(response: httpx.Response, max_bytes: int = MAX_ANSWER_BYTES)
 class Checks:
     """Health checks. :meth:`watch` runs in one task per engine."""
 
-    def __init__(self, fleet: Fleet, settings: ProxySettings) -> None:
-        self._fleet = fleet
+    def __init__(self, upstreams: Upstreams, settings: ProxySettings) -> None:
+        self._upstreams = upstreams
         self._interval = settings.check
         self._limit = settings.check * 2.5
         self._roles = (Role.DECODE,) if settings.controller is None else tuple(Role)
@@ -64,38 +64,38 @@ class Checks:
         if settings.engine_key is not None:
             self._headers["authorization"] = f"Bearer {settings.engine_key.get_secret_value()}"
 
-    async def watch(self, engine: Engine) -> None:
+    async def watch(self, upstream: Upstream) -> None:
         """Check an engine periodically until it is removed; then wait for its requests in flight."""
         failed, probed = 0, 0.0
-        while not engine.removed:
+        while not upstream.removed:
             began = time.monotonic()
             try:
-                reason = await self._check_health(engine)
+                reason = await self._check_health(upstream)
             except Refused:  # No descriptor was free, which is no fault of the engine.
-                await engine.sleep(self._interval)
+                await upstream.sleep(self._interval)
                 continue
-            if engine.last_response_at > began:
+            if upstream.last_response_at > began:
                 reason = None  # It is slow, but sends responses.
             failed = failed + 1 if reason else 0
-            if reason and (engine.state != State.UP or failed >= MAX_FAILED or reason == _UNREACHABLE):
-                self._mark_down(engine, reason)
+            if reason and (upstream.state != State.UP or failed >= MAX_FAILED or reason == _UNREACHABLE):
+                self._mark_down(upstream, reason)
             elif not reason:
-                due = engine.state != State.UP or time.monotonic() > probed + PROBE_AGAIN_SECONDS
-                if engine.peer is None and due and engine.role in self._roles:
+                due = upstream.state != State.UP or time.monotonic() > probed + PROBE_AGAIN_SECONDS
+                if upstream.peer is None and due and upstream.role in self._roles:
                     probed = time.monotonic()
-                    await self._discover_peer(engine)
-                self._mark_up(engine)
-            await engine.sleep(self._interval)
-        await engine.wait_idle()
-        await engine.connections.aclose()
-        self._fleet.draining.discard(engine)
+                    await self._discover_peer(upstream)
+                self._mark_up(upstream)
+            await upstream.sleep(self._interval)
+        await upstream.wait_idle()
+        await upstream.connections.aclose()
+        self._upstreams.draining.discard(upstream)
 
-    async def _check_health(self, engine: Engine) -> str | None:
+    async def _check_health(self, upstream: Upstream) -> str | None:
         """Return why the engine is unhealthy, as a predicate that follows its name; ``None`` if healthy."""
-        request = httpx.Request("GET", engine.endpoint("/health"), headers=self._headers)
+        request = httpx.Request("GET", upstream.endpoint("/health"), headers=self._headers)
         try:
             with anyio.fail_after(self._limit):
-                async with engine.connections.exchange(request, self._limit) as response:
+                async with upstream.connections.exchange(request, self._limit) as response:
                     await read_body(response)
         except TimeoutError:
             return f"did not answer /health within {self._limit:g} s"
@@ -107,35 +107,35 @@ class Checks:
             return f"answered /health with {response.status_code}"
         return None
 
-    def _mark_up(self, engine: Engine) -> None:
-        if engine.state != State.UP and not engine.removed:
-            logger.info("%s engine %s is up, peer address %s", engine.role, engine.url, engine.peer)
-            engine.mark_up()
+    def _mark_up(self, upstream: Upstream) -> None:
+        if upstream.state != State.UP and not upstream.removed:
+            logger.info("%s engine %s is up, peer address %s", upstream.role, upstream.url, upstream.peer)
+            upstream.mark_up()
 
-    def _mark_down(self, engine: Engine, reason: str) -> None:
-        if engine.state != State.DOWN and not engine.removed:
-            logger.warning("%s engine %s %s", engine.role, engine.url, reason)
-        engine.mark_down(reason)
+    def _mark_down(self, upstream: Upstream, reason: str) -> None:
+        if upstream.state != State.DOWN and not upstream.removed:
+            logger.warning("%s engine %s %s", upstream.role, upstream.url, reason)
+        upstream.mark_down(reason)
 
-    async def _discover_peer(self, engine: Engine) -> None:
+    async def _discover_peer(self, upstream: Upstream) -> None:
         """Learn the instance's peer address from a one-token completion; log a warning on failure."""
         try:
             with anyio.fail_after(PROBE_SECONDS):
-                reason = await self._probe(engine)
+                reason = await self._probe(upstream)
         except (TimeoutError, httpx.TransportError, Refused, msgspec.DecodeError, ValueError) as error:
             reason = str(error) or type(error).__name__
-        if reason and engine.role == Role.DECODE and engine.state != State.UP:
+        if reason and upstream.role == Role.DECODE and upstream.state != State.UP:
             logger.warning(
                 "decode engine %s reports no peer address (%s), so no KV can be transferred to it: set its "
                 "peer.listen, or write --decode %s=HOST:PORT",
-                engine.url,
+                upstream.url,
                 reason,
-                engine.url,
+                upstream.url,
             )
 
-    async def _probe(self, engine: Engine) -> str | None:
+    async def _probe(self, upstream: Upstream) -> str | None:
         """Set ``engine.peer`` from a completion. Return what was wrong; ``None`` on success."""
-        status, content = await self._request(engine, "GET", "/v1/models")
+        status, content = await self._request(upstream, "GET", "/v1/models")
         if status != 200:
             return f"it answered /v1/models with {status}{_KEY_HINT if status in {401, 403} else ''}"
         models = msgspec.json.decode(content, type=_Models).data
@@ -147,18 +147,18 @@ class Checks:
             "max_tokens": 1,
             "kv_transfer_params": {"kvtier": {}},
         }
-        status, content = await self._request(engine, "POST", "/v1/completions", msgspec.json.encode(probe))
+        status, content = await self._request(upstream, "POST", "/v1/completions", msgspec.json.encode(probe))
         if status != 200:
             return f"it answered /v1/completions with {status}{_KEY_HINT if status in {401, 403} else ''}"
-        engine.peer = reachable_address(response_params(content).peer, engine)
-        return None if engine.peer else "its response contains none"
+        upstream.peer = reachable_address(response_params(content).peer, upstream)
+        return None if upstream.peer else "its response contains none"
 
     async def _request(
-        self, engine: Engine, method: str, path: str, content: bytes | None = None
+        self, upstream: Upstream, method: str, path: str, content: bytes | None = None
     ) -> tuple[int, bytes]:
         headers = self._headers if content is None else {**self._headers, "content-type": "application/json"}
-        request = httpx.Request(method, engine.endpoint(path), headers=headers, content=content)
-        async with engine.connections.exchange(request, PROBE_SECONDS) as response:
+        request = httpx.Request(method, upstream.endpoint(path), headers=headers, content=content)
+        async with upstream.connections.exchange(request, PROBE_SECONDS) as response:
             return response.status_code, await read_body(response) or b""
 
 
@@ -166,7 +166,7 @@ _UNREACHABLE = "cannot be reached"
 _KEY_HINT = ": name the file of its API key with --engine-key-file"
 
 
-def reachable_address(peer: str | None, engine: Engine) -> str | None:
+def reachable_address(peer: str | None, upstream: Upstream) -> str | None:
     """Return an engine's listen address as peers reach it; ``None`` if it is not a valid address.
 
     A wildcard address is replaced by the host of the engine's URL.
@@ -178,5 +178,5 @@ def reachable_address(peer: str | None, engine: Engine) -> str | None:
     except ValueError:
         return None
     if host in WILDCARDS:
-        host = engine.host
+        host = upstream.host
     return join_address(host, port)

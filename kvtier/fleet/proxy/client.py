@@ -1,18 +1,75 @@
-"""The client side of one request: send the response, or an error."""
+"""The client side of one request: the response or an error, and which headers are forwarded."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvtier.fleet.proxy.errors import Refused, error_body, error_event
-
 if TYPE_CHECKING:
-    from kvtier.fleet.proxy.headers import Headers
     from kvtier.http import Message, Receive, Send
 
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+RETRY_SECONDS = 1
+"""``Retry-After`` of a rejected request."""
+BUSY = {"retry-after": str(RETRY_SECONDS)}
+
+
 EVENT_STREAM = b"text/event-stream"
+Headers = list[tuple[bytes, bytes]]
+HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+# The proxy sets these itself: the body may change, and it could not parse a compressed response.
+DROPPED_FROM_REQUEST = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding"}
+DROPPED_FROM_RESPONSE = HOP_BY_HOP | {b"date"}
+IDENTITY = (b"accept-encoding", b"identity")
+
+
+class Refused(Exception):
+    """A request that the proxy answers itself, with the HTTP error ``status``."""
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection before it got a complete response."""
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """Return an error object in the format of OpenAI's API and vLLM."""
+    kind = KINDS.get(status, "server_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def error_event(status: int, message: str, *, within_event: bool) -> bytes:
+    """Return the events that end a failed stream; ``within_event``: its last event is incomplete."""
+    body = msgspec.json.encode(error_body(status, message))
+    return (b"\n\n" if within_event else b"") + b"data: " + body + b"\n\ndata: [DONE]\n\n"
 
 
 class Client:
@@ -72,3 +129,32 @@ class Client:
         while (await self.receive())["type"] != "http.disconnect":
             pass
         self.disconnected = True
+
+
+def to_engine(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Return the headers to forward to an engine, API keys included. Names must be lower case."""
+    headers = list(headers)
+    dropped = DROPPED_FROM_REQUEST | _connection_options(headers)
+    return [*((name, value) for name, value in headers if name not in dropped), IDENTITY]
+
+
+def to_client(headers: Iterable[tuple[bytes, bytes]], length: int | None = None) -> Headers:
+    """Return the headers to forward to the client. ``length``: content length of a rewritten body."""
+    headers = [(name.lower(), value) for name, value in headers]
+    dropped = DROPPED_FROM_RESPONSE | _connection_options(headers)
+    if length is not None:
+        dropped |= {b"content-length"}
+    kept = [(name, value) for name, value in headers if name not in dropped]
+    if length is not None:
+        kept.append((b"content-length", b"%d" % length))
+    return kept
+
+
+def _connection_options(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    """Return the header names that ``Connection`` lists as hop-by-hop."""
+    return frozenset(
+        name.strip().lower()
+        for header, value in headers
+        if header == b"connection"
+        for name in value.split(b",")
+    )

@@ -22,11 +22,10 @@ from kvtier.settings.peer import split_address
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvtier.fleet.proxy.engine import Engine
-    from kvtier.fleet.proxy.fleet import Fleet
-    from kvtier.fleet.proxy.headers import Headers
+    from kvtier.fleet.proxy.client import Headers
+    from kvtier.fleet.proxy.metrics import Statistics
     from kvtier.fleet.proxy.settings import ProxySettings
-    from kvtier.fleet.proxy.statistics import Statistics
+    from kvtier.fleet.proxy.upstream import Upstream, Upstreams
 
 logger = logging.getLogger("kvtier.proxy")
 
@@ -64,15 +63,15 @@ class Held:
         self.tokens = tokens
         self._instances = instances
 
-    def by(self, engine: Engine) -> int:
+    def by(self, upstream: Upstream) -> int:
         """Return how many leading tokens the engine's instance caches."""
-        return self._instances.get(engine.instance or "", 0)
+        return self._instances.get(upstream.instance or "", 0)
 
 
 class Directory:
     """Client of the controller's HTTP API."""
 
-    def __init__(self, settings: ProxySettings, fleet: Fleet, statistics: Statistics) -> None:
+    def __init__(self, settings: ProxySettings, upstreams: Upstreams, statistics: Statistics) -> None:
         headers = {}
         if settings.controller_token is not None:
             headers["authorization"] = f"Bearer {settings.controller_token.get_secret_value()}"
@@ -83,7 +82,7 @@ class Directory:
             trust_env=False,
             verify=verification(settings.controller) or False,
         )
-        self._fleet = fleet
+        self._upstreams = upstreams
         self._statistics = statistics
         self._backoff_until = 0.0
         self._failing = False
@@ -95,7 +94,7 @@ class Directory:
                 await self._refresh_instances()
                 await anyio.sleep(REFRESH_SECONDS)
 
-    async def look_up(self, body: Body, tokenizer: Engine | None, headers: Headers) -> Held | None:
+    async def look_up(self, body: Body, tokenizer: Upstream | None, headers: Headers) -> Held | None:
         """Return who caches the prompt; ``None`` if that is not known within the deadline.
 
         The engine ``tokenizer`` tokenizes a chat; that request has the client's ``headers``.
@@ -120,7 +119,7 @@ class Directory:
         return Held(found.num_tokens, {name: max(tiers.values()) for name, tiers in found.instances.items()})
 
     async def _lookup_request(
-        self, body: Body, tokenizer: Engine | None, headers: Headers
+        self, body: Body, tokenizer: Upstream | None, headers: Headers
     ) -> dict[str, object] | None:
         """Return the body of ``/lookup``; ``None`` if a chat cannot be tokenized."""
         request: dict[str, object] = {"model": body.text("model"), "salt": body.text("cache_salt")}
@@ -139,10 +138,10 @@ class Directory:
                     return
                 instances = msgspec.json.decode(answer.content, type=_Instances).instances
                 by_name = {instance.instance: await _peer_addresses(instance) for instance in instances}
-                for engine in self._fleet:
-                    addresses = await _resolve(engine.peer)
+                for upstream in self._upstreams:
+                    addresses = await _resolve(upstream.peer)
                     names = [name for name, known in by_name.items() if addresses & known]
-                    engine.instance = names[0] if len(names) == 1 else None
+                    upstream.instance = names[0] if len(names) == 1 else None
         except (TimeoutError, httpx.HTTPError, msgspec.DecodeError) as error:
             self._back_off(str(error) or type(error).__name__)
             return
@@ -157,11 +156,11 @@ class Directory:
         self._backoff_until = time.monotonic() + BACKOFF_SECONDS
 
 
-async def _tokenize(body: Body, engine: Engine, headers: Headers) -> msgspec.Raw | None:
+async def _tokenize(body: Body, upstream: Upstream, headers: Headers) -> msgspec.Raw | None:
     content = body.for_tokenizing()
-    request = httpx.Request("POST", engine.endpoint("/tokenize"), headers=headers, content=content)
+    request = httpx.Request("POST", upstream.endpoint("/tokenize"), headers=headers, content=content)
     try:
-        async with engine.connections.exchange(request, LOOKUP_SECONDS) as response:
+        async with upstream.connections.exchange(request, LOOKUP_SECONDS) as response:
             answer = await read_body(response, MAX_TOKENS_BYTES)
         return msgspec.json.decode(answer or b"", type=_Tokenized).tokens
     except (httpx.TransportError, msgspec.DecodeError):  # An error response fails to decode as well.

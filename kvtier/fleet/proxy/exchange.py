@@ -13,10 +13,17 @@ import httpx
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.fleet.proxy.body import Body, response_params, without_params
 from kvtier.fleet.proxy.checks import reachable_address, read_body
-from kvtier.fleet.proxy.client import EVENT_STREAM, Client
-from kvtier.fleet.proxy.engine import Engine, EngineLost, Role, describe_transport_error
-from kvtier.fleet.proxy.errors import BUSY, ClientDisconnected, Refused
-from kvtier.fleet.proxy.headers import Headers, to_client, to_engine
+from kvtier.fleet.proxy.client import (
+    BUSY,
+    EVENT_STREAM,
+    Client,
+    ClientDisconnected,
+    Headers,
+    Refused,
+    to_client,
+    to_engine,
+)
+from kvtier.fleet.proxy.upstream import Role, Upstream, UpstreamLost, describe_transport_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -38,6 +45,9 @@ RETRIED = UNAVAILABLE | {429, 500}
 """Status codes of a prefill engine that are retried on another. The decoder repeats any other error."""
 INTERRUPTED = "the engine failed in the middle of its response: the response is incomplete"
 NO_DECODE_ENGINE = "no decode engine can be reached: try again later"
+
+
+MODELS_SECONDS = 5.0
 
 
 class Exchange:
@@ -86,14 +96,14 @@ class Exchange:
 
     async def _answer(self, client: Client, body: Body) -> None:
         headers = to_engine(client.headers)
-        fleet = self._proxy.fleet
+        upstreams = self._proxy.upstreams
         await self._look_up(body, headers)
-        decoder = fleet.choose(Role.DECODE, lambda engine: self._held_by(engine, body))
+        decoder = upstreams.choose(Role.DECODE, lambda upstream: self._held_by(upstream, body))
         if decoder is None:
             raise Refused(503, NO_DECODE_ENGINE, BUSY)
         with decoder.reserved():
             tokens = await self._prefill(body, headers, decoder)
-        tried: list[Engine] = []
+        tried: list[Upstream] = []
         while decoder is not None:
             # The KV was transferred to the first decoder only.
             prepared = body.for_decode(0 if tried else tokens, self._proxy.settings.timeout)
@@ -104,7 +114,7 @@ class Exchange:
                         client, body, decoder, _post(decoder, self._path, headers, prepared), tried
                     )
                 return
-            except EngineLost as lost:
+            except UpstreamLost as lost:
                 self._record_failure(lost)
                 decoder = self._next_decoder(lost, body, tried)
         raise Refused(503, NO_DECODE_ENGINE, BUSY)
@@ -113,27 +123,29 @@ class Exchange:
 
     async def _look_up(self, body: Body, headers: Headers) -> None:
         """Ask the controller who caches the prompt, unless the prompt is too short for a remote prefill."""
-        directory, prompt, fleet = self._proxy.directory, body.prompt, self._proxy.fleet
+        directory, prompt, upstreams = self._proxy.directory, body.prompt, self._proxy.upstreams
         if directory is None or prompt is None or prompt.tokens < self._proxy.settings.min_prefill:
             return
-        tokenizer = fleet.choose(Role.DECODE, lambda _: 0)
+        tokenizer = upstreams.choose(Role.DECODE, lambda _: 0)
         self._held = await directory.look_up(body, tokenizer, headers)
 
-    def _held_by(self, engine: Engine, body: Body) -> int:
-        if self._held is not None and engine.instance is not None:
-            return self._held.by(engine)
-        return engine.memory.held(body.prompt) if body.prompt is not None else 0
+    def _held_by(self, upstream: Upstream, body: Body) -> int:
+        if self._held is not None and upstream.instance is not None:
+            return self._held.by(upstream)
+        return upstream.memory.held(body.prompt) if body.prompt is not None else 0
 
-    def _next_decoder(self, lost: EngineLost, body: Body, tried: Sequence[Engine]) -> Engine | None:
+    def _next_decoder(self, lost: UpstreamLost, body: Body, tried: Sequence[Upstream]) -> Upstream | None:
         if len(tried) >= MAX_TRIES:
             return None
         self._statistics.retries[Role.DECODE] += 1
-        other = self._proxy.fleet.choose(Role.DECODE, lambda engine: self._held_by(engine, body), tried)
-        if other is None and lost.retryable and tried.count(lost.engine) == 1:
-            return lost.engine
+        other = self._proxy.upstreams.choose(
+            Role.DECODE, lambda upstream: self._held_by(upstream, body), tried
+        )
+        if other is None and lost.retryable and tried.count(lost.upstream) == 1:
+            return lost.upstream
         return other
 
-    def _skip_reason(self, body: Body, decoder: Engine) -> str | None:
+    def _skip_reason(self, body: Body, decoder: Upstream) -> str | None:
         """Return why to skip the remote prefill; ``None`` if it is worthwhile."""
         settings = self._proxy.settings
         if body.prompt is None or not body.may_be_prefilled:
@@ -150,7 +162,7 @@ class Exchange:
 
     # ── prefill ──
 
-    async def _prefill(self, body: Body, headers: Headers, decoder: Engine) -> int:
+    async def _prefill(self, body: Body, headers: Headers, decoder: Upstream) -> int:
         """Prefill on another engine; return how many tokens of KV it transfers to the decoder, or 0."""
         reason = self._skip_reason(body, decoder)
         if reason is not None:
@@ -158,11 +170,11 @@ class Exchange:
             return 0
         assert decoder.peer is not None
         content = body.for_prefill(decoder.peer)
-        same = self._proxy.fleet.find(Role.PREFILL, decoder.url)
-        tried: list[Engine] = [] if same is None else [same]
+        same = self._proxy.upstreams.find(Role.PREFILL, decoder.url)
+        tried: list[Upstream] = [] if same is None else [same]
         for number in range(MAX_TRIES):
-            prefiller = self._proxy.fleet.choose(
-                Role.PREFILL, lambda engine: self._held_by(engine, body), tried
+            prefiller = self._proxy.upstreams.choose(
+                Role.PREFILL, lambda upstream: self._held_by(upstream, body), tried
             )
             if prefiller is None:
                 break
@@ -171,22 +183,22 @@ class Exchange:
                 self._statistics.retries[Role.PREFILL] += 1
             try:
                 return await self._prefill_at(prefiller, body, _post(prefiller, self._path, headers, content))
-            except EngineLost as lost:
+            except UpstreamLost as lost:
                 self._statistics.prefills["failed"] += 1
                 self._record_failure(lost)
         self._statistics.skipped["no_prefiller"] += 1
         return 0
 
-    async def _prefill_at(self, prefiller: Engine, body: Body, request: httpx.Request) -> int:
+    async def _prefill_at(self, prefiller: Upstream, body: Body, request: httpx.Request) -> int:
         limit = self._proxy.settings.prefill_timeout
         started = time.monotonic()
         with prefiller.reserved(), prefiller.awaiting_response(), anyio.move_on_after(limit) as deadline:
             async with prefiller.connections.exchange(request, limit) as response:
                 content = await read_body(response)
         if deadline.cancelled_caught:
-            raise EngineLost(prefiller, f"did not prefill within {limit:g} s (--prefill-timeout)")
+            raise UpstreamLost(prefiller, f"did not prefill within {limit:g} s (--prefill-timeout)")
         if response.status_code in RETRIED:
-            raise EngineLost(prefiller, f"answered with {response.status_code}")
+            raise UpstreamLost(prefiller, f"answered with {response.status_code}")
         if response.status_code != 200 or content is None:
             self._statistics.prefills["refused"] += 1
             return 0
@@ -204,15 +216,15 @@ class Exchange:
     # ── decode ──
 
     async def _decode(
-        self, client: Client, body: Body, decoder: Engine, request: httpx.Request, tried: Sequence[Engine]
+        self, client: Client, body: Body, decoder: Upstream, request: httpx.Request, tried: Sequence[Upstream]
     ) -> None:
-        """Forward the decoder's response. Raises :class:`EngineLost` only before anything was forwarded."""
+        """Forward the decoder's response. Raises :class:`UpstreamLost` only before anything was forwarded."""
         async with AsyncExitStack() as stack:
             with decoder.awaiting_response():
                 exchange = decoder.connections.exchange(request, self._proxy.settings.idle_timeout)
                 response = await stack.enter_async_context(exchange)
                 if response.status_code in UNAVAILABLE and self._has_untried_decoder(tried):
-                    raise EngineLost(decoder, f"answered with {response.status_code}")
+                    raise UpstreamLost(decoder, f"answered with {response.status_code}")
                 pieces = _pieces(response)
                 first = await _read_first(pieces, whole=not _streams(response))
             decoder.served += 1
@@ -238,7 +250,7 @@ class Exchange:
         await client.start(response.status_code, to_client(response.headers.raw, len(content)))
         await client.end(content)
 
-    async def _relay(self, client: Client, decoder: Engine, pieces: AsyncIterator[bytes]) -> None:
+    async def _relay(self, client: Client, decoder: Upstream, pieces: AsyncIterator[bytes]) -> None:
         """Stream the rest of the response. Hot path: runs for every token but the first."""
         try:
             async for piece in pieces:
@@ -254,13 +266,13 @@ class Exchange:
             )
             raise Refused(502, INTERRUPTED) from None
 
-    def _has_untried_decoder(self, tried: Sequence[Engine]) -> bool:
-        decoders = self._proxy.fleet.of(Role.DECODE)
-        return len(tried) < MAX_TRIES and any(engine not in tried for engine in decoders)
+    def _has_untried_decoder(self, tried: Sequence[Upstream]) -> bool:
+        decoders = self._proxy.upstreams.of(Role.DECODE)
+        return len(tried) < MAX_TRIES and any(upstream not in tried for upstream in decoders)
 
-    def _record_failure(self, lost: EngineLost) -> None:
+    def _record_failure(self, lost: UpstreamLost) -> None:
         logger.warning("%s", lost)
-        lost.engine.record_failure(lost)
+        lost.upstream.record_failure(lost)
 
 
 class _FirstRead:
@@ -273,8 +285,8 @@ class _FirstRead:
         self.complete = complete
 
 
-def _post(engine: Engine, path: str, headers: Headers, content: bytes) -> httpx.Request:
-    return httpx.Request("POST", engine.endpoint(path), headers=headers, content=content)
+def _post(upstream: Upstream, path: str, headers: Headers, content: bytes) -> httpx.Request:
+    return httpx.Request("POST", upstream.endpoint(path), headers=headers, content=content)
 
 
 def _streams(response: httpx.Response) -> bool:
@@ -295,3 +307,31 @@ async def _read_first(pieces: AsyncIterator[bytes], *, whole: bool) -> _FirstRea
         if content and (not whole or len(content) > MAX_ANSWER_BYTES):
             return _FirstRead(bytes(content), complete=False)
     return _FirstRead(bytes(content), complete=True)
+
+
+class Models:
+    """ASGI application that tries the decode engines until one responds."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        client = Client(scope, receive, send)
+        tried: list[Upstream] = []
+        while upstream := self._proxy.upstreams.choose(Role.DECODE, lambda _: 0, tried):
+            tried.append(upstream)
+            try:
+                with upstream.reserved(), upstream.awaiting_response(), anyio.move_on_after(MODELS_SECONDS):
+                    await self._forward(client, upstream)
+                    return
+            except UpstreamLost as lost:
+                logger.warning("%s", lost)
+        await client.refuse(Refused(503, "no decode engine can be reached: try again later", BUSY))
+
+    async def _forward(self, client: Client, upstream: Upstream) -> None:
+        request = httpx.Request("GET", upstream.endpoint("/v1/models"), headers=to_engine(client.headers))
+        async with upstream.connections.exchange(request, MODELS_SECONDS) as response:
+            content = await read_body(response) or b""
+        await client.start(response.status_code, to_client(response.headers.raw, len(content)))
+        await client.end(content)

@@ -15,7 +15,7 @@ from kvtier.errors import ChannelError
 from kvtier.settings import Settings
 
 if TYPE_CHECKING:
-    from kvtier.fleet.member.served import EngineModel
+    from kvtier.fleet.member.served_models import EngineModel
     from kvtier.integrations.vllm.layout import ModelLayout
 
 logger = logging.getLogger("vllm.kvtier")

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.fleet.member.served import EngineModel, TokenizerSource
+from kvtier.fleet.member.served_models import EngineModel, TokenizerSource
 from kvtier.integrations.vllm.plain import commit_of, text
 
 if TYPE_CHECKING:

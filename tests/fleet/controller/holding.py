@@ -11,7 +11,7 @@ import anyio
 
 from kvtier import Settings
 from kvtier.catalog.catalog import State
-from kvtier.fleet.member.served import EngineModel
+from kvtier.fleet.member.served_models import EngineModel
 from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
@@ -19,7 +19,7 @@ from kvtier.model import ModelCache
 from kvtier.plugins import Plugins
 
 # Imported before the event loop runs: the imports would block it for too long.
-import kvtier.fleet.member.agent  # isort: skip
+import kvtier.fleet.member.controller_client  # isort: skip
 import kvtier.fleet.member.tokenizing  # isort: skip
 import kvtier.peers.backend  # isort: skip
 import kvtier.peers.server  # noqa: F401 # isort: skip

@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from kvtier.fleet.member.agent import Serving
+from kvtier.fleet.member.controller_client import Serving
 from kvtier.instance import Instance
 from tests.fleet.controller.holding import BUILT_IN, TOKEN_BYTES, Node, prompt, rows, settings_of
 from tests.rigs.forks import Forked, python

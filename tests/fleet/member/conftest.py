@@ -21,7 +21,7 @@ from tests.cache.conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, 
 from tests.fleet.member.controlling import BUILT_IN, TOKEN, Controller
 
 # Imported before the event loop runs: the imports would block it for too long.
-import kvtier.fleet.member.agent  # isort: skip
+import kvtier.fleet.member.controller_client  # isort: skip
 import kvtier.peers.backend  # isort: skip
 import kvtier.peers.server  # noqa: F401 # isort: skip
 import anyio.lowlevel

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvtier.fleet.member import tokenizer
-from kvtier.fleet.member.served import TokenizerSource
+from kvtier.fleet.member.served_models import TokenizerSource
 
 
 def word_lengths(text: str, **_: Any) -> SimpleNamespace:

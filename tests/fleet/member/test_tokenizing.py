@@ -17,7 +17,7 @@ import pytest
 from kvtier.errors import ChannelClosed, ChannelError
 from kvtier.fleet.member import tokenizing as tokenizing_module
 from kvtier.fleet.member.protocol import Tokenize
-from kvtier.fleet.member.served import EngineModel, Served, TokenizerSource
+from kvtier.fleet.member.served_models import EngineModel, ServedModels, TokenizerSource
 from kvtier.fleet.member.tokenizing import Tokenizers
 from kvtier.lab.demo import model as demo_model
 from kvtier.memory.layout import ChunkLayout, GroupLayout
@@ -58,8 +58,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def served(models: dict[str, Path]) -> Served:
-    served = Served()
+def served(models: dict[str, Path]) -> ServedModels:
+    served = ServedModels()
     for number, (name, path) in enumerate(models.items()):
         model = EngineModel([name], TokenizerSource(str(path)))
         served.add(f"engine-{number}", name.encode().ljust(32), LAYOUT, model)
@@ -67,7 +67,7 @@ def served(models: dict[str, Path]) -> Served:
 
 
 @pytest.fixture
-async def tokenizers(served: Served) -> AsyncIterator[Tokenizers]:
+async def tokenizers(served: ServedModels) -> AsyncIterator[Tokenizers]:
     tokenizers = Tokenizers(served)
     async with tokenizers.open():
         yield tokenizers
@@ -106,7 +106,7 @@ async def test_token_ids_equal_those_of_the_library(
 
 
 @pytest.mark.usefixtures("fast")
-async def test_helper_is_reused_and_ends_when_idle(served: Served) -> None:
+async def test_helper_is_reused_and_ends_when_idle(served: ServedModels) -> None:
     tokenizers = Tokenizers(served, idle=0.2)
     async with tokenizers.open():
         assert await tokenizers.tokenize(PLAIN, "a bcd ef") == [1, 3, 2]
@@ -167,7 +167,7 @@ async def test_printed_output_is_not_an_answer(tokenizers: Tokenizers) -> None:
 
 
 @pytest.mark.usefixtures("fast")
-async def test_number_of_helpers_is_limited(tokenizers: Tokenizers, served: Served) -> None:
+async def test_number_of_helpers_is_limited(tokenizers: Tokenizers, served: ServedModels) -> None:
     for number in range(3):
         namespace = bytes([number]) * 32
         served.add("engine", namespace, LAYOUT, EngineModel(["m"], TokenizerSource(f"/m/{number}")))
@@ -175,7 +175,7 @@ async def test_number_of_helpers_is_limited(tokenizers: Tokenizers, served: Serv
     assert len(tokenizers.processes) == 2
 
 
-async def test_no_helper_starts_without_a_usable_tokenizer(served: Served) -> None:
+async def test_no_helper_starts_without_a_usable_tokenizer(served: ServedModels) -> None:
     served.add("mistral", b"m" * 32, LAYOUT, EngineModel(["mistral"], TokenizerSource("/m", "mistral")))
     served.add("unknown", b"s" * 32, LAYOUT, EngineModel(["unknown"]))
     tokenizers = Tokenizers(served)
@@ -193,7 +193,7 @@ async def test_no_helper_starts_without_a_usable_tokenizer(served: Served) -> No
 
 
 @pytest.mark.usefixtures("fast")
-async def test_missing_tokenizer_is_reported(served: Served, tmp_path: Path) -> None:
+async def test_missing_tokenizer_is_reported(served: ServedModels, tmp_path: Path) -> None:
     source = TokenizerSource(str(tmp_path / "nowhere"))
     served.add("broken", b"b" * 32, LAYOUT, EngineModel(["broken"], source))
     tokenizers = Tokenizers(served)

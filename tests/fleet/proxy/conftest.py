@@ -11,10 +11,9 @@ import anyio
 import httpx
 import pytest
 
-from kvtier.fleet.proxy.engine import State
-from kvtier.fleet.proxy.proxy import Proxy
-from kvtier.fleet.proxy.serve import run_proxy
+from kvtier.fleet.proxy.proxy import Proxy, run_proxy
 from kvtier.fleet.proxy.settings import ProxySettings
+from kvtier.fleet.proxy.upstream import State
 
 from .stub import Stub
 
@@ -47,7 +46,7 @@ class Cluster:
                 await anyio.sleep(0.01)
 
     async def wait_until_ready(self) -> None:
-        await self.wait_until(lambda: all(engine.state == State.UP for engine in self.proxy.fleet))
+        await self.wait_until(lambda: all(engine.state == State.UP for engine in self.proxy.upstreams))
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -74,8 +73,8 @@ async def running(prefillers: int = 1, decoders: int = 1, **settings: Any) -> As
                 yield cluster
             await cluster.wait_until(lambda: not proxy.admission.in_flight)
             assert proxy.admission.held_bytes == 0
-            assert [engine.load for engine in proxy.fleet] == [0] * len(proxy.fleet)
-            await cluster.wait_until(lambda: not any(engine.connections.used for engine in proxy.fleet))
+            assert [engine.load for engine in proxy.upstreams] == [0] * len(proxy.upstreams)
+            await cluster.wait_until(lambda: not any(engine.connections.used for engine in proxy.upstreams))
         for stub in stubs:  # The proxy must have closed all connections.
             await stub.wait_until(lambda stub=stub: not stub.connections)
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtier.fleet.proxy.checks import MAX_FAILED
-from kvtier.fleet.proxy.engine import State
-from kvtier.fleet.proxy.transport import EngineTransport
+from kvtier.fleet.proxy.connections import Connections
+from kvtier.fleet.proxy.upstream import State
 from tests.rigs.forks import ROOT
 
 from .conftest import LONG, Cluster
@@ -109,13 +109,13 @@ async def test_lack_of_descriptors_is_not_a_fault_of_the_engines(
 
     with monkeypatch.context() as patch:
         patch.setattr(asyncio.BaseEventLoop, "create_connection", fail)
-        patch.setattr(EngineTransport, "_reusable", lambda _: None)
+        patch.setattr(Connections, "_reusable", lambda _: None)
         await cluster.wait_until(lambda: all(tried[port] > MAX_FAILED for port in ports))  # Health checks.
         for prompt in ("x", LONG):
             answer = await cluster.complete(prompt=prompt)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
             assert "this proxy has too many open files" in answer.json()["error"]["message"]
-        assert [(engine.state, engine.failed) for engine in cluster.proxy.fleet] == [(State.UP, 0)] * 2
+        assert [(engine.state, engine.failed) for engine in cluster.proxy.upstreams] == [(State.UP, 0)] * 2
     assert (await cluster.complete()).status_code == 200
     assert cluster.outcomes == {"refused": 2, "ok": 1}
 

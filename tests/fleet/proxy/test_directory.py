@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.fleet.proxy.engine import Role
+from kvtier.fleet.proxy.upstream import Role
 from tests.fleet.controller.controlling import KEYS, TOKENS, running_controller
 from tests.fleet.controller.registering import MODEL
 
@@ -26,7 +26,7 @@ async def decoders_with_holdings(folder: Path, held: int, **settings: Any) -> As
         running_controller(folder) as controller,
         running(1, 2, controller=controller.url, min_prefill=64, **settings) as cluster,
     ):
-        first, second = cluster.proxy.fleet.of(Role.DECODE)
+        first, second = cluster.proxy.upstreams.of(Role.DECODE)
         first.peer, second.peer = "127.0.0.1:1001", "127.0.0.1:1002"
         first.configured_peer, second.configured_peer = first.peer, second.peer
         async with (

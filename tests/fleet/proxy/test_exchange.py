@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.fleet.proxy.engine import Role
+from kvtier.fleet.proxy.upstream import Role
 
 from .conftest import LONG, PROMPT, Cluster, running
 from .stub import DONE, EVENTS, Slow, event, responds

@@ -7,9 +7,9 @@ import json
 import anyio
 import pytest
 
-from kvtier.fleet.proxy.engine import Role, State
 from kvtier.fleet.proxy.exchange import INTERRUPTED
-from kvtier.fleet.proxy.serve import run_proxy
+from kvtier.fleet.proxy.proxy import run_proxy
+from kvtier.fleet.proxy.upstream import Role, State
 
 from .conftest import PROMPT, Cluster, events_of, running, settings_of
 from .stub import (
@@ -102,7 +102,7 @@ async def test_hanging_prefiller_is_marked_down(cluster: Cluster) -> None:
     stub = cluster.prefillers[0]
     stub.always = stub.health = hangs
     assert (await cluster.complete()).status_code == 200
-    (engine,) = cluster.proxy.fleet.of(Role.PREFILL)
+    (engine,) = cluster.proxy.upstreams.of(Role.PREFILL)
     assert (engine.state, engine.reason) == (State.DOWN, "did not answer /health within 0.25 s")
     await cluster.complete()  # It is not tried again.
     assert len(stub.requests) == 1
@@ -114,7 +114,7 @@ async def test_hanging_prefiller_is_marked_down(cluster: Cluster) -> None:
 
 
 async def test_prefiller_recovers(cluster: Cluster) -> None:
-    (engine,) = cluster.proxy.fleet.of(Role.PREFILL)
+    (engine,) = cluster.proxy.upstreams.of(Role.PREFILL)
     cluster.prefillers[0].health = responds(503)
     await cluster.wait_until(lambda: engine.state == State.DOWN)
     assert engine.reason == "answered /health with 503"
@@ -185,7 +185,7 @@ async def test_error_of_the_last_decoder_is_forwarded() -> None:
 
 
 async def test_no_decoder_is_an_error(cluster: Cluster) -> None:
-    for engine in cluster.proxy.fleet.of(Role.DECODE):
+    for engine in cluster.proxy.upstreams.of(Role.DECODE):
         cluster.proxy.remove(engine)
     answer = await cluster.complete()
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -198,7 +198,7 @@ async def test_decoder_that_is_down_is_tried_as_a_last_resort() -> None:
     async with stub.serving():
         pass
     async with run_proxy(settings_of(decode=[stub.url], check="1h")) as ((host, port), proxy):
-        (engine,) = proxy.fleet
+        (engine,) = proxy.upstreams
         cluster = Cluster(proxy, f"http://{host}:{port}", [], [stub])
         async with cluster.client:
             await cluster.wait_until(lambda: engine.state == State.DOWN)
@@ -239,11 +239,11 @@ async def test_hanging_decoder_is_replaced() -> None:
     async with running(0, 2) as cluster:
         stub = cluster.decoders[0]
         stub.always = stub.health = hangs
-        for decoder in cluster.proxy.fleet.of(Role.DECODE)[1:]:
+        for decoder in cluster.proxy.upstreams.of(Role.DECODE)[1:]:
             decoder.load += 1  # The first is tried first.
         answer = await cluster.complete()
         assert answer.status_code == 200
-        for decoder in cluster.proxy.fleet.of(Role.DECODE)[1:]:
+        for decoder in cluster.proxy.upstreams.of(Role.DECODE)[1:]:
             decoder.load -= 1
         await stub.wait_until(lambda: stub.disconnected)
         assert len(stub.requests) == 1

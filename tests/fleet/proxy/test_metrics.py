@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.main import get_command
 
 from kvtier.cli import make_app
-from kvtier.fleet.proxy.statistics import RECENT, Durations
+from kvtier.fleet.proxy.metrics import RECENT, Durations
 
 from .conftest import Cluster
 from .stub import dies, dies_in_stream, responds

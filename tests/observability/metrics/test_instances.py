@@ -15,7 +15,7 @@ from tests.fleet.member.controlling import TOKEN, controlling
 from tests.observability.metrics.scraping import BUILT_IN, Scrape, ScrapedCache, serving_metrics, settings
 
 # Imported here, because these imports take longer than the loop watch allows.
-import kvtier.fleet.member.agent  # isort: skip
+import kvtier.fleet.member.controller_client  # isort: skip
 import kvtier.peers.backend  # isort: skip
 import kvtier.peers.server  # noqa: F401 # isort: skip
 

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from kvtier import Settings, TieredCache
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.policies.lru import LruPolicy
-from kvtier.fleet.member import holdings as holdings_module
-from kvtier.fleet.member.holdings import Holdings
+from kvtier.fleet.member import inventory_report as inventory_module
+from kvtier.fleet.member.inventory_report import InventoryReport
 from kvtier.fleet.member.protocol import Changed, Lost, UpToDate
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
@@ -46,7 +46,7 @@ class CatalogOnly:
 
     def __init__(self) -> None:
         self.hierarchy = Hierarchy()
-        self.observers: list[Holdings] = []
+        self.observers: list[InventoryReport] = []
         self.add_observer = self.observers.append
         self.remove_observer = self.observers.remove
 
@@ -116,17 +116,17 @@ async def test_snapshot_then_changes_without_shared_pools() -> None:
     cache.store(1, *keys(50, 200))
     cache.store(SHARED, *keys(0, 300))
     cache.hierarchy.catalog.add(make_key(999), 0, LENGTH, State.PENDING)
-    holdings = Holdings(cache)  # type: ignore[arg-type]
+    inventory = InventoryReport(cache)  # type: ignore[arg-type]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(holdings.report, listener)
+        tasks.start_soon(inventory.report, listener)
         await until(lambda: listener.up_to_date)
         assert listener.held == {0: set(keys(0, 100)), 1: set(keys(50, 200))}
-        assert holdings.up_to_date
+        assert inventory.up_to_date
         cache.remove(0, *keys(0, 10))
         cache.store(SHARED, *keys(300, 400))
         cache.hierarchy.catalog.set_ready(make_key(999), 0)
-        holdings.changed(0, [make_key(999)], ())
-        await holdings.flush()
+        inventory.changed(0, [make_key(999)], ())
+        await inventory.flush()
         assert listener.held == {0: {*keys(10, 100), make_key(999)}, 1: set(keys(50, 200))}
         tasks.cancel_scope.cancel()
     assert not cache.observers
@@ -134,16 +134,16 @@ async def test_snapshot_then_changes_without_shared_pools() -> None:
 
 async def test_flush_waits_for_the_report_in_flight() -> None:
     cache, listener = CatalogOnly(), Listener()
-    holdings = Holdings(cache)  # type: ignore[arg-type]
+    inventory = InventoryReport(cache)  # type: ignore[arg-type]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(holdings.report, listener)
+        tasks.start_soon(inventory.report, listener)
         await until(lambda: listener.up_to_date)
-        await holdings.flush()
+        await inventory.flush()
         listener.pause()
         cache.store(0, make_key(1))
-        await anyio.sleep(2 * holdings_module.GATHER_SECONDS)  # By now it is being sent, and unmarked.
+        await anyio.sleep(2 * inventory_module.GATHER_SECONDS)  # By now it is being sent, and unmarked.
         tasks.start_soon(resume_later, listener)
-        await holdings.flush()
+        await inventory.flush()
         assert listener.held[0] == {make_key(1)}
         tasks.cancel_scope.cancel()
 
@@ -156,36 +156,36 @@ async def resume_later(listener: Listener) -> None:
 async def test_too_many_changes_cause_a_new_snapshot() -> None:
     cache, listener = CatalogOnly(), Listener()
     cache.store(0, *keys(0, 50))
-    holdings = Holdings(cache, max_changed=100)  # type: ignore[arg-type]
+    inventory = InventoryReport(cache, max_changed=100)  # type: ignore[arg-type]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(holdings.report, listener)
+        tasks.start_soon(inventory.report, listener)
         await until(lambda: listener.up_to_date)
         listener.pause()
         cache.store(1, *keys(0, 60))
         cache.remove(0, *keys(0, 50))
-        assert sum(map(len, holdings._changed.values())) == 0, "a new snapshot needs no marks"
+        assert sum(map(len, inventory._changed.values())) == 0, "a new snapshot needs no marks"
         cache.store(1, *keys(60, 1000))
         listener.resume()
         await until(lambda: listener.lost == 1 and listener.up_to_date)
         assert listener.held == cache.held()
-        assert holdings.lost == 1
+        assert inventory.lost == 1
         # A flush waits for the new snapshot.
         listener.pause()
         cache.remove(1, *keys(0, 200))
         tasks.start_soon(resume_later, listener)
-        await holdings.flush()
+        await inventory.flush()
         assert listener.held == cache.held()
         tasks.cancel_scope.cancel()
 
 
 async def test_large_snapshot_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop watch fails the test if a step takes too long."""
-    monkeypatch.setattr(holdings_module, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(inventory_module, "PAUSE_SECONDS", 0.0)
     cache, listener = CatalogOnly(), Counter()
     await fill(cache, 100_000)
-    holdings = Holdings(cache)  # type: ignore[arg-type]
+    inventory = InventoryReport(cache)  # type: ignore[arg-type]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(holdings.report, listener)
+        tasks.start_soon(inventory.report, listener)
         await until(lambda: listener.up_to_date)
         assert listener.stored == 100_000
         tasks.cancel_scope.cancel()
@@ -212,14 +212,14 @@ async def fill(cache: CatalogOnly, count: int) -> None:
 
 
 async def test_changes_during_a_snapshot_are_reported_correctly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holdings_module, "ROWS_A_STEP", 16)
-    monkeypatch.setattr(holdings_module, "GATHER_SECONDS", 0.002)
-    monkeypatch.setattr(holdings_module, "KEYS_A_PART", 8)
+    monkeypatch.setattr(inventory_module, "ROWS_A_STEP", 16)
+    monkeypatch.setattr(inventory_module, "GATHER_SECONDS", 0.002)
+    monkeypatch.setattr(inventory_module, "KEYS_A_PART", 8)
     cache, listener = CatalogOnly(), Listener()
     cache.store(0, *keys(0, 500))
-    holdings = Holdings(cache)  # type: ignore[arg-type]
+    inventory = InventoryReport(cache)  # type: ignore[arg-type]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(holdings.report, listener)
+        tasks.start_soon(inventory.report, listener)
         for number in itertools.count():
             # Removes and stores on both sides of the position of the snapshot.
             low, high = number % 250, 250 + number % 250
@@ -230,7 +230,7 @@ async def test_changes_during_a_snapshot_are_reported_correctly(monkeypatch: pyt
             if listener.up_to_date:
                 break
             await anyio.sleep(0.0005)
-        await holdings.flush()
+        await inventory.flush()
         assert number > 10, "the snapshot took only one step"
         assert listener.held == cache.held()
         assert listener.longest <= 16
@@ -243,13 +243,13 @@ class HoldingsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(holdings_module, "ROWS_A_STEP", 8)
+        self.patch.setattr(inventory_module, "ROWS_A_STEP", 8)
         self.portal_manager = start_blocking_portal()
         self.portal = self.portal_manager.__enter__()
         self.cache = CatalogOnly()
         self.listener: Listener = self.portal.call(Listener)
-        self.holdings = self.portal.call(lambda: Holdings(self.cache, max_changed=40))  # type: ignore[arg-type]
-        self.reporting = self.portal.start_task_soon(self.holdings.report, self.listener)
+        self.inventory = self.portal.call(lambda: InventoryReport(self.cache, max_changed=40))  # type: ignore[arg-type]
+        self.reporting = self.portal.start_task_soon(self.inventory.report, self.listener)
 
     chunks = st.lists(st.integers(0, 60), max_size=30, unique=True)
 
@@ -282,7 +282,7 @@ class HoldingsMachine(RuleBasedStateMachine):
         async def compare() -> None:
             self.listener.resume()
             with anyio.fail_after(120):
-                await self.holdings.flush()
+                await self.inventory.flush()
                 # Even if nothing is held, the end of the snapshot may still be pending.
                 await until(lambda: self.listener.up_to_date)
             assert self.listener.held == self.cache.held()
@@ -307,14 +307,14 @@ async def test_real_cache_reports_all_changes(leak_check: list[Arena]) -> None:
     listener = Listener()
     async with TieredCache.open(Settings(tiers=tiers, chunk_tokens=4), plugins=BUILT_IN) as cache:
         model = cache.model("llama", token_bytes=1024)
-        holdings = Holdings(cache)
+        inventory = InventoryReport(cache)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(holdings.report, listener)
+            tasks.start_soon(inventory.report, listener)
             for seed in range(30):  # Ten times what fits.
                 await model.store([seed] * 40, bytes(40 * 1024))
             await model.clear([29] * 40)
             await until(lambda: listener.up_to_date)
-            await holdings.flush()
+            await inventory.flush()
             held = set(cache.hierarchy.catalog.keys(0))
             assert held
             assert listener.held[0] == held

@@ -51,7 +51,7 @@ class _Served(msgspec.Struct):
     tokenizer: TokenizerSource | None
 
 
-class Served:
+class ServedModels:
     """Connected engines, and the models that they or programs have used. Confined to one event loop."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ PAUSE_SECONDS = 0.001
 Send = Callable[[Message], Awaitable[None]]
 
 
-class Holdings(Observer):
+class InventoryReport(Observer):
     """An observer that reports one cache over one connection. Shared pools are not reported."""
 
     def __init__(self, cache: TieredCache, max_changed: int = MAX_CHANGED) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier import __version__
 from kvtier.fleet.member import session as session_module
-from kvtier.fleet.member.agent import Agent
+from kvtier.fleet.member.controller_client import ControllerClient
 from kvtier.fleet.member.protocol import (
     MAX_KEYS,
     VERSION,
@@ -20,7 +20,7 @@ from kvtier.fleet.member.protocol import (
     TierDescription,
     Welcome,
 )
-from kvtier.fleet.member.served import EngineModel, TokenizerSource
+from kvtier.fleet.member.served_models import EngineModel, TokenizerSource
 from kvtier.memory.keys import split_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Refused
@@ -313,7 +313,7 @@ async def test_who_holds_is_answered(open_node: OpenNode) -> None:
         conversation = await controller.up_to_date()
         conversation.holders = (["b:1", "[::1]:2"], [5, 3])
         keys = [make_key(number) for number in range(6)]
-        assert await agent_of(one).who_holds(keys) == [("b:1", 5), ("[::1]:2", 3)]
+        assert await client_of(one).who_holds(keys) == [("b:1", 5), ("[::1]:2", 3)]
         assert split_keys(conversation.questions[0].keys) == keys
 
 
@@ -322,21 +322,21 @@ async def test_who_holds_times_out_without_an_answer(open_node: OpenNode) -> Non
         conversation = await controller.up_to_date()
         conversation.holders = None
         with anyio.fail_after(30):
-            assert await agent_of(one).who_holds([make_key(1)]) == []
+            assert await client_of(one).who_holds([make_key(1)]) == []
         await until(lambda: conversation.questions)
         await conversation.send(HeldBy(conversation.questions[0].ticket, ["b:1"], [1]))  # Late.
         conversation.holders = (["c:1"], [1])
         await until_answered(one, [("c:1", 1)])
         await controller.kill()
         await until(lambda: not one.status["connected"])
-        assert await agent_of(one).who_holds([make_key(1)]) == []
+        assert await client_of(one).who_holds([make_key(1)]) == []
 
 
 async def test_malformed_holders_end_only_the_connection(open_node: OpenNode) -> None:
     async with controlling() as controller, open_node(controller, peer={"timeout": "10s"}) as one:
         conversation = await controller.up_to_date()
         conversation.holders = (["a:1"], [])
-        assert await agent_of(one).who_holds([make_key(1)]) == []
+        assert await client_of(one).who_holds([make_key(1)]) == []
         await conversation.socket.wait_closed()
         assert conversation.refusal == "HeldBy has 1 peers, but 0 chunk counts"
         await controller.up_to_date(1)
@@ -346,7 +346,7 @@ async def test_who_holds_sends_at_most_max_keys(open_node: OpenNode) -> None:
     async with controlling() as controller, open_node(controller, peer={"timeout": "10s"}) as one:
         conversation = await controller.up_to_date()
         keys = [make_key(number % 100) for number in range(MAX_KEYS + 1)]
-        await agent_of(one).who_holds(keys)
+        await client_of(one).who_holds(keys)
         assert split_keys(conversation.questions[0].keys) == keys[:MAX_KEYS]
 
 
@@ -357,9 +357,9 @@ async def test_concurrent_questions_are_bounded(open_node: OpenNode, monkeypatch
         conversation.holders = None
         async with anyio.create_task_group() as tasks:
             for _ in range(2):
-                tasks.start_soon(agent_of(one).who_holds, [make_key(1)])
+                tasks.start_soon(client_of(one).who_holds, [make_key(1)])
             await until(lambda: len(conversation.questions) == 2)
-            assert await agent_of(one).who_holds([make_key(1)]) == []
+            assert await client_of(one).who_holds([make_key(1)]) == []
             tasks.cancel_scope.cancel()
 
 
@@ -377,13 +377,13 @@ async def test_lookup_finds_chunks_through_the_controller(open_node: OpenNode) -
         assert await one.is_intact(4)
 
 
-def agent_of(node: Node) -> Agent:
-    agent = node.instance._agent
-    assert agent is not None
-    return agent
+def client_of(node: Node) -> ControllerClient:
+    client = node.instance._controller_client
+    assert client is not None
+    return client
 
 
 async def until_answered(node: Node, answer: list[tuple[str, int]]) -> None:
     with anyio.fail_after(60):
-        while await agent_of(node).who_holds([make_key(1)]) != answer:
+        while await client_of(node).who_holds([make_key(1)]) != answer:
             await anyio.sleep(0.005)

@@ -12,10 +12,9 @@ from kvtier.errors import SettingsError
 from kvtier.fleet.proxy.app import make_app
 from kvtier.fleet.proxy.checks import PROBE, reachable_address
 from kvtier.fleet.proxy.connections import Connections
-from kvtier.fleet.proxy.engine import Engine, Role, State
-from kvtier.fleet.proxy.fleet import SLACK, Fleet
 from kvtier.fleet.proxy.prompt import BLOCK_BYTES, PrefixMemory, Prompt
 from kvtier.fleet.proxy.settings import EngineAddress, ProxySettings
+from kvtier.fleet.proxy.upstream import SLACK, Role, State, Upstream, Upstreams
 from kvtier.settings.peer import is_loopback
 
 from .conftest import Cluster, running, settings_of
@@ -67,7 +66,7 @@ async def test_removed_engine_finishes_its_requests(cluster: Cluster) -> None:
         assert await anext(received) == DONE
         slow.send(None)
         assert [piece async for piece in received] == []
-    await cluster.wait_until(lambda: not cluster.proxy.fleet.draining)
+    await cluster.wait_until(lambda: not cluster.proxy.upstreams.draining)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ def test_loopback_addresses() -> None:
 
 
 async def test_engine_is_probed_for_its_peer_address(cluster: Cluster) -> None:
-    (engine,) = cluster.proxy.fleet.of(Role.DECODE)
+    (engine,) = cluster.proxy.upstreams.of(Role.DECODE)
     assert engine.peer == "127.0.0.1:55555"  # It listens on all addresses.
     assert len(PROBE.split()) > 4, "several tokens, with any tokenizer"
     assert cluster.decoders[0].probes[0].body == {
@@ -133,7 +132,7 @@ async def test_configured_peer_address_is_not_probed() -> None:
         Stub("10.0.0.1:1").serving() as stub,
         running(0, 0, decode=[f"{stub.url}=10.0.0.2:2"]) as cluster,
     ):
-        (engine,) = cluster.proxy.fleet
+        (engine,) = cluster.proxy.upstreams
         assert (engine.peer, stub.probes) == ("10.0.0.2:2", [])
 
 
@@ -174,7 +173,7 @@ async def test_engine_with_malformed_models_still_serves(models: Any) -> None:
 
 
 async def test_engine_is_probed_again_after_an_outage(cluster: Cluster) -> None:
-    (engine,), (stub,) = cluster.proxy.fleet.of(Role.DECODE), cluster.decoders
+    (engine,), (stub,) = cluster.proxy.upstreams.of(Role.DECODE), cluster.decoders
     await cluster.complete()
     assert len(engine.memory)
     stub.health = responds(503)
@@ -186,7 +185,7 @@ async def test_engine_is_probed_again_after_an_outage(cluster: Cluster) -> None:
 
 
 async def test_reachable_address() -> None:
-    engine = Engine(Role.DECODE, "http://10.0.0.5:8000", None, Connections(None), 1000)
+    engine = Upstream(Role.DECODE, "http://10.0.0.5:8000", None, Connections(None), 1000)
     assert reachable_address("10.0.0.1:2", engine) == "10.0.0.1:2"
     assert reachable_address("[::]:2", engine) == "10.0.0.5:2"
     assert reachable_address("[fe80::1]:2", engine) == "[fe80::1]:2"
@@ -204,7 +203,7 @@ async def test_models_come_from_a_decoder() -> None:
             b'{"data":  [ ]}',
             "so",
         )
-        for engine in cluster.proxy.fleet.of(Role.DECODE):
+        for engine in cluster.proxy.upstreams.of(Role.DECODE):
             cluster.proxy.remove(engine)
         assert (await cluster.client.get("/v1/models")).status_code == 503
 
@@ -212,50 +211,51 @@ async def test_models_come_from_a_decoder() -> None:
 # ── choosing ──
 
 
-def fleet_of(count: int) -> list[Engine]:
-    fleet = Fleet(1000)
-    return [fleet.add(Role.DECODE, f"http://d{number}:1") for number in range(count)]
+def decoders(count: int) -> Upstreams:
+    upstreams = Upstreams(1000)
+    for number in range(count):
+        upstreams.add(Role.DECODE, f"http://d{number}:1")
+    return upstreams
 
 
-def choice(engines: list[Engine], **held: int) -> str | None:
-    fleet = Fleet(1000)
-    fleet._engines = {(engine.role, engine.url): engine for engine in engines}
-    chosen = fleet.choose(Role.DECODE, lambda engine: held.get(engine.host, 0))
+def choice(upstreams: Upstreams, **held: int) -> str | None:
+    chosen = upstreams.choose(Role.DECODE, lambda engine: held.get(engine.host, 0))
     return None if chosen is None else chosen.host
 
 
 def test_choice_by_prefix_and_load() -> None:
-    engines = fleet_of(3)
+    upstreams = decoders(3)
+    engines = list(upstreams)
     for engine, load in zip(engines, (3, 1, 2), strict=True):
         engine.mark_up()
         engine.load = load
-    assert choice(engines) == "d1"
-    assert choice(engines, d0=100) == "d0"
-    assert choice(engines, d0=100, d2=200) == "d2"
+    assert choice(upstreams) == "d1"
+    assert choice(upstreams, d0=100) == "d0"
+    assert choice(upstreams, d0=100, d2=200) == "d2"
     engines[0].load = SLACK + 3
-    assert choice(engines, d0=100) == "d1"  # It is overloaded.
+    assert choice(upstreams, d0=100) == "d1"  # It is overloaded.
     engines[1].mark_down("unreachable")
-    assert choice(engines, d1=100) == "d2"
+    assert choice(upstreams, d1=100) == "d2"
     for engine in engines:
         engine.mark_down("unreachable")
-    assert choice(engines) is not None  # An engine that is down is better than no engine.
-    assert choice([]) is None
+    assert choice(upstreams) is not None  # An engine that is down is better than no engine.
+    assert choice(decoders(0)) is None
 
 
 def test_equal_engines_are_chosen_round_robin() -> None:
-    fleet = Fleet(1000)
+    upstreams = Upstreams(1000)
     for number in range(3):
-        fleet.add(Role.PREFILL, f"http://p{number}:1").mark_up()
+        upstreams.add(Role.PREFILL, f"http://p{number}:1").mark_up()
     chosen = []
     for _ in range(6):
-        engine = fleet.choose(Role.PREFILL, lambda _: 0)
+        engine = upstreams.choose(Role.PREFILL, lambda _: 0)
         assert engine is not None
         with engine.reserved():
             chosen.append(engine.host)
     assert chosen == ["p0", "p1", "p2"] * 2
-    for engine in fleet:
+    for engine in upstreams:
         engine.mark_down("unreachable")
-    assert fleet.choose(Role.PREFILL, lambda _: 0) is None  # Prefill instances are optional.
+    assert upstreams.choose(Role.PREFILL, lambda _: 0) is None  # Prefill instances are optional.
 
 
 async def test_conversations_stay_on_their_engines() -> None:
@@ -335,7 +335,7 @@ def test_engine_addresses() -> None:
 
 
 async def test_many_connections_to_one_engine(cluster: Cluster) -> None:
-    (engine,) = cluster.proxy.fleet.of(Role.DECODE)
+    (engine,) = cluster.proxy.upstreams.of(Role.DECODE)
     slow = [Slow() for _ in range(50)]
     cluster.decoders[0].then.extend(slow)
     async with anyio.create_task_group() as tasks:

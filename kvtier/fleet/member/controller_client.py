@@ -1,7 +1,7 @@
 """Instance's end of the controller connection, with automatic reconnects.
 
-An unreachable, rejecting or faulty controller does not affect the cache: only :meth:`Agent.who_holds` waits
-for the controller, with a timeout.
+An unreachable, rejecting or faulty controller does not affect the cache: only
+:meth:`ControllerClient.who_holds` waits for the controller, with a timeout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvtier.concurrency.backoff import Backoff
 from kvtier.errors import ChannelClosed, ChannelError, Rejected
 from kvtier.fleet.member.commands import Commands
 from kvtier.fleet.member.protocol import CONNECT_PATH, VERSION, Hello, TierDescription
-from kvtier.fleet.member.served import Served
+from kvtier.fleet.member.served_models import ServedModels
 from kvtier.fleet.member.session import Session
 from kvtier.logs import RateLimitedLog, printable
 from kvtier.memory.keys import ChunkKey
@@ -64,14 +64,14 @@ class Serving:
         return join_address(host, self.port)
 
 
-class Agent:
+class ControllerClient:
     """Keeps an instance registered with ``controller.url`` while :meth:`run` runs. One event loop only."""
 
     def __init__(
         self,
         settings: Settings,
         cache: TieredCache,
-        served: Served,
+        served: ServedModels,
         commands: Commands,
         *,
         serving: Serving | None,
@@ -156,8 +156,8 @@ class Agent:
             "url": self._url,
             "instance": self._name,
             "connected": session is not None,
-            "up_to_date": session is not None and session.holdings.up_to_date,
-            "resyncs": session.holdings.lost if session is not None else 0,
+            "up_to_date": session is not None and session.inventory.up_to_date,
+            "resyncs": session.inventory.lost if session is not None else 0,
             "commands": session.commands_running if session is not None else 0,
             "refused": self._refused,
             "last_error": self._last_error,

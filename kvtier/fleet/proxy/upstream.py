@@ -1,9 +1,9 @@
-"""One engine as the proxy sees it: address, health, load, and the prefixes it probably caches."""
+"""Engines as the proxy sees them: address, health, load, cached prefixes; and the choice of one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from itertools import count
@@ -12,12 +12,18 @@ import anyio
 import httpx
 from anyio import CancelScope
 
-from kvtier.fleet.proxy.connections import Connections
+from kvtier.fleet.proxy.connections import Connections, verification
 from kvtier.fleet.proxy.prompt import PrefixMemory
+from kvtier.fleet.proxy.settings import MAX_ENGINES
 
 AVOIDED_SECONDS = 5.0
 
 _sequence = count()
+
+
+SLACK = 4
+"""An engine is chosen for its cached prefix only if its load is at most 1.5 times the smallest load plus
+this: a cached prefix is worth some queueing, but not much."""
 
 
 class Role(StrEnum):
@@ -35,14 +41,14 @@ class State(StrEnum):
     DOWN = "down"
 
 
-class EngineLost(Exception):
+class UpstreamLost(Exception):
     """An engine cannot be reached, or failed before it sent a response."""
 
     def __init__(
-        self, engine: Engine, reason: str, *, unreachable: bool = False, retryable: bool = False
+        self, upstream: Upstream, reason: str, *, unreachable: bool = False, retryable: bool = False
     ) -> None:
-        super().__init__(f"{engine.role} engine {engine.url} {reason}")
-        self.engine = engine
+        super().__init__(f"{upstream.role} engine {upstream.url} {reason}")
+        self.upstream = upstream
         self.reason = reason
         """A predicate that follows the engine's name, such as "cannot be reached"."""
         self.unreachable = unreachable
@@ -51,7 +57,7 @@ class EngineLost(Exception):
         """Whether the same engine may be retried: it closed one connection, as a server may at any time."""
 
 
-class Engine:
+class Upstream:
     """One engine in one role. Not thread-safe: use on the event loop."""
 
     def __init__(
@@ -128,7 +134,7 @@ class Engine:
     def awaiting_response(self) -> Iterator[None]:
         """Cancel the block if a health check marks the engine down.
 
-        Raises :class:`EngineLost` in that case, and if the connection fails.
+        Raises :class:`UpstreamLost` in that case, and if the connection fails.
         """
         with CancelScope() as scope:
             self._waiting.add(scope)
@@ -137,19 +143,19 @@ class Engine:
             except httpx.TransportError as error:
                 unreachable = isinstance(error, httpx.ConnectError)
                 retryable = not isinstance(error, httpx.ConnectError | httpx.TimeoutException)
-                raise EngineLost(
+                raise UpstreamLost(
                     self, describe_transport_error(error), unreachable=unreachable, retryable=retryable
                 ) from error
             finally:
                 self._waiting.discard(scope)
         if scope.cancelled_caught:
-            raise EngineLost(self, self.reason)
+            raise UpstreamLost(self, self.reason)
 
     def mark_up(self) -> None:
         """Record that the engine is healthy."""
         self.state, self.reason = State.UP, ""
 
-    def record_failure(self, lost: EngineLost) -> None:
+    def record_failure(self, lost: UpstreamLost) -> None:
         """Count a failed request, and avoid the engine for a while.
 
         An engine that fails immediately is always the least loaded one, and would get every request.
@@ -180,3 +186,72 @@ def describe_transport_error(error: httpx.TransportError) -> str:
             return "timed out: it does not read"
         case _:
             return "closed the connection"
+
+
+HeldTokens = Callable[[Upstream], int]
+
+
+class Upstreams:
+    """Engines by role and URL. Engines can be added and removed while the proxy runs."""
+
+    def __init__(self, remember: int) -> None:
+        self._remember = remember
+        self._upstreams: dict[tuple[Role, str], Upstream] = {}
+        self.draining: set[Upstream] = set()
+        """Removed engines with requests in flight."""
+
+    def __iter__(self) -> Iterator[Upstream]:
+        return iter(self._upstreams.values())
+
+    def __len__(self) -> int:
+        return len(self._upstreams)
+
+    def of(self, role: Role) -> list[Upstream]:
+        """Return all engines of a role."""
+        return [upstream for upstream in self if upstream.role == role]
+
+    def find(self, role: Role, url: str) -> Upstream | None:
+        """Return the engine with that role and URL, if any."""
+        return self._upstreams.get((role, url))
+
+    def add(self, role: Role, url: str, peer: str | None = None) -> Upstream:
+        """Add an engine. Raises ``ValueError`` if it exists already, or there are too many."""
+        if (role, url) in self._upstreams:
+            raise ValueError(f"{role} engine {url} exists already")
+        if len(self._upstreams) >= 2 * MAX_ENGINES:
+            raise ValueError(f"there are {len(self._upstreams)} engines already: start another proxy")
+        upstream = Upstream(role, url, peer, Connections(verification(url)), self._remember)
+        self._upstreams[role, url] = upstream
+        return upstream
+
+    def remove(self, upstream: Upstream) -> None:
+        """Remove an engine; its requests in flight complete."""
+        del self._upstreams[upstream.role, upstream.url]
+        upstream.remove()
+        self.draining.add(upstream)
+
+    def choose(self, role: Role, held: HeldTokens, exclude: Collection[Upstream] = ()) -> Upstream | None:
+        """Return the engine with the longest cached prefix among those with a load close to the smallest.
+
+        ``held`` returns how many tokens of the prompt an engine caches. Ties go to the least loaded engine,
+        then to the least recently used one. Engines that failed recently are a last resort. Every request
+        needs a decoder: if no decode engine is known to be up, one in any state is returned.
+        """
+        upstreams = [upstream for upstream in self.of(role) if upstream not in exclude]
+        candidates = [upstream for upstream in upstreams if upstream.state == State.UP]
+        if not candidates and role == Role.DECODE:
+            candidates = upstreams
+        if not candidates:
+            return None
+        now = time.monotonic()
+        candidates = [upstream for upstream in candidates if upstream.avoided_until <= now] or candidates
+        max_load = min(upstream.load for upstream in candidates) * 1.5 + SLACK
+        return max(
+            (upstream for upstream in candidates if upstream.load <= max_load),
+            key=lambda upstream: (held(upstream), -upstream.load, -upstream.last_used),
+        )
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        for upstream in [*self, *self.draining]:
+            await upstream.connections.aclose()
