@@ -29,8 +29,7 @@ from vllm.v1.request import Request
 
 from benchmarks.common import show
 from kvtier.bridge.watched import MAX_REPORTED
-from kvtier.integrations.vllm.engine_blocks import EngineBlocks
-from kvtier.integrations.vllm.kv_events import KVEvents
+from kvtier.integrations.vllm.kv_events import EngineBlocks, KVEvents
 from kvtier.integrations.vllm.request import RequestState, request_root
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout, GroupLayout

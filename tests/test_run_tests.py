@@ -20,7 +20,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_tests_with_vllm_have_a_run_of_their_own(runs: ModuleType) -> None:
     connector, others = runs.commands(["-n", "3", "-k", "soak"])
-    assert connector[-2:] == ["-n0", "tests/connector"]
+    assert connector[-2:] == ["-n0", "tests/integrations"]
     assert others[3:] == ["-n", "3", "-k", "soak"]
 
 

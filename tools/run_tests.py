@@ -1,4 +1,4 @@
-"""Run pytest twice: on tests/connector, then on all others. vLLM changes the interpreter that imports it.
+"""Run pytest twice: on tests/integrations, then on all others. vLLM changes the interpreter that imports it.
 
     python tools/run_tests.py -m "not slow" -k reuse
 
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-OWN_RUN = "tests/connector"
+OWN_RUN = "tests/integrations"
 SUCCESS, NOTHING_SELECTED = 0, 5
 
 

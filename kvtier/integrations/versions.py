@@ -14,7 +14,7 @@ def support(version: str) -> Literal["supported", "newer", "unsupported"]:
     """Return whether the connector supports a version of vLLM.
 
     A newer minor version is not refused: each worker checks that it reads and writes the KV memory as vLLM
-    does (``integrations/vllm/probe.py``).
+    does (``integrations/vllm/layout.py``).
     """
     numbers = re.match(r"(\d+)\.(\d+)(?:\.|$)", version)
     if numbers is None:

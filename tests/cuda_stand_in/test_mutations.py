@@ -66,7 +66,7 @@ def test_cpp(mutated: Path) -> None:
 def test_python(mutation: Mutation) -> None:
     change = json.dumps([mutation.path, mutation.old, mutation.new])
     in_worker = mutation.path in (WORKER, READS) or mutation.in_worker
-    tests = ["tests/connector/test_cuda.py"] if in_worker else ["tests/cuda_stand_in"]
+    tests = ["tests/integrations/test_cuda.py"] if in_worker else ["tests/cuda_stand_in"]
     command = ["-m", "pytest", "-x", "-q", "-p", "tests.cuda_stand_in.mutated", "-p", "no:cacheprovider"]
     result = subprocess.run(
         [sys.executable, *command, "-o", "filterwarnings=", "--timeout=60", "-m", "not slow", *tests],

@@ -15,8 +15,7 @@ import torch
 from xxhash import xxh3_128_digest
 
 from kvtier import native
-from kvtier.integrations.vllm.copies import ChunkCopy, NativeCopies, PageCopies, TorchCopies
-from kvtier.integrations.vllm.page_copies import page_copies
+from kvtier.integrations.vllm.copies import ChunkCopy, NativeCopies, PageCopies, TorchCopies, page_copies
 from kvtier.memory.arena import ArenaMap
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout

@@ -95,8 +95,7 @@ class _Side:
         return [[page.to(self._device) for page in pages]]
 
     def _copy(self, slot: Slot, at: int, rank: int, pages: list[list[Any]], *, save: bool) -> bool:
-        from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
-        from kvtier.integrations.vllm.page_copies import page_copies
+        from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, page_copies
 
         tokens = CHUNK if at < CHUNKS else TAIL
         memory = self._buffers[rank].memory(slot.staging) if slot.staging else self._workers[rank].arena

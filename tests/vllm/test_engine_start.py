@@ -39,7 +39,7 @@ def test_unknown_setting(llama: Path, engines: Engines) -> None:
         pytest.param(
             models.make_mamba,
             "vLLM does not support prefix caching for this model",
-            marks=pytest.mark.slow,  # tests/connector/test_layout.py has this error without an engine.
+            marks=pytest.mark.slow,  # tests/integrations/test_layout.py has this error without an engine.
         ),
         (models.make_deepseek, r"cannot continue MLA .* on this CPU.*: a load would give wrong tokens"),
     ],

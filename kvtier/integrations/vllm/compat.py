@@ -212,8 +212,14 @@ def enable_tiles() -> bool:
     return not torch.cpu._is_amx_tile_supported() or bool(torch.cpu._init_amx())
 
 
-def prefill_lookahead(vllm_config: VllmConfig) -> int:
-    """Return how many tokens a drafter reads ahead of the tokens whose KV it computes."""
+def lookahead_tokens(vllm_config: VllmConfig) -> int:
+    """Return on how many tokens after it the KV of a token depends: 0 without EAGLE and MTP.
+
+    These drafters read ahead: their KV at a position also depends on the tokens after it, one per module. So
+    the KV of a chunk's last token depends on tokens after the chunk, and the chunk's key covers them as well.
+    vLLM's own prefix cache computes the last block of a hit again instead; since 0.33, its hashes cover them
+    too (``VllmConfig.num_hash_lookahead_tokens``), but not in an engine with a KV connector.
+    """
     declared = getattr(vllm_config, "num_prefill_lookahead_tokens", None)  # From 0.31 on.
     if declared is not None:
         return int(declared)

@@ -20,30 +20,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.integrations.vllm.adapters import follow_loads
-from kvtier.integrations.vllm.bridges import IDLE_TIMEOUT_SECONDS, Bridges
+from kvtier.integrations.vllm.bridges import IDLE_TIMEOUT_SECONDS, Bridges, engine_model
 from kvtier.integrations.vllm.compat import (
     check_version,
     enable_tiles,
     hit_sources,
     hits_end_at_blocks,
+    lookahead_tokens,
     numbers_inputs,
     writes_before_hooks,
 )
-from kvtier.integrations.vllm.failed_loads import recompute_failed_loads
 from kvtier.integrations.vllm.identity import Identities
 from kvtier.integrations.vllm.kv_transfer import role_of
 from kvtier.integrations.vllm.layout import ModelLayout, model_layout, namespaces
-from kvtier.integrations.vllm.log_thread import LogThread
+from kvtier.integrations.vllm.logs import LogThread
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
-from kvtier.integrations.vllm.part_metadata import other_parts, part_metadata
-from kvtier.integrations.vllm.parted import PartedMetadata, PartedSchedulerSide
+from kvtier.integrations.vllm.multi_part import (
+    MultiPartMetadata,
+    MultiPartSchedulerSide,
+    other_parts,
+    part_metadata,
+)
 from kvtier.integrations.vllm.parts import engine_rank
+from kvtier.integrations.vllm.patches import finish_before_resets, follow_engine, recompute_failed_loads
 from kvtier.integrations.vllm.plain import plain, text
 from kvtier.integrations.vllm.scheduler import SchedulerSide
-from kvtier.integrations.vllm.served import engine_model
-from kvtier.integrations.vllm.speculation import lookahead_tokens
-from kvtier.integrations.vllm.weights import EngineWeights, finish_before_resets, follow_engine
+from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.integrations.vllm.worker import CONFIRM_SECONDS, WorkerSide
 from kvtier.settings import load_settings
 
@@ -79,7 +82,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         events = vllm_config.kv_events_config
         self._publishes_events = events is not None and events.enable_kv_cache_events
         self._bridges = Bridges(settings, text(transfer.engine_id))
-        self._scheduler: SchedulerSide | PartedSchedulerSide | None = None
+        self._scheduler: SchedulerSide | MultiPartSchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._pool: BlockPool | None = None
         self._spins = vllm_config.parallel_config.world_size > 1
@@ -213,11 +216,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     def loads_request(self, request_id: str) -> bool:
-        """Return whether a request waits for a load from here. Not a hook: see ``failed_loads.py``."""
+        """Return whether a request waits for a load from here. Not a hook: see ``patches.py``."""
         return self._scheduler_side.loads(request_id)
 
     def set_weight_version(self, version: str) -> None:
-        """Use the chunks of the weights that the engine has now. Not a hook: see ``weights.py``."""
+        """Use the chunks of the weights that the engine has now. Not a hook: see ``patches.py``."""
         self._scheduler_side.set_weight_version(text(version))
 
     def adapter_loads(self, lora: LoRARequest) -> None:
@@ -235,13 +238,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         """Open the other parts of the engine. Blocks until their cache processes answer, up to 5 s each."""
         first = self._scheduler_side
-        if isinstance(first, PartedSchedulerSide):  # vLLM 0.33 calls this again when it wakes up.
+        if isinstance(first, MultiPartSchedulerSide):  # vLLM 0.33 calls this again when it wakes up.
             return
         others = other_parts(self._model, metadata.values(), first.epoch)
         if others:
             sides = [first, *(self._open_part(model, address) for model, address in others)]
             layout = self._model.layout
-            self._scheduler = PartedSchedulerSide(
+            self._scheduler = MultiPartSchedulerSide(
                 sides, chunk_tokens=layout.chunk_tokens, has_states=layout.has_states
             )
 
@@ -336,7 +339,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._log.flush()
 
     @property
-    def _scheduler_side(self) -> SchedulerSide | PartedSchedulerSide:
+    def _scheduler_side(self) -> SchedulerSide | MultiPartSchedulerSide:
         assert self._scheduler is not None, "scheduler hook called in a worker"
         return self._scheduler
 
@@ -346,7 +349,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker
 
     def _step(self, metadata: KVConnectorMetadata) -> StepMetadata:
-        if isinstance(metadata, PartedMetadata):
+        if isinstance(metadata, MultiPartMetadata):
             return metadata.steps[self._model.part]
         assert isinstance(metadata, StepMetadata)
         return metadata

@@ -8,6 +8,7 @@ group of layers, layer, and block. A staging buffer holds the slices of one rank
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from kvtier import native
 from kvtier.memory.arena import ArenaMap
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.layout import ChunkLayout
+
+logger = logging.getLogger("vllm.kvtier")
 
 NULL_BLOCK = 0
 """vLLM's placeholder block, which belongs to no request: never read, never written."""
@@ -218,3 +221,18 @@ class TorchCopies(PageCopies):
         if kept == list(range(first, first + len(kept))):
             return selected, slice(first, first + len(kept))
         return selected, torch.tensor(kept)
+
+
+def page_copies(layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -> PageCopies:
+    """Return the fastest implementation for these pages. ``null_block`` is never read and never written."""
+    devices = {layer.device.type for group in pages for layer in group}
+    if devices == {"cuda"} and not native.cuda_problem():
+        from kvtier.integrations.vllm.cuda_copies import CudaCopies
+
+        try:
+            return CudaCopies(layout, rank, pages, null_block)
+        except native.cuda.CudaError as error:
+            logger.warning("cannot use kvtier's own copies on the GPU, using slower ones of torch: %s", error)
+    if devices <= {"cpu"} and native.available():
+        return NativeCopies(layout, rank, pages, null_block)
+    return TorchCopies(layout, rank, pages, null_block)

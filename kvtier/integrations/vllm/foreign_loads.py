@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvtier.integrations.vllm.request import RequestState
-    from kvtier.integrations.vllm.saving import BlocksOf
+    from kvtier.integrations.vllm.saves import BlocksOf
 
 
 MAX_STEPS_IN_FLIGHT = 64

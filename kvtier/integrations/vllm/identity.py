@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.integrations.vllm.plain import commit_of
-from kvtier.integrations.vllm.speculation import draft_model
 from kvtier.memory.fingerprint import Signature, fingerprint, signature
 
 if TYPE_CHECKING:
@@ -129,6 +128,17 @@ class Identities(NamedTuple):
 
 NAMES_ONLY = Identities()
 """Of weights that only their names identify."""
+
+
+def draft_model(vllm_config: VllmConfig) -> Any:
+    """Return vLLM's configuration of the model that drafts, if it has KV of its own; otherwise ``None``.
+
+    Such drafters (EAGLE, MTP, draft models) add layers to vLLM's KV-cache groups, stored like any others.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return None
+    return speculative.draft_model_config
 
 
 def decides_kv(name: str) -> bool:

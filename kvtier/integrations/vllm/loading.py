@@ -21,7 +21,7 @@ from kvtier.integrations.vllm.hits import hit_of
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.request import NO_HIT, Hit, RequestState
-from kvtier.integrations.vllm.saving import Blocks, chunk_blocks, state_blocks
+from kvtier.integrations.vllm.saves import Blocks, chunk_blocks, state_blocks
 from kvtier.memory.layout import STATE_TOKENS
 
 NO_TICKET = 0

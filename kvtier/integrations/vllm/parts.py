@@ -2,7 +2,7 @@
 
 A part is a pipeline stage, or as much of it as one host has. Its chunks are objects of their own, in a
 namespace of its own and in the cache process of its host: parts store and lose chunks independently. A prefix
-can be loaded if every part has it (``parted.py``). Most engines are one part.
+can be loaded if every part has it (``multi_part.py``). Most engines are one part.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class Reads:
     """The blocks that each save in flight reads. Not thread-safe.
 
     vLLM keeps most of them: those of running requests, and of finished ones until their last save. What it
-    has given to another request is in the list of the first step that may write it (``written.py``). It does
-    not name the blocks of states, which it may overwrite in any step.
+    has given to another request is in the list of the first step that may write it (``written_blocks``). It
+    does not name the blocks of states, which it may overwrite in any step.
     """
 
     def __init__(self, blocks: int) -> None:

@@ -64,7 +64,7 @@ class RequestState:
     root: ChunkKey
     chunk_tokens: int
     lookahead: int = 0
-    """How many tokens after a chunk its KV also depends on: see ``speculation.py``."""
+    """On how many tokens after it the KV of a token depends: see ``lookahead_tokens`` in ``compat.py``."""
     granularity: int = 0
     """The number of tokens of a block hash: see :attr:`ChunkLayout.granularity`."""
     keys: list[ChunkKey] = field(default_factory=list)

@@ -15,23 +15,20 @@ from kvtier.bridge.client import SchedulerBridge
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.integrations.vllm.adapters import Adapter, Adapters
 from kvtier.integrations.vllm.compat import has_failed
-from kvtier.integrations.vllm.early import Early
-from kvtier.integrations.vllm.engine_blocks import EngineBlocks, published_group
+from kvtier.integrations.vllm.early import Early, States
 from kvtier.integrations.vllm.foreign_loads import ForeignLoads
 from kvtier.integrations.vllm.hints import Hints
 from kvtier.integrations.vllm.hits import hit_of, reported_tokens
-from kvtier.integrations.vllm.kv_events import KVEvents
+from kvtier.integrations.vllm.kv_events import EngineBlocks, KVEvents, published_group
 from kvtier.integrations.vllm.kv_transfer import KVTransfers
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.loading import LOST, Loads, stalled
-from kvtier.integrations.vllm.metadata import StepMetadata
+from kvtier.integrations.vllm.metadata import StepMetadata, written_blocks
 from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.prefill import PrefillSpeed
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
-from kvtier.integrations.vllm.saving import Blocks, Saves
-from kvtier.integrations.vllm.states import States
+from kvtier.integrations.vllm.saves import Blocks, Saves
 from kvtier.integrations.vllm.weights import EngineWeights
-from kvtier.integrations.vllm.written import written_blocks
 from kvtier.logs import RateLimitedLog
 from kvtier.pipeline.query import Query
 from kvtier.settings import Settings
@@ -75,7 +72,7 @@ class SchedulerSide:
         whole_blocks: bool = False,
         step_tokens: int = 0,
     ) -> None:
-        """``lookahead``: how many tokens after it the KV of a token depends on (``speculation.py``).
+        """``lookahead``: how many tokens after it the KV of a token depends on (``lookahead_tokens``).
 
         ``deferred``: whether workers may still be copying when a step ends. ``numbered``: whether
         vLLM numbers images, so that requests with any are not cached (``numbers_inputs``). ``whole_blocks``:

@@ -24,8 +24,8 @@ from vllm.v1.kv_cache_interface import (
 
 from kvtier.errors import LayoutError
 from kvtier.integrations.vllm.compat import block_tokens_of, declared_shards
+from kvtier.integrations.vllm.identity import draft_model
 from kvtier.integrations.vllm.parts import Part
-from kvtier.integrations.vllm.speculation import draft_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -7,83 +7,26 @@ other weights have computed, in whatever tier, pool or peer it is, or whenever i
 
 from __future__ import annotations
 
-import functools
 import logging
 import secrets
-import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvtier.bridge.protocol import Weights
 from kvtier.concurrency.threads import run_in_background
-from kvtier.integrations.vllm.compat import connectors, is_empty
+from kvtier.integrations.vllm.compat import is_empty
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.engine.core import EngineCore
 
 logger = logging.getLogger("vllm.kvtier")
 
 STARTUP_VERSION = "default"
 """vLLM's ``weight_version`` of the weights that an engine has started with."""
 
-FINISH_SECONDS = 1.0
-"""How long a reset waits for saves of requests that have finished."""
 CHECK_SECONDS = 1.0
 """How long the engine waits for the comparison of the model's files with those at startup."""
-
-
-def follow_engine() -> None:
-    """Have vLLM's engine core call its connectors when it gets other weights or adapters. Idempotent."""
-    from vllm.v1.engine.core import EngineCore
-
-    for method, hook, first in (
-        ("set_weight_version", "set_weight_version", False),
-        ("add_lora", "adapter_loads", True),
-        ("remove_lora", "adapter_removed", False),
-    ):
-        original = getattr(EngineCore, method)
-        if not hasattr(original, "__wrapped__"):
-            setattr(EngineCore, method, _followed(original, hook, first=first))
-
-
-def _followed(original: Callable[..., Any], hook: str, *, first: bool) -> Callable[..., Any]:
-    """Return a method of the engine core that also calls a method of its connectors, before or after."""
-
-    @functools.wraps(original)
-    def method(core: EngineCore, argument: Any) -> Any:
-        result = None if first else original(core, argument)
-        for each in connectors(core.scheduler):
-            if hasattr(each, hook):
-                getattr(each, hook)(argument)
-        return original(core, argument) if first else result
-
-    return method
-
-
-def finish_before_resets() -> None:
-    """Have an engine without a loop of its own take the steps that free blocks before a reset. Idempotent.
-
-    Such an engine (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) takes no step after the last token of an answer. The
-    blocks that the connector saves would still be used, and ``reset_prefix_cache`` and ``sleep`` would fail.
-    """
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
-
-    original = EngineCore.reset_prefix_cache
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def reset_prefix_cache(core: EngineCore, *arguments: bool, **options: bool) -> bool:
-        deadline = time.monotonic() + FINISH_SECONDS
-        scheduler = core.scheduler
-        if not isinstance(core, EngineCoreProc) and not scheduler.has_unfinished_requests():
-            while scheduler.has_finished_requests() and time.monotonic() < deadline:
-                core.step_fn()
-        return bool(original(core, *arguments, **options))
-
-    EngineCore.reset_prefix_cache = reset_prefix_cache
 
 
 def _unknown_id() -> str:

@@ -20,14 +20,13 @@ import torch
 
 from kvtier.bridge.client import WorkerBridge
 from kvtier.integrations.vllm.adapters import is_loaded
-from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, Memory, PageCopies
+from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, Memory, PageCopies, page_copies
 from kvtier.integrations.vllm.layout import ModelLayout, page_views
+from kvtier.integrations.vllm.logs import StoreLog
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.metrics import TransferStats
-from kvtier.integrations.vllm.page_copies import page_copies
 from kvtier.integrations.vllm.reads import Reads, blocks_of, parts
 from kvtier.integrations.vllm.staging import StagingBuffer
-from kvtier.integrations.vllm.store_log import StoreLog
 from kvtier.logs import RateLimitedLog
 from kvtier.rpc.calls import Call
 from kvtier.units import format_size

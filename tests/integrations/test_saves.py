@@ -11,9 +11,9 @@ from kvtier import Settings
 from kvtier.bridge.client import Slot
 from kvtier.integrations.vllm.copies import NULL_BLOCK
 from kvtier.integrations.vllm.layout import ModelLayout
+from kvtier.integrations.vllm.metadata import written_blocks
 from kvtier.integrations.vllm.request import RequestState
-from kvtier.integrations.vllm.saving import Saves
-from kvtier.integrations.vllm.written import written_blocks
+from kvtier.integrations.vllm.saves import Saves
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 

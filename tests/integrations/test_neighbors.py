@@ -21,11 +21,11 @@ from kvtier.bridge import protocol
 from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.connector import KVTierConnector
-from kvtier.integrations.vllm.failed_loads import recompute_failed_loads
 from kvtier.integrations.vllm.foreign_loads import MAX_STEPS_IN_FLIGHT, ForeignLoads
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metrics import TransferPromMetrics
-from kvtier.integrations.vllm.part_metadata import PartMetadata, other_parts
+from kvtier.integrations.vllm.multi_part import PartMetadata, other_parts
+from kvtier.integrations.vllm.patches import recompute_failed_loads
 from kvtier.integrations.vllm.request import RequestState
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.memory.keys import ChunkKey, join_keys

@@ -8,17 +8,16 @@ threads of a model on a CPU leave none to the cache process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from kvtier.bridge.client import SchedulerBridge, Slots
-from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS
+from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Run
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.request import RequestState
-from kvtier.integrations.vllm.save import Save
-from kvtier.memory.keys import ChunkKey, state_key
+from kvtier.memory.keys import ChunkKey, join_keys, state_key
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout
 from kvtier.rpc.calls import Call
 from kvtier.settings import Settings
@@ -62,6 +61,58 @@ def state_blocks(layout: ChunkLayout, blocks: Blocks, tokens: int) -> tuple[list
         [ids[-(-tokens // group.block_tokens) - 1]] if group.state else []
         for group, ids in zip(layout.groups, blocks, strict=True)
     )
+
+
+@dataclass(slots=True, eq=False)
+class Save:
+    """Consecutive chunks of one request to store, or one state."""
+
+    state: RequestState
+    first: int
+    keys: list[ChunkKey]
+    sizes: list[int]
+    """Number of tokens of each chunk."""
+    preemptions: int
+    """The request's preemption count: after a further preemption it has lost its blocks."""
+    kv_transfer: int
+    """Ticket of the KV transfer for which to reserve room in the staging buffer as well; 0 for none."""
+    is_state: bool = False
+    state_blocks: tuple[list[int], ...] | None = None
+    """The blocks of a state, in the one step in which they are valid."""
+    early: bool = False
+    """Whether room is reserved in advance: what to store does not exist yet."""
+    fresh: bool = True
+    """Whether what to store exists since this step, if it is not :attr:`early`."""
+    continued: bytes = b""
+    """For a state: the last chunk of the hit that the request continued."""
+    void: bool = False
+    epoch: int = 0
+    """The cache process that the reservation was requested from."""
+    connection: int = 0
+    """Over which of the connections: reservations are void when it is lost."""
+    slots: list[Slots] | None = None
+    """The granted room, for each of :attr:`runs`."""
+
+    @property
+    def leases(self) -> list[int]:
+        """The reservations of the granted room."""
+        return [slot.lease for room in self.slots or () for slot in room if slot is not None]
+
+    @property
+    def runs(self) -> list[Run]:
+        """The room to reserve: in the staging buffer, if any, then in the arena."""
+        state, start = self.state, self.first * self.state.chunk_tokens
+        parent, keys = state.parent(self.first), join_keys(self.keys)
+        arena = Run(
+            parent,
+            keys,
+            self.sizes[-1],
+            hints=state.chunk_hints,
+            block_hashes=state.block_hashes(start, start + sum(self.sizes)),
+            continued=self.continued,
+            awaited=state.kv_transfer is not None,
+        )
+        return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
 
 
 class Saves:

@@ -22,10 +22,9 @@ from kvtier.bridge.protocol import Weights
 from kvtier.errors import UnsupportedEngine
 from kvtier.fleet.member.served_models import EngineModel, TokenizerSource
 from kvtier.integrations.vllm import compat, connector, metrics, register
-from kvtier.integrations.vllm.bridges import Bridges
+from kvtier.integrations.vllm.bridges import Bridges, engine_model
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job, StepMetadata
-from kvtier.integrations.vllm.served import engine_model
 from kvtier.rpc.health import UNRESPONSIVE_SECONDS
 from tests.bridge.conftest import Start, hello, is_serving, start, wait_until
 

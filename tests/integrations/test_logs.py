@@ -11,8 +11,8 @@ from logging import Handler, Logger, LogRecord
 
 import pytest
 
-from kvtier.integrations.vllm import log_thread
-from kvtier.integrations.vllm.log_thread import LogThread
+from kvtier.integrations.vllm import logs
+from kvtier.integrations.vllm.logs import INTERVAL_SECONDS, LogThread, StoreLog
 from tests.bridge.conftest import wait_until
 
 
@@ -69,8 +69,8 @@ def test_connectors_of_a_process_share_one_thread(logger: Logger, disk: SlowDisk
 def test_hanging_disk_drops_lines_and_flush_times_out(
     logger: Logger, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_thread, "MAX_RECORDS", 10)
-    monkeypatch.setattr(log_thread, "FLUSH_SECONDS", 0.2)
+    monkeypatch.setattr(logs, "MAX_RECORDS", 10)
+    monkeypatch.setattr(logs, "FLUSH_SECONDS", 0.2)
     thread = LogThread.of(logger)
     for number in range(100):
         logger.info("%d", number)
@@ -91,3 +91,32 @@ def test_forked_child_writes_directly(logger: Logger, disk: SlowDisk) -> None:
         logger.info("from the child")
         os._exit(0 if disk.lines == ["INFO from the child"] else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.fixture
+def store_log(caplog: pytest.LogCaptureFixture) -> StoreLog:
+    caplog.set_level(logging.INFO)
+    return StoreLog(logging.getLogger("kvtier"))
+
+
+def test_steps_of_a_second_share_a_line(
+    store_log: StoreLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    store_log.add(["a"], 256, 10**9, 0.25)
+    store_log.add(["a", "b"], 512, 10**9, 0.25)
+    assert caplog.messages == []
+    clock[0] += INTERVAL_SECONDS
+    store_log.add(["b"], 256, 10**9, 0.5)
+    assert caplog.messages == ["stored 1024 tokens for 2 requests in 1000.0 ms (3.0 GB/s)"]
+    store_log.add(["c"], 256, 10**9, 0.5)
+    assert len(caplog.messages) == 1, "the next second has begun"
+
+
+def test_line_is_written_on_request(store_log: StoreLog, caplog: pytest.LogCaptureFixture) -> None:
+    store_log.write()
+    store_log.add(["a"], 256, 10**9, 0.5)
+    store_log.write()
+    store_log.write()
+    assert caplog.messages == ["stored 256 tokens for request a in 500.0 ms (2.0 GB/s)"]

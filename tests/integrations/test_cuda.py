@@ -12,7 +12,8 @@ import torch
 
 from kvtier import native
 from kvtier.bridge.protocol import Confirmed
-from kvtier.integrations.vllm import cuda_copies, page_copies, reads, worker
+from kvtier.integrations.vllm import copies as page_copies
+from kvtier.integrations.vllm import cuda_copies, reads, worker
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.cuda_copies import CudaCopies
 from kvtier.integrations.vllm.layout import ModelLayout, Region
@@ -22,7 +23,7 @@ from kvtier.memory.arena import Arena, ArenaMap
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout
 from kvtier.rpc.calls import Call
-from tests.connector.test_worker import LAYOUT, Bridge
+from tests.integrations.test_worker import LAYOUT, Bridge
 from tests.rigs.cuda_stand_in.control import TRANSFER, StandIn
 from tests.rigs.cuda_stand_in.fixtures import stand_in
 

@@ -1,4 +1,4 @@
-"""Tests of the connector with vLLM's own classes, and without engines: ``pytest tests/connector``.
+"""Tests of the connector with vLLM's own classes, and without engines: ``pytest tests/integrations``.
 
 They need a run of their own (``tools/run_tests.py``), because vLLM changes the interpreter that imports it:
 its environment variables, its logging, torch.
@@ -24,5 +24,5 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "tests/connector/" in item.nodeid:
+        if "tests/integrations/" in item.nodeid:
             item.add_marker(pytest.mark.vllm)

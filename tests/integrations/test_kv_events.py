@@ -19,8 +19,13 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvtier.integrations.vllm import compat, kv_events
-from kvtier.integrations.vllm.engine_blocks import EngineBlocks, published_group
-from kvtier.integrations.vllm.kv_events import STEP_DESCRIBED, STEP_PUBLISHED, KVEvents
+from kvtier.integrations.vllm.kv_events import (
+    STEP_DESCRIBED,
+    STEP_PUBLISHED,
+    EngineBlocks,
+    KVEvents,
+    published_group,
+)
 from kvtier.integrations.vllm.request import RequestState, request_root
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout, GroupLayout

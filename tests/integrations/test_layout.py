@@ -30,9 +30,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.errors import LayoutError
-from kvtier.integrations.vllm.layout import INPUT_OPTIONS, model_layout, page_views
-from kvtier.integrations.vllm.probe import probe
-from kvtier.integrations.vllm.speculation import lookahead_tokens
+from kvtier.integrations.vllm.compat import lookahead_tokens
+from kvtier.integrations.vllm.layout import INPUT_OPTIONS, model_layout, page_views, probe
 from kvtier.memory.layout import STATE_TOKENS, GroupLayout
 
 BLOCKS = 10

@@ -31,7 +31,7 @@ from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job
-from kvtier.integrations.vllm.parted import PartedSchedulerSide
+from kvtier.integrations.vllm.multi_part import MultiPartSchedulerSide
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.memory.keys import BLOCK_HASH_BYTES, ChunkKey, split_keys
@@ -305,7 +305,7 @@ class EngineModel:
         sides = [part.side for part in self.parts]
         self.side: Any = sides[0]
         if parts > 1:
-            self.side = PartedSchedulerSide(sides, chunk_tokens=CHUNK, has_states=layout.has_states)
+            self.side = MultiPartSchedulerSide(sides, chunk_tokens=CHUNK, has_states=layout.has_states)
         self.requests: dict[str, Running] = {}
         self.lag = random.randint(0, 1)
         """How many steps late it learns of the results of a step: with asynchronous scheduling, one."""

@@ -12,8 +12,12 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.vllm.connector import KVTierConnector
 from kvtier.integrations.vllm.layout import ModelLayout
-from kvtier.integrations.vllm.part_metadata import PartMetadata, other_parts, part_metadata
-from kvtier.integrations.vllm.parted import PartedSchedulerSide
+from kvtier.integrations.vllm.multi_part import (
+    MultiPartSchedulerSide,
+    PartMetadata,
+    other_parts,
+    part_metadata,
+)
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 
 LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
@@ -47,9 +51,9 @@ class Side:
         return lambda *arguments: (self.calls.append(name), self.arguments.append(arguments))
 
 
-def parted(*sides: Side, has_states: bool = False) -> PartedSchedulerSide:
+def parted(*sides: Side, has_states: bool = False) -> MultiPartSchedulerSide:
     every: Any = sides
-    return PartedSchedulerSide(every, chunk_tokens=64, has_states=has_states)
+    return MultiPartSchedulerSide(every, chunk_tokens=64, has_states=has_states)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +151,7 @@ def test_parts_are_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     connector.set_xfer_handshake_metadata_pp_aware(workers)
     side = connector._scheduler
-    assert isinstance(side, PartedSchedulerSide)
+    assert isinstance(side, MultiPartSchedulerSide)
     connector.set_xfer_handshake_metadata_pp_aware(workers)
     assert connector._scheduler is side
     assert len(opened) == 1
@@ -183,6 +187,6 @@ def test_other_cache_processes_on_one_host_are_reported(caplog: pytest.LogCaptur
 def test_address_is_one_that_other_hosts_reach(
     listen: str | None, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.integrations.vllm.part_metadata.get_ip", lambda: "10.1.1.1")
+    monkeypatch.setattr("kvtier.integrations.vllm.multi_part.get_ip", lambda: "10.1.1.1")
     bridge: Any = SimpleNamespace(welcome=SimpleNamespace(peer=listen), epoch=7)
     assert part_metadata(model(2), bridge).address == address

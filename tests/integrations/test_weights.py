@@ -18,8 +18,8 @@ from kvtier.bridge.protocol import Abandon, Cancel, Clear, Found, Lookup, Reserv
 from kvtier.integrations.vllm import adapters
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.compat import is_empty
+from kvtier.integrations.vllm.patches import finish_before_resets, follow_engine
 from kvtier.integrations.vllm.request import request_root
-from kvtier.integrations.vllm.weights import finish_before_resets, follow_engine
 from kvtier.memory.keys import chunk_keys, join_keys
 from kvtier.memory.layout import has_weights, namespace
 from tests.bridge.conftest import wait_until
