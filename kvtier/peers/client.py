@@ -17,8 +17,8 @@ from kvtier.logs import printable
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.dialing import ControlConnection, PeerDialer
 from kvtier.peers.outage import Outage
-from kvtier.peers.pace import Pace
 from kvtier.peers.source import Source, timeouts_of
+from kvtier.peers.throughput import PeerThroughput
 from kvtier.rpc.authentication import Credentials
 from kvtier.settings.peer import split_address
 from kvtier.transports.base import Transport
@@ -59,7 +59,7 @@ class PeerClient:
         """``temporary``: not one of ``peer.others``; outages are logged at debug level only."""
         host, port = split_address(address)
         self.address = address
-        self.pace = Pace()
+        self.throughput = PeerThroughput()
         self.last_used = 0.0
         """When the peer last served a request, on the clock of :func:`time.monotonic`."""
         self._source: Source | None = None
@@ -208,7 +208,7 @@ class PeerClient:
             self._dialer,
             control,
             self._transport,
-            self.pace,
+            self.throughput,
             self._timeouts,
             on_unresponsive=self._report_unresponsive,
         )
@@ -287,7 +287,7 @@ class PeerClient:
 
     def status(self) -> dict[str, object]:
         """Return the state and counters of this peer."""
-        source, seconds = self._source, self.pace.seconds_per_byte
+        source, seconds = self._source, self.throughput.seconds_per_byte
         return {
             "address": self.address,
             "instance": self._seen_instance,
@@ -295,10 +295,10 @@ class PeerClient:
             "linked": source is not None and source.linked,
             "last_error": self._last_error,
             "granted_chunks": 0 if source is None else len(source.promises),
-            "in_flight_bytes": self.pace.in_flight,
-            "read_bytes": self.pace.bytes_read,
+            "in_flight_bytes": self.throughput.in_flight,
+            "read_bytes": self.throughput.bytes_read,
             "seconds_per_mib": None if seconds is None else seconds * MIB,
-            "round_trip_seconds": self.pace.round_trip,
+            "round_trip_seconds": self.throughput.round_trip,
         }
 
     def _state(self) -> str:

@@ -12,9 +12,9 @@ from kvtier.backends.base import GetItem, Outcome
 from kvtier.errors import ChannelError
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.client import PeerClient, drop_promises
-from kvtier.peers.pace import fastest
 from kvtier.peers.promises import Promise
 from kvtier.peers.source import Source
+from kvtier.peers.throughput import fastest
 
 Ask = Callable[[Sequence[ChunkKey]], Awaitable[None]]
 """Requests promises of these keys from every peer."""
@@ -106,13 +106,13 @@ class Fetch:
                 item.tried.add(client)
         if not candidates:
             return None
-        client, source = candidates[fastest([client.pace for client, _ in candidates], len(item.view))]
+        client, source = candidates[fastest([client.throughput for client, _ in candidates], len(item.view))]
         promise = source.promises.take(item.key)
         if promise is None:
             return None
         taken = _Taken(item, client, source, promise)
         self._taken[taken] = None
-        client.pace.assign(promise.length)
+        client.throughput.assign(promise.length)
         return taken
 
     async def _request(self, items: Sequence[_Item]) -> None:
@@ -136,9 +136,9 @@ class Fetch:
     async def _read(self, batch: Sequence[_Taken]) -> None:
         if not batch:
             return
-        source, pace = batch[0].source, batch[0].client.pace
-        moved = 0
-        pace.begin()
+        source, throughput = batch[0].source, batch[0].client.throughput
+        length, moved = sum(taken.promise.length for taken in batch), 0
+        throughput.begin(length)
         try:
             outcomes = await self._outcomes(source, batch)
             moved = sum(
@@ -147,7 +147,7 @@ class Fetch:
                 if outcome is Outcome.OK
             )
         finally:
-            pace.end(moved)
+            throughput.end(length, moved)
         if not source.over and not source.unresponsive:
             batch[0].client.record_reads(failed=Outcome.FAILED in outcomes)
         self._settle(batch, outcomes)
@@ -199,7 +199,7 @@ class Fetch:
     def _forget(self, taken: _Taken) -> None:
         if taken in self._taken:
             del self._taken[taken]
-            taken.client.pace.release(taken.promise.length)
+            taken.client.throughput.release(taken.promise.length)
 
 
 def _finished(outcome: Outcome) -> Outcome:

@@ -53,7 +53,7 @@ class _Temporary:
     @property
     def busy(self) -> bool:
         """Whether it is checked out, or has reads in flight."""
-        return self.users > 0 or self.client.pace.in_flight > 0
+        return self.users > 0 or self.client.throughput.in_flight > 0
 
     def idle_seconds(self, now: float) -> float:
         """Return the seconds since its last use; 0 while busy."""

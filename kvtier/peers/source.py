@@ -14,7 +14,6 @@ from kvtier.backends.base import Outcome
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.peers.dialing import ControlConnection, PeerDialer
-from kvtier.peers.pace import Pace
 from kvtier.peers.promises import Promise, Promises, Releases, usable_seconds
 from kvtier.peers.protocol import (
     NO_GRANT,
@@ -29,6 +28,7 @@ from kvtier.peers.protocol import (
     Welcome,
     decode_from_server,
 )
+from kvtier.peers.throughput import PeerThroughput
 from kvtier.rpc.calls import ReplyT, ResultT
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.keep_alive import KeepAlive, Timeouts
@@ -61,12 +61,12 @@ class Source:
         dialer: PeerDialer,
         control: ControlConnection,
         transport: Transport,
-        pace: Pace,
+        throughput: PeerThroughput,
         timeouts: Timeouts,
         on_unresponsive: Callable[[bool], None],
     ) -> None:
         self.welcome: Welcome = control.welcome
-        self.pace = pace
+        self.throughput = throughput
         self.endpoint = Endpoint(SocketWire(control.sock), decode_from_server)
         self._releases = Releases(self.endpoint)
         self.promises = Promises(self._releases.add)
@@ -79,7 +79,7 @@ class Source:
             self.endpoint,
             timeouts,
             on_unresponsive=self._set_unresponsive,
-            on_round_trip=pace.note_round_trip,
+            on_round_trip=throughput.note_round_trip,
         )
         self._on_unresponsive = on_unresponsive
         self._timeouts = timeouts

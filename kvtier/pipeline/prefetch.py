@@ -20,7 +20,7 @@ from kvtier.pipeline.evict import EvictStage
 from kvtier.tiers.batches import BATCH_BYTES, batch_limit, batch_size, concurrently
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.router import Transfer
-from kvtier.tiers.speeds import Throughput
+from kvtier.tiers.throughput import Throughput
 from kvtier.units import format_size
 
 

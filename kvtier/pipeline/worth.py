@@ -1,7 +1,7 @@
 """Load or compute: which of the chunks that a lookup has found are worth waiting for.
 
 A chunk is computed if that gives the first token earlier than its arrival, as far as both are known. The
-engine reports how long it computes a prompt; each tier's throughput is measured (``tiers/speeds.py``).
+engine reports how long it computes a prompt; each tier's throughput is measured (``tiers/throughput.py``).
 
 What is computed is stored by the engine, so it is in memory for the next request without being read as well.
 """

@@ -15,7 +15,7 @@ from kvtier.catalog.catalog import ALL_TIERS
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.query import Query
 from kvtier.pipeline.worth import CLEARLY_EARLIER, MIN_GAIN_SECONDS, worth_loading
-from kvtier.tiers.speeds import MIN_SAMPLES
+from kvtier.tiers.throughput import MIN_SAMPLES
 from tests.rigs.faulty_sources import CacheHarness, MakeSettings, opened
 
 from .conftest import CHUNK_OBJECT_BYTES, rows
@@ -87,7 +87,7 @@ def set_speed(harness: CacheHarness, tier: str, chunks_per_second: float) -> Non
     """Set the measured throughput of a tier."""
     throughput = harness.cache._prefetching._throughputs[harness.tier(tier).index]
     for _ in range(MIN_SAMPLES):
-        throughput._speeds.record(64 * CHUNK_OBJECT_BYTES, 64 / chunks_per_second)
+        throughput.record(64 * CHUNK_OBJECT_BYTES, 64 / chunks_per_second)
 
 
 async def half_in_memory(harness: CacheHarness, tokens: list[int]) -> list[ChunkKey]:

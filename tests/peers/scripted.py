@@ -344,7 +344,7 @@ async def reading_from(
     finally:
         await backend.close()
         await transport.close()
-        assert all(not client.pace.in_flight for client in backend.clients)
+        assert all(not client.throughput.in_flight for client in backend.clients)
 
 
 async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:

@@ -260,7 +260,7 @@ async def test_peers_share_the_load(batch: int) -> None:
             peer.hold(*range(300), length=64)
         await connected(backend)
         for client in backend.clients:
-            client.pace.round_trip = 1e-4  # Ignore the load of this machine.
+            client.throughput.round_trip = 1e-4  # Ignore the load of this machine.
         assert await backend.held_prefix(keys_of(range(300))) == 300
         for start in range(0, 300, batch):
             assert set(await backend.get(blanks(range(start, start + batch), 64))) == {OK}

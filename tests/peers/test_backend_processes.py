@@ -324,7 +324,7 @@ async def test_three_peers_share_load_and_one_may_exit() -> None:
     async with started(*processes), reading_from(*processes) as backend:
         await connected(backend)
         for client in backend.clients:
-            client.pace.round_trip = 1e-4  # Ignore the load of this machine.
+            client.throughput.round_trip = 1e-4  # Ignore the load of this machine.
 
         async def read_all() -> None:
             for start in range(0, 60, 6):

@@ -13,10 +13,10 @@ from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ChannelError
 from kvtier.memory.header import ChunkHeader
 from kvtier.peers.dialing import ControlConnection, PeerDialer
-from kvtier.peers.pace import Pace
 from kvtier.peers.protocol import VERSION, Committed, Granted, Reserved, Welcome, decode_from_server
 from kvtier.peers.push import Target
 from kvtier.peers.source import Source, timeouts_of
+from kvtier.peers.throughput import PeerThroughput
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import encode
 from kvtier.rpc.wire import SocketWire
@@ -38,7 +38,7 @@ def source_of(connected: socket.socket) -> Source:
         PeerDialer("127.0.0.1", 1, NoAuthentication(), "here", WorkerThreads(1)),  # type: ignore[arg-type]
         ControlConnection(connected, welcome),
         MemoryTransport([]),
-        Pace(),
+        PeerThroughput(),
         timeouts_of(5.0),
         lambda _: None,
     )

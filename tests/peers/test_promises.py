@@ -1,4 +1,4 @@
-"""Promises, outages and paces, on a fake clock."""
+"""Promises, outages and throughput, on a fake clock."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import pytest
 
 from kvtier.peers.outage import Outage
-from kvtier.peers.pace import REMEMBERED_SECONDS, Pace, fastest
 from kvtier.peers.promises import Promise, Promises, usable_seconds
+from kvtier.peers.throughput import REMEMBERED_SECONDS, PeerThroughput, fastest
 from kvtier.testing.backend import make_key
 
 
@@ -92,33 +92,33 @@ def test_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_pace_is_throughput_of_overlapping_reads() -> None:
+def test_throughput_of_a_peer_is_that_of_overlapping_reads() -> None:
     clock = Clock()
-    pace = Pace(clock)
-    pace.begin()
-    pace.begin()
+    peer = PeerThroughput(clock)
+    peer.begin(4 << 20)
+    peer.begin(4 << 20)
     clock.now += 1.0
-    pace.end(4 << 20)
+    peer.end(4 << 20, 4 << 20)
     clock.now += 1.0
-    pace.end(4 << 20)
-    assert pace.seconds_per_byte == pytest.approx(2.0 / (8 << 20))
+    peer.end(4 << 20, 4 << 20)
+    assert peer.seconds_per_byte == pytest.approx(2.0 / (8 << 20))
     clock.now += REMEMBERED_SECONDS + 1
-    assert pace.seconds_per_byte is None
+    assert peer.seconds_per_byte is None
 
 
 def test_fastest_peer_is_chosen_and_equal_ones_share() -> None:
     clock = Clock()
-    paces = [Pace(clock) for _ in range(3)]
-    for pace, seconds in zip(paces, (1.0, 1.0, 5.0), strict=True):
-        pace.begin()
+    peers = [PeerThroughput(clock) for _ in range(3)]
+    for peer, seconds in zip(peers, (1.0, 1.0, 5.0), strict=True):
+        peer.begin(64 << 20)
         clock.now += seconds
-        pace.end(64 << 20)
+        peer.end(64 << 20, 64 << 20)
     chosen = []
     for _ in range(110):
-        index = fastest(paces, 1 << 20)
-        paces[index].assign(1 << 20)
+        index = fastest(peers, 1 << 20)
+        peers[index].assign(1 << 20)
         chosen.append(index)
     assert [chosen.count(index) for index in range(3)] == pytest.approx([50, 50, 10], abs=6)
     for index in chosen:
-        paces[index].release(1 << 20)
-    assert not any(pace.in_flight for pace in paces)
+        peers[index].release(1 << 20)
+    assert not any(peer.in_flight for peer in peers)

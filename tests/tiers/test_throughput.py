@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.speeds import MAX_AGE_SECONDS, MIN_SAMPLES, SAMPLES, Speeds, Throughput
+from kvtier.tiers.throughput import MAX_AGE_SECONDS, MIN_SAMPLES, SAMPLES, Throughput
 
 MIB = 1 << 20
 
@@ -27,44 +27,44 @@ def clock() -> Clock:
 
 
 def test_nothing_is_known_from_few_samples(clock: Clock) -> None:
-    speeds = Speeds(clock=clock)
+    throughput = Throughput(clock=clock)
     for _ in range(MIN_SAMPLES - 1):
-        speeds.record(100, 1.0)
-    assert speeds.expected(100) is None
-    speeds.record(100, 1.0)
-    assert speeds.expected(200) == pytest.approx(2.0)
+        throughput.record(100, 1.0)
+    assert throughput.expected(100) is None
+    throughput.record(100, 1.0)
+    assert throughput.expected(200) == pytest.approx(2.0)
 
 
 def test_much_smaller_samples_do_not_count(clock: Clock) -> None:
     """They are mostly overhead."""
-    speeds = Speeds(plenty=1000, clock=clock)
+    throughput = Throughput(sample=1000, clock=clock)
     for _ in range(SAMPLES):
-        speeds.record(100, 1.0)
-    assert speeds.expected(400) == pytest.approx(4.0)
-    assert speeds.expected(401) is None
+        throughput.record(100, 1.0)
+    assert throughput.expected(400) == pytest.approx(4.0)
+    assert throughput.expected(401) is None
     for _ in range(MIN_SAMPLES):
-        speeds.record(250, 1.0)
-    assert speeds.expected(1_000_000) == pytest.approx(4000.0), "beyond plenty, the amount does not matter"
+        throughput.record(250, 1.0)
+    assert throughput.expected(1_000_000) == pytest.approx(4000.0), "larger amounts take the same per unit"
 
 
 def test_old_samples_are_forgotten(clock: Clock) -> None:
-    speeds = Speeds(clock=clock)
+    throughput = Throughput(clock=clock)
     for _ in range(SAMPLES):
-        speeds.record(100, 1.0)
+        throughput.record(100, 1.0)
     clock.now += MAX_AGE_SECONDS
-    assert speeds.expected(100) is not None
+    assert throughput.expected(100) is not None
     clock.now += 1
-    assert speeds.expected(100) is None
+    assert throughput.expected(100) is None
 
 
 @given(st.lists(st.floats(0.9, 1.1), min_size=MIN_SAMPLES, max_size=2 * SAMPLES), st.floats(1, 1e6))
 def test_one_slow_sample_changes_nothing(seconds: list[float], slow: float) -> None:
     """Such as the first read of a disk that was asleep."""
-    speeds = Speeds()
-    speeds.record(100, slow)
+    throughput = Throughput()
+    throughput.record(100, slow)
     for value in seconds:
-        speeds.record(100, value)
-    expected = speeds.expected(100)
+        throughput.record(100, value)
+    expected = throughput.expected(100)
     assert expected is not None
     assert 0.89 <= expected <= 1.11
 
@@ -76,11 +76,11 @@ def test_one_slow_sample_changes_nothing(seconds: list[float], slow: float) -> N
 def test_estimate_is_within_what_was_seen_and_proportional(
     samples: list[tuple[float, float]], amount: float
 ) -> None:
-    speeds = Speeds(plenty=1.0)
+    throughput = Throughput(sample=1.0)
     for sample in samples:
-        speeds.record(*sample)
+        throughput.record(*sample)
     costs = [seconds / size for size, seconds in samples[-SAMPLES:]]
-    expected, double = speeds.expected(amount), speeds.expected(2 * amount)
+    expected, double = throughput.expected(amount), throughput.expected(2 * amount)
     assert expected is not None
     assert min(costs) * amount * 0.999 <= expected <= max(costs) * amount * 1.001
     assert double == pytest.approx(2 * expected)
@@ -93,7 +93,7 @@ def read(throughput: Throughput, clock: Clock, length: int, seconds: float) -> N
 
 
 def test_idle_time_does_not_count(clock: Clock) -> None:
-    throughput = Throughput(16 * MIB, clock)
+    throughput = Throughput(16 * MIB, clock=clock)
     for _ in range(MIN_SAMPLES):
         read(throughput, clock, 32 * MIB, 1.0)
         clock.now += 5
@@ -102,7 +102,7 @@ def test_idle_time_does_not_count(clock: Clock) -> None:
 
 def test_what_is_pending_is_read_first(clock: Clock) -> None:
     """The queue of other requests, which share the medium."""
-    throughput = Throughput(16 * MIB, clock)
+    throughput = Throughput(16 * MIB, clock=clock)
     for _ in range(MIN_SAMPLES):
         read(throughput, clock, 32 * MIB, 1.0)
     throughput.begin(64 * MIB)
@@ -112,7 +112,7 @@ def test_what_is_pending_is_read_first(clock: Clock) -> None:
 
 
 def test_concurrent_reads_share_the_time(clock: Clock) -> None:
-    throughput = Throughput(16 * MIB, clock)
+    throughput = Throughput(16 * MIB, clock=clock)
     throughput.begin(64 * MIB)
     for _ in range(4):
         clock.now += 1
