@@ -22,8 +22,7 @@ import anyio
 
 from benchmarks.common import MIB, filled, interleave, ratio, show, speed
 from kvtier.backends.base import Outcome
-from kvtier.backends.cpu import CpuBackend, MemoryBackend
-from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
+from kvtier.backends.cpu import CpuBackend, HugePageBackend, HugePageSettings, MemoryBackend
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader

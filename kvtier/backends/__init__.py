@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 @hookimpl
 def kvtier_backends() -> dict[str, type[Backend]]:
     """Return the built-in backends. Imports them lazily."""
-    from kvtier.backends.cpu import CpuBackend
+    from kvtier.backends.cpu import CpuBackend, HugePageBackend
     from kvtier.backends.disk.backend import DiskBackend
-    from kvtier.backends.hugepage import HugePageBackend
     from kvtier.backends.infinistore import InfiniStoreBackend
     from kvtier.backends.mooncake import MooncakeBackend
     from kvtier.backends.redis import RedisBackend

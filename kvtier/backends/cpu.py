@@ -1,4 +1,4 @@
-"""Host memory: chunks in an arena of normal pages."""
+"""Host memory: chunks in an arena of normal or huge pages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
+
+from pydantic import Field
 
 from kvtier import native
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsArena
@@ -18,7 +20,6 @@ from kvtier.settings import LocalTierSettings, TierSettings
 
 INLINE_COPY_BYTES = 256 * 1024
 """Copies up to this size run in the event loop: 20 µs, against 60 µs for a worker thread round trip."""
-
 THREAD_COPY_BYTES = 16 * 1024 * 1024
 """Bytes of a batch that justify one more thread, when Python does the copying."""
 
@@ -123,6 +124,32 @@ class MemoryBackend(Backend, SupportsArena):
 
 class CpuBackend(MemoryBackend):
     """Host memory in normal pages of 4 KiB."""
+
+
+class HugePageSettings(LocalTierSettings):
+    """Settings of a tier of type ``hugepage``."""
+
+    fallback: bool = Field(
+        default=True,
+        description=(
+            "Fall back to normal pages, with a warning, if the system does not have enough free huge pages. "
+            "`false`: refuse to start."
+        ),
+        examples=[False],
+    )
+
+
+class HugePageBackend(MemoryBackend):
+    """Host memory in pages of 2 MiB, which the administrator reserves with ``sysctl vm.nr_hugepages``."""
+
+    settings_type: ClassVar[type[TierSettings]] = HugePageSettings
+
+    def __init__(self, settings: HugePageSettings) -> None:
+        super().__init__(settings)
+        self._fallback = settings.fallback
+
+    def _make_arena(self) -> Arena:
+        return Arena.create(self._settings.capacity, huge=True, fallback=self._fallback)
 
 
 def _release_all(leases: Sequence[Lease | None]) -> None:

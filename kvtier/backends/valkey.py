@@ -7,8 +7,8 @@ from typing import ClassVar
 from pydantic import Field
 
 from kvtier.backends.redis import RedisBackend
-from kvtier.backends.redis.control import ClientLibrary
 from kvtier.backends.redis.settings import RedisSettings, url_description
+from kvtier.backends.redis.topology import ClientLibrary
 from kvtier.settings import TierSettings
 
 __all__ = ["ValkeyBackend", "ValkeySettings"]

@@ -17,6 +17,7 @@ from kvtier.peers.protocol import VERSION, Hello, Purpose, Welcome, decode_from_
 from kvtier.rpc.authentication import Credentials
 from kvtier.rpc.frames import Refused, encode, read_frame
 from kvtier.rpc.greeting import check_welcome
+from kvtier.transports.base import PeerRefused
 
 CONNECT_SECONDS = 5.0
 CONNECT_THREADS = 16
@@ -73,7 +74,7 @@ class PeerDialer:
             raise
 
     def dial_data(self, control: ControlConnection, deadline: Deadline) -> Connection:
-        """Open a data connection to the same process as ``control``. Raises ``OSError``."""
+        """Open a data connection to the same process as ``control``. Raises what ``Dial`` does."""
         connection = self._make(control.sock.family)
         try:
             with deadline.bounds(connection):
@@ -82,7 +83,7 @@ class PeerDialer:
                 self._check_same(control.welcome, self._greet(connection, "data"))
         except ChannelError as error:
             connection.close()
-            raise ConnectionError(str(error)) from error
+            raise PeerRefused(str(error)) from error
         except BaseException:
             connection.close()
             raise

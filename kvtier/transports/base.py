@@ -73,12 +73,19 @@ class Grants(Protocol):
         ...
 
 
+class PeerRefused(ConnectionRefusedError):
+    """The peer is up, but accepts no connection from here: a few attempts are enough."""
+
+
 ReadItem = tuple[RemoteSpan, memoryview]
 """A span to read, and the memory to fill with its bytes."""
 WriteItem = tuple[memoryview, RemoteSpan]
 """Bytes, and the span to write them to."""
 Dial = Callable[[Deadline], Connection]
-"""Opens another authenticated connection to the peer. Blocks, in a worker thread. Raises ``OSError``."""
+"""Opens another authenticated connection to the peer. Blocks, in a worker thread.
+
+Raises ``OSError``, which is :class:`PeerRefused` if the peer is up, but does not accept the connection.
+"""
 
 
 class Link(ABC):

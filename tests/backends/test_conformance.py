@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvtier.backends.base import Backend
-from kvtier.backends.cpu import CpuBackend
+from kvtier.backends.cpu import CpuBackend, HugePageBackend, HugePageSettings
 from kvtier.backends.disk.backend import DiskBackend, DiskSettings, object_path
-from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import BackendConformance

@@ -18,8 +18,7 @@ from pydantic import ValidationError
 
 from kvtier.backends.base import Backend
 from kvtier.backends.infinistore import InfiniStoreBackend, InfiniStoreSettings
-from kvtier.backends.infinistore.drain import Drain
-from kvtier.backends.infinistore.protocol import InfiniStoreConnection
+from kvtier.backends.infinistore.protocol import Drain, InfiniStoreConnection
 from kvtier.concurrency.sockets.connection import Deadline
 from kvtier.errors import TierError
 from kvtier.memory.arena import Arena

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier import native
 from kvtier.backends import cpu
-from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
+from kvtier.backends.cpu import HugePageBackend, HugePageSettings
 from kvtier.errors import ArenaError, TierError
 from kvtier.memory.arena import Arena
 from kvtier.testing.backend import blank, make_key, noise

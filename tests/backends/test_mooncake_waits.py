@@ -10,7 +10,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from kvtier.backends.mooncake.waits import KeyLocks, Threads
+from kvtier.backends.mooncake.backend import KeyLocks, Threads
 from kvtier.testing.backend import make_key
 
 pytestmark = pytest.mark.anyio

@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from kvtier.backends.base import Backend
+from kvtier.backends.redis.settings import Endpoint
 from kvtier.backends.redis.topology import slot_of
-from kvtier.backends.redis.url import Endpoint
 from kvtier.errors import TierError
 from kvtier.testing.backend import make_key, noise, same
 from kvtier.testing.servers import free_port

@@ -12,10 +12,10 @@ import anyio
 import pytest
 
 from kvtier.backends.base import Outcome
-from kvtier.backends.redis import resp
+from kvtier.backends.redis import protocol
 from kvtier.backends.redis.errors import describe_refusal
-from kvtier.backends.redis.resp import DRAIN_BYTES, ErrorReply, encode
-from kvtier.backends.redis.url import Endpoint
+from kvtier.backends.redis.protocol import DRAIN_BYTES, ErrorReply, encode
+from kvtier.backends.redis.settings import Endpoint
 from kvtier.errors import TierError
 from kvtier.testing.backend import is_poisoned, make_key, poison
 from tests.rigs.open_files import open_files
@@ -297,7 +297,7 @@ async def test_too_many_clients(start: Start, caplog: pytest.LogCaptureFixture) 
     server = start(options=["--maxclients", "1"])
     with server.connection() as connection:
         connection.send([encode(b"PING")])
-        assert resp.reply(connection) == b"PONG"
+        assert protocol.read_reply(connection) == b"PONG"
         async with opened(server) as backend:
             assert list(await backend.put(values(100, KEYS[:1]))) == [FAILED]
     (warning,) = warnings(caplog)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvtier.backends.base import Outcome
-from kvtier.backends.redis import parts, resp
-from kvtier.backends.redis.commands import Commands
+from kvtier.backends.redis import protocol
+from kvtier.backends.redis.protocol import Commands
 from kvtier.concurrency.sockets.connection import Connection, Operation, Progress
 from kvtier.memory.keys import ChunkKey
 from tests.rigs.servers.redis import RedisServer
@@ -33,12 +33,14 @@ def fetch(server: RedisServer, length: int) -> tuple[Outcome, bytes, bool]:
         (outcome,) = exchange.answers(connection, connection.exchange(exchange.operations))
         in_sync = connection.in_sync
         if in_sync:
-            connection.send([resp.encode(b"PING")])
-            assert resp.reply(connection) == b"PONG"
+            connection.send([protocol.encode(b"PING")])
+            assert protocol.read_reply(connection) == b"PONG"
     return outcome, bytes(view), in_sync
 
 
-@pytest.mark.parametrize("length", [parts.LONG_BYTES + 1, 3 * parts.PART_BYTES, 5 * parts.PART_BYTES + 7])
+@pytest.mark.parametrize(
+    "length", [protocol.LONG_BYTES + 1, 3 * protocol.PART_BYTES, 5 * protocol.PART_BYTES + 7]
+)
 def test_long_value(server: RedisServer, length: int) -> None:
     value = os.urandom(length)
     server.command("SET", COMMANDS.name(KEY), value)

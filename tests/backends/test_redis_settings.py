@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvtier.backends.redis.settings import RedisSettings
-from kvtier.backends.redis.url import Endpoint, PoolURL, parse_url, take_credentials
+from kvtier.backends.redis.settings import Endpoint, PoolURL, RedisSettings, parse_url, take_credentials
 
 SECRET = "hunter2"
 

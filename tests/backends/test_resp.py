@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backends.redis import resp
-from kvtier.backends.redis.resp import DRAIN_BYTES, ErrorReply, encode
+from kvtier.backends.redis import protocol
+from kvtier.backends.redis.protocol import DRAIN_BYTES, ErrorReply, encode
 from kvtier.concurrency.sockets.connection import (
     BUFFER_BYTES,
     IOV_MAX,
@@ -85,11 +85,11 @@ def test_replies_in_any_pieces(expected_replies: list[tuple[str, int]], cuts: li
         for kind, number in expected_replies:
             if kind in ("nothing", "value", "other"):
                 view = memoryview(bytearray(number + (kind == "other")))
-                assert resp.value_into(connection, view) is (kind == "value")
+                assert protocol.value_into(connection, view) is (kind == "value")
                 assert kind != "value" or bytes(view) == noise(b"%d" % number, number)
             else:
                 expected = {"status": b"OK", "number": number, "refusal": ErrorReply("OOM", "OOM no room")}
-                assert resp.reply(connection) == expected[kind]
+                assert protocol.read_reply(connection) == expected[kind]
         sending.result()
         assert connection.is_idle()
         assert connection.in_sync
@@ -127,7 +127,7 @@ def test_invalid_reply_instead_of_a_value(garbage: bytes) -> None:
     with connected() as (connection, peer):
         peer.sendall(garbage)
         with pytest.raises(ProtocolViolation):
-            resp.value_into(connection, memoryview(bytearray(4)))
+            protocol.value_into(connection, memoryview(bytearray(4)))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_invalid_reply_instead_of_a_number(garbage: bytes) -> None:
     with connected() as (connection, peer):
         peer.sendall(garbage)
         with pytest.raises(ProtocolViolation):
-            resp.reply(connection)
+            protocol.read_reply(connection)
 
 
 @pytest.mark.parametrize("part", [b"", b"$", b"$4\r\n", b"$4\r\nab", b"$4\r\nabcd", b"$4\r\nabcd\r"])
@@ -146,22 +146,22 @@ def test_connection_closed_within_a_reply(part: bytes) -> None:
         peer.sendall(part)
         peer.close()
         with pytest.raises(ConnectionResetError):
-            resp.value_into(connection, memoryview(bytearray(4)))
+            protocol.value_into(connection, memoryview(bytearray(4)))
 
 
 def test_huge_length_is_neither_read_nor_allocated() -> None:
     with connected() as (connection, peer):
         peer.sendall(b"$9000000000000000000\r\n")
-        assert resp.value_into(connection, memoryview(bytearray(4))) is False
+        assert protocol.value_into(connection, memoryview(bytearray(4))) is False
         assert not connection.in_sync
 
 
 def test_value_of_another_length_is_drained_up_to_a_limit() -> None:
     with connected() as (connection, peer), ThreadPoolExecutor(1) as threads:
         sending = threads.submit(peer.sendall, b"$%d\r\n%b\r\n+OK\r\n" % (DRAIN_BYTES, bytes(DRAIN_BYTES)))
-        assert resp.value_into(connection, memoryview(bytearray(4))) is False
+        assert protocol.value_into(connection, memoryview(bytearray(4))) is False
         assert connection.in_sync
-        assert resp.reply(connection) == b"OK"
+        assert protocol.read_reply(connection) == b"OK"
         sending.result()
 
 
@@ -169,7 +169,7 @@ def test_unrequested_data_is_detected() -> None:
     with connected() as (connection, peer):
         assert connection.is_idle()
         peer.sendall(b"+OK\r\n:1\r\n")
-        assert resp.reply(connection) == b"OK"
+        assert protocol.read_reply(connection) == b"OK"
         assert not connection.is_idle()
     with connected() as (connection, peer):
         peer.close()
@@ -178,7 +178,7 @@ def test_unrequested_data_is_detected() -> None:
 
 def test_unresponsive_server_times_out() -> None:
     with connected(Deadline(0.05)) as (connection, _), pytest.raises(TimeoutError):
-        resp.reply(connection)
+        protocol.read_reply(connection)
     with connected(Deadline(0.05)) as (connection, _), pytest.raises(TimeoutError):
         connection.send([memoryview(bytes(64 << 20))])
 
@@ -195,7 +195,7 @@ def test_slow_server_times_out() -> None:
         peer.sendall(b"$%d\r\n" % length)
         trickling = threads.submit(trickle)
         with pytest.raises(TimeoutError):
-            resp.value_into(connection, memoryview(bytearray(length)))
+            protocol.value_into(connection, memoryview(bytearray(length)))
         trickling.result()
 
 
@@ -203,7 +203,7 @@ def test_deadline_expired_from_another_thread() -> None:
     deadline = Deadline(1000 * SECONDS)
     with connected(deadline) as (connection, peer), ThreadPoolExecutor(1) as threads:
         peer.sendall(b"$4\r\nab")
-        waiting = threads.submit(resp.value_into, connection, memoryview(bytearray(4)))
+        waiting = threads.submit(protocol.value_into, connection, memoryview(bytearray(4)))
         deadline.expire()
         assert isinstance(waiting.exception(), OSError)
         with pytest.raises(TimeoutError):

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from kvtier.backends.cpu import HugePageSettings
 from kvtier.backends.disk.backend import DiskSettings
-from kvtier.backends.hugepage import HugePageSettings
 from kvtier.cli import checks, checks_disk, checks_environment
 from kvtier.cli.check import Check
 from kvtier.memory import arena

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backends.hugepage import HugePageSettings
+from kvtier.backends.cpu import HugePageSettings
 from kvtier.cache import TieredCache
 from kvtier.errors import SettingsError
 from kvtier.memory import host

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.backends.cpu import CpuBackend
-from kvtier.backends.hugepage import HugePageBackend, HugePageSettings
+from kvtier.backends.cpu import CpuBackend, HugePageBackend, HugePageSettings
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes

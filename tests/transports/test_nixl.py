@@ -23,7 +23,7 @@ from kvtier.memory.arena import Arena
 from kvtier.testing.transport_process import OtherProcess
 from kvtier.testing.transport_side import Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan
-from kvtier.transports.nixl.endpoint import Endpoint
+from kvtier.transports.nixl.link import Endpoint
 from kvtier.transports.nixl.process import MAX_STARTS
 from kvtier.transports.nixl.settings import NixlSettings
 from kvtier.transports.nixl.transport import NixlTransport

@@ -23,8 +23,7 @@ from kvtier.backends.base import (
     SupportsPrefix,
     SupportsRegistration,
 )
-from kvtier.backends.infinistore.drain import Drain
-from kvtier.backends.infinistore.protocol import MAX_VALUE_BYTES, InfiniStoreConnection
+from kvtier.backends.infinistore.protocol import MAX_VALUE_BYTES, Drain, InfiniStoreConnection
 from kvtier.backends.infinistore.rdma import InfiniStoreRDMA
 from kvtier.backends.infinistore.settings import InfiniStoreSettings
 from kvtier.concurrency.sockets.connection import Deadline
@@ -81,7 +80,7 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
     each paired with another one for pointers. Over RDMA the server reads and writes the memory itself.
     Connects lazily and reconnects after a loss. A batch takes at most ``deadline``, over RDMA that long per
     distinct chunk length. A reply that arrives later is read and discarded
-    (:mod:`~kvtier.backends.infinistore.drain`); nothing protects the server from a host that dies in the
+    (:mod:`~kvtier.backends.infinistore.protocol`); nothing protects the server from a host that dies in the
     middle of a value.
     """
 

@@ -1,25 +1,28 @@
-"""Redis backend: one value per chunk, on a single server, behind sentinels, or in a cluster."""
+"""Redis backend: one value per chunk, on a single server, behind sentinels, or in a cluster.
+
+A put goes from here to :class:`~kvtier.backends.redis.pool.Pool`, which finds the server of each key
+(:mod:`~kvtier.backends.redis.topology`) and sends it the commands (:mod:`~kvtier.backends.redis.protocol`).
+"""
 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from anyio import to_thread
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsCheck, SupportsTTL
-from kvtier.backends.redis.batch import Batch, Operation, Pool
-from kvtier.backends.redis.check import check
-from kvtier.backends.redis.commands import Commands
-from kvtier.backends.redis.control import ClientLibrary, Control
-from kvtier.backends.redis.errors import Fault, outcome_of
-from kvtier.backends.redis.nodes import Access, Nodes
+from kvtier.backends.redis.errors import Fault, describe_control_failure, describe_refusal, outcome_of
+from kvtier.backends.redis.pool import Access, Batch, Command, Pool
+from kvtier.backends.redis.protocol import Commands, ErrorReply
 from kvtier.backends.redis.settings import RedisSettings
-from kvtier.backends.redis.topology import topology_of
+from kvtier.backends.redis.topology import ClientLibrary, Control, ControlFailed, topology_of
+from kvtier.concurrency.sockets.connection import Deadline
 from kvtier.errors import TierError
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
+from kvtier.units import format_size
 
 
 class NoServer(ConnectionError):
@@ -35,8 +38,8 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
     """Chunks as values of a Redis pool, named by ``prefix`` and the key in hexadecimal.
 
     Worker threads transfer bytes between the socket and the caller's memory, over at most ``connections``
-    to each server (:mod:`kvtier.backends.redis.resp`); the client library queries the topology
-    (:mod:`kvtier.backends.redis.control`). Connects lazily and reconnects after a loss. A batch never takes
+    to each server (:mod:`kvtier.backends.redis.protocol`); the client library queries the topology
+    (:mod:`kvtier.backends.redis.topology`). Connects lazily and reconnects after a loss. A batch never takes
     longer than ``deadline``. A server that is full and evicts nothing yields ``FULL``.
     """
 
@@ -49,7 +52,7 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
         self._settings = settings
         commands = Commands(settings.prefix, settings.ttl, in_parts=self.in_parts)
         self._contains, self._delete = (
-            Operation[ChunkKey, bool | None](
+            Command[ChunkKey, bool | None](
                 exchange=exchange,
                 name_of=commands.name,
                 size_of=lambda _: 0,
@@ -60,7 +63,7 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
             for exchange in (commands.contains, commands.delete)
         )
         self._put, self._get = (
-            Operation[GetItem, Outcome](
+            Command[GetItem, Outcome](
                 exchange=exchange,
                 name_of=lambda item: commands.name(item[0]),
                 size_of=lambda item: len(item[1]),
@@ -81,7 +84,7 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
         """Load the client library and the certificates. Does not connect. Raises :class:`TierError`."""
         settings = self._settings
         access, self._control = await to_thread.run_sync(self._prepare)
-        self._pool = Pool(settings.name, Nodes(access), topology_of(settings.pool_url, self._control))
+        self._pool = Pool(settings.name, access, topology_of(settings.pool_url, self._control))
 
     async def close(self) -> None:
         """Close every connection."""
@@ -107,16 +110,40 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
         await self._query(self._delete, keys)
 
     async def _query(
-        self, operation: Operation[ChunkKey, bool | None], keys: Sequence[ChunkKey]
+        self, command: Command[ChunkKey, bool | None], keys: Sequence[ChunkKey]
     ) -> Sequence[bool | None]:
-        answers = await self._pool.execute(Batch(operation, keys, self._settings.deadline))
+        answers = await self._pool.execute(Batch(command, keys, self._settings.deadline))
         if keys and all(answer is None for answer in answers):
             raise NoServer(self._pool.last_fault)
         return answers
 
     async def check(self) -> str:
         """Query the status of every primary. See :class:`~kvtier.backends.base.SupportsCheck`."""
-        return await check(self.library.product, self._control, self._pool.topology, self._settings.deadline)
+        control, topology, seconds = self._control, self._pool.topology, self._settings.deadline
+        deadline = Deadline(seconds)
+        topology.invalidate()
+        try:
+            placement = await topology.placement(deadline)
+            answers = [
+                (endpoint, await control.info(endpoint, deadline.remaining()))
+                for endpoint in placement.endpoints
+            ]
+        except ControlFailed as failed:
+            raise TierError(*describe_control_failure(failed)) from failed
+        except TimeoutError as error:
+            raise TierError(f"no answer within {seconds:g} s") from error
+        for endpoint, info in answers:
+            if info["role"] != "master":
+                raise TierError(*describe_refusal(ErrorReply("READONLY", ""), endpoint))
+            if info.get("cluster_enabled") and placement.by_slot is None:
+                raise TierError(*describe_refusal(ErrorReply("MOVED", ""), endpoint))
+        if placement.by_slot is not None and (unassigned := placement.by_slot.count(None)):
+            raise TierError(
+                f"{unassigned} of {len(placement.by_slot)} hash slots of the cluster have no server, and "
+                "their chunks are misses",
+                "check CLUSTER INFO",
+            )
+        return _summary(self.library.product, [info for _, info in answers])
 
     def _prepare(self) -> tuple[Access, Control]:
         settings = self._settings
@@ -138,6 +165,28 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
             ),
             control,
         )
+
+
+def _summary(product: str, answers: Sequence[Mapping[str, Any]]) -> str:
+    """Summarize ``INFO``. Version and eviction policy are those of the first server."""
+    first = answers[0]
+    servers = f" in a cluster of {len(answers)} primaries" if len(answers) > 1 else ""
+    used = format_size(sum(_number(info, "used_memory") for info in answers))
+    limits = [_number(info, "maxmemory") for info in answers]
+    policy = first.get("maxmemory_policy", "unknown")
+    # For old clients, Valkey also reports the Redis version that it is compatible with.
+    version = first.get("valkey_version") or first.get("redis_version", "of unknown version")
+    if not all(limits):
+        return f"{product} {version}{servers}, {used} used, no maxmemory: memory use is unlimited"
+    memory = f"{product} {version}{servers}, {used} of {format_size(sum(limits))} used"
+    if policy == "noeviction":
+        return f"{memory}, maxmemory-policy noeviction: rejects chunks when full (allkeys-lru evicts)"
+    return f"{memory}, maxmemory-policy {policy}"
+
+
+def _number(info: Mapping[str, Any], name: str) -> int:
+    value = info.get(name, 0)
+    return value if isinstance(value, int) else 0
 
 
 def _tls_context(settings: RedisSettings) -> ssl.SSLContext:

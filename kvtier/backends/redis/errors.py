@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.backends.base import Outcome
-from kvtier.backends.redis.commands import Refused
-from kvtier.backends.redis.control import ControlFailed
-from kvtier.backends.redis.resp import ErrorReply
-from kvtier.backends.redis.url import Endpoint
+from kvtier.backends.redis.protocol import ErrorReply, Refused
+from kvtier.backends.redis.settings import Endpoint
+from kvtier.backends.redis.topology import ControlFailed
 from kvtier.concurrency.sockets.connection import ClosedUnanswered
 
 OTHER_NODE_CODES = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "READONLY", "TRYAGAIN"})

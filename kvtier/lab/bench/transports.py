@@ -27,7 +27,7 @@ from kvtier.testing.transport_process import OtherProcess
 from kvtier.testing.transport_side import SimpleGrants, dial_to
 from kvtier.transports.base import Link, RemoteSpan, Transport
 from kvtier.transports.nixl.settings import NixlSettings
-from kvtier.transports.tcp.settings import TcpSettings
+from kvtier.transports.tcp.transport import TcpSettings
 from kvtier.units import MIB
 
 

@@ -43,7 +43,7 @@ from kvtier.peers.promises import Promise
 from kvtier.pipeline.store import Reservation
 from kvtier.settings import Settings
 from kvtier.transports.base import Access
-from kvtier.transports.nixl.endpoint import ARENA_BYTES, Endpoint
+from kvtier.transports.nixl.link import ARENA_BYTES, Endpoint
 from kvtier.transports.nixl.process import Batch, NixlProcess, Part, Region
 from kvtier.transports.nixl.protocol import DONE
 from kvtier.transports.nixl.settings import NixlSettings

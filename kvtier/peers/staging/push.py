@@ -18,7 +18,7 @@ from kvtier.peers.push import PushOutcome, Room, Target
 from kvtier.peers.staging.buffers import PeerStaging, Staging
 from kvtier.pipeline.store import Reservation
 from kvtier.tiers.level import ChunkBytes
-from kvtier.transports.nixl.endpoint import Endpoint
+from kvtier.transports.nixl.link import Endpoint
 
 NO_ROOM = "its staging buffer is full"
 REFUSED_SECONDS = 1.0

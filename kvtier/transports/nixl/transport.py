@@ -16,8 +16,7 @@ from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena
 from kvtier.transports.base import Dial, Grants, Link, SupportsConnections, Transport, TransportSettings
-from kvtier.transports.nixl.endpoint import ARENA_BYTES, Endpoint
-from kvtier.transports.nixl.link import NixlLink, encode_endpoint
+from kvtier.transports.nixl.link import ARENA_BYTES, Endpoint, NixlLink, encode_endpoint
 from kvtier.transports.nixl.process import NixlProcess, Region
 from kvtier.transports.nixl.settings import NixlSettings
 

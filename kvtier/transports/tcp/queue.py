@@ -1,13 +1,155 @@
-"""The parts that a link has yet to transfer, and its drivers. Used from the event loop."""
+"""Batches of reads or writes, split into parts of one request each, and the queue of unfinished parts.
+
+Used from the event loop.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+import anyio
+
+from kvtier.backends.base import Outcome
 from kvtier.concurrency.sockets.connection import Connection
-from kvtier.transports.base import Access
-from kvtier.transports.tcp.batch import Batch, Part
+from kvtier.transports.base import Access, RemoteSpan
+from kvtier.transports.tcp.wire import MAX_SPANS, is_encodable
+
+PART_BYTES = 16 << 20
+"""Maximum size of one request."""
+MIN_PART_BYTES = 1 << 20
+"""Minimum size of a part: smaller ones are not worth a further connection."""
+
+
+class Piece(NamedTuple):
+    """A range of bytes of one item."""
+
+    item: int
+    span: RemoteSpan
+    view: memoryview
+
+
+class Part:
+    """The outstanding pieces of one request of a batch."""
+
+    __slots__ = ("batch", "pieces")
+
+    def __init__(self, batch: Batch, pieces: Iterable[Piece]) -> None:
+        self.batch = batch
+        self.pieces = deque(pieces)
+
+    def settle(self, outcomes: Sequence[Outcome]) -> None:
+        """Record the outcome of each piece. The part is done."""
+        self.batch.settle(zip([piece.item for piece in self.pieces], outcomes, strict=True))
+        self.pieces.clear()
+
+    def drop_misses(self, outcomes: Sequence[Outcome]) -> None:
+        """Settle and remove the pieces that are not granted. The remaining ones are in flight."""
+        missed = [
+            piece for piece, outcome in zip(self.pieces, outcomes, strict=True) if outcome is not Outcome.OK
+        ]
+        if missed:
+            self.pieces = deque(
+                piece for piece, outcome in zip(self.pieces, outcomes, strict=True) if outcome is Outcome.OK
+            )
+            self.batch.settle((piece.item, Outcome.MISS) for piece in missed)
+
+    def views(self) -> list[memoryview]:
+        """Return the memory of all pieces."""
+        return [piece.view for piece in self.pieces]
+
+    def advance(self, received: int) -> None:
+        """Record that ``received`` further bytes have arrived."""
+        whole: list[tuple[int, Outcome]] = []
+        while self.pieces and received >= len(self.pieces[0].view):
+            piece = self.pieces.popleft()
+            received -= len(piece.view)
+            whole.append((piece.item, Outcome.OK))
+        if received:
+            item, span, view = self.pieces[0]
+            rest = RemoteSpan(span.grant, span.offset + received, span.length - received)
+            self.pieces[0] = Piece(item, rest, view[received:])
+        if whole:
+            self.batch.settle(whole)
+
+
+class Batch:
+    """The items of one call. Their memory is in use until :attr:`released`. Used from the event loop."""
+
+    def __init__(self, access: Access, items: Sequence[tuple[RemoteSpan, memoryview]], spread: int) -> None:
+        self.access = access
+        self.outcomes = [Outcome.OK] * len(items)
+        self.released = anyio.Event()
+        """Set when the memory is not in use any more: all parts are done, or the batch has ended."""
+        self.ended = False
+        """Whether the remaining transfers are abandoned: the caller does not wait for them."""
+        self._users = 0
+        self._left = [0] * len(items)
+        total = sum(len(view) for _, view in items)
+        size = min(max(-(-total // spread), MIN_PART_BYTES), PART_BYTES)
+        self.parts = [Part(self, pieces) for pieces in self._cut(items, size)]
+        self._unsettled = sum(self._left)
+
+    def _cut(self, items: Sequence[tuple[RemoteSpan, memoryview]], size: int) -> Iterator[list[Piece]]:
+        pieces: list[Piece] = []
+        size_so_far = 0
+        for item, (span, view) in enumerate(items):
+            if span.length != len(view):
+                raise ValueError(f"a span has {span.length} bytes and its view {len(view)}")
+            if not is_encodable(span):
+                self.outcomes[item] = Outcome.MISS
+                continue
+            start = 0
+            while True:
+                length = min(len(view) - start, size - size_so_far)
+                cut = RemoteSpan(span.grant, span.offset + start, length)
+                pieces.append(Piece(item, cut, view[start : start + length]))
+                self._left[item] += 1
+                start += length
+                size_so_far += length
+                if size_so_far >= size or len(pieces) == MAX_SPANS:
+                    yield pieces
+                    pieces, size_so_far = [], 0
+                if start == len(view):
+                    break
+        if pieces:
+            yield pieces
+
+    def settle(self, settled: Iterable[tuple[int, Outcome]]) -> None:
+        """Record outcomes of pieces, each with the index of its item."""
+        for item, outcome in settled:
+            self._left[item] -= 1
+            self._unsettled -= 1
+            if outcome is not Outcome.OK and self.outcomes[item] is not Outcome.FAILED:
+                self.outcomes[item] = outcome
+        self._release_if_unused()
+
+    def forget(self) -> None:
+        """Drop all references to the memory. Call after :attr:`released`."""
+        for part in self.parts:
+            part.pieces.clear()
+
+    def acquire(self) -> None:
+        """Mark the memory of a part as in use."""
+        self._users += 1
+
+    def release(self) -> None:
+        """Undo one :meth:`acquire`."""
+        self._users -= 1
+        self._release_if_unused()
+
+    def end(self) -> None:
+        """Abandon the batch. Items without an outcome become ``FAILED``."""
+        self.ended = True
+        for item, left in enumerate(self._left):
+            if left and self.outcomes[item] is Outcome.OK:
+                self.outcomes[item] = Outcome.FAILED
+        self._release_if_unused()
+
+    def _release_if_unused(self) -> None:
+        if not self._users and (self.ended or not self._unsettled):
+            self.released.set()
 
 
 class PartQueue:

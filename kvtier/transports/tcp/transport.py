@@ -6,20 +6,41 @@ import socket
 import struct
 from typing import ClassVar
 
+from pydantic import Field
+
 from kvtier.concurrency.sockets.executor import IoExecutor
 from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena
-from kvtier.transports.base import (
-    Dial,
-    Grants,
-    Link,
-    SupportsConnections,
-    Transport,
-    TransportSettings,
-)
+from kvtier.transports.base import Dial, Grants, Link, SupportsConnections, Transport, TransportSettings
 from kvtier.transports.tcp.link import TcpLink
 from kvtier.transports.tcp.session import Session
-from kvtier.transports.tcp.settings import TcpSettings
+from kvtier.units import Integer
+
+
+class TcpSettings(TransportSettings):
+    """Settings of the transport ``tcp``, which connects to the port of the peers' control connections."""
+
+    connections: Integer = Field(
+        default=4,
+        ge=1,
+        le=64,
+        description=(
+            "Maximum number of parallel connections to each peer. A connection needs a thread while it "
+            "transfers bytes."
+        ),
+        examples=[8],
+    )
+    threads: Integer = Field(
+        default=16,
+        ge=1,
+        le=256,
+        description=(
+            "Number of threads that send to peers, shared by all connections; further connections wait. A "
+            "connection that is idle, or whose peer does not read, needs no thread."
+        ),
+        examples=[32],
+    )
+
 
 VERSION = 1
 _ENDPOINT = struct.Struct("<10sH")

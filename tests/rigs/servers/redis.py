@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from kvtier.backends.redis import resp
-from kvtier.backends.redis.commands import log_in
-from kvtier.backends.redis.resp import ErrorReply, encode
+from kvtier.backends.redis import protocol
+from kvtier.backends.redis.protocol import ErrorReply, encode, log_in
 from kvtier.concurrency.sockets.connection import Connection, Deadline, TLSConnection
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.servers import TIMEOUT_SECONDS, Server, free_port
@@ -87,7 +86,7 @@ class RedisServer(Server):
         encoded = (argument.encode() if isinstance(argument, str) else argument for argument in arguments)
         with self.connection() as connection:
             connection.send([encode(*encoded)])
-            reply = resp.reply(connection)
+            reply = protocol.read_reply(connection)
         if isinstance(reply, ErrorReply):
             raise ConnectionError(reply.message)
         return reply
@@ -112,7 +111,7 @@ class RedisServer(Server):
         byte = bytearray(1)
         with self.connection() as connection:
             connection.send([encode(b"GETRANGE", name, b"%d" % middle, b"%d" % middle)])
-            resp.value_into(connection, memoryview(byte))
+            protocol.value_into(connection, memoryview(byte))
         self.command("SETRANGE", name, str(middle), bytes([byte[0] ^ 0x10]))
         return True
 

@@ -1,18 +1,17 @@
-"""Batches of commands: grouped by server, distributed over connections, and redirected."""
+"""The servers of a pool, and batches of commands: by server, distributed over connections, and redirected."""
 
 from __future__ import annotations
 
 import logging
+import ssl
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
 
-from kvtier.backends.redis.commands import Exchange, send_asking
-from kvtier.backends.redis.control import ControlFailed
 from kvtier.backends.redis.errors import (
     OTHER_NODE_CODES,
     Fault,
@@ -22,12 +21,12 @@ from kvtier.backends.redis.errors import (
     describe_refusal,
     redirection_of,
 )
-from kvtier.backends.redis.nodes import Node, Nodes
-from kvtier.backends.redis.resp import ErrorReply
-from kvtier.backends.redis.topology import Placement, Topology, slot_of
-from kvtier.concurrency.sockets.connection import Connection, Deadline
+from kvtier.backends.redis.protocol import ErrorReply, Exchange, log_in, send_asking
+from kvtier.backends.redis.settings import Endpoint
+from kvtier.backends.redis.topology import ControlFailed, Placement, Topology, slot_of
+from kvtier.concurrency.sockets.connection import Connection, Deadline, TLSConnection
 from kvtier.concurrency.sockets.executor import finished
-from kvtier.concurrency.sockets.pool import ConnectionPool
+from kvtier.concurrency.sockets.pool import ConnectionPool, Dialer
 from kvtier.logs import RateLimitedLog
 
 logger = logging.getLogger("kvtier")
@@ -39,12 +38,53 @@ ItemT = TypeVar("ItemT")
 AnswerT = TypeVar("AnswerT")
 
 
+class Access(NamedTuple):
+    """Connection parameters and credentials, the same for every server of a pool."""
+
+    tls: ssl.SSLContext | None
+    user: str | None
+    password: str | None
+    database: int
+    connections: int
+    """Maximum connections for chunks, per server."""
+
+    def __repr__(self) -> str:
+        return "Access(...)"
+
+
+class Node:
+    """One server, with separate pools for chunks and for lookups, so that lookups never wait for a chunk."""
+
+    def __init__(self, endpoint: Endpoint, access: Access) -> None:
+        self.endpoint = endpoint
+        self._access = access
+        self._dialer = Dialer(endpoint.host, endpoint.port, self._new_connection, self._log_in)
+        self.chunks = ConnectionPool(access.connections, self._dialer.connect)
+        self.lookups = ConnectionPool(1, self._dialer.connect)
+
+    async def resolve(self, deadline: Deadline) -> None:
+        """Resolve the host name, before any pool is used. See :meth:`Dialer.find`."""
+        await self._dialer.find(deadline)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self.chunks.close()
+        self.lookups.close()
+
+    def _new_connection(self, family: int) -> Connection:
+        tls = self._access.tls
+        return Connection(family) if tls is None else TLSConnection(family, tls, self.endpoint.host)
+
+    def _log_in(self, connection: Connection) -> None:
+        log_in(connection, self._access.user, self._access.password, self._access.database)
+
+
 @dataclass(frozen=True)
-class Operation(Generic[ItemT, AnswerT]):
+class Command(Generic[ItemT, AnswerT]):
     """A kind of command that a pool executes."""
 
     exchange: Callable[[Sequence[ItemT]], Exchange[AnswerT]]
-    """A method of :class:`~kvtier.backends.redis.commands.Commands`."""
+    """A method of :class:`~kvtier.backends.redis.protocol.Commands`."""
     name_of: Callable[[ItemT], bytes]
     """Returns the Redis key of an item."""
     size_of: Callable[[ItemT], int]
@@ -61,10 +101,10 @@ class Operation(Generic[ItemT, AnswerT]):
 class Batch(Generic[ItemT, AnswerT]):
     """Items, the server to query for each, and the answers so far."""
 
-    def __init__(self, operation: Operation[ItemT, AnswerT], items: Sequence[ItemT], seconds: float) -> None:
-        self.operation = operation
+    def __init__(self, command: Command[ItemT, AnswerT], items: Sequence[ItemT], seconds: float) -> None:
+        self.command = command
         self.items = items
-        self.answers = [operation.failed] * len(items)
+        self.answers = [command.failed] * len(items)
         self.deadline = Deadline(seconds)
         self.targets: dict[Target, list[int]] = {}
         """Indices into ``items`` that are still to be sent, by server."""
@@ -75,7 +115,7 @@ class Batch(Generic[ItemT, AnswerT]):
             self.targets[Target(placement.endpoints[0])] = list(range(len(self.items)))
             return
         for index, item in enumerate(self.items):
-            endpoint = placement.by_slot[slot_of(self.operation.name_of(item))]
+            endpoint = placement.by_slot[slot_of(self.command.name_of(item))]
             if endpoint is not None:
                 self.send_to(Target(endpoint), index)
 
@@ -88,10 +128,10 @@ class Batch(Generic[ItemT, AnswerT]):
         runs: list[list[ItemT]] = []
         room = 0
         for item in (self.items[index] for index in indices):
-            room -= self.operation.size_of(item)
+            room -= self.command.size_of(item)
             if one_by_one or room < 0 or not runs:
                 runs.append([])
-                room = RUN_BYTES - self.operation.size_of(item)
+                room = RUN_BYTES - self.command.size_of(item)
             runs[-1].append(item)
         return runs
 
@@ -99,10 +139,11 @@ class Batch(Generic[ItemT, AnswerT]):
 class Pool:
     """All servers of a pool. For use from the event loop."""
 
-    def __init__(self, name: str, nodes: Nodes, topology: Topology) -> None:
+    def __init__(self, name: str, access: Access, topology: Topology) -> None:
         self.topology = topology
         self._name = name
-        self._nodes = nodes
+        self._access = access
+        self._nodes: dict[Endpoint, Node] = {}
         self.last_fault = Fault("")
         """The last failure or refusal."""
         # Separate rate limits, so that an unreachable server does not suppress the warning about a full one.
@@ -112,10 +153,10 @@ class Pool:
 
     def close(self) -> None:
         """Close every connection."""
-        self._nodes.close()
+        self._keep(())
 
     async def execute(self, batch: Batch[ItemT, AnswerT]) -> list[AnswerT]:
-        """Return the answer for each item, ``Operation.failed`` for those without a reply in time."""
+        """Return the answer for each item, ``Command.failed`` for those without a reply in time."""
         if not batch.items:
             return []
         try:
@@ -125,13 +166,23 @@ class Pool:
             return batch.answers
         except TimeoutError:
             return batch.answers  # The call that held the topology lock has logged it.
-        self._nodes.keep(placement.endpoints)
+        self._keep(placement.endpoints)
         batch.place(placement)
         await self._round(batch)
         if batch.targets:
             # Follow redirections once: a second one means that the slot is moving, and counts as a failure.
             await self._round(batch)
         return batch.answers
+
+    def _node(self, endpoint: Endpoint) -> Node:
+        if endpoint not in self._nodes:
+            self._nodes[endpoint] = Node(endpoint, self._access)
+        return self._nodes[endpoint]
+
+    def _keep(self, endpoints: Iterable[Endpoint]) -> None:
+        """Close and forget every server that is not in ``endpoints``."""
+        for endpoint in self._nodes.keys() - set(endpoints):
+            self._nodes.pop(endpoint).close()
 
     async def _round(self, batch: Batch[ItemT, AnswerT]) -> None:
         """Send every server its items, concurrently."""
@@ -145,7 +196,7 @@ class Pool:
                 tasks.start_soon(self._execute_on, batch, target, indices)
 
     async def _execute_on(self, batch: Batch[ItemT, AnswerT], target: Target, indices: Sequence[int]) -> None:
-        node = self._nodes.at(target.endpoint)
+        node = self._node(target.endpoint)
         try:
             await node.resolve(batch.deadline)
         except OSError as error:
@@ -161,7 +212,7 @@ class Pool:
                 run, run_answers = waiting.popleft()
                 await self._execute_run(batch, node, run, run_answers, asking=target.asking)
 
-        await _run_concurrently(min(batch.operation.pool_of(node).size, len(waiting)), process_runs)
+        await _run_concurrently(min(batch.command.pool_of(node).size, len(waiting)), process_runs)
         for index, answer in zip(indices, (answer for run in answers for answer in run), strict=True):
             if isinstance(answer, ErrorReply):
                 self._handle_error(batch, index, answer, node)
@@ -178,9 +229,9 @@ class Pool:
         asking: bool,
     ) -> None:
         """Append the answers for one run to ``answers``, ``None`` for each without a reply."""
-        operation, deadline = batch.operation, batch.deadline
-        pool = operation.pool_of(node)
-        exchange = (operation.exchange_one if asking else None) or operation.exchange
+        command, deadline = batch.command, batch.deadline
+        pool = command.pool_of(node)
+        exchange = (command.exchange_one if asking else None) or command.exchange
         try:
             while len(answers) < len(run):
                 async with pool.acquire(deadline) as connection:
@@ -202,7 +253,7 @@ class Pool:
         if redirection is not None:
             batch.send_to(redirection, index)
             return
-        batch.answers[index] = batch.operation.answer_for_error(reply)
+        batch.answers[index] = batch.command.answer_for_error(reply)
         if reply.code == "WRONGTYPE":
             return
         warn = self._warn_of_room if reply.code == "OOM" else self._warn_of_refusal

@@ -1,16 +1,28 @@
-"""Pipelined Redis commands on chunks: one value per chunk, many commands per round trip."""
+"""What is sent to a Redis server for chunks, and how its replies are read: RESP2, client side.
+
+One value per chunk, and many commands per round trip. Most replies are expected byte for byte
+(:mod:`kvtier.concurrency.sockets.connection`); functions of this module parse the others. They block, raise
+what the connection raises, and raise :class:`~kvtier.concurrency.sockets.connection.ProtocolViolation` for
+malformed replies. Lengths from the wire are never trusted.
+
+A long value is fetched in parts, up to three times as fast as in one GET: GET copies the value into freshly
+allocated memory, and for many MiB the page faults cost more than sending the data. Parts of 512 KiB reuse
+memory that the server already has. WATCH, and an empty transaction after the last part, verify that all parts
+belong to the same value.
+
+RESP: https://redis.io/docs/latest/develop/reference/protocol-spec/
+Transactions: https://redis.io/docs/latest/develop/using-commands/transactions/
+"""
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from itertools import repeat
+from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.backends.base import GetItem, Outcome, PutItem
-from kvtier.backends.redis import resp
-from kvtier.backends.redis.parts import LONG_BYTES, operations_for_parts, outcome_of_parts
-from kvtier.backends.redis.resp import ErrorReply, encode
 from kvtier.concurrency.sockets.connection import (
     BUFFER_BYTES,
     EXPECT,
@@ -24,13 +36,133 @@ from kvtier.concurrency.sockets.connection import (
 )
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
+DRAIN_BYTES = 1 << 20
+"""A value of unexpected length is read and discarded up to this size; above, reconnecting is cheaper."""
+LONG_BYTES = 1 << 20
+"""Values longer than this are fetched in parts."""
+PART_BYTES = 512 << 10
+PARTS_AHEAD = 2
+"""Parts requested ahead of the first reply. More would exceed the server's CPU caches."""
+MAX_DIGITS = 19
+
 AnswerT_co = TypeVar("AnswerT_co", covariant=True)
 
+_CRLF = b"\r\n"
+_USUAL_REPLIES: dict[bytes, bytes | int] = {b"+OK": b"OK", b":0": 0, b":1": 1}
+"""A fast path: a long prompt gets thousands of these."""
 _STORED = b"+OK\r\n"
 _STORED_BYTES = BUFFER_BYTES // len(_STORED) * len(_STORED)
 """Bytes of consecutive ``+OK`` replies that one ``EXPECT`` operation covers."""
 _COUNT_BYTES = len(b":1\r\n")
 _MAX_COUNTS = BUFFER_BYTES // _COUNT_BYTES
+
+
+class ErrorReply(NamedTuple):
+    """An error reply to one command: ``-CODE message``."""
+
+    code: str
+    message: str
+
+
+def read_reply(connection: Connection) -> bytes | int | ErrorReply:
+    """Read the next reply, which must be a status, an integer or an error."""
+    line = connection.line()
+    usual = _USUAL_REPLIES.get(line)
+    if usual is not None:
+        return usual
+    if line.startswith(b"+"):
+        return line[1:]
+    if line.startswith(b":"):
+        return _integer(line[1:])
+    return _error_reply(line)
+
+
+def value_into(connection: Connection, view: memoryview) -> bool | ErrorReply:
+    """Fill ``view`` with the next reply. ``False``: there is no value, or its length differs.
+
+    A long value of another length is not read, and the connection is then not ``in_sync``.
+    """
+    if not connection.buffered and len(view) > BUFFER_BYTES:
+        # Read only the length line, so that the value is received into aligned memory.
+        connection.fill(len(b"$%d\r\n" % len(view)))
+    line = connection.line()
+    if not line.startswith(b"$"):
+        return _error_reply(line)
+    if line == b"$-1":
+        return False
+    length = _integer(line[1:])
+    fits = length == len(view)
+    if fits:
+        connection.take(view)
+    elif length > DRAIN_BYTES:
+        connection.in_sync = False
+        return False
+    else:
+        connection.take(memoryview(bytearray(length)))
+    take_end(connection)
+    return fits
+
+
+def expect_values(views: Sequence[memoryview]) -> list[Operation]:
+    """Return the operations that fill the views with the next replies, of exactly their lengths.
+
+    For long values: native code runs all of it, without buffering lines.
+    """
+    operations: list[Operation] = []
+    end = b""
+    for view in views:
+        operations += [(EXPECT, [end + b"$%d\r\n" % len(view)]), (RECEIVE, [view])]
+        end = _CRLF
+    return [*operations, (EXPECT, [end])]
+
+
+def values_into(
+    connection: Connection, views: Sequence[memoryview], progress: Progress
+) -> Iterator[bool | ErrorReply]:
+    """Yield the result of :func:`value_into` for each view, given the progress of :func:`expect_values`."""
+    full, is_within = divmod(progress.operations, 2)
+    yield from repeat(True, full if is_within else full - 1)
+    if is_within:
+        if progress.error is not None:
+            raise progress.error
+        return
+    if full:
+        take_end(connection)
+        yield True
+    for view in views[full:]:
+        yield value_into(connection, view)
+
+
+def encode(*args: bytes) -> bytes:
+    """Encode a command."""
+    return b"*%d\r\n" % len(args) + b"".join(b"$%d\r\n%b\r\n" % (len(arg), arg) for arg in args)
+
+
+_END = encode(b"MULTI") + encode(b"EXEC")
+
+
+_UNWATCH = encode(b"UNWATCH")
+
+
+def _integer(digits: bytes) -> int:
+    if not digits.isdigit() or len(digits) > MAX_DIGITS:
+        raise ProtocolViolation("a reply contains an invalid integer")
+    return int(digits)
+
+
+def _error_reply(line: bytes) -> ErrorReply:
+    if not line.startswith(b"-"):
+        raise ProtocolViolation("the reply is not RESP2")
+    text = line[1:].decode(errors="replace")
+    return ErrorReply(text.partition(" ")[0], text)
+
+
+def take_end(connection: Connection) -> None:
+    """Read the CRLF after a value. Raises :class:`ProtocolViolation` if it is something else."""
+    end = memoryview(bytearray(len(_CRLF)))
+    connection.take(end)
+    if end != _CRLF:
+        raise ProtocolViolation("a value does not end with CRLF")
 
 
 @dataclass(frozen=True)
@@ -51,7 +183,7 @@ class Exchange(Generic[AnswerT_co]):
 class Commands:
     """Commands on chunks that are named by ``prefix`` and their key, and expire after ``ttl`` seconds.
 
-    ``in_parts``: fetch a single long value in parts (:mod:`kvtier.backends.redis.parts`).
+    ``in_parts``: fetch a single long value in parts (:mod:`kvtier.backends.redis.protocol`).
     """
 
     def __init__(self, prefix: str, ttl: float | None, *, in_parts: bool = False) -> None:
@@ -102,7 +234,7 @@ class Commands:
 
         def answers(connection: Connection, progress: Progress) -> Iterator[Outcome | ErrorReply]:
             _raise_if_not_sent(connection, progress)
-            for filled in resp.values_into(connection, views, progress.after(1)):
+            for filled in values_into(connection, views, progress.after(1)):
                 if isinstance(filled, ErrorReply):
                     yield filled
                 else:
@@ -110,7 +242,7 @@ class Commands:
                 if not connection.in_sync:
                     return
 
-        operations: list[Operation] = [(SEND, [request]), *resp.expect_values(views)]
+        operations: list[Operation] = [(SEND, [request]), *expect_values(views)]
         return Exchange(operations, lambda: [Outcome.OK] * len(views), answers)
 
     def put(self, items: Sequence[PutItem]) -> Exchange[Outcome]:
@@ -129,7 +261,7 @@ class Commands:
             for _ in range(acknowledged):
                 yield Outcome.OK
             for _ in range(count - acknowledged):
-                reply = resp.reply(connection)
+                reply = read_reply(connection)
                 if isinstance(reply, ErrorReply):
                     yield reply
                 elif reply == b"OK":
@@ -170,7 +302,7 @@ class Refused(ConnectionError):
 
 def _expect_ok(connection: Connection, command: bytes) -> None:
     _raise_if_not_sent(connection, connection.exchange([(SEND, [command])]))
-    reply = resp.reply(connection)
+    reply = read_reply(connection)
     if isinstance(reply, ErrorReply):
         raise Refused(reply)
     if reply != b"OK":
@@ -187,7 +319,7 @@ def _raise_if_not_sent(connection: Connection, progress: Progress) -> None:
         # A server may send an error and close the connection in the middle of a value that it rejects.
         reply: bytes | int | ErrorReply = b""
         try:
-            reply = resp.reply(connection)
+            reply = read_reply(connection)
         except ssl.SSLError:  # The server's alert.
             raise
         except OSError:
@@ -212,7 +344,7 @@ def _integer_replies(request: bytes, commands: int, meaning: Callable[[int], boo
             raise progress.error
         connection.unread(counts[:received])
         for _ in range(commands):
-            reply = resp.reply(connection)
+            reply = read_reply(connection)
             yield reply if isinstance(reply, ErrorReply) else meaning(_count(reply))
 
     return Exchange([(SEND, [request]), (RECEIVE, [memoryview(counts)])], expected, answers)
@@ -226,3 +358,81 @@ def _count(reply: bytes | int) -> int:
     if not isinstance(reply, int):
         raise ProtocolViolation("the reply is not an integer")
     return reply
+
+
+def operations_for_parts(name: bytes, view: memoryview) -> list[Operation]:
+    """Return the operations that read the value of ``name``, over :data:`LONG_BYTES`, into ``view``."""
+    parts = _parts(view)
+    requests = [_request(name, index * PART_BYTES, len(part)) for index, part in enumerate(parts)]
+    requests[-1] += _END
+    operations: list[Operation] = [
+        (SEND, [encode(b"WATCH", name), encode(b"STRLEN", name), *requests[:PARTS_AHEAD]])
+    ]
+    before = b"+OK\r\n:%d\r\n" % len(view)
+    for index, part in enumerate(parts):
+        operations += [(EXPECT, [before + b"$%d\r\n" % len(part)]), (RECEIVE, [part])]
+        operations += [(SEND, [request]) for request in requests[index + PARTS_AHEAD :][:1]]
+        before = b"\r\n"
+    operations.append((EXPECT, [b"\r\n+OK\r\n*0\r\n"]))
+    return operations
+
+
+def outcome_of_parts(
+    connection: Connection, view: memoryview, progress: Progress
+) -> Outcome | ErrorReply | None:
+    """Return the outcome, given the progress. Blocks, and raises what the connection raises.
+
+    ``None``: fetch the value with GET, because it changed meanwhile or the server does not permit WATCH.
+    """
+    if progress.error is not None:
+        raise progress.error
+    parts = _parts(view)
+    kinds = [kind for kind, _ in operations_for_parts(b"", view)]
+    if progress.operations == len(kinds):
+        return Outcome.OK
+    return _read_unexpected(connection, parts, kinds[: progress.operations].count(RECEIVE))
+
+
+def _parts(view: memoryview) -> list[memoryview]:
+    return [view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES)]
+
+
+def _read_unexpected(
+    connection: Connection, parts: Sequence[memoryview], full: int
+) -> Outcome | ErrorReply | None:
+    """Read the unexpected reply after ``full`` complete parts."""
+    if not full:
+        watched, length = read_reply(connection), read_reply(connection)
+        if watched != b"OK" or length != sum(map(len, parts)):
+            return _abort(connection, parts[:PARTS_AHEAD], watched, length)
+    else:
+        take_end(connection)
+    # The key was just removed or moved. Close the connection: more replies follow, or the key stays watched.
+    connection.in_sync = False
+    if full < len(parts):
+        filled = value_into(connection, parts[full])
+        return filled if isinstance(filled, ErrorReply) else Outcome.MISS
+    multi, _ = connection.line(), connection.line()
+    connection.in_sync = multi == b"+OK"
+    return None
+
+
+def _abort(
+    connection: Connection,
+    requested: Sequence[memoryview],
+    watched: bytes | int | ErrorReply,
+    length: bytes | int | ErrorReply,
+) -> Outcome | ErrorReply | None:
+    """Read the pending replies and unwatch the key, so that the connection can be reused."""
+    for part in requested:
+        value_into(connection, part)
+    connection.send([_UNWATCH])
+    read_reply(connection)
+    errors = [reply for reply in (watched, length) if isinstance(reply, ErrorReply)]
+    if any(error.code == "NOPERM" for error in errors):
+        return None
+    return errors[-1] if errors else Outcome.MISS
+
+
+def _request(name: bytes, start: int, length: int) -> bytes:
+    return encode(b"GETRANGE", name, b"%d" % start, b"%d" % (start + length - 1))
