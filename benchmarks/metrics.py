@@ -71,7 +71,7 @@ def batches(
     report = Report(event, "ssd", "ram", keys, [Outcome.OK] * size, size * CHUNK_BYTES, 0.004)
 
     def make_report() -> None:
-        with cache.hierarchy.reporting(event, Transfer(1, FIRST, keys)) as outcomes:
+        with cache._hierarchy.reporting(event, Transfer(1, FIRST, keys)) as outcomes:
             outcomes += [Outcome.OK] * size
 
     rows = [
@@ -94,7 +94,7 @@ def timed(call: Callable[[], object], runs: int, repeats: int = 50) -> tuple[flo
 
 
 async def scrapes(cache: TieredCache, metrics: CacheMetrics, chunks: int, runs: int) -> tuple[float, float]:
-    catalog = cache.hierarchy.catalog
+    catalog = cache.catalog
     for number in range(catalog.count(1), chunks):
         catalog.add(make_key(number), 1, CHUNK_BYTES, State.READY)
     seconds = []

@@ -189,7 +189,7 @@ class Pusher:
         return meter.cost
 
     async def _reserve(self, source: Source, found: Lookup) -> list[Promise]:
-        target = Target(source, self._instance.cache.hierarchy.memory.sealer)
+        target = Target(source, self._instance.cache.memory.sealer)
         headers = [ChunkHeader.parse(chunk.lease.view) for chunk in found.chunks]
         promises: list[Promise] = []
         for start in range(0, len(headers), MAX_RESERVED):

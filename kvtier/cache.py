@@ -76,7 +76,24 @@ class TieredCache:
 
     def __init__(self, settings: Settings, hierarchy: Hierarchy) -> None:
         self.settings = settings
-        self.hierarchy = hierarchy
+        self._hierarchy = hierarchy
+        self.catalog = hierarchy.catalog
+        """Which chunk is in which tier."""
+        self.memory = hierarchy.memory
+        """The first tier."""
+        self.lower = hierarchy.lower
+        """The tiers below it, fastest first."""
+        self.tiers = hierarchy.tiers
+        """All tiers, in the order of the settings."""
+        self.counts = hierarchy.counts
+        """Outcomes since the start, by name."""
+        self.layouts = hierarchy.layouts
+        """The layouts of the models in use, by namespace. Add that of each model before its chunks."""
+        self.observers = hierarchy.observers
+        self.tasks = hierarchy.tasks
+        """Tasks that end when the cache is closed."""
+        self.warn = hierarchy.warn
+        """Logs an unexpected miss, at most once a minute per kind."""
         quarter = hierarchy.memory.arena.capacity // 4
         queue_bytes = {tier.index: tier.settings.queue or quarter for tier in hierarchy.lower}
         self._evicting = EvictStage(hierarchy)
@@ -159,13 +176,13 @@ class TieredCache:
 
     async def _start(self, tasks: TaskGroup) -> None:
         """Find the chunks in the tiers, and start the background tasks."""
-        for tier in self.hierarchy.lower:
+        for tier in self.lower:
             if tier.capabilities.registration is not None:
                 await tier.capabilities.registration.register(self.arena)
             await self._holding.load(tier)
         tasks.start_soon(self._evicting.run)
         tasks.start_soon(self._forgetting.run)
-        for tier in self.hierarchy.lower:
+        for tier in self.lower:
             tasks.start_soon(self._storing.run, tier.index)
             tasks.start_soon(tier.contact)
             tasks.start_soon(self._holding.find_unseen, tier)
@@ -179,7 +196,7 @@ class TieredCache:
     @property
     def arena(self) -> Arena:
         """The memory of the first tier."""
-        return self.hierarchy.memory.arena
+        return self.memory.arena
 
     def _check_open(self) -> None:
         if self._closed:
@@ -195,11 +212,11 @@ class TieredCache:
 
     def add_observer(self, observer: Observer) -> None:
         """Notify ``observer`` of every transfer and change from now on."""
-        self.hierarchy.observers.append(observer)
+        self.observers.append(observer)
 
     def remove_observer(self, observer: Observer) -> None:
         """Undo :meth:`add_observer`."""
-        self.hierarchy.observers.remove(observer)
+        self.observers.remove(observer)
 
     def observe_lookups(self, observe: ObserveLookup | None) -> None:
         """Report every lookup with ``expected`` that is neither local nor repeated from now on."""
@@ -230,7 +247,7 @@ class TieredCache:
         self._looking_up.prefix(found, expected)
         if counts:
             whole = found.count - (found.partial is not None)
-            self.hierarchy.catalog.report_missed(query.keys[whole:])
+            self.catalog.report_missed(query.keys[whole:])
             self._report_lookup(query, expected, whole)
         return found
 
@@ -254,7 +271,7 @@ class TieredCache:
         """Report a lookup to its observer."""
         if self._observe_lookup is None or expected is None or not query.keys:
             return
-        layout = self.hierarchy.layouts.get(expected.namespace)
+        layout = self.layouts.get(expected.namespace)
         tokens = 0 if layout is None else layout.chunk_tokens
         size = object_bytes(layout.payload_bytes(tokens)) if layout is not None else expected.lengths[0]
         compute = query.compute_seconds / len(query.keys)
@@ -267,7 +284,7 @@ class TieredCache:
 
         Not from shared pools.
         """
-        if shorter := self.hierarchy.catalog.partial_matches.superseded(chunk, whole=whole):
+        if shorter := self.catalog.partial_matches.superseded(chunk, whole=whole):
             self._clear_here(shorter)
 
     def supersede_states(self, chunk: ChunkKey) -> None:
@@ -280,8 +297,8 @@ class TieredCache:
             self._clear_here(states)
 
     def _clear_here(self, keys: Sequence[ChunkKey]) -> None:
-        own = [tier.index for tier in self.hierarchy.tiers if not tier.shared]
-        self.hierarchy.tasks.start_soon(self._clearing.clear, keys, own)
+        own = [tier.index for tier in self.tiers if not tier.shared]
+        self.tasks.start_soon(self._clearing.clear, keys, own)
 
     async def settle(self, found: Lookup, progress: ReportProgress | None = None) -> None:
         """Wait for pushed chunks, then for fetched chunks according to ``prefetch.policy``; drop the rest.
@@ -328,16 +345,16 @@ class TieredCache:
     def pin(self, keys: Sequence[ChunkKey], seconds: float | None = None) -> int:
         """Protect the held prefix of ``keys`` from eviction. Return its length in chunks."""
         self._check_open()
-        held = keys[: len(self.hierarchy.catalog.prefix(keys))]
-        self.hierarchy.catalog.pin(held, None if seconds is None else time.monotonic() + seconds)
-        if self.hierarchy.router.admission.selective:
+        held = keys[: len(self.catalog.prefix(keys))]
+        self.catalog.pin(held, None if seconds is None else time.monotonic() + seconds)
+        if self._hierarchy.router.admission.selective:
             self._storing.admit(held)
         return len(held)
 
     def unpin(self, keys: Sequence[ChunkKey]) -> None:
         """Undo :meth:`pin`."""
         self._check_open()
-        self.hierarchy.catalog.pins.remove(keys)
+        self.catalog.pins.remove(keys)
 
     # Data path: asynchronous.
 
@@ -379,12 +396,12 @@ class TieredCache:
         this cache is open. Returns what was removed.
         """
         self._check_open()
-        every = self.hierarchy.tiers
+        every = self.tiers
         chosen = [tier.index for tier in every] if tiers is None else [self._index(name) for name in tiers]
         if keys is not None:
             return await self._clearing.clear(keys, chosen)
         if tiers is None:
-            self.hierarchy.catalog.namespaces.reset(namespace)
+            self.catalog.namespaces.reset(namespace)
         return await self._clearing.clear_all(namespace, chosen)
 
     async def clear_weights(self, weights_id: str, *, tiers: Sequence[str] | None = None) -> Cleared:
@@ -392,9 +409,9 @@ class TieredCache:
 
         Returns what was removed. Raises :class:`SettingsError` for an unknown tier.
         """
-        names = [tier.name for tier in self.hierarchy.tiers] if tiers is None else tiers
+        names = [tier.name for tier in self.tiers] if tiers is None else tiers
         chunks = freed = 0
-        for space in self.hierarchy.catalog.namespaces.known():
+        for space in self.catalog.namespaces.known():
             if has_weights(space, weights_id):
                 cleared = await self.clear(namespace=space, tiers=names)
                 chunks += cleared.chunks
@@ -432,24 +449,23 @@ class TieredCache:
             )
 
     def _index(self, name: str) -> int:
-        for tier in self.hierarchy.tiers:
+        for tier in self.tiers:
             if tier.name == name:
                 return tier.index
-        names = ", ".join(tier.name for tier in self.hierarchy.tiers)
+        names = ", ".join(tier.name for tier in self.tiers)
         raise SettingsError(f"unknown tier {name!r}: use one of {names}")
 
     def status(self) -> dict[str, object]:
         """Return the state of all tiers and the counters, for display and tests."""
-        hierarchy = self.hierarchy
         return {
-            "tiers": [tier.status() for tier in hierarchy.tiers],
-            "tenants": tenants_status(hierarchy.tiers),
+            "tiers": [tier.status() for tier in self.tiers],
+            "tenants": tenants_status(self.tiers),
             "arena": {"used_bytes": self.arena.used, "leases": self.arena.leases},
             "flights": len(self._prefetching.flights),
             "pushed": {"announced": self.expecting.announced, "waiting": self.expecting.waiting},
             "pending_bytes": self.pending_bytes,
-            "pinned_chunks": hierarchy.catalog.pinned,
-            "counts": dict(hierarchy.counts),
+            "pinned_chunks": self.catalog.pinned,
+            "counts": dict(self.counts),
         }
 
 

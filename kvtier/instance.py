@@ -183,7 +183,7 @@ class Instance:
 
         peers = serving = None
         if self.peers is not None:
-            tier = next(tier for tier in self.cache.hierarchy.lower if tier.name == PEERS)
+            tier = next(tier for tier in self.cache.lower if tier.name == PEERS)
             peers = Peers(self.peers, tier)
         if self.server is not None and settings.peer.listen is not None:
             serving = Serving(settings.peer.listen, self.server.address[1])

@@ -86,7 +86,7 @@ class ModelCache:
         chunk_tokens = CHUNK_TOKENS if settings.chunk_tokens == "auto" else settings.chunk_tokens
         self._layout = ChunkLayout(chunk_tokens, (GroupLayout(1, (int(token_bytes),)),), platform="rows")
         self._namespace = namespace(name, self._layout)
-        cache.hierarchy.layouts.add(self._namespace, self._layout)
+        cache.layouts.add(self._namespace, self._layout)
         self._root = root_key(self._namespace, salt)
         self._tenant = tenant_of_salt(salt) if cache.settings.tenants else ""
         self._token_bytes = token_bytes
@@ -139,7 +139,7 @@ class ModelCache:
         self._cache.commit(reservations)
         for header in [reservation.header for reservation in reservations]:
             self._cache.supersede_tails(header.key, whole=len(header.block_hashes) == self._hashes_bytes)
-        return self._tokens(len(self._cache.hierarchy.catalog.prefix(keys)), len(tokens))
+        return self._tokens(len(self._cache.catalog.prefix(keys)), len(tokens))
 
     async def retrieve(self, tokens: Sequence[int], rows: Rows, hints: ChunkHints | None = None) -> int:
         """Fill ``rows`` with the KV of the longest held prefix. Return its length in tokens.
@@ -206,7 +206,7 @@ class ModelCache:
 
     def held_tokens(self, tokens: Sequence[int]) -> int:
         """Return the number of leading tokens in the catalog. Moves no data and queries no pool."""
-        return self._tokens(len(self._cache.hierarchy.catalog.prefix(self.keys(tokens))), len(tokens))
+        return self._tokens(len(self._cache.catalog.prefix(self.keys(tokens))), len(tokens))
 
     async def prefetch(self, tokens: Sequence[int]) -> int:
         """Prefetch a prompt's chunks. Return the number of leading tokens in memory afterwards."""

@@ -148,10 +148,10 @@ class Connection:
             protocol.VERSION,
             self._server.epoch,
             cache.arena.capacity,
-            [*(tier.name for tier in cache.hierarchy.tiers), *staging],
-            [*(tier.settings.type for tier in cache.hierarchy.tiers), *staging],
+            [*(tier.name for tier in cache.tiers), *staging],
+            [*(tier.settings.type for tier in cache.tiers), *staging],
             self._server.peer,
-            any(tier.shared for tier in cache.hierarchy.tiers),
+            any(tier.shared for tier in cache.tiers),
             first,
         )
         self._endpoint.send(welcome, [] if self._remote else [cache.arena.fd])
@@ -217,7 +217,7 @@ class Connection:
             case protocol.Clear() if self._engine is not None:
                 self._endpoint.uncork()
                 # Named tiers: pools are still queried if an engine uses these weights again.
-                tiers = [tier.name for tier in self._server.cache.hierarchy.tiers]
+                tiers = [tier.name for tier in self._server.cache.tiers]
                 cleared = await self._server.cache.clear(namespace=self._engine.namespace, tiers=tiers)
                 self.send(protocol.Cleared(message.ticket, cleared.chunks))
             case _:

@@ -74,7 +74,7 @@ class Engine:
         self.startup_namespace = hello.namespace
         """Of the weights that it has started with. Identifies the engine's model to all of its ranks."""
         self.weights = Weights(hello.namespace, "")
-        cache.hierarchy.layouts.add(hello.namespace, hello.layout)
+        cache.layouts.add(hello.namespace, hello.layout)
         self.model: EngineModel | None = None
         self.staging: EngineStaging | None = None
         """``None`` until a worker has requested a staging buffer."""
@@ -102,7 +102,7 @@ class Engine:
     def use_weights(self, weights: Weights) -> None:
         """Look up and reserve chunks of other weights from now on."""
         self.weights = weights
-        self._cache.hierarchy.layouts.add(weights.namespace, self.layout)
+        self._cache.layouts.add(weights.namespace, self.layout)
         if self.staging is not None:
             self.staging.namespace = weights.namespace
 
@@ -184,7 +184,7 @@ class Engine:
     def _grant(self, ticket: Ticket, lookup: Lookup, *, fetching: int) -> Found:
         """Grant leases on what is ready now."""
         staging = self._buffers
-        staging_source = len(self._cache.hierarchy.tiers)
+        staging_source = len(self._cache.tiers)
         buffer = 0 if staging is None else staging.number
         found = Found(ticket.number, [], [], [], fetching, buffer, lookup.held, needed=lookup.needed)
         ready = lookup.take_ready()
@@ -351,16 +351,16 @@ class Engine:
         lengths = [object_bytes(header.payload_bytes) for header in headers]
         if sum(lengths) <= room:
             return len(headers)
-        absent = set(cache.hierarchy.memory.absent([header.key for header in headers]))
+        absent = set(cache.memory.absent([header.key for header in headers]))
         for at in sorted(absent):
             room -= lengths[at]
             if room < 0:
                 beyond = sum(index >= at for index in absent)
-                cache.hierarchy.counts["store_dropped"] += beyond
+                cache.counts["store_dropped"] += beyond
                 message = (
                     "engine %s: %d chunks are not cached: at most %s may be reserved at once (reserve_share)"
                 )
-                cache.hierarchy.warn("reserve_share", message, self.name, beyond, format_size(limit))
+                cache.warn("reserve_share", message, self.name, beyond, format_size(limit))
                 return at
         return len(headers)
 

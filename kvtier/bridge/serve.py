@@ -118,7 +118,7 @@ async def _serving_metrics(listen: str | None, server: BridgeServer) -> AsyncIte
 async def _serve_engines(
     server: BridgeServer, path: Path, on_serving: Callable[[], None], linger: float | None
 ) -> None:
-    names = ", ".join(f"{tier.name} ({tier.settings.type})" for tier in server.cache.hierarchy.tiers)
+    names = ", ".join(f"{tier.name} ({tier.settings.type})" for tier in server.cache.tiers)
     async with listening(path, server.handle):
         logger.info("serving %s on %s, process %d", names, path, os.getpid())
         on_serving()

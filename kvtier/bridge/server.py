@@ -193,7 +193,7 @@ class BridgeServer:
                     engine.name,
                     rank,
                 )
-            self.cache.hierarchy.tasks.start_soon(self._await_exit, engine, process)
+            self.cache.tasks.start_soon(self._await_exit, engine, process)
         elif process is not None:
             process.close()
 
@@ -239,7 +239,7 @@ class BridgeServer:
         """Return the KV transfers of a scheduler's connection."""
         return EngineKVTransfers(
             partial(self._instance.transfer_kv, hinted=True),
-            self.cache.hierarchy.catalog,
+            self.cache.catalog,
             engine.layout,
             self._warnings,
             self.cache.settings.kv_transfer.reserve,

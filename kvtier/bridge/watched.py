@@ -74,7 +74,7 @@ class WatchedChunks(Observer):
             del self._marked[key]
         if not self._marked:
             self._changes_marked = anyio.Event()
-        masks = [ready for ready, _ in self._cache.hierarchy.catalog.places(keys)]
+        masks = [ready for ready, _ in self._cache.catalog.places(keys)]
         changed = [(key, mask) for key, mask in zip(keys, masks, strict=True) if self._reported[key] != mask]
         self._reported.update(changed)
         if not changed:

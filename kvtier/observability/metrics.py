@@ -143,8 +143,8 @@ class CacheMetrics(Collector):
         self._what_if = what_if
         self._transfers: dict[tuple[type[Event], str | None, str | None], _Transfers] = {}
         # Export 0 from the start: rate() misses the first increase of a counter that appears late.
-        memory = cache.hierarchy.memory.name
-        for tier in cache.hierarchy.lower:
+        memory = cache.memory.name
+        for tier in cache.lower:
             self._transfers[Prefetch, tier.name, memory] = _Transfers()
             if tier.write != "never":
                 self._transfers[Store, memory, tier.name] = _Transfers()
@@ -187,7 +187,7 @@ class CacheMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics, in time independent of the number of chunks."""
-        status, tiers = self._status(), self._cache.hierarchy.tiers
+        status, tiers = self._status(), self._cache.tiers
         yield InfoMetricFamily("kvtier_build", "The version of kvtier.", {"version": __version__})
         yield from self._of_tiers(tiers)
         yield from _of_tenants(tiers)
@@ -228,7 +228,7 @@ class CacheMetrics(Collector):
         yield counter("corrupt_chunks", text, lambda tier: tier.corrupt)
 
     def _of_counts(self, tiers: Sequence[Level]) -> Iterator[Metric]:
-        counts = self._cache.hierarchy.counts
+        counts = self._cache.counts
         for key, name, text in COUNTS:
             yield CounterMetricFamily(name, text, counts[key])
         worth = self._cache.worth
@@ -286,7 +286,7 @@ class CacheMetrics(Collector):
                 "Part of it that is out of use: a process that has disconnected or stopped may write there.",
                 reserved["void_bytes"],
             ),
-            ("pinned_chunks", "Chunks pinned against eviction.", self._cache.hierarchy.catalog.pinned),
+            ("pinned_chunks", "Chunks pinned against eviction.", self._cache.catalog.pinned),
             ("prefetching_chunks", "Chunks in flight into the first tier.", flights),
             ("pending_bytes", "Bytes still to be written to lower tiers.", self._cache.pending_bytes),
         ):

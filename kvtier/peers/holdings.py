@@ -26,8 +26,8 @@ class Holdings:
 
     def __init__(self, cache: TieredCache) -> None:
         self._cache = cache
-        self._local = sum(1 << tier.index for tier in cache.hierarchy.tiers if not tier.shared)
-        self._sealer = cache.hierarchy.memory.sealer
+        self._local = sum(1 << tier.index for tier in cache.tiers if not tier.shared)
+        self._sealer = cache.memory.sealer
 
     async def held(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return which of ``keys`` this host's own tiers hold. Shared tiers do not count."""
@@ -36,7 +36,7 @@ class Holdings:
             if start:
                 await anyio.lowlevel.checkpoint()
             part = keys[start : start + KEYS_PER_STEP]
-            held += [bool(ready & self._local) for ready, _ in self._cache.hierarchy.catalog.places(part)]
+            held += [bool(ready & self._local) for ready, _ in self._cache.catalog.places(part)]
         return held
 
     async def find(
@@ -69,7 +69,7 @@ class Holdings:
 
     def _length_of_first(self, keys: Sequence[ChunkKey]) -> int:
         """Return the length of the first held chunk, as an estimate: most chunks are equally long."""
-        catalog = self._cache.hierarchy.catalog
+        catalog = self._cache.catalog
         return next((catalog.length(key) for key in keys if key in catalog), 1)
 
     def _find(
@@ -78,7 +78,7 @@ class Holdings:
         if prefix:
             chunks = self._cache.look_up(Query(keys[:limit], local=True)).chunks
             return list(range(len(chunks))), chunks
-        places = list(self._cache.hierarchy.catalog.places(keys))
+        places = list(self._cache.catalog.places(keys))
         at = [index for index, (ready, _) in enumerate(places) if ready & self._local][:limit]
         chunks = self._cache.look_up(Query([keys[index] for index in at], local=True)).chunks
         # If memory has no room for one chunk from below, it has room for none; those in memory need none.

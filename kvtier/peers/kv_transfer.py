@@ -349,7 +349,7 @@ class KVTransfers(Observer):
         """``targets``: what requests may name. ``max_bytes``: limit of bytes leased for waiting chunks."""
         self.peers = peers
         self.targets = targets
-        self.sealer = cache.hierarchy.memory.sealer
+        self.sealer = cache.memory.sealer
         self.leased_bytes = 0
         self._cache = cache
         self._tasks = tasks
@@ -384,7 +384,7 @@ class KVTransfers(Observer):
         self._open.add(transfer)
         for key in transfer.keys:
             self._awaiting.setdefault(key, set()).add(transfer)
-        memory = self._cache.hierarchy.memory
+        memory = self._cache.memory
         self.changed(FIRST, [key for key in transfer.keys if memory.state(key) is State.READY], ())
         self._tasks.start_soon(partial(transfer.run, hinted=hinted))
         return transfer
@@ -393,7 +393,7 @@ class KVTransfers(Observer):
         """Lease a chunk that is READY in the first tier; ``None`` at the limit, unless ``always``."""
         if self.leased_bytes >= self._max_bytes and not always:
             return None
-        lease = self._cache.hierarchy.memory.lease(key)
+        lease = self._cache.memory.lease(key)
         if lease is not None:
             self.leased_bytes += lease.length
         return lease

@@ -81,7 +81,7 @@ class ArenaPlace(Place):
 
     def state(self, key: ChunkKey) -> State:
         """Return the state in the catalog."""
-        return self._cache.hierarchy.memory.state(key)
+        return self._cache.memory.state(key)
 
     def reserve(self, headers: Sequence[ChunkHeader]) -> Sequence[Reservation | None]:
         """See :meth:`~kvtier.cache.TieredCache.reserve_all`."""

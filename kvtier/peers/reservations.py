@@ -162,7 +162,7 @@ class Reservations:
                 break
             absent[header.key] = at
         reserved = self._reserve(place, {at: headers[at] for at in absent.values()})
-        self._cache.hierarchy.catalog.touch([headers[at].key for at in held])
+        self._cache.catalog.touch([headers[at].key for at in held])
         room = self._grant(owner, place, list(reserved.values()))
         if room is None:
             return Reserved(request.ticket, NO_GRANT, [], [], 0.0, held, pending, "")
@@ -201,7 +201,7 @@ class Reservations:
         return place if place is not None and place.number == request.staging else None
 
     def _rejection(self, namespace: bytes) -> str:
-        if self._cache.hierarchy.catalog.namespaces.is_reset(namespace):
+        if self._cache.catalog.namespaces.is_reset(namespace):
             return "this model was reset here, so copies on other hosts are invalid"
         return "" if self._refusal is None else self._refusal(namespace)
 

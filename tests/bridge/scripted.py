@@ -97,7 +97,7 @@ class Host:
             while self.server.engines:
                 await anyio.sleep(0.005)
             cache = self.server.cache
-            while cache.pending_bytes or cache.arena.leases != cache.hierarchy.catalog.count(0):
+            while cache.pending_bytes or cache.arena.leases != cache.catalog.count(0):
                 await anyio.sleep(0.005)
 
 

@@ -66,7 +66,7 @@ async def engine_of(
         engine = Engine(cache, HELLO, itertools.count(1))
         yield engine, cache
         engine.close()
-        assert cache.arena.leases == cache.hierarchy.catalog.count(FIRST)
+        assert cache.arena.leases == cache.catalog.count(FIRST)
 
 
 def reserve(
@@ -257,15 +257,15 @@ async def test_reserved_chunks_have_headers_and_are_pending_in_order() -> None:
             tokens = CHUNK_TOKENS if at < 11 else 10
             parent = KEYS[at - 1] if at else ROOT
             assert header == ChunkHeader(key, parent, NAMESPACE, LAYOUT.payload_bytes(tokens), b"", tokens)
-            assert cache.hierarchy.catalog.state(key, FIRST) is State.PENDING
+            assert cache.catalog.state(key, FIRST) is State.PENDING
         engine.commit(reserved.leases, 0)
-        assert cache.hierarchy.catalog.victims(FIRST) == KEYS[::-1]
-        assert cache.hierarchy.catalog.keys(FIRST, NAMESPACE) == KEYS
+        assert cache.catalog.victims(FIRST) == KEYS[::-1]
+        assert cache.catalog.keys(FIRST, NAMESPACE) == KEYS
 
 
 async def test_hints_are_stored_with_the_chunks_and_replaced_by_lookups() -> None:
     async with engine_of() as (engine, cache):
-        catalog = cache.hierarchy.catalog
+        catalog = cache.catalog
         runs = [
             Run(ROOT, join_keys(KEYS[:2]), CHUNK_TOKENS, hints=ChunkHints(priority=1)),
             Run(KEYS[1], join_keys(KEYS[2:4]), CHUNK_TOKENS, hints=ChunkHints(priority=2)),
@@ -293,10 +293,10 @@ async def test_held_and_duplicate_chunks_are_refused() -> None:
         repeated = reserve(engine, [KEYS[0], KEYS[1], KEYS[0], KEYS[1]]).leases
         assert [bool(lease) for lease in repeated] == [True, True, False, False]
         engine.fillings.abandon(repeated)
-        counts = cache.hierarchy.counts
+        counts = cache.counts
         assert (counts["store_known"], counts["store_aborted"]) == (5, 11)
         assert cache.arena.used == 3 * OBJECT_BYTES
-        assert len(cache.hierarchy.catalog) == 3
+        assert len(cache.catalog) == 3
 
 
 @pytest.mark.parametrize(("state", "awaited"), [(False, False), (True, False), (False, True)])
@@ -321,7 +321,7 @@ async def test_chunks_are_declined_except_of_models_with_states_and_for_decode_i
         )
         leases = engine.reserve(Reserve(2, [worthless])).leases
         assert [bool(lease) for lease in leases] == [state or awaited] * 4
-        assert cache.hierarchy.counts["store_declined"] == (0 if state or awaited else 4)
+        assert cache.counts["store_declined"] == (0 if state or awaited else 4)
         engine.close()
 
 
@@ -338,8 +338,8 @@ async def test_memory_is_kept_while_another_rank_may_write() -> None:
         assert cache.arena.leases == 2
         engine.commit([lost, stored], 0)
         assert cache.arena.leases == 1
-        assert cache.hierarchy.catalog.state(KEYS[0], FIRST) is State.ABSENT
-        assert cache.hierarchy.catalog.state(KEYS[1], FIRST) is State.READY
+        assert cache.catalog.state(KEYS[0], FIRST) is State.ABSENT
+        assert cache.catalog.state(KEYS[1], FIRST) is State.READY
         engine.close()
 
 
@@ -349,11 +349,11 @@ async def test_reserve_evicts_cold_chunks_and_ends_at_capacity() -> None:
         keys = chunk_keys(ROOT, range(CHUNK_TOKENS * (fitting + 5)), CHUNK_TOKENS)
         reserved = reserve(engine, keys)
         assert [bool(lease) for lease in reserved.leases] == [True] * fitting + [False] * 5
-        assert cache.hierarchy.counts["store_dropped"] == 5
+        assert cache.counts["store_dropped"] == 5
         engine.commit(reserved.leases, 0)
         others = chunk_keys(root_key(bytes(32)), range(CHUNK_TOKENS * 4), CHUNK_TOKENS)
         assert all(reserve(engine, others).leases)
-        assert cache.hierarchy.catalog.prefix(keys) == [FIRST] * (fitting - 4)
+        assert cache.catalog.prefix(keys) == [FIRST] * (fitting - 4)
 
 
 @pytest.mark.parametrize("last", [0, -1, CHUNK_TOKENS + 1, 2**62])
@@ -361,7 +361,7 @@ async def test_invalid_size_of_last_chunk_is_refused(last: int) -> None:
     async with engine_of() as (engine, cache):
         with pytest.raises(ProtocolError, match="invalid run"):
             reserve(engine, KEYS, last=last)
-        assert (cache.arena.used, len(cache.hierarchy.catalog)) == (0, 0)
+        assert (cache.arena.used, len(cache.catalog)) == (0, 0)
 
 
 @pytest.mark.parametrize("parent", [b"", bytes(31), bytes(33)])
@@ -369,7 +369,7 @@ async def test_invalid_parent_key_is_refused(parent: bytes) -> None:
     async with engine_of() as (engine, cache):
         with pytest.raises(ProtocolError, match="invalid run"):
             reserve(engine, KEYS, parent=ChunkKey(parent))
-        assert (cache.arena.used, len(cache.hierarchy.catalog)) == (0, 0)
+        assert (cache.arena.used, len(cache.catalog)) == (0, 0)
 
 
 # Backends and scheduling.
@@ -436,7 +436,7 @@ async def test_engine_reserves_at_most_its_share() -> None:
     async with engine_of(f"{16 * OBJECT_BYTES}B", reserve_share=0.25) as (engine, cache):
         first = reserve(engine, KEYS)
         assert [bool(lease) for lease in first.leases] == [True] * 4 + [False] * 8
-        assert cache.hierarchy.counts["store_dropped"] == 8
+        assert cache.counts["store_dropped"] == 8
         other = Engine(cache, HELLO, itertools.count(100))
         assert all(reserve(other, KEYS[4:8], KEYS[3]).leases), "the share is that of each engine"
         other.close()

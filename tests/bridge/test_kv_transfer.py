@@ -91,7 +91,7 @@ def is_idle(host: Host) -> bool:
         reserving["announcements"],
         status["serving"]["grants"],
         cache.pending_bytes,
-        cache.arena.leases - cache.hierarchy.catalog.count(0),
+        cache.arena.leases - cache.catalog.count(0),
     )
     return not any(counts)
 
@@ -146,7 +146,7 @@ async def test_chunks_are_pushed_once_every_rank_has_committed(tmp_path: Path) -
         await pair.workers[0].send(Commit(reserved.leases))
         await pair.workers[0].status()
         await pair.scheduler.send(EndKVTransfer(1, complete=True))
-        await until(lambda: pair.decode_host.server.cache.hierarchy.catalog.count(0) == 2)
+        await until(lambda: pair.decode_host.server.cache.catalog.count(0) == 2)
         assert pushed_counts(pair.decode_host)["waiting"] == 1, "one rank has not committed yet"
         await pair.workers[1].send(Commit(reserved.leases))
         assert await pair.scheduler.receive() == KVTransferResult(1, TOKENS, "")
@@ -191,7 +191,7 @@ async def test_cancelled_lookup_is_released_immediately(tmp_path: Path) -> None:
         await store(pair.scheduler, pair.workers, KEYS[:2])
         await pair.transfer_kv()
         await pair.expect()
-        await until(lambda: pair.decode_host.server.cache.hierarchy.catalog.count(0) == 2)
+        await until(lambda: pair.decode_host.server.cache.catalog.count(0) == 2)
         await pair.decode_scheduler.send(Cancel(1))
         await until(lambda: pushed_counts(pair.decode_host)["waiting"] == 0)
         await until(lambda: pair.decode_host.server.status()["engines"] == IDLE)

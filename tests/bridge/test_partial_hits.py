@@ -138,7 +138,7 @@ async def test_a_longer_chunk_replaces_a_shorter_one(layout: ChunkLayout, longer
         store(engine, [9] * 50)
         store(engine, tokens)
         kept = {*keys_of(tokens), *keys_of([9] * 50)}
-        await until(lambda: set(cache.hierarchy.catalog.keys(0, NAMESPACE)) == kept)
+        await until(lambda: set(cache.catalog.keys(0, NAMESPACE)) == kept)
 
 
 @pytest.mark.parametrize("longer", [48, 255, 256])
@@ -147,11 +147,11 @@ async def test_a_shorter_chunk_stored_late_is_removed(longer: int) -> None:
     async with engine_of(FULL) as (engine, cache):
         store(engine, tokens)
         store(engine, tokens[:32])
-        await until(lambda: cache.hierarchy.catalog.keys(0, NAMESPACE) == keys_of(tokens))
+        await until(lambda: cache.catalog.keys(0, NAMESPACE) == keys_of(tokens))
 
 
 async def test_the_last_of_two_with_the_same_blocks_stays() -> None:
     async with engine_of(FULL) as (engine, cache):
         store(engine, list(range(33)))
         store(engine, list(range(32)))
-        await until(lambda: cache.hierarchy.catalog.keys(0, NAMESPACE) == keys_of(list(range(32))))
+        await until(lambda: cache.catalog.keys(0, NAMESPACE) == keys_of(list(range(32))))

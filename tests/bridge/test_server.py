@@ -180,7 +180,7 @@ async def test_disconnected_engine_leaks_nothing(tmp_path: Path) -> None:
             for worker in (worker0, worker1):  # This process lives on.
                 await worker.send(Leave())
         await host.wait_until_idle()
-        assert host.server.cache.hierarchy.catalog.count(0) == 3
+        assert host.server.cache.catalog.count(0) == 3
 
 
 async def test_reservations_are_kept_while_a_worker_is_connected(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ async def test_chunks_belong_to_the_weights_at_the_time_of_their_reservation(tmp
         for worker in workers:
             await worker.send(Commit(reserved.leases))
             await worker.status()
-        catalog = host.server.cache.hierarchy.catalog
+        catalog = host.server.cache.catalog
         assert len(catalog.keys(0, STARTUP.namespace)) == 6
         await store(host, FIRST, engine)
         assert len(catalog.keys(0, FIRST.namespace)) == 6
@@ -132,7 +132,7 @@ async def test_clear_removes_some_weights_from_some_tiers(tmp_path: Path) -> Non
         await observer.greet("observer")
         for each in (FIRST, SECOND, weights("step-1", "qwen")):
             await store(host, each, engine)
-        catalog, size = host.server.cache.hierarchy.catalog, catalog_bytes(host, FIRST)
+        catalog, size = host.server.cache.catalog, catalog_bytes(host, FIRST)
         assert await observer.request(ClearWeights(1, "step-1", ["ssd"])) == Cleared(1, 12, 2 * size)
         assert [catalog.count(tier) for tier in (0, 1)] == [18, 6]
         assert await found(FIRST, engine) == 6
@@ -146,7 +146,7 @@ async def test_clear_removes_some_weights_from_some_tiers(tmp_path: Path) -> Non
 
 
 def catalog_bytes(host: Host, of: Weights) -> int:
-    catalog = host.server.cache.hierarchy.catalog
+    catalog = host.server.cache.catalog
     return sum(catalog.length(key) for key in catalog.keys(0, of.namespace))
 
 
@@ -161,7 +161,7 @@ async def test_clear_finds_weights_after_a_restart(tmp_path: Path) -> None:
         cleared = await observer.request(ClearWeights(1, "step-1"))
         assert isinstance(cleared, Cleared)
         assert cleared.chunks == 6
-        assert host.server.cache.hierarchy.catalog.count(1) == 6
+        assert host.server.cache.catalog.count(1) == 6
 
 
 @pytest.mark.parametrize("when", ["connected", "greeting", "disconnected"])

@@ -58,7 +58,7 @@ class Opened:
 
     def forget(self, tokens: list[int]) -> None:
         """Drop a prompt from memory, as an eviction without demotion does."""
-        self.cache.hierarchy.drop(self.model.keys(tokens))
+        self.cache.memory.drop(self.model.keys(tokens))
 
     async def evict_all(self) -> None:
         """Evict all chunks from memory."""
@@ -70,11 +70,11 @@ class Opened:
         for _ in range(5):  # Chunks that are admitted later are queued in a task.
             await checkpoint()
         assert await self.cache.drain(60)
-        return self.cache.hierarchy.catalog.count(DISK)
+        return self.cache.catalog.count(DISK)
 
     @property
     def not_admitted(self) -> int:
-        return self.cache.hierarchy.counts["not_admitted"]
+        return self.cache.counts["not_admitted"]
 
 
 @asynccontextmanager
@@ -83,7 +83,7 @@ async def opened(settings: Settings, *pools: Any) -> AsyncIterator[Opened]:
     async with TieredCache.open(settings, plugins=BUILT_IN, pools=pools) as cache:
         yield Opened(cache, cache.model("llama", token_bytes=TOKEN_BYTES))
         with anyio.fail_after(60):
-            while cache.pending_bytes or cache.arena.leases != cache.hierarchy.catalog.count(0):
+            while cache.pending_bytes or cache.arena.leases != cache.catalog.count(0):
                 await anyio.sleep(0.01)
         assert not cache.status()["flights"]
 
@@ -144,7 +144,7 @@ async def test_longer_prompt_writes_only_what_it_shares(settings: MakeSettings, 
         assert await serving.retrieve(longer) == 512
         await serving.store(longer)
         assert await serving.written() == 2
-        catalog, keys = serving.cache.hierarchy.catalog, serving.model.keys(longer)
+        catalog, keys = serving.cache.catalog, serving.model.keys(longer)
         assert [catalog.state(key, DISK) for key in keys] == [State.READY] * 2 + [State.ABSENT] * 2
 
 
@@ -157,7 +157,7 @@ async def test_only_chunks_that_were_used_again_are_demoted(settings: MakeSettin
         assert await serving.written() == 0
         await serving.evict_all()
         assert (await serving.written(), serving.not_admitted) == (4, 4)
-        assert serving.cache.hierarchy.counts["demoted"] == 4
+        assert serving.cache.counts["demoted"] == 4
         assert serving.cache.status()["counts"]["not_admitted"] == 4  # type: ignore[index]
         assert await serving.retrieve(twice) == 1024
         assert await serving.retrieve(once) == 0
@@ -231,8 +231,8 @@ async def test_full_write_queue_defers_what_is_admitted_later(settings: MakeSett
     async with opened(configured_settings) as serving:
         await serving.store(tokens)
         assert await serving.retrieve(tokens) == len(tokens)
-        await wait_until(lambda: serving.cache.hierarchy.catalog.count(DISK) == 32)
-        assert serving.cache.hierarchy.counts["write_deferred"]
+        await wait_until(lambda: serving.cache.catalog.count(DISK) == 32)
+        assert serving.cache.counts["write_deferred"]
 
 
 async def test_failed_write_is_made_up_for_on_eviction(settings: MakeSettings, prompt: Prompt) -> None:
@@ -245,7 +245,7 @@ async def test_failed_write_is_made_up_for_on_eviction(settings: MakeSettings, p
         faulty.fault = Fault.FULL
         assert await serving.retrieve(tokens) == 1024
         assert await serving.written() == 0
-        assert serving.cache.hierarchy.counts["put_full"] == 4
+        assert serving.cache.counts["put_full"] == 4
         faulty.fault = None
         await serving.evict_all()
         assert await serving.written() == len(backend.held) == 4
@@ -262,9 +262,9 @@ async def test_full_disk_keeps_what_is_admitted_last(
                 await serving.store(prompt(4096, seed))
                 assert await serving.retrieve(prompt(4096, seed)) == 4096
                 await serving.written()
-            assert serving.cache.hierarchy.counts["put_full"]
+            assert serving.cache.counts["put_full"]
         async with opened(configured_settings) as serving:
-            held = serving.cache.hierarchy.catalog
+            held = serving.cache.catalog
             kept = [sum(key in held for key in serving.model.keys(prompt(4096, seed))) for seed in range(12)]
     assert kept[-1] >= 8, kept
     assert kept[0] == 0, kept
@@ -314,10 +314,10 @@ class Pair:
 
     def compare(self) -> None:
         """Check that both hold and have written the same chunks, and that no chunk is without its parent."""
-        real, simulated = self.serving.cache.hierarchy.catalog, self.simulated.catalog
+        real, simulated = self.serving.cache.catalog, self.simulated.catalog
         for tier in (0, DISK):
             assert set(real.keys(tier)) == set(simulated.keys(tier)), tier
-        assert self.serving.cache.hierarchy.counts["put_ok"] == self.simulated.written[DISK]
+        assert self.serving.cache.counts["put_ok"] == self.simulated.written[DISK]
         assert self.serving.not_admitted == self.simulated.not_admitted
         for key in real.keys(DISK):
             parent = real.parent(key)

@@ -74,14 +74,14 @@ async def test_lookup_ends_at_the_last_state(settings: MakeSettings, states: lis
 async def test_state_beyond_a_missing_chunk_is_not_used(settings: MakeSettings) -> None:
     async with opened(settings) as harness:
         store(harness, states=[1, 4])
-        harness.cache.hierarchy.drop([KEYS[3]])
+        harness.cache.memory.drop([KEYS[3]])
         assert contents(await look_up(harness)) == [*KEYS[:2], state_key(KEYS[1])]
 
 
 async def test_state_is_evicted_before_its_chunk(settings: MakeSettings) -> None:
     async with opened(settings) as harness:
         store(harness, states=[2, 5])
-        catalog = harness.cache.hierarchy.catalog
+        catalog = harness.cache.catalog
         victims = catalog.victims(0)
         assert victims.index(state_key(KEYS[5])) < victims.index(KEYS[5])
         assert victims.index(state_key(KEYS[2])) < victims.index(KEYS[2])
@@ -91,8 +91,8 @@ async def test_disk_is_read_up_to_the_state(settings: MakeSettings) -> None:
     async with opened(settings, ssd=64) as harness:
         store(harness, states=[3])
         assert await harness.cache.drain(60)
-        catalog = harness.cache.hierarchy.catalog
-        harness.cache.hierarchy.drop(catalog.keys(0))
+        catalog = harness.cache.catalog
+        harness.cache.memory.drop(catalog.keys(0))
         found = harness.cache.look_up_state(Query(KEYS), expected(), object_bytes(STATE))
         assert (found.in_flight, found.take_ready()) == (5, [])
         await harness.cache.settle(found)
@@ -105,7 +105,7 @@ async def test_number_of_needed_chunks_is_known_before_they_arrive(settings: Mak
     async with opened(settings, ssd=64) as harness:
         store(harness, states=[3])
         assert await harness.cache.drain(60)
-        harness.cache.hierarchy.drop([KEYS[2], state_key(KEYS[3])])
+        harness.cache.memory.drop([KEYS[2], state_key(KEYS[3])])
         found = harness.cache.look_up_state(Query(KEYS), expected(), object_bytes(STATE))
         assert (found.in_flight, found.ready, found.needed) == (3, 2, 5)
         await harness.cache.settle(found)
@@ -157,17 +157,17 @@ async def test_abandoned_lookup_leaves_no_lease(settings: MakeSettings) -> None:
 
 async def to_pool(harness: CacheHarness, keys: list[ChunkKey], *, known: bool = True) -> None:
     """Move objects from memory to the pool; with ``known``, the catalog lists them."""
-    hierarchy = harness.cache.hierarchy
+    cache = harness.cache
     for key in keys:
-        lease = hierarchy.memory.lease(key)
+        lease = cache.memory.lease(key)
         assert lease is not None
         sealed = bytearray(lease.view)
         lease.release()
         ChunkHeader.parse(memoryview(sealed)).seal(memoryview(sealed))
         harness.sources["pool"].pool.held[key] = bytes(sealed)
         if known:
-            hierarchy.catalog.add(key, harness.tier("pool").index, len(sealed), State.READY)
-    hierarchy.drop(keys)
+            cache.catalog.add(key, harness.tier("pool").index, len(sealed), State.READY)
+    cache.memory.drop(keys)
 
 
 async def test_continued_session_keeps_its_last_two_states(settings: MakeSettings) -> None:
@@ -176,7 +176,7 @@ async def test_continued_session_keeps_its_last_two_states(settings: MakeSetting
         store(harness, states=[1, 2, 4, 5])
         assert await harness.cache.drain(60)
         harness.cache.supersede_states(KEYS[4])
-        catalog = harness.cache.hierarchy.catalog
+        catalog = harness.cache.catalog
         await wait_until(lambda: not any(catalog.tiers(state_key(KEYS[at])) for at in (1, 2)))
         assert [catalog.tiers(state_key(KEYS[at])) for at in (4, 5)] == [[0, 1], [0, 1]]
         assert all(catalog.tiers(key) == [0, 1] for key in KEYS)
@@ -192,6 +192,6 @@ async def test_state_at_a_branch_is_kept(settings: MakeSettings) -> None:
         assert reservation is not None
         harness.cache.commit([reservation])
         harness.cache.supersede_states(KEYS[5])
-        catalog = harness.cache.hierarchy.catalog
+        catalog = harness.cache.catalog
         await wait_until(lambda: not any(catalog.tiers(state_key(KEYS[at])) for at in (3, 4)))
         assert [catalog.tiers(state_key(KEYS[at])) for at in (1, 2)] == [[0], [0]]

@@ -55,13 +55,13 @@ async def cache(settings: Callable[..., Settings]) -> AsyncIterator[TieredCache]
 
 
 def policy_of(cache: TieredCache) -> ResumePolicy:
-    policy = cache.hierarchy.catalog.policies[0]
+    policy = cache.catalog.policies[0]
     assert isinstance(policy, ResumePolicy)
     return policy
 
 
 def held(cache: TieredCache) -> int:
-    return len(cache.hierarchy.catalog.prefix(prompt_of(1, CHUNKS)))
+    return len(cache.catalog.prefix(prompt_of(1, CHUNKS)))
 
 
 async def test_declined_chunks_are_counted_and_do_not_warn(
@@ -70,8 +70,8 @@ async def test_declined_chunks_are_counted_and_do_not_warn(
     with caplog.at_level(logging.WARNING):
         assert store(cache, headers(prompt_of(2, 3)), WORTHLESS) == [False] * 3
     assert held(cache) == CHUNKS
-    assert cache.hierarchy.counts["store_declined"] == 3
-    assert cache.hierarchy.counts["store_dropped"] == 0
+    assert cache.counts["store_declined"] == 3
+    assert cache.counts["store_dropped"] == 0
     assert not caplog.records
     assert len(policy_of(cache)._visits.ghosts) == 1, "the prompt is remembered"
 
@@ -90,11 +90,11 @@ async def test_what_continues_declined_chunks_is_declined_even_if_there_is_room(
     """An engine stores a long prompt in parts. Without the first one, the others would never be hits."""
     keys = prompt_of(2, 6)
     assert store(cache, headers(keys[:2]), WORTHLESS) == [False] * 2
-    victims = cache.hierarchy.catalog.victims(0, 4 * CHUNK_OBJECT_BYTES)
-    cache.hierarchy.drop(victims)
+    victims = cache.catalog.victims(0, 4 * CHUNK_OBJECT_BYTES)
+    cache.memory.drop(victims)
     assert store(cache, headers(keys[2:4], keys[1]), WORTHLESS) == [False] * 2
     assert store(cache, headers(keys[4:], keys[3]), WORTHY) == [False] * 2
-    assert cache.hierarchy.counts["store_declined"] == 6
+    assert cache.counts["store_declined"] == 6
     assert store(cache, headers(keys[:2]), WORTHLESS) == [True] * 2, "there is room for it now"
     assert store(cache, headers(keys[2:4], keys[1]), WORTHLESS) == [True] * 2
 
@@ -104,7 +104,7 @@ async def test_whole_chunk_in_place_of_a_declined_partial_one_is_declined(cache:
     keys = prompt_of(2, 4)
     [partial], [whole] = prompt_of(3, 1), prompt_of(4, 1)
     assert store(cache, headers([*keys, partial]), WORTHLESS) == [False] * 5
-    cache.hierarchy.drop(cache.hierarchy.catalog.victims(0, 4 * CHUNK_OBJECT_BYTES))
+    cache.memory.drop(cache.catalog.victims(0, 4 * CHUNK_OBJECT_BYTES))
     assert store(cache, headers([whole], keys[-1]), WORTHLESS) == [False]
 
 
@@ -167,26 +167,26 @@ async def test_prompt_that_is_held_already_is_neither_stored_nor_declined(cache:
     """As when two requests with the same prompt are computed at once."""
     assert store(cache, headers(prompt_of(1, CHUNKS)), WORTHLESS) == [False] * CHUNKS
     assert store(cache, [], WORTHLESS) == []
-    assert cache.hierarchy.counts["store_declined"] == 0
+    assert cache.counts["store_declined"] == 0
 
 
 async def test_only_the_end_of_a_prompt_is_declined(cache: TieredCache) -> None:
     """As much is stored as there is room for, and what is declined continues it."""
     keys = prompt_of(2, 5)
-    cache.hierarchy.drop(cache.hierarchy.catalog.victims(0, 2 * CHUNK_OBJECT_BYTES))
+    cache.memory.drop(cache.catalog.victims(0, 2 * CHUNK_OBJECT_BYTES))
     assert store(cache, headers(keys), WORTHLESS) == [True, True, False, False, False]
     assert held(cache) == CHUNKS - 2
-    assert len(cache.hierarchy.catalog.prefix(keys)) == 2
+    assert len(cache.catalog.prefix(keys)) == 2
     visits = policy_of(cache)._visits
     assert visits.counts[visits.ghosts[hash(keys[3])]] == 2, "together with what is stored of it"
 
 
 async def test_chunks_in_use_are_no_reason_to_decline(cache: TieredCache) -> None:
     """There is no room then, and that is what is counted."""
-    leases = cache.hierarchy.memory.lease_ready(prompt_of(1, CHUNKS))
+    leases = cache.memory.lease_ready(prompt_of(1, CHUNKS))
     assert store(cache, headers(prompt_of(2, 3)), WORTHY) == [False] * 3
-    assert cache.hierarchy.counts["store_dropped"] == 3
-    assert cache.hierarchy.counts["store_declined"] == 0
+    assert cache.counts["store_dropped"] == 3
+    assert cache.counts["store_declined"] == 0
     for chunk in leases:
         chunk.lease.release()
 
@@ -206,4 +206,4 @@ async def test_lower_tiers_get_every_chunk_and_tenants_are_not_compared(
             await anyio.sleep(0.1)  # What is on its way to the disk is in use.
         else:
             pytest.fail("nothing was stored")
-        assert cache.hierarchy.counts["store_declined"] == 0
+        assert cache.counts["store_declined"] == 0

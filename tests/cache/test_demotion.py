@@ -21,13 +21,13 @@ async def test_chunk_removed_after_being_chosen_does_not_affect_others(
     async with opened(settings()) as cache:
         keys = store(cache, prompt(1024))
         assert await cache.drain(10)
-        hierarchy, ssd = cache.hierarchy, cache._index("ssd")
+        ssd = cache._index("ssd")
         event = Evict(keys=keys, tier=ssd)
-        hierarchy.drop([keys[1]])
-        for tier in hierarchy.catalog.tiers(keys[1]):
+        cache.memory.drop([keys[1]])
+        for tier in cache.catalog.tiers(keys[1]):
             await cache._evicting.delete(event, Transfer(tier, None, [keys[1]]))
-        assert keys[1] not in hierarchy.catalog
-        read = await hierarchy.leased(event, ssd, keys, cache._evicting.allocate)
+        assert keys[1] not in cache.catalog
+        read = await cache._hierarchy.leased(event, ssd, keys, cache._evicting.allocate)
         assert [chunk.key for chunk in read] == [keys[0], *keys[2:]]
         for chunk in read:
             chunk.lease.release()

@@ -69,7 +69,7 @@ async def test_missing_chunks_come_from_the_next_source(
         assert set(sources) == ({far} if fault in ("raised", "short") else {near, far})
         found.release()
         assert await harness.retrieve(tokens) == 1024, "the chunks in memory are wrong or missing"
-        assert harness.cache.hierarchy.counts["fallback"] == sources.count(far)
+        assert harness.cache.counts["fallback"] == sources.count(far)
         if fault in ("forgotten", "flipped"):
             assert harness.held_chunks(tokens, "near") == [0, 3]
 
@@ -154,7 +154,7 @@ async def test_all_sources_have_lost_the_chunks(settings: MakeSettings, prompt: 
             source.pool.held.clear()
         assert await harness.retrieve(tokens) == 0
         await harness.wait_until_idle()
-        assert len(harness.cache.hierarchy.catalog) == 0
+        assert len(harness.cache.catalog) == 0
 
 
 async def test_source_with_an_open_breaker_is_not_read(settings: MakeSettings, prompt: Prompt) -> None:
@@ -164,7 +164,7 @@ async def test_source_with_an_open_breaker_is_not_read(settings: MakeSettings, p
         harness.sources["near"].faults.fault = Fault.RAISE
         while harness.tier("near").available:
             assert await harness.retrieve(tokens) == 1024
-            harness.cache.hierarchy.drop(harness.model.keys(tokens))
+            harness.cache.memory.drop(harness.model.keys(tokens))
         harness.tier("near").breaker._breaker.pause = float("inf")
         harness.reads.clear()
         assert await harness.retrieve(tokens) == 1024
@@ -255,7 +255,7 @@ async def test_reads_without_a_free_slot_use_another_source(settings: MakeSettin
         first, second = prompt(1024, 1), prompt(1024, 2)
         await harness.fill(first, "near")
         await harness.fill(second, "near", "far")
-        near = harness.cache.hierarchy.tiers[1]
+        near = harness.cache.tiers[1]
         near._slots = Slots(1)
         harness.hang("near")
         async with anyio.create_task_group() as tasks:
@@ -311,7 +311,7 @@ async def test_cache_is_closed_during_reads(
         await wait_until(lambda: harness.sources[hanging].delays.waiting > 0)
         arena = harness.cache.arena
         tasks.start_soon(resume_later, harness.sources[hanging])
-        harness.cache.hierarchy.tasks.cancel_scope.cancel()
+        harness.cache.tasks.cancel_scope.cancel()
     assert arena.leases == 0
 
 
@@ -329,4 +329,4 @@ async def test_chunks_cleared_during_a_fallback_do_not_arrive(settings: MakeSett
             await wait_until(lambda: far.delays.waiting > 1)
             far.delays.resume()
         await harness.wait_until_idle()
-        assert len(harness.cache.hierarchy.catalog) == 0
+        assert len(harness.cache.catalog) == 0

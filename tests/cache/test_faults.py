@@ -98,7 +98,7 @@ async def opened(
             backend.fails = backend.raises = False
             backend.resumed.set()
         with anyio.fail_after(60):
-            while cache.pending_bytes or cache.arena.leases != cache.hierarchy.catalog.count(0):
+            while cache.pending_bytes or cache.arena.leases != cache.catalog.count(0):
                 await anyio.sleep(0.01)
 
 
@@ -115,7 +115,7 @@ def resume(cache: TieredCache, backend: ScriptedBackend) -> None:
 
 
 def set_deadline(cache: TieredCache, seconds: float) -> None:
-    tier = cache.hierarchy.tiers[1]
+    tier = cache.tiers[1]
     tier.settings = tier.settings.model_copy(update={"deadline": seconds})
 
 
@@ -130,7 +130,7 @@ async def store_in_lower_tier_only(cache: TieredCache, model: ModelCache, tokens
     assert await model.store(tokens, rows(tokens)) == len(tokens)
     assert await cache.drain(60)
     assert await model.move(tokens, "ram", "doll") == len(tokens)
-    assert cache.hierarchy.catalog.count(0) == 0
+    assert cache.catalog.count(0) == 0
 
 
 @pytest.mark.parametrize("fault", ["fails", "raises"])
@@ -154,7 +154,7 @@ async def test_failed_write_keeps_the_chunk_in_memory(settings: MakeSettings, pr
         tokens = prompt(1024)
         await model.store(tokens, rows(tokens))
         await cache.drain(60)
-        assert cache.hierarchy.catalog.count(1) == 0
+        assert cache.catalog.count(1) == 0
         assert model.held_tokens(tokens) == 1024
 
 
@@ -165,13 +165,11 @@ async def test_full_memory_accepts_chunks_after_an_outage(settings: MakeSettings
         tokens = prompt(256 * 15)
         assert await model.store(tokens, rows(tokens)) == len(tokens)
         assert await cache.drain(60)
-        assert not cache.hierarchy.tiers[0].excess_bytes(0)
+        assert not cache.tiers[0].excess_bytes(0)
         backend.fails = False
         tokens = prompt(256, 1)
         with anyio.fail_after(60):
-            while not cache.hierarchy.tiers[
-                1
-            ].available:  # Otherwise evicted chunks are dropped instead of demoted.
+            while not cache.tiers[1].available:  # Otherwise evicted chunks are dropped instead of demoted.
                 await anyio.sleep(0.01)
             while await model.store(tokens, rows(tokens)) != 256:
                 await anyio.sleep(0.01)
@@ -203,11 +201,11 @@ async def test_hanging_write_keeps_its_memory_and_is_recorded_late(
         tokens = prompt(1024)
         await model.store(tokens, rows(tokens))
         assert await cache.drain(60), "the write did not time out"
-        assert cache.arena.leases > cache.hierarchy.catalog.count(0)
-        assert not any(cache.hierarchy.catalog.tiers(key) == [0, 1] for key in model.keys(tokens))
+        assert cache.arena.leases > cache.catalog.count(0)
+        assert not any(cache.catalog.tiers(key) == [0, 1] for key in model.keys(tokens))
         resume(cache, backend)
-        await wait_until(lambda: cache.arena.leases == cache.hierarchy.catalog.count(0))
-        assert all(cache.hierarchy.catalog.tiers(key) == [0, 1] for key in model.keys(tokens))
+        await wait_until(lambda: cache.arena.leases == cache.catalog.count(0))
+        assert all(cache.catalog.tiers(key) == [0, 1] for key in model.keys(tokens))
 
 
 async def test_concurrent_requests_share_one_read_per_chunk(settings: MakeSettings, prompt: Prompt) -> None:
@@ -247,7 +245,7 @@ async def test_chunks_beyond_the_write_queue_are_written_later(
         for seed in range(6):
             tokens = prompt(2048, seed=seed)
             await model.store(tokens, rows(tokens))
-        assert cache.hierarchy.counts["write_deferred"] > 0
+        assert cache.counts["write_deferred"] > 0
         assert cache.pending_bytes <= 2 * 64 * CHUNK_OBJECT_BYTES // 4, "waiting chunks hold memory"
         assert model.held_tokens(prompt(2048, seed=5)) == 2048
         backend.resumed.set()
@@ -262,7 +260,7 @@ async def test_chunks_cleared_during_a_write_do_not_arrive(settings: MakeSetting
         await wait_until(lambda: backend.waiting > 0)
         assert await model.clear() == 4
         resume(cache, backend)
-        await wait_until(lambda: not backend.held and not len(cache.hierarchy.catalog))
+        await wait_until(lambda: not backend.held and not len(cache.catalog))
 
 
 async def test_write_continues_if_only_memory_is_cleared(settings: MakeSettings, prompt: Prompt) -> None:

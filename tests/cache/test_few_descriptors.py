@@ -44,7 +44,7 @@ async def test_failed_writes_are_repeated_at_the_end(
             for tokens in prompts:
                 await store(model, tokens)
                 assert await cache.drain(10)
-        assert cache.hierarchy.counts["put_failed"] == 8
+        assert cache.counts["put_failed"] == 8
         assert "Too many open files: raise this process's limit (ulimit -n, LimitNOFILE)" in caplog.text
     async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
         model = cache.model("llama", token_bytes=TOKEN_BYTES)
@@ -60,7 +60,7 @@ async def test_chunks_that_leave_memory_unwritten_are_counted(
 ) -> None:
     configured = settings(ram=16, disk={"io": io, "write": write})
     async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
-        model, counts = await warmed_up(cache), cache.hierarchy.counts
+        model, counts = await warmed_up(cache), cache.counts
         seeds = itertools.count()
         with no_free_descriptors(), anyio.fail_after(60):
             while not counts["evicted_unwritten"]:
@@ -70,4 +70,4 @@ async def test_chunks_that_leave_memory_unwritten_are_counted(
         for _ in range(10):
             await store(model, prompt(1024, next(seeds)))
             assert await cache.drain(10)
-        assert counts["stored"] == len(cache.hierarchy.catalog) + counts["evicted_unwritten"]
+        assert counts["stored"] == len(cache.catalog) + counts["evicted_unwritten"]

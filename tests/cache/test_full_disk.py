@@ -32,9 +32,9 @@ async def test_new_chunks_evict_cold_ones_on_a_full_disk(
         for seed in range(16):  # 5 MiB
             keys.append(store(cache, prompt(4096, seed)))
             assert await cache.drain(30)
-        assert cache.hierarchy.counts["put_full"]
+        assert cache.counts["put_full"]
     async with TieredCache.open(configured, plugins=BUILT_IN) as cache:
-        kept = [sum(key in cache.hierarchy.catalog for key in prompt_keys) for prompt_keys in keys]
+        kept = [sum(key in cache.catalog for key in prompt_keys) for prompt_keys in keys]
     # What the disk rejects is lost, and as much is evicted before the next batch. Which chunks are written in
     # one batch depends on timing: a whole prompt, or parts of it.
     stored, newest = sum(kept[-4:]), sum(map(len, keys[-4:]))

@@ -57,7 +57,7 @@ async def test_prompt_from_three_tiers_and_a_provider(settings: MakeSettings, pr
         # The catalog does not know the chunks that remain in the far tier.
         harness.lose_chunks(tokens, "near", [6, 7])
         for key in keys:
-            harness.cache.hierarchy.catalog.remove(key, harness.tier("far").index)
+            harness.cache.catalog.remove(key, harness.tier("far").index)
         whole = gathering(harness, tokens, "ram")
         assert whole.is_incomplete()
         await whole.run(provider(harness, "far"))
@@ -123,7 +123,7 @@ async def test_cancelled_at_every_await(
     async with opened(settings, "near", ssd=64, disk={"write": "never"}) as harness:
         await harness.fill(tokens, "near")
         keys = harness.model.keys(tokens)
-        catalog = harness.cache.hierarchy.catalog
+        catalog = harness.cache.catalog
         near, tier = harness.tier("near"), harness.tier(target).index
 
         async def gather() -> None:

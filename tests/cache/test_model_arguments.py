@@ -148,7 +148,7 @@ async def test_wrong_token_ids_are_an_error(settings: MakeSettings, tokens: Any)
     async with TieredCache.open(settings()) as cache:
         model = cache.model("llama", token_bytes=TOKEN_BYTES)
         await call_all(cache, model, tokens, "token IDs must be integers from 0 to 4294967295")
-        assert cache.hierarchy.catalog.count(0) == cache.arena.used == 0
+        assert cache.catalog.count(0) == cache.arena.used == 0
 
 
 @pytest.mark.parametrize("token_bytes", [0, -1, 1.5, "2"])

@@ -30,7 +30,7 @@ async def opened(settings: Settings) -> AsyncIterator[tuple[TieredCache, ModelCa
     async with TieredCache.open(settings) as cache:
         yield cache, cache.model("llama", token_bytes=TOKEN_BYTES)
         with anyio.fail_after(60):
-            while cache.pending_bytes or cache.arena.leases != cache.hierarchy.catalog.count(0):
+            while cache.pending_bytes or cache.arena.leases != cache.catalog.count(0):
                 await anyio.sleep(0.01)
         assert not cache.status()["flights"]
 
@@ -119,13 +119,13 @@ async def test_a_longer_partial_chunk_replaces_a_shorter_one(settings: MakeSetti
             await cache.drain(10)
             chunks = -(-length // 256)
             with anyio.fail_after(60):
-                while [cache.hierarchy.catalog.count(tier) for tier in (0, 1)] != [chunks, chunks]:
+                while [cache.catalog.count(tier) for tier in (0, 1)] != [chunks, chunks]:
                     await anyio.sleep(0.01)
             assert model.held_tokens(tokens[:length]) == length
         # What a longer one begins with is not kept either.
         await model.store(tokens[:560], rows(tokens[:560]))
         with anyio.fail_after(60):
-            while cache.hierarchy.catalog.count(0) != 3:
+            while cache.catalog.count(0) != 3:
                 await anyio.sleep(0.01)
         assert (await retrieve(model, tokens[:560]))[0] == 560
 
@@ -138,7 +138,7 @@ async def test_a_pinned_partial_chunk_is_kept(settings: MakeSettings, prompt: Pr
         await model.store(tokens, rows(tokens))
         await anyio.wait_all_tasks_blocked()
         assert model.held_tokens(tokens[:300]) == 300
-        assert cache.hierarchy.catalog.count(0) == 4
+        assert cache.catalog.count(0) == 4
 
 
 async def test_a_chunk_that_only_seems_to_begin_like_a_prompt_is_not_used(
@@ -168,7 +168,7 @@ async def test_chunks_on_disk_survive_a_restart(settings: MakeSettings, prompt: 
     async with opened(settings()) as (_, model):
         await model.store(tokens, rows(tokens))
     async with opened(settings()) as (cache, model):
-        assert cache.hierarchy.catalog.used(1) == 8 * CHUNK_OBJECT_BYTES
+        assert cache.catalog.used(1) == 8 * CHUNK_OBJECT_BYTES
         hit, out = await retrieve(model, tokens)
         assert (hit, out) == (2048, rows(tokens))
         counts = cache.status()["counts"]
@@ -195,7 +195,7 @@ async def test_corrupt_and_truncated_files_are_misses_and_deleted(
         assert out[: hit * TOKEN_BYTES] == rows(tokens)[: hit * TOKEN_BYTES]
         assert not flipped.exists()
         assert not truncated.exists()
-        assert cache.hierarchy.catalog.used(1) == 6 * CHUNK_OBJECT_BYTES
+        assert cache.catalog.used(1) == 6 * CHUNK_OBJECT_BYTES
 
 
 async def test_capacities_are_never_exceeded(settings: MakeSettings, prompt: Prompt, tmp_path: Path) -> None:
@@ -215,14 +215,14 @@ async def test_write_on_evict_writes_only_evicted_chunks(settings: MakeSettings,
     async with opened(settings(ram=16, disk={"write": "on_evict"})) as (cache, model):
         first = prompt(2048, seed=1)
         await model.store(first, rows(first))
-        assert cache.hierarchy.catalog.count(1) == 0
+        assert cache.catalog.count(1) == 0
         for seed in range(2, 8):
             tokens = prompt(1024, seed=seed)
             await model.store(tokens, rows(tokens))
             with anyio.fail_after(60):
-                while cache.hierarchy.tiers[0].excess_bytes(0):
+                while cache.tiers[0].excess_bytes(0):
                     await anyio.sleep(0.01)
-        assert cache.hierarchy.catalog.count(1) > 0
+        assert cache.catalog.count(1) > 0
         hit, out = await retrieve(model, first)
         assert hit > 0
         assert out[: hit * TOKEN_BYTES] == rows(first)[: hit * TOKEN_BYTES]
@@ -234,14 +234,14 @@ async def test_write_never_writes_nothing(settings: MakeSettings, prompt: Prompt
             tokens = prompt(1024, seed=seed)
             await model.store(tokens, rows(tokens))
         await cache.drain(60)
-        assert cache.hierarchy.catalog.count(1) == 0
+        assert cache.catalog.count(1) == 0
 
 
 async def test_move_and_copy_between_tiers(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(1024)
     async with opened(settings(disk={"write": "never"})) as (cache, model):
         await model.store(tokens, rows(tokens))
-        catalog = cache.hierarchy.catalog
+        catalog = cache.catalog
         assert await model.move(tokens, "ram", "ssd", copy=True) == 1024
         assert (catalog.count(0), catalog.count(1)) == (4, 4)
         assert await model.move(tokens, "ram", "ssd") == 1024
@@ -261,7 +261,7 @@ async def test_chunks_removed_during_a_move_are_skipped(
     tokens = prompt(2048)
     async with opened(settings(disk={"write": "never"})) as (cache, model):
         await model.store(tokens, rows(tokens))
-        catalog = cache.hierarchy.catalog
+        catalog = cache.catalog
         async with anyio.create_task_group() as tasks:
             moved: list[int] = []
 
@@ -306,7 +306,7 @@ async def test_clear_removes_one_prompt_or_one_model(settings: MakeSettings, pro
         assert (model.held_tokens(second), other.held_tokens(first)) == (0, 1024)
         cleared = await cache.clear()
         assert (cleared.chunks, cleared.bytes) == (4, 2 * 4 * CHUNK_OBJECT_BYTES)
-        assert len(cache.hierarchy.catalog) == 0
+        assert len(cache.catalog) == 0
 
 
 async def test_clear_of_one_tier_keeps_the_others(settings: MakeSettings, prompt: Prompt) -> None:
@@ -315,14 +315,14 @@ async def test_clear_of_one_tier_keeps_the_others(settings: MakeSettings, prompt
         for tokens in (first, second):
             await model.store(tokens, rows(tokens))
         await cache.drain(60)
-        catalog, keys = cache.hierarchy.catalog, model.keys(first)
+        catalog, keys = cache.catalog, model.keys(first)
         cleared = await cache.clear(keys[:3], tiers=["ram"])
         assert (sorted(cleared.keys), cleared.bytes) == (sorted(keys[:3]), 3 * CHUNK_OBJECT_BYTES)
         assert [catalog.tiers(key) for key in keys] == [[1], [1], [1], [0, 1]]
         assert (await cache.clear(keys[:3], tiers=["ram"])).chunks == 0
         assert (await cache.clear(tiers=["ssd"])).chunks == 8
         assert (catalog.count(0), catalog.count(1)) == (5, 0)
-        assert not cache.hierarchy.catalog.namespaces.is_reset(model._namespace)
+        assert not cache.catalog.namespaces.is_reset(model._namespace)
 
 
 async def test_leased_chunks_survive_a_clear(settings: MakeSettings, prompt: Prompt) -> None:

@@ -43,7 +43,7 @@ async def test_the_next_chunk_is_searched_where_the_prompt_goes_on(
         await harness.fill(tokens, "near")
         assert await harness.cache.prefetch(Query(harness.model.keys(tokens)[:3])) == 3
         for key in harness.model.keys(tokens)[3:]:
-            harness.cache.hierarchy.catalog.remove(key, harness.tier("near").index)
+            harness.cache.catalog.remove(key, harness.tier("near").index)
         found, taken = await looked_up(harness, tokens)
         assert taken == 3
         assert (found.total, found.partial) == (3 + bool(rest), None)

@@ -106,7 +106,7 @@ async def opened(
         finally:
             Shared.latest.may_reply.set()
         with anyio.fail_after(60):
-            while cache.pending_bytes or cache.arena.leases != cache.hierarchy.catalog.count(0):
+            while cache.pending_bytes or cache.arena.leases != cache.catalog.count(0):
                 await anyio.sleep(0.01)
 
 
@@ -139,7 +139,7 @@ async def test_chunks_of_another_host_are_found(
         assert Shared.latest.queried == [len(model.keys(tokens))], "more than one round trip for a prompt"
         assert await retrieve(model, tokens) == len(tokens)
         assert len(Shared.latest.queried) == 1, "the pool was queried for chunks in memory"
-        assert cache.hierarchy.counts["put_ok"] == 0, "chunks of the pool were written back"
+        assert cache.counts["put_ok"] == 0, "chunks of the pool were written back"
 
 
 async def test_prompt_split_between_memory_and_pool(settings: MakeSettings, prompt: Prompt) -> None:
@@ -160,8 +160,8 @@ async def test_prompt_split_between_two_pools(settings: MakeSettings, prompt: Pr
     Shared.pools["far"] = {keys[index]: Shared.pools["near"].pop(keys[index]) for index in (1, 3)}
     async with opened(settings, {"name": "near"}, {"name": "far"}) as (cache, model):
         assert await retrieve(model, tokens) == 1280
-        assert cache.hierarchy.counts["found_near"] == 3
-        assert cache.hierarchy.counts["found_far"] == 2
+        assert cache.counts["found_near"] == 3
+        assert cache.counts["found_far"] == 2
 
 
 async def test_chunks_lost_by_a_pool_are_stored_again(settings: MakeSettings, prompt: Prompt) -> None:
@@ -197,13 +197,13 @@ async def test_unresponsive_pool_is_a_miss(
     await store(settings, tokens)
     async with opened(settings, {"name": "pool", "deadline": "200ms"}) as (cache, model):
         Shared.latest.may_reply = anyio.Event()
-        breaker = cache.hierarchy.tiers[1].breaker
+        breaker = cache.tiers[1].breaker
         now = time.monotonic()
         monkeypatch.setattr(breaker._breaker, "_clock", lambda: now)
         with anyio.fail_after(60):
             for _ in range(5):  # The breaker opens after five failures.
                 assert await retrieve(model, tokens) == 0
-            assert not cache.hierarchy.tiers[1].available
+            assert not cache.tiers[1].available
             assert await retrieve(model, tokens) == 0
         assert len(Shared.latest.queried) == 5, "the pool was queried while its breaker was open"
         monkeypatch.setattr(breaker._breaker, "_clock", time.monotonic)
@@ -269,9 +269,9 @@ async def test_tracked_chunks_of_a_pool_are_bounded(
         for tokens in prompts:
             await model.store(tokens, rows(tokens))
             assert await cache.drain(60)
-        assert cache.hierarchy.catalog.count(1) <= 6 + 4
+        assert cache.catalog.count(1) <= 6 + 4
         assert len(Shared.pools["pool"]) == 20, "chunks were deleted from the pool"
-        await cache.move(cache.hierarchy.catalog.keys(0), "ram", "pool")
+        await cache.move(cache.catalog.keys(0), "ram", "pool")
         for tokens in prompts:
             assert await retrieve(model, tokens) == 1024
 
@@ -282,10 +282,10 @@ async def test_chunks_expire_with_the_ttl_of_the_pool(settings: MakeSettings, pr
     async with opened(settings, {"name": "pool", "ttl": 0.2}, ram=8) as (cache, model):
         await model.store(tokens, rows(tokens))
         assert await cache.drain(60)
-        assert cache.hierarchy.catalog.count(1) == 4
+        assert cache.catalog.count(1) == 4
         Shared.pools["pool"].clear()
         with anyio.fail_after(60):
-            while cache.hierarchy.catalog.count(1):
+            while cache.catalog.count(1):
                 await anyio.sleep(0.02)
         other = prompt(2048, 1)
         await model.store(other, rows(other))
@@ -320,7 +320,7 @@ async def test_unreachable_pool_is_reported_before_it_is_used(
     monkeypatch.setattr("kvtier.concurrency.backoff.Backoff.next", lambda backoff: 0.01)
     errors: list[object] = []
     async with opened(settings) as (cache, _):
-        tier = cache.hierarchy.lower[0]
+        tier = cache.lower[0]
         with anyio.fail_after(60):
             while Shared.latest.checks <= Checked.failures:
                 errors.append(tier.status()["error"])
@@ -352,7 +352,7 @@ async def test_pool_without_a_health_check_is_asked_for_a_chunk(
     monkeypatch.setattr("kvtier.concurrency.backoff.Backoff.next", lambda backoff: 0.01)
     errors: list[object] = []
     async with opened(settings) as (cache, _):
-        tier = cache.hierarchy.lower[0]
+        tier = cache.lower[0]
         with anyio.fail_after(60):
             while len(Shared.latest.queried) < 3:
                 errors.append(tier.status()["error"])
@@ -372,7 +372,7 @@ async def test_check_of_a_pool_ends_when_a_call_succeeds(
     monkeypatch.setattr(Checked, "failures", 1)
     tokens = prompt(1024)
     async with opened(settings) as (cache, model):
-        tier = cache.hierarchy.lower[0]
+        tier = cache.lower[0]
         with anyio.fail_after(60):
             while tier.status()["error"] is None:
                 await anyio.sleep(0.001)

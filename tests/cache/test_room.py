@@ -27,7 +27,7 @@ async def test_only_the_first_in_the_order_are_dropped_and_the_others_stay_in_it
         for seed in range(CHUNKS):
             tokens = prompt(CHUNK_TOKENS, seed=seed)
             assert await model.store(tokens, rows(tokens)) == len(tokens)
-        catalog = cache.hierarchy.catalog
+        catalog = cache.catalog
         order = catalog.victims(0)
         assert len(order) == CHUNKS
         for left in range(CHUNKS - 3, 0, -3):

@@ -40,13 +40,13 @@ async def opened(settings: Settings) -> AsyncIterator[TieredCache]:
     async with TieredCache.open(settings, plugins=BUILT_IN, pools=[(pool, DictBackend())]) as cache:
         yield cache
         with anyio.fail_after(10):
-            while cache.pending_bytes or cache.arena.leases != cache.hierarchy.catalog.count(0):
+            while cache.pending_bytes or cache.arena.leases != cache.catalog.count(0):
                 await anyio.sleep(0.01)
 
 
 def corrupt(cache: TieredCache, key: ChunkKey, at: int = 30) -> None:
     """Flip a bit of a chunk in memory."""
-    lease = cache.hierarchy.memory.lease(key)
+    lease = cache.memory.lease(key)
     assert lease is not None
     lease.view[at] ^= 1
     lease.release()
@@ -70,7 +70,7 @@ def store(cache: TieredCache, tokens: list[int]) -> list[ChunkKey]:
 
 def headers(cache: TieredCache, keys: list[ChunkKey]) -> list[bytes]:
     """Return the current headers of chunks in memory."""
-    chunks = cache.hierarchy.memory.lease_ready(keys)
+    chunks = cache.memory.lease_ready(keys)
     found = [bytes(chunk.lease.view[:HEADER_BYTES]) for chunk in chunks]
     for chunk in chunks:
         chunk.lease.release()
@@ -80,7 +80,7 @@ def headers(cache: TieredCache, keys: list[ChunkKey]) -> list[bytes]:
 def held(cache: TieredCache, keys: list[ChunkKey], tier: str) -> list[int]:
     """Return the numbers of the chunks that are READY in a tier."""
     index = cache._index(tier)
-    return [at for at, key in enumerate(keys) if index in cache.hierarchy.catalog.tiers(key)]
+    return [at for at, key in enumerate(keys) if index in cache.catalog.tiers(key)]
 
 
 async def test_each_payload_is_hashed_once_for_all_tiers(
@@ -118,7 +118,7 @@ async def test_chunks_are_not_written_before_they_are_sealed(
         for tier in ("ssd", "pool", "spare"):
             assert held(cache, keys, tier) == [0, 1, 2, 3]
         assert hashing.count == 4
-        spare_backend = cache.hierarchy.tiers[cache._index("spare")].backend
+        spare_backend = cache.tiers[cache._index("spare")].backend
         for key in keys:
             view = memoryview(bytearray(CHUNK_OBJECT_BYTES))
             assert list(await spare_backend.get([(key, view)])) == [Outcome.OK]
@@ -145,9 +145,9 @@ async def test_corrupt_chunk_affects_no_other_on_write_through(
         assert await cache.drain(10)
         for tier in ("ram", "ssd", "pool"):
             assert held(cache, keys, tier) == [0, 2, 3]
-        assert cache.hierarchy.memory.sealer.corrupt >= 1
-        assert cache.hierarchy.counts["put_miss"] >= 1
-        assert [tier.outages for tier in cache.hierarchy.tiers] == [0, 0, 0]
+        assert cache.memory.sealer.corrupt >= 1
+        assert cache.counts["put_miss"] >= 1
+        assert [tier.outages for tier in cache.tiers] == [0, 0, 0]
         await assert_still_stores(cache, prompt(1024, 1))
 
 
@@ -165,8 +165,8 @@ async def test_corrupt_chunk_affects_no_other_on_demotion(settings: MakeSettings
         assert held(cache, first, "ram") == []
         assert held(cache, first, "ssd") == [0, 2, 3]
         assert held(cache, later, "ram") == [0, 1, 2, 3]
-        assert cache.hierarchy.memory.sealer.corrupt == 1
-        assert cache.hierarchy.tiers[1].outages == 0
+        assert cache.memory.sealer.corrupt == 1
+        assert cache.tiers[1].outages == 0
 
 
 async def test_corrupt_chunk_affects_no_other_on_move(settings: MakeSettings, prompt: Prompt) -> None:
@@ -177,7 +177,7 @@ async def test_corrupt_chunk_affects_no_other_on_move(settings: MakeSettings, pr
         assert await cache.move(keys, "ram", "ssd") == 3
         assert held(cache, keys, "ssd") == [0, 1, 3]
         assert held(cache, keys, "ram") == []
-        assert cache.hierarchy.memory.sealer.corrupt == 1
+        assert cache.memory.sealer.corrupt == 1
 
 
 async def test_corrupt_chunk_affects_no_other_on_close(
@@ -199,7 +199,7 @@ async def test_only_the_corrupt_copy_is_dropped(settings: MakeSettings, prompt: 
         lease = cache.arena.allocate(CHUNK_OBJECT_BYTES)
         assert lease is not None
         lease.view[:HEADER_BYTES] = bytes(HEADER_BYTES)
-        assert await cache.hierarchy.memory.sealer.seal([(keys[0], lease.view)]) == [None]
+        assert await cache.memory.sealer.seal([(keys[0], lease.view)]) == [None]
         lease.release()
         assert held(cache, keys, "ram") == [0]
 
@@ -208,7 +208,7 @@ async def test_cleared_chunk_is_not_written(settings: MakeSettings, prompt: Prom
     async with opened(settings(disk={"write": "never"})) as cache:
         keys = store(cache, prompt(512))
         assert await cache.drain(10)
-        chunks = cache.hierarchy.memory.lease_ready(keys)
+        chunks = cache.memory.lease_ready(keys)
         await cache.clear(keys[:1])
         outcomes = await cache._evicting.write(Store(keys=keys), 1, chunks)
         assert list(outcomes) == [Outcome.MISS, Outcome.OK]

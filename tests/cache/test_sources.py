@@ -41,7 +41,7 @@ async def test_prompt_is_read_from_the_cheapest_source(
         assert found.ready == 4
         found.release()
         assert harness.reads == [(source, 4)]
-        assert harness.cache.hierarchy.counts[f"found_{source}"] == 4
+        assert harness.cache.counts[f"found_{source}"] == 4
 
 
 async def test_costs_are_learned_from_reads(settings: MakeSettings, prompt: Prompt) -> None:
@@ -56,7 +56,7 @@ async def test_costs_are_learned_from_reads(settings: MakeSettings, prompt: Prom
         assert cost >= 0.05
         assert harness.tier("far").cost(CHUNK_OBJECT_BYTES) is None
         set_costs(harness, far=1e-6)
-        harness.cache.hierarchy.drop(harness.model.keys(tokens))
+        harness.cache.memory.drop(harness.model.keys(tokens))
         assert await harness.retrieve(tokens) == 1024
         assert harness.reads == [("near", 4), ("far", 4)]
 
@@ -91,7 +91,7 @@ async def test_slow_source_is_tried_again_later(settings: MakeSettings, prompt: 
             now += elapsed
             assert await harness.retrieve(tokens) == 1024
             assert harness.reads.pop() == (source, 4)
-            harness.cache.hierarchy.drop(harness.model.keys(tokens))
+            harness.cache.memory.drop(harness.model.keys(tokens))
 
 
 async def test_prompt_split_over_three_sources(settings: MakeSettings, prompt: Prompt) -> None:
@@ -161,7 +161,7 @@ async def test_lookups_of_peers_are_not_counted(settings: MakeSettings, prompt: 
         await harness.model.store(tokens, rows(tokens))
         keys = harness.model.keys(tokens)
         harness.cache.look_up(Query(keys, local=True)).release()
-        counts = harness.cache.hierarchy.counts
+        counts = harness.cache.counts
         assert (counts["looked_up"], counts["found_ram"]) == (0, 0)
         harness.cache.look_up(Query(keys)).release()
         assert (counts["looked_up"], counts["found_ram"]) == (4, 4)
@@ -169,8 +169,8 @@ async def test_lookups_of_peers_are_not_counted(settings: MakeSettings, prompt: 
 
 def hit_tokens(harness: CacheHarness) -> tuple[int, int]:
     """Return the tokens that were looked up, and those of them that were hit."""
-    counts = harness.cache.hierarchy.counts
-    tiers = [tier.name for tier in harness.cache.hierarchy.tiers]
+    counts = harness.cache.counts
+    tiers = [tier.name for tier in harness.cache.tiers]
     return counts["lookup_tokens"], sum(counts[f"hit_tokens_{name}"] for name in tiers)
 
 
@@ -191,4 +191,4 @@ async def test_hit_rate_is_of_tokens(settings: MakeSettings, prompt: Prompt) -> 
         assert hit_tokens(harness) == (2500, 1896)
         await harness.fill(others, "peers")
         await harness.model.retrieve([*others, 1], bytearray(len(rows([*others, 1]))))
-        assert harness.cache.hierarchy.counts["hit_tokens_peers"] == 512 + 80
+        assert harness.cache.counts["hit_tokens_peers"] == 512 + 80

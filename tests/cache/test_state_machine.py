@@ -102,7 +102,7 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             assert self.portal.call(self.cache.drain, 10)
-            catalog = self.cache.hierarchy.catalog
+            catalog = self.cache.catalog
             # Chunks cleared during a write are deleted in the background.
             deadline = time.monotonic() + 60
             while self.bytes_on_disk() != catalog.used(1) and time.monotonic() < deadline:

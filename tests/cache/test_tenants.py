@@ -18,7 +18,7 @@ TENANTS = {"a": {"share": 0.4, "salt": "salt of a"}, "b": {"max": 0.25}}
 
 
 def usage(cache: TieredCache, tier: int = 0) -> dict[str, Usage]:
-    shared = cache.hierarchy.tiers[tier].tenants
+    shared = cache.tiers[tier].tenants
     assert shared is not None
     return {each.tenant: each for each in shared.usage()}
 
@@ -63,7 +63,7 @@ async def test_maximum_holds_in_memory_and_on_disk(
         assert usage(cache)["b"].used_bytes <= limit + 5 * CHUNK_OBJECT_BYTES
         assert usage(cache, 1)["b"].evictions >= 20
         assert usage(cache, 1)["other"].chunks == 1
-        assert cache.hierarchy.tiers[1].used_bytes < 30 * CHUNK_OBJECT_BYTES
+        assert cache.tiers[1].used_bytes < 30 * CHUNK_OBJECT_BYTES
 
 
 async def test_chunks_found_at_the_start_belong_to_who_uses_them(
@@ -85,11 +85,11 @@ async def test_salts_are_not_shown(settings: MakeSettings, prompt: Callable[[int
         status = cache.status()
         assert "salt" not in str(status)
         assert usage(cache)["other"].chunks == 1
-        columns = cache.hierarchy.catalog.columns.hints
+        columns = cache.catalog.columns.hints
         assert columns.tenant(0) == columns.number(tenant_of_salt("another salt"))
 
 
 async def test_without_tenants_nothing_is_divided(settings: MakeSettings) -> None:
     async with TieredCache.open(settings()) as cache:
-        assert [tier.tenants for tier in cache.hierarchy.tiers] == [None, None]
+        assert [tier.tenants for tier in cache.tiers] == [None, None]
         assert cache.status()["tenants"] == []

@@ -100,7 +100,7 @@ async def test_what_cannot_be_listed_counts_as_used(
     failing.add(lost)
     monkeypatch.setattr(held, "RETRY_SECONDS", 0.05)
     async with open_cache() as cache:
-        tier = cache.hierarchy.lower[0]
+        tier = cache.lower[0]
         status = tier.status()
         assert f"such as {lost} (Input/output error)" in str(status["error"])
         assert tier.count == (0 if everything else 48 - inside)
@@ -129,7 +129,7 @@ async def test_what_cannot_be_deleted_counts_as_used(
     monkeypatch.setattr(os, "unlink", unlink)
     monkeypatch.setattr(held, "RETRY_SECONDS", 2.0)
     async with open_cache() as cache:
-        tier = cache.hierarchy.lower[0]
+        tier = cache.lower[0]
         for seed in range(8):
             await write(cache, 16, seed)
         assert bytes_on_disk(folder) <= CAPACITY * CHUNK_OBJECT_BYTES
@@ -140,7 +140,7 @@ async def test_what_cannot_be_deleted_counts_as_used(
         assert tier.used_bytes == bytes_on_disk(folder)
         kept = False
         keys = await write(cache, 16, 9)
-        assert all(key in cache.hierarchy.catalog for key in keys)
+        assert all(key in cache.catalog for key in keys)
         assert tier.used_bytes == bytes_on_disk(folder) <= CAPACITY * CHUNK_OBJECT_BYTES
 
 
@@ -149,7 +149,7 @@ async def test_folder_that_is_removed_while_in_use(
 ) -> None:
     """No chunk is written to a folder that is not locked, and none is reported that is gone."""
     async with open_cache() as cache:
-        tier = cache.hierarchy.lower[0]
+        tier = cache.lower[0]
         await write(cache, 8, 1)
         assert tier.count == 8
         shutil.rmtree(folder)
@@ -161,7 +161,7 @@ async def test_folder_that_is_removed_while_in_use(
         assert tier.count == 4
         assert lock_holder(folder) is not None
     async with open_cache() as cache:
-        assert all(key in cache.hierarchy.catalog for key in keys)
+        assert all(key in cache.catalog for key in keys)
 
 
 async def test_folder_that_another_process_has_taken(
@@ -174,7 +174,7 @@ async def test_folder_that_another_process_has_taken(
             await write(cache, 4, 2)
             assert f"path {folder} is in use by process" in caplog.text
             assert not list(folder.glob("*/*.kv"))
-            assert "is in use by" in str(cache.hierarchy.lower[0].status()["error"])
+            assert "is in use by" in str(cache.lower[0].status()["error"])
 
 
 async def test_chunks_in_the_folder_that_takes_the_place_of_another(
@@ -182,14 +182,14 @@ async def test_chunks_in_the_folder_that_takes_the_place_of_another(
 ) -> None:
     """Another process has used it meanwhile."""
     async with open_cache() as cache:
-        tier = cache.hierarchy.lower[0]
+        tier = cache.lower[0]
         await write(cache, 8, 1)
         shutil.rmtree(folder)
         async with open_cache() as other:
             theirs = await write(other, 48, 2)
         await write(cache, 4, 3)
         await until(lambda: tier.count == 48)
-        assert all(key in cache.hierarchy.catalog for key in theirs)
+        assert all(key in cache.catalog for key in theirs)
         for seed in range(4, 7):
             await write(cache, 16, seed)
         assert tier.used_bytes == bytes_on_disk(folder) <= CAPACITY * CHUNK_OBJECT_BYTES
@@ -201,7 +201,7 @@ async def test_folder_that_is_moved_while_in_use(
     """No write fails, and the next process would find nothing."""
     monkeypatch.setattr(disk_folder, "LOOK_SECONDS", 0.0)
     async with open_cache() as cache:
-        tier = cache.hierarchy.lower[0]
+        tier = cache.lower[0]
         await write(cache, 8, 1)
         folder.rename(folder.with_name("moved"))
         await write(cache, 4, 2)
@@ -221,7 +221,7 @@ async def test_folder_whose_file_system_is_unmounted_while_in_use(
     monkeypatch.setattr(disk_folder, "LOOK_SECONDS", 0.0)
     with mounted(folder, 64):
         async with open_cache() as cache:
-            tier = cache.hierarchy.lower[0]
+            tier = cache.lower[0]
             await write(cache, 8, 1)
             await anyio.run_process(["umount", "--lazy", str(folder)])
             try:
@@ -236,7 +236,7 @@ async def test_folder_whose_file_system_is_unmounted_while_in_use(
 async def test_folder_that_is_emptied_while_in_use(open_cache: Open, write: Write, folder: Path) -> None:
     """It is still this process's folder, and goes on being used."""
     async with open_cache() as cache:
-        tier = cache.hierarchy.lower[0]
+        tier = cache.lower[0]
         await write(cache, 8, 1)
         for prefix in folder.glob("???"):
             shutil.rmtree(prefix)

@@ -126,7 +126,7 @@ async def test_lookup_finds_what_is_worth_waiting_for(
         with caplog.at_level(logging.INFO, "kvtier"):
             lookup = harness.cache.look_up(Query(keys, compute_seconds=compute * len(keys)))
         assert (lookup.count, lookup.in_flight) == (found, found - 4)
-        assert harness.cache.hierarchy.counts["computed_instead"] == 8 - found
+        assert harness.cache.counts["computed_instead"] == 8 - found
         assert lookup.expected == 0 or found == 8
         assert ("4 of 8 chunks are computed" in caplog.text) == (found == 4)
         await harness.cache.settle(lookup)
@@ -156,7 +156,7 @@ async def test_state_is_loaded_with_all_chunks_before_it_or_computed(
     async with opened(settings, "near", prefetch={"deadline": "60s"}) as harness:
         keys = await half_in_memory(harness, prompt(2048))
         set_speed(harness, "near", 1.0)
-        _, sources = harness.cache.hierarchy.catalog.prefix_rows(keys)
+        _, sources = harness.cache.catalog.prefix_rows(keys)
         decide = partial(harness.cache.worth.decide, keys, sources, ALL_TIERS)
         assert decide(0.1, whole=False) == (4, 0.0)
         assert decide(0.1, whole=True) == (0, 0.0)
@@ -193,7 +193,7 @@ async def test_decisions_are_logged_once_a_minute(
             for _ in range(100):
                 harness.cache.look_up(Query(keys, compute_seconds=0.1 * len(keys))).release()
         assert caplog.text.count("chunks are computed") == 1
-        assert harness.cache.hierarchy.counts["computed_instead"] == 400
+        assert harness.cache.counts["computed_instead"] == 400
 
 
 @pytest.mark.anyio

@@ -118,5 +118,5 @@ class SessionHarness:
         assert not self.reservations._announced
         assert not cache.expecting.announced
         with anyio.fail_after(30):
-            while cache.arena.leases != cache.hierarchy.catalog.count(0):
+            while cache.arena.leases != cache.catalog.count(0):
                 await anyio.sleep(0.001)

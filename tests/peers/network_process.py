@@ -91,7 +91,7 @@ class Commands(LeakCheck):
     async def is_idle(self) -> bool:
         """Wait until no chunk is pending and only READY chunks are leased. Return ``False`` on a timeout."""
         cache = self._instance.cache
-        catalog = cache.hierarchy.catalog
+        catalog = cache.catalog
         with anyio.move_on_after(LEAK_TIMEOUT_SECONDS):
             while (
                 cache.pending_bytes

@@ -101,7 +101,7 @@ class Host:
 
     def held(self, numbers: Sequence[int]) -> list[int]:
         """Return the numbers of the chunks that are READY in memory."""
-        catalog = self.cache.hierarchy.catalog
+        catalog = self.cache.catalog
         return [number for number in numbers if 0 in catalog.tiers(make_key(number))]
 
     @property
@@ -122,7 +122,7 @@ class Host:
         assert server is not None
         await until(lambda: not self.instance.status()["kv_transfers"]["open"])  # type: ignore[index]
         await until(lambda: not cache.pending_bytes)
-        await until(lambda: cache.arena.leases == cache.hierarchy.catalog.count(0))
+        await until(lambda: cache.arena.leases == cache.catalog.count(0))
         await until(lambda: not self.reserving["announcements"])
         transfer: Any = self.instance.status()["kv_transfers"]
         assert (transfer["open"], transfer["leased_bytes"], transfer["awaited"]) == (0, 0, 0)
@@ -130,7 +130,7 @@ class Host:
         serving: Any = server.status()
         assert (serving["grants"], serving["granted_bytes"]) == (0, 0)
         assert cache.status()["pushed"] == {"announced": 0, "waiting": 0}
-        catalog = cache.hierarchy.catalog
+        catalog = cache.catalog
         assert all(not pending for _, pending in catalog.places(list(catalog.keys(0))))
 
 

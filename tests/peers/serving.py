@@ -217,7 +217,7 @@ class ServedCache:
                 await anyio.sleep(0.005)
             while self.cache.pending_bytes or self.cache.status()["flights"]:
                 await anyio.sleep(0.005)
-            while self.cache.arena.leases != self.cache.hierarchy.catalog.count(0):
+            while self.cache.arena.leases != self.cache.catalog.count(0):
                 await anyio.sleep(0.005)
         reserving = self.server.status()["reserving"]
         assert isinstance(reserving, dict)

@@ -69,7 +69,7 @@ class OpenCache:
         return self.cache
 
     async def __aexit__(self, *error: object) -> None:
-        chunks = self.cache.hierarchy.catalog.count(0)
+        chunks = self.cache.catalog.count(0)
         await until(lambda: self.cache.arena.leases == chunks)
         await self._open.__aexit__(None, None, None)
 

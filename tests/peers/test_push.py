@@ -85,14 +85,14 @@ async def test_without_checksums_pushes_are_verified_and_sender_headers_unchange
 async def test_chunk_corrupt_in_memory_is_not_pushed(checksum: bool) -> None:
     async with hosts("tcp", 8, 8, checksum=checksum) as (sender, receiver):
         sender.compute(range(1, 4))
-        lease = sender.cache.hierarchy.memory.lease(make_key(2))
+        lease = sender.cache.memory.lease(make_key(2))
         assert lease is not None
         lease.view[30] ^= 1
         lease.release()
         result = await sender.transfer_kv(receiver, range(1, 4)).finish()
         assert list(result.outcomes.values()) == [OK, FAILED, OK]
         assert sender.held(range(1, 4)) == [1, 3]
-        assert sender.cache.hierarchy.memory.sealer.corrupt == 1
+        assert sender.cache.memory.sealer.corrupt == 1
 
 
 async def test_chunks_held_by_receiver_are_not_pushed() -> None:
@@ -120,7 +120,7 @@ async def test_pushed_chunks_are_written_to_lower_tiers(tmp_path: Path) -> None:
         sender.compute(range(1, 5))
         await sender.transfer_kv(receiver, range(1, 5)).finish()
         assert await receiver.cache.drain(10)
-        assert all(receiver.cache.hierarchy.catalog.tiers(key) == [0, 1] for key in keys_of(range(1, 5)))
+        assert all(receiver.cache.catalog.tiers(key) == [0, 1] for key in keys_of(range(1, 5)))
         assert await receiver.cache.prefetch(Query(keys_of(range(1, 5)))) == 4
 
 

@@ -52,7 +52,7 @@ async def test_push_cancelled_at_every_await(pair: Pair, through: Through) -> No
             step = 1
             while True:
                 found = sender.cache.look_up(Query(keys_of(range(1, COUNT + 1))))
-                chunks = sender.cache.hierarchy.memory.lease_ready([chunk.key for chunk in found.chunks])
+                chunks = sender.cache.memory.lease_ready([chunk.key for chunk in found.chunks])
                 found.release()
                 try:
                     cancelled = await cancelled_at(
@@ -87,7 +87,7 @@ async def test_push_cancelled_while_its_reservation_arrives(
     assert sender.instance._kv_transfers is not None
     async with sender.instance._kv_transfers.peers.checkout(receiver.address) as source:
         found = sender.cache.look_up(Query(keys_of(range(1, COUNT + 1))))
-        chunks = sender.cache.hierarchy.memory.lease_ready([chunk.key for chunk in found.chunks])
+        chunks = sender.cache.memory.lease_ready([chunk.key for chunk in found.chunks])
         found.release()
         with CancelScope() as scope:
             await Target(source, Sealer()).push(chunks, 30)

@@ -80,7 +80,7 @@ async def commit(
 
 
 def is_held(served: ServedCache, number: int) -> bool:
-    return 0 in served.cache.hierarchy.catalog.tiers(make_key(number))
+    return 0 in served.cache.catalog.tiers(make_key(number))
 
 
 async def refusal_of(served: ServedCache, *messages: Message) -> str:
@@ -388,7 +388,7 @@ async def test_one_sided_memory_is_not_reused_before_cut_off() -> None:
         with anyio.fail_after(30):
             await served.cache.settle(found)
         # The lease has expired: removed from the catalog, but the memory is not free.
-        assert make_key(1) not in served.cache.hierarchy.catalog
+        assert make_key(1) not in served.cache.catalog
         assert (served.cache.arena.leases, served.grants.open) == (2, 1)
         await client.request(Release(1, room.grant, [1]))
         assert served.cache.arena.leases == 1, "released"

@@ -107,15 +107,15 @@ async def test_corrupt_chunk_is_not_readable() -> None:
     async with serving() as served:
         keys = served.store(1, 2, 3)
         client = await served.client()
-        lease = served.cache.hierarchy.memory.lease(keys[1])
+        lease = served.cache.memory.lease(keys[1])
         assert lease is not None
         lease.view[30] ^= 1
         lease.release()
         granted = await client.look_up(keys)
         assert await readable(client, granted, [2, 1, 0]) == [True, False, True]
-        catalog = served.cache.hierarchy.catalog
+        catalog = served.cache.catalog
         assert [catalog.tiers(key) for key in keys] == [[0], [], [0]], "it is not served locally, either"
-        assert served.cache.hierarchy.memory.sealer.corrupt == 1
+        assert served.cache.memory.sealer.corrupt == 1
 
 
 async def test_prefix_ends_at_first_gap_and_selection_does_not() -> None:
@@ -153,7 +153,7 @@ async def test_chunks_on_disk_are_promoted_and_can_be_awaited(tmp_path: Path) ->
     async with serving(disk=tmp_path / "ssd") as served:
         keys = served.store(1, 2, 3)
         assert await served.cache.drain(10)
-        served.cache.hierarchy.drop(keys)
+        served.cache.memory.drop(keys)
         client = await served.client()
         granted = await client.look_up(keys)
         assert granted.positions == [0, 1, 2]
@@ -168,7 +168,7 @@ async def test_chunks_on_disk_are_promoted_and_can_be_awaited(tmp_path: Path) ->
 
 def slow_disk(served: ServedCache) -> SlowBackend:
     """Wrap the disk tier's backend in a :class:`SlowBackend`, and return it."""
-    tier = served.cache.hierarchy.tiers[1]
+    tier = served.cache.tiers[1]
     tier.seal._backend = slow = SlowBackend(tier.backend)
     return slow
 
@@ -176,7 +176,7 @@ def slow_disk(served: ServedCache) -> SlowBackend:
 async def store_on_disk_only(served: ServedCache, *numbers: int) -> list[ChunkKey]:
     keys = served.store(*numbers)
     assert await served.cache.drain(10)
-    served.cache.hierarchy.drop(keys)
+    served.cache.memory.drop(keys)
     return keys
 
 
@@ -292,7 +292,7 @@ async def test_evicted_or_cleared_chunk_stays_readable_but_is_not_granted_again(
         granted = await client.look_up(keys)
         held = [bytes(served.cache.arena.view(span.offset, span.length)) for span in spans(granted)]
         await served.cache.clear(keys[:1])
-        served.cache.hierarchy.drop(keys[1:])
+        served.cache.memory.drop(keys[1:])
         served.store(11, 12)  # All the remaining room.
         for span, before in zip(spans(granted), held, strict=True):
             lease = served.grants.hold(span, Access.READ)

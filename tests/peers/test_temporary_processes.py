@@ -86,7 +86,7 @@ class Reader:
         return self.cache.gather(keys_of(numbers), expected, tier)
 
     async def fetch(self, process: PeerProcess, gathering: Gathering) -> None:
-        pool = self.cache.hierarchy.tiers[-1]
+        pool = self.cache.tiers[-1]
         async with self.backend.temporary_peer(process.address) as peer:
             await gathering.run(ChunkProvider(pool, peer.promise, process.address))
 
@@ -132,7 +132,7 @@ async def reader(kind: str, *, folder: Path | None = None, idle: float = 60.0) -
         backend.connect()
         try:
             yield Reader(cache, backend)
-            catalog = cache.hierarchy.catalog
+            catalog = cache.catalog
             await until(lambda: cache.arena.leases == catalog.count(0))
             assert not backend._bound
             if not backend._directory:
@@ -152,7 +152,7 @@ async def test_fetch_from_unconfigured_instance(any_kind: str, tmp_path: Path) -
             tasks.start_soon(here.fetch, process, first)
             tasks.start_soon(here.fetch, process, second)
         assert (first.reason, second.reason) == (None, None)
-        catalog = here.cache.hierarchy.catalog
+        catalog = here.cache.catalog
         assert all(catalog.tiers(make_key(number)) == [0] for number in range(10))
         assert all(catalog.tiers(make_key(number)) == [1] for number in range(10, 30))
         await here.assert_intact(keys_of(range(30)), SMALL)
@@ -260,4 +260,4 @@ async def test_instance_with_controller_opens_peers_if_credentials_exist() -> No
     async with Instance.open(settings, plugins=PLUGINS) as instance:
         assert instance.peers is not None
         assert not instance.status()["peers"]
-        assert [tier.name for tier in instance.cache.hierarchy.tiers] == ["ram", PEERS]
+        assert [tier.name for tier in instance.cache.tiers] == ["ram", PEERS]

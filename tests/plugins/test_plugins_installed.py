@@ -57,8 +57,8 @@ from kvtier import TieredCache, load_settings
 async def run():
     async with TieredCache.open(load_settings()) as cache:
         shelf = cache.model('m', token_bytes=16)
-        print([tier.settings.type for tier in cache.hierarchy.tiers])
-        observers = [observer for observer in cache.hierarchy.observers if hasattr(observer, 'chunk_tokens')]
+        print([tier.settings.type for tier in cache.tiers])
+        observers = [observer for observer in cache.observers if hasattr(observer, 'chunk_tokens')]
         print([observer.chunk_tokens for observer in observers])
 anyio.run(run)
 """

@@ -93,17 +93,17 @@ class CacheHarness:
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None: ...
 
     def tier(self, name: str) -> Tier:
-        return next(tier for tier in self.cache.hierarchy.tiers if tier.name == name)
+        return next(tier for tier in self.cache.tiers if tier.name == name)
 
     def held_chunks(self, tokens: list[int], name: str) -> list[int]:
         """Return the numbers of the chunks of a prompt that are READY in a tier."""
-        catalog, tier = self.cache.hierarchy.catalog, self.tier(name).index
+        catalog, tier = self.cache.catalog, self.tier(name).index
         keys = self.model.keys(tokens)
         return [at for at, key in enumerate(keys) if catalog.state(key, tier) is State.READY]
 
     async def fill(self, tokens: list[int], *names: str) -> None:
         """Store a prompt in the given tiers, but not in memory."""
-        cache, catalog = self.cache, self.cache.hierarchy.catalog
+        cache, catalog = self.cache, self.cache.catalog
         keys = self.model.keys(tokens)
         assert await self.model.store(tokens, rows(tokens)) == len(tokens)
         assert await cache.drain(60)
@@ -113,7 +113,7 @@ class CacheHarness:
                 assert await cache.move(keys, "ram", name, copy=True) == len(keys)
                 continue
             for key in keys:
-                lease = cache.hierarchy.memory.lease(key)
+                lease = cache.memory.lease(key)
                 assert lease is not None
                 sealed = bytearray(lease.view)
                 lease.release()
@@ -121,7 +121,7 @@ class CacheHarness:
                 self.sources[name].pool.held[key] = bytes(sealed)
                 if catalog.state(key, tier) is State.ABSENT:
                     catalog.add(key, tier, CHUNK_OBJECT_BYTES, State.READY)
-        cache.hierarchy.drop(keys)
+        cache.memory.drop(keys)
         self.reads.clear()
 
     def lose_chunks(self, tokens: list[int], name: str, chunks: Sequence[int]) -> None:
@@ -129,7 +129,7 @@ class CacheHarness:
         keys = self.model.keys(tokens)
         for at in chunks:
             self.sources[name].pool.held.pop(keys[at])
-            self.cache.hierarchy.catalog.remove(keys[at], self.tier(name).index)
+            self.cache.catalog.remove(keys[at], self.tier(name).index)
 
     def hang(self, name: str) -> None:
         """Make calls to a source hang, with a short deadline."""
@@ -154,7 +154,7 @@ class CacheHarness:
 
     async def wait_until_idle(self) -> None:
         """Wait until nothing is in flight, and only the chunks in memory are leased."""
-        cache, catalog = self.cache, self.cache.hierarchy.catalog
+        cache, catalog = self.cache, self.cache.catalog
         with anyio.fail_after(60):
             while (
                 cache.pending_bytes

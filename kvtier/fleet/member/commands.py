@@ -86,7 +86,7 @@ class Commands:
 
     def tier(self, number: int) -> Level:
         """Return a tier by its number. Raises :class:`ProtocolError`."""
-        tiers = self.cache.hierarchy.tiers
+        tiers = self.cache.tiers
         if not 0 <= number < len(tiers):
             raise ProtocolError(f"invalid tier number {number}: this instance has {len(tiers)} tiers")
         return tiers[number]
@@ -178,7 +178,7 @@ class _DeletingAll(Work):
         else:
             # Never delete chunks of peers.
             peers_tier = None if commands.peers is None else commands.peers.tier
-            tiers = [tier for tier in commands.cache.hierarchy.tiers if tier is not peers_tier]
+            tiers = [tier for tier in commands.cache.tiers if tier is not peers_tier]
         self._tiers = [tier.name for tier in tiers]
         self._cleared = Cleared([], 0, 0)
 
@@ -209,8 +209,8 @@ class _Pinning(Work):
             await anyio.lowlevel.checkpoint()
 
     def _pin(self, keys: Sequence[ChunkKey], seconds: float | None) -> None:
-        catalog = self._cache.hierarchy.catalog
-        local = sum(1 << tier.index for tier in self._cache.hierarchy.tiers if not tier.shared)
+        catalog = self._cache.catalog
+        local = sum(1 << tier.index for tier in self._cache.tiers if not tier.shared)
         places = zip(keys, catalog.places(keys), strict=True)
         held = [key for key, (ready, _) in places if ready & local]
         self._cache.pin(held, seconds)

@@ -230,7 +230,7 @@ class ControllerClient:
     def _hello(self, local_host: str) -> Hello:
         tiers = [
             TierDescription(tier.name, tier.settings.type, tier.capacity, tier.shared)
-            for tier in self._cache.hierarchy.tiers
+            for tier in self._cache.tiers
         ]
         return Hello(
             VERSION,

@@ -39,7 +39,7 @@ class InventoryReport(Observer):
         self._cache = cache
         self._max_changed = max_changed
         self._changed: dict[int, set[ChunkKey]] = {
-            tier.index: set() for tier in cache.hierarchy.tiers if not tier.shared
+            tier.index: set() for tier in cache.tiers if not tier.shared
         }
         self._lost = False
         self._reporting = False
@@ -97,9 +97,9 @@ class InventoryReport(Observer):
         self._forget()
         self._lost = False
         due = time.monotonic() + GATHER_SECONDS
-        for rows in self._cache.hierarchy.catalog.slices(ROWS_A_STEP):
+        for rows in self._cache.catalog.slices(ROWS_A_STEP):
             for tier in self._changed:
-                held = self._cache.hierarchy.catalog.ready_keys(tier, rows)
+                held = self._cache.catalog.ready_keys(tier, rows)
                 if held:
                     await send(Changed(tier, held, b""))
             if time.monotonic() > due:
@@ -138,7 +138,7 @@ class InventoryReport(Observer):
     def _state_of(self, tier: int, keys: Sequence[ChunkKey]) -> Changed:
         stored: list[ChunkKey] = []
         removed: list[ChunkKey] = []
-        for key, (ready, _) in zip(keys, self._cache.hierarchy.catalog.places(keys), strict=True):
+        for key, (ready, _) in zip(keys, self._cache.catalog.places(keys), strict=True):
             (stored if ready >> tier & 1 else removed).append(key)
         return Changed(tier, join_keys(stored), join_keys(removed))
 

@@ -181,26 +181,25 @@ class Session:
 
     def _heartbeat(self) -> Heartbeat:
         cache = self._cache
-        hierarchy = cache.hierarchy
         tiers = [
             TierState(
                 tier.used_bytes,
-                hierarchy.catalog.count(tier.index),
+                cache.catalog.count(tier.index),
                 tier.available,
-                hierarchy.counts[f"found_{tier.name}"],
-                hierarchy.counts[f"hit_tokens_{tier.name}"],
+                cache.counts[f"found_{tier.name}"],
+                cache.counts[f"hit_tokens_{tier.name}"],
             )
-            for tier in hierarchy.tiers
+            for tier in cache.tiers
         ]
         # Each chunk in memory has a lease of its own; the others are those of engines, peers and transfers.
-        leases = max(0, cache.arena.leases - hierarchy.memory.count)
+        leases = max(0, cache.arena.leases - cache.memory.count)
         return Heartbeat(
             tiers,
-            hierarchy.counts["looked_up"],
+            cache.counts["looked_up"],
             self._served.engines,
             leases,
             cache.pending_bytes,
-            hierarchy.counts["lookup_tokens"],
+            cache.counts["lookup_tokens"],
         )
 
     async def _send(self, message: Message) -> None:

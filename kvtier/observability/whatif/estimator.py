@@ -196,7 +196,7 @@ def _size(keys: Sequence[ChunkKey]) -> int:
 @asynccontextmanager
 async def estimating(cache: TieredCache, plugins: Plugins) -> AsyncIterator[Estimator]:
     """Observe the lookups and stores of a cache while the context is open."""
-    tiers = [tier.settings for tier in cache.hierarchy.tiers]
+    tiers = [tier.settings for tier in cache.tiers]
     local = [tier for tier in tiers if isinstance(tier, LocalTierSettings)]
     estimator = Estimator(Estimate(plugins, cache.settings, local))
     cache.observe_lookups(estimator.observe_lookup)

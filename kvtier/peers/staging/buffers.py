@@ -136,7 +136,7 @@ class Staging(Place):
 
     def state(self, key: ChunkKey) -> State:
         """Return the state as this engine's lookups see it."""
-        state = self._cache.hierarchy.memory.state(key)
+        state = self._cache.memory.state(key)
         if state is not State.ABSENT:
             return state
         if key in self._ready:

@@ -47,13 +47,13 @@ async def test_tier_stores_less_and_returns_the_same(tmp_path: Path) -> None:
         model = cache.model("llama", token_bytes=64)
         assert await model.store(TOKENS, KV) == 1024
         assert await cache.drain(30)
-        used = cache.hierarchy.tiers[1].used_bytes
-        assert used < cache.hierarchy.tiers[0].used_bytes / 2
+        used = cache.tiers[1].used_bytes
+        assert used < cache.tiers[0].used_bytes / 2
         files = list(tmp_path.rglob("*.kv"))
         assert sum(file.stat().st_size for file in files) == used
         assert {StoredHeader.parse(file.read_bytes()).codec for file in files} == {ZlibCodec.code}
     async with TieredCache.open(configured, plugins=PLUGINS) as cache:
-        assert cache.hierarchy.tiers[1].used_bytes == used
+        assert cache.tiers[1].used_bytes == used
         out = bytearray(len(KV))
         assert await cache.model("llama", token_bytes=64).retrieve(TOKENS, out) == 1024
         assert out == KV

@@ -85,13 +85,13 @@ class Node:
 
     def held(self, tokens: Sequence[int], tier: int) -> list[ChunkKey]:
         """Return the chunks of a prompt that a tier holds."""
-        catalog = self.cache.hierarchy.catalog
+        catalog = self.cache.catalog
         return [key for key in self.model.keys(tokens) if catalog.state(key, tier) is State.READY]
 
     def is_intact(self, tokens: Sequence[int]) -> bool:
         """Whether memory holds the chunks of a prompt as they were stored. Missing chunks are ignored."""
         for index, key in enumerate(self.model.keys(tokens)):
-            lease = self.cache.hierarchy.memory.lease(key)
+            lease = self.cache.memory.lease(key)
             if lease is None:
                 continue
             found = bytes(lease.view)
@@ -107,7 +107,7 @@ class Node:
     @property
     def leaked(self) -> int:
         """The number of leases beyond those of stored chunks; 0 when idle."""
-        return self.cache.arena.leases - self.cache.hierarchy.catalog.count(0)
+        return self.cache.arena.leases - self.cache.catalog.count(0)
 
     async def wait_until_idle(self) -> None:
         """Wait until nothing is in flight and nothing is leased."""

@@ -124,7 +124,7 @@ async def _execute(node: Node, command: dict[str, Any]) -> object:
             length = await node.model.retrieve(tokens, found) * TOKEN_BYTES
             return found[:length] == rows(tokens)[:length]
         case "pinned":
-            pins, now = node.cache.hierarchy.catalog.pins, time.monotonic()
+            pins, now = node.cache.catalog.pins, time.monotonic()
             return [key.hex() for key in list(pins._until) if pins.holds(key, now)]
     return True
 

@@ -172,7 +172,7 @@ async def test_clear_frees_what_it_reports(controller: RunningController, tmp_pa
         assert event["result"]["bytes"] > 0
         assert await controller.held(tokens=TOKENS) == {"a": {"ssd": len(TOKENS)}}
         await controller.done("/clear", instance="a")
-        assert not any(a.cache.hierarchy.catalog.count(tier) for tier in (RAM, SSD))
+        assert not any(a.cache.catalog.count(tier) for tier in (RAM, SSD))
         assert await controller.held(tokens=prompt(4, 1)) == {}
 
 
@@ -260,7 +260,7 @@ async def test_restarted_controller_recovers_its_state(tmp_path: Path) -> None:
             await wait_until_registered(second, "a", "b")
             assert await second.held(tokens=TOKENS) == {"a": {"ram": len(TOKENS)}}
             assert await second.get(f"/events/{pinned['event_id']}") == pinned
-            catalog = a.cache.hierarchy.catalog
+            catalog = a.cache.catalog
             await second.wait_until(lambda: catalog.pinned == CHUNKS)
             await second.done("/move", **move_request("a/ram", "b/ram"))
             assert b.is_intact(TOKENS)

@@ -52,7 +52,7 @@ class Node:
         for index, key in enumerate(keys):
             parent = keys[index - 1] if index else self.model._root
             header = ChunkHeader(key, parent, self.model._namespace, payload)
-            while self.cache.hierarchy.catalog.state(key, 0) is State.ABSENT:
+            while self.cache.catalog.state(key, 0) is State.ABSENT:
                 reservation = self.cache.reserve(header)
                 if reservation is not None:
                     reservation.lease.view[HEADER_BYTES : HEADER_BYTES + payload] = values[index * payload :][
@@ -71,15 +71,15 @@ class Node:
 
     def holds(self, keys: list[ChunkKey], tier: int) -> list[int]:
         """Return the indexes of the keys that a tier holds."""
-        catalog = self.cache.hierarchy.catalog
+        catalog = self.cache.catalog
         return [index for index, key in enumerate(keys) if catalog.state(key, tier) is State.READY]
 
     def held(self) -> dict[int, set[ChunkKey]]:
         """Return what the tiers of this host hold, without empty tiers."""
-        catalog = self.cache.hierarchy.catalog
+        catalog = self.cache.catalog
         ready = {
             tier.index: {key for key in catalog.keys(tier.index) if tier.index in catalog.tiers(key)}
-            for tier in self.cache.hierarchy.tiers
+            for tier in self.cache.tiers
             if not tier.shared
         }
         return {tier: keys for tier, keys in ready.items() if keys}
@@ -90,7 +90,7 @@ class Node:
             while (
                 self.cache.pending_bytes
                 or self.cache.status()["flights"]
-                or self.cache.arena.leases != self.cache.hierarchy.catalog.count(0)
+                or self.cache.arena.leases != self.cache.catalog.count(0)
             ):
                 await anyio.sleep(0.005)
 

@@ -84,7 +84,7 @@ async def test_delete_all_of_one_tier_or_of_all(open_node: OpenNode) -> None:
         assert (done.chunks, done.bytes) == (10, 16 * CHUNK_OBJECT_BYTES)
         assert one.held() == {}
         assert {tier for tier, held in conversation.held.items() if held} == set()
-        namespaces = one.cache.hierarchy.catalog.namespaces
+        namespaces = one.cache.catalog.namespaces
         assert not namespaces.is_reset(one.model._namespace), "deleting chunks does not invalidate the model"
 
 
@@ -114,7 +114,7 @@ async def test_pin_expires(open_node: OpenNode) -> None:
         conversation = await controller.up_to_date()
         keys = await one.store(2)
         await conversation.done(lambda ticket: Pin(ticket, join_keys(keys), 60.0))
-        pinned, now = one.cache.hierarchy.catalog.pins.holds, anyio.current_time()
+        pinned, now = one.cache.catalog.pins.holds, anyio.current_time()
         assert all(pinned(key, now) for key in keys)
         assert not any(pinned(key, now + 60) for key in keys)
 
@@ -193,7 +193,7 @@ async def test_commands_are_read_while_the_controller_reads_nothing(open_node: O
         many = join_keys([make_key(number) for number in range(MAX_KEYS)])
         tickets = [await conversation.start_command(lambda ticket: Unpin(ticket, many)) for _ in range(24)]
         tickets.append(await conversation.start_command(lambda ticket: Pin(ticket, join_keys(keys), None)))
-        await until(lambda: one.cache.hierarchy.catalog.pins.holds(keys[0], anyio.current_time()))
+        await until(lambda: one.cache.catalog.pins.holds(keys[0], anyio.current_time()))
         conversation.socket.transport.resume_reading()
         answers = [await conversation.wait_for_answer(ticket) for ticket in tickets]
         assert [isinstance(answer, Done) and answer.chunks for answer in answers] == [MAX_KEYS] * 24 + [2]
@@ -234,7 +234,7 @@ async def test_fetches_and_deletes_race_with_stores_and_retrievals(open_node: Op
                     await conversation.done(
                         lambda ticket, tier=tier, joined=joined: Delete(ticket, 1 - tier, joined)
                     )
-        catalog = one.cache.hierarchy.catalog
+        catalog = one.cache.catalog
         assert not any(
             catalog.state(key, tier) is State.PENDING for tier in (RAM, SSD) for key in catalog.keys(tier)
         )

@@ -118,7 +118,7 @@ async def test_fetch_waits_for_pending_evictions(open_node: OpenNode) -> None:
         others = await one.store(7, seed=2)
         done = await conversation.done(fetch(keys, RAM))
         assert (done.chunks, done.reason) == (6, None)
-        catalog = one.cache.hierarchy.catalog
+        catalog = one.cache.catalog
         assert all(catalog.tiers(key) for key in others), "nothing was lost"
 
 
@@ -151,7 +151,7 @@ async def test_fetch_from_a_peer_into_memory_and_onto_disk(open_node: OpenNode) 
         other = await two.store(4, seed=2)
         done = await conversation.done(fetch(other, SSD, address_of(two), node=one))
         assert (split_keys(done.keys), done.reason) == (other, None)
-        assert one.cache.hierarchy.catalog.tiers(other[0]) == [SSD], "memory was only a stage on the way"
+        assert one.cache.catalog.tiers(other[0]) == [SSD], "memory was only a stage on the way"
         await until(lambda: not two.instance.status()["serving"]["grants"])  # type: ignore[index]
         assert await one.is_intact(4, seed=2)
 
@@ -170,7 +170,7 @@ async def test_fetch_reads_only_missing_chunks_from_a_peer(open_node: OpenNode) 
         done = await conversation.done(fetch(keys, RAM, address_of(two), node=one))
         assert (done.chunks, done.reason) == (8, None)
         assert two.instance.status()["serving"]["granted"] == 1  # type: ignore[index]
-        assert one.cache.hierarchy.counts["get_ok"] == 8
+        assert one.cache.counts["get_ok"] == 8
         assert await one.is_intact(8)
 
 
@@ -187,7 +187,7 @@ async def test_fetch_of_a_chunk_that_the_peer_has_evicted(open_node: OpenNode) -
         assert split_keys(done.keys)[:5] == keys[:5]
         assert keys[5] not in split_keys(done.keys)
         assert done.reason == f"neither this instance nor peer {address_of(two)} holds the rest"
-        assert one.cache.hierarchy.catalog.count(1) == 0, "the peer's entries are invalidated"
+        assert one.cache.catalog.count(1) == 0, "the peer's entries are invalidated"
 
 
 async def test_fetch_from_an_unreachable_peer(open_node: OpenNode) -> None:

@@ -35,35 +35,30 @@ class Tier:
         self.shared = shared
 
 
-class Hierarchy:
-    def __init__(self) -> None:
-        self.catalog = Catalog([LruPolicy.factory() for _ in range(3)])
-        self.tiers = [Tier(0, False), Tier(1, False), Tier(SHARED, True)]
-
-
 class CatalogOnly:
     """The part of a cache that is reported: a catalog that a test fills chunk by chunk."""
 
     def __init__(self) -> None:
-        self.hierarchy = Hierarchy()
+        self.catalog = Catalog([LruPolicy.factory() for _ in range(3)])
+        self.tiers = [Tier(0, False), Tier(1, False), Tier(SHARED, True)]
         self.observers: list[InventoryReport] = []
         self.add_observer = self.observers.append
         self.remove_observer = self.observers.remove
 
     def store(self, tier: int, *keys: ChunkKey) -> None:
         for key in keys:
-            self.hierarchy.catalog.add(key, tier, LENGTH, State.READY)
+            self.catalog.add(key, tier, LENGTH, State.READY)
         for observer in self.observers:
             observer.changed(tier, keys, ())
 
     def remove(self, tier: int, *keys: ChunkKey) -> None:
         for key in keys:
-            self.hierarchy.catalog.remove(key, tier)
+            self.catalog.remove(key, tier)
         for observer in self.observers:
             observer.changed(tier, (), keys)
 
     def held(self) -> dict[int, set[ChunkKey]]:
-        return {tier: set(self.hierarchy.catalog.keys(tier)) for tier in TIERS}
+        return {tier: set(self.catalog.keys(tier)) for tier in TIERS}
 
 
 class Listener:
@@ -115,7 +110,7 @@ async def test_snapshot_then_changes_without_shared_pools() -> None:
     cache.store(0, *keys(0, 100))
     cache.store(1, *keys(50, 200))
     cache.store(SHARED, *keys(0, 300))
-    cache.hierarchy.catalog.add(make_key(999), 0, LENGTH, State.PENDING)
+    cache.catalog.add(make_key(999), 0, LENGTH, State.PENDING)
     inventory = InventoryReport(cache)  # type: ignore[arg-type]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(inventory.report, listener)
@@ -124,7 +119,7 @@ async def test_snapshot_then_changes_without_shared_pools() -> None:
         assert inventory.up_to_date
         cache.remove(0, *keys(0, 10))
         cache.store(SHARED, *keys(300, 400))
-        cache.hierarchy.catalog.set_ready(make_key(999), 0)
+        cache.catalog.set_ready(make_key(999), 0)
         inventory.changed(0, [make_key(999)], ())
         await inventory.flush()
         assert listener.held == {0: {*keys(10, 100), make_key(999)}, 1: set(keys(50, 200))}
@@ -225,7 +220,7 @@ async def test_changes_during_a_snapshot_are_reported_correctly(monkeypatch: pyt
             low, high = number % 250, 250 + number % 250
             for tier in TIERS:
                 for key in (make_key(low), make_key(high), make_key(1000 + number)):
-                    held = tier in cache.hierarchy.catalog.tiers(key)
+                    held = tier in cache.catalog.tiers(key)
                     (cache.remove if held else cache.store)(tier, key)
             if listener.up_to_date:
                 break
@@ -256,7 +251,7 @@ class HoldingsMachine(RuleBasedStateMachine):
     @rule(tier=st.sampled_from([0, 1, SHARED]), chunks=chunks)
     def store(self, tier: int, chunks: list[int]) -> None:
         def store() -> None:
-            tiers = self.cache.hierarchy.catalog.tiers
+            tiers = self.cache.catalog.tiers
             self.cache.store(tier, *[key for key in map(make_key, chunks) if tier not in tiers(key)])
 
         self.portal.call(store)
@@ -264,7 +259,7 @@ class HoldingsMachine(RuleBasedStateMachine):
     @rule(tier=st.sampled_from([0, 1, SHARED]), chunks=chunks)
     def remove(self, tier: int, chunks: list[int]) -> None:
         def remove() -> None:
-            tiers = self.cache.hierarchy.catalog.tiers
+            tiers = self.cache.catalog.tiers
             self.cache.remove(tier, *[key for key in map(make_key, chunks) if tier in tiers(key)])
 
         self.portal.call(remove)
@@ -315,7 +310,7 @@ async def test_real_cache_reports_all_changes(leak_check: list[Arena]) -> None:
             await model.clear([29] * 40)
             await until(lambda: listener.up_to_date)
             await inventory.flush()
-            held = set(cache.hierarchy.catalog.keys(0))
+            held = set(cache.catalog.keys(0))
             assert held
             assert listener.held[0] == held
             tasks.cancel_scope.cancel()

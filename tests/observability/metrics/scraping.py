@@ -84,7 +84,7 @@ class ScrapedCache:
 
     def drop_from_memory(self, tokens: Sequence[int]) -> None:
         """Drop a prompt from memory, so that only lower tiers hold it."""
-        self.cache.hierarchy.drop(self.model.keys(tokens))
+        self.cache.memory.drop(self.model.keys(tokens))
 
 
 def settings(

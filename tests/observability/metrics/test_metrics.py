@@ -71,7 +71,7 @@ async def test_counts_of_pinned_refused_and_evicted_chunks(tmp_path: Path) -> No
         for seed in range(1, 5):
             await scraped.store(list(range(seed, seed + 1024)))
         scrape = await scraped.scrape()
-        evicted = scraped.cache.hierarchy.counts["evicted"]
+        evicted = scraped.cache.counts["evicted"]
         assert scrape("evicted_chunks_total") == evicted >= 5 * 4 - 8
         assert scrape("pinned_chunks") == 0
         assert scrape("stored_chunks_total") + scrape.by("refused_chunks_total", "reason")["held"] >= 20
@@ -113,7 +113,7 @@ async def test_outages_are_visible_while_they_last(tmp_path: Path, monkeypatch: 
     pool = TierSettings(name="pool", type="shelf", write="through", deadline=60.0)
     async with scraped_cache(settings(tmp_path), pools=[(pool, faulty)]) as scraped:
         faulty.fault = Fault.RAISE
-        breaker = scraped.cache.hierarchy.tiers[-1].breaker
+        breaker = scraped.cache.tiers[-1].breaker
         # Freeze the clock, so that the cooldown of 1 s does not end meanwhile.
         now = time.monotonic()
         monkeypatch.setattr(breaker._breaker, "_clock", lambda: now)
@@ -146,7 +146,7 @@ async def test_each_cache_has_its_own_registry(tmp_path: Path) -> None:
         assert (await scraped.scrape())("stored_chunks_total") == 4
         assert (await other.scrape())("stored_chunks_total") == 0
         assert len(list(REGISTRY.collect())) == global_metrics
-        observers = scraped.cache.hierarchy.observers
+        observers = scraped.cache.observers
         assert scraped.metrics in observers
     assert scraped.metrics not in observers
 

@@ -118,7 +118,7 @@ def resources() -> tuple[int, int, int]:
 async def test_scrape_of_a_million_chunks_does_not_block_the_loop(tmp_path: Path) -> None:
     """The loop watch, active in every test, fails if the loop is blocked for 200 ms."""
     async with scraped_cache(settings(tmp_path, eviction="lru")) as scraped:
-        catalog = scraped.cache.hierarchy.catalog
+        catalog = scraped.cache.catalog
         for start in range(0, CHUNKS, SLICE):
             for number in range(start, start + SLICE):
                 catalog.add(make_key(number), 1, 4096, State.READY)
