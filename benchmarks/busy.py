@@ -48,8 +48,7 @@ from typing import Any
 from benchmarks.common import filled, show
 from benchmarks.look_up import is_ready, look_up
 from kvtier.bridge import protocol
-from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
-from kvtier.bridge.lookup_state import LookupState
+from kvtier.bridge.client import LookupState, SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello, Role, Run
 from kvtier.lab.bench.timing import percentile, rotated
 from kvtier.memory.header import HEADER_BYTES

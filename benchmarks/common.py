@@ -11,8 +11,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.bridge.bridge import Bridge
-from kvtier.bridge.client import SchedulerBridge, Slots, WorkerBridge
+from kvtier.bridge.client import Bridge, SchedulerBridge, Slots, WorkerBridge
 from kvtier.bridge.protocol import Run
 from kvtier.lab.bench.timing import filled, ratios
 from kvtier.memory.keys import ChunkKey, join_keys

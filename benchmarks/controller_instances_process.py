@@ -38,7 +38,6 @@ from kvtier.fleet.member.session import GREETING_SECONDS
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message
-from kvtier.rpc.greeting import greet
 from kvtier.rpc.keep_alive import KeepAlive, Timeouts
 from kvtier.rpc.websocket import ClientWire
 
@@ -79,7 +78,7 @@ async def run(connection: ClientConnection, number: int) -> None:
     endpoint = Endpoint(ClientWire(connection), decode_from_controller)
     name, host = f"instance-{number:04}", f"host-{number}"
     hello = Hello(VERSION, name, number, "benchmark", host, 1, f"{host}:8200", "tcp", TIERS)
-    welcome = await greet(endpoint, hello, Welcome, VERSION, GREETING_SECONDS)
+    welcome = await endpoint.greet(hello, Welcome, VERSION, GREETING_SECONDS)
     timeouts = Timeouts(welcome.heartbeat, welcome.idle_timeout, welcome.idle_timeout)
 
     async def send(message: Message) -> None:

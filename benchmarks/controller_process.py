@@ -30,7 +30,7 @@ from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import encode_body
-from kvtier.rpc.websocket_server import ServerWire
+from kvtier.rpc.websocket import ServerWire
 
 INSTANCES = 8
 PROMPT_CHUNKS = 128

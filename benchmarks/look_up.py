@@ -37,8 +37,7 @@ import msgspec
 
 from benchmarks.common import confirm, reserve, show
 from kvtier.bridge import protocol
-from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
-from kvtier.bridge.lookup_state import LookupState
+from kvtier.bridge.client import LookupState, SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.errors import ChannelError

@@ -88,20 +88,18 @@ class Commands:
         (source,) = self._sources()
         keys = self._model.keys(prompt(chunks))
         await source.look_up(keys, prefix=False)
-        promises = [promise for key in keys if (promise := source.promises.take(key)) is not None]
-        await source.readable([promise for promise in promises if not promise.ready])
-        leases = [self._instance.cache.arena.allocate(promise.length) for promise in promises]
+        remotes = [remote for key in keys if (remote := source.leases.take(key)) is not None]
+        await source.readable([remote for remote in remotes if not remote.ready])
+        leases = [self._instance.cache.arena.allocate(remote.length) for remote in remotes]
         reads = [
-            (promise, lease.view)
-            for promise, lease in zip(promises, leases, strict=True)
-            if lease is not None
+            (remote, lease.view) for remote, lease in zip(remotes, leases, strict=True) if lease is not None
         ]
         started = perf_counter()
         outcomes = await source.read(reads)
         seconds = perf_counter() - started
         if list(outcomes) != [Outcome.OK] * chunks:
             raise SystemExit(f"the transport did not read {chunks} chunks: {outcomes}")
-        source.release(promises)
+        source.release(remotes)
         reads.clear()
         for lease in leases:
             if lease is not None:

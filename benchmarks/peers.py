@@ -6,7 +6,7 @@
     python -m benchmarks.peers --transport tcp --peers 1 --part lookups
 
 Instances in separate processes on loopback are each other's peers, with mutual authentication. Chunks in a
-peer's memory are fetched through the whole cache: lookup, promise, read, verification of the header, release.
+peer's memory are fetched through the whole cache: lookup, remote, read, verification of the header, release.
 The limit of a lookup is a round trip of as many bytes on a raw socket. The limit of a fetch is one batch of
 the same bytes over the same links, split evenly between the peers. If both keep all cores busy, the fetch
 cannot come closer to the limit than their CPU times do: all processes share the cores of one machine.
@@ -42,7 +42,7 @@ from kvtier.backends.base import Outcome
 from kvtier.instance import Instance
 from kvtier.lab.bench import raw_resp
 from kvtier.peers.backend import PeersBackend
-from kvtier.peers.client import drop_promises
+from kvtier.peers.client import drop_leases
 from kvtier.peers.protocol import Granted, Lookup
 from kvtier.peers.source import Source
 from kvtier.pipeline.query import Expected, Query
@@ -199,7 +199,7 @@ class Lookups:
         held = await backend.held_prefix(keys)
         seconds = perf_counter() - started
         expect(held == len(keys), f"{held} of {len(keys)} chunks are held")
-        drop_promises(backend.clients, keys)
+        drop_leases(backend.clients, keys)
         return seconds
 
     async def look_up(self) -> float:
@@ -358,16 +358,16 @@ async def read_over_links(instance: Instance, chunks: ChunkSet) -> Cost:
         share = slice(index, None, len(sources))
         keys = chunks.keys[share]
         await source.look_up(keys, prefix=False)
-        promises = [promise for key in keys if (promise := source.promises.take(key)) is not None]
-        expect(len(promises) == len(keys), f"{len(promises)} of {len(keys)} chunks are promised")
-        await source.readable([promise for promise in promises if not promise.ready])
-        batches.append((source, list(zip(promises, views[share], strict=True))))
+        remotes = [remote for key in keys if (remote := source.leases.take(key)) is not None]
+        expect(len(remotes) == len(keys), f"{len(remotes)} of {len(keys)} chunks are promised")
+        await source.readable([remote for remote in remotes if not remote.ready])
+        batches.append((source, list(zip(remotes, views[share], strict=True))))
     with Meter() as meter:
         outcomes = await asyncio.gather(*(source.read(reads) for source, reads in batches))
     expect(all(outcome is Outcome.OK for batch in outcomes for outcome in batch), f"not all read: {outcomes}")
     expect([number_in(view) for view in views] == list(chunks.numbers), "wrong contents in a chunk")
     for source, reads in batches:
-        source.release([promise for promise, _ in reads])
+        source.release([remote for remote, _ in reads])
     views.clear()
     for lease in leases:
         if lease is not None:

@@ -36,9 +36,9 @@ from benchmarks.transports import COLUMNS, TRANSPORTS, Cost, Meter
 from kvtier.backends.base import Outcome
 from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
-from kvtier.peers.promises import Promise
 from kvtier.peers.protocol import MAX_RESERVED
-from kvtier.peers.push import Target
+from kvtier.peers.push import Pusher
+from kvtier.peers.remote_leases import RemoteLease
 from kvtier.peers.source import Source
 from kvtier.pipeline.found import Lookup
 from kvtier.pipeline.query import Query
@@ -97,7 +97,7 @@ async def measure(transport: str, extent: Extent) -> None:
                 def fresh(count: int, length: int = length) -> ChunkSet:
                     return ChunkSet(next(first_numbers), count, length)
 
-                measured.append(await Pusher(instance, address(peer_port), fresh).measure(extent, length))
+                measured.append(await Pushes(instance, address(peer_port), fresh).measure(extent, length))
     show(
         f"{transport}: transferring {extent.pushed_bytes // MIB} MiB to a peer, GB/s",
         ("", "first time", *COLUMNS),
@@ -125,7 +125,7 @@ async def measure(transport: str, extent: Extent) -> None:
     )
 
 
-class Pusher:
+class Pushes:
     """Pushes chunks of one length; new ones each time, so that the peer does not hold them yet."""
 
     def __init__(self, instance: Instance, to: str, fresh: Callable[[int], ChunkSet]) -> None:
@@ -171,32 +171,32 @@ class Pusher:
         transfer = self._instance._kv_transfers
         assert transfer is not None
         async with transfer.peers.checkout(self._to) as source:
-            promises = await self._reserve(source, found)
+            remotes = await self._reserve(source, found)
             views = [
-                chunk.lease.view[HEADER_BYTES : HEADER_BYTES + promise.length]
-                for chunk, promise in zip(found.chunks, promises, strict=True)
+                chunk.lease.view[HEADER_BYTES : HEADER_BYTES + remote.length]
+                for chunk, remote in zip(found.chunks, remotes, strict=True)
             ]
             with Meter() as meter:
-                outcomes = await source.write(list(zip(promises, views, strict=True)))
+                outcomes = await source.write(list(zip(remotes, views, strict=True)))
             views.clear()
             expect(
                 all(outcome is Outcome.OK for outcome in outcomes), f"not all chunks were written: {outcomes}"
             )
-            source.release(promises)
+            source.release(remotes)
             await source.contains([])  # The answer means that the room has been released.
         found.release()
         await self._instance.cache.clear(chunks.keys)
         return meter.cost
 
-    async def _reserve(self, source: Source, found: Lookup) -> list[Promise]:
-        target = Target(source, self._instance.cache.memory.sealer)
+    async def _reserve(self, source: Source, found: Lookup) -> list[RemoteLease]:
+        target = Pusher(source, self._instance.cache.memory.sealer)
         headers = [ChunkHeader.parse(chunk.lease.view) for chunk in found.chunks]
-        promises: list[Promise] = []
+        remotes: list[RemoteLease] = []
         for start in range(0, len(headers), MAX_RESERVED):
             room = await target.reserve(headers[start : start + MAX_RESERVED])
-            promises += room.promises.values()
-        expect(len(promises) == len(headers), f"room for {len(promises)} of {len(headers)} chunks only")
-        return promises
+            remotes += room.leases.values()
+        expect(len(remotes) == len(headers), f"room for {len(remotes)} of {len(headers)} chunks only")
+        return remotes
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from kvtier.bridge import bridge
 from kvtier.bridge.protocol import Hello, Welcome
 from kvtier.integrations.vllm.connector import KVTierConnector
-from kvtier.rpc.unix import UnixConnection
+from kvtier.rpc.client import UnixConnection
 from soak import links
 from soak.stalls import FOLDER, Stalls
 

@@ -7,9 +7,11 @@ Called from vLLM's hooks. Nothing blocks except what takes a ``wait``, :meth:`Wo
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from logging import Logger
 from pathlib import Path
@@ -18,9 +20,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvtier.bridge import protocol
-from kvtier.bridge.bridge import Bridge, open_connection
-from kvtier.bridge.lookup_state import LookupState
 from kvtier.bridge.notices import MAX_CHARACTERS
+from kvtier.bridge.protocol import Hello, Welcome
 from kvtier.concurrency.threads import run_in_background
 from kvtier.errors import ArenaError, ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.arena import ArenaMap
@@ -28,9 +29,109 @@ from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.memory.layout import ChunkLayout
 from kvtier.pipeline.query import Query
 from kvtier.rpc.calls import Call, ReplyT
-from kvtier.rpc.client import GREETING_SECONDS
+from kvtier.rpc.client import GREETING_SECONDS, Client, UnixConnection
 from kvtier.rpc.frames import Ping, Pong, Reply, Request
-from kvtier.rpc.unix import UnixConnection
+
+
+@dataclass
+class LookupState:
+    """Everything that a lookup has been granted so far, in prefix order."""
+
+    call: Call[protocol.Found]
+    """Settled by the first answer; further ones may follow."""
+    leases: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    fetching: int = 0
+    coming: list[int] = field(default_factory=list)
+    """The sources of the chunks in flight. Each of them may still fail."""
+    needed: int = 0
+    """With states: how many leases there must be. With fewer, all are useless."""
+    staging: int = 0
+    """Number of the staging buffer that holds the chunks whose source is one past the last tier."""
+    held: int = 0
+    """With states: how many leading chunks are held, also beyond the last state."""
+    last_tokens: int = 0
+    """If the last chunk is to be used in part: how many tokens its blocks hold."""
+    block_hashes: bytes = b""
+    """The block hashes of that chunk, once it has arrived."""
+    parent: bytes = b""
+    """The key before that chunk, once it has arrived."""
+    likely_blocks: int = 0
+    """How many of its blocks are expected to be equal. Never more are."""
+    updated_at: float = 0.0
+    """Time of the last answer (:func:`time.monotonic`); each batch that arrives causes one."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether there was an answer."""
+        return self.call.result is not None
+
+    @property
+    def final(self) -> bool:
+        """Whether the lookup is complete."""
+        return self.answered and not self.fetching
+
+    @property
+    def located(self) -> bool:
+        """Whether it is known which chunks are held. Chunks in flight may still fail."""
+        return self.answered and len(self.coming) == self.fetching
+
+    @property
+    def total(self) -> int:
+        """The number of leases, including those of chunks in flight."""
+        return len(self.leases) + len(self.coming)
+
+
+SERVER = "the cache process"
+
+
+def open_connection(path: Path, hello: Hello) -> UnixConnection[Welcome]:
+    """Connect without waiting for the welcome. Raises :class:`ChannelError`."""
+    return UnixConnection(path, hello, Welcome, protocol.VERSION, protocol.decode_from_cache, SERVER)
+
+
+class Bridge(Client[Welcome]):
+    """A connection to the cache process that is replaced when it is lost."""
+
+    def __init__(
+        self,
+        hello: Hello,
+        path: Path,
+        start: Callable[[], None] | None = None,
+        logger: logging.Logger | None = None,
+    ) -> None:
+        """``start`` starts a cache process on ``path`` without blocking, for when the connection is lost."""
+        super().__init__(path, SERVER, start, logger)
+        self._hello = hello
+        self.welcome: Welcome | None = None
+        """The last greeting."""
+        self.epoch = 0
+        """Identifies the connected cache process; 0 if none is connected."""
+
+    @property
+    def last_epoch(self) -> int:
+        """Identifies the cache process that is, or was last, connected."""
+        return 0 if self.welcome is None else self.welcome.epoch
+
+    def expect_answers_within(self, seconds: float) -> None:
+        """Set how long the cache process may not answer until it counts as unresponsive. 1 s by default."""
+        self._health.limit = seconds
+
+    def _make_hello(self) -> Hello:
+        return msgspec.structs.replace(self._hello, epoch=self.last_epoch)
+
+    def _open(self) -> UnixConnection[Welcome]:
+        return open_connection(self._path, self._make_hello())
+
+    def _connected(self, connection: UnixConnection[Welcome]) -> None:
+        assert connection.welcome is not None
+        self.welcome = connection.welcome
+        self.epoch = connection.welcome.epoch
+
+    def _lost(self) -> None:
+        self.epoch = 0
+
 
 PROBE_SECONDS = 0.25
 CLEAR_SECONDS = 600.0

@@ -12,15 +12,14 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from kvtier.bridge import protocol
-from kvtier.bridge.engine import NO_LEASE, Engine
 from kvtier.bridge.kv_transfer import EngineKVTransfers
+from kvtier.bridge.pending_writes import WriterProcess
+from kvtier.bridge.session import NO_LEASE, EngineSession
 from kvtier.bridge.watched import WatchedChunks
-from kvtier.bridge.writers import WriterProcess
 from kvtier.errors import ChannelClosed, PeerError, ProtocolError, SettingsError
 from kvtier.pipeline.found import Lookup
 from kvtier.rpc.endpoint import Endpoint
-from kvtier.rpc.frames import Message
-from kvtier.rpc.greeting import check_hello
+from kvtier.rpc.frames import Message, check_hello
 
 if TYPE_CHECKING:
     from kvtier.bridge.server import BridgeServer
@@ -56,7 +55,7 @@ class Connection:
         self._server = server
         self._endpoint = endpoint
         self._tasks = tasks
-        self._engine: Engine | None = None
+        self._engine: EngineSession | None = None
         """``None`` for an observer."""
         self._kv_transfers: EngineKVTransfers | None = None
         self._watched: WatchedChunks | None = None
@@ -116,7 +115,7 @@ class Connection:
         finally:
             far.close()
 
-    def _start(self, engine: Engine, hello: protocol.Hello) -> None:
+    def _start(self, engine: EngineSession, hello: protocol.Hello) -> None:
         if hello.role == "scheduler":
             self._kv_transfers = self._server.kv_transfers(self, engine, self._tasks)
             self._tasks.start_soon(self._server.notices.forward, self._send_notices)
@@ -131,7 +130,7 @@ class Connection:
         if engine is None:
             return
         if self.role == "scheduler":
-            engine.fillings.void_all()
+            engine.writes.void_all()
         if self._kv_transfers is not None:
             self._kv_transfers.close()
         if engine.staging is not None:
@@ -185,11 +184,11 @@ class Connection:
                 engine.commit(message.leases, self.rank)
             case protocol.Abandon():
                 if self._kv_transfers is None:
-                    engine.fillings.give_up(message.leases, self.rank)
+                    engine.writes.give_up(message.leases, self.rank)
                 else:
-                    engine.fillings.abandon(message.leases)
+                    engine.writes.abandon(message.leases)
             case protocol.Leave():
-                engine.fillings.worker_writes(self.rank, self._client)
+                engine.writes.worker_writes(self.rank, self._client)
             case protocol.Cancel():
                 engine.cancel(message.ticket)
             case protocol.RequestStaging():
@@ -264,7 +263,7 @@ class Connection:
         for text in texts:
             await self.notify(protocol.Notice(text))
 
-    async def _send_fetched(self, engine: Engine, ticket: int, found: Lookup) -> None:
+    async def _send_fetched(self, engine: EngineSession, ticket: int, found: Lookup) -> None:
         async def report_progress() -> None:
             """Grant what has arrived, which also shows the engine that it should keep waiting."""
             answer = engine.progress(ticket, found)

@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,21 +19,23 @@ from anyio import CancelScope
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from kvtier.bridge.listen import listening
 from kvtier.bridge.server import BridgeServer
 from kvtier.bridge.spawn import default_address
 from kvtier.cache import TieredCache
+from kvtier.concurrency.children import settle
 from kvtier.concurrency.files import FileLocked, LockFile
 from kvtier.concurrency.placement import spread_memory
 from kvtier.concurrency.signals import stop_on_signals
 from kvtier.concurrency.slices import shorten_slices
 from kvtier.concurrency.tasks import open_tasks
-from kvtier.errors import ChannelError
+from kvtier.errors import ChannelError, KVTierError
 from kvtier.instance import Instance
+from kvtier.rpc.listener import listening
 from kvtier.settings import Settings
 
 if TYPE_CHECKING:
     from kvtier.observability.recording.recorder import Recorder
+
 
 logger = logging.getLogger("kvtier")
 
@@ -185,3 +188,47 @@ async def _lock_of(path: Path) -> LockFile:
         ) from error
     except (OSError, ValueError) as error:
         raise ChannelError(f"cannot create socket {path}: {error}: set another `socket`") from error
+
+
+def main() -> None:
+    """Start a cache process that is no descendant of the engine. Exit once it serves, or with its status.
+
+    A vLLM that is stopped kills all descendants of its engine (``kill_process_tree`` in
+    ``vllm/utils/system_utils.py``): the chunks in memory would be lost, for other engines as well.
+    """
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process:
+        os.close(writer)
+        # A byte, or the end of the pipe if it has exited before.
+        status = 0 if os.read(reader, 1) else os.waitpid(process, 0)[1]
+        os._exit(abs(os.waitstatus_to_exitcode(status)))
+    os.close(reader)
+    _serve(writer)
+
+
+def _serve(writer: int) -> None:
+    """Serve until ``linger`` seconds after the last engine has disconnected.
+
+    ``writer``: a descriptor that receives a byte once engines can connect. It is closed then.
+    """
+
+    def notify() -> None:
+        with suppress(BrokenPipeError):
+            os.write(writer, b"1")
+        os.close(writer)
+
+    settle()
+    settings = Settings.model_validate_json(sys.stdin.buffer.read())
+    sys.stdin.close()
+    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        socket = Path(sys.argv[1])
+        anyio.run(partial(serve, settings, socket=socket, exit_when_idle=True, on_serving=notify))
+    except KVTierError as error:
+        logger.error("%s", error)  # noqa: TRY400 - no traceback: the engine shows this line as the reason
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -21,10 +21,10 @@ from anyio.abc import TaskGroup
 
 from kvtier.bridge import protocol
 from kvtier.bridge.connection import Connection
-from kvtier.bridge.engine import Engine
 from kvtier.bridge.kv_transfer import EngineKVTransfers
 from kvtier.bridge.notices import Notices
-from kvtier.bridge.writers import WriterProcess
+from kvtier.bridge.pending_writes import WriterProcess
+from kvtier.bridge.session import EngineSession
 from kvtier.concurrency.placement import Placement
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelError, ProtocolError
@@ -37,7 +37,7 @@ from kvtier.units import format_size
 if TYPE_CHECKING:
     from kvtier.observability.recording.recorder import Recorder
     from kvtier.observability.whatif.report import Report
-    from kvtier.peers.engines import RemoteEngines
+    from kvtier.peers.dialing import RemoteEngines
 
 logger = logging.getLogger("kvtier")
 
@@ -56,9 +56,9 @@ class BridgeServer:
         self._recorder = recorder
         self.epoch = secrets.randbits(63)
         self._numbers = itertools.count(1)
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, EngineSession] = {}
         self._connections: dict[str, set[Connection]] = {}
-        self._departed: set[Engine] = set()
+        self._departed: set[EngineSession] = set()
         """Engines without a connection, with memory that their processes may still write to."""
         self._warnings = ChangedWarnings("KV transfer to %s failed: %s")
         self.notices = Notices()
@@ -120,7 +120,7 @@ class BridgeServer:
         if not settings.has_credentials:
             return None
         # Imported here, so that an instance without peers does not pay for the import.
-        from kvtier.peers.engines import RemoteEngines
+        from kvtier.peers.dialing import RemoteEngines
         from kvtier.rpc.authentication import Credentials
 
         return RemoteEngines(Credentials.from_settings(settings), self._instance.name)
@@ -130,7 +130,7 @@ class BridgeServer:
         """Number of connected engines."""
         return len(self._engines)
 
-    def join(self, connection: Connection, hello: protocol.Hello) -> Engine:
+    def join(self, connection: Connection, hello: protocol.Hello) -> EngineSession:
         """Add a connection to its engine. The first connection creates the engine.
 
         Raises :class:`ProtocolError`.
@@ -141,7 +141,7 @@ class BridgeServer:
             )
         engine = self._engines.get(hello.engine)
         if engine is None:
-            engine = self._engines[hello.engine] = self._returned(hello) or Engine(
+            engine = self._engines[hello.engine] = self._returned(hello) or EngineSession(
                 self.cache, hello, self._numbers, self._recorder
             )
             self._connections[hello.engine] = set()
@@ -160,12 +160,12 @@ class BridgeServer:
             engine.model = hello.model
         else:
             engine.absent_ranks.discard(hello.rank)
-            engine.fillings.worker_writes(hello.rank, hello.client, hello.holding if again else ())
+            engine.writes.worker_writes(hello.rank, hello.client, hello.holding if again else ())
         self.use_weights(engine, hello.weights or engine.weights)
         self._connections[hello.engine].add(connection)
         return engine
 
-    def _returned(self, hello: protocol.Hello) -> Engine | None:
+    def _returned(self, hello: protocol.Hello) -> EngineSession | None:
         """Return the engine of a process that had disconnected, if its memory was kept."""
         for engine in self._departed:
             if (engine.name, engine.layout, engine.startup_namespace) == (
@@ -181,10 +181,10 @@ class BridgeServer:
         """Return a number that is greater than those of all reservations so far."""
         return next(self._numbers)
 
-    def worker_left(self, engine: Engine, rank: int, process: WriterProcess | None) -> None:
+    def worker_left(self, engine: EngineSession, rank: int, process: WriterProcess | None) -> None:
         """Void what a worker was filling. Takes ownership of its process, ``None`` if it writes no more."""
         engine.absent_ranks.add(rank)
-        if engine.fillings.worker_left(rank, process):
+        if engine.writes.worker_left(rank, process):
             assert process is not None
             if not process.watched:
                 logger.warning(
@@ -213,29 +213,31 @@ class BridgeServer:
                 "storing are void; %s stay reserved for it until it continues or exits",
                 name,
                 now - last,
-                format_size(engine.fillings.reserved_bytes),
+                format_size(engine.writes.reserved_bytes),
             )
 
-    async def _await_exit(self, engine: Engine, process: WriterProcess) -> None:
+    async def _await_exit(self, engine: EngineSession, process: WriterProcess) -> None:
         """Keep the memory that a process without a connection may write to, until it has exited."""
         try:
-            while engine.fillings.awaits(process) and not process.exited:
+            while engine.writes.awaits(process) and not process.exited:
                 with anyio.move_on_after(CHECK_SECONDS):
                     await process.wait_exited()
         finally:
-            engine.fillings.worker_exited(process)
+            engine.writes.worker_exited(process)
             process.close()
         if engine in self._departed:
-            engine.fillings.close()
-            if not len(engine.fillings):
+            engine.writes.close()
+            if not len(engine.writes):
                 self._departed.remove(engine)
 
-    def use_weights(self, engine: Engine, weights: protocol.Weights) -> None:
+    def use_weights(self, engine: EngineSession, weights: protocol.Weights) -> None:
         """Process that an engine has other weights."""
         engine.use_weights(weights)
         self._instance.served.add(engine.name, weights.namespace, engine.layout, engine.model)
 
-    def kv_transfers(self, connection: Connection, engine: Engine, tasks: TaskGroup) -> EngineKVTransfers:
+    def kv_transfers(
+        self, connection: Connection, engine: EngineSession, tasks: TaskGroup
+    ) -> EngineKVTransfers:
         """Return the KV transfers of a scheduler's connection."""
         return EngineKVTransfers(
             partial(self._instance.transfer_kv, hinted=True),
@@ -248,7 +250,7 @@ class BridgeServer:
         )
 
     def stage(
-        self, connection: Connection, engine: Engine, rank: int, request: protocol.RequestStaging
+        self, connection: Connection, engine: EngineSession, rank: int, request: protocol.RequestStaging
     ) -> None:
         """Provide a staging buffer for a worker, or report why none is available."""
         stagings = self._instance.stagings
@@ -261,7 +263,7 @@ class BridgeServer:
             engine.staging = stagings.of_engine(engine.name, engine.namespace, engine.layout)
         engine.staging.join(rank, request.gpu, connection.offer)
 
-    def leave(self, connection: Connection, engine: Engine, *, replaced: bool) -> None:
+    def leave(self, connection: Connection, engine: EngineSession, *, replaced: bool) -> None:
         """Remove a connection from its engine. The last connection closes the engine, unless ``replaced``."""
         connections = self._connections[engine.name]
         connections.discard(connection)
@@ -270,7 +272,7 @@ class BridgeServer:
             if engine.staging is not None and self._instance.stagings is not None:
                 self._instance.stagings.remove(engine.name)
             engine.close()
-            if len(engine.fillings):
+            if len(engine.writes):
                 self._departed.add(engine)
             self._instance.served.remove(engine.name)
             logger.info("engine %s disconnected", engine.name)
@@ -292,8 +294,8 @@ class BridgeServer:
         recording = {} if self._recorder is None else {"recording": self._recorder.status()}
         both = [*self._engines.values(), *self._departed]
         reservations = {
-            "bytes": sum(engine.fillings.reserved_bytes for engine in both),
-            "void_bytes": sum(engine.fillings.void_bytes for engine in both),
+            "bytes": sum(engine.writes.reserved_bytes for engine in both),
+            "void_bytes": sum(engine.writes.void_bytes for engine in both),
             "departed_engines": len(self._departed),
         }
         return {

@@ -103,7 +103,7 @@ class CacheProcess:
                 return
             with self.log.open("ab") as log:
                 self._child = children.start(
-                    children.python("-m", "kvtier.bridge.child", str(self._path)),
+                    children.python("-m", "kvtier.bridge.serve", str(self._path)),
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,

@@ -3,31 +3,156 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 from anyio import CancelScope
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsPrefix
+from kvtier.concurrency.backoff import Backoff
 from kvtier.concurrency.detached import DetachedTask
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.client import PeerClient, drop_promises
+from kvtier.peers.client import PeerClient, drop_leases
 from kvtier.peers.dialing import CONNECT_SECONDS, CONNECT_THREADS
-from kvtier.peers.directory import Directory, DirectoryClient
 from kvtier.peers.fetch import Fetch
 from kvtier.peers.roster import IDLE_SECONDS, Roster
 from kvtier.peers.source import Source
-from kvtier.peers.temporary import KEYS_PER_REQUEST, Bound, TemporaryPeer
 from kvtier.rpc.authentication import Credentials
 from kvtier.settings import TierSettings
 from kvtier.settings.peer import PeerSettings
 from kvtier.transports.base import Transport
+
+KEYS_PER_REQUEST = 32_768
+"""1 MiB of keys; the answer fits a frame as well."""
+
+Bound = dict[ChunkKey, PeerClient]
+"""The peer from which alone a chunk may be read."""
+
+
+class TemporaryPeer:
+    """A peer that stays connected within the block of :meth:`PeersBackend.temporary_peer`.
+
+    To fetch chunks from this peer alone, with the stages of the pipeline::
+
+        async with peers.temporary_peer(address) as peer:
+            async with discovering.temporarily_known(tier_of_peers, keys, expected, peer.lease) as held:
+                ...  # Promote or write these: within the block the peers tier is known to hold them.
+
+    The chunks need not form a prefix. Take about ten of them or 256 MiB at a time: a peer grants at most
+    ``peer.share`` of its first tier at once, for ``peer.lease`` seconds. If the peer is lost, the chunks of
+    the current batch fail, and the next :meth:`lease` raises.
+    """
+
+    def __init__(self, client: PeerClient, bound: Bound, seconds: float) -> None:
+        self._client = client
+        self._bound = bound
+        self._seconds = seconds
+        self._leased: set[ChunkKey] = set()
+
+    @property
+    def address(self) -> str:
+        """The peer's ``HOST:PORT``."""
+        return self._client.address
+
+    @property
+    def instance(self) -> str:
+        """The instance name that the peer reports."""
+        return self._client.instance
+
+    async def lease(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """Lease those of ``keys`` that the peer's own tiers hold, and return their positions, ascending.
+
+        Reads of these go to this peer alone until the block ends. Raises :class:`PeerError` if the peer does
+        not answer within the transport's deadline.
+        """
+        until = anyio.current_time() + self._seconds
+        positions: list[int] = []
+        for start in range(0, len(keys), KEYS_PER_REQUEST):
+            part = keys[start : start + KEYS_PER_REQUEST]
+            leased = await self._client.look_up(part, prefix=False, until=until, force=True)
+            if leased is None:
+                raise PeerError(f"peer {self.address}: {self._client.last_error or 'no answer in time'}")
+            positions += [start + position for position in sorted(leased)]
+        for position in positions:
+            self._bound[keys[position]] = self._client
+            self._leased.add(keys[position])
+        return positions
+
+    def release(self) -> None:
+        """Release the leases that were not used."""
+        for key in self._leased:
+            if self._bound.get(key) is self._client:
+                del self._bound[key]
+        if self._client.source is not None:
+            self._client.source.leases.drop(self._leased)
+
+
+MAX_HOLDERS = 256
+"""Holders used from one answer; the rest is ignored."""
+
+
+class Directory(Protocol):
+    """Maps chunks to the instances that report holding them, such as a controller."""
+
+    async def who_holds(self, keys: Sequence[ChunkKey]) -> Sequence[tuple[str, int]]:
+        """Return ``(HOST:PORT, count)`` of the holders of the leading ``count`` keys, longest prefix first.
+
+        Called concurrently, for every lookup that misses on this host, and cancelled after ``peer.timeout``.
+        Must return an empty list at once if the directory is unavailable. Any exception counts as no answer
+        and starts a back-off. The result is only a hint: the instances decide what they hold.
+        """
+        ...
+
+
+class Holder(NamedTuple):
+    """An instance that may hold a prefix of a prompt."""
+
+    address: str
+    chunks: int
+    """Length of the prefix."""
+
+
+class DirectoryClient:
+    """Queries a directory with a timeout, and backs off after a failure."""
+
+    def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._backoff = Backoff()
+        self._retry_at = 0.0
+        self._warn = RateLimitedLog(logger)
+
+    async def holders(self, keys: Sequence[ChunkKey], until: float) -> list[Holder]:
+        """Return who may hold a prefix of ``keys``, longest first. ``until`` is in the event loop's time."""
+        if self._clock() < self._retry_at:
+            return []
+        try:
+            with anyio.CancelScope(deadline=until) as scope:
+                entries = await self._directory.who_holds(keys)
+        except Exception as error:
+            self._back_off()
+            self._warn("directory lookup failed: %r", error)
+            return []
+        if scope.cancelled_caught:
+            self._back_off()
+            return []
+        self._backoff.reset()
+        holders = [Holder(address, chunks) for address, chunks in islice(entries, MAX_HOLDERS) if chunks > 0]
+        return sorted(holders, key=lambda holder: -holder.chunks)
+
+    def _back_off(self) -> None:
+        # Concurrent lookups that failed together count as one failure.
+        if self._clock() >= self._retry_at:
+            self._retry_at = self._clock() + self._backoff.next()
+
 
 logger = logging.getLogger("kvtier")
 
@@ -181,7 +306,7 @@ class PeersBackend(Backend, SupportsPrefix):
             await self._query_all(query_rest, keys[longest:], others)
         together = held.index(False) if False in held else len(held)
         beyond = [key for key, is_held in zip(keys[together:], held[together:], strict=True) if is_held]
-        drop_promises(self._roster.clients, beyond)
+        drop_leases(self._roster.clients, beyond)
         return together
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
@@ -200,7 +325,7 @@ class PeersBackend(Backend, SupportsPrefix):
         async def get(only: PeerClient | None, indexes: Sequence[int]) -> None:
             clients = self._roster.clients if only is None else [only]
             part = [items[index] for index in indexes]
-            ask = partial(self._request_promises, clients=clients)
+            ask = partial(self._request_leases, clients=clients)
             for index, outcome in zip(
                 indexes, await Fetch(clients, part, ask).run(self._deadline), strict=True
             ):
@@ -254,7 +379,7 @@ class PeersBackend(Backend, SupportsPrefix):
             for address in islice(chosen, MAX_HOLDERS_ASKED):
                 tasks.start_soon(query_holder, address)
 
-    async def _request_promises(self, keys: Sequence[ChunkKey], clients: Sequence[PeerClient]) -> None:
+    async def _request_leases(self, keys: Sequence[ChunkKey], clients: Sequence[PeerClient]) -> None:
         until = self._lookup_deadline()
 
         async def query(client: PeerClient, _start: int, part: Sequence[ChunkKey]) -> None:

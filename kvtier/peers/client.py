@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from logging import Logger
 from typing import TypeVar
 
 import anyio
@@ -16,7 +17,6 @@ from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError,
 from kvtier.logs import printable
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.dialing import ControlConnection, PeerDialer
-from kvtier.peers.outage import Outage
 from kvtier.peers.source import Source, timeouts_of
 from kvtier.peers.throughput import PeerThroughput
 from kvtier.rpc.authentication import Credentials
@@ -294,7 +294,7 @@ class PeerClient:
             "state": self._state(),
             "linked": source is not None and source.linked,
             "last_error": self._last_error,
-            "granted_chunks": 0 if source is None else len(source.promises),
+            "granted_chunks": 0 if source is None else len(source.leases),
             "in_flight_bytes": self.throughput.in_flight,
             "read_bytes": self.throughput.bytes_read,
             "seconds_per_mib": None if seconds is None else seconds * MIB,
@@ -310,8 +310,31 @@ class PeerClient:
         return "connected" if self._breaker.reason is None else f"paused: {self._breaker.reason}"
 
 
-def drop_promises(clients: Iterable[PeerClient], keys: Iterable[ChunkKey]) -> None:
+def drop_leases(clients: Iterable[PeerClient], keys: Iterable[ChunkKey]) -> None:
     """Release what these peers have granted of these chunks."""
     for client in clients:
         if client.source is not None:
-            client.source.promises.drop(keys)
+            client.source.leases.drop(keys)
+
+
+class Outage:
+    """Logs once that a peer is unavailable, and once that it is back."""
+
+    def __init__(self, logger: Logger, name: str, *, quiet: bool = False) -> None:
+        """``quiet``: log at debug level only."""
+        self._logger = logger
+        self._name = name
+        self._levels = (logging.DEBUG, logging.DEBUG) if quiet else (logging.WARNING, logging.INFO)
+        self._reported = ""
+
+    def begin(self, kind: str, reason: str) -> None:
+        """Log that the peer is unavailable, unless this kind of outage is already reported."""
+        if kind != self._reported:
+            self._reported = kind
+            self._logger.log(self._levels[0], "peer %s: %s; continuing without it", self._name, reason)
+
+    def end(self) -> None:
+        """Log that the peer is available again, if an outage was reported."""
+        if self._reported:
+            self._reported = ""
+            self._logger.log(self._levels[1], "peer %s: answers again", self._name)

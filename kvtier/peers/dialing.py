@@ -8,15 +8,16 @@ from __future__ import annotations
 import socket
 from typing import NamedTuple
 
-from kvtier.concurrency.sockets.connection import Connection, Deadline
+from kvtier.concurrency.sockets.connection import Connection, Deadline, keep_alive
 from kvtier.concurrency.sockets.pool import Dialer
 from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.errors import ChannelError, PeerError
 from kvtier.logs import printable
 from kvtier.peers.protocol import VERSION, Hello, Purpose, Welcome, decode_from_server
 from kvtier.rpc.authentication import Credentials
-from kvtier.rpc.frames import Refused, encode, read_frame
-from kvtier.rpc.greeting import check_welcome
+from kvtier.rpc.frames import Refused, check_welcome, encode, read_frame
+from kvtier.rpc.wire import SocketWire
+from kvtier.settings.peer import split_address
 from kvtier.transports.base import PeerRefused
 
 CONNECT_SECONDS = 5.0
@@ -106,3 +107,31 @@ class PeerDialer:
         if isinstance(reply, Refused):
             raise PeerError(f"it refuses the connection: {printable(reply.reason)}")
         return check_welcome(reply, Welcome, VERSION)
+
+
+CONNECT_THREADS = 4
+
+
+class RemoteEngines:
+    """Connects to the instances of other hosts that have workers of an engine of this host."""
+
+    def __init__(self, credentials: Credentials, instance: str) -> None:
+        self._credentials = credentials
+        self._instance = instance
+        self._threads = WorkerThreads(CONNECT_THREADS)
+
+    async def connect(self, address: str) -> SocketWire:
+        """Connect to the instance at ``HOST:PORT``, authenticated. The caller closes the connection.
+
+        Raises :class:`PeerError`.
+        """
+        try:
+            host, port = split_address(address)
+            dialer = PeerDialer(host, port, self._credentials, self._instance, self._threads)
+            sock, _ = await dialer.dial("engine")
+        except TimeoutError as error:
+            raise PeerError(f"{address} did not answer within {CONNECT_SECONDS:g} s") from error
+        except (OSError, ValueError) as error:
+            raise PeerError(f"cannot connect to {address}: {error}") from error
+        keep_alive(sock)
+        return SocketWire(sock)

@@ -11,13 +11,13 @@ from anyio.abc import TaskGroup
 from kvtier.backends.base import GetItem, Outcome
 from kvtier.errors import ChannelError
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.client import PeerClient, drop_promises
-from kvtier.peers.promises import Promise
+from kvtier.peers.client import PeerClient, drop_leases
+from kvtier.peers.remote_leases import RemoteLease
 from kvtier.peers.source import Source
 from kvtier.peers.throughput import fastest
 
 Ask = Callable[[Sequence[ChunkKey]], Awaitable[None]]
-"""Requests promises of these keys from every peer."""
+"""Requests leases of these keys from every peer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,25 +28,25 @@ class _Item:
     view: memoryview
     outcome: Outcome = Outcome.MISS
     requested: bool = False
-    """Whether this batch has requested promises of it."""
+    """Whether this batch has requested leases of it."""
     tried: set[PeerClient] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
 class _Taken:
-    """A promise in use, and the item that it serves."""
+    """A lease in use, and the item that it serves."""
 
     item: _Item
     client: PeerClient
     source: Source
-    promise: Promise
+    lease: RemoteLease
 
 
 class Fetch:
     """Fills the views of one batch. Each chunk is read from the peer that would deliver it first.
 
-    Promises of chunks that have none are requested once. A chunk that fails or misses at one peer is tried at
-    another until the deadline. When :meth:`run` returns, no view is written any more and every promise taken
+    Leases of chunks that have none are requested once. A chunk that fails or misses at one peer is tried at
+    another until the deadline. When :meth:`run` returns, no view is written any more and every lease taken
     has been released.
     """
 
@@ -71,24 +71,24 @@ class Fetch:
         return [item.outcome for item in self._items]
 
     def _dispatch(self, items: Sequence[_Item]) -> None:
-        """Start reading items that have a promise, and request promises of those that have none."""
+        """Start reading items that have a lease, and request leases of those that have none."""
         batches: dict[Source, list[_Taken]] = {}
-        unpromised = []
+        unleased = []
         for item in items:
             taken = self._choose(item)
             if taken is not None:
                 batches.setdefault(taken.source, []).append(taken)
             elif not item.requested:
-                unpromised.append(item)
+                unleased.append(item)
         for batch in batches.values():
-            ready = [taken for taken in batch if taken.promise.ready]
-            later = [taken for taken in batch if not taken.promise.ready]
+            ready = [taken for taken in batch if taken.lease.ready]
+            later = [taken for taken in batch if not taken.lease.ready]
             if ready:
                 self._tasks.start_soon(self._read, ready)
             if later:
                 self._tasks.start_soon(self._read_later, later)
-        if unpromised:
-            self._tasks.start_soon(self._request, unpromised)
+        if unleased:
+            self._tasks.start_soon(self._request, unleased)
 
     def _choose(self, item: _Item) -> _Taken | None:
         candidates: list[tuple[PeerClient, Source]] = []
@@ -96,23 +96,23 @@ class Fetch:
             source = client.source
             if source is None or client in item.tried:
                 continue
-            promise = source.promises.find(item.key)
-            if promise is None:
+            lease = source.leases.find(item.key)
+            if lease is None:
                 continue
-            if promise.length == len(item.view):
+            if lease.length == len(item.view):
                 candidates.append((client, source))
             else:
-                source.promises.drop([item.key])
+                source.leases.drop([item.key])
                 item.tried.add(client)
         if not candidates:
             return None
         client, source = candidates[fastest([client.throughput for client, _ in candidates], len(item.view))]
-        promise = source.promises.take(item.key)
-        if promise is None:
+        lease = source.leases.take(item.key)
+        if lease is None:
             return None
-        taken = _Taken(item, client, source, promise)
+        taken = _Taken(item, client, source, lease)
         self._taken[taken] = None
-        client.throughput.assign(promise.length)
+        client.throughput.assign(lease.length)
         return taken
 
     async def _request(self, items: Sequence[_Item]) -> None:
@@ -125,24 +125,24 @@ class Fetch:
         """Read chunks that the peer is still promoting, once they are in its memory."""
         source = batch[0].source
         try:
-            arrived = await source.readable([taken.promise for taken in batch])
+            arrived = await source.readable([taken.lease for taken in batch])
         except ChannelError:
             self._settle(batch, [Outcome.FAILED] * len(batch))
             return
-        missing = [taken for taken in batch if taken.promise not in arrived]
+        missing = [taken for taken in batch if taken.lease not in arrived]
         self._settle(missing, [Outcome.MISS] * len(missing))
-        await self._read([taken for taken in batch if taken.promise in arrived])
+        await self._read([taken for taken in batch if taken.lease in arrived])
 
     async def _read(self, batch: Sequence[_Taken]) -> None:
         if not batch:
             return
         source, throughput = batch[0].source, batch[0].client.throughput
-        length, moved = sum(taken.promise.length for taken in batch), 0
+        length, moved = sum(taken.lease.length for taken in batch), 0
         throughput.begin(length)
         try:
             outcomes = await self._outcomes(source, batch)
             moved = sum(
-                taken.promise.length
+                taken.lease.length
                 for taken, outcome in zip(batch, outcomes, strict=True)
                 if outcome is Outcome.OK
             )
@@ -154,7 +154,7 @@ class Fetch:
 
     async def _outcomes(self, source: Source, batch: Sequence[_Taken]) -> Sequence[Outcome]:
         try:
-            outcomes = await source.read([(taken.promise, taken.item.view) for taken in batch])
+            outcomes = await source.read([(taken.lease, taken.item.view) for taken in batch])
             if len(outcomes) != len(batch):
                 return [Outcome.FAILED] * len(batch)
             return await self._confirmed(source, batch, outcomes) if source.one_sided else outcomes
@@ -169,9 +169,9 @@ class Fetch:
         done = [taken for taken, outcome in zip(batch, outcomes, strict=True) if outcome is Outcome.OK]
         for taken in done:
             self._forget(taken)
-        valid = await source.confirm([taken.promise for taken in done])
+        valid = await source.confirm([taken.lease for taken in done])
         return [
-            Outcome.MISS if outcome is Outcome.OK and taken.promise not in valid else outcome
+            Outcome.MISS if outcome is Outcome.OK and taken.lease not in valid else outcome
             for taken, outcome in zip(batch, outcomes, strict=True)
         ]
 
@@ -183,9 +183,9 @@ class Fetch:
             item = taken.item
             item.outcome = outcome
             if outcome is Outcome.OK:
-                drop_promises(self._clients, [item.key])
+                drop_leases(self._clients, [item.key])
                 continue
-            # An old promise may have ended early, so its peer is worth another try; a fresh one is not.
+            # An old lease may have ended early, so its peer is worth another try; a fresh one is not.
             if outcome is Outcome.FAILED or item.requested:
                 item.tried.add(taken.client)
             retry.append(item)
@@ -194,12 +194,12 @@ class Fetch:
     def _release(self, taken: _Taken) -> None:
         if taken in self._taken:
             self._forget(taken)
-            taken.source.release([taken.promise])
+            taken.source.release([taken.lease])
 
     def _forget(self, taken: _Taken) -> None:
         if taken in self._taken:
             del self._taken[taken]
-            taken.client.throughput.release(taken.promise.length)
+            taken.client.throughput.release(taken.lease.length)
 
 
 def _finished(outcome: Outcome) -> Outcome:

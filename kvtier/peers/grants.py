@@ -222,18 +222,18 @@ class GrantBook:
 
     def _count_granted(self, leases: Sequence[Lease]) -> int:
         """Count leading leases as granted, up to the limits. Return how many."""
-        refcounts, promised, limit = self._refcounts, self.granted_bytes, self.limit
+        refcounts, granted, limit = self._refcounts, self.granted_bytes, self.limit
         count = 0
         for lease in leases[: MAX_SLICES - self._slices]:
             offset = lease.offset
             refcount = refcounts.get(offset, 0)
             if not refcount:
-                if promised + lease.length > limit:
+                if granted + lease.length > limit:
                     break
-                promised += lease.length
+                granted += lease.length
             refcounts[offset] = refcount + 1
             count += 1
-        self.granted_bytes = promised
+        self.granted_bytes = granted
         self._slices += count
         return count
 

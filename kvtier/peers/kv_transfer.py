@@ -20,6 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import anyio
 from anyio import CancelScope
@@ -34,9 +35,8 @@ from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.peers.backend import PeersBackend
-from kvtier.peers.kv_transfer_result import KVTransferResult
 from kvtier.peers.protocol import MAX_IN_ONE
-from kvtier.peers.push import PushOutcome, Target
+from kvtier.peers.push import Pusher, PushOutcome
 from kvtier.peers.source import Source
 from kvtier.peers.staging.buffers import Staging
 from kvtier.peers.staging.push import StagedChunks
@@ -45,6 +45,40 @@ from kvtier.pipeline.store import Reservation
 from kvtier.settings.peer import split_address
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.router import FIRST
+from kvtier.units import format_size
+
+
+class KVTransferResult(NamedTuple):
+    """Result of a KV transfer."""
+
+    outcomes: dict[ChunkKey, PushOutcome]
+    """Outcome of every chunk, in prefix order."""
+    leading: int
+    """Length of the prefix that the peer has, in chunks."""
+    pushed_bytes: int
+    seconds: float
+    """Total duration."""
+    pushing_seconds: float
+    """Time with pushes in flight; for most of :attr:`seconds` there is nothing to push yet."""
+    refused: bool
+    """Whether the peer rejects this namespace."""
+    last_error: str
+    """Why the transfer is incomplete, as text; empty if it is complete or the reason is unknown."""
+
+    def log(self, to: str) -> None:
+        """Log a summary."""
+        counts = Counter(self.outcomes.values())
+        logger.info(
+            "%d of %d chunks pushed to %s, %d already there: %s in %.1f ms (%.2f GB/s)",
+            counts[PushOutcome.OK],
+            len(self.outcomes),
+            to,
+            counts[PushOutcome.HELD],
+            format_size(self.pushed_bytes),
+            self.pushing_seconds * 1e3,
+            self.pushed_bytes / max(self.pushing_seconds, 1e-9) / 1e9,
+        )
+
 
 logger = logging.getLogger("kvtier")
 
@@ -213,7 +247,7 @@ class KVTransfer:
             return connected and first
 
     async def _push_to(self, source: Source) -> None:
-        target = Target(source, self._transfers.sealer)
+        target = Pusher(source, self._transfers.sealer)
         left = [key for key in self.keys if key not in self._outcomes]
         try:
             if not await target.announce(self._number, left):
@@ -229,7 +263,7 @@ class KVTransfer:
         if self._connection_error is not None:
             raise self._connection_error
 
-    async def _pump(self, target: Target) -> None:
+    async def _pump(self, target: Pusher) -> None:
         """Push batches concurrently until all chunks have an outcome, one fails, or the connection ends."""
         async with anyio.create_task_group() as tasks:
             watching = CancelScope()
@@ -282,7 +316,7 @@ class KVTransfer:
             batch.append(ChunkBytes(self._queue.popleft(), lease))
         return batch
 
-    async def _push(self, target: Target, batch: Sequence[ChunkBytes]) -> None:
+    async def _push(self, target: Pusher, batch: Sequence[ChunkBytes]) -> None:
         """Push one batch. If the connection ends, requeue it for the next one."""
         outcomes: Sequence[PushOutcome] = ()
         try:

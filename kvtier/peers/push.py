@@ -16,7 +16,6 @@ from kvtier.errors import ChannelError, PeerError, ProtocolError
 from kvtier.logs import printable
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey, join_keys
-from kvtier.peers.promises import Promise, usable_seconds
 from kvtier.peers.protocol import (
     NO_GRANT,
     Announce,
@@ -28,6 +27,7 @@ from kvtier.peers.protocol import (
     Withdraw,
     Withdrawn,
 )
+from kvtier.peers.remote_leases import RemoteLease, usable_seconds
 from kvtier.peers.source import MAX_NUMBER, Source, expect_length
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.sealer import Sealer
@@ -63,17 +63,17 @@ class PushOutcome(Enum):
         return self in (PushOutcome.OK, PushOutcome.HELD)
 
 
-class Room:
+class RemoteRoom:
     """A peer's response to one :class:`Reserve`, by the positions of the chunks."""
 
-    def __init__(self, promises: Mapping[int, Promise], reserved: Reserved) -> None:
-        self.promises = promises
+    def __init__(self, leases: Mapping[int, RemoteLease], reserved: Reserved) -> None:
+        self.leases = leases
         self.held = reserved.held
         self.pending = reserved.pending
         self.refusal = printable(reserved.refusal)
 
 
-class Target:
+class Pusher:
     """A connected peer to push chunks to.
 
     All methods raise :class:`kvtier.errors.ChannelError` if the connection ends. They may be cancelled at any
@@ -122,7 +122,9 @@ class Target:
         finally:
             items.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
 
-    async def reserve(self, headers: Sequence[ChunkHeader], *, staging: int = 0, shares: int = 1) -> Room:
+    async def reserve(
+        self, headers: Sequence[ChunkHeader], *, staging: int = 0, shares: int = 1
+    ) -> RemoteRoom:
         """Reserve room for chunks of one namespace.
 
         With ``staging``, in the staging buffers of that number: each rank has one of ``shares`` equal parts
@@ -130,11 +132,11 @@ class Target:
         """
         sent_at = time.monotonic()
 
-        def give_back(room: Room) -> None:
-            self.source.release(room.promises.values())
+        def give_back(room: RemoteRoom) -> None:
+            self.source.release(room.leases.values())
 
-        def settle(reserved: Reserved, wanted: bool) -> Room:
-            room = Room(_promises(reserved, headers, sent_at, shares), reserved)
+        def settle(reserved: Reserved, wanted: bool) -> RemoteRoom:
+            room = RemoteRoom(_leases_of(reserved, headers, sent_at, shares), reserved)
             if not wanted:
                 give_back(room)
             return room
@@ -151,17 +153,17 @@ class Target:
         )
         return await self.source.endpoint.call(request, Reserved, settle).reply(give_back)
 
-    async def commit(self, promises: Sequence[Promise], checksums: Sequence[bytes]) -> list[bool]:
+    async def commit(self, leases: Sequence[RemoteLease], checksums: Sequence[bytes]) -> list[bool]:
         """Commit written chunks of one grant. Return which of them the peer serves now."""
 
         def settle(committed: Committed, _wanted: bool) -> list[bool]:
-            expect_length(committed.valid, len(promises))
+            expect_length(committed.valid, len(leases))
             return committed.valid
 
         request = partial(
             Commit,
-            grant=promises[0].grant,
-            chunks=[promise.number for promise in promises],
+            grant=leases[0].grant,
+            chunks=[lease.number for lease in leases],
             checksums=b"".join(checksums),
         )
         return await self.source.endpoint.call(request, Committed, settle).reply()
@@ -170,7 +172,7 @@ class Target:
 class _Push:
     """The push of one batch."""
 
-    def __init__(self, target: Target, chunks: Sequence[ChunkBytes]) -> None:
+    def __init__(self, target: Pusher, chunks: Sequence[ChunkBytes]) -> None:
         self._target = target
         self._chunks = chunks
         self._outcomes = [PushOutcome.FAILED] * len(chunks)
@@ -179,7 +181,7 @@ class _Push:
         self._attempts = [0] * len(chunks)
 
     async def run(self, seconds: float) -> list[PushOutcome]:
-        """See :meth:`Target.push`."""
+        """See :meth:`Pusher.push`."""
         with anyio.move_on_after(seconds):
             sealed = await self._target.seal(self._chunks)
             namespace = next((chunk[0].namespace for chunk in sealed if chunk is not None), b"")
@@ -192,7 +194,7 @@ class _Push:
             while self._sealed:
                 before = len(self._sealed)
                 room = await self._reserve()
-                if room.promises or room.pending or len(self._sealed) < before:
+                if room.leases or room.pending or len(self._sealed) < before:
                     full_since = anyio.current_time()
                 if len(self._sealed) < before:
                     backoff.reset()
@@ -202,7 +204,7 @@ class _Push:
                 await anyio.sleep(backoff.next())
         return self._outcomes
 
-    async def _reserve(self) -> Room:
+    async def _reserve(self) -> RemoteRoom:
         """Reserve room for the remaining chunks, and write as many as fit."""
         left = list(self._sealed)
         room = await self._target.reserve([self._sealed[index][0] for index in left])
@@ -211,26 +213,26 @@ class _Push:
             self._settle(left, PushOutcome.FAILED)
             return room
         self._settle([left[at] for at in room.held], PushOutcome.HELD)
-        if room.promises:
-            await self._fill({left[at]: promise for at, promise in room.promises.items()})
+        if room.leases:
+            await self._fill({left[at]: lease for at, lease in room.leases.items()})
         elif not room.held:
             for index in self._sealed:
                 self._outcomes[index] = PushOutcome.FULL
         return room
 
-    async def _fill(self, promises: Mapping[int, Promise]) -> None:
+    async def _fill(self, leases: Mapping[int, RemoteLease]) -> None:
         source = self._target.source
-        unused = dict(promises)
+        unused = dict(leases)
         try:
-            views = [self._payload(index) for index in promises]
+            views = [self._payload(index) for index in leases]
             try:
-                outcomes = await source.write(list(zip(promises.values(), views, strict=True)))
+                outcomes = await source.write(list(zip(leases.values(), views, strict=True)))
             except OSError as error:
                 raise PeerError(f"cannot open a data link: {error}") from error
             finally:
                 views.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
             written = [
-                index for index, outcome in zip(promises, outcomes, strict=True) if outcome is Outcome.OK
+                index for index, outcome in zip(leases, outcomes, strict=True) if outcome is Outcome.OK
             ]
             valid: list[bool] = []
             if written:
@@ -239,7 +241,7 @@ class _Push:
         finally:
             source.release(unused.values())
         self._settle([index for index, ok in zip(written, valid, strict=True) if ok], PushOutcome.OK)
-        tried = [index for index in promises if index in self._sealed]
+        tried = [index for index in leases if index in self._sealed]
         if source.unresponsive:
             return  # The next request finds out whether the peer is alive.
         for index in tried:
@@ -256,9 +258,9 @@ class _Push:
             del self._sealed[index]
 
 
-def _promises(
+def _leases_of(
     reserved: Reserved, headers: Sequence[ChunkHeader], sent_at: float, shares: int
-) -> dict[int, Promise]:
+) -> dict[int, RemoteLease]:
     """Validate a response. Raises :class:`kvtier.errors.ProtocolError`."""
     count = len(reserved.positions)
     expect_length(reserved.offsets, count)
@@ -268,10 +270,12 @@ def _promises(
     if count and not (NO_GRANT < reserved.grant <= MAX_NUMBER and 0 < reserved.seconds < float("inf")):
         raise ProtocolError("its reservation is inconsistent")
     ends = sent_at + usable_seconds(reserved.seconds)
-    promises = {}
+    leases = {}
     for number, (at, offset) in enumerate(zip(reserved.positions, reserved.offsets, strict=True)):
         length = headers[at].payload_bytes // shares
         if offset < 0 or offset + length > MAX_NUMBER:
             raise ProtocolError("its reservation has an invalid offset")
-        promises[at] = Promise(headers[at].key, reserved.grant, number, offset, length, ready=True, ends=ends)
-    return promises
+        leases[at] = RemoteLease(
+            headers[at].key, reserved.grant, number, offset, length, ready=True, ends=ends
+        )
+    return leases

@@ -1,7 +1,7 @@
 """Server side of pushes: reserve room, verify and commit what peers write.
 
 A chunk is invisible until it is complete. A reserved chunk is PENDING, and becomes READY once no peer can
-write to it and its place has verified it (:mod:`kvtier.peers.places`).
+write to it and its target has verified it (:mod:`kvtier.peers.push_targets`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from kvtier.errors import ProtocolError
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, MAX_BLOCK_HASHES, ChunkKey, split_keys
 from kvtier.peers.grants import Grant, GrantBook
-from kvtier.peers.places import ArenaPlace, Place
 from kvtier.peers.protocol import (
     CHECKSUM_BYTES,
     MAX_IN_ONE,
@@ -34,6 +33,7 @@ from kvtier.peers.protocol import (
     Stage,
     Staged,
 )
+from kvtier.peers.push_targets import ArenaTarget, PushTarget
 from kvtier.peers.staging.buffers import Stagings
 from kvtier.pipeline.store import Reservation
 from kvtier.transports.base import Access
@@ -49,11 +49,11 @@ STRAGGLER_SECONDS = 5.0
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.001, 0.1
 
 
-class _Room(NamedTuple):
+class WriteGrant(NamedTuple):
     """One grant and its reservations."""
 
     owner: Hashable
-    place: Place
+    target: PushTarget
     grant: Grant
     unfilled: dict[int, Reservation]
     """Reservations not committed yet, by index in the grant."""
@@ -76,9 +76,9 @@ class Reservations:
         """
         self._cache = cache
         self._refusal = refusal
-        self._arena = ArenaPlace(cache, grants, grants.limit if buffer is None else buffer)
+        self._arena = ArenaTarget(cache, grants, grants.limit if buffer is None else buffer)
         self._stagings = stagings
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, WriteGrant] = {}
         self._announced: dict[Hashable, dict[int, list[ChunkKey]]] = {}
         self._announced_by_all = 0
         """In chunks."""
@@ -87,9 +87,9 @@ class Reservations:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of chunks that are not committed yet."""
-        return sum(place.reserved_bytes for place in self._places())
+        return sum(target.reserved_bytes for target in self._targets())
 
-    def _places(self) -> Iterable[Place]:
+    def _targets(self) -> Iterable[PushTarget]:
         return chain((self._arena,), self._stagings.open)
 
     def status(self) -> dict[str, object]:
@@ -147,76 +147,80 @@ class Reservations:
         absent: dict[ChunkKey, int] = {}
         if reason := self._rejection(request.namespace):
             return Reserved(request.ticket, NO_GRANT, [], [], 0.0, [], [], reason)
-        place = self._place(request)
-        if place is None:
+        target = self._target(request)
+        if target is None:
             return Reserved(request.ticket, NO_GRANT, [], [], 0.0, [], [], "")
-        left = place.room
+        left = target.room
         for at, header in enumerate(headers):
-            state = State.PENDING if header.key in absent else self._state(place, header)
+            state = State.PENDING if header.key in absent else self._state(target, header)
             if state is not State.ABSENT:
                 (held if state is State.READY else pending).append(at)
                 continue
-            left -= place.length_of(header)
+            left -= target.length_of(header)
             if left < 0:
                 self._counts["no_room"] += 1
                 break
             absent[header.key] = at
-        reserved = self._reserve(place, {at: headers[at] for at in absent.values()})
+        reserved = self._reserve(target, {at: headers[at] for at in absent.values()})
         self._cache.catalog.touch([headers[at].key for at in held])
-        room = self._grant(owner, place, list(reserved.values()))
+        room = self._grant(owner, target, list(reserved.values()))
         if room is None:
             return Reserved(request.ticket, NO_GRANT, [], [], 0.0, held, pending, "")
-        offsets = [place.offset_of(reservation) for reservation in room.unfilled.values()]
+        offsets = [target.offset_of(reservation) for reservation in room.unfilled.values()]
         return Reserved(
             request.ticket,
             room.grant.number,
             list(reserved)[: len(offsets)],
             offsets,
-            place.grants.seconds[Access.WRITE],
+            target.grants.seconds[Access.WRITE],
             held,
             pending,
             "",
         )
 
-    def _reserve(self, place: Place, headers: Mapping[int, ChunkHeader]) -> dict[int, Reservation]:
+    def _reserve(self, target: PushTarget, headers: Mapping[int, ChunkHeader]) -> dict[int, Reservation]:
         """Reserve room for as many leading chunks as fit. Keys are those of ``headers``."""
-        room = place.reserve(list(headers.values()))
+        room = target.reserve(list(headers.values()))
         fitting = room.index(None) if None in room else len(room)
         self._counts["no_room"] += fitting < len(room)
-        place.abandon([reservation for reservation in room[fitting:] if reservation is not None])
+        target.abandon([reservation for reservation in room[fitting:] if reservation is not None])
         leading = zip(headers, room[:fitting], strict=False)
         return {at: reservation for at, reservation in leading if reservation is not None}
 
-    def _state(self, place: Place, header: ChunkHeader) -> State:
+    def _state(self, target: PushTarget, header: ChunkHeader) -> State:
         """Return a chunk's state. A chunk in a staging buffer need not be pushed into the arena."""
-        state = place.state(header.key)
-        if state is State.ABSENT and place is self._arena:
+        state = target.state(header.key)
+        if state is State.ABSENT and target is self._arena:
             staging = self._stagings.find(header.namespace)
             return state if staging is None else staging.state(header.key)
         return state
 
-    def _place(self, request: Reserve) -> Place | None:
-        """Return the place to reserve in; ``None`` if that staging buffer was lost."""
-        place = self._stagings.find(request.namespace) if request.staging else self._arena
-        return place if place is not None and place.number == request.staging else None
+    def _target(self, request: Reserve) -> PushTarget | None:
+        """Return the target to reserve in; ``None`` if that staging buffer was lost."""
+        target = self._stagings.find(request.namespace) if request.staging else self._arena
+        return target if target is not None and target.number == request.staging else None
 
     def _rejection(self, namespace: bytes) -> str:
         if self._cache.catalog.namespaces.is_reset(namespace):
             return "this model was reset here, so copies on other hosts are invalid"
         return "" if self._refusal is None else self._refusal(namespace)
 
-    def _grant(self, owner: Hashable, place: Place, reservations: Sequence[Reservation]) -> _Room | None:
+    def _grant(
+        self, owner: Hashable, target: PushTarget, reservations: Sequence[Reservation]
+    ) -> WriteGrant | None:
         """Grant as many leading reservations as fit, and give up the others."""
         leases = [reservation.lease.share() for reservation in reservations]
-        grant = place.grants.grant(owner, leases, Access.WRITE)
+        grant = target.grants.grant(owner, leases, Access.WRITE)
         count = 0 if grant is None else grant.left
         for lease in leases[count:]:
             lease.release()
-        place.abandon(reservations[count:])
+        target.abandon(reservations[count:])
         if grant is None:
             return None
-        room = self._rooms[grant.number] = _Room(owner, place, grant, dict(enumerate(reservations[:count])))
-        place.reserved_bytes += sum(reservation.lease.length for reservation in room.unfilled.values())
+        room = self._rooms[grant.number] = WriteGrant(
+            owner, target, grant, dict(enumerate(reservations[:count]))
+        )
+        target.reserved_bytes += sum(reservation.lease.length for reservation in room.unfilled.values())
         self._cache.expecting.announce([reservation.header.key for reservation in room.unfilled.values()])
         self._counts["reserved"] += count
         grant.on_end = partial(self._give_up, room)
@@ -228,13 +232,13 @@ class Reservations:
         room = self._rooms.get(number)
         if room is not None and room.owner is owner:
             unfilled = [room.unfilled.pop(index) for index in chunks if index in room.unfilled]
-            self._abandon(room.place, unfilled)
+            self._abandon(room.target, unfilled)
         for staging in self._stagings.open:
             staging.grants.release(owner, number, chunks, Access.WRITE)
 
     def _release(self, owner: Hashable, number: int, chunks: Sequence[int]) -> None:
-        for place in self._places():
-            place.grants.release(owner, number, chunks, Access.WRITE)
+        for target in self._targets():
+            target.grants.release(owner, number, chunks, Access.WRITE)
 
     def end(self, owner: Hashable) -> None:
         """Drop the reservations and announcements of a disconnected peer. Idempotent."""
@@ -251,13 +255,13 @@ class Reservations:
                 await staging.cut_off()
             staging.grants.end(owner)
 
-    def _give_up(self, room: _Room) -> None:
+    def _give_up(self, room: WriteGrant) -> None:
         """Give up the unfilled reservations of a grant that has ended or whose owner disconnected."""
         self._rooms.pop(room.grant.number, None)
         unfilled = list(room.unfilled.values())
         room.unfilled.clear()
         self._counts["given_up"] += len(unfilled)
-        self._abandon(room.place, unfilled)
+        self._abandon(room.target, unfilled)
 
     # Commits.
 
@@ -266,7 +270,7 @@ class Reservations:
         room = self._rooms.get(request.grant)
         needed = CHECKSUM_BYTES * len(request.chunks)
         received = len(request.checksums)
-        staged = self._stagings.enabled and (room is None or room.place is not self._arena)
+        staged = self._stagings.enabled and (room is None or room.target is not self._arena)
         if received != needed and (received or not staged):
             raise ProtocolError("it commits chunks without checksums")
 
@@ -285,17 +289,17 @@ class Reservations:
             self._counts["refused"] += len(request.chunks) - len(filled)
         valid: set[int] = set()
         try:
-            room.place.grants.release(owner, request.grant, list(filled))
-            valid = await self._verify(room.place, filled, request)
+            room.target.grants.release(owner, request.grant, list(filled))
+            valid = await self._verify(room.target, filled, request)
         finally:
-            room.place.commit([filled[index] for index in valid])
-            self._unreserve(room.place, [filled[index] for index in valid])
-            self._abandon(room.place, [filled[index] for index in filled if index not in valid])
+            room.target.commit([filled[index] for index in valid])
+            self._unreserve(room.target, [filled[index] for index in valid])
+            self._abandon(room.target, [filled[index] for index in filled if index not in valid])
         self._counts["committed"] += len(valid)
         self._counts["refused"] += len(filled) - len(valid)
         return [index in valid for index in request.chunks]
 
-    async def _verify(self, place: Place, filled: dict[int, Reservation], request: Commit) -> set[int]:
+    async def _verify(self, target: PushTarget, filled: dict[int, Reservation], request: Commit) -> set[int]:
         """Return the reservations that match their checksums and whose writes have ended."""
         backoff = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
         with anyio.move_on_after(STRAGGLER_SECONDS):
@@ -306,15 +310,15 @@ class Reservations:
             for at, index in enumerate(request.chunks)
         }
         indexes = [index for index, reservation in filled.items() if reservation.lease.is_exclusive]
-        matches = await place.verify([(filled[index], checksums[index]) for index in indexes])
+        matches = await target.verify([(filled[index], checksums[index]) for index in indexes])
         return {index for index, ok in zip(indexes, matches, strict=True) if ok}
 
-    def _abandon(self, place: Place, reservations: Sequence[Reservation]) -> None:
-        place.abandon(reservations)
-        self._unreserve(place, reservations)
+    def _abandon(self, target: PushTarget, reservations: Sequence[Reservation]) -> None:
+        target.abandon(reservations)
+        self._unreserve(target, reservations)
 
-    def _unreserve(self, place: Place, reservations: Sequence[Reservation]) -> None:
-        place.reserved_bytes -= sum(reservation.lease.length for reservation in reservations)
+    def _unreserve(self, target: PushTarget, reservations: Sequence[Reservation]) -> None:
+        target.reserved_bytes -= sum(reservation.lease.length for reservation in reservations)
         self._cache.expecting.withdraw([reservation.header.key for reservation in reservations])
 
 

@@ -29,12 +29,12 @@ MAX_REMEMBERED = 1024
 """Entries per cache of addresses."""
 MAX_ADDRESS_LENGTH = 300
 
-Target = tuple[str, int]
+Address = tuple[str, int]
 KeyT = TypeVar("KeyT")
 NoteT = TypeVar("NoteT")
 
 
-def _parse_target(address: str) -> Target:
+def _parse_target(address: str) -> Address:
     """Normalize an address. Raises ``ValueError``, whose message names the mistake."""
     if len(address) > MAX_ADDRESS_LENGTH or not address.isprintable() or " " in address:
         raise ValueError(f"{printable(address)[:MAX_ADDRESS_LENGTH]!r} is not an address")
@@ -76,12 +76,12 @@ class Roster:
         self._make_temporary = make_temporary
         self._idle = idle
         self._limit = MAX_TEMPORARY_PEERS
-        self._temporary: dict[Target, _Temporary] = {}
+        self._temporary: dict[Address, _Temporary] = {}
         self._open = 0
         """Temporary peers whose tasks run, including those that are closing."""
-        self._unusable: dict[Target, float] = {}
+        self._unusable: dict[Address, float] = {}
         """Until when an address is skipped, on the clock of :func:`time.monotonic`."""
-        self._instances: dict[Target, str] = {}
+        self._instances: dict[Address, str] = {}
         """Instance names by address, to find addresses that lead to the same instance."""
         self._started = anyio.Event()
         self._tasks: TaskGroup | None = None
@@ -153,7 +153,7 @@ class Roster:
     # Bookkeeping: synchronous.
 
     @contextmanager
-    def _using(self, target: Target, address: str) -> Iterator[PeerClient]:
+    def _using(self, target: Address, address: str) -> Iterator[PeerClient]:
         client = self._by_target.get(target) or self._alias(target)
         if client is not None and (client.source is not None or client.connecting):
             with self._in_use(client):
@@ -179,7 +179,7 @@ class Roster:
             entry.users -= 1
             client.last_used = time.monotonic()
 
-    def _add_temporary(self, target: Target, address: str) -> _Temporary:
+    def _add_temporary(self, target: Address, address: str) -> _Temporary:
         if self._tasks is None:
             raise PeerError("the cache is closed or closing")
         if len(self._temporary) >= self._limit:
@@ -196,16 +196,16 @@ class Roster:
         self._tasks.start_soon(self._serve, target, entry)
         return entry
 
-    def _close(self, target: Target, entry: _Temporary) -> None:
+    def _close(self, target: Address, entry: _Temporary) -> None:
         """Cancel its task, and remove it at once so that no caller gets it."""
         entry.scope.cancel()
         self._remove(target, entry)
 
-    def _remove(self, target: Target, entry: _Temporary) -> None:
+    def _remove(self, target: Address, entry: _Temporary) -> None:
         if self._temporary.get(target) is entry:
             del self._temporary[target]
 
-    def _alias(self, target: Target) -> PeerClient | None:
+    def _alias(self, target: Address) -> PeerClient | None:
         """Return the available peer that is the same instance as this address, if known."""
         instance = self._instances.get(target)
         if instance is None:
@@ -215,7 +215,7 @@ class Roster:
             None,
         )
 
-    def _find_duplicate(self, target: Target, client: PeerClient) -> PeerClient | None:
+    def _find_duplicate(self, target: Address, client: PeerClient) -> PeerClient | None:
         """Return an existing connection to the same instance under another address, and drop this one."""
         entry = self._temporary.get(target)
         if entry is None or entry.client is not client:
@@ -230,7 +230,7 @@ class Roster:
 
     # Task of one temporary peer.
 
-    async def _serve(self, target: Target, entry: _Temporary) -> None:
+    async def _serve(self, target: Address, entry: _Temporary) -> None:
         try:
             with entry.scope:
                 async with anyio.create_task_group() as tasks:
@@ -242,7 +242,7 @@ class Roster:
             self._open -= 1
             self._remove(target, entry)
 
-    async def _close_when_idle(self, target: Target, entry: _Temporary) -> None:
+    async def _close_when_idle(self, target: Address, entry: _Temporary) -> None:
         while (left := self._idle - entry.idle_seconds(time.monotonic())) > 0:  # noqa: ASYNC110
             await anyio.sleep(left)
         self._close(target, entry)

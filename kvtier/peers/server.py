@@ -17,14 +17,13 @@ from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import PeerError, ProtocolError
 from kvtier.logs import RateLimitedLog, printable
 from kvtier.peers.grants import GrantBook
-from kvtier.peers.holdings import Holdings
+from kvtier.peers.lookup import PeerLookup
 from kvtier.peers.protocol import VERSION, Hello, Welcome, decode_from_client
 from kvtier.peers.reservations import Reservations
 from kvtier.peers.session import Session
 from kvtier.rpc.authentication import ACCEPT_SECONDS, Credentials, receive_exactly, send_all
 from kvtier.rpc.endpoint import REFUSAL_SECONDS
-from kvtier.rpc.frames import Refused, encode, receive_frame
-from kvtier.rpc.greeting import check_hello
+from kvtier.rpc.frames import Refused, check_hello, encode, receive_frame
 from kvtier.rpc.handshake import RefusedHandshake
 from kvtier.rpc.listener import accept_all
 from kvtier.rpc.wire import SocketWire
@@ -60,7 +59,7 @@ class PeerServer:
         self.serve_engine: Callable[[socket.socket], Awaitable[None]] | None = None
         """Serves the scheduler of an engine that has workers on this host, set by the bridge. It closes its
         socket and raises nothing."""
-        self._holdings = Holdings(cache)
+        self._lookup = PeerLookup(cache)
         self._reservations = reservations
         self._credentials = Credentials.from_settings(settings)
         self._warn = RateLimitedLog(logger)
@@ -214,7 +213,7 @@ class PeerServer:
     async def _serve_control(self, connected: socket.socket, peer: str) -> None:
         session = Session(
             SocketWire(connected),
-            self._holdings,
+            self._lookup,
             self._grants,
             self._reservations,
             self._requests,

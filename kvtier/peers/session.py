@@ -16,9 +16,8 @@ from anyio.abc import TaskGroup
 from kvtier.errors import ChannelError, ProtocolError
 from kvtier.memory.keys import split_keys
 from kvtier.peers import protocol
-from kvtier.peers.arrival import Arrival
 from kvtier.peers.grants import Grant, GrantBook
-from kvtier.peers.holdings import Holdings
+from kvtier.peers.lookup import PeerLookup, PendingGrant
 from kvtier.peers.reservations import Reservations
 from kvtier.pipeline.found import FoundChunk
 from kvtier.rpc.endpoint import Endpoint
@@ -41,7 +40,7 @@ class Session:
     def __init__(
         self,
         wire: Wire,
-        holdings: Holdings,
+        lookup: PeerLookup,
         grants: GrantBook,
         reservations: Reservations,
         counts: Counter[str],
@@ -52,14 +51,14 @@ class Session:
         ``cut_off``: ends the writes of peers to memory that they were granted, if the transport requires it.
         """
         self._endpoint = Endpoint(wire, protocol.decode_from_client, idle_timeout=IDLE_TIMEOUT_SECONDS)
-        self._holdings = holdings
+        self._lookup = lookup
         self._grants = grants
         self._reservations = reservations
         self._counts = counts
         self._cut_off = cut_off
         self._commits = anyio.Semaphore(MAX_COMMITS)
         self._awaits = 0
-        self._arrivals: dict[int, Arrival] = {}
+        self._pending: dict[int, PendingGrant] = {}
         self._tasks: TaskGroup
 
     async def serve(self) -> ChannelError:
@@ -94,7 +93,7 @@ class Session:
                 self._endpoint.send(protocol.Released(message.ticket, valid))
             case protocol.Contains():
                 self._endpoint.uncork()
-                held = await self._holdings.held(split_keys(message.keys))
+                held = await self._lookup.held(split_keys(message.keys))
                 self._endpoint.send(protocol.Contained(message.ticket, held))
             case protocol.Announce():
                 accepted = self._reservations.announce(self, message)
@@ -129,9 +128,7 @@ class Session:
         if self._grants.count(self) >= MAX_GRANTS:
             keys = []
         self._endpoint.uncork()
-        positions, chunks = await self._holdings.find(
-            keys, prefix=request.prefix, max_bytes=self._grants.limit
-        )
+        positions, chunks = await self._lookup.find(keys, prefix=request.prefix, max_bytes=self._grants.limit)
         grant = self._grants.grant(self, [chunk.lease for chunk in chunks])
         count = 0 if grant is None else len(grant.leases)
         for chunk in chunks[count:]:
@@ -140,7 +137,7 @@ class Session:
             self._endpoint.send(protocol.Granted(request.ticket, protocol.NO_GRANT, [], [], [], 0))
             return
         del chunks[count:], positions[count:]
-        late = self._holdings.late(chunks)
+        late = self._lookup.late(chunks)
         offsets = [chunk.lease.offset for chunk in chunks]
         lengths = [chunk.lease.length for chunk in chunks]
         if late:
@@ -151,14 +148,14 @@ class Session:
         )
 
     def _expect(self, grant: Grant, late: dict[int, FoundChunk]) -> None:
-        arrival = self._arrivals[grant.number] = Arrival(self._holdings, grant, late)
+        pending = self._pending[grant.number] = PendingGrant(self._lookup, grant, late)
 
         def end() -> None:
-            self._arrivals.pop(grant.number, None)
-            arrival.end()
+            self._pending.pop(grant.number, None)
+            pending.end()
 
         grant.on_end = end
-        self._tasks.start_soon(arrival.run)
+        self._tasks.start_soon(pending.run)
 
     def _accept_await(self, request: protocol.Await) -> None:
         self._check_numbers(request.grant, request.chunks)
@@ -170,9 +167,9 @@ class Session:
 
     async def _answer_await(self, request: protocol.Await) -> None:
         try:
-            arrival = self._arrivals.get(request.grant)
-            if arrival is not None:
-                await arrival.wait(request.chunks)
+            pending = self._pending.get(request.grant)
+            if pending is not None:
+                await pending.wait(request.chunks)
             grant = self._grants.find(self, request.grant)
             readable = [grant is not None and grant.is_accessible(index) for index in request.chunks]
             self._send(protocol.Readable(request.ticket, readable))

@@ -14,7 +14,6 @@ from kvtier.backends.base import Outcome
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.peers.dialing import ControlConnection, PeerDialer
-from kvtier.peers.promises import Promise, Promises, Releases, usable_seconds
 from kvtier.peers.protocol import (
     NO_GRANT,
     Await,
@@ -28,6 +27,7 @@ from kvtier.peers.protocol import (
     Welcome,
     decode_from_server,
 )
+from kvtier.peers.remote_leases import Releases, RemoteLease, RemoteLeases, usable_seconds
 from kvtier.peers.throughput import PeerThroughput
 from kvtier.rpc.calls import ReplyT, ResultT
 from kvtier.rpc.endpoint import Endpoint
@@ -41,8 +41,8 @@ MAX_PUSHES = 8
 DISCONNECT_SECONDS = 6.0
 """An unresponsive peer is disconnected after this long."""
 
-Read = tuple[Promise, memoryview]
-"""A promise, and the view to read into or write from."""
+Read = tuple[RemoteLease, memoryview]
+"""A lease, and the view to read into or write from."""
 
 
 def timeouts_of(deadline: float) -> Timeouts:
@@ -51,9 +51,9 @@ def timeouts_of(deadline: float) -> Timeouts:
 
 
 class Source:
-    """Requests to one connected peer, its promises, and transfers to and from it.
+    """Requests to one connected peer, its leases, and transfers to and from it.
 
-    Runs in :meth:`run`. When that ends, promises are dropped, and reads in flight are ``FAILED`` at once.
+    Runs in :meth:`run`. When that ends, leases are dropped, and reads in flight are ``FAILED`` at once.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Source:
         self.throughput = throughput
         self.endpoint = Endpoint(SocketWire(control.sock), decode_from_server)
         self._releases = Releases(self.endpoint)
-        self.promises = Promises(self._releases.add)
+        self.leases = RemoteLeases(self._releases.add)
         self.one_sided = transport.one_sided
         self.pushing = anyio.Semaphore(MAX_PUSHES)
         """Acquired for each batch that is pushed to this peer."""
@@ -140,15 +140,15 @@ class Source:
         sent_at = time.monotonic()
 
         def settle(granted: Granted, wanted: bool) -> list[int]:
-            promises = self._promised(granted, keys, prefix=prefix, sent_at=sent_at)
+            leases = self._leases_of(granted, keys, prefix=prefix, sent_at=sent_at)
             if wanted:
-                self.promises.add(promises)
+                self.leases.add(leases)
             else:
-                self.release(promises)
+                self.release(leases)
             return granted.positions
 
         def give_back(positions: list[int]) -> None:
-            self.promises.drop(keys[position] for position in positions)
+            self.leases.drop(keys[position] for position in positions)
 
         request = partial(Lookup, keys=join_keys(keys), prefix=prefix)
         return await self.endpoint.call(request, Granted, settle).reply(give_back)
@@ -162,39 +162,39 @@ class Source:
 
         return await self.endpoint.call(partial(Contains, keys=join_keys(keys)), Contained, settle).reply()
 
-    async def readable(self, promises: Sequence[Promise]) -> set[Promise]:
+    async def readable(self, leases: Sequence[RemoteLease]) -> set[RemoteLease]:
         """Wait until the peer has these chunks in memory. Return those that became readable."""
 
-        def settle(group: Sequence[Promise], readable: Readable, _wanted: bool) -> list[bool]:
+        def settle(group: Sequence[RemoteLease], readable: Readable, _wanted: bool) -> list[bool]:
             expect_length(readable.readable, len(group))
             return readable.readable
 
-        replies = await self._ask_each_grant(promises, Await, Readable, settle)
-        return {promise for group, ready in replies for promise, ok in zip(group, ready, strict=True) if ok}
+        replies = await self._ask_each_grant(leases, Await, Readable, settle)
+        return {lease for group, ready in replies for lease, ok in zip(group, ready, strict=True) if ok}
 
-    async def confirm(self, promises: Sequence[Promise]) -> set[Promise]:
-        """Release these promises. Return those that were valid until now."""
+    async def confirm(self, leases: Sequence[RemoteLease]) -> set[RemoteLease]:
+        """Release these leases. Return those that were valid until now."""
 
-        def settle(_group: Sequence[Promise], released: Released, _wanted: bool) -> bool:
+        def settle(_group: Sequence[RemoteLease], released: Released, _wanted: bool) -> bool:
             return released.valid
 
-        replies = await self._ask_each_grant(promises, Release, Released, settle)
-        return {promise for group, valid in replies if valid for promise in group}
+        replies = await self._ask_each_grant(leases, Release, Released, settle)
+        return {lease for group, valid in replies if valid for lease in group}
 
     async def _ask_each_grant(
         self,
-        promises: Iterable[Promise],
+        leases: Iterable[RemoteLease],
         request: type[Await | Release],
         reply_type: type[ReplyT],
-        settle: Callable[[Sequence[Promise], ReplyT, bool], ResultT],
-    ) -> list[tuple[Sequence[Promise], ResultT]]:
-        """Send a request for the promises of each grant. Return these, each with the result."""
-        grants: dict[int, list[Promise]] = {}
-        for promise in promises:
-            grants.setdefault(promise.grant, []).append(promise)
+        settle: Callable[[Sequence[RemoteLease], ReplyT, bool], ResultT],
+    ) -> list[tuple[Sequence[RemoteLease], ResultT]]:
+        """Send a request for the leases of each grant. Return these, each with the result."""
+        grants: dict[int, list[RemoteLease]] = {}
+        for lease in leases:
+            grants.setdefault(lease.grant, []).append(lease)
         calls = [
             self.endpoint.call(
-                partial(request, grant=grant, chunks=[promise.number for promise in group]),
+                partial(request, grant=grant, chunks=[lease.number for lease in group]),
                 reply_type,
                 partial(settle, group),
             )
@@ -206,22 +206,22 @@ class Source:
             for call in calls:
                 call.abandon()
 
-    def release(self, promises: Iterable[Promise]) -> None:
-        """Release these promises soon, without waiting for the response."""
-        self._releases.add(promises)
+    def release(self, leases: Iterable[RemoteLease]) -> None:
+        """Release these leases soon, without waiting for the response."""
+        self._releases.add(leases)
 
     # Transfers.
 
     async def read(self, reads: Sequence[Read]) -> Sequence[Outcome]:
-        """Read promised chunks into views. Ends at once if the peer is unresponsive or disconnects."""
+        """Read leased chunks into views. Ends at once if the peer is unresponsive or disconnects."""
         return await self._transfer(
-            len(reads), lambda link: link.read([(promise.span, view) for promise, view in reads])
+            len(reads), lambda link: link.read([(lease.span, view) for lease, view in reads])
         )
 
     async def write(self, writes: Sequence[Read]) -> Sequence[Outcome]:
         """Write views into reserved room. Ends like :meth:`read`."""
         return await self._transfer(
-            len(writes), lambda link: link.write([(view, promise.span) for promise, view in writes])
+            len(writes), lambda link: link.write([(view, lease.span) for lease, view in writes])
         )
 
     async def _transfer(
@@ -251,9 +251,9 @@ class Source:
                 self._link = await self._transport.connect(self.welcome.endpoint, self._dial)
             return self._link
 
-    def _promised(
+    def _leases_of(
         self, granted: Granted, keys: Sequence[ChunkKey], *, prefix: bool, sent_at: float
-    ) -> list[Promise]:
+    ) -> list[RemoteLease]:
         """Validate a response. Raises :class:`kvtier.errors.ProtocolError`."""
         count = len(granted.positions)
         expect_length(granted.offsets, count)
@@ -265,15 +265,15 @@ class Source:
         if prefix and count and max(granted.positions) >= count:
             raise ProtocolError("its grant has a gap in the prefix")
         ends = sent_at + self._usable_seconds
-        promises = []
+        leases = []
         for number, (position, offset, length) in enumerate(
             zip(granted.positions, granted.offsets, granted.lengths, strict=True)
         ):
             if offset < 0 or length <= 0 or offset + length > MAX_NUMBER:
                 raise ProtocolError("its grant has an invalid offset or length")
             ready = number < granted.ready
-            promises.append(Promise(keys[position], granted.grant, number, offset, length, ready, ends))
-        return promises
+            leases.append(RemoteLease(keys[position], granted.grant, number, offset, length, ready, ends))
+        return leases
 
     # End.
 
@@ -286,7 +286,7 @@ class Source:
     async def _close(self) -> None:
         """Cancel all transfers and wait for them before closing the link."""
         self.endpoint.close()
-        self.promises.clear()
+        self.leases.clear()
         while self._transfers:
             self._drained = anyio.Event()
             for scope in self._transfers:

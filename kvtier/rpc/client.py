@@ -6,20 +6,223 @@ Called from one thread. Nothing blocks but :meth:`Client.connect` and what takes
 from __future__ import annotations
 
 import logging
+import os
+import select
+import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic
 
 from kvtier.concurrency.backoff import Backoff
-from kvtier.errors import ChannelClosed, ChannelError
+from kvtier.errors import ChannelClosed, ChannelError, ProtocolError, Rejected
 from kvtier.logs import RateLimitedLog
 from kvtier.rpc.calls import Call, Calls, ReplyT, ResultT, Settle
-from kvtier.rpc.frames import Message, Reply, Request
-from kvtier.rpc.greeting import VersionedT
-from kvtier.rpc.health import Health
-from kvtier.rpc.unix import UnixConnection
+from kvtier.rpc.frames import Message, Refused, Reply, Request, VersionedT, check_welcome, encode_body
+from kvtier.rpc.wire import FrameSocket
+
+UNRESPONSIVE_SECONDS = 1.0
+"""Default of :attr:`Health.limit`. On a saturated machine a healthy process may wait 0.1 s for a CPU."""
+
+
+class Health:
+    """The state of one connection: answering, late or unresponsive.
+
+    *Late* begins when a wait ends without an answer, *unresponsive* when nothing has arrived for
+    :attr:`limit` seconds. Any message ends both.
+    """
+
+    def __init__(
+        self, logger: logging.Logger, server: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logger = logger
+        self._server = server
+        self._clock = clock
+        self._warn = RateLimitedLog(logger)
+        self._warned = False
+        self.limit = UNRESPONSIVE_SECONDS
+        """Seconds without any message, while an answer is outstanding, until the server is unresponsive."""
+        self.idle_since = 0.0
+        """When the last message arrived or the first open request was sent, whichever is later."""
+        self.late = False
+        """Whether the last wait ended without an answer: waiting again is pointless."""
+        self.unresponsive = False
+        """Whether no request should be sent."""
+
+    @property
+    def idle_seconds(self) -> float:
+        """The time since :attr:`idle_since`."""
+        return self._clock() - self.idle_since
+
+    def request_sent(self, *, first: bool) -> None:
+        """Record that a request was sent; ``first``: no other one is open."""
+        if first:
+            self.idle_since = self._clock()
+
+    def missed(self) -> None:
+        """Record that a wait has ended without an answer."""
+        self.late = True
+
+    def message_received(self) -> None:
+        """Record that a message has arrived."""
+        if self.unresponsive and self._warned:
+            self._logger.info("%s answers again, after %.1f s", self._server, self.idle_seconds)
+        self.reset()
+
+    def check(self, outstanding: Iterable[str]) -> None:
+        """Update the state by the clock; ``outstanding``: names of the open requests. Receive first."""
+        if self.unresponsive or self.idle_seconds < self.limit:
+            return
+        if open_questions := Counter(outstanding):
+            self.late = self.unresponsive = True
+            self._warned = self._warn(
+                "%s has not answered for %.2f s (open: %s): continuing without it until it does",
+                self._server,
+                self.idle_seconds,
+                ", ".join(f"{count} {what}" for what, count in open_questions.items()),
+            )
+
+    def reset(self) -> None:
+        """Reset the state: a message has arrived, or a new connection is established."""
+        self.idle_since = self._clock()
+        self.late = self.unresponsive = self._warned = False
+
+
+POLL_SECONDS = 0.0001
+"""Interval of checks if less than a millisecond is left, which is the resolution of poll(2)."""
+
+
+class UnixConnection(Generic[VersionedT]):
+    """Sends without blocking and queues the rest; reads what has arrived. Confined to one thread.
+
+    A slow server keeps its connection: the stream preserves order, and a late reply finds its call.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        hello: Message,
+        welcome: type[VersionedT],
+        version: int,
+        decode: Callable[[bytes], Any],
+        server: str,
+    ) -> None:
+        """Connect and send ``hello``, without waiting for the welcome. Raises :class:`ChannelError`.
+
+        ``server``: the other side's name for error messages.
+        """
+        self.welcome: VersionedT | None = None
+        """The reply to ``hello``, once it has arrived."""
+        self._path = path
+        self._welcome = welcome
+        self._version = version
+        self._decode = decode
+        self._server = server
+        try:
+            self._frames = FrameSocket(socket.socket(socket.AF_UNIX))
+        except OSError as error:  # Out of file descriptors.
+            raise ChannelClosed(f"cannot connect to {server}: {error}") from error
+        self._frames.takes_fds = True
+        try:
+            # On a Unix socket this never takes time: a full backlog is an error at once (connect(2), EAGAIN).
+            self._frames.socket.connect(str(path))
+            self._poll = select.poll()  # Not select(2), which cannot take descriptors above 1023.
+            self._poll.register(self._frames.socket, select.POLLIN)
+            self.send(hello)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise ChannelClosed(f"{server} does not answer on {path}: {error}") from error
+            raise
+
+    @property
+    def congested(self) -> bool:
+        """Whether the server has not even read what it was sent before."""
+        return bool(self._frames.unsent)
+
+    def send(self, message: Message) -> None:
+        """Send, now or as soon as the server reads on. Raises :class:`ChannelError`."""
+        body = encode_body(message)
+        try:
+            self._frames.write(body)
+            self._frames.flush()
+        except ChannelClosed as error:
+            # A server that refuses this process sends the reason before it closes the connection.
+            with suppress(ChannelClosed, ProtocolError):
+                if bodies := self._frames.read():
+                    self._decoded(bodies)
+            raise self._lost(error) from error
+
+    def receive(self, wait: float = 0.0) -> list[Any]:
+        """Return the messages that have arrived after the welcome. Raises :class:`ChannelError`.
+
+        With ``wait``, block up to that many seconds until anything arrives, or for less.
+        """
+        try:
+            if self._frames.unsent:
+                self._frames.flush()
+            if milliseconds := int(wait * 1000 + 0.05):
+                self._poll.poll(milliseconds)
+            elif wait > 0:
+                time.sleep(min(wait, POLL_SECONDS))
+            bodies = self._frames.read()
+            return self._decoded(bodies) if bodies else []
+        except ChannelClosed as error:
+            raise self._lost(error) from error
+        except ProtocolError as error:
+            raise ProtocolError(f"{self._server}: {error}") from error
+
+    def _decoded(self, bodies: list[bytes]) -> list[Any]:
+        messages = [self._decode(body) for body in bodies]
+        for message in messages:
+            if isinstance(message, Refused):
+                raise Rejected(f"{self._server} rejects this process: {message.reason}")
+        if self.welcome is None:
+            self.welcome = check_welcome(messages.pop(0), self._welcome, self._version)
+            self._frames.takes_fds = False
+        return messages
+
+    def _lost(self, error: ChannelClosed) -> ChannelClosed:
+        return ChannelClosed(f"lost the connection to {self._server}: {error}")
+
+    def take_fd(self) -> int:
+        """Return the file descriptor that came with the welcome; the caller owns it.
+
+        Raises :class:`ProtocolError` if there is none.
+        """
+        if not self._frames.received_fds:
+            raise ProtocolError(f"{self._server} sent no file descriptor with its welcome")
+        return self._frames.received_fds.pop()
+
+    def await_welcome(self, seconds: float) -> list[Any]:
+        """Block until the welcome has arrived; return what came after it. Raises :class:`ChannelError`.
+
+        For start-up and commands only: hooks call :meth:`receive` until :attr:`welcome` is set.
+        """
+        deadline = time.monotonic() + seconds
+        try:
+            messages = self.receive()
+            while self.welcome is None and (left := deadline - time.monotonic()) > 0:
+                messages = self.receive(left)
+        except BaseException:
+            self.close()
+            raise
+        if self.welcome is None:
+            self.close()
+            raise ChannelClosed(
+                f"{self._server} does not answer on {self._path}: no welcome within {seconds:g} s"
+            )
+        return messages
+
+    def close(self) -> None:
+        """Close the connection, and file descriptors that were not taken."""
+        self._frames.close()
+        while self._frames.received_fds:
+            os.close(self._frames.received_fds.pop())
+
 
 GREETING_SECONDS = 5.0
 MIN_POLL_INTERVAL_SECONDS = 0.0001

@@ -15,8 +15,17 @@ import anyio.lowlevel
 from kvtier.errors import ChannelClosed, ChannelError, KVTierError, ProtocolError, Rejected
 from kvtier.logs import printable
 from kvtier.rpc.calls import MAX_CALLS, Call, Calls, ReplyT, ResultT, Settle
-from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, encode_body
-from kvtier.rpc.relay import relay
+from kvtier.rpc.frames import (
+    Message,
+    Ping,
+    Pong,
+    Refused,
+    Reply,
+    Request,
+    VersionedT,
+    check_welcome,
+    encode_body,
+)
 from kvtier.rpc.wire import Wire
 
 DRAIN_BYTES = 1 << 20
@@ -150,12 +159,38 @@ class Endpoint:
             return self._rejecting(self._decode(self._received.popleft()))
         raise ChannelClosed(f"no message within {seconds:g} s")
 
+    async def greet(
+        self, hello: Message, welcome: type[VersionedT], version: int, seconds: float
+    ) -> VersionedT:
+        """Send ``hello``, and return the server's welcome. Raises :class:`ChannelError`."""
+        self.send(hello)
+        reply: Any = await self.receive(seconds)
+        return check_welcome(reply, welcome, version)
+
     async def relay(self, hello: Message, far: Wire) -> NoReturn:
         """Pass on ``hello`` and all further frames to ``far``, and its frames back, in place of :meth:`run`.
 
-        After :meth:`receive`. Raises :class:`ChannelError` when either connection ends.
+        After :meth:`receive`. Does not look into the frames. A side that does not read holds up the other
+        one, and nothing piles up. Raises :class:`ChannelError` when either connection ends. Closes neither.
         """
-        await relay(self._wire, far, [encode_body(hello), *self._received])
+        failed: list[ChannelError] = []
+
+        async def copy(source: Wire, target: Wire, bodies: Sequence[bytes]) -> None:
+            try:
+                while True:
+                    for body in bodies:
+                        target.write(body)
+                    await target.flush()
+                    await anyio.lowlevel.checkpoint()
+                    bodies = await source.receive()
+            except ChannelError as error:
+                failed.append(error)
+                tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(copy, self._wire, far, [encode_body(hello), *self._received])
+            tasks.start_soon(copy, far, self._wire, ())
+        raise failed[0].with_traceback(None)
 
     async def run(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -132,3 +132,50 @@ def read_frame(read: Callable[[int], bytes], limit: int) -> bytes:
 async def receive_frame(receive: Callable[[int], Awaitable[bytes]], limit: int) -> bytes:
     """Like :func:`read_frame`, in an event loop."""
     return await receive(_checked_length(await receive(LENGTH.size), limit))
+
+
+class Versioned(Protocol):
+    """The first message of each side: ``Hello`` of the client, ``Welcome`` of the server.
+
+    The version of the protocol is its first field, and nothing but :class:`Refused` is sent before it.
+    """
+
+    @property
+    def version(self) -> int:
+        """The protocol version."""
+
+
+VersionedT = TypeVar("VersionedT", bound=Versioned)
+
+
+def check_hello(message: object, expected: type[VersionedT], version: int) -> VersionedT:
+    """Return the client's first message if it is ``expected``. Raises :class:`ProtocolError`."""
+    hello = _expect(message, expected)
+    if hello.version != version:
+        raise ProtocolError(describe_mismatch(hello.version, version))
+    return hello
+
+
+def check_welcome(message: object, expected: type[VersionedT], version: int) -> VersionedT:
+    """Return the server's first message if it is ``expected``. Raises :class:`ProtocolError`."""
+    welcome = _expect(message, expected)
+    if welcome.version != version:
+        raise ProtocolError(describe_mismatch(version, welcome.version))
+    return welcome
+
+
+def _expect(message: object, expected: type[VersionedT]) -> VersionedT:
+    if not isinstance(message, expected):
+        raise ProtocolError(f"its first message is {type(message).__name__}, not {expected.__name__}")
+    return message
+
+
+def describe_mismatch(client: int, server: int) -> str:
+    """Return the error text for two protocol versions that differ.
+
+    It is logged where it is found, and sent to the other side: so it names the sides by their role.
+    """
+    return (
+        f"the client speaks protocol version {client} and the server version {server}: "
+        "install the same kvtier on both, and restart both"
+    )

@@ -24,7 +24,7 @@ import struct
 from typing import Literal
 
 from kvtier.errors import PeerError
-from kvtier.rpc.greeting import describe_mismatch
+from kvtier.rpc.frames import describe_mismatch
 
 MAGIC = b"KVPEER"
 NONCE_BYTES = 32

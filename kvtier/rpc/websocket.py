@@ -1,19 +1,20 @@
-"""Frames as binary WebSocket messages, without their length prefix. The client's side.
-
-That of the server is in :mod:`~kvtier.rpc.websocket_server`.
-"""
+"""Frames as binary WebSocket messages, without their length prefix."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from websockets.asyncio.client import ClientConnection
-from websockets.exceptions import ConnectionClosed
+import anyio
 
 from kvtier.errors import ChannelClosed, ProtocolError
 from kvtier.rpc.wire import MAX_UNSENT_BYTES, Wire
+
+if TYPE_CHECKING:
+    from starlette.websockets import WebSocket
+    from websockets.asyncio.client import ClientConnection
 
 
 class WebSocketWire(Wire):
@@ -60,14 +61,18 @@ class ClientWire(WebSocketWire):
     """The client's side of a connection."""
 
     def __init__(self, connection: ClientConnection) -> None:
+        # Imported here and below, so that neither side pays for the other's library.
+        from websockets.exceptions import ConnectionClosed
+
         super().__init__()
         self._connection = connection
+        self._errors = ConnectionClosed, OSError
 
     async def receive(self) -> Sequence[bytes]:
         """Wait for a message. Raises :class:`kvtier.errors.ChannelError`."""
         try:
             body = await self._connection.recv()
-        except (ConnectionClosed, OSError) as error:
+        except self._errors as error:
             raise ChannelClosed(str(error)) from error
         if isinstance(body, str):
             raise ProtocolError("it sends text instead of binary messages")
@@ -76,5 +81,39 @@ class ClientWire(WebSocketWire):
     async def _send(self, body: bytes) -> None:
         try:
             await self._connection.send(body)
-        except (ConnectionClosed, OSError) as error:
+        except self._errors as error:
             raise ChannelClosed(str(error)) from error
+
+
+class ServerWire(WebSocketWire):
+    """The server's side of an accepted connection."""
+
+    def __init__(
+        self, websocket: WebSocket, limit: int = MAX_UNSENT_BYTES, timeout: float | None = None
+    ) -> None:
+        """``timeout``: seconds within which the client must make room for the next message."""
+        from starlette.websockets import WebSocketDisconnect
+
+        super().__init__(limit)
+        self._websocket = websocket
+        self._errors = WebSocketDisconnect, RuntimeError
+        self._timeout = timeout
+
+    async def receive(self) -> Sequence[bytes]:
+        """Wait for a message. Raises :class:`kvtier.errors.ChannelError`."""
+        event = await self._websocket.receive()
+        if event["type"] != "websocket.receive":
+            raise ChannelClosed("the other side has closed the connection")
+        body = event.get("bytes")
+        if not body:
+            raise ProtocolError("it sends text or nothing instead of binary messages")
+        return (body,)
+
+    async def _send(self, body: bytes) -> None:
+        try:
+            with anyio.move_on_after(self._timeout) as scope:
+                await self._websocket.send_bytes(body)
+        except self._errors as error:
+            raise ChannelClosed("the other side has closed the connection") from error
+        if scope.cancelled_caught:
+            raise ChannelClosed(f"it has read nothing for {self._timeout:g} s")

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from kvtier.bridge import protocol
-from kvtier.bridge.bridge import Bridge
-from kvtier.bridge.client import SchedulerBridge, Slots, WorkerBridge, status
+from kvtier.bridge.client import Bridge, SchedulerBridge, Slots, WorkerBridge, status
 from kvtier.bridge.protocol import Hello, Run
 from kvtier.errors import ChannelError
 from kvtier.memory.header import HEADER_BYTES

@@ -12,7 +12,6 @@ from anyio.abc import UNIXSocketStream
 
 from kvtier import Settings
 from kvtier.bridge import protocol
-from kvtier.bridge.listen import listening
 from kvtier.bridge.protocol import Commit, Hello, Reserve, Reserved, Run, Status, StatusReport, Welcome
 from kvtier.bridge.server import BridgeServer
 from kvtier.instance import Instance
@@ -21,6 +20,7 @@ from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import ChunkKey, chunk_keys, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc.frames import FrameReader, Message, encode
+from kvtier.rpc.listener import listening
 
 CHUNK_TOKENS = 64
 LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024, 1024)),), ranks=2)

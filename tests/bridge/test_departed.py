@@ -17,8 +17,8 @@ import pytest
 
 from kvtier.bridge import protocol, writers
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.pending_writes import WriterProcess
 from kvtier.bridge.protocol import Commit, Hello, Leave, Reserve, Reserved, Run
-from kvtier.bridge.writers import WriterProcess
 from kvtier.memory.keys import join_keys
 from kvtier.plugins import Plugins
 

@@ -17,9 +17,9 @@ from kvtier import Settings, hookimpl
 from kvtier.backends.base import Backend
 from kvtier.backends.cpu import MemoryBackend
 from kvtier.bridge import protocol
-from kvtier.bridge.engine import Engine
 from kvtier.bridge.protocol import Abandon, Found, Hello, Lookup, Reserve, Reserved, Run
 from kvtier.bridge.server import BridgeServer, Connection
+from kvtier.bridge.session import EngineSession
 from kvtier.cache import TieredCache
 from kvtier.catalog.catalog import State
 from kvtier.catalog.hints import ChunkHints
@@ -56,30 +56,30 @@ async def engine_of(
     tier_type: str = "cpu",
     plugins: Plugins = BUILT_IN,
     reserve_share: float = 1.0,
-) -> AsyncIterator[tuple[Engine, TieredCache]]:
+) -> AsyncIterator[tuple[EngineSession, TieredCache]]:
     settings = Settings(
         chunk_tokens=CHUNK_TOKENS,
         tiers=[{"name": "ram", "type": tier_type, "capacity": capacity}],
         reserve_share=reserve_share,
     )
     async with TieredCache.open(settings, plugins=plugins) as cache:
-        engine = Engine(cache, HELLO, itertools.count(1))
+        engine = EngineSession(cache, HELLO, itertools.count(1))
         yield engine, cache
         engine.close()
         assert cache.arena.leases == cache.catalog.count(FIRST)
 
 
 def reserve(
-    engine: Engine, keys: list[ChunkKey], parent: ChunkKey = ROOT, last: int = CHUNK_TOKENS
+    engine: EngineSession, keys: list[ChunkKey], parent: ChunkKey = ROOT, last: int = CHUNK_TOKENS
 ) -> Reserved:
     return engine.reserve(Reserve(1, [Run(parent, join_keys(keys), last)]))
 
 
-def store(engine: Engine, keys: list[ChunkKey]) -> None:
+def store(engine: EngineSession, keys: list[ChunkKey]) -> None:
     engine.commit([lease for lease in reserve(engine, keys).leases if lease], 0)
 
 
-def look_up(engine: Engine, ticket: int, keys: list[ChunkKey]) -> Found:
+def look_up(engine: EngineSession, ticket: int, keys: list[ChunkKey]) -> Found:
     found, pending = engine.look_up(Lookup(ticket, join_keys(keys), len(keys) * CHUNK_TOKENS))
     assert pending is None
     return found
@@ -185,7 +185,7 @@ class Buffer:
     number = 7
     closed = False
 
-    def __init__(self, engine: Engine, keys: list[ChunkKey]) -> None:
+    def __init__(self, engine: EngineSession, keys: list[ChunkKey]) -> None:
         self.slices = Slices(1 << 20)
         self.chunks = {key: lease for key in keys if (lease := self.slices.allocate(4096))}
         engine.staging = cast("EngineStaging", SimpleNamespace(current=self))
@@ -288,11 +288,11 @@ async def test_held_and_duplicate_chunks_are_refused() -> None:
         store(engine, KEYS[3:6])
         granted = reserve(engine, KEYS).leases
         assert [bool(lease) for lease in granted] == [True] * 3 + [False] * 3 + [True] * 6
-        engine.fillings.abandon(granted)
-        engine.fillings.abandon(granted)
+        engine.writes.abandon(granted)
+        engine.writes.abandon(granted)
         repeated = reserve(engine, [KEYS[0], KEYS[1], KEYS[0], KEYS[1]]).leases
         assert [bool(lease) for lease in repeated] == [True, True, False, False]
-        engine.fillings.abandon(repeated)
+        engine.writes.abandon(repeated)
         counts = cache.counts
         assert (counts["store_known"], counts["store_aborted"]) == (5, 11)
         assert cache.arena.used == 3 * OBJECT_BYTES
@@ -311,7 +311,7 @@ async def test_chunks_are_declined_except_of_models_with_states_and_for_decode_i
         hello = Hello(
             protocol.VERSION, "engine", "scheduler", 0, ChunkLayout(CHUNK_TOKENS, groups), NAMESPACE
         )
-        engine = Engine(cache, hello, itertools.count(1))
+        engine = EngineSession(cache, hello, itertools.count(1))
         keys = chunk_keys(ROOT, range(CHUNK_TOKENS * 200), CHUNK_TOKENS)
         worthy = Run(ROOT, join_keys(keys), CHUNK_TOKENS, hints=ChunkHints(priority=100))
         engine.commit([lease for lease in engine.reserve(Reserve(1, [worthy])).leases if lease], 0)
@@ -329,11 +329,11 @@ async def test_memory_is_kept_while_another_rank_may_write() -> None:
     layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024,)),), ranks=2)
     settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": "4MiB"}])
     async with TieredCache.open(settings, plugins=BUILT_IN) as cache:
-        engine = Engine(
+        engine = EngineSession(
             cache, Hello(protocol.VERSION, "engine", "scheduler", 0, layout, NAMESPACE), itertools.count(1)
         )
         lost, stored = reserve(engine, KEYS[:2]).leases
-        engine.fillings.give_up([lost], 1)
+        engine.writes.give_up([lost], 1)
         engine.commit([stored], 1)
         assert cache.arena.leases == 2
         engine.commit([lost, stored], 0)
@@ -437,14 +437,14 @@ async def test_engine_reserves_at_most_its_share() -> None:
         first = reserve(engine, KEYS)
         assert [bool(lease) for lease in first.leases] == [True] * 4 + [False] * 8
         assert cache.counts["store_dropped"] == 8
-        other = Engine(cache, HELLO, itertools.count(100))
+        other = EngineSession(cache, HELLO, itertools.count(100))
         assert all(reserve(other, KEYS[4:8], KEYS[3]).leases), "the share is that of each engine"
         other.close()
         engine.commit(first.leases[:3], 0)
-        engine.fillings.abandon(first.leases[3:4])
+        engine.writes.abandon(first.leases[3:4])
         second = reserve(engine, KEYS)
         assert [bool(lease) for lease in second.leases] == [False] * 3 + [True] * 4 + [False] * 5
-        assert engine.fillings.reserved_bytes == 4 * OBJECT_BYTES
+        assert engine.writes.reserved_bytes == 4 * OBJECT_BYTES
 
 
 async def test_engine_may_always_reserve_one_chunk() -> None:
@@ -454,4 +454,4 @@ async def test_engine_may_always_reserve_one_chunk() -> None:
         assert not any(reserve(engine, KEYS[1:2], KEYS[0]).leases)
         engine.commit([1], 0)
         assert all(reserve(engine, KEYS[1:2], KEYS[0]).leases)
-        engine.fillings.void_all()
+        engine.writes.void_all()

@@ -11,8 +11,8 @@ from xxhash import xxh3_64_digest
 
 from kvtier import Settings
 from kvtier.bridge import protocol
-from kvtier.bridge.engine import Engine
 from kvtier.bridge.protocol import Found, Hello, Lookup, Reserve, Run
+from kvtier.bridge.session import EngineSession
 from kvtier.cache import TieredCache
 from kvtier.catalog.partial_matches import block_tags_of
 from kvtier.errors import ProtocolError
@@ -34,13 +34,13 @@ ROOT = root_key(NAMESPACE)
 
 
 @asynccontextmanager
-async def engine_of(layout: ChunkLayout) -> AsyncIterator[tuple[Engine, TieredCache]]:
+async def engine_of(layout: ChunkLayout) -> AsyncIterator[tuple[EngineSession, TieredCache]]:
     settings = Settings(
         chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": "16MiB"}]
     )
     async with TieredCache.open(settings, plugins=BUILT_IN) as cache:
         hello = Hello(protocol.VERSION, "engine", "scheduler", 0, layout, NAMESPACE)
-        engine = Engine(cache, hello, itertools.count(1))
+        engine = EngineSession(cache, hello, itertools.count(1))
         yield engine, cache
         engine.close()
 
@@ -49,7 +49,7 @@ def keys_of(tokens: list[int]) -> list[ChunkKey]:
     return chunk_keys(ROOT, tokens, CHUNK_TOKENS, tail=True)
 
 
-def store(engine: Engine, tokens: list[int]) -> int:
+def store(engine: EngineSession, tokens: list[int]) -> int:
     """Store the chunks of a prompt; return the offset of the last one in the arena."""
     last = (len(tokens) - 1) % CHUNK_TOKENS + 1
     run = Run(ROOT, join_keys(keys_of(tokens)), last, block_hashes=block_hashes(tokens, BLOCK))
@@ -58,7 +58,7 @@ def store(engine: Engine, tokens: list[int]) -> int:
     return reserved.offsets[-1]
 
 
-def look_up(engine: Engine, tokens: list[int]) -> Found:
+def look_up(engine: EngineSession, tokens: list[int]) -> Found:
     marks = block_tags_of(block_hashes(tokens, BLOCK))
     request = Lookup(1, join_keys(keys_of(tokens)), len(tokens), root=ROOT, marks=marks)
     found, pending = engine.look_up(request)

@@ -11,13 +11,12 @@ import pytest
 from anyio import to_thread
 
 from kvtier.bridge import client, protocol
-from kvtier.bridge.listen import listening
 from kvtier.bridge.protocol import Status, StatusReport, WhatIf, WhatIfAnswer
 from kvtier.errors import Rejected
 from kvtier.instance import Instance
 from kvtier.observability.whatif.report import Report
-from kvtier.rpc.frames import Refused, encode
-from kvtier.rpc.greeting import describe_mismatch
+from kvtier.rpc.frames import Refused, describe_mismatch, encode
+from kvtier.rpc.listener import listening
 from tests.rigs.whatif_reports import REPORT
 
 from .scripted import open_host

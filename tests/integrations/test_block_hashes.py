@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.bridge.lookup_state import LookupState
+from kvtier.bridge.client import LookupState
 from kvtier.integrations.vllm import request as request_module
 from kvtier.integrations.vllm.hits import hit_of, reported_tokens
 from kvtier.integrations.vllm.request import Hit, RequestState, request_root

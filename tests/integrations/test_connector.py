@@ -25,7 +25,7 @@ from kvtier.integrations.vllm import compat, connector, metrics, register
 from kvtier.integrations.vllm.bridges import Bridges, engine_model
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job, StepMetadata
-from kvtier.rpc.health import UNRESPONSIVE_SECONDS
+from kvtier.rpc.client import UNRESPONSIVE_SECONDS
 from tests.bridge.conftest import Start, hello, is_serving, start, wait_until
 
 __all__ = ["start"]

@@ -39,7 +39,7 @@ from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.memory.keys import BLOCK_HASH_BYTES, split_keys, state_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
-from kvtier.rpc.unix import UnixConnection
+from kvtier.rpc.client import UnixConnection
 from kvtier.tiers.throughput import MIN_SAMPLES
 from tests.bridge.conftest import wait_until
 from tests.bridge.scripted_cache import ScriptedCache

@@ -15,7 +15,7 @@ from kvtier.errors import ChannelError
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.grants import GrantBook
-from kvtier.peers.holdings import Holdings
+from kvtier.peers.lookup import PeerLookup
 from kvtier.peers.protocol import Granted, Lookup, Reserve, Reserved
 from kvtier.peers.reservations import Reservations
 from kvtier.peers.session import Session
@@ -38,7 +38,7 @@ class SessionHarness:
     def __init__(self, cache: TieredCache) -> None:
         self.cache = cache
         self.grants = GrantBook(cache.arena, PeerSettings(lease=5, share=0.5))
-        self.holdings = Holdings(cache)
+        self.lookup = PeerLookup(cache)
         self.reservations = Reservations(cache, self.grants, Stagings(cache.settings, None, cache))
         for key in HELD:
             self._store(key)
@@ -63,7 +63,7 @@ class SessionHarness:
         async def serve() -> None:
             session = Session(
                 SocketWire(theirs),
-                self.holdings,
+                self.lookup,
                 self.grants,
                 self.reservations,
                 Counter(),

@@ -42,7 +42,7 @@ class Commands(LeakCheck):
     async def fetch(self, start: int, count: int, payload: int) -> tuple[int, float]:
         """Look a prompt up; return the number of leading chunks that arrive intact, and the seconds taken.
 
-        Waits for every promised chunk, as a request does. Clears the chunks afterwards.
+        Waits for every leased chunk, as a request does. Clears the chunks afterwards.
         """
         cache = self._instance.cache
         keys = [make_key(number) for number in range(start, start + count)]

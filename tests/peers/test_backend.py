@@ -1,4 +1,4 @@
-"""``PeersBackend`` over real sockets: lookups, promises, reads, load sharing and failover."""
+"""``PeersBackend`` over real sockets: lookups, leases, reads, load sharing and failover."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ async def test_looked_up_chunks_are_read_and_released() -> None:
             assert await backend.get(items) == [OK] * 5
             assert_intact(items)
             assert peer.read_calls == 1, "a batch is one call"
-            assert peer.requests["Lookup"] == 1, "promised chunks are not looked up again"
+            assert peer.requests["Lookup"] == 1, "leased chunks are not looked up again"
             await until(lambda: not peer.open_chunks)
             assert peer.requests["Release"] == 1, "releases are batched"
         await until(lambda: not peer.connections)
 
 
-async def test_get_without_promise_sends_lookup() -> None:
+async def test_get_without_lease_sends_lookup() -> None:
     async with ScriptedPeer().hold(1, 3).serving() as peer, reading_from(peer) as backend:
         items = blanks([1, 2, 3])
         assert await backend.get(items) == [OK, MISS, OK]
@@ -154,7 +154,7 @@ async def test_chunk_that_never_becomes_readable_is_a_miss() -> None:
         await until(lambda: not peer.open_chunks)
 
 
-async def test_promise_about_to_expire_is_not_used() -> None:
+async def test_lease_about_to_expire_is_not_used() -> None:
     async with ScriptedPeer(lease=0.6).hold(1, 2).serving() as peer, reading_from(peer) as backend:
         assert await backend.held_prefix(keys_of([1, 2])) == 2
         await until(lambda: not backend.status()[0]["granted_chunks"])
@@ -165,7 +165,7 @@ async def test_promise_about_to_expire_is_not_used() -> None:
 
 
 async def test_expired_grant_is_requested_again() -> None:
-    """The peer drops its grants without notice: reads of promised chunks miss, and request a new grant."""
+    """The peer drops its grants without notice: reads of leased chunks miss, and request a new grant."""
     async with ScriptedPeer().hold(1, 2).serving() as peer, reading_from(peer) as backend:
         assert await backend.held_prefix(keys_of([1, 2])) == 2
         peer.granted.clear()
@@ -174,7 +174,7 @@ async def test_expired_grant_is_requested_again() -> None:
         assert_intact(items)
 
 
-async def test_later_promise_replaces_earlier_one() -> None:
+async def test_later_lease_replaces_earlier_one() -> None:
     async with ScriptedPeer().hold(*range(6)).serving() as peer, reading_from(peer) as backend:
         for _ in range(5):
             assert await backend.held_prefix(keys_of(range(6))) == 6
@@ -267,7 +267,7 @@ async def test_peers_share_the_load(batch: int) -> None:
         counts = [peer.reads.total() for peer in peers]
         assert sum(counts) == 300
         assert min(counts) >= 60, counts
-        # Promised by three peers and read from one: released at all of them.
+        # Leased from three peers and read from one: released at all of them.
         await until(lambda: not any(peer.open_chunks for peer in peers))
 
 
@@ -409,7 +409,7 @@ async def test_disconnect_fails_reads_and_leaks_nothing() -> None:
 @pytest.mark.parametrize("through", ["scope", "task"])
 @pytest.mark.parametrize("method", ["get", "held_prefix", "contains"])
 async def test_cancelled_at_every_await(method: str, through: Through, one_sided: bool) -> None:
-    """No memory is written afterwards, and every grant is released or tracked as a promise."""
+    """No memory is written afterwards, and every grant is released or tracked as a lease."""
     peer = ScriptedPeer(late=frozenset(keys_of([2]))).hold(1, 2)
     async with peer.serving(), reading_from(peer, one_sided=one_sided) as backend:
         await connected(backend)
@@ -456,7 +456,7 @@ async def test_concurrent_gets_with_a_quarter_cancelled() -> None:
             else:
                 assert task.cancelled()
                 assert all(is_poisoned(view) for _, view in batch)
-        # Looked up by the cancelled gets, and still promised.
+        # Looked up by the cancelled gets, and still leased.
         await backend.close()
         await until(lambda: not any(peer.open_chunks for peer in peers))
         assert not any(peer.links for peer in peers)

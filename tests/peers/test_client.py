@@ -94,7 +94,7 @@ async def test_restarted_peer_is_reconnected(log_lines: Callable[[], list[str]])
             assert await backend.held_prefix(keys_of([1, 2])) == 2
             assert backend.status()[0]["instance"] == "first life"
         await until(lambda: state(backend) == "not connected")
-        assert not backend.status()[0]["granted_chunks"], "promises of the previous process"
+        assert not backend.status()[0]["granted_chunks"], "leases of the previous process"
         assert await backend.get(blanks([1])) == [MISS]
         peer.instance = "second life"
         async with peer.serving():

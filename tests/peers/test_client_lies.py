@@ -1,4 +1,4 @@
-"""Arbitrary bytes on a control connection never create a promise that the client did not request."""
+"""Arbitrary bytes on a control connection never create a lease that the client did not request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.errors import ChannelError
 from kvtier.memory.header import ChunkHeader
 from kvtier.peers.dialing import ControlConnection, PeerDialer
 from kvtier.peers.protocol import VERSION, Committed, Granted, Reserved, Welcome, decode_from_server
-from kvtier.peers.push import Target
+from kvtier.peers.push import Pusher
 from kvtier.peers.source import Source, timeouts_of
 from kvtier.peers.throughput import PeerThroughput
 from kvtier.rpc.endpoint import Endpoint
@@ -65,19 +65,19 @@ async def test_any_granted_reply_is_refused_or_consistent(
             try:
                 found = await source.look_up(KEYS, prefix=prefix)
             except ChannelError:
-                assert not len(source.promises)
+                assert not len(source.leases)
                 assert source.over
             else:
-                assert len(source.promises) == len(found) == len(offsets) == len(lengths)
+                assert len(source.leases) == len(found) == len(offsets) == len(lengths)
                 for number, position in enumerate(found):
-                    promise = source.promises.find(KEYS[position])
-                    assert promise is not None
-                    assert promise.number == number
-                    assert promise.ready == (number < ready)
-                    assert 0 < promise.grant < 1 << 63
-                    assert promise.offset >= 0
-                    assert promise.length > 0
-                    assert promise.offset + promise.length < 1 << 63
+                    lease = source.leases.find(KEYS[position])
+                    assert lease is not None
+                    assert lease.number == number
+                    assert lease.ready == (number < ready)
+                    assert 0 < lease.grant < 1 << 63
+                    assert lease.offset >= 0
+                    assert lease.length > 0
+                    assert lease.offset + lease.length < 1 << 63
                 assert not prefix or sorted(found) == list(range(len(found)))
             tasks.cancel_scope.cancel()
 
@@ -115,19 +115,19 @@ async def test_any_reserved_reply_is_refused_or_consistent(
             tasks.start_soon(source.endpoint.run)
             theirs.send(encode(Reserved(1, grant, positions, offsets, seconds, held, coming, "")))
             try:
-                room = await Target(source, Sealer()).reserve(headers)
+                room = await Pusher(source, Sealer()).reserve(headers)
             except ChannelError:
                 assert source.over
             else:
-                indices = [*room.promises, *room.held, *room.pending]
+                indices = [*room.leases, *room.held, *room.pending]
                 assert len(set(indices)) == len(indices)
                 assert all(0 <= at < len(KEYS) for at in indices)
-                assert [promise.number for promise in room.promises.values()] == list(range(len(positions)))
-                for at, promise in room.promises.items():
-                    assert promise.key == KEYS[at]
-                    assert promise.length == 1000
-                    assert 0 < promise.grant < 1 << 63
-                    assert 0 <= promise.offset < promise.offset + 1000 < 1 << 63
+                assert [lease.number for lease in room.leases.values()] == list(range(len(positions)))
+                for at, lease in room.leases.items():
+                    assert lease.key == KEYS[at]
+                    assert lease.length == 1000
+                    assert 0 < lease.grant < 1 << 63
+                    assert 0 <= lease.offset < lease.offset + 1000 < 1 << 63
             tasks.cancel_scope.cancel()
 
 
@@ -137,13 +137,13 @@ async def test_committed_reply_of_wrong_length_closes_connection(count: int) -> 
     with theirs:
         source = source_of(ours)
         headers = [ChunkHeader(key, key, bytes(32), 1000) for key in KEYS[:2]]
-        target = Target(source, Sealer())
+        target = Pusher(source, Sealer())
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(source.endpoint.run)
             theirs.send(encode(Reserved(1, 5, [0, 1], [0, 4096], 1.0, [], [], "")))
-            promises = list((await target.reserve(headers)).promises.values())
+            leases = list((await target.reserve(headers)).leases.values())
             theirs.send(encode(Committed(2, [True] * count)))
             with pytest.raises(ChannelError):
-                await target.commit(promises, [bytes(16)] * 2)
+                await target.commit(leases, [bytes(16)] * 2)
             assert source.over
             tasks.cancel_scope.cancel()

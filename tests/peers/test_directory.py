@@ -12,8 +12,7 @@ import pytest
 
 from kvtier.backends.base import Outcome
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.backend import MAX_HOLDERS_ASKED, PeersBackend
-from kvtier.peers.directory import MAX_HOLDERS, DirectoryClient
+from kvtier.peers.backend import MAX_HOLDERS, MAX_HOLDERS_ASKED, DirectoryClient, PeersBackend
 from kvtier.peers.protocol import Hello
 
 from .scripted import ScriptedPeer, reading_from, until

@@ -408,8 +408,8 @@ async def test_bytes_changed_after_checksum_are_refused_and_retried(
         original_write = Source.write
 
         async def corrupt(self: Source, writes: list[Read]) -> Any:
-            for promise, view in writes:
-                if promise.key == make_key(2):
+            for lease, view in writes:
+                if lease.key == make_key(2):
                     view[777] ^= 1
             return await original_write(self, writes)
 
@@ -431,8 +431,8 @@ async def test_persistently_corrupt_chunk_is_never_served(
         original_write = Source.write
 
         async def corrupt(self: Source, writes: list[Read]) -> Any:
-            for promise, view in writes:
-                if promise.key == make_key(2):
+            for lease, view in writes:
+                if lease.key == make_key(2):
                     view[777] |= 0x80
                     view[778] = (view[778] + 1) % 256
             return await original_write(self, writes)

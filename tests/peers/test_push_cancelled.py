@@ -10,7 +10,7 @@ from anyio import CancelScope, fail_after
 from anyio.lowlevel import checkpoint
 
 from kvtier.peers.protocol import Reserved
-from kvtier.peers.push import PushOutcome, Target
+from kvtier.peers.push import Pusher, PushOutcome
 from kvtier.pipeline.query import Query
 from kvtier.rpc.calls import Call
 from kvtier.rpc.frames import Reply
@@ -46,7 +46,7 @@ async def test_push_cancelled_at_every_await(pair: Pair, through: Through) -> No
     sender, receiver = pair
     assert sender.instance._kv_transfers is not None
     async with sender.instance._kv_transfers.peers.checkout(receiver.address) as source:
-        target = Target(source, Sealer())
+        target = Pusher(source, Sealer())
         await source._open_link()
         for lag in (0, 1, 3):
             step = 1
@@ -90,7 +90,7 @@ async def test_push_cancelled_while_its_reservation_arrives(
         chunks = sender.cache.memory.lease_ready([chunk.key for chunk in found.chunks])
         found.release()
         with CancelScope() as scope:
-            await Target(source, Sealer()).push(chunks, 30)
+            await Pusher(source, Sealer()).push(chunks, 30)
         assert scope.cancelled_caught
         for chunk in chunks:
             chunk.lease.release()

@@ -92,7 +92,7 @@ async def test_unsealed_chunk_is_not_readable() -> None:
             await may_fail.wait()
             return [False] * len(chunks)
 
-        served.server._holdings.seal = fail_later  # type: ignore[method-assign]
+        served.server._lookup.seal = fail_later  # type: ignore[method-assign]
         granted = await client.look_up([key])
         (span,) = spans(granted)
         assert served.grants.hold(span, Access.READ) is None
@@ -304,7 +304,7 @@ async def test_evicted_or_cleared_chunk_stays_readable_but_is_not_granted_again(
 
 
 async def test_eviction_races_grants() -> None:
-    """A memory of eight chunks, six of which are repeatedly stored and promised."""
+    """A memory of eight chunks, six of which are repeatedly stored and leased."""
     async with serving(ram=8, share=0.75, checksum=False) as served:
         client = await served.client()
         for round_number in range(60):
@@ -332,9 +332,9 @@ async def test_promised_bytes_are_bounded_by_share() -> None:
         assert granted.positions == [0, 1, 2]
         assert served.grants.granted_bytes == 3 * CHUNK
         assert (await second.look_up(keys[3:])).grant == NO_GRANT
-        assert (await second.look_up(keys[1:])).positions == [0, 1], "they are promised already"
+        assert (await second.look_up(keys[1:])).positions == [0, 1], "they are leased already"
         assert await first.release(granted, [0, 1])
-        assert served.grants.granted_bytes == 2 * CHUNK, "one of them is also promised to the other client"
+        assert served.grants.granted_bytes == 2 * CHUNK, "one of them is also leased to the other client"
         assert (await first.look_up(keys[3:])).positions == [0]
         assert await first.release(granted, [2])
 

@@ -11,9 +11,8 @@ from anyio.lowlevel import checkpoint
 
 from kvtier.backends.base import Outcome
 from kvtier.errors import PeerError
-from kvtier.peers.backend import PeersBackend
+from kvtier.peers.backend import PeersBackend, TemporaryPeer
 from kvtier.peers.protocol import Granted, Lookup
-from kvtier.peers.temporary import TemporaryPeer
 from kvtier.rpc.frames import Message, Refused
 from kvtier.testing.cancelling import Through, cancelled_at
 
@@ -32,7 +31,7 @@ def temporary_addresses(backend: PeersBackend) -> list[str]:
 
 
 async def until_released(*peers: ScriptedPeer) -> None:
-    """Wait until no connection, promise or link is open."""
+    """Wait until no connection, lease or link is open."""
     await until(lambda: not any(peer.connections or peer.open_chunks or peer.links for peer in peers))
 
 
@@ -49,7 +48,7 @@ async def test_promised_chunks_are_read_from_the_temporary_peer_only() -> None:
         await connected(backend)
         async with backend.temporary_peer(named.address) as peer:
             assert (peer.address, peer.instance) == (named.address, "named")
-            assert await peer.promise(keys_of(range(9))) == [1, 2, 5], "no prefix"
+            assert await peer.lease(keys_of(range(9))) == [1, 2, 5], "no prefix"
             items = blanks([1, 2])
             assert await backend.get(items) == [OK, OK]
             assert_intact(items)
@@ -68,11 +67,11 @@ async def test_promised_chunks_are_read_from_the_temporary_peer_only() -> None:
     await until_released(other, named)
 
 
-async def test_unread_promises_are_released_on_exit() -> None:
+async def test_unread_leases_are_released_on_exit() -> None:
     named = ScriptedPeer().hold(*range(4))
     async with named.serving(), reading_from(unauthenticated=[named]) as backend:
         async with backend.temporary_peer(named.address) as peer:
-            assert await peer.promise(keys_of(range(4))) == [0, 1, 2, 3]
+            assert await peer.lease(keys_of(range(4))) == [0, 1, 2, 3]
             assert named.open_chunks == 4
         await until(lambda: not named.open_chunks)
         assert named.connections, "the connection stays open until the idle timeout"
@@ -86,8 +85,8 @@ async def test_configured_peer_is_reused() -> None:
             backend.temporary_peer(peer.address) as first,
             backend.temporary_peer(peer.address) as alias,
         ):
-            assert await first.promise(keys_of([1])) == [0]
-            assert await alias.promise(keys_of([1])) == [0]
+            assert await first.lease(keys_of([1])) == [0]
+            assert await alias.lease(keys_of([1])) == [0]
         assert not temporary_addresses(backend)
         assert peer.requests["Hello"] == 1
 
@@ -104,7 +103,7 @@ async def test_temporary_peer_is_shared() -> None:
                 for _ in range(20):
                     tasks.start_soon(check_out)
             assert backend.status()[0]["users"] == 20
-            assert [await temporary.promise(keys_of([1])) for temporary in temporaries] == [[0]] * 20
+            assert [await temporary.lease(keys_of([1])) for temporary in temporaries] == [[0]] * 20
         assert backend.status()[0]["users"] == 0
         async with backend.temporary_peer(peer.address):
             pass
@@ -123,7 +122,7 @@ async def test_two_addresses_of_one_instance_share_a_connection(configured: bool
             await stack.enter_async_context(backend.temporary_peer(peer.address))
         for _ in range(2):
             async with backend.temporary_peer(f"localhost:{peer.port}") as alias:
-                assert await alias.promise(keys_of([1])) == [0]
+                assert await alias.lease(keys_of([1])) == [0]
                 assert len(backend.clients) == 1
         await until(lambda: peer.connections == 1)
         assert peer.requests["Hello"] == 2
@@ -139,7 +138,7 @@ async def test_lost_configured_peer_reconnects_without_back_off_on_demand(
     async with reading_from(peer) as backend:
         await until(lambda: backend.status()[0]["state"] == "not connected")
         async with peer.serving(), backend.temporary_peer(peer.address) as named:
-            assert await named.promise(keys_of([1])) == [0]
+            assert await named.lease(keys_of([1])) == [0]
 
 
 # Idle timeout and limit.
@@ -153,7 +152,7 @@ async def test_idle_temporary_peer_is_disconnected() -> None:
         peer.may_read = anyio.Event()
         async with anyio.create_task_group() as tasks:
             async with backend.temporary_peer(peer.address) as named:
-                await named.promise(keys_of([1]))
+                await named.lease(keys_of([1]))
                 await anyio.sleep(0.4)
                 assert temporary_addresses(backend), "in use"
                 tasks.start_soon(backend.get, blanks([1]))
@@ -264,7 +263,7 @@ async def test_temporary_peer_lost_during_read() -> None:
     async with reading_from(unauthenticated=[peer]) as backend:
         async with peer.serving():
             async with anyio.create_task_group() as tasks, backend.temporary_peer(peer.address) as named:
-                await named.promise(keys_of(range(4)))
+                await named.lease(keys_of(range(4)))
                 peer.may_read = anyio.Event()
                 outcomes: list[Outcome] = []
 
@@ -278,13 +277,13 @@ async def test_temporary_peer_lost_during_read() -> None:
                 assert outcomes == [FAILED, FAILED]
                 assert await backend.get(blanks([2, 3])) == [MISS, MISS]
                 with pytest.raises(PeerError, match=r"connection (was )?lost"):
-                    await named.promise(keys_of([2]))
+                    await named.lease(keys_of([2]))
                 assert not backend._bound.keys() - set(keys_of(range(4)))
             peer.may_read.set()
             assert not backend._bound
             # The peer still serves: a new checkout succeeds.
             async with backend.temporary_peer(peer.address) as named:
-                assert await named.promise(keys_of([2, 3])) == [0, 1]
+                assert await named.lease(keys_of([2, 3])) == [0, 1]
                 items = blanks([2, 3])
                 assert await backend.get(items) == [OK, OK]
                 assert_intact(items)
@@ -304,10 +303,10 @@ async def test_temporary_peer_does_not_answer() -> None:
     ):
         peer.answering = anyio.Event()
         with pytest.raises(PeerError, match=f"peer {peer.address}: "), anyio.fail_after(30):
-            await named.promise(keys_of([1]))
+            await named.lease(keys_of([1]))
         peer.answering.set()
         await until(lambda: backend.clients[0].source is not None)
-        assert await named.promise(keys_of([1])) == [0], "a peer with an unanswered request is used again"
+        assert await named.lease(keys_of([1])) == [0], "a peer with an unanswered request is used again"
 
 
 async def test_temporary_peer_sends_invalid_grant() -> None:
@@ -321,7 +320,7 @@ async def test_temporary_peer_sends_invalid_grant() -> None:
         backend.temporary_peer(peer.address) as named,
     ):
         with pytest.raises(PeerError):
-            await named.promise(keys_of([1]))
+            await named.lease(keys_of([1]))
         assert not backend._bound
     await until_released(peer)
 
@@ -336,7 +335,7 @@ async def test_backend_disconnects_while_temporary_peer_is_in_use() -> None:
     ):
         await backend.close()
         with pytest.raises(PeerError):
-            await named.promise(keys_of([1]))
+            await named.lease(keys_of([1]))
     await until_released(peer)
     await until(lambda: sockets() == before)
 
@@ -354,7 +353,7 @@ async def test_cancelled_at_every_await_leaks_nothing(through: Through) -> None:
 
                 async def fetch(backend: PeersBackend = backend) -> None:
                     async with backend.temporary_peer(peer.address) as named:
-                        await named.promise(keys_of(range(3)))
+                        await named.lease(keys_of(range(3)))
                         await backend.get(blanks([0, 1]))
 
                 await checkpoint()
@@ -363,7 +362,7 @@ async def test_cancelled_at_every_await_leaks_nothing(through: Through) -> None:
                 await until(lambda: not peer.open_chunks)
                 # The backend keeps working.
                 async with backend.temporary_peer(peer.address) as named:
-                    assert await named.promise(keys_of([0])) == [0]
+                    assert await named.lease(keys_of([0])) == [0]
                     assert backend.status()[0]["users"] == 1
             await until_released(peer)
         assert step > 3

@@ -88,7 +88,7 @@ class Reader:
     async def fetch(self, process: PeerProcess, gathering: Gathering) -> None:
         pool = self.cache.tiers[-1]
         async with self.backend.temporary_peer(process.address) as peer:
-            await gathering.run(ChunkProvider(pool, peer.promise, process.address))
+            await gathering.run(ChunkProvider(pool, peer.lease, process.address))
 
     async def assert_intact(self, keys: Sequence[ChunkKey], payload: int) -> None:
         """Assert that memory holds these chunks, byte for byte."""
@@ -162,7 +162,7 @@ async def test_fetch_from_unconfigured_instance(any_kind: str, tmp_path: Path) -
 
 
 async def test_incomplete_holder_provides_what_it_holds(kind: str, tmp_path: Path) -> None:
-    """Also from disk, and beyond what its memory can promise at once."""
+    """Also from disk, and beyond what its memory can lease at once."""
     held = [*range(20), *range(25, 40)]
     process = PeerProcess(held, 1 << 20, folder=str(tmp_path), share=0.5, transport=kind)
     async with started(process), reader(kind) as here:

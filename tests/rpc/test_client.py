@@ -18,9 +18,8 @@ import pytest
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError, Rejected
 from kvtier.rpc import client, unix
 from kvtier.rpc.calls import MAX_CALLS, Call
-from kvtier.rpc.client import Client
+from kvtier.rpc.client import Client, UnixConnection
 from kvtier.rpc.frames import Pong, Refused
-from kvtier.rpc.unix import UnixConnection
 from kvtier.rpc.wire import MAX_UNSENT_BYTES
 from tests.bridge.conftest import wait_until
 from tests.rigs.open_files import open_files

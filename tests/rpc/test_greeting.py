@@ -4,8 +4,7 @@ import anyio
 import pytest
 
 from kvtier.errors import ChannelClosed, ProtocolError, Rejected
-from kvtier.rpc.frames import Message, Refused
-from kvtier.rpc.greeting import check_hello, greet
+from kvtier.rpc.frames import Message, Refused, check_hello
 from tests.rpc.endpoints import Hello, Note, Welcome, sides
 
 pytestmark = pytest.mark.anyio
@@ -22,7 +21,7 @@ async def exchange(reply: Message) -> Welcome:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(answer)
-        result.append(await greet(ours.endpoint, Hello(3), Welcome, 3, 5.0))
+        result.append(await ours.endpoint.greet(Hello(3), Welcome, 3, 5.0))
     return result[0]
 
 
@@ -49,4 +48,4 @@ async def test_other_greetings(reply: Message, error: type[Exception], text: str
 async def test_server_that_does_not_answer() -> None:
     ours, _ = sides()
     with pytest.raises(ChannelClosed, match=r"no message within 0\.01 s"):
-        await greet(ours.endpoint, Hello(3), Welcome, 3, 0.01)
+        await ours.endpoint.greet(Hello(3), Welcome, 3, 0.01)

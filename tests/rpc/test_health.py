@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvtier.rpc.health import UNRESPONSIVE_SECONDS, Health
+from kvtier.rpc.client import UNRESPONSIVE_SECONDS, Health
 
 logger = logging.getLogger("kvtier.test_health")
 

@@ -16,9 +16,7 @@ from kvtier.errors import ChannelClosed, ProtocolError, Rejected
 from kvtier.http import serving
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import MAX_FRAME_BYTES
-from kvtier.rpc.greeting import greet
-from kvtier.rpc.websocket import ClientWire
-from kvtier.rpc.websocket_server import ServerWire
+from kvtier.rpc.websocket import ClientWire, ServerWire
 from tests.rigs.waiting import until
 from tests.rpc.endpoints import Answer, Ask, Hello, Note, Welcome, decode
 
@@ -64,7 +62,7 @@ async def test_greeting_and_requests() -> None:
     server = Server()
     async with connected(server) as connection, anyio.create_task_group() as tasks:
         endpoint = Endpoint(ClientWire(connection), decode)
-        assert await greet(endpoint, Hello(3), Welcome, 3, 30.0) == Welcome(3)
+        assert await endpoint.greet(Hello(3), Welcome, 3, 30.0) == Welcome(3)
         tasks.start_soon(endpoint.run)
         call = endpoint.call(lambda ticket: Ask(ticket, "hello"), Answer, lambda answer, _: answer.text)
         assert await call.reply() == "HELLO"

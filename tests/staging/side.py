@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.bridge import protocol
-from kvtier.bridge.client import SchedulerBridge, Slot, WorkerBridge
-from kvtier.bridge.lookup_state import LookupState
+from kvtier.bridge.client import LookupState, SchedulerBridge, Slot, WorkerBridge
 from kvtier.bridge.protocol import Hello, Role, Run
 from kvtier.memory.keys import ChunkKey, chunk_key, chunk_keys, encode_tokens, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout

@@ -38,9 +38,8 @@ from kvtier.fleet.member.protocol import (
 )
 from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.rpc.endpoint import REFUSAL_SECONDS, Endpoint
-from kvtier.rpc.frames import MAX_FRAME_BYTES
-from kvtier.rpc.greeting import check_hello
-from kvtier.rpc.websocket_server import ServerWire
+from kvtier.rpc.frames import MAX_FRAME_BYTES, check_hello
+from kvtier.rpc.websocket import ServerWire
 
 logger = logging.getLogger("kvtier")
 

@@ -127,7 +127,7 @@ class _Fetching(Work):
             return
         try:
             async with peers.backend.temporary_peer(address) as peer:
-                await gathering.run(ChunkProvider(peers.tier, peer.promise, f"peer {address}"))
+                await gathering.run(ChunkProvider(peers.tier, peer.lease, f"peer {address}"))
         except PeerError as error:
             await gathering.run()  # Chunks in this instance's other tiers can still be fetched.
             self._last_error = str(error)

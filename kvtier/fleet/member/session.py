@@ -44,7 +44,6 @@ from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message, encode_body
-from kvtier.rpc.greeting import greet
 from kvtier.rpc.keep_alive import KeepAlive, Timeouts
 from kvtier.rpc.websocket import ClientWire
 
@@ -92,7 +91,7 @@ class Session:
 
     async def greet(self, hello: Hello) -> Welcome:
         """Register this instance. Raises :class:`kvtier.errors.Rejected` and other :class:`ChannelError`."""
-        welcome = await greet(self._endpoint, hello, Welcome, VERSION, GREETING_SECONDS)
+        welcome = await self._endpoint.greet(hello, Welcome, VERSION, GREETING_SECONDS)
         if not 0 < welcome.heartbeat < welcome.idle_timeout <= MAX_IDLE_TIMEOUT_SECONDS:
             raise ProtocolError(
                 f"its heartbeat of {welcome.heartbeat} s does not fit its timeout of {welcome.idle_timeout} s"

@@ -8,7 +8,7 @@ from kvtier.integrations.vllm.request import NO_HIT, Hit, RequestState
 from kvtier.memory.keys import equal_blocks
 
 if TYPE_CHECKING:
-    from kvtier.bridge.lookup_state import LookupState
+    from kvtier.bridge.client import LookupState
     from kvtier.memory.layout import ChunkLayout
 
 

@@ -14,8 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvtier.bridge.client import SchedulerBridge
-from kvtier.bridge.lookup_state import LookupState
+from kvtier.bridge.client import LookupState, SchedulerBridge
 from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.hits import hit_of
 from kvtier.integrations.vllm.layout import ModelLayout

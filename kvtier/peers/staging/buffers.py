@@ -38,8 +38,8 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout
 from kvtier.memory.slices import Lease, Slices
 from kvtier.peers.grants import GrantBook
-from kvtier.peers.places import Place, Written
-from kvtier.peers.promises import Promise
+from kvtier.peers.push_targets import PushTarget, Written
+from kvtier.peers.remote_leases import RemoteLease
 from kvtier.pipeline.store import Reservation
 from kvtier.settings import Settings
 from kvtier.transports.base import Access
@@ -81,7 +81,7 @@ class PeerStaging(NamedTuple):
     """One per rank."""
 
 
-class Staging(Place):
+class Staging(PushTarget):
     """The staging buffers of one engine, until one of them is lost."""
 
     def __init__(
@@ -213,7 +213,7 @@ class Staging(Place):
         lease = self._slices.allocate(header.payload_bytes // self.shares)
         return None if lease is None else Reservation(header, lease)
 
-    async def write(self, peer: PeerStaging, writes: Sequence[tuple[Lease, Promise]]) -> bool:
+    async def write(self, peer: PeerStaging, writes: Sequence[tuple[Lease, RemoteLease]]) -> bool:
         """Write every rank's slices to the peer. Return whether all of them arrived.
 
         When it returns or is cancelled, no transfer uses the slices any more.
@@ -223,7 +223,7 @@ class Staging(Place):
         except PeerError as error:
             logger.debug("cannot connect to a peer's staging buffer: %s", error)
             return False
-        parts = [Part(lease.offset, promise.offset, promise.length) for lease, promise in writes]
+        parts = [Part(lease.offset, remote.offset, remote.length) for lease, remote in writes]
         batches: list[Batch] = []
         with anyio.move_on_after(self._deadline):
             async with anyio.create_task_group() as tasks:

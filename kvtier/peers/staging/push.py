@@ -12,9 +12,9 @@ import anyio
 from kvtier.errors import PeerError
 from kvtier.logs import printable
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.promises import Promise
 from kvtier.peers.protocol import Stage, Staged
-from kvtier.peers.push import PushOutcome, Room, Target
+from kvtier.peers.push import Pusher, PushOutcome, RemoteRoom
+from kvtier.peers.remote_leases import RemoteLease
 from kvtier.peers.staging.buffers import PeerStaging, Staging
 from kvtier.pipeline.store import Reservation
 from kvtier.tiers.level import ChunkBytes
@@ -76,11 +76,11 @@ class StagedChunks:
             chunk.lease.release()
         self._chunks.clear()
 
-    async def push(self, target: Target, keys: Sequence[ChunkKey], seconds: float) -> Sequence[PushOutcome]:
+    async def push(self, target: Pusher, keys: Sequence[ChunkKey], seconds: float) -> Sequence[PushOutcome]:
         """Push a batch of :meth:`dequeue` within ``seconds``, and return the outcomes in order.
 
         The caller pushes failed chunks through the first tier. Raises like
-        :class:`~kvtier.peers.push.Target`.
+        :class:`~kvtier.peers.push.Pusher`.
         """
         staging = self._chunks[keys[0]][0]
         chunks = [self._chunks[key][1] for key in keys]
@@ -94,13 +94,13 @@ class StagedChunks:
             room = await target.reserve(headers, staging=peer.number, shares=staging.shares)
             for at in room.held:
                 outcomes[at] = PushOutcome.HELD
-            if len(room.promises) + len(room.held) + len(room.pending) < len(chunks):
+            if len(room.leases) + len(room.held) + len(room.pending) < len(chunks):
                 self.last_error = room.refusal or NO_ROOM
             for at in await self._fill(target, staging, peer, chunks, room):
                 outcomes[at] = PushOutcome.OK
         return outcomes
 
-    async def _find(self, target: Target, staging: Staging, namespace: bytes) -> PeerStaging | None:
+    async def _find(self, target: Pusher, staging: Staging, namespace: bytes) -> PeerStaging | None:
         """Query the peer's staging buffers. Not cached: they may change, and the query takes about 100 µs."""
         request = partial(Stage, namespace=namespace)
         staged = await target.source.endpoint.call(request, Staged, lambda reply, _wanted: reply).reply()
@@ -118,15 +118,20 @@ class StagedChunks:
         return PeerStaging(staged.number, endpoints)
 
     async def _fill(
-        self, target: Target, staging: Staging, peer: PeerStaging, chunks: Sequence[Reservation], room: Room
+        self,
+        target: Pusher,
+        staging: Staging,
+        peer: PeerStaging,
+        chunks: Sequence[Reservation],
+        room: RemoteRoom,
     ) -> Sequence[int]:
         """Write the chunks that have room. Return the indexes of those that the peer serves now."""
-        if not room.promises:
+        if not room.leases:
             return []
-        unused: Sequence[Promise] = list(room.promises.values())
+        unused: Sequence[RemoteLease] = list(room.leases.values())
         valid: list[bool] = []
         try:
-            writes = [(chunks[at].lease, promise) for at, promise in room.promises.items()]
+            writes = [(chunks[at].lease, remote) for at, remote in room.leases.items()]
             if await staging.write(peer, writes):
                 ready, unused = unused, []
                 valid = await target.commit(ready, [b""] * len(ready))
@@ -135,4 +140,4 @@ class StagedChunks:
         finally:
             # The transfers have ended, successfully or not: the peer may reuse its memory.
             target.source.release(unused)
-        return [at for at, ok in zip(room.promises, valid, strict=False) if ok]
+        return [at for at, ok in zip(room.leases, valid, strict=False) if ok]

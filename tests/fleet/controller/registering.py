@@ -40,7 +40,7 @@ from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Refused, encode_body
-from kvtier.rpc.websocket_server import ServerWire
+from kvtier.rpc.websocket import ServerWire
 
 TIMEOUT_SECONDS = 60.0
 """Upper bound for whatever a test waits for."""

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers import targets as targets_module
-from kvtier.peers.kv_transfer_result import KVTransferResult
+from kvtier.peers.kv_transfer import KVTransferResult
 from tests.fleet.member.conftest import SECRET, Node, OpenNode, address_of
 from tests.fleet.member.controlling import Controller, controlling, until
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import select
+import socket
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import anyio
 
 from kvtier.cache import TieredCache
 from kvtier.pipeline.store import Reservation
 
 if TYPE_CHECKING:
-    from kvtier.bridge.writers import WriterProcess
     from kvtier.peers.kv_transfer import KVTransfer as Transfer
     from kvtier.peers.staging.buffers import Staging
 
 
 @dataclass(slots=True)
-class Filling:
+class PendingWrite:
     """A reservation, and the ranks that have finished with their slices of it."""
 
     reservation: Reservation
@@ -36,14 +41,14 @@ class Filling:
         return self.reservation.lease.length if self.transfer is None else 0
 
 
-class Fillings:
+class PendingWrites:
     """What an engine has reserved, by lease number. Memory that a process may write to is not freed."""
 
     def __init__(self, cache: TieredCache, ranks: int) -> None:
         """``ranks``: that must have finished with their slices of each reservation."""
         self._cache = cache
         self._ranks = ranks
-        self._open: dict[int, Filling] = {}
+        self._open: dict[int, PendingWrite] = {}
         self._bytes = 0
         self._departed: dict[WriterProcess, tuple[int, set[int]]] = {}
         """Processes without a connection that may write to reservations: the rank of each, and which ones."""
@@ -51,12 +56,12 @@ class Fillings:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, number: int, filling: Filling) -> None:
+    def add(self, number: int, filling: PendingWrite) -> None:
         """Add a reservation."""
         self._open[number] = filling
         self._bytes += filling.arena_bytes
 
-    def _remove(self, number: int) -> Filling:
+    def _remove(self, number: int) -> PendingWrite:
         filling = self._open.pop(number)
         self._bytes -= filling.arena_bytes
         return filling
@@ -113,14 +118,14 @@ class Fillings:
         self.void([self._open[number] for number in leases if number in self._open])
         self.discard(self.finish(leases, rank))
 
-    def void(self, fillings: Sequence[Filling]) -> None:
+    def void(self, writes: Sequence[PendingWrite]) -> None:
         """Let others store these chunks. Their memory is kept until all ranks have finished."""
-        fresh = [filling for filling in fillings if not filling.void]
+        fresh = [filling for filling in writes if not filling.void]
         self._cache.void([filling.reservation for filling in fresh if filling.transfer is None])
         for filling in fresh:
             filling.void = True
 
-    def finish(self, leases: Sequence[int], rank: int) -> list[Filling]:
+    def finish(self, leases: Sequence[int], rank: int) -> list[PendingWrite]:
         """Record that a rank has stopped writing to its slices; return what all ranks have finished."""
         done = []
         for number in leases:
@@ -136,10 +141,10 @@ class Fillings:
         """Drop reservations that have not been passed to any rank."""
         self.discard([self._remove(number) for number in leases if number in self._open])
 
-    def discard(self, fillings: Sequence[Filling]) -> None:
+    def discard(self, writes: Sequence[PendingWrite]) -> None:
         """Release the memory of reservations to which no rank writes."""
-        self.void(fillings)
-        for filling in fillings:
+        self.void(writes)
+        for filling in writes:
             if filling.transfer is None:
                 filling.reservation.lease.release()
             else:
@@ -166,3 +171,74 @@ class Fillings:
     def all_void(self) -> bool:
         """Whether no chunk is being stored."""
         return all(filling.void for filling in self._open.values())
+
+
+SO_PEERPIDFD = 77
+"""Of Linux 6.5. Unlike ``SO_PEERCRED``, it also works for a process in another PID namespace."""
+_UCRED = struct.Struct("=iII")
+
+
+class WriterProcess:
+    """The process at the other end of a Unix socket. Created with :meth:`of`."""
+
+    def __init__(self, fd: int | None, pid: int) -> None:
+        """Takes ownership of the pidfd; ``None`` without one. ``pid``: 0 in another PID namespace."""
+        self._fd = fd
+        self._pid = pid
+        self.client = 0
+        """See :class:`~kvtier.bridge.protocol.Hello`."""
+        self._first, self._filling = 0, frozenset[int]()
+
+    @classmethod
+    def of(cls, connected: socket.socket) -> WriterProcess:
+        """Return the process that has connected."""
+        pid, _, _ = _UCRED.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        try:
+            return cls(connected.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD), pid)
+        except OSError:  # An older kernel, no file descriptor, or it has exited.
+            try:
+                return cls(os.pidfd_open(pid), pid)
+            except OSError:
+                return cls(None, pid)
+
+    def welcomed(self, client: int, first: int, filling: Iterable[int]) -> None:
+        """Note what it may write to: reservations from ``first`` on, and those that it is ``filling``."""
+        self.client, self._first, self._filling = client, first, frozenset(filling)
+
+    def may_fill(self, number: int) -> bool:
+        """Whether it may write to a reservation that was granted before the end of its connection."""
+        return number >= self._first or number in self._filling
+
+    @property
+    def watched(self) -> bool:
+        """Whether its exit will be noticed."""
+        return self._fd is not None or self._pid > 0
+
+    @property
+    def exited(self) -> bool:
+        """Whether the process has exited: its memory is unmapped, and its devices have stopped."""
+        if self._fd is not None:
+            poll = select.poll()
+            poll.register(self._fd, select.POLLIN)
+            return bool(poll.poll(0))
+        try:
+            # With another process that has its PID meanwhile, it counts as running.
+            os.kill(self._pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        return False
+
+    async def wait_exited(self) -> None:
+        """Wait until the process has exited; forever without a pidfd."""
+        if self._fd is None:
+            await anyio.sleep_forever()
+        else:
+            await anyio.wait_readable(self._fd)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from kvtier.bridge.fillings import Filling, Fillings
+from kvtier.bridge.pending_writes import PendingWrite, PendingWrites
 from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Found, Hello, Reserve, Reserved, Run, Weights
 from kvtier.bridge.protocol import Lookup as LookupRequest
 from kvtier.cache import TieredCache
@@ -60,7 +60,7 @@ class Ticket:
             self.pending.release()
 
 
-class Engine:
+class EngineSession:
     """Leases, reservations and lookups of one engine. They end with it.
 
     Except the memory of reservations that a process may still write to, which is kept until that has exited.
@@ -90,7 +90,7 @@ class Engine:
         self._granted: dict[int, Grant] = {}
         """By the number of each lease that the engine holds."""
         self._tickets: dict[int, Ticket] = {}
-        self.fillings = Fillings(cache, hello.layout.ranks)
+        self.writes = PendingWrites(cache, hello.layout.ranks)
         self.absent_ranks: set[int] = set()
         """Ranks that have left and not returned. They never fill what is reserved meanwhile."""
 
@@ -300,7 +300,7 @@ class Engine:
         """
         self.keep_only(holding)
         if seen is not None:
-            self.fillings.abandon_after(seen)
+            self.writes.abandon_after(seen)
 
     def reserve(self, request: Reserve, find: Callable[[int], Transfer | None] = lambda _: None) -> Reserved:
         """Reserve room for the chunks of many requests; lease 0 for those without room.
@@ -323,22 +323,22 @@ class Engine:
         chunks_in_arena = self._cache.reserve_all(in_arena[:within], hints[:within], declining=declining)
         reserved = chain(chunks_in_arena, repeat(None))
         staging = self._buffers
-        fillings: list[Filling | None] = []
+        writes: list[PendingWrite | None] = []
         for kv_transfer, headers in runs:
             if kv_transfer:
                 transfer = find(kv_transfer)
-                fillings += [_stage(staging, transfer, header) for header in headers]
+                writes += [_stage(staging, transfer, header) for header in headers]
             else:
                 chunks = islice(reserved, len(headers))
-                fillings += [None if chunk is None else Filling(chunk) for chunk in chunks]
+                writes += [None if chunk is None else PendingWrite(chunk) for chunk in chunks]
         continued = iter([run.continued for run in request.runs for _ in range(len(run.keys) // KEY_BYTES)])
-        leases, offsets = [NO_LEASE] * len(fillings), [0] * len(fillings)
-        for index, (filling, chunk) in enumerate(zip(fillings, continued, strict=True)):
-            if filling is not None:
-                filling.continued = chunk
+        leases, offsets = [NO_LEASE] * len(writes), [0] * len(writes)
+        for index, (write, chunk) in enumerate(zip(writes, continued, strict=True)):
+            if write is not None:
+                write.continued = chunk
                 leases[index] = number = next(self._numbers)
-                offsets[index] = filling.reservation.lease.offset
-                self.fillings.add(number, filling)
+                offsets[index] = write.reservation.lease.offset
+                self.writes.add(number, write)
         return Reserved(request.ticket, leases, offsets, 0 if staging is None else staging.number)
 
     def _within_share(self, headers: Sequence[ChunkHeader]) -> int:
@@ -347,7 +347,7 @@ class Engine:
         limit = max(
             int(cache.arena.capacity * cache.settings.reserve_share), self._whole_bytes, self._state_bytes
         )
-        room = limit - self.fillings.reserved_bytes
+        room = limit - self.writes.reserved_bytes
         lengths = [object_bytes(header.payload_bytes) for header in headers]
         if sum(lengths) <= room:
             return len(headers)
@@ -370,12 +370,12 @@ class Engine:
         Others may store its chunks. Its loads fail when it confirms them.
         """
         self.keep_only(())
-        self.fillings.void_all()
+        self.writes.void_all()
 
     @property
     def idle(self) -> bool:
         """Whether it holds neither leases nor reservations that are not void."""
-        return not self._granted and self.fillings.all_void
+        return not self._granted and self.writes.all_void
 
     def _headers(self, run: Run) -> list[ChunkHeader]:
         keys = split_keys(run.keys)
@@ -400,29 +400,29 @@ class Engine:
 
         Staged chunks are reported to their transfer first, so that it pushes them from the staging buffer.
         """
-        complete: list[Filling] = []
-        void: list[Filling] = []
-        for filling in self.fillings.finish(leases, rank):
-            if filling.void:
-                void.append(filling)
-            elif filling.transfer is not None and filling.staging is not None:
-                filling.transfer.staged(filling.staging, filling.reservation)
+        complete: list[PendingWrite] = []
+        void: list[PendingWrite] = []
+        for write in self.writes.finish(leases, rank):
+            if write.void:
+                void.append(write)
+            elif write.transfer is not None and write.staging is not None:
+                write.transfer.staged(write.staging, write.reservation)
             else:
-                complete.append(filling)
-        self._cache.commit([filling.reservation for filling in complete])
-        for filling in complete:
-            header = filling.reservation.header
-            if filling.continued:
-                self._cache.supersede_states(ChunkKey(filling.continued))
+                complete.append(write)
+        self._cache.commit([write.reservation for write in complete])
+        for write in complete:
+            header = write.reservation.header
+            if write.continued:
+                self._cache.supersede_states(ChunkKey(write.continued))
             if header.block_hashes:
                 whole = len(header.block_hashes) == self._hashes_bytes
                 self._cache.supersede_tails(header.key, whole=whole)
-        self.fillings.discard(void)
+        self.writes.discard(void)
 
     def close(self) -> None:
         """Release everything that no process may write to: the engine has disconnected."""
         self.keep_only(())
-        self.fillings.close()
+        self.writes.close()
         self.absent_ranks.clear()
         self._tickets.clear()
 
@@ -432,14 +432,14 @@ class Engine:
             "name": self.name,
             "weights_id": self.weights.id,
             "leases": len(self._granted),
-            "reservations": len(self.fillings),
+            "reservations": len(self.writes),
             "tickets": len(self._tickets),
         }
 
 
-def _stage(staging: Staging | None, transfer: Transfer | None, header: ChunkHeader) -> Filling | None:
+def _stage(staging: Staging | None, transfer: Transfer | None, header: ChunkHeader) -> PendingWrite | None:
     """Reserve room in the staging buffer if a chunk is to be pushed from there."""
     if staging is None or transfer is None:
         return None
     reservation = transfer.stage(staging, header)
-    return None if reservation is None else Filling(reservation, transfer, staging)
+    return None if reservation is None else PendingWrite(reservation, transfer, staging)

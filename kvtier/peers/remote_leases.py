@@ -15,14 +15,14 @@ from kvtier.peers.protocol import Release, Released
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.transports.base import RemoteSpan
 
-MAX_PROMISES = 65_536
+MAX_LEASES = 65_536
 """Per peer; about 15 MB."""
 LAST_SECONDS = 0.5
-"""A promise is not used in the last seconds of its lease."""
+"""A lease is not used in the last seconds of its lease."""
 
 
 @dataclass(slots=True, eq=False)
-class Promise:
+class RemoteLease:
     """One chunk that a peer has granted."""
 
     key: ChunkKey
@@ -42,63 +42,63 @@ class Promise:
         return RemoteSpan(self.grant, self.offset, self.length)
 
 
-class Promises:
-    """The newest promise of one peer for each chunk, in bounded number. Synchronous.
+class RemoteLeases:
+    """The newest lease of one peer for each chunk, in bounded number. Synchronous.
 
-    All promises last equally long, so the oldest expires first. ``release`` is called for promises that are
+    All leases last equally long, so the oldest expires first. ``release`` is called for leases that are
     dropped before they expire.
     """
 
     def __init__(
         self,
-        release: Callable[[Iterable[Promise]], None],
+        release: Callable[[Iterable[RemoteLease]], None],
         *,
-        limit: int = MAX_PROMISES,
+        limit: int = MAX_LEASES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._release = release
         self._limit = limit
         self._clock = clock
-        self._by_key: dict[ChunkKey, Promise] = {}
+        self._by_key: dict[ChunkKey, RemoteLease] = {}
 
     def __len__(self) -> int:
         self._drop_expired()
         return len(self._by_key)
 
-    def add(self, promises: Iterable[Promise]) -> None:
-        """Add these, replacing earlier promises of the same chunks."""
+    def add(self, leases: Iterable[RemoteLease]) -> None:
+        """Add these, replacing earlier leases of the same chunks."""
         self._drop_expired()
         replaced = []
-        for promise in promises:
-            previous = self._by_key.pop(promise.key, None)
+        for lease in leases:
+            previous = self._by_key.pop(lease.key, None)
             if previous is not None:
                 replaced.append(previous)
-            self._by_key[promise.key] = promise
+            self._by_key[lease.key] = lease
         while len(self._by_key) > self._limit:
             replaced.append(self._by_key.pop(next(iter(self._by_key))))
         if replaced:
             self._release(replaced)
 
-    def find(self, key: ChunkKey) -> Promise | None:
-        """Return the promise of a chunk if it is still usable."""
-        promise = self._by_key.get(key)
-        return promise if promise is not None and promise.ends > self._clock() else None
+    def find(self, key: ChunkKey) -> RemoteLease | None:
+        """Return the lease of a chunk if it is still usable."""
+        lease = self._by_key.get(key)
+        return lease if lease is not None and lease.ends > self._clock() else None
 
-    def take(self, key: ChunkKey) -> Promise | None:
-        """Remove and return the promise of a chunk if usable; the caller must release it."""
-        promise = self.find(key)
-        if promise is not None:
+    def take(self, key: ChunkKey) -> RemoteLease | None:
+        """Remove and return the lease of a chunk if usable; the caller must release it."""
+        lease = self.find(key)
+        if lease is not None:
             del self._by_key[key]
-        return promise
+        return lease
 
     def drop(self, keys: Iterable[ChunkKey]) -> None:
-        """Release the promises of these chunks."""
-        dropped = [promise for key in keys if (promise := self.take(key)) is not None]
+        """Release the leases of these chunks."""
+        dropped = [lease for key in keys if (lease := self.take(key)) is not None]
         if dropped:
             self._release(dropped)
 
     def clear(self) -> None:
-        """Drop all promises without releasing them; the connection loss ended them at the peer."""
+        """Drop all leases without releasing them; the connection loss ended them at the peer."""
         self._by_key.clear()
 
     def _drop_expired(self) -> None:
@@ -111,20 +111,20 @@ class Promises:
 
 
 class Releases:
-    """Releases promises at a connected peer, with one message per grant, and waits for no response."""
+    """Releases leases at a connected peer, with one message per grant, and waits for no response."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._unsent: dict[int, list[int]] = {}
-        """Numbers of promises by grant."""
+        """Numbers of leases by grant."""
         self._added = anyio.Event()
 
-    def add(self, promises: Iterable[Promise]) -> None:
+    def add(self, leases: Iterable[RemoteLease]) -> None:
         """Release these soon. Does nothing once the connection has ended, which ends the grants as well."""
         if self._endpoint.closed:
             return
-        for promise in promises:
-            self._unsent.setdefault(promise.grant, []).append(promise.number)
+        for lease in leases:
+            self._unsent.setdefault(lease.grant, []).append(lease.number)
         self._added.set()
 
     async def run(self) -> None:
@@ -145,5 +145,5 @@ class Releases:
 
 
 def usable_seconds(lease: float) -> float:
-    """Return how long after the request a promise is usable whose grant lasts ``lease`` seconds."""
+    """Return how long after the request a lease is usable whose grant lasts ``lease`` seconds."""
     return lease - min(LAST_SECONDS, lease / 2)

@@ -1,4 +1,4 @@
-"""Promises, outages and throughput, on a fake clock."""
+"""Remote leases, outages and throughput, on a fake clock."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvtier.peers.outage import Outage
-from kvtier.peers.promises import Promise, Promises, usable_seconds
+from kvtier.peers.client import Outage
+from kvtier.peers.remote_leases import RemoteLease, RemoteLeases, usable_seconds
 from kvtier.peers.throughput import REMEMBERED_SECONDS, PeerThroughput, fastest
 from kvtier.testing.backend import make_key
 
@@ -25,51 +25,51 @@ class Released:
     def __init__(self) -> None:
         self.numbers: list[int] = []
 
-    def __call__(self, promises: Iterable[Promise]) -> None:
-        self.numbers += [promise.number for promise in promises]
+    def __call__(self, leases: Iterable[RemoteLease]) -> None:
+        self.numbers += [lease.number for lease in leases]
 
 
-def promise(number: int, ends: float, key: int | None = None) -> Promise:
-    return Promise(make_key(number if key is None else key), 77, number, 0, 10, True, ends)
+def lease(number: int, ends: float, key: int | None = None) -> RemoteLease:
+    return RemoteLease(make_key(number if key is None else key), 77, number, 0, 10, True, ends)
 
 
-def test_promises_are_bounded_and_expire() -> None:
+def test_leases_are_bounded_and_expire() -> None:
     clock, released = Clock(), Released()
-    promises = Promises(released, limit=3, clock=clock)
-    promises.add([promise(number, 110.0) for number in range(3)])
-    promises.add([promise(3, 120.0)])
+    leases = RemoteLeases(released, limit=3, clock=clock)
+    leases.add([lease(number, 110.0) for number in range(3)])
+    leases.add([lease(3, 120.0)])
     assert released.numbers == [0], "the oldest is released"
-    assert promises.find(make_key(0)) is None
-    assert promises.find(make_key(3)) is not None
+    assert leases.find(make_key(0)) is None
+    assert leases.find(make_key(3)) is not None
     clock.now = 110.0
-    assert promises.find(make_key(1)) is None
-    assert promises.take(make_key(2)) is None
-    assert len(promises) == 1
-    assert released.numbers == [0], "expired promises need no release"
+    assert leases.find(make_key(1)) is None
+    assert leases.take(make_key(2)) is None
+    assert len(leases) == 1
+    assert released.numbers == [0], "expired leases need no release"
 
 
-def test_promise_is_taken_once() -> None:
+def test_lease_is_taken_once() -> None:
     released = Released()
-    promises = Promises(released, clock=Clock())
-    promises.add([promise(1, 110.0)])
-    assert promises.take(make_key(1)) is not None
-    assert promises.take(make_key(1)) is None
-    promises.drop([make_key(1)])
+    leases = RemoteLeases(released, clock=Clock())
+    leases.add([lease(1, 110.0)])
+    assert leases.take(make_key(1)) is not None
+    assert leases.take(make_key(1)) is None
+    leases.drop([make_key(1)])
     assert not released.numbers
 
 
-def test_newest_promise_of_a_chunk_is_kept() -> None:
+def test_newest_lease_of_a_chunk_is_kept() -> None:
     released = Released()
-    promises = Promises(released, clock=Clock())
-    promises.add([promise(1, 110.0, key=5), promise(2, 111.0, key=6)])
-    promises.add([promise(3, 112.0, key=5)])
+    leases = RemoteLeases(released, clock=Clock())
+    leases.add([lease(1, 110.0, key=5), lease(2, 111.0, key=6)])
+    leases.add([lease(3, 112.0, key=5)])
     assert released.numbers == [1]
-    found = promises.find(make_key(5))
+    found = leases.find(make_key(5))
     assert found is not None
     assert found.number == 3
-    promises.drop([make_key(5), make_key(6), make_key(7)])
+    leases.drop([make_key(5), make_key(6), make_key(7)])
     assert released.numbers == [1, 3, 2]
-    assert len(promises) == 0
+    assert len(leases) == 0
 
 
 @pytest.mark.parametrize(("lease", "usable"), [(10.0, 9.5), (1.0, 0.5), (0.2, 0.1)])

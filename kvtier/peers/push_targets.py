@@ -20,7 +20,7 @@ Written = tuple[Reservation, bytes]
 """A filled reservation, and the payload checksum that the pusher sent."""
 
 
-class Place(ABC):
+class PushTarget(ABC):
     """Memory with reservations and committed chunks. Synchronous except :meth:`verify`."""
 
     number = 0
@@ -67,7 +67,7 @@ class Place(ABC):
         """Return whether each chunk matches its checksum. Writes to them must have ended."""
 
 
-class ArenaPlace(Place):
+class ArenaTarget(PushTarget):
     """The first tier's arena. Its chunks are visible to every lookup."""
 
     def __init__(self, cache: TieredCache, grants: GrantBook, limit: int) -> None:
