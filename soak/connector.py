@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvtier.bridge import bridge
+from kvtier.bridge import client
 from kvtier.bridge.protocol import Hello, Welcome
 from kvtier.integrations.vllm.connector import KVTierConnector
 from kvtier.rpc.client import UnixConnection
@@ -34,7 +34,7 @@ HOOKS = (
 )
 
 _stalls: Stalls | None = None
-_open_connection = bridge.open_connection
+_open_connection = client.open_connection
 
 
 def _open_noted(path: Path, hello: Hello) -> UnixConnection[Welcome]:
@@ -43,7 +43,7 @@ def _open_noted(path: Path, hello: Hello) -> UnixConnection[Welcome]:
     return connection
 
 
-bridge.open_connection = _open_noted
+client.open_connection = _open_noted
 
 
 def _of_this_process() -> Stalls:

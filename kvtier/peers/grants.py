@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kvtier.memory.slices import Lease, Slices
 from kvtier.peers.protocol import NO_GRANT
+from kvtier.pipeline.store import Reservation
 from kvtier.settings.peer import PeerSettings
 from kvtier.transports.base import Access, RemoteSpan
 
@@ -33,8 +34,10 @@ class Grant:
     """Number of slices that were not released."""
     unready: set[int] = field(default_factory=set)
     """Slices that hold no complete chunk yet, or never will, and may not be accessed."""
+    unfilled: dict[int, Reservation] = field(default_factory=dict)
+    """With :attr:`Access.WRITE`: what is not committed yet, by slice. Owned by the user of the table."""
     on_end: Callable[[], None] | None = None
-    """Called once when the grant ends, synchronously. Must not raise."""
+    """Called once when the grant ends or expires, synchronously. Must not raise."""
     _starts: list[int] | None = None
     _order: list[int] = field(default_factory=list)
 
@@ -61,7 +64,7 @@ class Grant:
 
 
 class GrantBook:
-    """All grants of this host. Synchronous; used from the event loop.
+    """All grants of one memory to peers. Synchronous; used from the event loop.
 
     Granted slices stay leased, so they are not evicted, until they are released, their owner disconnects, or
     they expire (:meth:`expire`). A transfer that holds its own lease is not affected by any of these. Memory
@@ -96,9 +99,7 @@ class GrantBook:
         self._clock = clock
         self._grants: dict[int, Grant] = {}
         self._order: dict[Access, dict[int, Grant]] = {access: {} for access in Access}
-        """The same, in order of expiry: all grants of one access last equally long."""
-        self._overdue: dict[int, Grant] = {}
-        """Expired, but still writable by their one-sided owner."""
+        """Those that have not expired, in order of expiry: all grants of one access last equally long."""
         self._owned: dict[Hashable, set[int]] = {}
         self._slices = 0
         self._refcounts: dict[int, int] = {}
@@ -107,7 +108,7 @@ class GrantBook:
     @property
     def open(self) -> int:
         """Number of grants that hold memory."""
-        return len(self._grants) + len(self._overdue)
+        return len(self._grants)
 
     def grant(self, owner: Hashable, leases: Sequence[Lease], access: Access = Access.READ) -> Grant | None:
         """Grant as many leading leases as fit the limits; ``None`` if none does.
@@ -118,7 +119,7 @@ class GrantBook:
         if not count:
             return None
         number = NO_GRANT
-        while number == NO_GRANT or number in self._grants or number in self._overdue:
+        while number == NO_GRANT or number in self._grants:
             number = secrets.randbits(GRANT_BITS)
         ends = self._clock() + self.seconds[access]
         grant = Grant(number, owner, list(leases[:count]), access, ends, count)
@@ -134,16 +135,22 @@ class GrantBook:
             return None
         return grant
 
+    def find_write(self, number: int) -> Grant | None:
+        """Return a grant for writing whose reservations have not been given up."""
+        grant = self._grants.get(number)
+        return grant if grant is not None and grant.access is Access.WRITE and grant.on_end else None
+
+    def of(self, owner: Hashable) -> list[Grant]:
+        """Return the grants of an owner."""
+        return [self._grants[number] for number in self._owned.get(owner, ())]
+
     def count(self, owner: Hashable) -> int:
         """Return the number of grants of an owner."""
         return len(self._owned.get(owner, ()))
 
     def may_still_write(self, owner: Hashable) -> bool:
         """Return whether an owner can still write to granted memory without this host's participation."""
-        if not self._one_sided:
-            return False
-        grants = (self._grants.get(number) or self._overdue[number] for number in self._owned.get(owner, ()))
-        return any(grant.access is Access.WRITE for grant in grants)
+        return self._one_sided and any(grant.access is Access.WRITE for grant in self.of(owner))
 
     def hold(self, span: RemoteSpan, access: Access) -> Lease | None:
         """See :meth:`kvtier.transports.base.Grants.hold`."""
@@ -161,7 +168,7 @@ class GrantBook:
         With ``access``, release only a grant of that access.
         """
         valid = self.find(owner, number) is not None
-        grant = self._grants.get(number) or self._overdue.get(number)
+        grant = self._grants.get(number)
         if grant is None or grant.owner != owner or access not in (None, grant.access):
             return False
         for index in chunks:
@@ -185,17 +192,17 @@ class GrantBook:
                 if grant.ends > now:
                     break
                 self.expired += 1
+                del order[grant.number]
                 if grant.access is Access.WRITE and self._one_sided:
-                    self._unindex(grant)
-                    self._overdue[grant.number] = grant
+                    # Nothing here can reject a late write: the memory waits for its release, or a cut-off.
                     _notify_end(grant)
                 else:
                     self._end(grant)
 
     def end(self, owner: Hashable) -> None:
         """End every grant of a disconnected owner. Idempotent."""
-        for number in list(self._owned.get(owner, ())):
-            self._end(self._grants.get(number) or self._overdue[number])
+        for grant in self.of(owner):
+            self._end(grant)
 
     def close(self) -> None:
         """End every grant, because the memory is being freed."""
@@ -203,8 +210,8 @@ class GrantBook:
             self.end(owner)
 
     def _end(self, grant: Grant) -> None:
-        self._unindex(grant)
-        self._overdue.pop(grant.number, None)
+        del self._grants[grant.number]
+        self._order[grant.access].pop(grant.number, None)
         numbers = self._owned[grant.owner]
         numbers.discard(grant.number)
         if not numbers:
@@ -215,10 +222,6 @@ class GrantBook:
             if lease is not None:
                 self._uncount(lease)
         _notify_end(grant)
-
-    def _unindex(self, grant: Grant) -> None:
-        self._grants.pop(grant.number, None)
-        self._order[grant.access].pop(grant.number, None)
 
     def _count_granted(self, leases: Sequence[Lease]) -> int:
         """Count leading leases as granted, up to the limits. Return how many."""

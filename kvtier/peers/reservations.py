@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
-from typing import NamedTuple
 
 import anyio
 
@@ -49,16 +48,6 @@ STRAGGLER_SECONDS = 5.0
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.001, 0.1
 
 
-class WriteGrant(NamedTuple):
-    """One grant and its reservations."""
-
-    owner: Hashable
-    target: PushTarget
-    grant: Grant
-    unfilled: dict[int, Reservation]
-    """Reservations not committed yet, by index in the grant."""
-
-
 class Reservations:
     """Reservations and announcements of all peers. Bound to one event loop."""
 
@@ -78,7 +67,8 @@ class Reservations:
         self._refusal = refusal
         self._arena = ArenaTarget(cache, grants, grants.limit if buffer is None else buffer)
         self._stagings = stagings
-        self._rooms: dict[int, WriteGrant] = {}
+        self._open = 0
+        """Reservations that are not committed yet."""
         self._announced: dict[Hashable, dict[int, list[ChunkKey]]] = {}
         self._announced_by_all = 0
         """In chunks."""
@@ -96,7 +86,7 @@ class Reservations:
         """Return counters and gauges."""
         return {
             "reserved_bytes": self.reserved_bytes,
-            "reservations": sum(len(room.unfilled) for room in self._rooms.values()),
+            "reservations": self._open,
             "announcements": sum(map(len, self._announced.values())),
             "counts": dict(self._counts),
         }
@@ -163,13 +153,13 @@ class Reservations:
             absent[header.key] = at
         reserved = self._reserve(target, {at: headers[at] for at in absent.values()})
         self._cache.catalog.touch([headers[at].key for at in held])
-        room = self._grant(owner, target, list(reserved.values()))
-        if room is None:
+        grant = self._grant(owner, target, list(reserved.values()))
+        if grant is None:
             return Reserved(request.ticket, NO_GRANT, [], [], 0.0, held, pending, "")
-        offsets = [target.offset_of(reservation) for reservation in room.unfilled.values()]
+        offsets = [target.offset_of(reservation) for reservation in grant.unfilled.values()]
         return Reserved(
             request.ticket,
-            room.grant.number,
+            grant.number,
             list(reserved)[: len(offsets)],
             offsets,
             target.grants.seconds[Access.WRITE],
@@ -207,7 +197,7 @@ class Reservations:
 
     def _grant(
         self, owner: Hashable, target: PushTarget, reservations: Sequence[Reservation]
-    ) -> WriteGrant | None:
+    ) -> Grant | None:
         """Grant as many leading reservations as fit, and give up the others."""
         leases = [reservation.lease.share() for reservation in reservations]
         grant = target.grants.grant(owner, leases, Access.WRITE)
@@ -217,24 +207,35 @@ class Reservations:
         target.abandon(reservations[count:])
         if grant is None:
             return None
-        room = self._rooms[grant.number] = WriteGrant(
-            owner, target, grant, dict(enumerate(reservations[:count]))
-        )
-        target.reserved_bytes += sum(reservation.lease.length for reservation in room.unfilled.values())
-        self._cache.expecting.announce([reservation.header.key for reservation in room.unfilled.values()])
+        granted = reservations[:count]
+        grant.unfilled.update(enumerate(granted))
+        grant.on_end = partial(self._give_up, target, grant)
+        self._open += count
+        target.reserved_bytes += sum(reservation.lease.length for reservation in granted)
+        self._cache.expecting.announce([reservation.header.key for reservation in granted])
         self._counts["reserved"] += count
-        grant.on_end = partial(self._give_up, room)
-        return room
+        return grant
+
+    def _find(self, owner: Hashable, number: int) -> tuple[PushTarget, Grant] | None:
+        """Return a grant of this peer that it may still commit, and the memory that it is of."""
+        for target in self._targets():
+            grant = target.grants.find_write(number)
+            if grant is not None and grant.owner is owner:
+                return target, grant
+        return None
 
     def release(self, owner: Hashable, number: int, chunks: Iterable[int]) -> None:
         """Give up reservations whose writes have ended. Unknown numbers are ignored."""
         chunks = list(chunks)
-        room = self._rooms.get(number)
-        if room is not None and room.owner is owner:
-            unfilled = [room.unfilled.pop(index) for index in chunks if index in room.unfilled]
-            self._abandon(room.target, unfilled)
+        if found := self._find(owner, number):
+            self._abandon(found[0], self._take_unfilled(found[1], chunks).values())
         for staging in self._stagings.open:
             staging.grants.release(owner, number, chunks, Access.WRITE)
+
+    def _take_unfilled(self, grant: Grant, chunks: Iterable[int]) -> dict[int, Reservation]:
+        taken = {index: grant.unfilled.pop(index) for index in chunks if index in grant.unfilled}
+        self._open -= len(taken)
+        return taken
 
     def _release(self, owner: Hashable, number: int, chunks: Sequence[int]) -> None:
         for target in self._targets():
@@ -242,8 +243,10 @@ class Reservations:
 
     def end(self, owner: Hashable) -> None:
         """Drop the reservations and announcements of a disconnected peer. Idempotent."""
-        for room in [room for room in self._rooms.values() if room.owner is owner]:
-            self._give_up(room)
+        for target in self._targets():
+            for grant in target.grants.of(owner):
+                if target.grants.find_write(grant.number):
+                    self._give_up(target, grant)
         for number in list(self._announced.get(owner, ())):
             self.withdraw(owner, number)
         self._announced.pop(owner, None)
@@ -255,22 +258,20 @@ class Reservations:
                 await staging.cut_off()
             staging.grants.end(owner)
 
-    def _give_up(self, room: WriteGrant) -> None:
+    def _give_up(self, target: PushTarget, grant: Grant) -> None:
         """Give up the unfilled reservations of a grant that has ended or whose owner disconnected."""
-        self._rooms.pop(room.grant.number, None)
-        unfilled = list(room.unfilled.values())
-        room.unfilled.clear()
+        grant.on_end = None
+        unfilled = self._take_unfilled(grant, list(grant.unfilled))
         self._counts["given_up"] += len(unfilled)
-        self._abandon(room.target, unfilled)
+        self._abandon(target, unfilled.values())
 
     # Commits.
 
     def check(self, request: Commit) -> None:
         """Raise :class:`ProtocolError` unless each chunk that needs a checksum has one."""
-        room = self._rooms.get(request.grant)
         needed = CHECKSUM_BYTES * len(request.chunks)
         received = len(request.checksums)
-        staged = self._stagings.enabled and (room is None or room.target is not self._arena)
+        staged = self._stagings.enabled and self._arena.grants.find_write(request.grant) is None
         if received != needed and (received or not staged):
             raise ProtocolError("it commits chunks without checksums")
 
@@ -279,22 +280,23 @@ class Reservations:
 
         Ends the right to write at once, and waits for writes in flight.
         """
-        room = self._rooms.get(request.grant)
-        if room is None or room.owner is not owner:
+        found = self._find(owner, request.grant)
+        if found is None:
             # Too late to commit, but the writes have ended, so the memory can be released.
             self._release(owner, request.grant, request.chunks)
             return [False] * len(request.chunks)
-        filled = {index: room.unfilled.pop(index) for index in request.chunks if index in room.unfilled}
+        target, grant = found
+        filled = self._take_unfilled(grant, request.chunks)
         if len(filled) < len(request.chunks):
             self._counts["refused"] += len(request.chunks) - len(filled)
         valid: set[int] = set()
         try:
-            room.target.grants.release(owner, request.grant, list(filled))
-            valid = await self._verify(room.target, filled, request)
+            target.grants.release(owner, request.grant, list(filled))
+            valid = await self._verify(target, filled, request)
         finally:
-            room.target.commit([filled[index] for index in valid])
-            self._unreserve(room.target, [filled[index] for index in valid])
-            self._abandon(room.target, [filled[index] for index in filled if index not in valid])
+            target.commit([filled[index] for index in valid])
+            self._unreserve(target, [filled[index] for index in valid])
+            self._abandon(target, [filled[index] for index in filled if index not in valid])
         self._counts["committed"] += len(valid)
         self._counts["refused"] += len(filled) - len(valid)
         return [index in valid for index in request.chunks]
@@ -313,7 +315,8 @@ class Reservations:
         matches = await target.verify([(filled[index], checksums[index]) for index in indexes])
         return {index for index, ok in zip(indexes, matches, strict=True) if ok}
 
-    def _abandon(self, target: PushTarget, reservations: Sequence[Reservation]) -> None:
+    def _abandon(self, target: PushTarget, reservations: Iterable[Reservation]) -> None:
+        reservations = list(reservations)
         target.abandon(reservations)
         self._unreserve(target, reservations)
 

@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.bridge import protocol, writers
+from kvtier.bridge import pending_writes, protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.pending_writes import WriterProcess
 from kvtier.bridge.protocol import Commit, Hello, Leave, Reserve, Reserved, Run
@@ -93,7 +93,7 @@ def no_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(writers, "SO_PEERPIDFD", 0x7FFF)
+    monkeypatch.setattr(pending_writes, "SO_PEERPIDFD", 0x7FFF)
     monkeypatch.setattr(os, "pidfd_open", fail)
 
 

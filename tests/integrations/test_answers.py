@@ -22,7 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvtier import Settings
-from kvtier.bridge import bridge as bridge_module
+from kvtier.bridge import client as bridge_module
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.bridge.protocol import Abandon, Cancel, Found, Hello, Lookup, Reserve, Reserved, Welcome

@@ -114,7 +114,7 @@ class SessionHarness:
         assert grants.granted_bytes == 0
         assert not grants._owned
         assert self.reservations.reserved_bytes == 0
-        assert not self.reservations._rooms
+        assert not self.reservations.status()["reservations"]
         assert not self.reservations._announced
         assert not cache.expecting.announced
         with anyio.fail_after(30):

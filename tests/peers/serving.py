@@ -211,7 +211,7 @@ class ServedCache:
         return refused
 
     async def wait_until_idle(self) -> None:
-        """Wait until all clients are disconnected, and check that nothing is leased or leased."""
+        """Wait until all clients are disconnected, and check that nothing is granted or leased."""
         with anyio.fail_after(30):
             while self.server.status()["connections"] or self.server.status()["unauthenticated"]:
                 await anyio.sleep(0.005)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError, Rejected
-from kvtier.rpc import client, unix
+from kvtier.rpc import client
 from kvtier.rpc.calls import MAX_CALLS, Call
 from kvtier.rpc.client import Client, UnixConnection
 from kvtier.rpc.frames import Pong, Refused
@@ -232,7 +232,7 @@ def test_lack_of_descriptors_is_not_an_exception(path: Path, monkeypatch: pytest
         raise OSError(24, "Too many open files")
 
     with calling(path) as caller, monkeypatch.context() as patch:
-        patch.setattr(unix.socket, "socket", fail)
+        patch.setattr(client.socket, "socket", fail)
         assert not caller.ready()
         with pytest.raises(ChannelError, match=r"cannot connect to the server: .*Too many open files"):
             caller.connect()

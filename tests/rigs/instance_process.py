@@ -1,0 +1,279 @@
+"""An instance in a process of its own, which a test drives over stdin and stdout, and may stop or kill.
+
+:class:`InstanceProcess` runs it on this host, and :class:`tests.rigs.hosts.HostProcess` on a host of a test
+network.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from kvtier import Settings
+from kvtier.catalog.catalog import State
+from kvtier.instance import Instance
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.memory.keys import ChunkKey
+from kvtier.peers.source import Read, Source
+from kvtier.pipeline.discover import Expected
+from kvtier.pipeline.found import Lookup
+from kvtier.testing.backend import make_key, noise, same
+from tests.rigs.forks import Forked, python
+from tests.rigs.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck, serve_commands
+
+MODULE = "tests.rigs.instance_process"
+SECRET = "what the processes of these tests know"
+NAMESPACE = bytes(32)
+CAPACITY = 256 << 20
+
+
+def payload_of(key: ChunkKey, length: int) -> bytes:
+    """Bytes unique to this chunk: 1 MiB of noise repeated, since gigabytes of noise take seconds to make."""
+    pattern = noise(b"payload" + key, min(length, 1 << 20))
+    return (pattern * (-(-length // len(pattern))))[:length]
+
+
+def store(instance: Instance, numbers: Sequence[int], payload: int) -> None:
+    """Store chunks in memory, as an engine does."""
+    for number in numbers:
+        key = make_key(number)
+        header = ChunkHeader(key, make_key(number - 1), NAMESPACE, payload, key, 37)  # As two block hashes.
+        reservation = instance.cache.reserve(header)
+        assert reservation is not None, "no room"
+        reservation.lease.view[HEADER_BYTES : HEADER_BYTES + payload] = payload_of(key, payload)
+        instance.cache.commit([reservation])
+
+
+def settings_of(
+    listen: str | None, others: Sequence[str], capacity: int, folder: str | None = None, **peer: Any
+) -> Settings:
+    tiers: list[dict[str, Any]] = [{"name": "ram", "type": "cpu", "capacity": capacity}]
+    if folder:
+        tiers.append({"name": "ssd", "type": "disk", "capacity": 1 << 30, "path": folder})
+    return Settings(
+        tiers=tiers,
+        peer={"listen": listen, "others": list(others), "secret": SECRET, **peer},
+    )
+
+
+class InstanceProcess:
+    """The test's handle of a process on this host, which can be restarted on the same port.
+
+    It holds the chunks ``numbers`` of ``payload`` bytes. With ``folder``, memory has room for half of them,
+    and a disk tier in that folder holds all. With ``blocks_after``, it blocks in the middle of the batch that
+    it pushes after so many, until :meth:`resume`.
+    """
+
+    def __init__(
+        self,
+        numbers: Sequence[int] = (),
+        payload: int = 20_000,
+        folder: str | None = None,
+        *,
+        capacity: int | None = None,
+        blocks_after: int | None = None,
+        **peer: Any,
+    ) -> None:
+        self.numbers = list(numbers)
+        self.payload = payload
+        self.port = 0
+        count = len(self.numbers)
+        self._settings = {
+            "capacity": capacity or object_bytes(payload) * (count // 2 if folder else 2 * count + 2),
+            "folder": folder,
+            "peer": peer,
+            "blocks_after": blocks_after,
+        }
+        self._process: Forked | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> InstanceProcess:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+    async def start(self) -> None:
+        # In a thread, since the first start waits for the parent of all.
+        run = partial(python, MODULE, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = await anyio.to_thread.run_sync(run)
+        self.port = await self._call("open", listen=self.address, **self._settings)
+        for number in self.numbers:
+            await self.compute([number], drains=True)
+
+    async def compute(self, numbers: Sequence[int], *, drains: bool = False) -> None:
+        """Make chunks READY; with ``drains``, also write them to the disk tier."""
+        await self._call("store", numbers=list(numbers), payload=self.payload, drains=drains)
+
+    async def transfer_kv(self, to: str, numbers: Sequence[int]) -> None:
+        """Start a KV transfer, and return once it is announced."""
+        await self._call("transfer_kv", to=to, numbers=list(numbers))
+
+    async def resume(self) -> None:
+        """Unblock the writes."""
+        await self._call("resume")
+
+    async def finish(self) -> int:
+        """Finish the KV transfer; return the number of leading chunks that the receiver holds."""
+        leading: int = await self._call("finish", seconds=60)
+        return leading
+
+    async def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = await self._call("status")
+        return status
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    async def kill(self) -> None:
+        """Kill the process with SIGKILL and reap it. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            await anyio.to_thread.run_sync(process.wait)
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+
+    async def _call(self, name: str, **arguments: object) -> Any:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps([name, arguments]) + "\n")
+        process.stdin.flush()
+        with anyio.fail_after(60):
+            line = await anyio.to_thread.run_sync(process.stdout.readline, abandon_on_cancel=True)
+        assert line, "the process has ended"
+        reply = json.loads(line)
+        assert "error" not in reply, reply["error"]
+        return reply["result"]
+
+
+class Commands(LeakCheck):
+    """The commands that the process executes."""
+
+    async def open(
+        self,
+        listen: str,
+        peer: dict[str, Any],
+        others: Sequence[str] = (),
+        capacity: int = CAPACITY,
+        folder: str | None = None,
+        blocks_after: int | None = None,
+    ) -> int:
+        """Open the instance; return its port."""
+        self._resume = anyio.Event() if blocks_after is None else _block_after(blocks_after)
+        self._stack = AsyncExitStack()
+        settings = settings_of(listen, others, capacity, folder, **peer)
+        self._instance = await self._stack.enter_async_context(Instance.open(settings))
+        assert self._instance.server is not None
+        return self._instance.server.address[1]
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+        # An arena that is closed while garbage holds a view of it is unmapped only with its object.
+        del self._instance
+
+    async def store(self, numbers: Sequence[int], payload: int, *, drains: bool = False) -> None:
+        store(self._instance, numbers, payload)
+        if drains:
+            await self._instance.cache.drain(60)
+
+    async def fetch(self, start: int, count: int, payload: int) -> tuple[int, float]:
+        """Look a prompt up; return the number of leading chunks that arrive intact, and the seconds taken.
+
+        Waits for every leased chunk, as a request does. Clears the chunks afterwards.
+        """
+        cache = self._instance.cache
+        keys = [make_key(number) for number in range(start, start + count)]
+        started = time.monotonic()
+        found = cache.look_up(keys, Expected(NAMESPACE, [object_bytes(payload)] * count))
+        await found.settle(None)
+        seconds = time.monotonic() - started
+        ready = _release_intact(found)
+        await cache.clear(keys)
+        return ready, seconds
+
+    async def transfer_kv(self, to: str, numbers: Sequence[int]) -> None:
+        """Start the KV transfer of a prompt, and return once it is announced or has failed."""
+        self._transfer = self._instance.transfer_kv(to, [make_key(number) for number in numbers])
+        await self._transfer.announced.wait()
+
+    async def resume(self) -> None:
+        self._resume.set()
+
+    async def finish(self, seconds: float) -> int:
+        """Finish the KV transfer; return the number of leading chunks that the receiver holds."""
+        leading = (await self._transfer.finish(seconds)).leading
+        await self._transfer.ended.wait()
+        return leading
+
+    async def await_pushed(self, start: int, count: int, seconds: float) -> tuple[int, float]:
+        """Like :meth:`fetch`, for pushed chunks, which are kept."""
+        cache = self._instance.cache
+        started = time.monotonic()
+        found = cache.look_up([make_key(number) for number in range(start, start + count)], expect=seconds)
+        await cache.settle(found)
+        taken = time.monotonic() - started
+        return _release_intact(found), taken
+
+    async def status(self) -> dict[str, object]:
+        return self._instance.status()
+
+    async def is_idle(self) -> bool:
+        """Wait until no chunk is pending and only READY chunks are leased. Return ``False`` on a timeout."""
+        cache = self._instance.cache
+        catalog = cache.hierarchy.catalog
+        with anyio.move_on_after(LEAK_TIMEOUT_SECONDS):
+            while (
+                cache.pending_bytes
+                or any(catalog.state(key, 0) is State.PENDING for key in catalog.keys(0))
+                or cache.arena.leases != catalog.count(0)
+            ):
+                await anyio.sleep(0.02)
+            return True
+        return False
+
+
+def _release_intact(found: Lookup) -> int:
+    """Check the bytes of the chunks that were found, release them, and return their number."""
+    for chunk in found.chunks:
+        length = ChunkHeader.verify(chunk.lease.view, chunk.key).payload_bytes
+        payload = chunk.lease.view[HEADER_BYTES : HEADER_BYTES + length]
+        assert same(payload, payload_of(chunk.key, length)), "wrong bytes"
+    ready = found.ready
+    found.release()
+    return ready
+
+
+def _block_after(batches: int) -> anyio.Event:
+    """Block ``Source.write`` in the middle of a batch after so many; return the event that unblocks it."""
+    write_all, remaining, resume = Source.write, iter(range(batches)), anyio.Event()
+
+    async def write(self: Source, writes: list[Read]) -> Any:
+        if next(remaining, None) is None and not resume.is_set():
+            await write_all(self, writes[: len(writes) // 2])
+            await resume.wait()
+        return await write_all(self, writes)
+
+    Source.write = write  # type: ignore[assignment, method-assign]
+    return resume
+
+
+if __name__ == "__main__":
+    serve_commands(Commands())
