@@ -23,6 +23,7 @@ from kvtier.transports.base import PeerRefused
 CONNECT_SECONDS = 5.0
 CONNECT_THREADS = 16
 """An unreachable peer that does not refuse blocks one for :data:`CONNECT_SECONDS`."""
+ENGINE_CONNECT_THREADS = 4
 MAX_WELCOME_BYTES = 1 << 20
 
 
@@ -109,16 +110,13 @@ class PeerDialer:
         return check_welcome(reply, Welcome, VERSION)
 
 
-CONNECT_THREADS = 4
-
-
 class RemoteEngines:
     """Connects to the instances of other hosts that have workers of an engine of this host."""
 
     def __init__(self, credentials: Credentials, instance: str) -> None:
         self._credentials = credentials
         self._instance = instance
-        self._threads = WorkerThreads(CONNECT_THREADS)
+        self._threads = WorkerThreads(ENGINE_CONNECT_THREADS)
 
     async def connect(self, address: str) -> SocketWire:
         """Connect to the instance at ``HOST:PORT``, authenticated. The caller closes the connection.
