@@ -24,7 +24,7 @@ from kvtier.lab.simulation.capacities import Capacity, parse_capacities
 from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model
 from kvtier.lab.simulation.study import Study, study
 from kvtier.lab.simulation.trace import Trace
-from kvtier.observability.whatif.simulated_tiers import one_tier
+from kvtier.observability.whatif.simulated_cache import one_tier
 from kvtier.plugins import Plugins
 
 CAPACITIES = "1%,2%,5%,10%,20%,40%"

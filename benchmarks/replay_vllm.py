@@ -58,8 +58,8 @@ from kvtier.lab.simulation.study import Study, study
 from kvtier.lab.simulation.trace import Trace
 from kvtier.lab.simulation.traces.lines import decode_lines
 from kvtier.lab.simulation.traces.mooncake import BLOCK_TOKENS, read_mooncake
-from kvtier.observability.recording.request import TraceRequest
-from kvtier.observability.whatif.simulated_tiers import configured
+from kvtier.observability.recording.reader import TraceRequest
+from kvtier.observability.whatif.simulated_cache import configured
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
 from kvtier.testing.servers import free_port

@@ -24,7 +24,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, replay
 from kvtier.lab.simulation.study import study
 from kvtier.lab.simulation.trace import Trace
-from kvtier.observability.whatif.simulated_tiers import one_tier
+from kvtier.observability.whatif.simulated_cache import one_tier
 from kvtier.plugins import Plugins
 
 CLASSICS = ("lru", "arc")

@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.common import show
 from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, replay
 from kvtier.lab.simulation.trace import Trace
-from kvtier.observability.whatif.simulated_tiers import one_tier
+from kvtier.observability.whatif.simulated_cache import one_tier
 from kvtier.plugins import Plugins
 
 CHUNKS = 100

@@ -23,10 +23,9 @@ from kvtier.events import PromptLookup
 from kvtier.lab.simulation.keys import chunk_keys
 from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, replay
 from kvtier.lab.simulation.trace import Trace
-from kvtier.observability.whatif.curve import point_at
 from kvtier.observability.whatif.estimate import Estimate
-from kvtier.observability.whatif.report import Report
-from kvtier.observability.whatif.simulated_tiers import SimulatedTiers, configured
+from kvtier.observability.whatif.report import Report, point_at
+from kvtier.observability.whatif.simulated_cache import SimulatedTiers, configured
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings
 from kvtier.settings.whatif import WhatIfSettings

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from kvtier.lab.simulation.capacities import Capacity, parse_capacities
 from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, Outcome, replay
 from kvtier.lab.simulation.trace import Trace
-from kvtier.observability.whatif.simulated_tiers import configured
+from kvtier.observability.whatif.simulated_cache import configured
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
 from kvtier.units import format_size

@@ -264,7 +264,7 @@ def visits_move_on(
     """
 
 def sampled_rows(keys: bytearray, rows: Sequence[int], threshold: int) -> list[int]:
-    """Return the rows whose keys are in a sample: see :func:`kvtier.catalog.policies.shadow.sampled_rows`.
+    """Return the rows whose keys are in a sample: see :func:`kvtier.catalog.sampling.sampled_rows`.
 
     Raises ``IndexError`` if a row is out of bounds.
     """

@@ -284,7 +284,7 @@ class TieredCache:
 
         Not from shared pools.
         """
-        if shorter := self.catalog.partial_matches.superseded(chunk, whole=whole):
+        if shorter := self.catalog.superseded(chunk, whole=whole):
             self._clear_here(shorter)
 
     def supersede_states(self, chunk: ChunkKey) -> None:

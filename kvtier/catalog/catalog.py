@@ -8,6 +8,7 @@ See ``benchmarks/catalog.py`` for measurements.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -18,10 +19,8 @@ from struct import Struct
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, IncomingPrompt, MakePolicy, RemovalReason
 from kvtier.catalog.hints import NO_HINTS, ChunkHints
 from kvtier.catalog.partial_matches import PartialMatchIndex
-from kvtier.catalog.pins import ChunkPins
-from kvtier.catalog.rows import Rows
 from kvtier.catalog.selection import select_victims
-from kvtier.catalog.table import FASTEST, MAX_TIERS, NO_ROW, TableColumns
+from kvtier.catalog.table import FASTEST, MAX_TIERS, NO_ROW, Rows, TableColumns
 from kvtier.catalog.tenants import EvictionScope
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
@@ -74,9 +73,7 @@ class Catalog:
         )
         self.namespaces = self._index.namespaces
         self.pins = ChunkPins()
-        self.partial_matches = PartialMatchIndex(
-            self.columns, self._index, self._ready, self._pending, self.pins
-        )
+        self.partial_matches = PartialMatchIndex(self.columns, self._index, self._ready, self._pending)
         self._used = [0] * len(policies)
         self._count = [0] * len(policies)
 
@@ -368,6 +365,13 @@ class Catalog:
         """
         self.pins.add((key for key in keys if key in self), until)
 
+    def superseded(self, key: ChunkKey, *, whole: bool) -> list[ChunkKey]:
+        """Return the chunks of :meth:`PartialMatchIndex.superseded` that are not pinned."""
+        now, pins = self._clock(), self.pins
+        return [
+            other for other in self.partial_matches.superseded(key, whole=whole) if not pins.holds(other, now)
+        ]
+
     def used(self, tier: int) -> int:
         """Return the bytes of chunk objects in a tier, READY or PENDING."""
         return self._used[tier]
@@ -466,3 +470,45 @@ class Catalog:
         selected = [mask >> tier & 1 for mask in self._ready[rows.start : rows.stop]]
         keys = _KEY.iter_unpack(self.columns.keys[rows.start * KEY_BYTES : rows.stop * KEY_BYTES])
         return b"".join(key for (key,) in compress(keys, selected))
+
+
+class ChunkPins:
+    """Until when chunks are pinned. Times are those of ``time.monotonic()``."""
+
+    def __init__(self) -> None:
+        self._until: dict[ChunkKey, float] = {}
+        self._first_end = math.inf
+        """No pin expires before."""
+
+    def __bool__(self) -> bool:
+        """Return whether any chunk may be pinned."""
+        return bool(self._until)
+
+    def count(self, now: float) -> int:
+        """Return the number of pinned chunks. Removes expired pins."""
+        if self._first_end <= now:
+            self._until = {key: until for key, until in self._until.items() if until > now}
+            self._first_end = min(self._until.values(), default=math.inf)
+        return len(self._until)
+
+    def add(self, keys: Iterable[ChunkKey], until: float | None) -> None:
+        """Pin chunks until a time, or permanently with ``None``. The longer one of two pins counts."""
+        end = math.inf if until is None else until
+        self._first_end = min(self._first_end, end)
+        for key in keys:
+            self._until[key] = max(end, self._until.get(key, end))
+
+    def remove(self, keys: Iterable[ChunkKey]) -> None:
+        """Remove all pins on these chunks. Chunks that are not pinned are ignored."""
+        for key in keys:
+            self._until.pop(key, None)
+
+    def holds(self, key: ChunkKey, now: float) -> bool:
+        """Return whether a chunk is pinned."""
+        until = self._until.get(key)
+        if until is None:
+            return False
+        if until <= now:
+            del self._until[key]
+            return False
+        return True

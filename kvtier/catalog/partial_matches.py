@@ -6,16 +6,13 @@ that shares most leading blocks. The reader compares the whole hashes, which are
 
 from __future__ import annotations
 
-import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtier.catalog.eviction import ChunkColumns
-from kvtier.catalog.pins import ChunkPins
-from kvtier.catalog.rows import Rows
-from kvtier.catalog.table import NO_ROW
+from kvtier.catalog.table import NO_ROW, Rows
 from kvtier.memory.keys import BLOCK_HASH_BYTES, MAX_BLOCK_HASHES, ChunkKey
 
 _NONE, _SEVERAL = -1, -2
@@ -61,13 +58,12 @@ class PartialMatchIndex:
     """Finds a chunk that begins like a prompt, or that another one makes useless, among those in any tier."""
 
     def __init__(
-        self, columns: ChunkColumns, rows: Rows, ready: Sequence[int], pending: Sequence[int], pins: ChunkPins
+        self, columns: ChunkColumns, rows: Rows, ready: Sequence[int], pending: Sequence[int]
     ) -> None:
         """``ready`` and ``pending``: the catalog's masks of tiers."""
         self._columns = columns
         self._rows = rows
         self._ready, self._pending = ready, pending
-        self._pins = pins
         self._branches = BranchIndex(columns.parents)
 
     def __bool__(self) -> bool:
@@ -100,7 +96,7 @@ class PartialMatchIndex:
         return PartialMatch(self._columns.key(row), shared, self._branches.count(row)) if shared else None
 
     def superseded(self, key: ChunkKey, *, whole: bool) -> list[ChunkKey]:
-        """Return the shorter chunks that a chunk makes useless, unless they are pinned.
+        """Return the shorter chunks that a chunk makes useless.
 
         A chunk that is not ``whole`` also supersedes others of the same blocks, and itself if a longer one
         begins with its blocks.
@@ -112,8 +108,7 @@ class PartialMatchIndex:
             rows = [row]
         else:
             rows = self._branches.superseded(row, equal=not whole)
-        now = time.monotonic()
-        return [found for found in self._columns.keys_of(rows) if not self._pins.holds(found, now)]
+        return self._columns.keys_of(rows)
 
 
 class BranchIndex:

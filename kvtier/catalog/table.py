@@ -1,9 +1,12 @@
-"""Batch operations on the catalog's index and columns: in the native core, or here without it."""
+"""The catalog's rows: which chunk has which, what describes it, and batch operations on many of them.
+
+The batch operations are in the native core, and here for builds without it.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -248,3 +251,146 @@ class PythonTable:
 def _fastest_of(among: int) -> bytes:
     """Return the lowest tier number of each bit mask of tiers, among those of another bit mask."""
     return bytes(FASTEST[mask & among] % 256 for mask in range(1 << MAX_TIERS))
+
+
+ROWS_A_BLOCK = 4096
+"""Rows to add to all columns at once."""
+
+
+class Rows:
+    """Gives rows to chunks, and reuses those of chunks that are gone."""
+
+    def __init__(self, columns: TableColumns) -> None:
+        self.table = make_table(columns)
+        self.find = self.table.find
+        """Return the row of a chunk, or :data:`NO_ROW`."""
+        self.namespaces = Namespaces()
+        self.size = 0
+        """Rows that have been used; the columns may be longer."""
+        self._columns = columns
+        self._parents = columns.shared.parents
+        self._vacant: list[int] = []
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return self.size - len(self._vacant)
+
+    def new_chain(
+        self, keys: Sequence[ChunkKey], lengths: Sequence[int], parent: int, namespace: bytes
+    ) -> list[int]:
+        """Create the rows of consecutive chunks that have none. ``parent``: the row before the first.
+
+        Raises ``ValueError``, and creates none, if one has a row or occurs twice.
+        """
+        reused = min(len(keys), len(self._vacant))
+        left = len(self._vacant) - reused
+        rows, stop = self._vacant[left:][::-1], self.size + len(keys) - reused
+        rows += range(self.size, stop)
+        while stop > len(self._parents):
+            self._grow()
+        space = self.namespaces.number(namespace)
+        self.table.fill(keys, rows, lengths, parent, space, self.namespaces.generation(space))
+        del self._vacant[left:]
+        self.size = stop
+        return rows
+
+    def describe(self, row: int, length: int, parent: int, namespace: bytes) -> None:
+        """Describe the chunk in a row."""
+        space = self.namespaces.number(namespace)
+        self._parents[row], self._columns.shared.lengths[row] = parent, length
+        self._columns.spaces[row] = space
+        self._columns.generations[row] = self.namespaces.generation(space)
+
+    def release(self, rows: Sequence[int], tier: int) -> None:
+        """Make the rows of chunks that have left a tier vacant, and those of their parents, unless needed."""
+        self._vacant += self.table.release(rows, tier)
+
+    def free_parents(self, rows: Sequence[int]) -> None:
+        """Make those of the rows vacant that nothing needs any more."""
+        self._vacant += self.table.free_parents(rows)
+
+    def begin_generation(self, keys: Iterable[ChunkKey]) -> None:
+        """Begin a new generation of the namespaces of these chunks, for these chunks only."""
+        begun: dict[int, int] = {}
+        for key in keys:
+            row = self.find(key)
+            if row == NO_ROW:
+                continue
+            space = self._columns.spaces[row]
+            if space not in begun:
+                begun[space] = self.namespaces.begin_generation(space)
+            self._columns.generations[row] = begun[space]
+
+    def _grow(self) -> None:
+        """Add vacant rows to all columns."""
+        columns = self._columns
+        columns.shared.keys += bytes(ROWS_A_BLOCK * KEY_BYTES)
+        columns.ready += bytes(ROWS_A_BLOCK)
+        columns.pending += bytes(ROWS_A_BLOCK)
+        lengths = {id(of_tier): of_tier for of_tier in (columns.shared.lengths, *columns.lengths)}
+        for numbers in (
+            columns.shared.parents,
+            columns.spaces,
+            columns.generations,
+            *lengths.values(),
+            *columns.children,
+        ):
+            numbers.frombytes(bytes(ROWS_A_BLOCK * numbers.itemsize))
+
+
+_BITS = (1 << 32) - 1
+
+
+class Namespaces:
+    """Numbers are dense, and never reused."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {b"": 0}
+        self._generations = [0]
+        self._common = 0
+        """Number of generations that all namespaces have begun together."""
+        self._reset: set[bytes] = set()
+        self._all_reset = False
+
+    def number(self, namespace: bytes) -> int:
+        """Return the number of a namespace, which is added if it is new."""
+        number = self._numbers.get(namespace)
+        if number is None:
+            number = self._numbers[namespace] = len(self._generations)
+            self._generations.append(0)
+        return number
+
+    def known(self) -> list[bytes]:
+        """Return all namespaces of chunks that are, or have been, in any tier."""
+        return list(self._numbers)
+
+    def find(self, namespace: bytes) -> int:
+        """Return the number of a namespace, or -1 if it is unknown."""
+        return self._numbers.get(namespace, -1)
+
+    def generation(self, number: int) -> int:
+        """Return the current generation of a namespace."""
+        return self._generations[number] + self._common & _BITS
+
+    def generation_of(self, namespace: bytes) -> int:
+        """Return the current generation of a namespace, which may be unknown."""
+        number = self._numbers.get(namespace)
+        return self._common & _BITS if number is None else self.generation(number)
+
+    def begin_generation(self, number: int) -> int:
+        """Begin a new generation of a namespace, and return it."""
+        self._generations[number] += 1
+        return self.generation(number)
+
+    def reset(self, namespace: bytes | None) -> None:
+        """Record that a namespace, or every one, is cleared for good, because the weights have changed."""
+        if namespace is None:
+            self._common += 1
+            self._all_reset = True
+        else:
+            self._reset.add(namespace)
+            self.begin_generation(self.number(namespace))
+
+    def is_reset(self, namespace: bytes) -> bool:
+        """Whether chunks of a namespace that other hosts have stored must not be used."""
+        return self._all_reset or namespace in self._reset

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtier.lab.simulation.replay import Advance, Model
     from kvtier.lab.simulation.study import Study
     from kvtier.lab.simulation.trace import Trace
-    from kvtier.observability.whatif.simulated_tiers import SimulatedTiers
+    from kvtier.observability.whatif.simulated_cache import SimulatedTiers
     from kvtier.plugins import Plugins
     from kvtier.settings import Settings
 
@@ -192,7 +192,7 @@ def _sized(
     speeds: dict[str, float],
 ) -> list[SimulatedTiers]:
     from kvtier.lab.simulation.capacities import parse_capacities
-    from kvtier.observability.whatif.simulated_tiers import one_tier
+    from kvtier.observability.whatif.simulated_cache import one_tier
     from kvtier.settings import DEFAULT_EVICTION
 
     chunk_bytes = model.chunk_bytes(trace)
@@ -206,7 +206,7 @@ def _sized(
 def _configured(
     plugins: Plugins, settings: Settings, policies: Sequence[str], speeds: dict[str, float]
 ) -> list[SimulatedTiers]:
-    from kvtier.observability.whatif.simulated_tiers import configured
+    from kvtier.observability.whatif.simulated_cache import configured
 
     choices: Sequence[str | None] = policies or [None]
     return [configured(plugins, settings, policy, speeds) for policy in choices]

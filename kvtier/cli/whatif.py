@@ -101,7 +101,7 @@ def _show_added(report: Report, added: int, *, as_json: bool) -> None:
 
     Raises: typer.BadParameter: none does.
     """
-    from kvtier.observability.whatif.curve import change_to
+    from kvtier.observability.whatif.report import change_to
     from kvtier.observability.whatif.sentences import MIN_SAMPLED, UNRELIABLE, sentence
 
     changes = [
@@ -122,7 +122,7 @@ def _show_added(report: Report, added: int, *, as_json: bool) -> None:
 
 
 def _range(curve: TierCurve) -> str:
-    from kvtier.observability.whatif.curve import known_points
+    from kvtier.observability.whatif.report import known_points
 
     sizes = [format_size(point.capacity_bytes) for point in known_points(curve)]
     return f"{curve.tier} from {sizes[0]} to {sizes[-1]}, it has {format_size(curve.capacity_bytes)}"
@@ -142,7 +142,7 @@ def _show(report: Report) -> None:
 
 def _curve(curve: TierCurve, changes: Sequence[Change]) -> Table:
     """Return the hit rate at each capacity as a table with bars, and then that of each policy."""
-    from kvtier.observability.whatif.curve import known_points
+    from kvtier.observability.whatif.report import known_points
 
     rows = table(escape(curve.tier), "hit rate", f"in {escape(curve.tier)} or faster", "", "")
     for point in known_points(curve):

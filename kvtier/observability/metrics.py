@@ -35,8 +35,8 @@ from kvtier.backends.base import Outcome
 from kvtier.cache import TieredCache
 from kvtier.events import Event, Prefetch, Report, Store
 from kvtier.memory.keys import ChunkKey
-from kvtier.observability.whatif.curve import point_at
 from kvtier.observability.whatif.report import Report as WhatIfReport
+from kvtier.observability.whatif.report import point_at
 from kvtier.tiers.level import Level
 from kvtier.version import __version__
 

@@ -23,8 +23,7 @@ from kvtier.catalog.tenants import EvictionScope
 from kvtier.lab.simulation.keys import chunk_keys
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
-from kvtier.observability.whatif.simulated_cache import SimulatedCache
-from kvtier.observability.whatif.simulated_tiers import configured
+from kvtier.observability.whatif.simulated_cache import SimulatedCache, configured
 from kvtier.pipeline.query import Query
 from kvtier.settings import TierSettings
 from kvtier.testing.faults import Fault, FaultyBackend

@@ -9,9 +9,15 @@ import pytest
 
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import RemovalReason
-from kvtier.catalog.policies.adaptive import CANDIDATES, OPEN_REQUESTS, AdaptivePolicy, AdaptiveSettings
+from kvtier.catalog.policies.adaptive import (
+    CANDIDATES,
+    OPEN_REQUESTS,
+    AdaptivePolicy,
+    AdaptiveSettings,
+    ShadowCache,
+)
 from kvtier.catalog.policies.lru import LruPolicy
-from kvtier.catalog.policies.shadow import SAMPLED, ShadowCache, sampled
+from kvtier.catalog.sampling import POLICY_SAMPLE, SAMPLED
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.eviction import LENGTH, EvictionConformance, prompt_of
 
@@ -148,7 +154,7 @@ def test_small_leads_change_nothing() -> None:
 def test_sample_has_its_part_of_the_keys(parts: int) -> None:
     keys = [key for number in range(200) for key in prompt_of(number, 50)]
     expected = len(keys) * parts / SAMPLED
-    assert abs(sum(sampled(keys, parts)) - expected) <= 5 * expected**0.5 + 1e-9
+    assert abs(sum(POLICY_SAMPLE.of(keys, parts)) - expected) <= 5 * expected**0.5 + 1e-9
 
 
 def test_shadow_cache_of_a_sample_hits_as_often_as_the_whole() -> None:
@@ -160,7 +166,7 @@ def test_shadow_cache_of_a_sample_hits_as_often_as_the_whole() -> None:
         for step in range(6000):
             number = step * 7919 % 350 if step % 3 else step % 40
             keys = prompt_of(number, 20)
-            keys = [key for key, chosen in zip(keys, sampled(keys, parts), strict=True) if chosen]
+            keys = [key for key, chosen in zip(keys, POLICY_SAMPLE.of(keys, parts), strict=True) if chosen]
             if keys:
                 hits += shadow.access(keys, [LENGTH] * len(keys), None)
                 asked += len(keys)

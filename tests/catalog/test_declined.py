@@ -10,14 +10,12 @@ from kvtier import native
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import EvictionPolicy, IncomingPrompt
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.policies.adaptive import CANDIDATES, AdaptivePolicy, AdaptiveSettings
+from kvtier.catalog.policies.adaptive import CANDIDATES, AdaptivePolicy, AdaptiveSettings, ShadowCache
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.catalog.policies.returns import NEW, class_continued
-from kvtier.catalog.policies.shadow import ShadowCache
 from kvtier.memory.keys import ChunkKey
-from kvtier.observability.whatif.simulated_cache import SimulatedCache
-from kvtier.observability.whatif.simulated_tiers import configured, one_tier
+from kvtier.observability.whatif.simulated_cache import SimulatedCache, configured, one_tier
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
 from kvtier.testing.eviction import LENGTH, prompt_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.catalog.policies.incoming import MAX_PROMPTS, Rest, UnfinishedPrompts
+from kvtier.catalog.policies.resume import MAX_PROMPTS, Rest, UnfinishedPrompts
 from kvtier.testing.eviction import prompt_of
 
 KEYS = prompt_of(1, 10)

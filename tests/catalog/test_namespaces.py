@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.namespaces import Namespaces
 from kvtier.catalog.policies.lru import LruPolicy
+from kvtier.catalog.table import Namespaces
 from kvtier.memory.keys import chunk_keys, root_key
 
 KEYS = chunk_keys(root_key(bytes(32)), range(4), 1)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import compress
+from itertools import accumulate, compress
 
 from pydantic import Field
 
+from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import (
     NO_PARENT,
     ChunkColumns,
     EvictionPolicy,
     IncomingPrompt,
+    MakePolicy,
     PolicySettings,
     RemovalReason,
 )
@@ -19,7 +21,7 @@ from kvtier.catalog.policies.arc import ArcPolicy
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.catalog.policies.rings import cover
-from kvtier.catalog.policies.shadow import SAMPLED, ShadowCache, sampled, sampled_rows
+from kvtier.catalog.sampling import POLICY_SAMPLE, SAMPLED, sampled_rows
 from kvtier.memory.keys import ChunkKey
 
 CANDIDATES: dict[str, type[EvictionPolicy]] = {"lru": LruPolicy, "arc": ArcPolicy, "resume": ResumePolicy}
@@ -142,7 +144,7 @@ class AdaptivePolicy(EvictionPolicy):
             order.declined(prompt)
         if self._shadows:
             request = self._request(prompt.parent_key, prompt.parent, prompt.now)
-            chosen = sampled(prompt.keys, self._threshold)
+            chosen = POLICY_SAMPLE.of(prompt.keys, self._threshold)
             pairs = compress(zip(prompt.keys, prompt.lengths, strict=True), chosen)
             self._observe_later(request, dict(pairs), prompt.keys[-1])
 
@@ -170,7 +172,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._held[row] = 0
         if reason is RemovalReason.CLEARED:
             keys = self._chunks.keys_of(rows)
-            cleared = list(compress(keys, sampled(keys, self._threshold)))
+            cleared = list(compress(keys, POLICY_SAMPLE.of(keys, self._threshold)))
             for shadow in self._shadows:
                 shadow.remove(cleared)
 
@@ -258,7 +260,7 @@ class AdaptivePolicy(EvictionPolicy):
             if row == NO_PARENT:
                 return None
             key = self._chunks.key(row)
-            if sampled([key], self._threshold)[0]:
+            if POLICY_SAMPLE.of([key], self._threshold)[0]:
                 return key
             row = self._chunks.parents[row]
         return None
@@ -270,3 +272,70 @@ class AdaptivePolicy(EvictionPolicy):
         seen = self._asked if self._asked >= self._window / 8 else self._window
         if lead > self._settings.margin * seen:
             self._active = best
+
+
+class ShadowCache:
+    """A catalog of one tier without bytes. It stores all that its policy does not decline."""
+
+    def __init__(self, make: MakePolicy, capacity_bytes: int) -> None:
+        self.now = 0.0
+        self.capacity_bytes = capacity_bytes
+        self._catalog = Catalog([make], clock=lambda: self.now)
+
+    def access(self, keys: Sequence[ChunkKey], lengths: Sequence[int], parent: ChunkKey | None) -> int:
+        """Look up consecutive chunks of a prompt, and add those that are missing. Return the hits.
+
+        ``parent``: the sampled chunk before the first. Without it in the cache, none of them is a hit.
+        """
+        catalog = self._catalog
+        held = len(catalog.prefix(keys)) if parent is None or parent in catalog else 0
+        catalog.touch(keys)
+        if new := [at for at, key in enumerate(keys) if key not in catalog]:
+            self._store(keys, lengths, new, parent)
+        return held
+
+    def _store(
+        self, keys: Sequence[ChunkKey], lengths: Sequence[int], new: Sequence[int], parent: ChunkKey | None
+    ) -> None:
+        """Add the chunks at the positions ``new``, up to the first without room."""
+        catalog, sizes = self._catalog, [lengths[at] for at in new]
+        others = sum(lengths) - sum(sizes)
+        fitting = _fitting(sizes, self.capacity_bytes - others)
+        if fitting:
+            self._make_room(self._incoming_prompt(keys, lengths, new[:fitting], parent), keys)
+            fitting = _fitting(sizes[:fitting], self.capacity_bytes - catalog.used(0))
+        first, stop = new[0], new[0] + fitting
+        if new[:fitting] == list(range(first, stop)):
+            if fitting:
+                before = keys[first - 1] if first else parent
+                catalog.add_chain(keys[first:stop], 0, sizes[:fitting], State.READY, before)
+        else:
+            for at in new[:fitting]:
+                catalog.add(keys[at], 0, lengths[at], State.READY, keys[at - 1] if at else parent)
+        if rest := new[fitting:]:
+            catalog.decline(0, self._incoming_prompt(keys, lengths, rest, parent))
+
+    def _incoming_prompt(
+        self, keys: Sequence[ChunkKey], lengths: Sequence[int], new: Sequence[int], parent: ChunkKey | None
+    ) -> IncomingPrompt:
+        before = keys[new[0] - 1] if new[0] else parent
+        return self._catalog.incoming_prompt([keys[at] for at in new], [lengths[at] for at in new], before)
+
+    def _make_room(self, prompt: IncomingPrompt, used: Sequence[ChunkKey]) -> None:
+        """Evict other chunks than those in use, unless the policy prefers them to the new ones."""
+        catalog = self._catalog
+        excess = catalog.used(0) + sum(prompt.lengths) - self.capacity_bytes
+        if excess > 0:
+            busy = {catalog.row(key) for key in used}
+            victims = catalog.victims(0, excess, busy.__contains__, prompt=prompt)
+            catalog.remove_all(victims, 0, RemovalReason.EVICTED)
+
+    def remove(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove chunks that were cleared."""
+        held = [key for key in keys if key in self._catalog]
+        self._catalog.remove_all(held, 0, RemovalReason.CLEARED)
+
+
+def _fitting(lengths: Sequence[int], room: int) -> int:
+    """Return how many of the first chunks fit."""
+    return sum(total <= room for total in accumulate(lengths))

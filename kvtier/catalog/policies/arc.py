@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvtier.catalog.eviction import ChunkColumns, PolicySettings, RemovalReason
 from kvtier.catalog.policies.ghosts import Ghosts, hashes_of
-from kvtier.catalog.policies.ringed import RingPolicy
+from kvtier.catalog.policies.rings import RingPolicy
 
 RECENT, FREQUENT = 0, 1
 """The rings of chunks that were not used since they were stored, and of those that were: T1 and T2."""

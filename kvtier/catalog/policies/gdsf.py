@@ -11,8 +11,7 @@ from math import log2
 from pydantic import Field
 
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, PolicySettings, RemovalReason
-from kvtier.catalog.policies.ringed import RingPolicy
-from kvtier.catalog.policies.rings import MAX_RINGS, NO_ROW, cover
+from kvtier.catalog.policies.rings import MAX_RINGS, NO_ROW, RingPolicy, cover
 from kvtier.units import Number
 
 MAX_USES = 254

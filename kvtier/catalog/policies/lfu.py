@@ -8,8 +8,7 @@ from itertools import groupby
 from pydantic import Field
 
 from kvtier.catalog.eviction import ChunkColumns, PolicySettings, RemovalReason
-from kvtier.catalog.policies.ringed import RingPolicy
-from kvtier.catalog.policies.rings import MAX_RINGS, NO_ROW, cover
+from kvtier.catalog.policies.rings import MAX_RINGS, NO_ROW, RingPolicy, cover
 
 MAX_USES = MAX_RINGS - 1
 

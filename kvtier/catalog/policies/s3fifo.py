@@ -8,8 +8,7 @@ from pydantic import Field
 
 from kvtier.catalog.eviction import ChunkColumns, PolicySettings, RemovalReason
 from kvtier.catalog.policies.ghosts import Ghosts, hashes_of
-from kvtier.catalog.policies.ringed import RingPolicy
-from kvtier.catalog.policies.rings import MAX_PASSED, NO_ROW, cover
+from kvtier.catalog.policies.rings import MAX_PASSED, NO_ROW, RingPolicy, cover
 from kvtier.units import Number
 
 SMALL, MAIN = 0, 1

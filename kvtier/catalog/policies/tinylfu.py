@@ -10,8 +10,7 @@ from pydantic import Field
 
 from kvtier.catalog.eviction import ChunkColumns, PolicySettings, RemovalReason
 from kvtier.catalog.policies.ghosts import hashes_of
-from kvtier.catalog.policies.ringed import RingPolicy
-from kvtier.catalog.policies.rings import cover
+from kvtier.catalog.policies.rings import RingPolicy, cover
 from kvtier.catalog.policies.sketch import MAX_COUNT, Sketch
 from kvtier.units import Number
 

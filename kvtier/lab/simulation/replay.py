@@ -10,8 +10,7 @@ from kvtier.lab.simulation.belady import REPORT_REQUESTS
 from kvtier.lab.simulation.keys import chunk_keys
 from kvtier.lab.simulation.trace import Trace
 from kvtier.memory.header import object_bytes
-from kvtier.observability.whatif.simulated_cache import SimulatedCache
-from kvtier.observability.whatif.simulated_tiers import SimulatedTiers
+from kvtier.observability.whatif.simulated_cache import SimulatedCache, SimulatedTiers
 from kvtier.plugins import Plugins
 
 TOKEN_BYTES = 128 << 10

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvtier.lab.simulation.belady import belady_hits, next_uses
 from kvtier.lab.simulation.replay import Advance, Model, Outcome, replay
 from kvtier.lab.simulation.trace import Trace
-from kvtier.observability.whatif.simulated_tiers import SimulatedTiers
+from kvtier.observability.whatif.simulated_cache import SimulatedTiers
 from kvtier.plugins import Plugins
 
 

@@ -12,7 +12,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.lab.simulation.numbering import number_chunks
 from kvtier.lab.simulation.traces import read_trace
 from kvtier.lab.simulation.traces.errors import TraceError
-from kvtier.observability.recording.request import TraceRequest
+from kvtier.observability.recording.reader import TraceRequest
 
 
 @dataclass(slots=True)

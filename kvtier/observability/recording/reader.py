@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import logging
+import lzma
 import os
 import sys
+import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 from xxhash import xxh32_intdigest
 
-from kvtier.observability.recording.compressed import CORRUPT, expanded
+from kvtier.catalog.hints import ChunkHints
 from kvtier.observability.recording.format import (
     FRAME,
     MAGIC,
@@ -25,7 +29,6 @@ from kvtier.observability.recording.format import (
     Record,
     RecordingError,
 )
-from kvtier.observability.recording.request import TraceRequest
 from kvtier.settings.recording import MAX_FILES
 
 logger = logging.getLogger("kvtier")
@@ -187,3 +190,37 @@ class _Part:
     @property
     def _place(self) -> str:
         return f"record {self._record}" if self._record else "the header"
+
+
+CORRUPT = (gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+"""What reading a corrupt file raises. One that was cut off raises ``EOFError``."""
+
+_GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\0"
+
+
+def expanded(raw: BinaryIO) -> BinaryIO:
+    """Return a stream of what a file contains, decompressed. ``raw`` must be at its start."""
+    start = raw.read(len(_XZ))
+    raw.seek(0)
+    if start.startswith(_GZIP):
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+    if start == _XZ:
+        return lzma.LZMAFile(raw)  # type: ignore[return-value]
+    return raw
+
+
+class TraceRequest(msgspec.Struct, frozen=True, gc=False):
+    """One prompt that an engine looked up, computed what was missing of it, and stored."""
+
+    time: float
+    """When it arrived, in seconds since the trace began."""
+    chunks: Sequence[int]
+    """The prompt's chunks from the root. Equal numbers, of up to 64 bits, are chunks with equal KV."""
+    tokens: int
+    """Length of the prompt. The last chunk may be shorter than the others."""
+    output_tokens: int = 0
+    """Number of generated tokens; 0 if unknown."""
+    chunk_bytes: int = 0
+    """Size of a chunk object; 0 if unknown."""
+    tenant: str = ""
+    hints: ChunkHints | None = None

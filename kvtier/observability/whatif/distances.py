@@ -15,10 +15,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from kvtier.catalog.policies.shadow import SAMPLED
+from kvtier.catalog.sampling import ESTIMATE_SAMPLE, SAMPLED
 from kvtier.concurrency.threads import let_others_run
 from kvtier.memory.keys import ChunkKey
-from kvtier.observability.whatif.sampling import of_smaller_sample
 
 NEVER = math.inf
 """The distance of a chunk that was not used before, or longer ago than is remembered."""
@@ -104,7 +103,7 @@ class ReuseDistances:
         keys = list(self._places)
         for start in range(0, len(keys), SLICE):
             part = keys[start : start + SLICE]
-            for key, stays in zip(part, of_smaller_sample(part, self.threshold), strict=True):
+            for key, stays in zip(part, ESTIMATE_SAMPLE.of(part, self.threshold), strict=True):
                 if not stays:
                     self._vacate(self._places.pop(key))
             let_others_run()

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
 
-from kvtier.catalog.policies.shadow import SAMPLED
+from kvtier.catalog.sampling import ESTIMATE_SAMPLE, SAMPLED
 from kvtier.events import PromptLookup
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.observability.whatif.answers import answers_of
 from kvtier.observability.whatif.distances import HitCurve, HitRates, ReuseDistances
 from kvtier.observability.whatif.miniature import Miniature, with_changes
 from kvtier.observability.whatif.report import Report
-from kvtier.observability.whatif.sampling import of_smaller_sample, sampled_positions
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings
 
@@ -110,7 +109,7 @@ class Estimate:
         self._add_totals(seen, count)
         joined = b"".join(seen.keys)
         threshold = self.distances.threshold
-        positions = sampled_positions(joined, max(threshold, self._threshold))
+        positions = ESTIMATE_SAMPLE.positions(joined, max(threshold, self._threshold))
         keys = [ChunkKey(joined[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in positions]
         self.sampled += len(keys)
         self._serve(seen, keys, positions)
@@ -124,7 +123,7 @@ class Estimate:
         if not self._chunk_bytes:
             return
         joined, threshold = b"".join(keys), self.distances.threshold
-        positions = sampled_positions(joined, max(threshold, self._threshold))
+        positions = ESTIMATE_SAMPLE.positions(joined, max(threshold, self._threshold))
         chosen = [ChunkKey(joined[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in positions]
         if of_miniatures := _of_sample(chosen, self._threshold):
             for miniature in self._miniatures():
@@ -271,11 +270,11 @@ def _gets_every_chunk(tier: LocalTierSettings) -> bool:
 
 
 def _of_sample(keys: Sequence[ChunkKey], threshold: int) -> list[ChunkKey]:
-    return list(compress(keys, of_smaller_sample(keys, threshold)))
+    return list(compress(keys, ESTIMATE_SAMPLE.of(keys, threshold)))
 
 
 def _of_smaller(
     keys: Sequence[ChunkKey], positions: Sequence[int], threshold: int
 ) -> tuple[list[ChunkKey], list[int]]:
-    chosen = of_smaller_sample(keys, threshold)
+    chosen = ESTIMATE_SAMPLE.of(keys, threshold)
     return list(compress(keys, chosen)), list(compress(positions, chosen))

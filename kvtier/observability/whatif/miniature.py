@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.keys import ChunkKey
-from kvtier.observability.whatif.simulated_cache import SimulatedCache
-from kvtier.observability.whatif.simulated_tiers import SimulatedTiers
+from kvtier.observability.whatif.simulated_cache import SimulatedCache, SimulatedTiers
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings
 from kvtier.tiers.batches import BATCH_BYTES

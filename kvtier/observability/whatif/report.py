@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
@@ -76,3 +77,65 @@ class Report(Struct, frozen=True):
     """For how long the oldest lookup that is not observed yet has been waiting."""
     observed: float = 1.0
     """Which part of these was observed, from 0 to 1."""
+
+
+def point_at(curve: TierCurve, capacity_bytes: int) -> Point | None:
+    """Return the hit rates at a capacity, between two points by a straight line.
+
+    ``None`` outside of the curve: it says nothing about smaller and larger capacities.
+    """
+    points = known_points(curve)
+    at = bisect_left([point.capacity_bytes for point in points], capacity_bytes)
+    if at < len(points) and points[at].capacity_bytes == capacity_bytes:
+        return points[at]
+    if at in (0, len(points)):
+        return None
+    below, above = points[at - 1], points[at]
+    part = (capacity_bytes - below.capacity_bytes) / (above.capacity_bytes - below.capacity_bytes)
+    rate = below.hit_rate + part * (above.hit_rate - below.hit_rate)
+    slow, fast = below.fast_hit_rate, above.fast_hit_rate
+    between = None if slow is None or fast is None else slow + part * (fast - slow)
+    return Point(capacity_bytes, rate, between)
+
+
+def known_points(curve: TierCurve) -> list[Point]:
+    """Return the points of a curve, including that of today, by capacity."""
+    points = list(curve.points)
+    if all(point.capacity_bytes != curve.capacity_bytes for point in points):
+        points.append(Point(curve.capacity_bytes, curve.hit_rate))
+    return sorted(points, key=lambda point: point.capacity_bytes)
+
+
+def change_to(report: Report, curve: TierCurve, capacity_bytes: int) -> Change | None:
+    """Return what another capacity of a tier would bring; ``None`` outside of its curve."""
+    point = point_at(curve, capacity_bytes)
+    if point is None:
+        return None
+    gained = point.hit_rate - curve.hit_rate
+    seconds = _gpu_seconds_a_day(report)
+    saved = None if seconds is None else gained * seconds
+    return Change(curve.tier, capacity_bytes, None, point.hit_rate, gained, saved)
+
+
+def gained_fast(curve: TierCurve, capacity_bytes: int) -> float | None:
+    """Return what another capacity would add to the hits in this tier and faster ones; ``None`` if unknown.
+
+    If a lower tier has the same chunks, that is all it changes: they are found earlier, not more often.
+    """
+    today, then = (point_at(curve, capacity) for capacity in (curve.capacity_bytes, capacity_bytes))
+    if today is None or then is None or today.fast_hit_rate is None or then.fast_hit_rate is None:
+        return None
+    return then.fast_hit_rate - today.fast_hit_rate
+
+
+def _gpu_seconds_a_day(report: Report) -> float | None:
+    """Return the prefill that a hit rate of 1 would save a day, to which what is gained is in proportion.
+
+    Taken from the largest change that is known, whose ratio is the most exact; ``None`` if there is none.
+    """
+    largest = max(_with_gpu_seconds(report), key=lambda change: abs(change.gained), default=None)
+    return None if largest is None else (largest.gpu_seconds_a_day or 0.0) / largest.gained
+
+
+def _with_gpu_seconds(report: Report) -> Iterator[Change]:
+    return (change for change in report.changes if change.gpu_seconds_a_day is not None and change.gained)

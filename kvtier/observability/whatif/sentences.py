@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvtier.observability.whatif.curve import gained_fast
-from kvtier.observability.whatif.report import Change, Report, TierCurve
+from kvtier.observability.whatif.report import Change, Report, TierCurve, gained_fast
 from kvtier.units import format_size
 
 MIN_SAMPLED = 1000

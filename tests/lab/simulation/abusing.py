@@ -10,8 +10,7 @@ from typing import Any
 from kvtier.catalog.hints import ChunkHints
 from kvtier.lab.simulation.keys import chunk_keys
 from kvtier.memory.keys import ChunkKey
-from kvtier.observability.whatif.simulated_cache import SimulatedCache
-from kvtier.observability.whatif.simulated_tiers import configured
+from kvtier.observability.whatif.simulated_cache import SimulatedCache, configured
 from kvtier.settings import Settings
 from tests.lab.simulation.making import FULL, PLUGINS
 

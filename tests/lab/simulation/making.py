@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvtier.lab.simulation.replay import Model, Outcome, replay
 from kvtier.lab.simulation.trace import Trace
-from kvtier.observability.recording.request import TraceRequest
-from kvtier.observability.whatif.simulated_tiers import SimulatedTiers, configured, one_tier
+from kvtier.observability.recording.reader import TraceRequest
+from kvtier.observability.whatif.simulated_cache import SimulatedTiers, configured, one_tier
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
 

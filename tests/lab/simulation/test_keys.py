@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier import native
-from kvtier.catalog.policies.shadow import SAMPLED, sampled
+from kvtier.catalog.sampling import POLICY_SAMPLE, SAMPLED
 from kvtier.lab.simulation.keys import chunk_keys
 from kvtier.memory.keys import KEY_BYTES
 
@@ -35,6 +35,6 @@ def test_each_part_that_serves_as_a_hash_varies() -> None:
 
 def test_samples_have_their_part_of_consecutive_chunks() -> None:
     """A prompt's chunks are numbered one after the other: none must be sampled whole, or not at all."""
-    chosen = sampled(chunk_keys(NUMBERS), SAMPLED // 4)
+    chosen = POLICY_SAMPLE.of(chunk_keys(NUMBERS), SAMPLED // 4)
     for start in range(0, len(NUMBERS), 512):
         assert 70 < sum(chosen[start : start + 512]) < 190

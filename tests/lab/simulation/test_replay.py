@@ -14,8 +14,8 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import KVTierError
 from kvtier.lab.simulation.belady import belady_hits, next_uses
 from kvtier.lab.simulation.trace import Trace
-from kvtier.observability.recording.request import TraceRequest
-from kvtier.observability.whatif.simulated_tiers import configured, one_tier
+from kvtier.observability.recording.reader import TraceRequest
+from kvtier.observability.whatif.simulated_cache import configured, one_tier
 from kvtier.settings import Settings
 from kvtier.settings.tenants import TenantSettings
 from tests.lab.simulation.making import (

@@ -15,7 +15,7 @@ from kvtier.errors import KVTierError
 from kvtier.lab.simulation.trace import Trace
 from kvtier.lab.simulation.traces import read_trace
 from kvtier.observability.recording.format import ID_BYTES, MAGIC, VERSION, Header, Record, encode_frame
-from kvtier.observability.recording.request import TraceRequest
+from kvtier.observability.recording.reader import TraceRequest
 from tests.lab.simulation.making import bailian_line, mooncake_line
 
 RECORDING_HEADER = encode_frame(Header(version=VERSION, id=bytes(ID_BYTES), started=1e9)) or b""

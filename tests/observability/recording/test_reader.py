@@ -27,8 +27,7 @@ from kvtier.observability.recording.format import (
     RecordingError,
     encode_frame,
 )
-from kvtier.observability.recording.reader import is_recording, read_recording
-from kvtier.observability.recording.request import TraceRequest
+from kvtier.observability.recording.reader import TraceRequest, is_recording, read_recording
 
 from .recordings import CHUNK_BYTES, CHUNK_TOKENS, looked_up, of_keys, write
 

@@ -13,8 +13,7 @@ from kvtier.bridge.client import SchedulerBridge, status
 from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.header import object_bytes
 from kvtier.memory.keys import ChunkKey
-from kvtier.observability.recording.reader import read_recording
-from kvtier.observability.recording.request import TraceRequest
+from kvtier.observability.recording.reader import TraceRequest, read_recording
 from kvtier.pipeline.query import Query
 from tests.bridge.conftest import (
     CHUNK_TOKENS,

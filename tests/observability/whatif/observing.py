@@ -9,8 +9,7 @@ from typing import Any
 from kvtier.events import PromptLookup
 from kvtier.lab.simulation.keys import chunk_keys
 from kvtier.observability.whatif.estimate import Estimate
-from kvtier.observability.whatif.simulated_cache import SimulatedCache
-from kvtier.observability.whatif.simulated_tiers import SimulatedTiers
+from kvtier.observability.whatif.simulated_cache import SimulatedCache, SimulatedTiers
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings
 

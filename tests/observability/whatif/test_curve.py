@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvtier.observability.whatif.curve import change_to, gained_fast, known_points, point_at
-from kvtier.observability.whatif.report import Change, Point, TierCurve
+from kvtier.observability.whatif.report import (
+    Change,
+    Point,
+    TierCurve,
+    change_to,
+    gained_fast,
+    known_points,
+    point_at,
+)
 from tests.rigs.whatif_reports import (
     GIB,
     RAM,

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.catalog.policies.shadow import SAMPLED
+from kvtier.catalog.sampling import ESTIMATE_SAMPLE, SAMPLED
 from kvtier.lab.simulation.keys import chunk_keys
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.observability.whatif.distances import NEVER, HitCurve, ReuseDistances
-from kvtier.observability.whatif.sampling import of_smaller_sample, sampled_positions
 from tests.observability.whatif.observing import chats
 
 LENGTH = 10
@@ -80,12 +79,12 @@ def test_threshold_is_lowered_if_the_sample_does_not_reach_far_enough() -> None:
     distances = ReuseDistances(256, reach=4000 * LENGTH)
     for number in range(20_000):
         keys = chunk_keys([number])
-        chosen = sampled_positions(join_keys(keys), distances.threshold)
+        chosen = ESTIMATE_SAMPLE.positions(join_keys(keys), distances.threshold)
         distances.access([keys[at] for at in chosen], [LENGTH] * len(chosen))
         assert len(distances) <= 256
     assert distances.rate < 256 / 4000
     assert sum(distances._blocks) / distances.rate >= 4000 * LENGTH
-    assert all(of_smaller_sample(list(distances._places), distances.threshold))
+    assert all(ESTIMATE_SAMPLE.of(list(distances._places), distances.threshold))
 
 
 def test_stored_chunks_are_known_once() -> None:
@@ -101,8 +100,8 @@ def test_stored_chunks_are_known_once() -> None:
 @pytest.mark.parametrize("threshold", [1, 255, 256, 257, 1000, 40_000, SAMPLED - 1, SAMPLED])
 def test_sample_is_of_the_keys_below_the_threshold(threshold: int) -> None:
     keys = chunk_keys(range(5000))
-    chosen = sampled_positions(join_keys(keys), threshold)
-    assert chosen == [at for at, stays in enumerate(of_smaller_sample(keys, threshold)) if stays]
+    chosen = ESTIMATE_SAMPLE.positions(join_keys(keys), threshold)
+    assert chosen == [at for at, stays in enumerate(ESTIMATE_SAMPLE.of(keys, threshold)) if stays]
     expected = len(keys) * threshold / SAMPLED
     assert abs(len(chosen) - expected) <= 4 * expected**0.5 + 1
 
@@ -130,6 +129,6 @@ def test_prompts_of_which_nothing_is_sampled_do_not_shift_the_mean() -> None:
     for number in range(20_000):
         # Each prompt has keys of its own, of which the first half was used before.
         keys = chunk_keys(range(number * 8, number * 8 + 8))
-        positions = sampled_positions(join_keys(keys), SAMPLED // 16)
+        positions = ESTIMATE_SAMPLE.positions(join_keys(keys), SAMPLED // 16)
         curve.add(positions, [1000.0 if at < 4 else NEVER for at in positions], 8, rate)
     assert curve.hit_rates().at(2000) == pytest.approx(0.5, abs=0.03)

@@ -10,9 +10,8 @@ import pytest
 
 from kvtier.events import PromptLookup
 from kvtier.lab.simulation.keys import chunk_keys
-from kvtier.observability.whatif.curve import point_at
 from kvtier.observability.whatif.estimate import Estimate
-from kvtier.observability.whatif.report import Change, Report
+from kvtier.observability.whatif.report import Change, Report, point_at
 from tests.observability.whatif.observing import (
     CHUNK_BYTES,
     CHUNK_TOKENS,

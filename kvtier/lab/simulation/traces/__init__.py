@@ -11,8 +11,7 @@ from kvtier.lab.simulation.traces.bailian import read_bailian
 from kvtier.lab.simulation.traces.errors import TraceError
 from kvtier.lab.simulation.traces.lines import first_line
 from kvtier.lab.simulation.traces.mooncake import read_mooncake
-from kvtier.observability.recording.reader import is_recording, read_recording
-from kvtier.observability.recording.request import TraceRequest
+from kvtier.observability.recording.reader import TraceRequest, is_recording, read_recording
 
 
 class _Fields(msgspec.Struct):

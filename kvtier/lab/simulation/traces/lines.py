@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from kvtier.lab.simulation.traces.errors import TraceError
-from kvtier.observability.recording.compressed import CORRUPT, expanded
+from kvtier.observability.recording.reader import CORRUPT, expanded
 
 MAX_LINE_BYTES = 64 << 20
 """A longer one is not a request. It would be read into memory as a whole."""

@@ -10,7 +10,7 @@ import msgspec
 from kvtier.lab.simulation.traces.blocks import Time, Tokens, blocks_per_chunk, fold_prefix_ids, packed_ids
 from kvtier.lab.simulation.traces.errors import TraceError
 from kvtier.lab.simulation.traces.lines import decode_lines
-from kvtier.observability.recording.request import TraceRequest
+from kvtier.observability.recording.reader import TraceRequest
 
 BLOCK_TOKENS = 512
 
