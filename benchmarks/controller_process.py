@@ -22,6 +22,7 @@ from blake3 import blake3
 from starlette.websockets import WebSocket
 
 from benchmarks.catalog import resident_bytes
+from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.controller.registry import Registry
 from kvtier.fleet.controller.serve import run_controller
 from kvtier.fleet.controller.settings import ServiceSettings
@@ -83,7 +84,7 @@ class Commands:
         gc.collect()
         grown = resident_bytes() - before
         # One prompt of real tokens, for look_up_tokens.
-        held = self._registry.models.prompt(MODEL, PROMPT_TOKENS)
+        held = PromptChunks.of(MODEL, PROMPT_TOKENS)
         self._registry.stored(members[1], 0, held.keys)
         return grown
 
@@ -108,7 +109,7 @@ class Commands:
         """Return the seconds for that many lookups of one prompt, by its tokens."""
         started = time.thread_time()
         for _ in range(count):
-            prompt = self._registry.models.prompt(MODEL, PROMPT_TOKENS)
+            prompt = PromptChunks.of(MODEL, PROMPT_TOKENS)
             assert self._registry.holders.prefixes(prompt.keys)
         return time.thread_time() - started
 

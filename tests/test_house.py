@@ -28,7 +28,7 @@ LAYERS = (
     ("cache", "model"),
     ("observability.recording", "observability.whatif"),
     ("observability.metrics", "http", "peers"),
-    ("fleet.member",),
+    ("fleet.member", "fleet.service"),
     ("fleet.controller", "fleet.proxy"),
     ("instance",),
     ("bridge", "sync", "testing"),

@@ -17,7 +17,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from kvtier.errors import ControllerError
-from kvtier.fleet.controller.api import (
+from kvtier.fleet.controller.answers import (
     Accepted,
     EventAnswer,
     EventsAnswer,

@@ -15,7 +15,7 @@ from kvtier.errors import ControllerError
 
 if TYPE_CHECKING:
     from kvtier.cli.controller_client import Controller
-    from kvtier.fleet.controller.api import Accepted, EventAnswer
+    from kvtier.fleet.controller.answers import Accepted, EventAnswer
 
 POLL_SECONDS = 0.5
 """Long-poll interval, after which the progress is redrawn."""

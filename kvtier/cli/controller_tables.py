@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from rich.markup import escape
 
 from kvtier.cli.terminal import output, print_json, table
-from kvtier.fleet.controller.api import (
+from kvtier.fleet.controller.answers import (
     EventAnswer,
     EventsAnswer,
     InstanceAnswer,

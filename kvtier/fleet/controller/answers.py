@@ -1,34 +1,287 @@
-"""Conversion of the controller's state into HTTP response models."""
+"""What the controller answers: the models of its responses, and their values.
+
+The command line imports the models, so what only the controller needs is imported for type checking.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec.structs import asdict
+from pydantic import BaseModel, ConfigDict, Field
 
-from kvtier.fleet.controller.api import (
-    EventAnswer,
-    InstanceAnswer,
-    InstancesAnswer,
-    InstanceWithHistory,
-    PinAnswer,
-    PinsAnswer,
-    TierAnswer,
-    WhatIfAnswer,
-    WhatIfReport,
-)
-from kvtier.fleet.controller.events import Event
-from kvtier.fleet.controller.history import Sample
-from kvtier.fleet.controller.member import Member
-from kvtier.fleet.controller.pins import Pins
-from kvtier.fleet.controller.registry import Registry
+from kvtier.fleet.controller.events import Event, EventState, Kind
 from kvtier.fleet.member.protocol import TierState
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.sentences import NOTHING_REPORTED, basis, findings
 
+if TYPE_CHECKING:
+    from kvtier.fleet.controller.member import Member
+    from kvtier.fleet.controller.pins import Pins
+    from kvtier.fleet.controller.registry import Registry
+
 _UNKNOWN = TierState(used=0, chunks=0, available=True, found=0)
 """The state reported before the first heartbeat."""
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
+
+class LookupAnswer(BaseModel):
+    """The tiers that hold a prefix of the prompt."""
+
+    model: str = Field(description="The model's name, as served by its engine.")
+    num_tokens: int = Field(description="Length of the whole prompt in tokens.", examples=[1200])
+    instances: dict[str, dict[str, int]] = Field(
+        description="Number of leading tokens held, by instance and tier. Tiers without any are omitted.",
+        examples=[{"instance-1": {"cpu": 1024, "disk": 768}}],
+    )
+
+
+class Accepted(BaseModel):
+    """The operation was accepted. `GET /events/{event_id}` returns its progress and result."""
+
+    event_id: str = Field(examples=["9f86d081884c7d65"])
+    num_tokens: int = Field(
+        description=(
+            "Number of tokens whose chunks are affected. 0 if no chunk is held, and for a clear without a "
+            "prompt, which counts chunks only."
+        ),
+        examples=[1024],
+    )
+
+
+class ResultAnswer(_Answer):
+    """The result of an event."""
+
+    tokens: int = Field(description="Tokens of the chunks that were processed.")
+    chunks: int = Field(description="Chunks that were moved, copied, fetched, pinned, unpinned or removed.")
+    bytes: int = Field(description="Bytes transferred, or freed by a clear.")
+    removed: int = Field(description="Chunks removed: from the source of a move, or by a clear.")
+    unpinned: int = Field(
+        default=0,
+        description="Pinned chunks that are not pinned any more: unpinned, moved away or cleared.",
+    )
+    reason: str | None = Field(description="Why fewer chunks were processed than requested.")
+
+
+class EventAnswer(BaseModel):
+    """One operation. Times are Unix timestamps in seconds."""
+
+    event_id: str = Field(examples=["9f86d081884c7d65"])
+    kind: Kind
+    state: EventState
+    source: tuple[str, str | None] | None = Field(
+        description="The source of a move or copy: instance and tier.",
+        examples=[["instance-1", "cpu"]],
+    )
+    target: tuple[str, str | None] | None = Field(
+        description="The instance and tier that the operation targets; tier `null` means all tiers.",
+        examples=[["instance-2", "cpu"]],
+    )
+    model: str | None
+    num_tokens: int
+    chunks: int = Field(description="Number of chunks that the operation applies to.")
+    chunks_done: int
+    bytes_done: int
+    created_at: float
+    started_at: float | None = Field(description="`null` while it waits for conflicting operations.")
+    ended_at: float | None
+    error: str | None = Field(description="Why it failed.")
+    result: ResultAnswer
+
+
+class EventsAnswer(BaseModel):
+    """Events, newest first."""
+
+    events: list[EventAnswer]
+
+
+class TierAnswer(BaseModel):
+    """One tier of an instance. Sizes are in bytes; `found` starts at zero with the instance."""
+
+    name: str
+    type: str
+    capacity: int | None = Field(description="`null` for a shared pool, whose capacity is not known here.")
+    used: int
+    chunks: int
+    available: bool = Field(description="`false` while its circuit breaker is open.")
+    shared: bool = Field(description="Whether it is a pool that other instances write to as well.")
+    found: int = Field(description="Chunks that lookups found in it.")
+    hit_rate: float | None = Field(
+        default=None,
+        description="Its part of the hit rate of the instance: tokens hit in it, of the same lookups.",
+    )
+
+
+class InstanceAnswer(BaseModel):
+    """One registered instance. Times are Unix timestamps in seconds."""
+
+    instance: str = Field(examples=["instance-1"])
+    state: str = Field(examples=["connected"])
+    version: str = Field(description="Its kvtier version.")
+    host: str
+    process: int
+    peer: str | None = Field(
+        description="The address at which other instances reach it.", examples=["10.0.0.2:8200"]
+    )
+    transport: str | None
+    registered_at: float
+    last_heartbeat: float | None
+    up_to_date: bool = Field(description="Whether the controller's index of its chunks is up to date.")
+    models: list[str] = Field(description="All names of the models that its engines serve.")
+    engines: list[str]
+    tiers: list[TierAnswer]
+    looked_up_tokens: int = Field(
+        default=0, description="Tokens that its engines have looked up in the last 5 minutes."
+    )
+    hit_rate: float | None = Field(
+        description="The fraction of these that was found, from 0 to 1. `null` without a lookup."
+    )
+    pinned: int = Field(default=0, description="Chunks pinned by `POST /pin`, once for each pin.")
+    what_if_at: float | None = Field(
+        default=None,
+        description="When it last reported what other settings would bring. `null` before that.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TierSample:
+    """A tier at one point in time."""
+
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """An instance at one point in time."""
+
+    time: float
+    hit_rate: Annotated[float | None, Field(description="Of the 5 minutes before.")]
+    tiers: Sequence[TierSample]
+
+
+class InstanceWithHistory(InstanceAnswer):
+    """One instance with its history: one sample every 10 seconds for the last hour.
+
+    There are none of the time in which it was not connected.
+    """
+
+    history: list[Sample]
+
+
+class WhatIfPoint(_Answer):
+    """One capacity of a tier."""
+
+    capacity_bytes: int
+    hit_rate: float = Field(description="Of the whole cache, if the tier had this capacity.")
+    fast_hit_rate: float | None = Field(
+        description="Of these, the hits in this tier and faster ones. `null` if it is not estimated."
+    )
+
+
+class WhatIfTier(_Answer):
+    """How the hit rate of the whole cache depends on the capacity of one tier."""
+
+    tier: str
+    policy: str = Field(description="Its eviction policy.", examples=["lru"])
+    capacity_bytes: int
+    hit_rate: float = Field(description="Estimated at the capacity of today.")
+    useful_bytes: int = Field(
+        description="The least capacity with almost as many hits, also in this tier and faster ones."
+    )
+    points: list[WhatIfPoint] = Field(description="By capacity, the smallest first.")
+
+
+class WhatIfChange(_Answer):
+    """One change of the settings, of a capacity or of a policy."""
+
+    tier: str
+    capacity_bytes: int | None
+    policy: str | None
+    hit_rate: float
+    gained: float = Field(description="Hit rate minus that of today, both estimated; may be negative.")
+    gpu_seconds_a_day: float | None = Field(
+        description="Prefill that the engines would not do. `null` while the speed of prefill is unknown."
+    )
+
+
+class WhatIfReport(_Answer):
+    """What an instance estimates. Hit rates are fractions from 0 to 1."""
+
+    seconds: float = Field(description="For how long lookups have been observed.")
+    chunks: int = Field(description="Chunks of lookups that were observed.")
+    looked_up: int = Field(
+        default=0,
+        description="Chunks of all lookups since the start, also of those that wait or were dropped.",
+    )
+    observed: float = Field(default=1.0, description="The part of these that was observed, from 0 to 1.")
+    behind_seconds: float = Field(
+        default=0.0, description="For how long the oldest lookup that is not observed yet has been waiting."
+    )
+    sampled: int = Field(description="Of these, those in the sample.")
+    sampling: float = Field(description="The part of all keys that the sample has.")
+    cpu_share: float = Field(description="What the estimate takes of one core.")
+    dropped: int = Field(description="Lookups that were not observed.")
+    measured_hit_rate: float | None
+    prefill_tokens_per_second: float | None
+    tiers: list[WhatIfTier]
+    changes: list[WhatIfChange] = Field(description="The most useful ones first.")
+    stopped: str = Field(description="Why nothing is observed any more; empty while it is.")
+
+
+class WhatIfAnswer(BaseModel):
+    """What other capacities and policies would bring to an instance."""
+
+    what_if_at: float | None = Field(description="When it has reported this. `null` if it has not.")
+    basis: list[str] = Field(description="What the estimate is based on, in sentences.")
+    findings: list[str] = Field(
+        description="What could be changed, in sentences, the most useful first.",
+        examples=[["+50GiB of ram: +7.0 points, saves 31 GPU minutes a day"]],
+    )
+    report: WhatIfReport | None
+
+
+class InstancesAnswer(BaseModel):
+    """All registered instances, sorted by id."""
+
+    instances: list[InstanceAnswer]
+
+
+class PinAnswer(BaseModel):
+    """Chunks that were pinned by one operation. Times are Unix timestamps in seconds."""
+
+    instance: str = Field(examples=["instance-1"])
+    chunks: int
+    held: int = Field(description="Of these, the leading chunks that the instance holds now.")
+    pinned_at: float
+    until: float | None = Field(description="Its end. `null` for a pin until it is unpinned.")
+
+
+class PinsAnswer(BaseModel):
+    """Pins, newest first."""
+
+    pins: list[PinAnswer]
+    total: int = Field(description="Number of pins, of which `limit` are listed.")
+
+
+class Health(BaseModel):
+    """Liveness of the controller."""
+
+    status: str = Field(examples=["ok"])
+    version: str
+    instances: int = Field(description="Number of registered instances.")
+
+
+class Problem(BaseModel):
+    """An error response."""
+
+    detail: str = Field(description="The reason, in one sentence.")
+    known: list[str] = Field(default=[], description="The known names, if an unknown one was given.")
 
 
 def of_event(event: Event) -> EventAnswer:

@@ -1,21 +1,46 @@
-"""The controller's HTTP application: endpoints, web page, authentication and error responses."""
+"""The controller's HTTP application: authentication, endpoints, web page and error responses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-from fastapi import Depends, FastAPI, WebSocket
+from fastapi import APIRouter, Depends, FastAPI, Query, WebSocket
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from kvtier.errors import ControllerError
-from kvtier.fleet.controller import connection, page
-from kvtier.fleet.controller.api import Health, Problem
-from kvtier.fleet.controller.auth import Authenticator, denial_response
-from kvtier.fleet.controller.bodies import Bodies, describe_errors
+from kvtier.fleet.controller import answers, connection
+from kvtier.fleet.controller.answers import (
+    Accepted,
+    EventAnswer,
+    EventsAnswer,
+    Health,
+    InstancesAnswer,
+    InstanceWithHistory,
+    LookupAnswer,
+    PinsAnswer,
+    Problem,
+    WhatIfAnswer,
+)
+from kvtier.fleet.controller.bodies import (
+    Bodies,
+    ClearBody,
+    LookupBody,
+    MoveBody,
+    PinBody,
+    PrefetchBody,
+    PromptBody,
+    UnpinBody,
+    describe_errors,
+    request_body_schema,
+)
 from kvtier.fleet.controller.errors import (
     AmbiguousModel,
     TooManyPins,
@@ -23,13 +48,19 @@ from kvtier.fleet.controller.errors import (
     WrongPrompt,
     WrongRequest,
 )
+from kvtier.fleet.controller.events import Event
+from kvtier.fleet.controller.metrics import ControllerMetrics
 from kvtier.fleet.controller.operations import Operations
+from kvtier.fleet.controller.prompts import PromptQuery
 from kvtier.fleet.controller.registry import Registry
-from kvtier.fleet.controller.routes import STATE_TAG, add_operations, add_queries, add_stream
-from kvtier.fleet.controller.stream import Stream
+from kvtier.fleet.controller.stream import Reader, Stream
 from kvtier.fleet.member.protocol import CONNECT_PATH
+from kvtier.fleet.service import BEARER, add_error_handlers, has_token
+from kvtier.settings.peer import is_loopback
 from kvtier.version import __version__
 
+WRONG_TOKEN = "the token is wrong or missing: send it as `Authorization: Bearer TOKEN`"  # noqa: S105
+LOCAL_ONLY = "without a token the controller answers only its own host: start it with --token-file"
 DESCRIPTION = """
 Index of the chunks that all kvtier instances hold, and operations that move, prefetch, pin and clear them.
 
@@ -50,6 +81,32 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
     },
     "5XX": {"model": Problem, "description": "503: too many operations are in flight."},
 }
+OPERATIONS_TAG, STATE_TAG, STREAM_TAG = "Operations", "State", "Stream"
+MAX_WAIT_SECONDS = 60.0
+MAX_EVENTS = 1000
+"""Per response."""
+PAGE_FILES = Path(__file__).with_name("page")
+PAGE_PREFIX = "/page/"
+"""Path of the scripts and the style sheet. The page itself is at ``/``."""
+PAGE_INDEX = "index.html"
+CONTENT_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Limit the page to its own scripts and its own controller, whatever names instances have."""
 
 
 def make_app(operations: Operations, token: str | None = None) -> FastAPI:
@@ -69,14 +126,11 @@ def make_app(operations: Operations, token: str | None = None) -> FastAPI:
     # For all routes added below. A second router would create every route twice.
     app.router.dependencies.append(Depends(authenticator.authenticate))
     app.router.responses.update(_PROBLEMS)
-    add_operations(app.router, operations, bodies)
-    add_queries(app.router, operations)
-    add_stream(app.router, Stream(operations.registry, operations.events, operations.pins))
-    page.mount(app)
-    app.add_exception_handler(ControllerError, _error_response)
-    app.add_exception_handler(HTTPException, _error_response)
-    app.add_exception_handler(RequestValidationError, _error_response)
-    app.add_exception_handler(Exception, _error_response)
+    _add_operations(app.router, operations, bodies)
+    _add_queries(app.router, operations)
+    _add_stream(app.router, Stream(operations.registry, operations.events, operations.pins))
+    mount_page(app)
+    add_error_handlers(app, _error_response, ControllerError)
     return app
 
 
@@ -89,13 +143,13 @@ def _add_public_routes(app: FastAPI, registry: Registry, authenticator: Authenti
     @app.websocket(CONNECT_PATH)
     async def connect(websocket: WebSocket) -> None:
         if (refusal := authenticator.refusal(websocket)) is not None:
-            await websocket.send_denial_response(denial_response(refusal))
+            await websocket.send_denial_response(await _error_response(websocket, refusal))
             return
         await websocket.accept()
         await connection.serve(registry, websocket)
 
 
-async def _error_response(_: Request, error: Exception) -> Response:
+async def _error_response(_: HTTPConnection, error: Exception) -> Response:
     """Return the error's message and, for an unknown name, the known ones."""
     match error:
         case UnknownName():
@@ -114,3 +168,198 @@ async def _error_response(_: Request, error: Exception) -> Response:
 
 def _problem(status: int, detail: str, known: Sequence[str] = (), headers: Any = None) -> Response:  # noqa: ANN401 - Starlette's type
     return JSONResponse({"detail": detail, "known": list(known)}, status, headers)
+
+
+class Authenticator:
+    """Accepts clients that have the token.
+
+    Without a token the controller listens on loopback only, which browsers on this host can still reach. To
+    prevent cross-site requests and DNS rebinding, requests are refused if their ``Origin`` differs from their
+    ``Host``, or if their ``Host`` is not a loopback name.
+    """
+
+    def __init__(self, token: str | None) -> None:
+        self._token = None if token is None else token.encode()
+
+    def refusal(self, connection: HTTPConnection) -> HTTPException | None:
+        """Return the error to refuse a client with, or ``None``."""
+        if self._token is None:
+            return None if _is_local(connection) else HTTPException(403, LOCAL_ONLY)
+        return None if has_token(connection, self._token) else HTTPException(401, WRONG_TOKEN, BEARER)
+
+    async def authenticate(self, connection: HTTPConnection) -> None:
+        """Refuse clients with 401 or 403. A FastAPI dependency."""
+        if (refusal := self.refusal(connection)) is not None:
+            raise refusal
+
+
+def _is_local(connection: HTTPConnection) -> bool:
+    host = connection.headers.get("host", "")
+    origin = connection.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != host:
+        return False
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return name == "localhost" or is_loopback(name)
+
+
+def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -> None:
+    """Add the endpoints of operations, including lookup."""
+    lookup_body, move_body = Depends(bodies.of(LookupBody)), Depends(bodies.of(MoveBody))
+    prefetch_body, clear_body = Depends(bodies.of(PrefetchBody)), Depends(bodies.of(ClearBody))
+    pin_body, unpin_body = Depends(bodies.of(PinBody)), Depends(bodies.of(UnpinBody))
+
+    @router.post("/lookup", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(LookupBody))
+    async def lookup(body: LookupBody = lookup_body) -> LookupAnswer:
+        """Return how many leading tokens of a prompt each tier of each instance holds."""
+        return await operations.lookup(_query(body))
+
+    @router.post("/move", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(MoveBody))
+    async def move(body: MoveBody = move_body) -> Accepted:
+        """Move a prompt's chunks to another tier, of the same or another instance.
+
+        A chunk is removed from the source only after the target has confirmed it. Chunks that the target
+        already holds are not transferred again, so a move can be repeated at any time.
+        """
+        return _accepted(
+            await operations.move(body.old_position, body.new_position, _query(body), copy=body.copy)
+        )
+
+    @router.post("/prefetch", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(PrefetchBody))
+    async def prefetch(body: PrefetchBody = prefetch_body) -> Accepted:
+        """Prefetch a prompt's chunks into a tier.
+
+        Sources are the instance's other tiers and shared pools, then the instance that holds most.
+        """
+        target = body.instance, body.tier
+        return _accepted(await operations.prefetch(target, _query(body), seconds=body.seconds()))
+
+    @router.post("/pin", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(PinBody))
+    async def pin(body: PinBody = pin_body) -> Accepted:
+        """Protect the chunks of a prompt that a tier holds from eviction. Survives restarts of the instance.
+
+        Moving or clearing the last copy that an instance has of a chunk unpins it. `unpinned` in the event's
+        result counts these.
+        """
+        target = body.instance, body.tier
+        return _accepted(await operations.pin(target, _query(body), seconds=body.seconds()))
+
+    @router.post("/unpin", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(UnpinBody))
+    async def unpin(body: UnpinBody = unpin_body) -> Accepted:
+        """Allow a prompt's chunks to be evicted again."""
+        return _accepted(await operations.unpin((body.instance, body.tier), _query(body)))
+
+    @router.post("/clear", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(ClearBody))
+    async def clear(body: ClearBody = clear_body) -> Accepted:
+        """Remove a prompt's chunks, or all chunks, from one tier or all tiers of an instance.
+
+        The event's result has the number of chunks and bytes removed.
+        """
+        everything = body.tokens is None and body.prompt is None
+        query = None if everything else _query(body)
+        return _accepted(await operations.clear((body.instance, body.tier), query))
+
+
+def _add_queries(router: APIRouter, operations: Operations) -> None:
+    """Add the read-only endpoints."""
+    registry, log = operations.registry, operations.events
+    metrics = ControllerMetrics(operations)
+
+    @router.get("/events", tags=[STATE_TAG])
+    async def events(limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100) -> EventsAnswer:
+        """List the latest events, newest first."""
+        return EventsAnswer(events=[answers.of_event(event) for event in log.newest(limit)])
+
+    @router.get("/events/{event_id}", tags=[STATE_TAG])
+    async def event(
+        event_id: str,
+        wait: Annotated[
+            float, Query(ge=0, description="Wait until the event has ended, for at most this many seconds.")
+        ] = 0,
+    ) -> EventAnswer:
+        """Return one event. Events are kept for some time after their end."""
+        found = log.find(event_id)
+        if wait:
+            await log.wait(found, min(wait, MAX_WAIT_SECONDS))
+        return answers.of_event(found)
+
+    @router.get("/instances", tags=[STATE_TAG])
+    async def instances() -> InstancesAnswer:
+        """List the registered instances, with the fill of their tiers."""
+        return answers.of_registry(registry, operations.pins)
+
+    @router.get("/instances/{instance}", tags=[STATE_TAG])
+    async def instance_with_history(instance: str) -> InstanceWithHistory:
+        """Return one instance, with its history over the last hour."""
+        member = registry.find(instance)
+        return answers.with_history(member, operations.pins, registry.history(member))
+
+    @router.get("/pins", tags=[STATE_TAG])
+    async def pins(
+        instance: str | None = None, limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100
+    ) -> PinsAnswer:
+        """List the pins of an instance, or of all, newest first, also of instances that are disconnected."""
+        return answers.of_pins(registry, operations.pins, instance, limit)
+
+    @router.get("/instances/{instance}/whatif", tags=[STATE_TAG])
+    async def what_if(instance: str) -> WhatIfAnswer:
+        """Return what other capacities and policies of its tiers would bring to an instance.
+
+        It estimates that from its lookups, and reports it every 30 seconds.
+        """
+        return answers.what_if(registry.find(instance))
+
+    @router.get("/metrics", tags=[STATE_TAG], response_class=Response)
+    async def prometheus() -> Response:
+        """Return metrics of instances, chunks, events and lookups, in Prometheus' text format."""
+        return metrics.response()
+
+
+def _add_stream(router: APIRouter, stream: Stream) -> None:
+    """Add the endpoint that streams changes."""
+
+    @router.get("/stream", tags=[STREAM_TAG], response_class=Response)
+    async def changes() -> Response:
+        """Stream server-sent events: `instances` with all instances, `event` with a changed event."""
+        if stream.full:
+            raise HTTPException(503, "too many clients are reading the stream")
+        return Reader(stream)
+
+
+def _query(body: PromptBody) -> PromptQuery:
+    return PromptQuery(body.tokens, body.prompt, body.model, body.salt or "")
+
+
+def _accepted(event: Event) -> Accepted:
+    return Accepted(event_id=event.id, num_tokens=event.num_tokens)
+
+
+class _PageFile:
+    """One file of the page, with its response headers."""
+
+    def __init__(self, path: Path) -> None:
+        self._content = path.read_bytes()
+        self._tag = f'"{blake2b(self._content, digest_size=12).hexdigest()}"'
+        self._headers = {"Content-Type": CONTENT_TYPES[path.suffix], "ETag": self._tag, **PAGE_HEADERS}
+
+    async def answer(self, request: Request) -> Response:
+        """Return the file, or 304 if the browser has the current version."""
+        # A compressing proxy makes the tag weak; it still identifies the same file.
+        known = request.headers.get("If-None-Match", "").replace("W/", "").split(",")
+        if self._tag in (tag.strip() for tag in known):
+            return Response(status_code=304, headers=self._headers)
+        return Response(self._content, headers=self._headers)
+
+
+def mount_page(app: FastAPI) -> None:
+    """Serve the page at ``/`` and its files under ``/page/``, without a token: they contain no secrets.
+
+    Reads the files once, which takes about 1 ms: no request waits for a disk. Browsers revalidate every file
+    by its ETag, so an upgrade takes effect at once. Raises: OSError: the files are missing.
+    """
+    for path in PAGE_FILES.iterdir():
+        if path.suffix in CONTENT_TYPES:
+            at = "/" if path.name == PAGE_INDEX else PAGE_PREFIX + path.name
+            app.router.routes.append(Route(at, _PageFile(path).answer))

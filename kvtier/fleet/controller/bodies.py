@@ -1,7 +1,8 @@
-"""Reading of request bodies: limited in size, time and number, and decoded without blocking the event loop.
+"""Request bodies: their fields, and how they are read and decoded without blocking the event loop.
 
-Four million token ids take half a second to decode. So they are decoded while they arrive, in slices between
-which the event loop serves other clients; the rest of a body is small. A body is refused at its first error.
+A body is limited in size, time and number. Four million token ids take half a second to decode. So they are
+decoded while they arrive, in slices between which the event loop serves other clients; the rest of a body is
+small. A body is refused at its first error.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
 import anyio
 import msgspec
 from fastapi import HTTPException
+from msgspec import Meta
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 
-from kvtier.fleet.controller.api import MAX_TOKENS, PromptBody, TokenID
+from kvtier.units import Duration, parse_duration
 
-MAX_BYTES = 64 << 20
+MAX_TOKENS = 4_000_000
+MAX_PROMPT_BYTES = (4 << 20) - 4096
+"""The text is sent to the tokenizing instance in one message, which is limited to 4 MiB."""
+MAX_NAME_CHARACTERS = 1024
+MAX_BODY_BYTES = 64 << 20
 """Of a body with token ids."""
 MAX_PROMPT_BODY_BYTES = 8 << 20
 """Of a body with a prompt as text, of which JSON may escape every character. Decoding takes up to 20 ms."""
@@ -29,16 +35,206 @@ SLICE_BYTES = 32 << 10
 """Of token ids, decoded without a pause. Takes up to 0.4 ms."""
 MAX_LARGE = 4
 """Larger bodies in memory at once. More wait."""
-SECONDS = 60.0
+RECEIVE_SECONDS = 60.0
 """Timeout for receiving a body."""
 MAX_MESSAGE_CHARACTERS = 200
 """Of an error, which may have the name of an unknown field."""
 
+_TOKENS = [128000, 849, 21435, 279, 26431]
+
+TokenID = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+PositionBody = tuple[Name, Name]
+_Duration = float | str | None
+_DURATION = Duration.__metadata__[-1].json_schema  # type: ignore[attr-defined]
+
+
 _BEGIN_OF_TOKENS = re.compile(rb'"tokens"[ \t\r\n]*:[ \t\r\n]*\[')
+_decode_ids = msgspec.json.Decoder(list[TokenID]).decode
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all request bodies: decoding stops at the first error, also of unknown fields."""
+
+
+class PromptBody(_Body, frozen=True, kw_only=True):
+    """A prompt, given as token ids or as text."""
+
+    tokens: Annotated[
+        Annotated[Sequence[TokenID], Meta(max_length=MAX_TOKENS)] | None,
+        Meta(
+            description=f"The prompt's token ids, at most {MAX_TOKENS:,}. Required unless `prompt` is set.",
+            examples=[_TOKENS],
+        ),
+    ] = None
+    prompt: Annotated[
+        str | None,
+        Meta(
+            description=(
+                f"The prompt as text, at most {MAX_PROMPT_BYTES:,} bytes. An instance that serves the model "
+                "tokenizes it. Chat templates are not applied."
+            ),
+            examples=["Explain the significance of KV cache in language models."],
+        ),
+    ] = None
+    model: Annotated[
+        Name | None,
+        Meta(
+            description=(
+                "The model's name, as in requests to the engine. Default: the only model that the named "
+                "instance serves, or else the only model of all instances."
+            ),
+            examples=["meta-llama/Llama-3.1-8B-Instruct"],
+        ),
+    ] = None
+    salt: Annotated[
+        Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)] | None,
+        Meta(
+            description="The `cache_salt` of the requests, if any. Chunks of different salts are separate.",
+            examples=["tenant-1"],
+        ),
+    ] = None
+    _prompt_optional: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.tokens is None and self.prompt is None and not self._prompt_optional:
+            raise ValueError("set `tokens` or `prompt`")
+        if self.tokens is not None and self.prompt is not None:
+            raise ValueError("set `tokens` or `prompt`, not both")
+        if self.prompt is not None and len(self.prompt.encode()) > MAX_PROMPT_BYTES:
+            raise ValueError(f"`prompt` is longer than {MAX_PROMPT_BYTES:,} bytes: send `tokens` instead")
+
+
+class LookupBody(PromptBody, frozen=True, kw_only=True):
+    """Find the tiers that hold a prefix of a prompt."""
+
+
+class MoveBody(PromptBody, frozen=True, kw_only=True):
+    """Move a prompt's chunks to another tier, of the same or another instance."""
+
+    old_position: Annotated[
+        PositionBody,
+        Meta(
+            description="The source: an instance and the name or type of one of its tiers.",
+            examples=[["instance-1", "cpu"]],
+        ),
+    ]
+    new_position: Annotated[
+        PositionBody,
+        Meta(
+            description="The target: an instance and the name or type of one of its tiers.",
+            examples=[["instance-2", "cpu"]],
+        ),
+    ]
+    copy: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Keep the chunks at the source. By default, each is removed from the source once the target "
+                "has confirmed it."
+            )
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.old_position == self.new_position:
+            raise ValueError("`old_position` and `new_position` are the same")
+
+
+class _TierBody(PromptBody, frozen=True, kw_only=True):
+    instance: Annotated[
+        Name, Meta(description="The instance's `controller.instance_id`.", examples=["instance-1"])
+    ]
+    tier: Annotated[
+        Name,
+        Meta(
+            description="The name of one of its tiers, or a type that only one of its tiers has.",
+            examples=["cpu"],
+        ),
+    ]
+
+
+class _TimedBody(_TierBody, frozen=True, kw_only=True):
+    _timed: ClassVar[str]
+    """The field that is a duration."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seconds()
+
+    def seconds(self) -> float | None:
+        """Return the duration in seconds. Raises ``ValueError``, while the body is decoded."""
+        return _positive(self._timed, getattr(self, self._timed))
+
+
+class PrefetchBody(_TimedBody, frozen=True, kw_only=True):
+    """Prefetch a prompt's chunks into a tier: from other tiers, shared pools or another instance."""
+
+    deadline: Annotated[
+        _Duration,
+        Meta(
+            description="Maximum duration. Chunks that have arrived by then stay. Default: unlimited.",
+            examples=["5s"],
+            extra_json_schema=_DURATION,
+        ),
+    ] = None
+    _timed: ClassVar[str] = "deadline"
+
+
+class PinBody(_TimedBody, frozen=True, kw_only=True):
+    """Protect a prompt's chunks from eviction."""
+
+    ttl: Annotated[
+        _Duration,
+        Meta(
+            description="Duration of the pin. Default: until it is unpinned.",
+            examples=["10m"],
+            extra_json_schema=_DURATION,
+        ),
+    ] = None
+    _timed: ClassVar[str] = "ttl"
+
+
+class UnpinBody(_TierBody, frozen=True, kw_only=True):
+    """Allow a prompt's chunks to be evicted again."""
+
+
+class ClearBody(PromptBody, frozen=True, kw_only=True):
+    """Remove a prompt's chunks, or all chunks, from one tier or all tiers of an instance."""
+
+    instance: Annotated[
+        Name, Meta(description="The instance's `controller.instance_id`.", examples=["instance-1"])
+    ]
+    tier: Annotated[
+        Name | None,
+        Meta(
+            description="The name or type of the tier to clear. Default: all tiers of the instance.",
+            examples=["cpu"],
+        ),
+    ] = None
+    _prompt_optional: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens is None and self.prompt is None and (self.model or self.salt):
+            raise ValueError("`model` and `salt` require a prompt: set `tokens` or `prompt` as well")
+
+
+def _positive(name: str, value: float | str | None) -> float | None:
+    if value is None:
+        return None
+    try:
+        seconds = parse_duration(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if not seconds:
+        raise ValueError(f"{name}: it must be greater than 0")
+    return seconds
+
 
 BodyT = TypeVar("BodyT", bound=PromptBody)
 Decoder: TypeAlias = Callable[[bytes | bytearray], BodyT]
-_decode_ids = msgspec.json.Decoder(list[TokenID]).decode
 
 
 class Bodies:
@@ -88,7 +284,7 @@ class Bodies:
             if not piece:
                 raise HTTPException(422, "the body is not valid JSON: it ends within `tokens`")
             received += len(piece)
-            _check_length(received, MAX_BYTES)
+            _check_length(received, MAX_BODY_BYTES)
             rest += piece
         rest, content = await self._decode_ids(ids, rest[:end]), content + rest[end:]
         if rest.strip() or ids:
@@ -132,14 +328,14 @@ def request_body_schema(kind: type[PromptBody], *, required: bool = True) -> dic
 
 
 async def _pieces(request: Request) -> AsyncIterator[bytes]:
-    deadline = anyio.current_time() + SECONDS
+    deadline = anyio.current_time() + RECEIVE_SECONDS
     stream = aiter(request.stream())
     while True:
         try:
             with anyio.fail_after(deadline - anyio.current_time()):
                 piece = await anext(stream, None)
         except TimeoutError:
-            raise HTTPException(408, f"the body was not received within {SECONDS:g} s") from None
+            raise HTTPException(408, f"the body was not received within {RECEIVE_SECONDS:g} s") from None
         except ClientDisconnect:
             raise HTTPException(400, "the body was cut off") from None
         if piece is None:

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector
-from starlette.responses import Response
 
 from kvtier.fleet.controller.operations import Operations
+from kvtier.fleet.service import ServiceMetrics
 from kvtier.version import __version__
 
 
-class ControllerMetrics(Collector):
-    """Reads the existing counters on each scrape, so that nothing is counted separately for metrics."""
+class ControllerMetrics(ServiceMetrics):
+    """Metrics of instances, chunks, events and lookups. Takes a few milliseconds for 100 instances."""
 
     def __init__(self, operations: Operations) -> None:
+        super().__init__()
         self._operations = operations
-        self._collectors = CollectorRegistry(auto_describe=False)
-        self._collectors.register(self)
-
-    def answer(self) -> Response:
-        """Return all metrics in Prometheus' text format. Takes a few milliseconds for 100 instances."""
-        return Response(generate_latest(self._collectors), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that registration does not call :meth:`collect`."""
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current values."""

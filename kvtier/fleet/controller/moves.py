@@ -9,7 +9,6 @@ from typing import NamedTuple
 from kvtier.fleet.controller.errors import CommandFailed, MemberGone, UnknownName, WrongRequest
 from kvtier.fleet.controller.events import Kind, Position, Result
 from kvtier.fleet.controller.member import Member
-from kvtier.fleet.controller.models import Prompt
 from kvtier.fleet.controller.operation import (
     PEERS,
     Operation,
@@ -20,9 +19,9 @@ from kvtier.fleet.controller.operation import (
     confirmed_keys,
     run_command,
 )
-from kvtier.fleet.controller.pin_restore import settle_pins
+from kvtier.fleet.controller.pin_and_clear import settle_pins
 from kvtier.fleet.controller.pins import Pins
-from kvtier.fleet.controller.prompts import ModelPrompt
+from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.controller.registry import Registry
 from kvtier.fleet.member.protocol import MAX_KEYS, Delete, Fetch, Progress
 from kvtier.memory.keys import ChunkKey, join_keys
@@ -41,7 +40,7 @@ class Move(Operation):
     def __init__(
         self,
         registry: Registry,
-        prompts: Sequence[ModelPrompt],
+        prompts: Sequence[PromptChunks],
         pins: Pins,
         *,
         source: Position,
@@ -73,14 +72,14 @@ class Move(Operation):
         """Fetch, then delete exactly the confirmed chunks from the source, in slices of ``MAX_KEYS``."""
         source, target = self._refs()
         [part] = plan.parts
-        promoted = self._keys_to_promote(source, target, part.chunks.prompt.keys)
+        promoted = self._keys_to_promote(source, target, part.chunks.keys)
         peer = source.member.hello.peer if source.member is not target.member else None
         if source.member is not target.member and peer is None:
             raise CommandFailed(
                 f"instance {source.member.id!r} does not serve peers: set peer.listen in its settings"
             )
         for chunks in part.chunks.slices(MAX_KEYS):
-            fetch = FetchChunks(target, peer, part.chunks.model.namespace, chunks)
+            fetch = FetchChunks(target, peer, chunks)
             try:
                 arrived = await fetch.execute(result, report)
             except MemberGone as error:
@@ -98,15 +97,15 @@ class Move(Operation):
         assert self.source is not None
         return self.find(self.source), self.target_tier()
 
-    def _plan(self, chunks: ModelPrompt, source: TierRef, target: TierRef) -> Plan:
+    def _plan(self, chunks: PromptChunks, source: TierRef, target: TierRef) -> Plan:
         holders = self._registry.holders
-        here = holders.held(source.number, chunks.prompt.keys)
-        there = holders.held(target.number, chunks.prompt.keys)
+        here = holders.held(source.number, chunks.keys)
+        there = holders.held(target.number, chunks.keys)
         reach = next(
             (at for at, held in enumerate(zip(here, there, strict=True)) if not any(held)), len(here)
         )
         part = chunks.first(reach).selected(here[:reach])
-        return Plan([Part(target.tier, part)], part.num_tokens, len(part.prompt.keys), chunks.model.names[0])
+        return Plan([Part(target.tier, part)], part.num_tokens, len(part.keys), chunks.model.names[0])
 
     def _keys_to_promote(
         self, source: TierRef, target: TierRef, keys: Sequence[ChunkKey]
@@ -163,7 +162,7 @@ class Prefetch(Operation):
         target = self.target_tier()
         [part] = plan.parts
         for chunks in part.chunks.slices(MAX_KEYS):
-            fetch = FetchChunks(target, plan.peer, part.chunks.model.namespace, chunks, self._seconds)
+            fetch = FetchChunks(target, plan.peer, chunks, self._seconds)
             arrived = await fetch.execute(result, report)
             if len(arrived) < len(chunks.keys):
                 break
@@ -172,8 +171,8 @@ class Prefetch(Operation):
         else:
             result.reason = result.reason or "the instance gave no reason"
 
-    def _plan(self, chunks: ModelPrompt, target: TierRef) -> Plan:
-        holders, keys = self._registry.holders, chunks.prompt.keys
+    def _plan(self, chunks: PromptChunks, target: TierRef) -> Plan:
+        holders, keys = self._registry.holders, chunks.keys
         member = target.member
         own = dict.fromkeys(member.places, member.id)
         here = holders.prefixes_of(own, keys).get(member.id, 0)
@@ -185,7 +184,7 @@ class Prefetch(Operation):
         return Plan(
             [Part(target.tier, chunks if pools else known)],
             known.num_tokens,
-            len(known.prompt.keys),
+            len(known.keys),
             chunks.model.names[0],
             peer,
             more=pools,
@@ -207,8 +206,7 @@ class FetchChunks(NamedTuple):
 
     target: TierRef
     peer: str | None
-    namespace: bytes
-    chunks: Prompt
+    chunks: PromptChunks
     seconds: float | None = None
 
     async def execute(self, result: Result, report: Report) -> list[ChunkKey]:
@@ -217,7 +215,7 @@ class FetchChunks(NamedTuple):
             Fetch,
             tier=self.target.tier,
             peer=self.peer,
-            namespace=self.namespace,
+            namespace=self.chunks.model.namespace,
             keys=join_keys(self.chunks.keys),
             lengths=list(self.chunks.lengths),
             seconds=self.seconds,

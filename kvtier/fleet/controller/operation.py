@@ -13,7 +13,7 @@ from kvtier.fleet.controller.errors import CommandFailed, WrongRequest
 from kvtier.fleet.controller.events import Kind, Position, Result
 from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.pins import Pins
-from kvtier.fleet.controller.prompts import ModelPrompt
+from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.controller.registry import Registry
 from kvtier.fleet.member.protocol import Command, Done, Progress
 from kvtier.memory.keys import ChunkKey, split_keys
@@ -58,7 +58,7 @@ class Part(NamedTuple):
     """Chunks of one prompt to process in one tier."""
 
     tier: int
-    chunks: ModelPrompt
+    chunks: PromptChunks
 
 
 class Plan(NamedTuple):
@@ -90,7 +90,7 @@ class Operation(ABC):
     def __init__(
         self,
         registry: Registry,
-        prompts: Sequence[ModelPrompt],
+        prompts: Sequence[PromptChunks],
         pins: Pins,
         *,
         target: Position,
@@ -118,7 +118,7 @@ class Operation(ABC):
         """The first keys of its prompts; ``None`` for all chunks."""
         if not self._prompts:
             return None
-        return frozenset(prompt.keys[0] for _, prompt in self._prompts if prompt.keys)
+        return frozenset(chunks.keys[0] for chunks in self._prompts if chunks.keys)
 
     @abstractmethod
     def plan(self) -> Plan:

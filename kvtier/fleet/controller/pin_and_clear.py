@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from functools import partial
 
+import anyio
+from anyio.abc import TaskGroup
+
+from kvtier.fleet.controller.errors import CommandFailed, MemberGone
 from kvtier.fleet.controller.events import Result
+from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.operation import (
     Operation,
     Part,
@@ -15,19 +21,25 @@ from kvtier.fleet.controller.operation import (
     confirmed_keys,
     run_command,
 )
-from kvtier.fleet.controller.pin_restore import settle_pins
-from kvtier.fleet.controller.prompts import ModelPrompt
+from kvtier.fleet.controller.pins import Pins
+from kvtier.fleet.controller.prompts import PromptChunks
+from kvtier.fleet.controller.registry import Registry
 from kvtier.fleet.member.protocol import MAX_KEYS, Delete, DeleteAll, Pin, Unpin
-from kvtier.memory.keys import join_keys
+from kvtier.fleet.member.protocol import Pin as PinCommand
+from kvtier.memory.keys import ChunkKey, join_keys
+
+logger = logging.getLogger("kvtier.controller")
+PAUSE_SECONDS = 0.1
+"""Pause between two passes, as every heartbeat counts as a change of the registry."""
 
 
 class _PinOperation(Operation):
     """Base of pin and unpin."""
 
-    def _held(self) -> list[ModelPrompt]:
+    def _held(self) -> list[PromptChunks]:
         """Return the prefix of the prompt that the tier holds, in each layout."""
         number, holders = self.target_tier().number, self._registry.holders
-        return [chunks.first(holders.prefixes(chunks.prompt.keys).get(number, 0)) for chunks in self._prompts]
+        return [chunks.first(holders.prefixes(chunks.keys).get(number, 0)) for chunks in self._prompts]
 
 
 class PinChunks(_PinOperation):
@@ -39,9 +51,9 @@ class PinChunks(_PinOperation):
     def plan(self) -> Plan:
         """Plan for the layout with the longest prefix held."""
         chunks = max(self._held(), key=lambda held: held.num_tokens)
-        self._pins.check(len(chunks.prompt.keys), self._registry.members)
+        self._pins.check(len(chunks.keys), self._registry.members)
         part = Part(self.target_tier().tier, chunks)
-        return Plan([part], chunks.num_tokens, len(chunks.prompt.keys), chunks.model.names[0])
+        return Plan([part], chunks.num_tokens, len(chunks.keys), chunks.model.names[0])
 
     async def execute(self, plan: Plan, result: Result, report: Report) -> None:
         """Pin the chunks on the instance, and persist the pins."""
@@ -73,7 +85,7 @@ class UnpinChunks(_PinOperation):
         return Plan(
             [Part(self.target_tier().tier, chunks) for chunks in self._prompts],
             held.num_tokens,
-            len(held.prompt.keys),
+            len(held.keys),
             self._prompts[0].model.names[0],
             more=True,
         )
@@ -108,7 +120,7 @@ class Clear(Operation):
         parts: list[Part] = []
         known = tokens = 0
         for chunks in self._prompts:
-            there = [holders.held(ref.number, chunks.prompt.keys) for ref in refs]
+            there = [holders.held(ref.number, chunks.keys) for ref in refs]
             parts += (
                 Part(ref.tier, chunks.selected(held) if _is_fully_indexed(ref) else chunks)
                 for ref, held in zip(refs, there, strict=True)
@@ -134,7 +146,7 @@ class Clear(Operation):
                 result.bytes += done.bytes
                 result.reason = done.reason or result.reason
                 report(result.chunks, result.bytes)
-        keys = [key for _, prompt in self._prompts for key in prompt.keys]
+        keys = [key for chunks in self._prompts for key in chunks.keys]
         result.unpinned = await settle_pins(
             self._registry, self._pins, member, keys if self._prompts else self._pins.keys(member.id)
         )
@@ -162,3 +174,69 @@ class Clear(Operation):
 def _is_fully_indexed(ref: TierRef) -> bool:
     """Return whether the index is complete for a tier: not for shared pools and instances out of date."""
     return ref.member.up_to_date and not ref.shared
+
+
+async def settle_pins(registry: Registry, pins: Pins, member: Member, keys: Sequence[ChunkKey]) -> int:
+    """End the pins on those ``keys`` of which an instance has no copy left. Return how many were pinned.
+
+    An instance forgets the pin on a chunk with its last copy. If it stores the chunk again meanwhile, it may
+    have kept the pin, or hold an unpinned copy: so it has to unpin the one, and pin the other again.
+    """
+    stale = set(keys)
+    for place in member.places:
+        stale -= {key for key, held in zip(keys, registry.holders.held(place, keys), strict=True) if held}
+    dropped = pins.drop(member.id, stale)
+    try:
+        for part in _parts(dropped):
+            await run_command(member, partial(Unpin, keys=join_keys(part)))
+        left = frozenset(keys) - stale
+        for pinned, seconds in pins.of(member.id):
+            for part in _parts([key for key in pinned if key in left]):
+                lost = set(part).difference(await _pin(member, part, seconds))
+                dropped += pins.drop(member.id, lost)
+    except (CommandFailed, MemberGone) as error:
+        logger.warning("instance %s: its pins may differ from those that are listed: %s", member.id, error)
+    return len(dropped)
+
+
+def _parts(keys: Sequence[ChunkKey]) -> Iterator[Sequence[ChunkKey]]:
+    """Split keys for commands."""
+    return (keys[start : start + MAX_KEYS] for start in range(0, len(keys), MAX_KEYS))
+
+
+async def _pin(member: Member, keys: Sequence[ChunkKey], seconds: float | None) -> list[ChunkKey]:
+    """Pin chunks; return those that the instance holds. Raises: MemberGone, CommandFailed."""
+    command = partial(PinCommand, keys=join_keys(keys), seconds=seconds)
+    return confirmed_keys(await run_command(member, command), keys)
+
+
+async def restore_pins(registry: Registry, pins: Pins) -> None:
+    """Restore pins until cancelled."""
+    restored: set[Member] = set()
+    watch = registry.watch()
+    async with anyio.create_task_group() as tasks:
+        while True:
+            restored &= set(registry.members.values())
+            _start_restoring(registry, pins, restored, tasks)
+            await watch.changed()
+            await anyio.sleep(PAUSE_SECONDS)
+
+
+def _start_restoring(registry: Registry, pins: Pins, restored: set[Member], tasks: TaskGroup) -> None:
+    for member in registry.members.values():
+        if member.up_to_date and member not in restored:
+            restored.add(member)
+            if pins.has(member.id):
+                tasks.start_soon(_restore, member, pins)
+
+
+async def _restore(member: Member, pins: Pins) -> None:
+    count = 0
+    try:
+        for keys, seconds in pins.of(member.id):
+            for part in _parts(keys):
+                count += len(await _pin(member, part, seconds))
+    except (CommandFailed, MemberGone) as error:
+        logger.warning("instance %s: pins could not be restored: %s", member.id, error)
+    else:
+        logger.info("instance %s: pins restored on %d chunks", member.id, count)

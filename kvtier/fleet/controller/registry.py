@@ -8,17 +8,23 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import anyio
 
-from kvtier.fleet.controller.checks import check_heartbeat, check_hello, check_models, check_what_if
-from kvtier.fleet.controller.errors import RefusedInstance, UnknownName
-from kvtier.fleet.controller.history import SAMPLE_SECONDS, History, Sample
+from kvtier.fleet.controller.answers import Sample, TierSample
+from kvtier.fleet.controller.checks import (
+    MAX_NAMES,
+    check_heartbeat,
+    check_hello,
+    check_models,
+    check_what_if,
+)
+from kvtier.fleet.controller.errors import AmbiguousModel, RefusedInstance, UnknownModel, UnknownName
 from kvtier.fleet.controller.holders import MAX_KEYS, Holders
 from kvtier.fleet.controller.member import Member
-from kvtier.fleet.controller.models import Models
 from kvtier.fleet.controller.settings import HEARTBEAT_SECONDS, IDLE_TIMEOUT_SECONDS
 from kvtier.fleet.member.protocol import (
     VERSION,
@@ -37,8 +43,15 @@ from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.settings.peer import join_address, split_address
 
-logger = logging.getLogger("kvtier")
+MAX_MODELS = 4096
+"""Known models. Beyond this, the least recently reported one is dropped."""
 
+
+SAMPLE_SECONDS = 10.0
+RETENTION_SECONDS = 3600.0
+MAX_INSTANCES = 1024
+"""Instances with a history, connected or not. Beyond this, the least recently sampled one is dropped."""
+logger = logging.getLogger("kvtier")
 PING_SECONDS = 2.0
 """Time for an instance to answer a ping when another one connects with the same id."""
 MAX_MEMBERS = 1024
@@ -48,6 +61,90 @@ SWEEP_SECONDS = 0.005
 """Maximum time of sweeping without yielding to the event loop; a single slice may exceed it."""
 SWEEP_SHARE = 0.2
 """Share of the event loop's time that sweeping takes."""
+
+
+class Models:
+    """Known models by name and namespace. A model stays known after all its instances have disconnected.
+
+    A model here is one *namespace*: a model in one KV layout. Engines with different layouts share no chunks,
+    so one name may refer to several namespaces.
+    """
+
+    def __init__(self) -> None:
+        self._models: dict[bytes, Model] = {}
+
+    def add(self, models: Iterable[Model]) -> None:
+        """Add the models that an instance serves."""
+        for model in models:
+            known = self._models.pop(model.namespace, None)
+            if known is not None:
+                names = list(dict.fromkeys([*model.names, *known.names]))[:MAX_NAMES]
+                model = Model(names, model.namespace, model.layout, model.tokenizer)
+            self._models[model.namespace] = model
+            if len(self._models) > MAX_MODELS:
+                del self._models[next(iter(self._models))]
+
+    def all(self) -> list[Model]:
+        """Return all known models, one per namespace."""
+        return list(self._models.values())
+
+    def find(self, name: str | None, among: Sequence[Model] | None = None) -> list[Model]:
+        """Return the model with this name in all known layouts. Without a name, the only known model.
+
+        ``among`` restricts the search to these models. Raises: UnknownModel, AmbiguousModel.
+        """
+        models = self.all() if among is None else among
+        if name is not None:
+            found = [model for model in models if name in model.names]
+            if not found:
+                raise UnknownModel(name, {known for model in models for known in model.names})
+            return found
+        names = {model.names[0] for model in models}
+        if not names:
+            raise UnknownModel(None, ())
+        if len(names) > 1:
+            raise AmbiguousModel(names)
+        return list(models)
+
+
+class History:
+    """Samples by instance id. An instance that reconnects keeps its samples."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, deque[Sample]] = {}
+        self._tiers: dict[str, Sequence[str]] = {}
+
+    def of(self, instance: str) -> Sequence[Sample]:
+        """Return the samples of the last hour, oldest first."""
+        return tuple(self._samples.get(instance, ()))
+
+    def sample(self, members: Iterable[Member], now: float) -> None:
+        """Sample these instances and drop old samples. ``now`` is a :func:`time.time`."""
+        for member in members:
+            if member.heartbeat is not None:
+                tiers = [tier.name for tier in member.hello.tiers]
+                samples = self._samples.pop(member.id, None)
+                if samples is None or self._tiers[member.id] != tiers:
+                    samples = deque(maxlen=int(RETENTION_SECONDS / SAMPLE_SECONDS))
+                self._samples[member.id], self._tiers[member.id] = samples, tiers
+                samples.append(_sample(member, now))
+                while samples[0].time <= now - RETENTION_SECONDS:
+                    samples.popleft()
+        self._expire(now)
+
+    def _expire(self, now: float) -> None:
+        """Drop stale histories. The dictionary is ordered by the time of the last sample."""
+        for instance, samples in list(self._samples.items()):
+            if len(self._samples) <= MAX_INSTANCES and samples[-1].time > now - RETENTION_SECONDS:
+                break
+            del self._samples[instance], self._tiers[instance]
+
+
+def _sample(member: Member, now: float) -> Sample:
+    heartbeat = member.heartbeat
+    assert heartbeat is not None
+    tiers = tuple(TierSample(tier.used) for tier in heartbeat.tiers)
+    return Sample(now, member.hit_window.hits().rate, tiers)
 
 
 class Watch:

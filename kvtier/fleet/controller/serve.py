@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-import anyio
-from anyio import CancelScope
-
 from kvtier.concurrency.descriptors import raise_file_limit
-from kvtier.concurrency.signals import stop_on_signals
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import SettingsError
 from kvtier.fleet.controller.app import make_app
 from kvtier.fleet.controller.events import EventLog
 from kvtier.fleet.controller.operations import Operations
-from kvtier.fleet.controller.pin_restore import restore_pins
+from kvtier.fleet.controller.pin_and_clear import restore_pins
 from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.registry import MAX_MEMBERS, Registry
 from kvtier.fleet.controller.settings import ServiceSettings
 from kvtier.fleet.controller.state import State
 from kvtier.fleet.controller.stream import MAX_READERS
+from kvtier.fleet.service import serve_until_signal
 from kvtier.http import serving
 from kvtier.rpc.frames import MAX_FRAME_BYTES
-
-logger = logging.getLogger("kvtier.controller")
 
 FINISH_SECONDS = 5.0
 """Grace period for operations in flight at shutdown."""
@@ -83,19 +76,12 @@ async def serve(settings: ServiceSettings) -> None:
 
     Raises: see :func:`run_controller`.
     """
-    serve_scope, finish_scope = CancelScope(), CancelScope()
-    async with open_tasks() as tasks:
-        await tasks.start(stop_on_signals, serve_scope, finish_scope, logger)
-        async with run_controller(settings) as controller:
-            host, port = controller.address
-            scheme = "http" if settings.tls_certificate is None else "https"
-            name = f"[{host}]" if ":" in host else host
-            logger.info("controller listening on %s://%s:%d, process %d", scheme, name, port, os.getpid())
-            with serve_scope:
-                await anyio.sleep_forever()
-            with finish_scope:
-                await controller.operations.finish(FINISH_SECONDS)
-        tasks.cancel_scope.cancel()
+
+    async def finish(controller: Controller) -> None:
+        await controller.operations.finish(FINISH_SECONDS)
+
+    tls = settings.tls_certificate is not None
+    await serve_until_signal(run_controller(settings), finish, name="controller", tls=tls)
 
 
 def _tls(settings: ServiceSettings) -> ssl.SSLContext | None:

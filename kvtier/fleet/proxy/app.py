@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query
@@ -19,6 +18,7 @@ from kvtier.fleet.proxy.exchange import Exchange, Models
 from kvtier.fleet.proxy.metrics import ProxyMetrics
 from kvtier.fleet.proxy.settings import engine_url, peer_address
 from kvtier.fleet.proxy.upstream import Role, State, Upstream
+from kvtier.fleet.service import BEARER, add_error_handlers, has_token
 from kvtier.http import Message, Receive, Send
 from kvtier.settings.peer import is_loopback
 from kvtier.version import __version__
@@ -75,9 +75,7 @@ def make_app(proxy: Proxy) -> FastAPI:
     app.router.routes.append(Route("/v1/models", Models(proxy), methods=["GET"]))
     _add_monitoring(app, proxy)
     app.include_router(_engines(proxy))
-    app.add_exception_handler(HTTPException, _error_response)
-    app.add_exception_handler(RequestValidationError, _error_response)
-    app.add_exception_handler(Exception, _error_response)
+    add_error_handlers(app, _error_response)
     return app
 
 
@@ -121,10 +119,9 @@ def _engines(proxy: Proxy) -> APIRouter:
     token = None if secret is None else secret.get_secret_value().encode()
 
     async def authorize(request: Request) -> None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if token is not None:
-            if not hmac.compare_digest(given.strip().encode(), token) or scheme.lower() != "bearer":
-                raise HTTPException(401, FORBIDDEN, {"WWW-Authenticate": "Bearer"})
+            if not has_token(request, token):
+                raise HTTPException(401, FORBIDDEN, BEARER)
             return
         # Web pages in a browser on this host can reach it as well, but their requests have an Origin header.
         if request.client is None or not is_loopback(request.client.host) or "origin" in request.headers:

@@ -12,14 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypedDict
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
-from starlette.responses import Response
 
 from kvtier.fleet.proxy.upstream import Role, State
+from kvtier.fleet.service import ServiceMetrics
 from kvtier.version import __version__
 
 if TYPE_CHECKING:
@@ -116,22 +114,13 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-class ProxyMetrics(Collector):
+class ProxyMetrics(ServiceMetrics):
     """Collect all values at scrape time from the counters that the proxy keeps anyway."""
 
     def __init__(self, proxy: Proxy) -> None:
+        super().__init__()
         self._proxy = proxy
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
         ProcessCollector(registry=self._registry)
-
-    def response(self) -> Response:
-        """Return all metrics in Prometheus' text format."""
-        return Response(generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that registering does not call :meth:`collect`."""
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current values."""

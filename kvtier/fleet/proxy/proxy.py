@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-import anyio
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 from kvtier.concurrency.descriptors import raise_file_limit
-from kvtier.concurrency.signals import stop_on_signals
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.fleet.proxy.admission import Admission
 from kvtier.fleet.proxy.app import make_app
@@ -22,6 +19,7 @@ from kvtier.fleet.proxy.directory import Directory
 from kvtier.fleet.proxy.metrics import Statistics
 from kvtier.fleet.proxy.settings import ProxySettings
 from kvtier.fleet.proxy.upstream import Role, Upstream, Upstreams
+from kvtier.fleet.service import serve_until_signal
 from kvtier.http import serving
 
 logger = logging.getLogger("kvtier.proxy")
@@ -115,20 +113,14 @@ async def serve(settings: ProxySettings) -> Statistics:
     On a signal it rejects new requests and waits for those in flight, at most ``settings.drain`` seconds; a
     second signal ends the wait. Raises what :func:`run_proxy` raises.
     """
-    serving_scope, draining = CancelScope(), CancelScope()
-    async with open_tasks() as tasks:
-        await tasks.start(stop_on_signals, serving_scope, draining, logger)
-        async with run_proxy(settings) as running:
-            host, port = running.address
-            name = f"[{host}]" if ":" in host else host
-            logger.info("proxy listening on http://%s:%d, process %d", name, port, os.getpid())
-            with serving_scope:
-                await anyio.sleep_forever()
-            running.proxy.admission.draining = True
-            logger.info("draining %d requests in flight", running.proxy.admission.in_flight)
-            with draining:
-                await running.proxy.admission.drain(settings.drain)
-        tasks.cancel_scope.cancel()
+
+    async def drain(running: Running) -> None:
+        admission = running.proxy.admission
+        admission.draining = True
+        logger.info("draining %d requests in flight", admission.in_flight)
+        await admission.drain(settings.drain)
+
+    running = await serve_until_signal(run_proxy(settings), drain, name="proxy")
     return running.proxy.statistics
 
 

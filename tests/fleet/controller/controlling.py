@@ -14,7 +14,7 @@ from anyio.abc import TaskGroup
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from kvtier.fleet.controller.models import Models
+from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.controller.serve import Controller, run_controller
 from kvtier.fleet.controller.settings import ServiceSettings
 from kvtier.fleet.member.protocol import (
@@ -52,8 +52,8 @@ from tests.fleet.controller.registering import (
 CHUNK = MODEL.layout.chunk_tokens
 TOKENS = list(range(4 * CHUNK + 44))
 """Four whole chunks and a partial one."""
-KEYS = list(Models().prompt(MODEL, TOKENS).keys)
-LENGTHS = list(Models().prompt(MODEL, TOKENS).lengths)
+KEYS = list(PromptChunks.of(MODEL, TOKENS).keys)
+LENGTHS = list(PromptChunks.of(MODEL, TOKENS).lengths)
 
 
 WHOLE = 4 * CHUNK

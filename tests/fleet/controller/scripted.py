@@ -1,6 +1,6 @@
 """A scripted controller, for cases that a real one cannot produce on demand.
 
-It has the HTTP API of the real one (:mod:`kvtier.fleet.controller.api`), with data that the test sets.
+It has the HTTP API of the real one (:mod:`kvtier.fleet.controller.answers`), with data that the test sets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from kvtier.fleet.controller import page
+from kvtier.fleet.controller.app import mount_page
 from kvtier.http import serving
 
 GIB = 1 << 30
@@ -108,7 +108,7 @@ class ScriptedController:
         """The status with which streams are refused, if any."""
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         self._add_routes()
-        page.mount(self.app)
+        mount_page(self.app)
 
     def publish_instances(self) -> None:
         self.publish("instances", {"instances": self.instances})

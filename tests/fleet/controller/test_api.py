@@ -15,7 +15,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from kvtier.fleet.controller import bodies, stream
-from kvtier.fleet.controller.api import EventAnswer, InstancesAnswer
+from kvtier.fleet.controller.answers import EventAnswer, InstancesAnswer
 from kvtier.fleet.controller.app import INTERNAL_ERROR
 from kvtier.fleet.member.protocol import CONNECT_PATH
 from tests.fleet.controller.controlling import A_TO_B, KEYS, Gate, RunningController, running_controller
@@ -98,14 +98,14 @@ async def test_body_limits(controller: RunningController, monkeypatch: pytest.Mo
     async with controller.instance("a"):
         many = json.dumps({"tokens": [100_000 + n % 900 for n in range(200_000)]})
         assert (await controller.client.post("/lookup", content=many)).json()["num_tokens"] == 200_000
-        monkeypatch.setattr(bodies, "MAX_BYTES", 1 << 20)
+        monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 1 << 20)
         answer = await controller.client.post("/lookup", content=many)
         assert (answer.status_code, answer.json()["detail"]) == (
             413,
             "the body is longer than 1,048,576 bytes",
         )
         assert answer.headers.get("connection") != "close", "the rest of the body is skipped"
-    monkeypatch.setattr(bodies, "SECONDS", 0.05)
+    monkeypatch.setattr(bodies, "RECEIVE_SECONDS", 0.05)
     async with await anyio.connect_tcp(*controller.controller.address) as connected:
         await connected.send(
             b"POST /lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n" + b'{"tokens": ['

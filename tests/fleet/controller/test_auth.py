@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 from starlette.requests import HTTPConnection
 
-from kvtier.fleet.controller.auth import Authenticator, denial_response
+from kvtier.fleet.controller.app import WRONG_TOKEN, Authenticator
 
 
 def connection_with(headers: Mapping[str, str]) -> HTTPConnection:
@@ -57,6 +57,5 @@ def test_wrong_token_is_refused(authorization: str) -> None:
     )
     assert refusal is not None
     assert refusal.status_code == 401
-    answer = denial_response(refusal)
-    assert answer.status_code == 401
-    assert answer.headers["www-authenticate"] == "Bearer"
+    assert refusal.detail == WRONG_TOKEN
+    assert refusal.headers == {"WWW-Authenticate": "Bearer"}

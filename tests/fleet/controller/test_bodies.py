@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from kvtier.fleet.controller import bodies
-from kvtier.fleet.controller.api import LookupAnswer
+from kvtier.fleet.controller.answers import LookupAnswer
 from kvtier.fleet.controller.prompts import PromptQuery
 from tests.fleet.controller.controlling import RunningController
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.fleet.controller.hits import STEP_SECONDS, WINDOW_SECONDS, HitWindow
+from kvtier.fleet.controller.member import STEP_SECONDS, WINDOW_SECONDS, HitWindow
 from kvtier.fleet.member.protocol import Heartbeat
 from tests.fleet.controller.controlling import RunningController
 from tests.fleet.controller.registering import heartbeat

@@ -8,7 +8,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvtier.fleet.controller.locks import LockManager, LockRequest
+from kvtier.fleet.controller.operations import LockManager, LockRequest
 from kvtier.memory.keys import ChunkKey
 from tests.fleet.controller.registering import keys_of
 

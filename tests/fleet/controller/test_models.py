@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtier.fleet.controller.errors import AmbiguousModel, UnknownModel, WrongPrompt
-from kvtier.fleet.controller.models import MAX_MODELS, Models
+from kvtier.fleet.controller.prompts import PromptChunks
+from kvtier.fleet.controller.registry import MAX_MODELS, Models
 from kvtier.fleet.member.protocol import Model
 from kvtier.memory.header import object_bytes
 from kvtier.memory.keys import chunk_keys, root_key
@@ -75,7 +76,7 @@ def test_number_of_models_is_limited() -> None:
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 1000, 1024])
 def test_prompt_is_split_into_chunks_like_in_an_engine(count: int) -> None:
     tokens = list(range(count))
-    prompt = Models().prompt(MODEL, tokens, "tenant")
+    prompt = PromptChunks.of(MODEL, tokens, "tenant")
     root = root_key(MODEL.namespace, "tenant")
     assert prompt.keys == chunk_keys(root, tokens, 256, tail=True)
     assert len(prompt.keys) == len(prompt.tokens) == len(prompt.lengths) == -(-count // 256)
@@ -87,9 +88,9 @@ def test_prompt_is_split_into_chunks_like_in_an_engine(count: int) -> None:
 @pytest.mark.parametrize("tokens", [[-1], [1 << 32], ["1"], [1.5], [None]])
 def test_invalid_token_ids_are_refused(tokens: list[int]) -> None:
     with pytest.raises(WrongPrompt, match="must be integers from 0 to 4294967295"):
-        Models().prompt(MODEL, tokens)
+        PromptChunks.of(MODEL, tokens)
 
 
 def test_invalid_salt_is_refused() -> None:
     with pytest.raises(WrongPrompt):
-        Models().prompt(MODEL, [1], "\ud800")
+        PromptChunks.of(MODEL, [1], "\ud800")

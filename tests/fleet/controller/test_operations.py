@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.fleet.controller import prompts
+from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.member.protocol import Changed, Command, Delete, Fetch, Model, TierDescription, Tokenize
 from kvtier.memory.keys import join_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
@@ -54,7 +55,7 @@ async def test_lookup_lists_each_tier_of_each_instance(controller: RunningContro
 async def test_model_with_two_layouts_is_found_in_both(controller: RunningController) -> None:
     layout = ChunkLayout(128, (GroupLayout(32, (4096,)),))
     other = Model(["meta/llama"], namespace("meta/llama", layout), layout, False)
-    keys = controller.registry.models.prompt(other, TOKENS).keys
+    keys = PromptChunks.of(other, TOKENS).keys
     async with controller.instance("a", ram=KEYS[:2]), controller.instance("b", ram=keys[:3], models=[other]):
         assert await controller.held() == {"a": {"ram": 2 * CHUNK}, "b": {"ram": 3 * 128}}
         event = await controller.done("/move", **B_TO_A)
@@ -82,7 +83,7 @@ async def test_prompt_is_tokenized_by_an_instance_that_serves_the_model(
 ) -> None:
     without = Model(MODEL.names, MODEL.namespace, MODEL.layout, False)
     text = "a prompt of bytes " * 60
-    keys = controller.registry.models.prompt(MODEL, list(text.encode())).keys
+    keys = PromptChunks.of(MODEL, list(text.encode())).keys
     async with (
         controller.instance("a", ram=keys, models=[without]) as a,
         controller.instance("b") as b,

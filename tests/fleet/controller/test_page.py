@@ -18,8 +18,8 @@ import pytest
 from playwright.async_api import Browser, expect
 from websockets.asyncio.client import connect
 
-from kvtier.fleet.controller.models import Models
-from kvtier.fleet.controller.page import FILES
+from kvtier.fleet.controller.app import PAGE_FILES
+from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.controller.serve import Controller, run_controller
 from kvtier.fleet.controller.settings import ServiceSettings
 from kvtier.fleet.member.protocol import CONNECT_PATH, Delete, Done, Failed, Fetch, Progress, Serves, UpToDate
@@ -71,7 +71,7 @@ async def registered(
         yield one
 
 
-KEYS = list(Models().prompt(MODEL, TOKENS).keys)[:4]
+KEYS = list(PromptChunks.of(MODEL, TOKENS).keys)[:4]
 """Keys of the whole chunks."""
 
 
@@ -395,7 +395,7 @@ async def test_files_are_served_with_their_headers(tmp_path: Path) -> None:
         real(tmp_path, token=TOKEN) as (_, url),
         httpx.AsyncClient(base_url=url, verify=False) as client,
     ):
-        for path in FILES.iterdir():
+        for path in PAGE_FILES.iterdir():
             at = "/" if path.name == "index.html" else f"/page/{path.name}"
             answer = await client.get(at)
             assert answer.content == path.read_bytes()

@@ -13,7 +13,7 @@ import pytest
 from playwright.async_api import Browser, expect
 from scikit_build_core.build import build_wheel
 
-from kvtier.fleet.controller.page import FILES
+from kvtier.fleet.controller.app import PAGE_FILES
 from tests.fleet.controller.browser import Visit, scripted, visiting
 from tests.fleet.controller.scripted import ScriptedController, event, instance, tier, what_if
 
@@ -209,7 +209,7 @@ async def test_charts_after_a_disconnection(browser: Browser) -> None:
 
 
 def test_page_loads_nothing_from_other_hosts() -> None:
-    sources = {path.name: path.read_text() for path in FILES.iterdir()}
+    sources = {path.name: path.read_text() for path in PAGE_FILES.iterdir()}
     assert set(sources) >= {"index.html", "style.css", "main.js"}
     for name, text in sources.items():
         assert re.findall(r"https?://[^\s\"']+", text) in ([], ["http://www.w3.org/2000/svg"]), name
@@ -220,11 +220,11 @@ def test_page_loads_nothing_from_other_hosts() -> None:
 
 
 def test_files_are_in_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(FILES.parents[3])
+    monkeypatch.chdir(PAGE_FILES.parents[3])
     # Without the native core, which saves seconds.
     wheel = build_wheel(str(tmp_path), {"wheel.cmake": "false"})
     with zipfile.ZipFile(tmp_path / wheel) as archive:
         packed = {
             Path(name).name for name in archive.namelist() if name.startswith("kvtier/fleet/controller/page/")
         }
-    assert packed == {path.name for path in FILES.iterdir()}
+    assert packed == {path.name for path in PAGE_FILES.iterdir()}

@@ -7,13 +7,12 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.fleet.controller import history
 from kvtier.fleet.controller import registry as registry_module
+from kvtier.fleet.controller.answers import Sample, TierSample
 from kvtier.fleet.controller.checks import MAX_TIERS
 from kvtier.fleet.controller.errors import RefusedInstance, UnknownName
-from kvtier.fleet.controller.history import History, Sample, TierSample
 from kvtier.fleet.controller.member import Member
-from kvtier.fleet.controller.registry import Registry
+from kvtier.fleet.controller.registry import RETENTION_SECONDS, History, Registry
 from kvtier.fleet.member.protocol import (
     HeldBy,
     Hello,
@@ -200,14 +199,14 @@ async def test_history_covers_an_hour_and_survives_the_connection() -> None:
     other.heartbeat = heartbeat()
     kept.sample([other], 4510.0)
     assert len(kept.of("one")) == 1, "its tiers have changed"
-    kept.sample([], 4509.0 + history.RETENTION_SECONDS)
+    kept.sample([], 4509.0 + RETENTION_SECONDS)
     assert kept.of("one")
-    kept.sample([], 4510.0 + history.RETENTION_SECONDS)
+    kept.sample([], 4510.0 + RETENTION_SECONDS)
     assert kept.of("one") == ()
 
 
 async def test_number_of_histories_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "MAX_INSTANCES", 3)
+    monkeypatch.setattr(registry_module, "MAX_INSTANCES", 3)
     registry, kept = Registry(), History()
     for number in range(5):
         member = await admit(registry, f"i{number}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvtier.fleet.controller.api import WhatIfAnswer
+from kvtier.fleet.controller.answers import WhatIfAnswer
 from kvtier.fleet.controller.checks import MAX_CHANGES, MAX_POINTS
 from kvtier.fleet.controller.connection import MAX_SMALL_BYTES
 from kvtier.fleet.member.protocol import WhatIf
