@@ -27,6 +27,7 @@ from kvtier.http import Message, Receive, Send, serving
 from tests.rigs.certificates import make_certificate
 from tests.rigs.open_files import open_files
 from tests.rigs.servers.redis import TLSFiles
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -437,9 +438,7 @@ async def test_body_in_tiny_chunks_is_parsed_in_slices_and_not_read_ahead(
     async with serving(read_late, "127.0.0.1:0") as address, connect_raw(address) as stream:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stream.send, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
-            with anyio.fail_after(30):
-                while not (connections and connections[0].flow.read_paused):
-                    await anyio.sleep(0.01)
+            await until(lambda: connections and connections[0].flow.read_paused)
             for _ in range(1000):
                 await anyio.lowlevel.checkpoint()
             [connection] = connections

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from kvtier.backends.redis.topology import SLOTS
-from kvtier.testing.servers import TIMEOUT_SECONDS, free_port
+from kvtier.testing.servers import free_port
 from tests.rigs.servers.redis import HOST, RedisServer, TLSFiles
+from tests.rigs.waiting import wait_until
 
 from .redis_pool import execute, info
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds."""
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "timed out waiting for the condition"
-        time.sleep(0.02)
 
 
 def _make_folder(folder: Path) -> Path:

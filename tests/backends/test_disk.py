@@ -35,6 +35,7 @@ from tests.rigs.chunks import (
     opened,
 )
 from tests.rigs.composed_backends import SealedBackend
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -119,9 +120,7 @@ def _keep_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def wait_until_ended(threads: set[threading.Thread]) -> None:
-    with anyio.fail_after(30):
-        while any(thread.is_alive() for thread in threads):
-            await anyio.sleep(0.001)
+    await until(lambda: not any(thread.is_alive() for thread in threads))
 
 
 async def test_threads_end_with_the_backend(tmp_path: Path, io: str) -> None:
@@ -530,9 +529,7 @@ async def test_scan_deletes_leftover_temporary_files_but_not_active_ones(
                 outcomes.extend(await backend.put([(key, filled(PAGE))]))
 
             group.start_soon(put)
-            with anyio.fail_after(30):
-                while len(list(folder.iterdir())) < 2:
-                    await anyio.sleep(0.001)
+            await until(lambda: len(list(folder.iterdir())) >= 2)
             assert [batch async for batch in backend.scan()] == []
             assert not leftover.exists()
             resume.set()

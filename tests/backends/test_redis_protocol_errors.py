@@ -14,8 +14,8 @@ from kvtier.backends.redis import RedisBackend, RedisSettings
 from kvtier.errors import TierError
 from kvtier.testing.servers import free_port
 from tests.rigs.servers.redis import HOST, RedisServer
+from tests.rigs.waiting import wait_until
 
-from .redis_groups import wait_until
 from .redis_pool import (
     FAILED,
     KEYS,

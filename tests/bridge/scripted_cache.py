@@ -10,9 +10,10 @@ from pathlib import Path
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.bridge.protocol import Hello, Welcome
+from tests.rigs.waiting import wait_until
 from tests.rpc.scripted_server import ScriptedServer
 
-from .conftest import hello, wait_until
+from .conftest import hello
 
 ARENA_BYTES = 1 << 20
 

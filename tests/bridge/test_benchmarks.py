@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bridge.conftest import wait_until
 from tests.rigs.benchmark import ROOT, run_benchmark
+from tests.rigs.waiting import wait_until
 
 
 def test_look_up() -> None:

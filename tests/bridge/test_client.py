@@ -34,19 +34,9 @@ from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys
 from kvtier.pipeline.query import Query
 from kvtier.rpc.client import MIN_RETRY_SECONDS
 from kvtier.rpc.frames import Ping, Pong
+from tests.rigs.waiting import wait_until
 
-from .conftest import (
-    CHUNK_TOKENS,
-    KEYS,
-    ROOT,
-    confirm,
-    hello,
-    is_serving,
-    reserve,
-    store,
-    wait_for_reply,
-    wait_until,
-)
+from .conftest import CHUNK_TOKENS, KEYS, ROOT, confirm, hello, is_serving, reserve, store, wait_for_reply
 from .scripted_cache import scheduler_of, worker_of
 
 Start = Callable[..., subprocess.Popen[str]]

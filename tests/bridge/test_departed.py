@@ -21,10 +21,11 @@ from kvtier.bridge.pending_writes import WriterProcess
 from kvtier.bridge.protocol import Commit, Hello, Leave, Reserve, Reserved, Run
 from kvtier.memory.keys import join_keys
 from kvtier.plugins import Plugins
+from tests.rigs.waiting import until, wait_until
 
 from .conftest import KEYS as REAL_KEYS
 from .conftest import ROOT as REAL_ROOT
-from .conftest import Start, is_serving, reserve, wait_until
+from .conftest import Start, is_serving, reserve
 from .conftest import hello as real_hello
 from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, NAMESPACE, Host, open_host
 from .test_lost_connections import ask, engine, reservations, until_left
@@ -82,9 +83,9 @@ async def disconnect(process: subprocess.Popen[str]) -> None:
 
 
 async def until_free(host: Host) -> None:
-    with anyio.fail_after(60):
-        while host.server.status()["reservations"] != {"bytes": 0, "void_bytes": 0, "departed_engines": 0}:
-            await anyio.sleep(0.01)
+    await until(
+        lambda: host.server.status()["reservations"] == {"bytes": 0, "void_bytes": 0, "departed_engines": 0}
+    )
 
 
 def no_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +123,7 @@ async def test_all_memory_of_an_engine_is_free_when_its_processes_have_exited(
                 await worker0.status()
             await worker0.stream.aclose()
             await scheduler.stream.aclose()
-            with anyio.fail_after(60):
-                while host.server.engines:
-                    await anyio.sleep(0.01)
+            await until(lambda: not host.server.engines)
             assert host.server.status()["reservations"]["departed_engines"] == 1  # type: ignore[index]
         await until_free(host)
 

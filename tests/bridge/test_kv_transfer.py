@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import anyio
 import pytest
 
 from kvtier.bridge.protocol import (
@@ -29,6 +28,7 @@ from kvtier.memory.layout import ChunkLayout
 from kvtier.plugins import Plugins
 from kvtier.rpc.frames import Refused
 from kvtier.testing.servers import free_port
+from tests.rigs.waiting import until
 
 from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, ROOT, TOKENS, Host, Peer, open_host, store
 
@@ -94,12 +94,6 @@ def is_idle(host: Host) -> bool:
         cache.arena.leases - cache.catalog.count(0),
     )
     return not any(counts)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(30):
-        while not condition():
-            await anyio.sleep(0.005)
 
 
 @asynccontextmanager

@@ -17,12 +17,13 @@ from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Commit, Found, Hello, Leave, Lookup, Reserve, Reserved, Run
 from kvtier.memory.keys import join_keys
 from kvtier.plugins import Plugins
+from tests.rigs.waiting import until, wait_until
 
 from .conftest import KEYS as REAL_KEYS
 from .conftest import LAYOUT as REAL_LAYOUT
 from .conftest import NAMESPACE as REAL_NAMESPACE
 from .conftest import ROOT as REAL_ROOT
-from .conftest import Start, is_serving, reserve, wait_until
+from .conftest import Start, is_serving, reserve
 from .scripted import CHUNK_TOKENS, KEYS, ROOT, Host, Peer, open_host, store
 
 pytestmark = pytest.mark.anyio
@@ -53,9 +54,7 @@ def reservations(host: Host) -> list[int]:
 
 async def until_left(host: Host, connections: int) -> None:
     """Wait until the first engine has this many connections."""
-    with anyio.fail_after(30):
-        while len(host.server._connections["engine"]) != connections:
-            await anyio.sleep(0.005)
+    await until(lambda: len(host.server._connections["engine"]) == connections)
 
 
 @asynccontextmanager

@@ -18,8 +18,9 @@ from kvtier.bridge.client import SchedulerBridge
 from kvtier.bridge.notices import MAX_CHARACTERS, MAX_NOTICES, Notices
 from kvtier.bridge.protocol import Notice, decode_from_cache
 from kvtier.rpc.frames import FrameReader, encode
+from tests.rigs.waiting import until, wait_until
 
-from .conftest import KEYS, hello, is_serving, store, wait_until
+from .conftest import KEYS, hello, is_serving, store
 from .scripted import open_host
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -42,12 +43,6 @@ async def forwarded(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[str]]
             yield sent
             tasks.cancel_scope.cancel()
     assert logger.handlers == []
-
-
-async def until(condition: Callable[[], object]) -> None:
-    with anyio.fail_after(10):
-        while not condition():
-            await anyio.sleep(0.005)
 
 
 @pytest.mark.anyio

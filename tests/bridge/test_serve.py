@@ -15,8 +15,9 @@ import pytest
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.pipeline.query import Query
+from tests.rigs.waiting import wait_until
 
-from .conftest import CHUNK_TOKENS, KEYS, LAYOUT, hello, is_serving, store, wait_until
+from .conftest import CHUNK_TOKENS, KEYS, LAYOUT, hello, is_serving, store
 
 Start = Callable[..., subprocess.Popen[str]]
 PAUSES = [

@@ -24,8 +24,9 @@ from kvtier.bridge.spawn import CacheProcess, default_address
 from kvtier.concurrency import placement
 from kvtier.concurrency.placement import Placement
 from kvtier.errors import ChannelError
+from tests.rigs.waiting import wait_until
 
-from .conftest import hello, is_serving, wait_until
+from .conftest import hello, is_serving
 
 BIND = 2
 """MPOL_BIND of set_mempolicy(2)."""

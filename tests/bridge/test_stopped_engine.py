@@ -14,10 +14,11 @@ from kvtier.bridge.client import status
 from kvtier.bridge.protocol import Confirm, Confirmed, Found, Lookup, Reserve, Reserved, Run
 from kvtier.memory.keys import chunk_keys, join_keys, root_key
 from kvtier.plugins import Plugins
+from tests.rigs.waiting import wait_until
 
 from .conftest import CHUNK_TOKENS as REAL_CHUNK_TOKENS
 from .conftest import ROOT as REAL_ROOT
-from .conftest import Start, is_serving, store, wait_until
+from .conftest import Start, is_serving, store
 from .scripted import CHUNK_TOKENS, NAMESPACE, open_host
 from .scripted import store as store_scripted
 

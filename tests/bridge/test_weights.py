@@ -26,8 +26,9 @@ from kvtier.bridge.protocol import (
 from kvtier.memory.keys import chunk_keys, join_keys, root_key
 from kvtier.memory.layout import has_weights, namespace
 from kvtier.rpc.frames import Refused
+from tests.rigs.waiting import wait_until
 
-from .conftest import hello, wait_until
+from .conftest import hello
 from .scripted import CHUNK_TOKENS, LAYOUT, TOKENS, Host, Peer, open_host
 from .scripted_cache import ScriptedCache
 

@@ -27,8 +27,9 @@ from kvtier.observability.whatif.simulated_cache import SimulatedCache, configur
 from kvtier.pipeline.query import Query
 from kvtier.settings import TierSettings
 from kvtier.testing.faults import Fault, FaultyBackend
-from tests.rigs.faulty_sources import BUILT_IN, DictBackend, wait_until
+from tests.rigs.faulty_sources import BUILT_IN, DictBackend
 from tests.rigs.small_disk import mounted
+from tests.rigs.waiting import until
 
 from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
 
@@ -81,9 +82,7 @@ async def opened(settings: Settings, *pools: Any) -> AsyncIterator[Opened]:
     """Open a cache. At the end, only the first tier may hold leases."""
     async with TieredCache.open(settings, plugins=BUILT_IN, pools=pools) as cache:
         yield Opened(cache, cache.model("llama", token_bytes=TOKEN_BYTES))
-        with anyio.fail_after(60):
-            while cache.pending_bytes or cache.arena.leases != cache.catalog.count(0):
-                await anyio.sleep(0.01)
+        await until(lambda: not (cache.pending_bytes or cache.arena.leases != cache.catalog.count(0)))
         assert not cache.status()["flights"]
 
 
@@ -230,7 +229,7 @@ async def test_full_write_queue_defers_what_is_admitted_later(settings: MakeSett
     async with opened(configured_settings) as serving:
         await serving.store(tokens)
         assert await serving.retrieve(tokens) == len(tokens)
-        await wait_until(lambda: serving.cache.catalog.count(DISK) == 32)
+        await until(lambda: serving.cache.catalog.count(DISK) == 32)
         assert serving.cache.counts["write_deferred"]
 
 

@@ -10,12 +10,8 @@ from kvtier.memory.keys import ChunkKey, chunk_keys, root_key, state_key
 from kvtier.pipeline.found import Lookup
 from kvtier.pipeline.query import Expected, Query
 from kvtier.testing.noise import noise
-from tests.rigs.faulty_sources import (
-    CacheHarness,
-    MakeSettings,
-    opened,
-    wait_until,
-)
+from tests.rigs.faulty_sources import CacheHarness, MakeSettings, opened
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -177,7 +173,7 @@ async def test_continued_session_keeps_its_last_two_states(settings: MakeSetting
         assert await harness.cache.drain(60)
         harness.cache.supersede_states(KEYS[4])
         catalog = harness.cache.catalog
-        await wait_until(lambda: not any(catalog.tiers(state_key(KEYS[at])) for at in (1, 2)))
+        await until(lambda: not any(catalog.tiers(state_key(KEYS[at])) for at in (1, 2)))
         assert [catalog.tiers(state_key(KEYS[at])) for at in (4, 5)] == [[0, 1], [0, 1]]
         assert all(catalog.tiers(key) == [0, 1] for key in KEYS)
 
@@ -193,5 +189,5 @@ async def test_state_at_a_branch_is_kept(settings: MakeSettings) -> None:
         harness.cache.commit([reservation])
         harness.cache.supersede_states(KEYS[5])
         catalog = harness.cache.catalog
-        await wait_until(lambda: not any(catalog.tiers(state_key(KEYS[at])) for at in (3, 4)))
+        await until(lambda: not any(catalog.tiers(state_key(KEYS[at])) for at in (3, 4)))
         assert [catalog.tiers(state_key(KEYS[at])) for at in (1, 2)] == [[0], [0]]

@@ -13,13 +13,8 @@ from kvtier.pipeline.query import Query
 from kvtier.testing.faults import Fault
 from kvtier.tiers import batches
 from kvtier.tiers.slots import Slots
-from tests.rigs.faulty_sources import (
-    MakeSettings,
-    Source,
-    opened,
-    set_costs,
-    wait_until,
-)
+from tests.rigs.faulty_sources import MakeSettings, Source, opened, set_costs
+from tests.rigs.waiting import until
 
 from .conftest import CHUNK_OBJECT_BYTES, rows
 
@@ -241,7 +236,7 @@ async def test_two_reads_are_in_flight(
         delays.hang()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(harness.retrieve, tokens)
-            await wait_until(lambda: delays.waiting == 2)
+            await until(lambda: delays.waiting == 2)
             await anyio.wait_all_tasks_blocked()
             assert delays.waiting == 2
             delays.resume()
@@ -260,7 +255,7 @@ async def test_reads_without_a_free_slot_use_another_source(settings: MakeSettin
         harness.hang("near")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(harness.retrieve, first)
-            await wait_until(lambda: harness.sources["near"].delays.waiting == 1)
+            await until(lambda: harness.sources["near"].delays.waiting == 1)
             assert await harness.retrieve(second) == 1024
             harness.sources["near"].delays.resume()
         await harness.wait_until_idle()
@@ -282,7 +277,7 @@ async def test_request_is_cancelled_during_its_reads(
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(harness.retrieve, tokens)
-            await wait_until(lambda: harness.sources[hanging].delays.waiting > 0)
+            await until(lambda: harness.sources[hanging].delays.waiting > 0)
             tasks.cancel_scope.cancel()
         harness.sources[hanging].delays.resume()
         await harness.wait_until_idle()
@@ -308,7 +303,7 @@ async def test_cache_is_closed_during_reads(
         harness.sources["near"].faults.fault = Fault.FAIL
         harness.sources[hanging].delays.hang()
         harness.cache.look_up(Query(harness.model.keys(tokens))).release()
-        await wait_until(lambda: harness.sources[hanging].delays.waiting > 0)
+        await until(lambda: harness.sources[hanging].delays.waiting > 0)
         arena = harness.cache.arena
         tasks.start_soon(resume_later, harness.sources[hanging])
         harness.cache.tasks.cancel_scope.cancel()
@@ -323,10 +318,10 @@ async def test_chunks_cleared_during_a_fallback_do_not_arrive(settings: MakeSett
         far = harness.sources["far"]
         far.delays.hang()
         harness.cache.look_up(Query(harness.model.keys(tokens))).release()
-        await wait_until(lambda: far.delays.waiting > 0)
+        await until(lambda: far.delays.waiting > 0)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(harness.model.clear)
-            await wait_until(lambda: far.delays.waiting > 1)
+            await until(lambda: far.delays.waiting > 1)
             far.delays.resume()
         await harness.wait_until_idle()
         assert len(harness.cache.catalog) == 0

@@ -15,6 +15,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings
 from kvtier.tiers.batches import IN_FLIGHT
+from tests.rigs.waiting import until
 
 from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
 
@@ -97,9 +98,7 @@ async def opened(
         finally:
             backend.fails = backend.raises = False
             backend.resumed.set()
-        with anyio.fail_after(60):
-            while cache.pending_bytes or cache.arena.leases != cache.catalog.count(0):
-                await anyio.sleep(0.01)
+        await until(lambda: not (cache.pending_bytes or cache.arena.leases != cache.catalog.count(0)))
 
 
 def hang(cache: TieredCache, backend: ScriptedBackend) -> None:
@@ -117,12 +116,6 @@ def resume(cache: TieredCache, backend: ScriptedBackend) -> None:
 def set_deadline(cache: TieredCache, seconds: float) -> None:
     tier = cache.tiers[1]
     tier.settings = tier.settings.model_copy(update={"deadline": seconds})
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(60):
-        while not condition():
-            await anyio.sleep(0.005)
 
 
 async def store_in_lower_tier_only(cache: TieredCache, model: ModelCache, tokens: list[int]) -> None:
@@ -204,7 +197,7 @@ async def test_hanging_write_keeps_its_memory_and_is_recorded_late(
         assert cache.arena.leases > cache.catalog.count(0)
         assert not any(cache.catalog.tiers(key) == [0, 1] for key in model.keys(tokens))
         resume(cache, backend)
-        await wait_until(lambda: cache.arena.leases == cache.catalog.count(0))
+        await until(lambda: cache.arena.leases == cache.catalog.count(0))
         assert all(cache.catalog.tiers(key) == [0, 1] for key in model.keys(tokens))
 
 
@@ -233,7 +226,7 @@ async def test_cancelled_request_frees_its_leases(settings: MakeSettings, prompt
         backend.resumed = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(model.retrieve, tokens, bytearray(len(tokens) * TOKEN_BYTES))
-            await wait_until(lambda: backend.waiting > 0)
+            await until(lambda: backend.waiting > 0)
             tasks.cancel_scope.cancel()
 
 
@@ -249,7 +242,7 @@ async def test_chunks_beyond_the_write_queue_are_written_later(
         assert cache.pending_bytes <= 2 * 64 * CHUNK_OBJECT_BYTES // 4, "waiting chunks hold memory"
         assert model.held_tokens(prompt(2048, seed=5)) == 2048
         backend.resumed.set()
-        await wait_until(lambda: len(backend.held) == 48)
+        await until(lambda: len(backend.held) == 48)
 
 
 async def test_chunks_cleared_during_a_write_do_not_arrive(settings: MakeSettings, prompt: Prompt) -> None:
@@ -257,10 +250,10 @@ async def test_chunks_cleared_during_a_write_do_not_arrive(settings: MakeSetting
         tokens = prompt(1024)
         hang(cache, backend)
         await model.store(tokens, rows(tokens))
-        await wait_until(lambda: backend.waiting > 0)
+        await until(lambda: backend.waiting > 0)
         assert await model.clear() == 4
         resume(cache, backend)
-        await wait_until(lambda: not backend.held and not len(cache.catalog))
+        await until(lambda: not backend.held and not len(cache.catalog))
 
 
 async def test_write_continues_if_only_memory_is_cleared(settings: MakeSettings, prompt: Prompt) -> None:
@@ -268,10 +261,10 @@ async def test_write_continues_if_only_memory_is_cleared(settings: MakeSettings,
         tokens = prompt(1024)
         hang(cache, backend)
         await model.store(tokens, rows(tokens))
-        await wait_until(lambda: backend.waiting > 0)
+        await until(lambda: backend.waiting > 0)
         assert (await cache.clear(model.keys(tokens), tiers=["ram"])).chunks == 4
         resume(cache, backend)
-        await wait_until(lambda: len(backend.held) == 4 and not cache.pending_bytes)
+        await until(lambda: len(backend.held) == 4 and not cache.pending_bytes)
         assert model.held_tokens(tokens) == 1024
 
 
@@ -293,12 +286,12 @@ async def test_chunks_cleared_while_queued_are_not_written(settings: MakeSetting
         for seed in range(IN_FLIGHT):
             first = prompt(256, seed=seed)
             await model.store(first, rows(first))
-            await wait_until(lambda: backend.waiting == seed + 1)  # noqa: B023 - called at once
+            await until(lambda: backend.waiting == seed + 1)  # noqa: B023 - called at once
         await model.store(waiting, rows(waiting))
         assert await model.clear() == IN_FLIGHT + 4
         assert await model.store(waiting, rows(waiting)[::-1]) == 1024, "with other weights"
         resume(cache, backend)
-        await wait_until(lambda: len(backend.held) == 4)
+        await until(lambda: len(backend.held) == 4)
         assert await model.move(waiting, "ram", "doll") == 1024
         out = bytearray(len(waiting) * TOKEN_BYTES)
         assert await model.retrieve(waiting, out) == 1024

@@ -18,6 +18,7 @@ from kvtier.pipeline.query import Expected
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.testing.faults import Fault
 from tests.rigs.faulty_sources import CacheHarness, opened
+from tests.rigs.waiting import until
 
 from .conftest import CHUNK_OBJECT_BYTES
 
@@ -132,9 +133,7 @@ async def test_cancelled_at_every_await(
         async def forget() -> None:
             """Wait for pending work, and remove all copies from the target and the catalog."""
             await harness.wait_until_idle()
-            with anyio.fail_after(60):
-                while any(catalog.state(key, tier) is State.PENDING for key in keys):
-                    await anyio.sleep(0.005)
+            await until(lambda: not any(catalog.state(key, tier) is State.PENDING for key in keys))
             await harness.cache.clear(keys, tiers=[target])
             for key in keys:
                 if near.index in catalog.tiers(key):

@@ -16,6 +16,7 @@ from kvtier.catalog.partial_matches import block_tags_of
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import block_hashes
 from kvtier.pipeline.query import Query
+from tests.rigs.waiting import until
 
 from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
 
@@ -29,9 +30,7 @@ async def opened(settings: Settings) -> AsyncIterator[tuple[TieredCache, ModelCa
     """Open a cache with one model. At the end, only the first tier may hold leases."""
     async with TieredCache.open(settings) as cache:
         yield cache, cache.model("llama", token_bytes=TOKEN_BYTES)
-        with anyio.fail_after(60):
-            while cache.pending_bytes or cache.arena.leases != cache.catalog.count(0):
-                await anyio.sleep(0.01)
+        await until(lambda: not (cache.pending_bytes or cache.arena.leases != cache.catalog.count(0)))
         assert not cache.status()["flights"]
 
 
@@ -124,9 +123,7 @@ async def test_a_longer_partial_chunk_replaces_a_shorter_one(settings: MakeSetti
             assert model.held_tokens(tokens[:length]) == length
         # What a longer one begins with is not kept either.
         await model.store(tokens[:560], rows(tokens[:560]))
-        with anyio.fail_after(60):
-            while cache.catalog.count(0) != 3:
-                await anyio.sleep(0.01)
+        await until(lambda: cache.catalog.count(0) == 3)
         assert (await retrieve(model, tokens[:560]))[0] == 560
 
 

@@ -17,6 +17,7 @@ from kvtier.errors import TierError
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
+from tests.rigs.waiting import until
 
 from .conftest import TOKEN_BYTES, rows
 
@@ -105,9 +106,7 @@ async def opened(
             yield cache, cache.model("llama", token_bytes=TOKEN_BYTES)
         finally:
             Shared.latest.may_reply.set()
-        with anyio.fail_after(60):
-            while cache.pending_bytes or cache.arena.leases != cache.catalog.count(0):
-                await anyio.sleep(0.01)
+        await until(lambda: not (cache.pending_bytes or cache.arena.leases != cache.catalog.count(0)))
 
 
 async def store(settings: MakeSettings, *prompts: list[int], pool: str = "pool") -> None:
@@ -233,14 +232,10 @@ async def test_cancelled_lookup_leaks_nothing(settings: MakeSettings, prompt: Pr
         Shared.latest.may_reply = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(retrieve, model, tokens)
-            with anyio.fail_after(60):
-                while not Shared.latest.queried:
-                    await anyio.sleep(0.01)
+            await until(lambda: Shared.latest.queried)
             tasks.cancel_scope.cancel()
         Shared.latest.may_reply.set()
-        with anyio.fail_after(60):
-            while model.held_tokens(tokens) != 1024:
-                await anyio.sleep(0.01)
+        await until(lambda: model.held_tokens(tokens) == 1024)
         assert cache.arena.leases == 0, "the cancelled lookup holds leases"
 
 
@@ -284,14 +279,10 @@ async def test_chunks_expire_with_the_ttl_of_the_pool(settings: MakeSettings, pr
         assert await cache.drain(60)
         assert cache.catalog.count(1) == 4
         Shared.pools["pool"].clear()
-        with anyio.fail_after(60):
-            while cache.catalog.count(1):
-                await anyio.sleep(0.02)
+        await until(lambda: not cache.catalog.count(1))
         other = prompt(2048, 1)
         await model.store(other, rows(other))
-        with anyio.fail_after(60):
-            while not set(model.keys(tokens)).intersection(Shared.pools["pool"]):
-                await anyio.sleep(0.02)
+        await until(lambda: set(model.keys(tokens)).intersection(Shared.pools["pool"]))
 
 
 class Checked(Shared):
@@ -373,9 +364,7 @@ async def test_check_of_a_pool_ends_when_a_call_succeeds(
     tokens = prompt(1024)
     async with opened(settings) as (cache, model):
         tier = cache.lower[0]
-        with anyio.fail_after(60):
-            while tier.status()["error"] is None:
-                await anyio.sleep(0.001)
+        await until(lambda: tier.status()["error"] is not None)
         await model.store(tokens, rows(tokens))
         assert await cache.drain(60)
         assert tier.status()["error"] is None

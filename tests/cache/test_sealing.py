@@ -18,6 +18,7 @@ from kvtier.memory.slices import Leases
 from kvtier.settings import TierSettings
 from tests.rigs.faulty_sources import BUILT_IN, DictBackend
 from tests.rigs.hashing import Hashing
+from tests.rigs.waiting import until
 
 from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
 
@@ -39,9 +40,7 @@ async def opened(settings: Settings) -> AsyncIterator[TieredCache]:
     pool = TierSettings(name="pool", type="shelf", write="through")
     async with TieredCache.open(settings, plugins=BUILT_IN, pools=[(pool, DictBackend())]) as cache:
         yield cache
-        with anyio.fail_after(10):
-            while cache.pending_bytes or cache.arena.leases != cache.catalog.count(0):
-                await anyio.sleep(0.01)
+        await until(lambda: not (cache.pending_bytes or cache.arena.leases != cache.catalog.count(0)))
 
 
 def corrupt(cache: TieredCache, key: ChunkKey, at: int = 30) -> None:

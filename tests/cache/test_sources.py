@@ -9,13 +9,8 @@ import pytest
 from kvtier.pipeline.query import Query
 from kvtier.testing.faults import Fault
 from kvtier.tiers.costs import HALF_LIFE_SECONDS, ReadCost
-from tests.rigs.faulty_sources import (
-    CacheHarness,
-    MakeSettings,
-    opened,
-    set_costs,
-    wait_until,
-)
+from tests.rigs.faulty_sources import CacheHarness, MakeSettings, opened, set_costs
+from tests.rigs.waiting import until
 
 from .conftest import CHUNK_OBJECT_BYTES, rows
 
@@ -115,7 +110,7 @@ async def test_chunks_held_only_by_peers_are_demoted(settings: MakeSettings, pro
         assert await harness.retrieve(tokens) == 1024
         assert harness.held_chunks(tokens, "ssd") == []
         assert await harness.model.store(more, rows(more)) > 0
-        await wait_until(lambda: bool(harness.held_chunks(tokens, "ssd")))
+        await until(lambda: bool(harness.held_chunks(tokens, "ssd")))
 
 
 async def test_move_to_peers_keeps_the_source_copy(settings: MakeSettings, prompt: Prompt) -> None:

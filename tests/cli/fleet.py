@@ -27,6 +27,7 @@ from kvtier.instance import Instance
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.plugins import Plugins
 from kvtier.settings import load_settings
+from tests.rigs.waiting import until
 
 from .conftest import Kvtier, Result
 
@@ -71,9 +72,7 @@ class Fleet(NamedTuple):
     async def wait_for_heartbeats(self) -> None:
         """Wait until every instance has sent a heartbeat."""
         members = self.controller.registry.members
-        with anyio.fail_after(TIMEOUT_SECONDS):
-            while not all(members[name].heartbeat for name in self.instances):
-                await anyio.sleep(0.01)
+        await until(lambda: all(members[name].heartbeat for name in self.instances))
 
     async def run(self, *arguments: object) -> Result:
         """Run a command."""
@@ -101,11 +100,11 @@ async def fleet(folder: Path, kvtier: Kvtier, *names: str, **options: Any) -> As
             instance.served.add("vllm", namespace(MODEL, layout), layout, EngineModel([MODEL]))
             running.instances[name] = instance
         members = controller.registry.members
-        with anyio.fail_after(TIMEOUT_SECONDS):
-            while not all(
+        await until(
+            lambda: all(
                 name in members and members[name].up_to_date and members[name].models for name in names
-            ):
-                await anyio.sleep(0.01)
+            )
+        )
         yield running
 
 

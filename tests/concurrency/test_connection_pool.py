@@ -13,6 +13,7 @@ from kvtier.concurrency.sockets import pool as connection_pool
 from kvtier.concurrency.sockets.connection import RECEIVE, Connection, Deadline, Progress
 from kvtier.concurrency.sockets.executor import SMALL_BYTES
 from kvtier.concurrency.sockets.pool import ConnectionPool, Dialer
+from tests.rigs.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("implementation")]
 
@@ -47,9 +48,7 @@ async def test_closed_pool_is_released_with_its_last_connection(is_cancelled: bo
                 await loop.sock_sendall(server, b"x" * LARGE)
                 assert await conversation == Progress(1)
                 assert bytes(answer) == b"x" * LARGE
-        with anyio.fail_after(SECONDS):
-            while count("task") > threads or count("fd") > descriptors:
-                await anyio.sleep(0.01)
+        await until(lambda: not (count("task") > threads or count("fd") > descriptors))
 
 
 async def test_name_resolution_timeout_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from kvtier.concurrency.threads import WorkerThreads, spread
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -37,9 +38,7 @@ class Work:
         return item * 10
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        with anyio.fail_after(30):
-            while not condition():
-                await anyio.sleep(0.001)
+        await until(lambda: condition())
 
 
 async def test_results_are_ordered_and_threads_are_bounded() -> None:

@@ -14,9 +14,9 @@ from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.cuda_copies import CudaCopies, Pinning
 from kvtier.memory.arena import Arena, ArenaMap
 from kvtier.memory.layout import ChunkLayout
-from tests.bridge.conftest import wait_until
 from tests.native.test_copy import BLOCKS, LAYOUTS, NULL, chunks, engine, expected_pages, rank_of
 from tests.rigs.cuda_stand_in.control import DeviceMemory, StandIn
+from tests.rigs.waiting import wait_until
 
 Pages = list[list[torch.Tensor]]
 SIMPLE = LAYOUTS["one group"]

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.integrations.vllm import logs
 from kvtier.integrations.vllm.logs import INTERVAL_SECONDS, LogThread, StoreLog
-from tests.bridge.conftest import wait_until
+from tests.rigs.waiting import wait_until
 
 
 class SlowDisk(Handler):

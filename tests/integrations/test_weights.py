@@ -22,9 +22,9 @@ from kvtier.integrations.vllm.patches import finish_before_resets, follow_engine
 from kvtier.integrations.vllm.request import request_root
 from kvtier.memory.keys import chunk_keys, join_keys
 from kvtier.memory.layout import has_weights, namespace
-from tests.bridge.conftest import wait_until
 from tests.rigs import stepping
 from tests.rigs.stepping import CHUNK_TOKENS, Engine, make_request
+from tests.rigs.waiting import wait_until
 
 from .test_neighbors import multi
 from .test_scheduler import Cache, Worker, wait_for_replies

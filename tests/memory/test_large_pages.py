@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +20,7 @@ from kvtier.memory import large_pages, large_pages_process
 from kvtier.memory.arena import MIN_PREPARED_BYTES, Arena, ArenaMap
 from kvtier.memory.large_pages import LARGE_PAGE_BYTES, MIN_AHEAD_BYTES, LargePages, ahead_bytes, prepare_all
 from kvtier.memory.large_pages_process import CALL_BYTES
+from tests.rigs.waiting import wait_until
 
 KERNEL = tuple(int(number) for number in platform.release().split(".")[:2])
 MIB = 1 << 20
@@ -48,12 +48,6 @@ def memfd() -> Iterator[Callable[[int], int]]:
 
 def allocated_bytes(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds. The timeout of the test limits the wait."""
-    while not condition():
-        time.sleep(0.005)
 
 
 def process_of(pages: LargePages) -> int:

@@ -17,7 +17,7 @@ from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.cuda_copies import CudaCopies
 from kvtier.memory.arena import ArenaMap
 from kvtier.memory.layout import ChunkLayout, GroupLayout
-from tests.bridge.conftest import wait_until
+from tests.rigs.waiting import wait_until
 
 LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
 CHUNKS = [ChunkCopy(1, 0, 64, ([1, 2, 3, 4],))]

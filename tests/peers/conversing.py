@@ -24,6 +24,7 @@ from kvtier.rpc.frames import Message
 from kvtier.rpc.wire import SocketWire
 from kvtier.settings.peer import PeerSettings
 from kvtier.testing.backend import make_key
+from tests.rigs.waiting import until
 
 from .serving import BUILT_IN, CHUNK, PAYLOAD, NoTransport, RawClient
 
@@ -117,6 +118,4 @@ class SessionHarness:
         assert not self.reservations.status()["reservations"]
         assert not self.reservations._announced
         assert not cache.expecting.announced
-        with anyio.fail_after(30):
-            while cache.arena.leases != cache.catalog.count(0):
-                await anyio.sleep(0.001)
+        await until(lambda: cache.arena.leases == cache.catalog.count(0))

@@ -345,10 +345,3 @@ async def reading_from(
         await backend.close()
         await transport.close()
         assert all(not client.throughput.in_flight for client in backend.clients)
-
-
-async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    """Wait until a condition is true."""
-    with anyio.fail_after(seconds):
-        while not condition():
-            await anyio.sleep(0.005)

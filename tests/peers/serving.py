@@ -40,6 +40,7 @@ from kvtier.settings.peer import PeerSettings
 from kvtier.testing.backend import make_key, noise
 from kvtier.transports.base import Dial, Grants, Link, Transport, TransportSettings
 from tests.rigs.open_files import open_files
+from tests.rigs.waiting import until
 
 SECRET = "a secret that these tests share"
 PAYLOAD = 16_000
@@ -270,10 +271,3 @@ async def serving(
 
 def open_descriptors() -> int:
     return len(open_files())
-
-
-async def until(condition: Any, seconds: float = 10) -> None:
-    """Wait until a condition is true."""
-    with anyio.fail_after(seconds):
-        while not condition():
-            await anyio.sleep(0.005)

@@ -24,9 +24,9 @@ from kvtier.rpc.authentication import Credentials
 from kvtier.settings import TierSettings
 from kvtier.testing.backend import blank, is_poisoned, make_key, poison, same
 from kvtier.transports.base import Access, RemoteSpan
+from tests.rigs.waiting import until
 
 from .peer_process import PeerProcess, payload_of, settings_of
-from .scripted import until
 from .test_backend import connected, keys_of
 from .test_client import sockets
 

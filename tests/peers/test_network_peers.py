@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess, wait_for
+from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess
 from tests.rigs.network import Host, Network
+from tests.rigs.waiting import wait_until
 
 PROGRAM = "tests.peers.network_process"
 PORT = 8200
@@ -104,11 +105,11 @@ def test_fetch_over_slow_and_lossy_network(kind: str) -> None:
         instances.store(holder=0)
         instances.store(holder=1, start=COUNT)
         instances.network.delay(0.02)
-        wait_for(lambda: instances.fetch(reader=0, start=COUNT) == COUNT)
-        wait_for(lambda: instances.fetch(reader=1) == COUNT)
+        wait_until(lambda: instances.fetch(reader=0, start=COUNT) == COUNT)
+        wait_until(lambda: instances.fetch(reader=1) == COUNT)
         instances.network.loss(0.02)
-        wait_for(lambda: instances.fetch(reader=0, start=COUNT) == COUNT)
-        wait_for(lambda: instances.fetch(reader=1) == COUNT)
+        wait_until(lambda: instances.fetch(reader=0, start=COUNT) == COUNT)
+        wait_until(lambda: instances.fetch(reader=1) == COUNT)
         assert instances.network.counts.lost > 0
 
 
@@ -117,21 +118,21 @@ def test_partition_longer_than_deadline(kind: str) -> None:
     with open_instances(kind, deadline="1s") as instances:
         network, (near, _) = instances.network, instances.all
         instances.store(holder=1)
-        wait_for(lambda: instances.fetch(reader=0) == COUNT)
+        wait_until(lambda: instances.fetch(reader=0) == COUNT)
 
         network.cut_after(8 * MIB)
         near.send("fetch", start=0, count=COUNT, payload=PAYLOAD)
-        wait_for(lambda: network.is_cut)
+        wait_until(lambda: network.is_cut)
         ready, seconds = near.result()
         assert ready < COUNT
         # A deadline and the time to give up. The timeout of lookups alone is 20 times as long.
         assert seconds < TIMEOUT_SECONDS / 3
-        wait_for(lambda: instances.states(reader=0) != ["connected"])
+        wait_until(lambda: instances.states(reader=0) != ["connected"])
         assert instances.fetch(reader=0) == 0
 
         network.heal()
-        wait_for(lambda: instances.fetch(reader=0) == COUNT)
-        wait_for(lambda: instances.states(reader=0) == ["connected"])
+        wait_until(lambda: instances.fetch(reader=0) == COUNT)
+        wait_until(lambda: instances.states(reader=0) == ["connected"])
 
 
 @few_nixl
@@ -141,15 +142,15 @@ def test_one_of_three_hosts_is_partitioned(kind: str) -> None:
         network = instances.network
         instances.store(holder=1)
         instances.store(holder=2)
-        wait_for(lambda: instances.states(reader=0) == ["connected"] * 2)
-        wait_for(lambda: instances.fetch(reader=0) == COUNT)
+        wait_until(lambda: instances.states(reader=0) == ["connected"] * 2)
+        wait_until(lambda: instances.fetch(reader=0) == COUNT)
         network.cut(network.hosts[2])
-        wait_for(lambda: instances.states(reader=0)[1] != "connected")
-        wait_for(lambda: instances.fetch(reader=0) == COUNT)
+        wait_until(lambda: instances.states(reader=0)[1] != "connected")
+        wait_until(lambda: instances.fetch(reader=0) == COUNT)
         assert instances.states(reader=0)[1] != "connected"
         network.heal()
-        wait_for(lambda: instances.states(reader=0) == ["connected"] * 2)
-        wait_for(lambda: instances.fetch(reader=0) == COUNT)
+        wait_until(lambda: instances.states(reader=0) == ["connected"] * 2)
+        wait_until(lambda: instances.fetch(reader=0) == COUNT)
 
 
 @few_nixl
@@ -171,12 +172,12 @@ def test_partition_during_push(kind: str) -> None:
     with open_instances(kind, deadline="1s") as instances:
         network, (near, far) = instances.network, instances.all
         to = f"{far.host.address}:{PORT}"
-        wait_for(lambda: instances.states(reader=0) == ["connected"])
+        wait_until(lambda: instances.states(reader=0) == ["connected"])
         instances.store(holder=0)
         network.cut_after(8 * MIB)
         near.call("transfer_kv", to=to, start=0, count=COUNT)
         far.send("await_pushed", start=0, count=COUNT, seconds=2.0)
-        wait_for(lambda: network.is_cut)
+        wait_until(lambda: network.is_cut)
         ready, seconds = far.result()
         assert ready < COUNT
         assert seconds < TIMEOUT_SECONDS / 3
@@ -188,5 +189,5 @@ def test_partition_during_push(kind: str) -> None:
             leading: int = near.call("finish", seconds=10.0)
             return leading == COUNT
 
-        wait_for(pushed)
+        wait_until(pushed)
         assert far.call("await_pushed", start=0, count=COUNT, seconds=1.0)[0] == COUNT

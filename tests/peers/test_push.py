@@ -16,9 +16,9 @@ from kvtier.peers.push import PushOutcome
 from kvtier.peers.source import Read, Source
 from kvtier.pipeline.query import Expected, Query
 from kvtier.testing.backend import make_key
+from tests.rigs.waiting import until
 
 from .pushing import CHUNK, Host, hosts, keys_of
-from .scripted import until
 
 pytestmark = pytest.mark.anyio
 

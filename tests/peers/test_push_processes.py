@@ -10,11 +10,11 @@ import pytest
 
 from kvtier.peers.kv_transfer import KVTransfer
 from kvtier.peers.push import PushOutcome
+from tests.rigs.waiting import until
 
 from .peer_process import PeerProcess
 from .push_process import PushProcess
 from .pushing import Host, hosts, keys_of
-from .scripted import until
 from .test_backend_processes import started
 
 pytestmark = pytest.mark.anyio

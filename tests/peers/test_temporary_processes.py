@@ -28,9 +28,9 @@ from kvtier.plugins import Plugins
 from kvtier.rpc.authentication import Credentials
 from kvtier.settings import TierSettings
 from kvtier.testing.backend import make_key, same
+from tests.rigs.waiting import until
 
 from .peer_process import SECRET, PeerProcess, payload_of
-from .scripted import until
 from .test_backend import keys_of
 from .test_backend_processes import started, until_nothing_granted
 from .test_client import sockets

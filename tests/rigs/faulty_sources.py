@@ -7,8 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio
-
 from kvtier import ModelCache, Settings, TieredCache
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.catalog.catalog import State
@@ -21,6 +19,7 @@ from kvtier.testing.faults import FaultyBackend, SlowBackend
 from kvtier.tiers.costs import ReadCost
 from kvtier.tiers.tier import Tier
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
+from tests.rigs.waiting import until
 
 MakeSettings = Callable[..., Settings]
 BUILT_IN = Plugins.load([])
@@ -155,13 +154,15 @@ class CacheHarness:
     async def wait_until_idle(self) -> None:
         """Wait until nothing is in flight, and only the chunks in memory are leased."""
         cache, catalog = self.cache, self.cache.catalog
-        with anyio.fail_after(60):
-            while (
-                cache.pending_bytes
-                or any(catalog.state(key, 0) is State.PENDING for key in catalog.keys(0))
-                or cache.arena.leases != catalog.count(0)
-            ):
-                await anyio.sleep(0.01)
+        await until(
+            lambda: (
+                not (
+                    cache.pending_bytes
+                    or any(catalog.state(key, 0) is State.PENDING for key in catalog.keys(0))
+                    or cache.arena.leases != catalog.count(0)
+                )
+            )
+        )
         assert not cache.status()["flights"]
 
 
@@ -189,9 +190,3 @@ def set_costs(harness: CacheHarness, **seconds: float) -> None:
     for name, value in seconds.items():
         harness.tier(name).reading = reading = ReadCost()
         reading.succeeded(CHUNK_OBJECT_BYTES, value)
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(60):
-        while not condition():
-            await anyio.sleep(0.005)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 
-import anyio
 import pytest
 
 from kvtier.memory import header
+from tests.rigs.waiting import until
 
 
 class Hashing:
@@ -30,6 +30,4 @@ class Hashing:
 
     async def wait_until_started(self, count: int) -> None:
         """Wait until ``count`` hashes have started."""
-        with anyio.fail_after(10):
-            while self.count < count:
-                await anyio.sleep(0.005)
+        await until(lambda: self.count >= count)

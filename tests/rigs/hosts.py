@@ -13,9 +13,7 @@ import os
 import select
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +110,3 @@ async def _serve_commands(commands: object) -> None:
                 reply = {"error": f"{type(error).__name__}: {error}"}
             replies.write(json.dumps(reply, default=str) + "\n")
             replies.flush()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds."""
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "timed out waiting for the condition"
-        time.sleep(0.01)

@@ -34,6 +34,7 @@ from soak.recovery import Recovery
 from soak.schedule import Fault, Phase, Turn
 from soak.stack import DISK_BYTES
 from tests.bridge import scripted
+from tests.rigs.waiting import until
 
 Plugins.load([])
 TURN = Turn(0.0, 0, 0, 1, 0, None)
@@ -201,9 +202,7 @@ async def test_more_is_reserved_than_there_is(tmp_path: Path, monkeypatch: pytes
         assert held_by_engines(host.server.status()).reserved_bytes > 0
         monkeypatch.setattr(server, "STOPPED_SECONDS", 0.0)
         await anyio.to_thread.run_sync(reserve_too_much, host.path)
-        with anyio.fail_after(30):
-            while any(held_by_engines(host.server.status())):
-                await anyio.sleep(0.005)
+        await until(lambda: not any(held_by_engines(host.server.status())))
 
 
 def test_each_cut_connection_counts_once(

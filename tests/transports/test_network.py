@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 
@@ -16,6 +16,7 @@ import pytest
 
 from tests.rigs.network import Host, Network, NetworkError
 from tests.rigs.network.network import ROOT
+from tests.rigs.waiting import wait_until
 
 TIMEOUT_SECONDS = 30.0
 PORT = 5000
@@ -60,13 +61,6 @@ def receive(connection: socket.socket, length: int) -> bytes:
     while len(received) < length and (data := connection.recv(1 << 20)):
         received += data
     return bytes(received)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def wait_until_exited(pid: int) -> None:
@@ -164,7 +158,7 @@ def test_rate_limited_queue_is_bounded(network: Network) -> None:
     with datagrams(near) as ours:
         for _ in range(400):
             ours.sendto(bytes(60_000), (far.address, PORT))
-        wait_for(lambda: network.counts.overflowed > 100)
+        wait_until(lambda: network.counts.overflowed > 100)
         assert network.counts.delivered == 0
 
 
@@ -177,7 +171,7 @@ def test_loss_is_random_and_reproducible() -> None:
             with datagrams(near) as ours, datagrams(far):
                 for number in range(1000):
                     ours.sendto(str(number).encode(), (far.address, PORT))
-                wait_for(lambda: network.counts.delivered + network.counts.lost == 1000)
+                wait_until(lambda: network.counts.delivered + network.counts.lost == 1000)
             lost.append(network.counts.lost)
     assert lost[0] == lost[1]
     assert all(100 < count < 300 for count in lost)
@@ -201,13 +195,13 @@ def test_cut_drops_everything_until_healed(network: Network) -> None:
     with datagrams(near) as ours, datagrams(far) as theirs:
         network.delay(1000)
         ours.sendto(b"on its way", (far.address, PORT))
-        wait_for(lambda: network.counts.in_flight == 1)
+        wait_until(lambda: network.counts.in_flight == 1)
         network.cut()
         assert network.is_cut
         network.delay(0)
         ours.sendto(b"lost", (far.address, PORT))
         theirs.sendto(b"lost, too", (near.address, PORT))
-        wait_for(lambda: network.counts.cut_off == 3)
+        wait_until(lambda: network.counts.cut_off == 3)
         network.heal()
         assert not network.is_cut
         ours.sendto(b"here", (far.address, PORT))
@@ -220,7 +214,7 @@ def test_connection_survives_cut(network: Network) -> None:
     with ours, theirs:
         network.cut()
         ours.sendall(b"later")
-        wait_for(lambda: network.counts.cut_off > 0)
+        wait_until(lambda: network.counts.cut_off > 0)
         network.heal()
         assert theirs.recv(100) == b"later"
 
@@ -237,7 +231,7 @@ def test_cut_after_a_number_of_bytes(network: Network) -> None:
         ]
         for thread in threads:
             thread.start()
-        wait_for(lambda: network.is_cut)
+        wait_until(lambda: network.is_cut)
         assert size // 2 <= network.counts.delivered_bytes < size
         network.heal()
         for thread in threads:
@@ -256,7 +250,7 @@ def test_one_of_three_hosts_is_cut_off() -> None:
             network.cut(third)
             first_socket.sendto(b"to three", (third.address, PORT))
             third_socket.sendto(b"from three", (first.address, PORT))
-            wait_for(lambda: network.counts.cut_off == 2)
+            wait_until(lambda: network.counts.cut_off == 2)
             first_socket.sendto(b"to two", (second.address, PORT))
             assert second_socket.recv(100) == b"to two"
             network.heal(third)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess, wait_for
+from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess
 from tests.rigs.network import Network
+from tests.rigs.waiting import wait_until
 
 PROGRAM = "tests.transports.network_process"
 MIB = 1 << 20
@@ -166,7 +167,7 @@ def test_transfer_survives_short_partition(pair: Pair) -> None:
     pair.read_and_cut(spans, 24 * MIB)
     # TCP has retransmitted, without an error on either side.
     cut_off = network.counts.cut_off
-    wait_for(lambda: network.counts.cut_off >= cut_off + 2)
+    wait_until(lambda: network.counts.cut_off >= cut_off + 2)
     network.heal()
     assert pair.check_outcomes(pair.near.result()) == {"ok"}
     # The transfer resumed where it stopped.
@@ -179,7 +180,7 @@ def test_transfer_survives_short_partition(pair: Pair) -> None:
 def test_partition_longer_than_deadline(strict_pair: Pair) -> None:
     network = strict_pair.network
     long_spans, short_spans = strict_pair.grant(LONG), strict_pair.grant(LENGTHS)
-    wait_for(lambda: strict_pair.read(short_spans) == {"ok"})
+    wait_until(lambda: strict_pair.read(short_spans) == {"ok"})
 
     strict_pair.read_and_cut(long_spans, 8 * MIB)
     start = time.monotonic()
@@ -192,8 +193,8 @@ def test_partition_longer_than_deadline(strict_pair: Pair) -> None:
     assert time.monotonic() - start < TIMEOUT_SECONDS / 2
 
     network.heal()
-    wait_for(lambda: strict_pair.read(short_spans) == {"ok"})
-    wait_for(lambda: strict_pair.read(long_spans) == {"ok"})
+    wait_until(lambda: strict_pair.read(short_spans) == {"ok"})
+    wait_until(lambda: strict_pair.read(long_spans) == {"ok"})
     write_and_check(strict_pair)
     strict_pair.assert_idle()
 
@@ -202,7 +203,7 @@ def test_partition_longer_than_deadline(strict_pair: Pair) -> None:
 def test_repeated_partitions(strict_pair: Pair) -> None:
     network = strict_pair.network
     long_spans, short_spans = strict_pair.grant(LONG), strict_pair.grant(LENGTHS)
-    wait_for(lambda: strict_pair.read(short_spans) == {"ok"})
+    wait_until(lambda: strict_pair.read(short_spans) == {"ok"})
     for round_number in range(ROUNDS):
         strict_pair.read_and_cut(long_spans, (1 + round_number * 7 % 31) * MIB)
         if round_number % 2:
@@ -212,9 +213,9 @@ def test_repeated_partitions(strict_pair: Pair) -> None:
             network.heal()
             # The result depends on when TCP retransmits.
             assert strict_pair.check_outcomes(strict_pair.near.result()) <= {"ok", "failed"}
-        wait_for(lambda: strict_pair.read(long_spans) == {"ok"})
+        wait_until(lambda: strict_pair.read(long_spans) == {"ok"})
         strict_pair.assert_idle()
         if round_number == 4:
             before = strict_pair.resources()
     # There may be a few more connections than before, but not one per partition.
-    wait_for(lambda: strict_pair.resources() < before + ROUNDS - 5)
+    wait_until(lambda: strict_pair.resources() < before + ROUNDS - 5)

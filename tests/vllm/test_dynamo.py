@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from tests.bridge.conftest import wait_until
 from tests.rigs.cache_process import CHUNK, MIB, TIMEOUT_SECONDS
 from tests.rigs.vllm.engine import ARGUMENTS
 from tests.rigs.vllm.models import prompt
+from tests.rigs.waiting import wait_until
 from tests.vllm.conftest import MakeCache, StartEngine
 
 pytestmark = pytest.mark.skipif(find_spec("dynamo") is None, reason="pip install ai-dynamo-runtime")

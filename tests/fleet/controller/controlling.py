@@ -48,6 +48,7 @@ from tests.fleet.controller.registering import (
     RegisteringInstance,
     heartbeat,
 )
+from tests.rigs.waiting import until
 
 CHUNK = MODEL.layout.chunk_tokens
 TOKENS = list(range(4 * CHUNK + 44))
@@ -240,9 +241,7 @@ class RunningController:
         return found
 
     async def wait_until(self, condition: Callable[[], object]) -> None:
-        with anyio.fail_after(TIMEOUT_SECONDS):
-            while not condition():
-                await anyio.sleep(0.005)
+        await until(lambda: condition())
 
     @asynccontextmanager
     async def instance(

@@ -7,8 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import anyio
-
 from kvtier import Settings
 from kvtier.catalog.catalog import State
 from kvtier.fleet.member.served_models import EngineModel
@@ -23,6 +21,7 @@ import kvtier.fleet.member.controller_client  # isort: skip
 import kvtier.fleet.member.tokenizing  # isort: skip
 import kvtier.peers.backend  # isort: skip
 import kvtier.peers.server  # noqa: F401 # isort: skip
+from tests.rigs.waiting import until
 
 CHUNK_TOKENS = 16
 TOKEN_BYTES = 1024
@@ -111,9 +110,7 @@ class Node:
 
     async def wait_until_idle(self) -> None:
         """Wait until nothing is in flight and nothing is leased."""
-        with anyio.fail_after(TIMEOUT_SECONDS):
-            while self.leaked or self.cache.pending_bytes or self.cache.status()["flights"]:
-                await anyio.sleep(0.01)
+        await until(lambda: not (self.leaked or self.cache.pending_bytes or self.cache.status()["flights"]))
 
 
 @asynccontextmanager

@@ -41,6 +41,7 @@ from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Refused, encode_body
 from kvtier.rpc.websocket import ServerWire
+from tests.rigs.waiting import until
 
 TIMEOUT_SECONDS = 60.0
 """Upper bound for whatever a test waits for."""
@@ -165,9 +166,7 @@ class RunningRegistry:
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition holds."""
-        with anyio.fail_after(TIMEOUT_SECONDS):
-            while not condition():
-                await anyio.sleep(0.005)
+        await until(lambda: condition())
 
 
 @asynccontextmanager

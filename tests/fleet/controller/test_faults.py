@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from kvtier.testing.servers import free_port
 from tests.fleet.controller.holding import CHUNK_BYTES, CHUNK_TOKENS, TIMEOUT_SECONDS, prompt
 from tests.fleet.controller.instance_process import InstanceProcess
 from tests.rigs.forks import Forked, python
+from tests.rigs.waiting import wait_until
 
 CHUNKS = 20
 TOKENS = prompt(CHUNKS)
@@ -79,13 +79,6 @@ class Controller:
             return bool(self.get("/healthz"))
         except httpx.TransportError:
             return False
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met"
-        time.sleep(0.01)
 
 
 class Cluster:

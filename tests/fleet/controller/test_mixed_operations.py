@@ -22,7 +22,8 @@ import pytest
 from kvtier.memory.keys import split_keys
 from tests.fleet.controller.holding import TIMEOUT_SECONDS, prompt
 from tests.fleet.controller.instance_process import InstanceProcess
-from tests.fleet.controller.test_faults import Controller, wait_until
+from tests.fleet.controller.test_faults import Controller
+from tests.rigs.waiting import wait_until
 
 PROMPTS, CHUNKS = 4, 8
 ROOM = PROMPTS * CHUNKS // 2

@@ -21,6 +21,7 @@ from tests.fleet.controller.holding import (
     rows,
     settings_of,
 )
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -36,9 +37,7 @@ async def wait_until_registered(controller: RunningController, *names: str) -> N
         members = controller.registry.members
         return all(name in members and members[name].up_to_date and members[name].models for name in names)
 
-    with anyio.fail_after(TIMEOUT_SECONDS):
-        while not is_registered():
-            await anyio.sleep(0.005)
+    await until(lambda: is_registered())
 
 
 async def wait_until_held(controller: RunningController, expected: dict[str, dict[str, int]]) -> None:

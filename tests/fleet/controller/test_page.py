@@ -28,7 +28,7 @@ from tests.cli.fleet import CHUNK_TOKENS, fleet
 from tests.fleet.controller.browser import scripted, visiting
 from tests.fleet.controller.registering import DISK, MODEL, RAM, RegisteringInstance, heartbeat
 from tests.fleet.controller.scripted import RESULT, event, tier
-from tests.peers.serving import until
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 

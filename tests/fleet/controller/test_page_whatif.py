@@ -14,7 +14,7 @@ from kvtier.observability.whatif.sentences import basis, findings
 from tests.fleet.controller.browser import scripted, visiting
 from tests.fleet.controller.scripted import instance, what_if
 from tests.fleet.controller.test_page import real, registered
-from tests.peers.serving import until
+from tests.rigs.waiting import until
 from tests.rigs.whatif_reports import REPORT
 
 pytestmark = pytest.mark.anyio

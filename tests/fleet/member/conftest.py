@@ -26,6 +26,8 @@ import kvtier.peers.backend  # isort: skip
 import kvtier.peers.server  # noqa: F401 # isort: skip
 import anyio.lowlevel
 
+from tests.rigs.waiting import until
+
 SECRET = "a secret that these tests share"
 
 
@@ -86,13 +88,15 @@ class Node:
 
     async def wait_until_idle(self) -> None:
         """Wait until nothing is in flight, and the stored chunks hold the only leases on memory."""
-        with anyio.fail_after(30):
-            while (
-                self.cache.pending_bytes
-                or self.cache.status()["flights"]
-                or self.cache.arena.leases != self.cache.catalog.count(0)
-            ):
-                await anyio.sleep(0.005)
+        await until(
+            lambda: (
+                not (
+                    self.cache.pending_bytes
+                    or self.cache.status()["flights"]
+                    or self.cache.arena.leases != self.cache.catalog.count(0)
+                )
+            )
+        )
 
 
 OpenNode = Callable[..., AbstractAsyncContextManager[Node]]

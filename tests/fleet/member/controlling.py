@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
-import anyio
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
@@ -39,6 +38,7 @@ from kvtier.fleet.member.protocol import (
 from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.plugins import Plugins
 from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Ping, Pong, Refused, encode_body
+from tests.rigs.waiting import until
 
 TOKEN = "a token of these tests"
 BUILT_IN = Plugins.load([])
@@ -223,10 +223,3 @@ async def controlling(**options: Any) -> AsyncIterator[Controller]:
         yield controller
     finally:
         await controller.kill()
-
-
-async def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    """Wait until the condition holds."""
-    with anyio.fail_after(seconds):
-        while not condition():
-            await anyio.sleep(0.005)

@@ -29,7 +29,8 @@ from kvtier.pipeline.query import Query
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 from tests.fleet.member.conftest import SECRET, OpenNode, fetch
-from tests.fleet.member.controlling import controlling, until
+from tests.fleet.member.controlling import controlling
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 RAM, SSD = 0, 1

@@ -27,7 +27,8 @@ from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Refused
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 from tests.fleet.member.conftest import SECRET, Node, OpenNode
-from tests.fleet.member.controlling import Controller, Conversation, controlling, until
+from tests.fleet.member.controlling import Controller, Conversation, controlling
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 LAYOUT = ChunkLayout(256, (GroupLayout(16, (1024,)),))

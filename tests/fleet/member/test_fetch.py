@@ -15,7 +15,8 @@ from kvtier.pipeline.query import Query
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 from tests.fleet.member.conftest import SECRET, Node, OpenNode, address_of, fetch
-from tests.fleet.member.controlling import Controller, Conversation, controlling, until
+from tests.fleet.member.controlling import Controller, Conversation, controlling
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 RAM, SSD = 0, 1

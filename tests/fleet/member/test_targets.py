@@ -10,9 +10,10 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.peers import targets as targets_module
 from kvtier.peers.kv_transfer import KVTransferResult
 from tests.fleet.member.conftest import SECRET, Node, OpenNode, address_of
-from tests.fleet.member.controlling import Controller, controlling, until
+from tests.fleet.member.controlling import Controller, controlling
 
 import kvtier.peers.kv_transfer  # noqa: F401 # isort: skip
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 CHUNKS = 3

@@ -23,7 +23,8 @@ from kvtier.lab.demo import model as demo_model
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc.frames import MAX_FRAME_BYTES
 from tests.fleet.member.conftest import OpenNode
-from tests.fleet.member.controlling import controlling, until
+from tests.fleet.member.controlling import controlling
+from tests.rigs.waiting import until
 
 if find_spec("transformers") is None:
     pytest.skip("transformers is not installed: it comes with vLLM", allow_module_level=True)

@@ -12,7 +12,8 @@ from kvtier.fleet.member.protocol import WhatIf
 from kvtier.instance import Instance
 from kvtier.observability.whatif.report import Report
 from tests.fleet.member.conftest import OpenNode
-from tests.fleet.member.controlling import controlling, until
+from tests.fleet.member.controlling import controlling
+from tests.rigs.waiting import until
 from tests.rigs.whatif_reports import REPORT
 
 pytestmark = pytest.mark.anyio

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import anyio
 import httpx
 import pytest
 
 from kvtier.fleet.proxy.proxy import Proxy, run_proxy
 from kvtier.fleet.proxy.settings import ProxySettings
 from kvtier.fleet.proxy.upstream import State
+from tests.rigs.waiting import until
 
 from .stub import Stub
 
@@ -41,9 +41,7 @@ class Cluster:
             yield response
 
     async def wait_until(self, condition: Callable[[], object]) -> None:
-        with anyio.fail_after(30):
-            while not condition():
-                await anyio.sleep(0.01)
+        await until(lambda: condition())
 
     async def wait_until_ready(self) -> None:
         await self.wait_until(lambda: all(engine.state == State.UP for engine in self.proxy.upstreams))

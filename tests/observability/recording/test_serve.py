@@ -15,17 +15,8 @@ from kvtier.memory.header import object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.recording.reader import TraceRequest, read_recording
 from kvtier.pipeline.query import Query
-from tests.bridge.conftest import (
-    CHUNK_TOKENS,
-    KEYS,
-    LAYOUT,
-    Start,
-    _close_bridges,
-    is_serving,
-    start,
-    store,
-    wait_until,
-)
+from tests.bridge.conftest import CHUNK_TOKENS, KEYS, LAYOUT, Start, _close_bridges, is_serving, start, store
+from tests.rigs.waiting import wait_until
 
 __all__ = ["_close_bridges", "start"]
 
