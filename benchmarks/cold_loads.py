@@ -191,7 +191,7 @@ class Engine:
         """Return the seconds until all chunks of a prompt are in the memory of the cache process."""
         started = time.perf_counter()
         self._scheduler.on_new_request(request)
-        ticket = self._scheduler._requests[request.request_id].ticket
+        ticket = self._scheduler._requests[request.request_id].lookup.ticket
         assert ticket is not None
         while (found := self._bridges[0].found(ticket)) is not None and not found.final:
             time.sleep(STEP_SECONDS)

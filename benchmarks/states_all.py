@@ -17,7 +17,7 @@ class AllStates(KVTierConnector):
         every = states._admits
 
         def admits(state: RequestState, chunks: int) -> bool:
-            return chunks not in state.saved_states or every(state, chunks)
+            return chunks not in state.early.saved_states or every(state, chunks)
 
         states._admits = admits  # type: ignore[method-assign]
         return side

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.bridge.client import LookupState
 from kvtier.integrations.vllm import request as request_module
-from kvtier.integrations.vllm.hits import hit_of, reported_tokens
+from kvtier.integrations.vllm.lookups import hit_of, reported_tokens
 from kvtier.integrations.vllm.request import Hit, RequestState, request_root
 from kvtier.memory.keys import BLOCK_HASH_BYTES, block_hashes, chunk_keys, encode_tokens, equal_blocks
 from kvtier.memory.layout import ChunkLayout, GroupLayout

@@ -192,7 +192,7 @@ def test_abandoned_kv_transfer_restarts_unless_a_load_failed() -> None:
     transfer.begin(state)
     assert len(bridge.started) == 2
     transfer.give_up(state)
-    state.load_failed = True
+    state.lookup.load_failed = True
     transfer.begin(state)
     assert len(bridge.started) == 2
     assert transfer.finish(state) == 0
@@ -210,7 +210,7 @@ def test_expected_wait_is_limited_by_settings() -> None:
     assert expected.chunks == 1
     assert 0 < expected.seconds <= 0.5
     assert not transfer.wants_tail(shorter)
-    shorter.expect_until = 0.0
+    shorter.transfer.expect_until = 0.0
     assert transfer.expected(shorter, keys) == (0, 0.0)
     assert transfer.expected(state_of(transfer, None), keys) == (0, 0.0)
 

@@ -19,10 +19,10 @@ from vllm.v1.request import RequestStatus
 from kvtier import Settings
 from kvtier.bridge import protocol
 from kvtier.errors import UnsupportedEngine
-from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.connector import KVTierConnector
 from kvtier.integrations.vllm.foreign_loads import MAX_STEPS_IN_FLIGHT, ForeignLoads
 from kvtier.integrations.vllm.layout import ModelLayout
+from kvtier.integrations.vllm.lookups import Lookups
 from kvtier.integrations.vllm.metrics import TransferPromMetrics
 from kvtier.integrations.vllm.multi_part import PartMetadata, other_parts
 from kvtier.integrations.vllm.patches import recompute_failed_loads
@@ -187,7 +187,7 @@ def test_request_that_cannot_be_read_is_not_cached(
         def fail(*_: object) -> None:
             raise RecursionError
 
-        monkeypatch.setattr(scheduler_module.SchedulerSide, "_look_up", fail)
+        monkeypatch.setattr(Lookups, "look_up", fail)
     one.on_new_request(request)
     assert one.matched_tokens(request, 0) == (0, False)
     request.status = RequestStatus.FINISHED_STOPPED

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeGuard
 
+import kvtier
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
 from kvtier.memory.keys import chunk_keys
 
@@ -127,3 +130,22 @@ def test_tail_is_stored_only_if_its_kv_needs_no_later_token() -> None:
     assert state.tail_key(len(TOKENS)) is not None
     state = RequestState(request(), request_root(NAMESPACE, request()), CHUNK, 2)
     assert state.tail_key(len(TOKENS)) is None
+
+
+OWNERS = {"lookup": "lookups", "saving": "saves", "early": "early", "transfer": "kv_transfer"}
+"""The parts of a request's state, and the only module that changes each."""
+
+
+def test_each_part_of_a_requests_state_is_changed_by_one_module() -> None:
+    for path in (Path(kvtier.__file__).parent / "integrations" / "vllm").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Assign | ast.AugAssign):
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            changed = [each.value for target in targets for each in ast.walk(target) if is_attribute(each)]
+            parts = {each.attr for each in (*changed, node.value) if isinstance(each, ast.Attribute)}
+            assert {OWNERS[part] for part in parts & OWNERS.keys()} <= {path.stem}, ast.unparse(node)
+
+
+def is_attribute(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute)

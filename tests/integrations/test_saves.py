@@ -12,7 +12,7 @@ from kvtier.bridge.client import Slot
 from kvtier.integrations.vllm.copies import NULL_BLOCK
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import written_blocks
-from kvtier.integrations.vllm.request import RequestState
+from kvtier.integrations.vllm.request import RequestState, SaveProgress
 from kvtier.integrations.vllm.saves import Saves
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.memory.layout import ChunkLayout, GroupLayout
@@ -77,9 +77,8 @@ def state() -> RequestState:
         lora_request=None,
     )
     root = ChunkKey(bytes(32))
-    return RequestState(
-        request, root, 16, computed=48, keys=[ChunkKey(bytes([number]) * 32) for number in (1, 2, 3)]
-    )
+    keys = [ChunkKey(bytes([number]) * 32) for number in (1, 2, 3)]
+    return RequestState(request, root, 16, keys=keys, saving=SaveProgress(computed=48))
 
 
 def step(saves: Saves) -> list[list[int]]:
@@ -158,7 +157,7 @@ def test_unused_room_is_given_back_at_once(
     bridge.answer()
     assert step(saves) == []
     if end == "finish":
-        state.next_chunk = 3
+        state.saving.next_chunk = 3
         assert not saves.finish(state, 48, ([1, 2, 3], [1, 2, 3]))
     else:
         saves.drop(state)
@@ -185,7 +184,7 @@ def test_finished_request_is_kept_until_useless_room_is_given_back(
     saves: Saves, bridge: Bridge, state: RequestState
 ) -> None:
     """An idle engine takes no step otherwise."""
-    state.next_chunk = 3
+    state.saving.next_chunk = 3
     saves.plan_state(state, 3, BLOCKS)
     assert step(saves) == []
     assert saves.finish(state, 48, ([1, 2, 3], [1, 2, 3]))
@@ -215,7 +214,7 @@ def test_step_waits_only_for_room_that_is_useless_later(
     stats: Any = SimpleNamespace(add=lambda *_: None)
     layout = ChunkLayout(16, (GroupLayout(16, (64,), window=window),))
     saves = Saves(Settings(), layout, any_bridge, stats)
-    state.kv_transfer = kv_transfer
+    state.transfer.ticket = kv_transfer
     assert saves.plan(state, 48, 3) == 3
     saves.step(lambda _: None, 0.5)
     assert bridge.waits == ([0.5] if window or kv_transfer else [])
@@ -271,7 +270,8 @@ def requests(count: int) -> list[RequestState]:
             all_token_ids=list(range(48)),
         )
         keys = [ChunkKey(bytes([number, at]) * 16) for at in range(3)]
-        made.append(RequestState(request, ChunkKey(bytes(32)), 16, keys=keys, computed=48))
+        saving = SaveProgress(computed=48)
+        made.append(RequestState(request, ChunkKey(bytes(32)), 16, keys=keys, saving=saving))
     return made
 
 
@@ -366,7 +366,8 @@ def test_chunks_with_late_room_are_saved_once_it_is_granted_in_their_step(
     saves.expect_chunk(state, 1)
     saves.step(lambda _: None, 0.5)
     bridge.reserves, bridge.answers = False, True
-    saves.plan_step([(state, 48, 0)])
-    assert state.next_chunk == 2, "the third is planned later"
+    state.request.num_computed_tokens = 0
+    saves.plan_step([(state, 48)])
+    assert state.saving.next_chunk == 2, "the third is planned later"
     [job] = saves.step(lambda _: ([1, 2, 3],), 0.5)
     assert job.leases == [1, 1]

@@ -29,11 +29,12 @@ from kvtier.bridge.protocol import (
     UseWeights,
     Watch,
 )
-from kvtier.integrations.vllm import early, loading, prefill
+from kvtier.integrations.vllm import early, lookups
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.adapters import Adapter
 from kvtier.integrations.vllm.early import MAX_EARLY_STATES
 from kvtier.integrations.vllm.layout import ModelLayout
+from kvtier.integrations.vllm.loading import LOST
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.weights import EngineWeights
@@ -437,7 +438,7 @@ def test_request_waits_while_its_chunks_arrive(
 ) -> None:
     request = make_request(4 * CHUNK_TOKENS)
     engine.scheduler.on_new_request(request)
-    timeout = engine.scheduler._requests[request.request_id].timeout
+    timeout = engine.scheduler._requests[request.request_id].lookup.timeout
     ticket = cache.receive(Lookup).ticket
     clock = [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -499,7 +500,7 @@ def test_fewer_tokens_than_were_found(engine: Engine, cache: Cache) -> None:
     engine.step()
     [load] = engine.worker.loads  # type: ignore[attr-defined]
     assert load.leases == [1, 2]
-    assert sum(engine.scheduler._requests[request.request_id].hits_by_tier.values()) == 2 * CHUNK_TOKENS
+    assert engine.scheduler.hits_by_medium(request) == {"cpu": 2 * CHUNK_TOKENS}
 
 
 def test_later_lookups_of_a_request_are_marked(engine: Engine, cache: Cache) -> None:
@@ -527,7 +528,7 @@ def test_load_that_lost_its_cache_process_fails(engine: Engine, cache: Cache) ->
     engine.scheduler.allocated(request, engine._blocks([0] * 64), 2 * CHUNK_TOKENS)
     engine.step()
     [load] = engine.worker.loads  # type: ignore[attr-defined]
-    assert (load.request_id, load.failure, load.chunks) == (request.request_id, loading.LOST, [])
+    assert (load.request_id, load.failure, load.chunks) == (request.request_id, LOST, [])
 
 
 def finish_load(engine: Engine, request: Any, *, failed: bool = False) -> None:
@@ -691,7 +692,7 @@ def test_connection_lost_during_a_load(streamed: Streamed) -> None:
     streamed.engine.bridges[0]._drop()
     assert streamed.sent() == [([], False)]
     worker: Any = streamed.engine.worker
-    assert worker.loads[0].failure == loading.LOST
+    assert worker.loads[0].failure == LOST
     finish_load(streamed.engine, streamed.request, failed=True)
     assert streamed.matched() == (0, False)
 
@@ -700,9 +701,9 @@ def test_stalled_load_fails(streamed: Streamed, cache: Cache, monkeypatch: pytes
     streamed.find([1], 3)
     streamed.begin()
     streamed.sent()
-    timeout = streamed.engine.scheduler._requests[streamed.request.request_id].timeout
+    timeout = streamed.engine.scheduler._requests[streamed.request.request_id].lookup.timeout
     clock = [time.monotonic() + 0.9 * timeout]
-    monkeypatch.setattr(loading.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(lookups.time, "monotonic", lambda: clock[0])
     assert streamed.sent() == []
     clock[0] += 0.2 * timeout
     assert streamed.sent() == [([], False)]
@@ -871,7 +872,7 @@ def test_with_windows_a_request_waits_for_its_room(
     with_windows.on_new_request(request)
     cache.send(Found(cache.receive(Lookup).ticket, [], [], [], 0))
     state = with_windows._requests[request.request_id]
-    wait_until(lambda: with_windows._bridge.found(state.ticket or 0).final)  # type: ignore[union-attr]
+    wait_until(lambda: with_windows._bridge.found(state.lookup.ticket or 0).final)  # type: ignore[union-attr]
     if seconds:
         assert with_windows.matched_tokens(request, 0) == (None, False)
         cache.answer(cache.receive(Reserve))
@@ -996,7 +997,7 @@ def test_lookup_reports_how_long_the_prompt_takes_to_compute(
 ) -> None:
     """As other prompts have taken, from their first step to their first token. Decoding does not count."""
     clock = [100.0]
-    monkeypatch.setattr(prefill.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(lookups.time, "monotonic", lambda: clock[0])
     for _ in range(MIN_SAMPLES):
         request = make_request(4 * CHUNK_TOKENS, kv_transfer_params={"kvtier": {"cache": "read"}})
         assert start(engine, cache, request).compute_seconds == 0

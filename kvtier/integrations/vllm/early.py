@@ -43,8 +43,8 @@ class States:
         """Reserve room for the states at the end of a prompt and at a branch, in its first step."""
         last = self._last(state)
         state.extend(state.request.num_prompt_tokens)
-        for chunks in {last - 1, last, state.branch}:
-            if chunks > state.hit_chunks:
+        for chunks in {last - 1, last, state.lookup.branch}:
+            if chunks > state.lookup.hit_chunks:
                 self._saves.expect_state(state, chunks)
 
     def plan(self, output: SchedulerOutput, requests: Mapping[str, RequestState]) -> None:
@@ -62,12 +62,12 @@ class States:
                 chunks, rest = divmod(tokens, self._chunk_tokens)
                 blocks = self._blocks(by_group)
                 if blocks is not None and not rest and self._admits(state, chunks):
-                    state.saved_states.add(chunks)
+                    state.early.saved_states.add(chunks)
                     state.extend(chunks * self._chunk_tokens)
                     self._saves.plan_state(state, chunks, blocks)
 
     def _admits(self, state: RequestState, chunks: int) -> bool:
-        if chunks in state.saved_states:
+        if chunks in state.early.saved_states:
             return False
         tokens = chunks * self._chunk_tokens
         if not self._save_decode and tokens > state.request.num_prompt_tokens:
@@ -75,7 +75,7 @@ class States:
         if state.request.num_tokens < tokens:  # With asynchronous scheduling, the last is not known yet.
             return False
         shared = state.request.shared_prefix_boundary // self._chunk_tokens
-        return chunks >= self._last(state) - 1 or chunks in (state.branch, shared)
+        return chunks >= self._last(state) - 1 or chunks in (state.lookup.branch, shared)
 
     def _last(self, state: RequestState) -> int:
         """Return the chunks before the last boundary of a prompt, after which a token is left to compute."""
@@ -122,7 +122,7 @@ class Early:
         shared pools or pushed by a prefill instance: a chunk with room to be stored is not received.
         """
         welcome = self._bridge.welcome
-        asks_pools = state.ticket is not None and welcome is not None and welcome.pools
+        asks_pools = state.lookup.ticket is not None and welcome is not None and welcome.pools
         if not state.stores or asks_pools or state.hints.expect is not None:
             return
         # An idle engine has not read the last answers.
@@ -133,13 +133,13 @@ class Early:
             self._states.expect(state)
         self._expect_chunks(state, self._step_chunks)
         self._saves.request()
-        state.room_until = time.monotonic() + ROOM_SECONDS
+        state.early.room_until = time.monotonic() + ROOM_SECONDS
 
     def awaits_room(self, state: RequestState, wait: float) -> bool:
         """Return whether a queued request must be asked about again. Blocks up to ``wait`` seconds."""
-        if time.monotonic() < state.room_until and self._saves.awaits_room(state, wait):
+        if time.monotonic() < state.early.room_until and self._saves.awaits_room(state, wait):
             return True
-        state.room_until = 0.0
+        state.early.room_until = 0.0
         return False
 
     def scheduled(self, running: Iterable[tuple[RequestState, bool]]) -> None:
@@ -156,7 +156,7 @@ class Early:
         count = min(self._step_chunks, limit - self._saves.expected_chunks, self._saves.room)
         if count <= 0:
             return
-        first = state.next_chunk
+        first = state.saving.next_chunk
         stop = min(int(state.request.num_prompt_tokens), (first + count) * self._chunk_tokens)
         for chunk in range(first, first + len(state.extend(stop, first))):
             self._saves.expect_chunk(state, chunk)

@@ -118,7 +118,7 @@ class KVTransfers:
     def wants_tail(self, state: RequestState) -> bool:
         """Return whether to store and look up the prompt's partial last chunk regardless of the settings."""
         # Requests without hints also hit chunks that prefill instances have pushed to a decode instance.
-        return state.kv_transfer is not None or self._expects_all(state) or self._role == "decode"
+        return state.transfer.ticket is not None or self._expects_all(state) or self._role == "decode"
 
     def _expects_all(self, state: RequestState) -> bool:
         expect = state.hints.expect
@@ -129,7 +129,7 @@ class KVTransfers:
     def begin(self, state: RequestState) -> None:
         """Start to push a prompt's chunks if its request asks for that, unless it is being pushed already."""
         hint = state.hints.kv_transfer
-        if hint is None or state.kv_transfer is not None or state.load_failed:
+        if hint is None or state.transfer.ticket is not None or state.lookup.load_failed:
             return
         tokens = state.request.num_prompt_tokens
         keys: list[ChunkKey] = list(state.extend(tokens))
@@ -137,29 +137,29 @@ class KVTransfers:
             keys.append(tail)
         else:
             tokens = len(keys) * self._chunk_tokens
-        state.kv_transfer = self._bridge.transfer_kv(hint.to, state.root, keys, tokens)
+        state.transfer.ticket = self._bridge.transfer_kv(hint.to, state.root, keys, tokens)
 
     def note_preemption(self, state: RequestState) -> None:
         """Stop the transfer of a preempted request, to free the room that the decode instance has reserved.
 
         It restarts when the request is scheduled again, possibly in the step that reports the preemption.
         """
-        if state.request.num_preemptions != state.preemptions:
-            state.preemptions = state.request.num_preemptions
+        if state.request.num_preemptions != state.transfer.preemptions:
+            state.transfer.preemptions = state.request.num_preemptions
             self.give_up(state)
 
     def give_up(self, state: RequestState) -> None:
         """Stop pushing a prompt. Chunks that have arrived stay at the peer."""
-        if state.kv_transfer is not None:
-            self._bridge.end_kv_transfer(state.kv_transfer, complete=False)
-            state.kv_transfer = None
+        if state.transfer.ticket is not None:
+            self._bridge.end_kv_transfer(state.transfer.ticket, complete=False)
+            state.transfer.ticket = None
 
     def finish(self, state: RequestState) -> int:
         """Return the number of leading tokens that the decode instance may expect.
 
         :meth:`end_finished` ends the transfer.
         """
-        ticket, state.kv_transfer = state.kv_transfer, None
+        ticket, state.transfer.ticket = state.transfer.ticket, None
         if ticket is None or state.hints.kv_transfer is None:
             return 0
         tokens = int(state.request.num_prompt_tokens)
@@ -194,10 +194,10 @@ class KVTransfers:
         expect = state.hints.expect
         if expect is None:
             return NOTHING
-        if state.expect_until is None:
+        if state.transfer.expect_until is None:
             seconds = self._timeout if expect.seconds is None else min(expect.seconds, self._timeout)
-            state.expect_until = time.monotonic() + seconds
-        left = state.expect_until - time.monotonic()
+            state.transfer.expect_until = time.monotonic() + seconds
+        left = state.transfer.expect_until - time.monotonic()
         chunks = len(keys) if self._expects_all(state) else expect.tokens // self._chunk_tokens
         return Expected(min(chunks, len(keys)), left) if left > 0 and chunks else NOTHING
 

@@ -10,14 +10,13 @@ asks for the request's hit again, which is now shorter, and complete.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvtier.bridge.client import LookupState, SchedulerBridge
 from kvtier.integrations.vllm.copies import ChunkCopy
-from kvtier.integrations.vllm.hits import hit_of
 from kvtier.integrations.vllm.layout import ModelLayout
+from kvtier.integrations.vllm.lookups import hit_of, stalled
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.request import NO_HIT, Hit, RequestState
 from kvtier.integrations.vllm.saves import Blocks, chunk_blocks, state_blocks
@@ -49,11 +48,6 @@ class Load:
     """Whether it has failed because chunks did not arrive. The others can be loaded again."""
 
 
-def stalled(state: RequestState, lookup: LookupState) -> bool:
-    """Return whether a lookup has made no progress for as long as its request may wait."""
-    return time.monotonic() >= max(state.asked_at, lookup.updated_at) + state.timeout
-
-
 class Loads:
     """The loads of an engine. Not thread-safe; nothing blocks."""
 
@@ -69,15 +63,15 @@ class Loads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def begin(self, state: RequestState, lookup: LookupState, hit: Hit, blocks: Blocks) -> None:
-        """Start to load a hit into blocks, and use the state's lookup for it.
+    def begin(self, state: RequestState, ticket: int, hit: Hit, blocks: Blocks) -> None:
+        """Start to load a hit into blocks, from what a lookup has leased.
 
         All of its leases are kept: if the load has to be repeated, vLLM may have evicted what it had.
         """
-        assert state.ticket is not None
-        first, stop = state.local_tokens // self._layout.chunk_tokens, hit.chunks + self._layout.has_states
-        load = Load(state, self._bridge.epoch, state.ticket, hit, blocks, first, stop)
-        self._loads[state.request.request_id], state.ticket = load, None
+        first = state.lookup.local_tokens // self._layout.chunk_tokens
+        stop = hit.chunks + self._layout.has_states
+        load = Load(state, self._bridge.epoch, ticket, hit, blocks, first, stop)
+        self._loads[state.request.request_id] = load
 
     def fail(self, state: RequestState, reason: str) -> None:
         """Let a load that cannot begin fail: the engine waits for it."""
@@ -131,7 +125,7 @@ class Loads:
             load.failure = "the cache process does not answer"
             return []
         elif stalled(load.state, lookup):
-            load.failure = f"no chunk has arrived for {load.state.timeout:.1f} s"
+            load.failure = f"no chunk has arrived for {load.state.lookup.timeout:.1f} s"
             return []
         else:
             # The last lease comes with the final answer, so a chunk in part is compared before it is sent.
@@ -146,7 +140,7 @@ class Loads:
             pages = state_blocks(self._layout, load.blocks, load.hit.tokens)
             return ChunkCopy(lease, offset, STATE_TOKENS, pages)
         tokens = load.hit.stored_tokens(index, self._layout.chunk_tokens)
-        pages = chunk_blocks(self._layout, load.blocks, index, tokens, load.state.local_tokens)
+        pages = chunk_blocks(self._layout, load.blocks, index, tokens, load.state.lookup.local_tokens)
         staging = lookup.staging if lookup.sources[index] == self._bridge.staging_source else 0
         return ChunkCopy(lease, offset, tokens, pages, staging)
 
@@ -155,15 +149,15 @@ class Loads:
         load = self._loads.get(request_id)
         return load is not None and load.short
 
-    def finish(self, request_id: str, *, again: bool = False) -> None:
+    def finish(self, request_id: str, *, again: bool = False) -> Load | None:
         """End a load that the workers have reported, and release its leases.
 
-        ``again``: keep them, for another load of what has arrived.
+        ``again``: keep them for another load of what has arrived, and return the load, if they still exist.
         """
         load = self._loads.pop(request_id, None)
         if load is None:
-            return
+            return None
         if again and self._bridge.found(load.ticket) is not None:
-            load.state.ticket = load.ticket
-        else:
-            self._bridge.cancel(load.ticket)
+            return load
+        self._bridge.cancel(load.ticket)
+        return None

@@ -20,10 +20,11 @@ from vllm.utils.network_utils import get_ip
 
 from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.vllm.layout import ModelLayout
+from kvtier.integrations.vllm.lookups import ASK_AGAIN, NOTHING
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.saves import Blocks
-from kvtier.integrations.vllm.scheduler import ASK_AGAIN, NOTHING, SchedulerSide
+from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.memory.layout import ChunkLayout
 from kvtier.settings.peer import join_address, split_address
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvtier.integrations.vllm.adapters import Adapter
-
-logger = logging.getLogger("vllm.kvtier")
 
 
 class Hit(NamedTuple):
@@ -57,8 +54,79 @@ NO_HIT = Hit(0, 0)
 
 
 @dataclass(slots=True)
+class LookupProgress:
+    """How far the lookup of a prompt has come. Written by ``lookups.py`` only."""
+
+    ticket: int | None = None
+    """Ticket of a lookup whose result has not been used yet."""
+    asked_at: float = 0.0
+    """When it was last looked up (:func:`time.monotonic`); 0 before that."""
+    waited: bool = False
+    """Whether the scheduler has already waited for the lookup's answer once."""
+    timeout: float = 0.0
+    """Seconds that the lookup may take without progress."""
+    local_tokens: int = 0
+    """Tokens that vLLM's own cache held at the last query."""
+    hit: Hit = NO_HIT
+    """What was reported to vLLM at the last query. It computes these tokens only if their load fails."""
+    hit_chunks: int = 0
+    """Chunks that were not computed, but found in vLLM's own cache or in a tier."""
+    hits_by_tier: dict[tuple[str, str], int] = field(default_factory=dict)
+    """The tokens of the last hit, by the name and the type of their tier."""
+    branch: int = 0
+    """With states: chunks that other prompts have stored as well, up to where no state was stored."""
+    load_failed: bool = False
+    """Whether a load has failed: the request is then computed without further attempts."""
+    computing_since: float | None = None
+    """When it was first scheduled (:func:`time.monotonic`); 0 once its prompt has been computed."""
+    computed_before: int = 0
+    """How many of its tokens needed no computation."""
+
+
+@dataclass(slots=True)
+class SaveProgress:
+    """What of a request is held, saved or being saved. Written by ``saves.py`` only."""
+
+    settled: int | None = None
+    """Tokens that had been computed before the last step in which the request was scheduled."""
+    computed: int = 0
+    """Tokens whose KV is final after the last step in which the request was scheduled."""
+    next_chunk: int = 0
+    """The first chunk that is neither held nor saved."""
+    tail_end: int = 0
+    """The tokens before the end of the last partial chunk that is held or saved."""
+    tail_planned: bool = False
+    held_blocks: tuple[Sequence[int], ...] | None = None
+    """Block table of a finished request, if vLLM keeps the blocks until they are saved."""
+    copied: bool = False
+    """Whether workers were given its blocks to copy, and may still be copying."""
+
+
+@dataclass(slots=True)
+class EarlyProgress:
+    """What room in advance is for, or was for. Written by ``early.py`` only."""
+
+    room_until: float = 0.0
+    """Until when the request waits for room in advance (:func:`time.monotonic`)."""
+    saved_states: set[int] = field(default_factory=set)
+    """The numbers of chunks at whose end a state was planned to be stored."""
+
+
+@dataclass(slots=True)
+class TransferProgress:
+    """The KV transfer of a prompt to or from a peer. Written by ``kv_transfer.py`` only."""
+
+    ticket: int | None = None
+    """Ticket of the running KV transfer to a peer."""
+    preemptions: int = 0
+    """The request's preemption count when it was last checked."""
+    expect_until: float | None = None
+    """Deadline for chunks that a peer pushes here (:func:`time.monotonic`)."""
+
+
+@dataclass(slots=True)
 class RequestState:
-    """One request from its arrival to its end."""
+    """One request from its arrival to its end: its keys, and the progress of each module with it."""
 
     request: Request
     root: ChunkKey
@@ -71,62 +139,18 @@ class RequestState:
     """Keys of the whole chunks whose tokens are known, in prefix order."""
     hashes: bytearray = field(default_factory=bytearray)
     """The block hashes of the tokens that are known so far."""
-    ticket: int | None = None
-    """Ticket of a lookup whose result has not been used yet."""
-    asked_at: float = 0.0
-    """When it was last looked up (:func:`time.monotonic`); 0 before that."""
-    waited: bool = False
-    """Whether the scheduler has already waited for the lookup's answer once."""
-    room_until: float = 0.0
-    """Until when it waits for room in advance (:func:`time.monotonic`)."""
-    local_tokens: int = 0
-    """Tokens that vLLM's own cache held at the last query."""
-    hit: Hit = NO_HIT
-    """What was reported to vLLM at the last query. It computes these tokens only if their load fails."""
-    settled: int | None = None
-    """Tokens that had been computed before the last step in which the request was scheduled."""
-    computed: int = 0
-    """Tokens whose KV is final after the last step in which the request was scheduled."""
-    prompt_tokens: int = 0
-    """Length of the prompt when it was last checked."""
-    next_chunk: int = 0
-    """The first chunk that is neither held nor saved."""
-    tail_end: int = 0
-    """The tokens before the end of the last partial chunk that is held or saved."""
-    tail_planned: bool = False
-    branch: int = 0
-    """With states: chunks that other prompts have stored as well, up to where no state was stored."""
-    hit_chunks: int = 0
-    """Chunks that were not computed, but found in vLLM's own cache or in a tier."""
-    saved_states: set[int] = field(default_factory=set)
-    """The numbers of chunks at whose end a state was planned to be stored."""
-    held_blocks: tuple[Sequence[int], ...] | None = None
-    """Block table of a finished request, if vLLM keeps the blocks until they are saved."""
-    copied: bool = False
-    """Whether workers were given its blocks to copy, and may still be copying."""
-    load_failed: bool = False
-    """Whether a load has failed: the request is then computed without further attempts."""
-    hits_by_tier: dict[tuple[str, str], int] = field(default_factory=dict)
-    """The tokens of the last hit, by the name and the type of their tier."""
     hints: Hints = NO_HINTS
     adapter: Adapter | None = None
     loads: bool = field(init=False)
     """Whether the request may load from the cache."""
     stores: bool = field(init=False)
     """Whether the request may store in the cache."""
-    kv_transfer: int | None = None
-    """Ticket of the running KV transfer to a peer."""
-    preemptions: int = 0
-    """The request's preemption count when it was last checked."""
-    expect_until: float | None = None
-    """Deadline for chunks that a peer pushes here (:func:`time.monotonic`)."""
-    timeout: float = 0.0
-    """Seconds that the lookup may take without progress."""
-    computing_since: float | None = None
-    """When it was first scheduled (:func:`time.monotonic`); 0 once its prompt has been computed."""
-    computed_before: int = 0
-    """How many of its tokens needed no computation."""
-
+    lookup: LookupProgress = field(default_factory=LookupProgress)
+    saving: SaveProgress = field(default_factory=SaveProgress)
+    early: EarlyProgress = field(default_factory=EarlyProgress)
+    transfer: TransferProgress = field(default_factory=TransferProgress)
+    prompt_tokens: int = 0
+    """Length of the prompt when it was last checked."""
     chunk_hints: ChunkHints | None = field(init=False)
     """The hints to store with the prompt's chunks."""
 
@@ -144,7 +168,6 @@ class RequestState:
         if self.request.num_prompt_tokens == self.prompt_tokens:
             return False
         self.prompt_tokens = self.request.num_prompt_tokens
-        self.tail_planned = False
         kept = self.request.num_computed_tokens
         del self.keys[max(0, kept - self.lookahead) // self.chunk_tokens :]
         if self.granularity:
@@ -172,33 +195,6 @@ class RequestState:
     def is_mixed(self) -> bool:
         """Whether its adapter was loaded again since, perhaps with other content."""
         return self.adapter is not None and self.adapter.replaced
-
-    def note_hits(self, tiers: Sequence[tuple[str, str]], external_tokens: int) -> None:
-        """Note the name and type of the tier of each chunk of a hit, which is reported to vLLM."""
-        self.hits_by_tier, stop = {}, self.local_tokens + external_tokens
-        for index, tier in enumerate(tiers):
-            start = max(index * self.chunk_tokens, self.local_tokens)
-            tokens = min((index + 1) * self.chunk_tokens, stop) - start
-            if tokens > 0:
-                self.hits_by_tier[tier] = self.hits_by_tier.get(tier, 0) + tokens
-
-    def log_hits(self, external_tokens: int) -> None:
-        """Log the last hit."""
-        logger.info(
-            "request %s: %d of %d tokens hit (%s), %d more in vLLM's own cache",
-            self.request.request_id,
-            external_tokens,
-            self.request.num_tokens,
-            ", ".join(f"{tier} {tokens}" for (tier, _), tokens in self.hits_by_tier.items()),
-            self.local_tokens,
-        )
-
-    def hits_by_medium(self) -> dict[str, int]:
-        """Return the tokens of the last hit, by the type of their tier."""
-        found: dict[str, int] = {}
-        for (_, medium), tokens in self.hits_by_tier.items():
-            found[medium] = found.get(medium, 0) + tokens
-        return found
 
     def extend(self, tokens: int, first: int = 0) -> list[ChunkKey]:
         """Return the keys of whole chunks from index ``first`` to ``tokens`` tokens. Hashes no key twice.

@@ -16,7 +16,7 @@ from kvtier.bridge.client import SchedulerBridge, Slots
 from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Run
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.metadata import Job
-from kvtier.integrations.vllm.request import RequestState
+from kvtier.integrations.vllm.request import Hit, RequestState
 from kvtier.memory.keys import ChunkKey, join_keys, state_key
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout
 from kvtier.rpc.calls import Call
@@ -79,10 +79,10 @@ class Save:
     is_state: bool = False
     state_blocks: tuple[list[int], ...] | None = None
     """The blocks of a state, in the one step in which they are valid."""
-    early: bool = False
+    in_advance: bool = False
     """Whether room is reserved in advance: what to store does not exist yet."""
     fresh: bool = True
-    """Whether what to store exists since this step, if it is not :attr:`early`."""
+    """Whether what to store exists since this step, if it is not :attr:`in_advance`."""
     continued: bytes = b""
     """For a state: the last chunk of the hit that the request continued."""
     void: bool = False
@@ -110,7 +110,7 @@ class Save:
             hints=state.chunk_hints,
             block_hashes=state.block_hashes(start, start + sum(self.sizes)),
             continued=self.continued,
-            awaited=state.kv_transfer is not None,
+            awaited=state.transfer.ticket is not None,
         )
         return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
 
@@ -135,6 +135,7 @@ class Saves:
         self._loses_blocks = layout.has_windows
         """Whether vLLM frees blocks of a running request: those outside its attention window."""
         self._partial_chunks = settings.partial_chunks
+        self._save_decode = settings.save_decode
         self._stages = settings.kv_transfer.device == "cuda"
         self._layout = layout
         self.backlog = min(
@@ -189,7 +190,7 @@ class Saves:
 
     def due(self, state: RequestState, computed: int) -> bool:
         """Return whether a request with ``computed`` tokens of final KV has chunks to store."""
-        whole = computed // self._layout.chunk_tokens > state.next_chunk
+        whole = computed // self._layout.chunk_tokens > state.saving.next_chunk
         return whole or self._prompt_tail(state, computed) > 0
 
     def _prompt_tail(self, state: RequestState, computed: int) -> int:
@@ -198,10 +199,10 @@ class Saves:
         past_end = prompt % self._layout.chunk_tokens
         if computed < prompt or not past_end or not self._tails:
             return 0
-        if state.kv_transfer is not None:
+        if state.transfer.ticket is not None:
             # The decode instance needs it, even if a chunk that is held begins like it.
-            return 0 if state.tail_planned else prompt
-        if self._partial_chunks and state.tail_end <= prompt - past_end:
+            return 0 if state.saving.tail_planned else prompt
+        if self._partial_chunks and state.saving.tail_end <= prompt - past_end:
             return prompt  # Nothing of it is held, and the same prompt finds even less than a block.
         return self._longer_tail(state, prompt)
 
@@ -210,17 +211,25 @@ class Saves:
         step = self._layout.granularity
         if not self._tails or not self._partial_chunks:
             return 0
-        held = max(state.tail_end, tokens // self._layout.chunk_tokens * self._layout.chunk_tokens)
+        held = max(state.saving.tail_end, tokens // self._layout.chunk_tokens * self._layout.chunk_tokens)
         return tokens if tokens // step > held // step else 0
 
-    def plan_step(self, due: Iterable[tuple[RequestState, int, int]]) -> None:
+    def plan_step(self, running: Iterable[tuple[RequestState, int]]) -> None:
         """Plan all chunks that this step completes, and up to :attr:`backlog` chunks of earlier steps.
 
-        While no room can be reserved, only those for which it was requested in advance.
-        ``due``: requests, each with its computed tokens and how many of them it had before this step.
+        While no room can be reserved, only those for which it was requested in advance. ``running``: requests
+        of the step that may store, and how many tokens it computes of each.
         """
         room, backlog = self.room, self.backlog
-        for state, computed, since in due:
+        for state, scheduled in running:
+            progress = state.saving
+            before, progress.settled = progress.settled, state.request.num_computed_tokens
+            computed = state.final_tokens(progress.settled + scheduled, answer=self._save_decode)
+            progress.computed = computed
+            if not self.due(state, computed):
+                continue
+            # With a lookahead, a chunk at the end of a step becomes due one step later.
+            since = before if state.lookahead and before is not None else progress.settled
             fresh = self._fresh(state, computed, since)
             limit = min(fresh + backlog, room) if self.possible else self._expected_next(state)
             planned = self.plan(state, computed, limit) if limit or self.possible else 0
@@ -229,15 +238,15 @@ class Saves:
 
     def _expected_next(self, state: RequestState) -> int:
         """Return for how many consecutive unplanned chunks room was requested in advance."""
-        stop = state.next_chunk
+        stop = state.saving.next_chunk
         while self._find_expected(state, stop) is not None:
             stop += 1
-        return stop - state.next_chunk
+        return stop - state.saving.next_chunk
 
     def _fresh(self, state: RequestState, computed: int, since: int) -> int:
         """Return the number of unplanned whole chunks that end between ``since`` and ``computed`` tokens."""
         whole = self._layout.chunk_tokens
-        return max(0, computed // whole - max(since // whole, state.next_chunk))
+        return max(0, computed // whole - max(since // whole, state.saving.next_chunk))
 
     def plan(self, state: RequestState, computed: int, limit: int, *, finished: bool = False) -> int:
         """Plan the chunks that are :meth:`due`, up to ``limit`` and a partial one; return their number.
@@ -245,19 +254,19 @@ class Saves:
         With ``finished``, the partial chunk goes on to the end of the answer, unless a decode instance waits
         for that of the prompt.
         """
-        first = state.next_chunk
+        first = state.saving.next_chunk
         keys = state.extend(computed, first)
         if len(keys) > limit:  # The rest in the next step.
             keys, computed = keys[: max(limit, 0)], 0
         sizes = [self._layout.chunk_tokens] * len(keys)
-        state.next_chunk = first + len(keys)
+        state.saving.next_chunk = first + len(keys)
         end = self._prompt_tail(state, computed)
-        if finished and (not end or state.kv_transfer is None):
+        if finished and (not end or state.transfer.ticket is None):
             end = self._longer_tail(state, computed) or end
         if end:
-            state.tail_end, state.tail_planned = end, True
+            state.saving.tail_end, state.saving.tail_planned = end, True
             tail = state.tail_key(end)
-            if tail is not None and end // self._layout.chunk_tokens == state.next_chunk:
+            if tail is not None and end // self._layout.chunk_tokens == state.saving.next_chunk:
                 keys.append(tail)
                 sizes.append(end % self._layout.chunk_tokens)
         last: Save | None = None
@@ -272,7 +281,7 @@ class Saves:
         return len(keys)
 
     def _new_save(self, state: RequestState, first: int, key: ChunkKey, tokens: int) -> Save:
-        kv_transfer = state.kv_transfer or 0 if self._stages else 0
+        kv_transfer = state.transfer.ticket or 0 if self._stages else 0
         save = Save(state, first, [key], [tokens], state.request.num_preemptions, kv_transfer)
         self._planned.append(save)
         return save
@@ -281,15 +290,15 @@ class Saves:
         """Reserve room for the state at the end of a chunk, which will be there for one step only."""
         if self._find_expected(state, chunks, is_state=True) is None:
             save = self._new_save(state, chunks, state_key(state.parent(chunks)), STATE_TOKENS)
-            save.is_state, save.early, save.kv_transfer = True, True, 0
-            save.continued = state.parent(state.hit_chunks) if state.hit_chunks else b""
+            save.is_state, save.in_advance, save.kv_transfer = True, True, 0
+            save.continued = state.parent(state.lookup.hit_chunks) if state.lookup.hit_chunks else b""
             self._expected[state.request.request_id, chunks, True] = save
 
     def expect_chunk(self, state: RequestState, chunk: int) -> None:
         """Reserve room for a whole chunk of a prompt before it is computed."""
         if self._find_expected(state, chunk) is None:
             save = self._new_save(state, chunk, state.keys[chunk], self._layout.chunk_tokens)
-            save.early = True
+            save.in_advance = True
             self._expected[state.request.request_id, chunk, False] = save
 
     def awaits_room(self, state: RequestState, wait: float) -> bool:
@@ -297,7 +306,9 @@ class Saves:
         if self._requested:
             self._bridge.await_reply(self._requested[-1][0], wait)
         asked = [save for call, saves in self._requested if not call.settled for save in saves]
-        return any(save.early and save.state is state and not save.void for save in self._planned + asked)
+        return any(
+            save.in_advance and save.state is state and not save.void for save in self._planned + asked
+        )
 
     def plan_state(self, state: RequestState, chunks: int, blocks: tuple[list[int], ...]) -> None:
         """Store the state at the end of a chunk from ``blocks``, in this step or never."""
@@ -315,9 +326,27 @@ class Saves:
         """Return the save of something that exists from this step on, if room was reserved in advance."""
         save = self._find_expected(state, chunks, is_state=is_state)
         if save is not None:
-            save.early = False
+            save.in_advance = False
             del self._expected[state.request.request_id, chunks, is_state]
         return save
+
+    def follow_prompt(self, state: RequestState) -> None:
+        """Give up what was expected of a prompt that was continued with further input."""
+        state.saving.tail_planned = False
+        self.forget(state)
+
+    def skip_held(self, state: RequestState, hit: Hit, *, loaded: bool) -> None:
+        """Plan no chunk of a hit that vLLM uses. ``loaded``: whether it loads any of it."""
+        progress, chunk = state.saving, self._layout.chunk_tokens
+        progress.next_chunk = max(progress.next_chunk, hit.tokens // chunk)
+        if loaded and hit.tokens % chunk:
+            progress.tail_end = hit.tokens
+        if state.lookup.hit_chunks:
+            self.forget(state, progress.next_chunk)
+
+    def note_failed_load(self, state: RequestState) -> None:
+        """Store everything of a prompt once it is computed, also what was to be loaded."""
+        state.saving.next_chunk = state.saving.tail_end = 0
 
     def forget(self, state: RequestState, held: int | None = None) -> None:
         """Give up what a request has not come to: states, and chunks, or only those before ``held``."""
@@ -332,14 +361,14 @@ class Saves:
 
         Return whether vLLM must keep ``blocks`` until a worker reports its last job.
         """
-        state.computed = computed
+        state.saving.computed = computed
         if not self._bridge.responsive:
             self.drop(state)
             return self.keep(state, blocks)
         if self.due(state, computed) or self._longer_tail(state, computed):
-            fresh = self._fresh(state, computed, state.settled or 0)
+            fresh = self._fresh(state, computed, state.saving.settled or 0)
             self.plan(state, computed, min(fresh + self.backlog, self.room), finished=True)
-            left = computed // self._layout.chunk_tokens - state.next_chunk
+            left = computed // self._layout.chunk_tokens - state.saving.next_chunk
             self._stats.add("not_stored_chunks", max(0, left))
         self.forget(state)
         return self.keep(state, blocks)
@@ -350,7 +379,7 @@ class Saves:
         It must if chunks are left to save, which are given up if too many blocks are kept already. It should
         if workers may still be copying: otherwise, their next use of these blocks waits for that.
         """
-        if id(state) not in self._unsettled() and not state.copied:
+        if id(state) not in self._unsettled() and not state.saving.copied:
             return False
         count = sum(len(ids) - ids.count(NULL_BLOCK) for ids in blocks)
         if self._kept and sum(self._kept.values()) + count > self._max_kept:
@@ -358,7 +387,7 @@ class Saves:
             self._stats.add("not_stored_chunks", left)
             self.drop(state)
             return False
-        state.held_blocks = blocks
+        state.saving.held_blocks = blocks
         self._kept[state.request.request_id] = count
         self.hold(state)
         return True
@@ -418,16 +447,16 @@ class Saves:
         if awaited and self._bridge.await_reply(awaited[-1], wait) is not None:
             jobs += self._use_answers(blocks_of)
         for save in self._pending():
-            save.fresh = save.early
+            save.fresh = save.in_advance
             if save.state_blocks is not None:  # The next step may overwrite its blocks.
                 save.void = True
         return jobs + self._last_jobs()
 
     def _hurries(self, save: Save) -> bool:
         """Return whether the next step is too late for a save: its blocks may be lost, or a peer waits."""
-        if save.void or save.early or not save.fresh:
+        if save.void or save.in_advance or not save.fresh:
             return False
-        return self._loses_blocks or save.state_blocks is not None or save.state.kv_transfer is not None
+        return self._loses_blocks or save.state_blocks is not None or save.state.transfer.ticket is not None
 
     def _use_answers(self, blocks_of: BlocksOf) -> list[Job]:
         """Plan copies into the granted room, and abandon unusable reservations."""
@@ -488,13 +517,13 @@ class Saves:
             self._abandon(save, save.leases)
             return None
         blocks: Blocks | None
-        if save.early:
+        if save.in_advance:
             self._granted.append(save)
             return None
         if save.state_blocks is not None:
             pages = [save.state_blocks]
-        elif (blocks := state.held_blocks or blocks_of(state.request.request_id)) is not None:
-            if state.computed < save.first * self._layout.chunk_tokens + sum(save.sizes):
+        elif (blocks := state.saving.held_blocks or blocks_of(state.request.request_id)) is not None:
+            if state.saving.computed < save.first * self._layout.chunk_tokens + sum(save.sizes):
                 self._plan_again(save)
                 return None
             pages = [
@@ -519,7 +548,7 @@ class Saves:
         self._stats.add("not_stored_chunks", len(save.keys) - stored)
         if not copies:
             return None
-        state.copied = self._deferred
+        state.saving.copied = self._deferred
         lora, adapter = state.request.lora_request, state.adapter
         expected = (lora.lora_int_id, adapter.identity) if lora and adapter else None
         return Job(state.request.request_id, save.epoch, copies, adapter=expected)
@@ -529,9 +558,9 @@ class Saves:
         save.void = True
         self._abandon(save, save.leases)
         if not save.is_state:
-            save.state.next_chunk = min(save.state.next_chunk, save.first)
+            save.state.saving.next_chunk = min(save.state.saving.next_chunk, save.first)
             if save.sizes[-1] != self._layout.chunk_tokens:
-                save.state.tail_end, save.state.tail_planned = 0, False
+                save.state.saving.tail_end, save.state.saving.tail_planned = 0, False
 
     def _abandon(self, save: Save, leases: Sequence[int]) -> None:
         if save.epoch == self._bridge.last_epoch:  # Lease numbers are valid in the process that granted them.

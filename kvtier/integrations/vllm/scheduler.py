@@ -7,30 +7,26 @@ process is late or unresponsive. In the worst case, the prompt is computed.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bridge.client import SchedulerBridge
-from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.integrations.vllm.adapters import Adapter, Adapters
 from kvtier.integrations.vllm.compat import has_failed
 from kvtier.integrations.vllm.early import Early, States
 from kvtier.integrations.vllm.foreign_loads import ForeignLoads
 from kvtier.integrations.vllm.hints import Hints
-from kvtier.integrations.vllm.hits import hit_of, reported_tokens
 from kvtier.integrations.vllm.kv_events import EngineBlocks, KVEvents, published_group
 from kvtier.integrations.vllm.kv_transfer import KVTransfers
 from kvtier.integrations.vllm.layout import ModelLayout
-from kvtier.integrations.vllm.loading import LOST, Loads, stalled
+from kvtier.integrations.vllm.loading import LOST, Loads
+from kvtier.integrations.vllm.lookups import ASK_AGAIN, NOTHING, Lookups
 from kvtier.integrations.vllm.metadata import StepMetadata, written_blocks
 from kvtier.integrations.vllm.metrics import TransferStats
-from kvtier.integrations.vllm.prefill import PrefillSpeed
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
 from kvtier.integrations.vllm.saves import Blocks, Saves
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.logs import RateLimitedLog
-from kvtier.pipeline.query import Query
 from kvtier.settings import Settings
 
 if TYPE_CHECKING:
@@ -47,13 +43,7 @@ STEP_WAIT_SECONDS = 0.002
 """Limit of all waits of one step: a healthy cache process answers in 0.1 to 0.5 ms."""
 LOOKUP_WAIT_SECONDS = 0.001
 """The part of it that lookups may use: without an answer, the request is delayed by a whole step."""
-TIMEOUT_SECONDS = 1.0
-"""Time after the prefetch deadline until a request is computed instead of waiting for an answer."""
-MAX_WAIT_SECONDS = 120.0
-"""Timeout of a lookup without progress with ``prefetch.policy: wait``, because a fetch may stall."""
 CLEAR_SECONDS = 1.0
-NOTHING = (0, False)
-ASK_AGAIN = (None, False)
 
 
 class SchedulerSide:
@@ -86,18 +76,17 @@ class SchedulerSide:
         self._lookahead = lookahead
         self._deferred = deferred
         self._numbered = numbered
-        self._whole_blocks = whole_blocks
-        waits = settings.prefetch.policy == "wait"
-        self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
         self._stats = TransferStats()
         self._warn = RateLimitedLog(logger)
         self._events: KVEvents | None = None
         self._kv_transfers = KVTransfers(settings, self._layout, bridge, self._stats, parts=model.parts)
+        self._lookups = Lookups(
+            settings, layout, bridge, self._kv_transfers, self._stats, whole_blocks=whole_blocks
+        )
         self._requests: dict[str, RequestState] = {}
         self._adapters = Adapters(bridge)
         self._loads = Loads(model, bridge)
         self._foreign_loads = ForeignLoads(self._layout.groups[0].block_tokens)
-        self._prefill = PrefillSpeed()
         self._saves = Saves(
             settings, self._layout, bridge, self._stats, blocks=model.num_blocks, deferred=deferred
         )
@@ -117,7 +106,8 @@ class SchedulerSide:
         group = published_group(self._model)
         if group is not None:
             blocks = EngineBlocks(manager, self._model, group)
-            self._events = self._saves.events = KVEvents(self._bridge, self._layout.chunk_tokens, blocks)
+            self._events = KVEvents(self._bridge, self._layout.chunk_tokens, blocks)
+            self._lookups.events = self._saves.events = self._events
 
     # Lookup, before a request is scheduled.
 
@@ -142,7 +132,7 @@ class SchedulerSide:
         state = self._track(request, hints, adapter)
         # Before any chunk is promoted or stored, so that none is evicted before it is pushed.
         self._kv_transfers.begin(state)
-        self._look_up(state)
+        self._lookups.look_up(state)
         self._early.queued(state)
 
     def _admit_again(self, request: Request, local_tokens: int) -> bool:
@@ -167,49 +157,6 @@ class SchedulerSide:
         self._requests[request.request_id] = state
         return state
 
-    def _look_up(self, state: RequestState) -> None:
-        request = state.request
-        if not state.loads:
-            return
-        if request.skip_reading_prefix_cache or state.load_failed or not self._bridge.accepts_requests:
-            return
-        # A state cannot step back to compute the last token again.
-        keys = list(state.extend(request.num_tokens - self._layout.has_states))
-        covered = len(keys) * self._layout.chunk_tokens
-        wants_tail = self._settings.partial_chunks or self._kv_transfers.wants_tail(state)
-        if wants_tail and not self._layout.has_states and request.num_tokens == request.num_prompt_tokens:
-            tail = state.tail_key(request.num_tokens)
-            if tail is not None:
-                keys.append(tail)
-                covered = request.num_tokens
-        if self._events is not None:
-            # Chunks of earlier runs and of other engines: only this request knows their tokens.
-            self._events.add(state, 0, keys, covered)
-        expected = self._kv_transfers.expected(state, keys)
-        query = Query(
-            keys,
-            covered,
-            hints=state.chunk_hints,
-            block_tags=self._block_tags(state),
-            compute_seconds=self._prefill.expected(covered),
-            expect_seconds=expected.seconds,
-            expect_chunks=expected.chunks,
-            repeated=state.asked_at > 0,
-        )
-        state.ticket = self._bridge.look_up(query)
-        state.timeout = self._timeout + expected.seconds
-        state.waited = False
-        if state.ticket is not None:
-            state.asked_at = time.monotonic()
-            self._stats.add("looked_up_tokens", covered)
-
-    def _block_tags(self, state: RequestState) -> PromptTags | None:
-        """Return the tags of the whole blocks of a prompt; ``None`` if no block of it is whole."""
-        block_tags = block_tags_of(state.block_hashes(0, state.request.num_tokens))
-        if not block_tags:
-            return None
-        return PromptTags(state.root, block_tags, self._layout.chunk_tokens // self._layout.granularity)
-
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond ``local_tokens`` can be loaded; ``None`` while that is pending."""
         loading = request.request_id in self._loads
@@ -219,39 +166,16 @@ class SchedulerSide:
         if state is None or loading:
             return NOTHING
         if state.follow_prompt():
-            self._saves.forget(state)
-        if state.ticket is None:
+            self._saves.follow_prompt(state)
+        if state.lookup.ticket is None:
             self._kv_transfers.note_preemption(state)
             self._kv_transfers.begin(state)
-            self._look_up(state)
-        if state.ticket is None:
-            return ASK_AGAIN if self._awaits_room(state) else NOTHING
-        wait = 0.0 if state.waited else self._wait_left(LOOKUP_WAIT_SECONDS)
-        state.waited = True
-        lookup = self._bridge.found(state.ticket, wait)
-        if lookup is None:
-            state.ticket = None
-            return NOTHING
-        if not self._bridge.responsive:
-            self._cancel_lookup(state)
-            return NOTHING
-        # Chunks in flight are loaded as they arrive, once there is something to load.
-        begins = lookup.located and len(lookup.leases) > local_tokens // self._layout.chunk_tokens
-        if not lookup.final and not begins:
-            if not stalled(state, lookup):
-                return ASK_AGAIN
-            self._warn(
-                "request %s: no chunk has arrived for %.1f s, %d are in flight: computing the prompt instead",
-                request.request_id,
-                state.timeout,
-                lookup.fetching,
-            )
-            self._cancel_lookup(state)
-            return NOTHING
-        state.local_tokens, state.branch = local_tokens, lookup.held
-        state.hit = hit_of(lookup, state, self._layout)
-        tokens = reported_tokens(state.hit, state, self._layout, whole_blocks=self._whole_blocks)
-        found = (tokens - local_tokens, True) if tokens > local_tokens else NOTHING
+            self._lookups.look_up(state)
+        found: tuple[int | None, bool] = NOTHING
+        if state.lookup.ticket is not None:
+            found = self._lookups.matched(state, local_tokens, self._wait_left(LOOKUP_WAIT_SECONDS))
+            if found == ASK_AGAIN or state.lookup.ticket is None:
+                return found
         return ASK_AGAIN if self._awaits_room(state) else found
 
     def _awaits_room(self, state: RequestState) -> bool:
@@ -261,13 +185,8 @@ class SchedulerSide:
         """Return how long a hook may still wait in this step, given the ``limit`` for all of its hooks."""
         return max(0.0, limit - (self._bridge.waited - self._waited_before))
 
-    def _cancel_lookup(self, state: RequestState) -> None:
-        if state.ticket is not None:
-            self._bridge.cancel(state.ticket)
-            state.ticket = None
-
     def _give_up(self, state: RequestState) -> None:
-        self._cancel_lookup(state)
+        self._lookups.cancel(state)
         state.stores = False
         self._kv_transfers.give_up(state)
         self._saves.drop(state)
@@ -277,40 +196,37 @@ class SchedulerSide:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """Plan the load of the reported hit, or release its leases if it is not used."""
         state = self._requests.get(request.request_id)
-        if state is None or state.ticket is None:
+        if state is None or state.lookup.ticket is None:
             return
-        lookup = self._bridge.found(state.ticket)
+        lookup = self._bridge.found(state.lookup.ticket)
         if lookup is None or not lookup.located:
-            self._cancel_lookup(state)
+            self._lookups.cancel(state)
             if external_tokens:
                 self._loads.fail(state, LOST)
             return
-        # What was reported, or fewer if another part of the engine has fewer. Chunks that were lost since let
-        # the load fail: otherwise, vLLM would take them for computed.
-        hit = state.hit.up_to(state.local_tokens + external_tokens, self._layout.chunk_tokens)
-        chunk, count = self._layout.chunk_tokens, hit.chunks
-        state.hit_chunks = max(count, state.local_tokens // chunk)
-        state.next_chunk = max(state.next_chunk, hit.tokens // chunk)
-        if state.hit_chunks:
-            self._saves.forget(state, state.next_chunk)
+        hit = self._lookups.accept(state, external_tokens)
+        self._saves.skip_held(state, hit, loaded=external_tokens > 0)
         if not external_tokens:
-            self._cancel_lookup(state)
+            self._lookups.cancel(state)
             return
-        if hit.tokens % chunk:
-            state.tail_end = hit.tokens
-        self._loads.begin(state, lookup, hit, self._model.blocks(blocks.get_block_ids()))
+        blocks_of_groups = self._model.blocks(blocks.get_block_ids())
+        self._loads.begin(state, self._lookups.take(state), hit, blocks_of_groups)
         welcome = self._bridge.welcome
         assert welcome is not None
         # By name: when the load is done, another cache process may be connected, with other tiers.
-        sources = [*lookup.sources, *lookup.coming][:count]
-        state.note_hits([(welcome.tiers[at], welcome.media[at]) for at in sources], external_tokens)
+        sources = [*lookup.sources, *lookup.coming][: hit.chunks]
+        tiers = [(welcome.tiers[at], welcome.media[at]) for at in sources]
+        self._lookups.note_hits(state, tiers, external_tokens)
         if not self._model.part:  # The first part of the engine reports for all.
-            state.log_hits(external_tokens)
+            self._lookups.log_hits(state, external_tokens)
 
     def hits_by_medium(self, request: Request) -> dict[str, int]:
         """Return the tokens of the last hit, by the type of their source tier."""
         state = self._requests.get(request.request_id)
-        return {} if state is None else state.hits_by_medium()
+        found: dict[str, int] = {}
+        for (_, medium), tokens in () if state is None else state.lookup.hits_by_tier.items():
+            found[medium] = found.get(medium, 0) + tokens
+        return found
 
     # Saving, at the end of every step's planning.
 
@@ -338,27 +254,19 @@ class SchedulerSide:
 
     def _plan_saves(self, output: SchedulerOutput) -> None:
         """Plan to store the chunks that this step completes, and a few postponed ones of earlier steps."""
-        due, running, possible = [], [], self._saves.possible
+        running: list[tuple[RequestState, int, bool]] = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None:
                 continue
-            self._prefill.observe(state)
+            self._lookups.observe(state)
             if state.follow_prompt():
-                self._saves.forget(state)
-            if not state.stores or state.is_mixed:
-                continue
-            before, state.settled = state.settled, state.request.num_computed_tokens
-            if possible:
-                running.append((state, before is None))
-            computed = state.final_tokens(state.settled + scheduled, answer=self._settings.save_decode)
-            state.computed = computed
-            if self._saves.due(state, computed):
-                # With a lookahead, a chunk at the end of a step becomes due one step later.
-                since = before if self._lookahead and before is not None else state.settled
-                due.append((state, computed, since))
-        self._saves.plan_step(due)
-        self._early.scheduled(running)
+                self._saves.follow_prompt(state)
+            if state.stores and not state.is_mixed:
+                running.append((state, scheduled, state.saving.settled is None))
+        self._saves.plan_step((state, scheduled) for state, scheduled, _ in running)
+        if self._saves.possible:
+            self._early.scheduled((state, first) for state, _, first in running)
         if self._states is not None and not self._foreign_loads.pending:
             self._states.plan(output, self._requests)
 
@@ -380,19 +288,21 @@ class SchedulerSide:
         for request_id in failed:
             state = self._requests.get(request_id)
             if state is not None:
-                state.next_chunk = state.tail_end = 0
+                self._saves.note_failed_load(state)
             if request_id in again:
                 continue
             self._stats.add("failed_loads", 1)
             if state is not None:
-                state.load_failed = True
+                self._lookups.note_failed_load(state)
                 self._kv_transfers.give_up(state)
         for request_id in output.finished_recving or ():
             loaded = request_id in self._loads and request_id not in failed
             if loaded and request_id in self._requests:
-                for (tier, _), tokens in self._requests[request_id].hits_by_tier.items():
+                for (tier, _), tokens in self._requests[request_id].lookup.hits_by_tier.items():
                     self._stats.add("hit_tokens", tokens, tier)
-            self._loads.finish(request_id, again=request_id in again)
+            load = self._loads.finish(request_id, again=request_id in again)
+            if load is not None:
+                self._lookups.give_back(load.state, load.ticket)
 
     def finished(self, request: Request, block_ids: Blocks) -> tuple[bool, dict[str, Any] | None]:
         """Plan the remaining saves of a finished request.
@@ -403,14 +313,15 @@ class SchedulerSide:
         self._adapters.finish(request.request_id)
         if state is None:
             return False, self._kv_transfers.answer(request, 0)
-        self._cancel_lookup(state)
-        if state.computing_since is not None:
-            self._prefill.observe(state)
+        self._lookups.cancel(state)
+        if state.lookup.computing_since is not None:
+            self._lookups.observe(state)
         if has_failed(request) or state.is_mixed or request.request_id in self._loads:
             self._loads.stop(request.request_id)
             self._give_up(state)
             loading = request.request_id in self._loads  # vLLM keeps the blocks until it has ended.
-            held = state.copied and not loading and self._saves.keep(state, self._model.blocks(block_ids))
+            copying = state.saving.copied and not loading
+            held = copying and self._saves.keep(state, self._model.blocks(block_ids))
             return held, self._kv_transfers.answer(request, 0)
         computed = state.final_tokens(state.computed_at_end(), answer=self._settings.save_decode)
         held = state.stores and self._saves.finish(state, computed, self._model.blocks(block_ids))
@@ -491,7 +402,7 @@ class SchedulerSide:
         except Exception:
             # They depend on internals of vLLM: a version that has changed them must not end the engine.
             logger.exception("KV events of the tiers are disabled")
-            self._events = self._saves.events = None
+            self._events = self._lookups.events = self._saves.events = None
             return ()
 
     def take_stats(self) -> TransferStats | None:

@@ -1,0 +1,260 @@
+"""What is stored of a prompt: look it up, and tell how far the answer can be used, and from which chunks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvtier.bridge.client import SchedulerBridge
+from kvtier.catalog.partial_matches import PromptTags, block_tags_of
+from kvtier.integrations.vllm.request import NO_HIT, Hit, RequestState
+from kvtier.logs import RateLimitedLog
+from kvtier.memory.keys import equal_blocks
+from kvtier.pipeline.query import Query
+from kvtier.settings import Settings
+from kvtier.tiers.throughput import Throughput
+
+if TYPE_CHECKING:
+    from kvtier.bridge.client import LookupState
+    from kvtier.integrations.vllm.kv_events import KVEvents
+    from kvtier.integrations.vllm.kv_transfer import KVTransfers
+    from kvtier.integrations.vllm.metrics import TransferStats
+    from kvtier.memory.layout import ChunkLayout
+
+logger = logging.getLogger("vllm.kvtier")
+
+TIMEOUT_SECONDS = 1.0
+"""Time after the prefetch deadline until a request is computed instead of waiting for an answer."""
+MAX_WAIT_SECONDS = 120.0
+"""Timeout of a lookup without progress with ``prefetch.policy: wait``, because a fetch may stall."""
+NOTHING = (0, False)
+ASK_AGAIN = (None, False)
+
+
+def hit_of(lookup: LookupState, state: RequestState, layout: ChunkLayout) -> Hit:
+    """Return what a lookup has found; before its final answer, what it will have found if no chunk fails.
+
+    Its last chunk may belong to another prompt: as many of its blocks are used as are equal.
+    """
+    chunk, tokens, chunks = layout.chunk_tokens, int(state.request.num_tokens), lookup.total
+    if chunks < lookup.needed:
+        return NO_HIT
+    if not lookup.last_tokens:
+        # With states, the last lease is that of the state.
+        chunks = max(0, chunks - layout.has_states)
+        return Hit(min(chunks * chunk, tokens), chunks)
+    start = (chunks - 1) * chunk
+    equal = 0 if start >= tokens else _equal(lookup, state, start)
+    if state.lookahead:  # The KV of the last of these blocks depends on tokens after it.
+        equal -= 1
+    used = layout.usable(lookup.last_tokens, min(max(0, equal) * layout.granularity, tokens - start))
+    return Hit(start + used, chunks, lookup.last_tokens) if used else Hit(min(start, tokens), chunks - 1)
+
+
+def reported_tokens(hit: Hit, state: RequestState, layout: ChunkLayout, *, whole_blocks: bool = False) -> int:
+    """Return how many tokens of a hit vLLM can use. ``whole_blocks``: it drops hits that end within a block.
+
+    It computes the last token of a prompt in any case. If the whole prompt is hit, it first frees the blocks
+    outside the window of the next token: the window of the last token may include one of them. A prompt of
+    one token would have no computed token then, and be looked up again and again.
+    """
+    tokens, chunk = int(state.request.num_tokens), layout.chunk_tokens
+    whole_blocks = whole_blocks and not layout.has_states
+    if hit.tokens < tokens or (tokens > 1 and not layout.has_windows and not whole_blocks):
+        return hit.tokens
+    start = (hit.chunks - 1) * chunk
+    stored, before_last = hit.stored_tokens(hit.chunks - 1, chunk), tokens - 1 - start
+    if before_last and (whole_blocks or not layout.continues(stored, before_last)):
+        before_last = layout.usable(stored, before_last)
+    return start + before_last
+
+
+def _equal(lookup: LookupState, state: RequestState, start: int) -> int:
+    """Return how many blocks of the last chunk are the prompt's from ``start`` on, or will have been."""
+    if not lookup.final:
+        return lookup.likely_blocks
+    before = start // state.chunk_tokens
+    if before > len(state.keys) or lookup.parent != state.parent(before):
+        return 0  # The same tokens after others.
+    return equal_blocks(state.block_hashes(start, int(state.request.num_tokens)), lookup.block_hashes)
+
+
+def stalled(state: RequestState, lookup: LookupState) -> bool:
+    """Return whether a lookup has made no progress for as long as its request may wait."""
+    progress = state.lookup
+    return time.monotonic() >= max(progress.asked_at, lookup.updated_at) + progress.timeout
+
+
+class Lookups:
+    """The lookups of an engine's requests, until their leases pass to a load. Not thread-safe.
+
+    Only :meth:`matched` blocks, for up to its ``wait``.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        layout: ChunkLayout,
+        bridge: SchedulerBridge,
+        kv_transfers: KVTransfers,
+        stats: TransferStats,
+        *,
+        whole_blocks: bool = False,
+    ) -> None:
+        """``whole_blocks``: see :func:`reported_tokens`."""
+        self._layout = layout
+        self._bridge = bridge
+        self._kv_transfers = kv_transfers
+        self._stats = stats
+        self._whole_blocks = whole_blocks
+        self._partial_chunks = settings.partial_chunks
+        waits = settings.prefetch.policy == "wait"
+        self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
+        self._throughput = Throughput()
+        """How fast the engine computes prompts, under the load that it has."""
+        self._warn = RateLimitedLog(logger)
+        self.events: KVEvents | None = None
+        """Publishes the chunks that are held, if vLLM publishes KV events."""
+
+    def observe(self, state: RequestState) -> None:
+        """Measure how fast prompts are computed: in each step with a request, and at the end of one."""
+        request, progress = state.request, state.lookup
+        if progress.computing_since is None:
+            progress.computing_since, progress.computed_before = time.monotonic(), request.num_computed_tokens
+        elif progress.computing_since and request.num_tokens > request.num_prompt_tokens:
+            # The first token is there. Later steps of the request compute single tokens.
+            if not request.num_preemptions:
+                tokens = request.num_prompt_tokens - progress.computed_before
+                self._throughput.record(tokens, time.monotonic() - progress.computing_since)
+            progress.computing_since = 0.0
+
+    def look_up(self, state: RequestState) -> None:
+        """Look up the whole prompt of a request, if it may load."""
+        request, progress = state.request, state.lookup
+        if not state.loads or request.skip_reading_prefix_cache or progress.load_failed:
+            return
+        if not self._bridge.accepts_requests:
+            return
+        # A state cannot step back to compute the last token again.
+        keys = list(state.extend(request.num_tokens - self._layout.has_states))
+        covered = len(keys) * self._layout.chunk_tokens
+        wants_tail = self._partial_chunks or self._kv_transfers.wants_tail(state)
+        if wants_tail and not self._layout.has_states and request.num_tokens == request.num_prompt_tokens:
+            tail = state.tail_key(request.num_tokens)
+            if tail is not None:
+                keys.append(tail)
+                covered = request.num_tokens
+        if self.events is not None:
+            # Chunks of earlier runs and of other engines: only this request knows their tokens.
+            self.events.add(state, 0, keys, covered)
+        expected = self._kv_transfers.expected(state, keys)
+        query = Query(
+            keys,
+            covered,
+            hints=state.chunk_hints,
+            block_tags=self._block_tags(state),
+            compute_seconds=self._throughput.expected(covered) or 0.0,
+            expect_seconds=expected.seconds,
+            expect_chunks=expected.chunks,
+            repeated=progress.asked_at > 0,
+        )
+        progress.ticket = self._bridge.look_up(query)
+        progress.timeout = self._timeout + expected.seconds
+        progress.waited = False
+        if progress.ticket is not None:
+            progress.asked_at = time.monotonic()
+            self._stats.add("looked_up_tokens", covered)
+
+    def _block_tags(self, state: RequestState) -> PromptTags | None:
+        """Return the tags of the whole blocks of a prompt; ``None`` if no block of it is whole."""
+        block_tags = block_tags_of(state.block_hashes(0, state.request.num_tokens))
+        if not block_tags:
+            return None
+        return PromptTags(state.root, block_tags, self._layout.chunk_tokens // self._layout.granularity)
+
+    def matched(self, state: RequestState, local_tokens: int, wait: float) -> tuple[int | None, bool]:
+        """Return how many tokens beyond ``local_tokens`` can be loaded; ``None`` while that is pending.
+
+        Ends a lookup without an answer in time. Blocks up to ``wait`` seconds, once for each lookup.
+        """
+        progress = state.lookup
+        assert progress.ticket is not None
+        wait = 0.0 if progress.waited else wait
+        progress.waited = True
+        lookup = self._bridge.found(progress.ticket, wait)
+        if lookup is None:
+            progress.ticket = None
+            return NOTHING
+        if not self._bridge.responsive:
+            self.cancel(state)
+            return NOTHING
+        # Chunks in flight are loaded as they arrive, once there is something to load.
+        begins = lookup.located and len(lookup.leases) > local_tokens // self._layout.chunk_tokens
+        if not lookup.final and not begins:
+            if not stalled(state, lookup):
+                return ASK_AGAIN
+            self._warn(
+                "request %s: no chunk has arrived for %.1f s, %d are in flight: computing the prompt instead",
+                state.request.request_id,
+                progress.timeout,
+                lookup.fetching,
+            )
+            self.cancel(state)
+            return NOTHING
+        progress.local_tokens, progress.branch = local_tokens, lookup.held
+        progress.hit = hit_of(lookup, state, self._layout)
+        tokens = reported_tokens(progress.hit, state, self._layout, whole_blocks=self._whole_blocks)
+        return (tokens - local_tokens, True) if tokens > local_tokens else NOTHING
+
+    def accept(self, state: RequestState, external_tokens: int) -> Hit:
+        """Return the hit that vLLM has allocated blocks for: as many tokens as were reported, or fewer.
+
+        What was reported counts, whatever has been lost since: vLLM takes these tokens for computed unless
+        their load fails. They are fewer if another part of the engine has fewer.
+        """
+        progress, chunk = state.lookup, self._layout.chunk_tokens
+        hit = progress.hit.up_to(progress.local_tokens + external_tokens, chunk)
+        progress.hit_chunks = max(hit.chunks, progress.local_tokens // chunk)
+        return hit
+
+    def take(self, state: RequestState) -> int:
+        """Return the ticket of a lookup, whose leases the caller releases from now on."""
+        ticket, state.lookup.ticket = state.lookup.ticket, None
+        assert ticket is not None
+        return ticket
+
+    def give_back(self, state: RequestState, ticket: int) -> None:
+        """Use a lookup again whose load has failed."""
+        state.lookup.ticket = ticket
+
+    def cancel(self, state: RequestState) -> None:
+        """Cancel a request's lookup, if any, and release its leases."""
+        if state.lookup.ticket is not None:
+            self._bridge.cancel(self.take(state))
+
+    def note_failed_load(self, state: RequestState) -> None:
+        """Compute a request without further attempts to load."""
+        state.lookup.load_failed = True
+
+    def note_hits(self, state: RequestState, tiers: Sequence[tuple[str, str]], external_tokens: int) -> None:
+        """Note the name and type of the tier of each chunk of a hit, which is reported to vLLM."""
+        progress = state.lookup
+        progress.hits_by_tier, stop = {}, progress.local_tokens + external_tokens
+        for index, tier in enumerate(tiers):
+            start = max(index * state.chunk_tokens, progress.local_tokens)
+            tokens = min((index + 1) * state.chunk_tokens, stop) - start
+            if tokens > 0:
+                progress.hits_by_tier[tier] = progress.hits_by_tier.get(tier, 0) + tokens
+
+    def log_hits(self, state: RequestState, external_tokens: int) -> None:
+        """Log the last hit of a request."""
+        logger.info(
+            "request %s: %d of %d tokens hit (%s), %d more in vLLM's own cache",
+            state.request.request_id,
+            external_tokens,
+            state.request.num_tokens,
+            ", ".join(f"{tier} {tokens}" for (tier, _), tokens in state.lookup.hits_by_tier.items()),
+            state.lookup.local_tokens,
+        )
