@@ -50,7 +50,7 @@ from benchmarks.look_up import is_ready, look_up
 from kvtier.bridge import protocol
 from kvtier.bridge.client import LookupState, SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello, Role, Run
-from kvtier.lab.bench.timing import percentile, rotated
+from kvtier.lab.bench.rows import percentile, rotated
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout

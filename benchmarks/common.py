@@ -13,7 +13,8 @@ from rich.table import Table
 
 from kvtier.bridge.client import Bridge, SchedulerBridge, Slots, WorkerBridge
 from kvtier.bridge.protocol import Run
-from kvtier.lab.bench.timing import filled, ratios
+from kvtier.lab.bench.chunks import filled
+from kvtier.lab.bench.rows import ratios
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.rpc.calls import Call
 from kvtier.units import MIB

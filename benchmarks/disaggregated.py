@@ -29,8 +29,7 @@ from rich.console import Console
 
 from benchmarks.common import show
 from kvtier.lab.demo.disaggregated_serving import Serving, serving
-from kvtier.lab.demo.report import Steps
-from kvtier.lab.demo.work import Options, work_folder
+from kvtier.lab.demo.work import Options, Steps, work_folder
 
 NEW_TOKENS = 8
 SALT = "one engine"

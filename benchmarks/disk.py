@@ -37,9 +37,9 @@ import anyio
 from benchmarks.common import MIB, filled, ratio, show, speed
 from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.disk.backend import DiskBackend, DiskSettings, walk
-from kvtier.lab.bench.raw_files import in_threads, read_file, write_file
+from kvtier.lab.bench.limits import in_threads, read_file, write_file
+from kvtier.lab.bench.rows import rotated
 from kvtier.lab.bench.sides import object_length, unseal
-from kvtier.lab.bench.timing import rotated
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import KEY_BYTES, ChunkKey

@@ -13,9 +13,9 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from kvtier.lab.bench import libraries, raw_resp
+from kvtier.lab.bench import limits, raw_resp
 from kvtier.lab.bench.chunks import make_chunks
-from kvtier.lab.bench.libraries import name_of
+from kvtier.lab.bench.limits import name_of
 from kvtier.lab.bench.raw_resp import connected, exactly, fill, line
 from kvtier.lab.bench.sides import BackendSide, Chunk, InThreads, Side, expect
 from kvtier.memory.arena import Arena
@@ -47,7 +47,7 @@ class TierSide(BackendSide, PoolSide):
     """A backend of kvtier."""
 
 
-class InfiniStoreLibrary(libraries.InfiniStoreLibrary, PoolSide):
+class InfiniStoreLibrary(limits.InfiniStoreLibrary, PoolSide):
     """InfiniStore's own client library."""
 
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:
@@ -63,7 +63,7 @@ class InfiniStoreLibrary(libraries.InfiniStoreLibrary, PoolSide):
         return expect(time.perf_counter() - started, last == len(keys) - 1, last)
 
 
-class MooncakeLibrary(libraries.MooncakeLibrary, PoolSide):
+class MooncakeLibrary(limits.MooncakeLibrary, PoolSide):
     """Mooncake's own client library."""
 
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:

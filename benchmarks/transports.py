@@ -27,9 +27,8 @@ import anyio
 
 from benchmarks.common import MIB, ratio, show, speed
 from kvtier.lab.bench.chunks import clear_stamps, have_stamps
-from kvtier.lab.bench.rows import KVTIER, LIMIT
+from kvtier.lab.bench.rows import KVTIER, LIMIT, percentile
 from kvtier.lab.bench.sides import Chunk, Side
-from kvtier.lab.bench.timing import percentile
 from kvtier.lab.bench.transports import family, open_sides
 from kvtier.lab.bench.turns import others_paused
 from kvtier.plugins import Plugins

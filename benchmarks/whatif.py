@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.events import PromptLookup
-from kvtier.lab.simulation.keys import chunk_keys
 from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, replay
-from kvtier.lab.simulation.trace import Trace
+from kvtier.lab.simulation.trace import Trace, chunk_keys
 from kvtier.observability.whatif.estimate import Estimate
 from kvtier.observability.whatif.report import Report, point_at
 from kvtier.observability.whatif.simulated_cache import SimulatedTiers, configured

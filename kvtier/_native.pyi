@@ -304,7 +304,7 @@ class Pump:
 def number_chunks(
     ids: array[int], ends: array[int], max_vacant: int, numbered: array[int]
 ) -> tuple[int, int, int]:
-    """Number the chunks of requests: see :func:`kvtier.lab.simulation.numbering.number_chunks`.
+    """Number the chunks of requests: see :func:`kvtier.lab.simulation.trace.number_chunks`.
 
     Fills ``numbered``, which is as long as ``ids``. Returns how many of it are used, a number that all are
     below, and how many differ. Blocks without the GIL. Raises ``ValueError`` if the columns do not fit

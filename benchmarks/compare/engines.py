@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks.common import confidence, show
 from benchmarks.compare.systems import System, running
-from kvtier.lab.bench.timing import ratios, rotated
+from kvtier.lab.bench.rows import ratios, rotated
 from kvtier.lab.demo.client import Client
 
 AT_ONCE = 8

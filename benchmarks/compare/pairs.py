@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.common import show
-from kvtier.lab.bench.timing import ratios
+from kvtier.lab.bench.rows import ratios
 
 
 class Pair(NamedTuple):

@@ -92,8 +92,7 @@ def bench(
     """
     from kvtier.cli.checks_backend import join_threads
     from kvtier.cli.doctor import exit_process
-    from kvtier.lab.bench.plot import expect_matplotlib, save_plot
-    from kvtier.lab.bench.report import json_of, remarks_of, table_of
+    from kvtier.lab.bench.report import expect_matplotlib, json_of, remarks_of, save_plot, table_of
     from kvtier.lab.bench.rows import Extent
 
     threads = threading.enumerate()

@@ -147,7 +147,7 @@ def _write(studies: Sequence[Study], model: Model, json_file: Path | None, plot:
         with _writing("--output", json_file):
             json_file.write_text(json.dumps(json_of(studies, model), indent=2) + "\n")
     if plot is not None:
-        from kvtier.lab.simulation.plot import save_plot
+        from kvtier.lab.simulation.report import save_plot
 
         with _writing("--plot", plot):
             save_plot(studies, plot)
@@ -164,7 +164,7 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
         if path.is_dir():
             raise typer.BadParameter(f"{path} is a folder: name a file in it", param_hint=option)
     if plot is not None:
-        from kvtier.lab.bench.plot import expect_matplotlib
+        from kvtier.lab.bench.report import expect_matplotlib
 
         if plot.suffix != ".png":
             raise typer.BadParameter(
@@ -175,7 +175,7 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
 
 @contextmanager
 def _writing(option: str, path: Path) -> Iterator[None]:
-    from kvtier.lab.simulation.errors import SimulationError
+    from kvtier.lab.simulation.capacities import SimulationError
 
     try:
         yield

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvtier import ChunkHints, ModelCache, Settings, TieredCache
 from kvtier.catalog.catalog import State
 from kvtier.catalog.tenants import EvictionScope
-from kvtier.lab.simulation.keys import chunk_keys
+from kvtier.lab.simulation.trace import chunk_keys
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.simulated_cache import SimulatedCache, configured

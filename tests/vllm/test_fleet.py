@@ -17,9 +17,17 @@ import pytest
 from rich.console import Console
 
 from kvtier.lab.demo.client import Client
-from kvtier.lab.demo.report import Steps
 from kvtier.lab.demo.server import DemoFailed, Server, start_proxy, start_vllm
-from kvtier.lab.demo.work import Model, Options, Work, make_prompts, served_model, vllm_arguments, work_folder
+from kvtier.lab.demo.work import (
+    Model,
+    Options,
+    Steps,
+    Work,
+    make_prompts,
+    served_model,
+    vllm_arguments,
+    work_folder,
+)
 from kvtier.testing.servers import free_port
 from tests.rigs.cache_process import MIB, CacheProcess
 from tests.vllm.test_disaggregated import ROLES, SECRET, is_quiet

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 
 import anyio.to_thread
 
-from kvtier.lab.bench.errors import BenchFailed
 from kvtier.lab.bench.mirror import Helper, Mirror
-from kvtier.lab.bench.sides import Chunk, Side
+from kvtier.lab.bench.sides import BenchFailed, Chunk, Side
 from kvtier.memory.keys import ChunkKey
 from kvtier.transports.nixl.worker import map_shared
 

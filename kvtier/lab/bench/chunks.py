@@ -1,16 +1,18 @@
-"""Chunk objects for benchmarks, and a cheap check that they were transferred."""
+"""Chunk objects for benchmarks, their contents, and a cheap check that they were transferred."""
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
 
-from kvtier.lab.bench.errors import BenchFailed
-from kvtier.lab.bench.sides import Chunk
-from kvtier.lab.bench.timing import fill
+from blake3 import blake3
+
+from kvtier.lab.bench.sides import BenchFailed, Chunk
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
+from kvtier.units import MIB
 
 STAMP_BYTES = 8
 
@@ -58,3 +60,17 @@ def put_stamps(chunks: Sequence[Chunk], stamps: Stamps) -> None:
     """Undo :func:`clear_stamps`."""
     for (_, view), (head, tail) in zip(chunks, stamps, strict=True):
         view[:STAMP_BYTES], view[-STAMP_BYTES:] = head, tail
+
+
+def filled(length: int) -> memoryview:
+    """Return page-aligned memory with incompressible contents; see :func:`fill`."""
+    view = memoryview(mmap.mmap(-1, length))
+    fill(view)
+    return view
+
+
+def fill(view: memoryview, seed: bytes = b"") -> None:
+    """Fill a view with bytes that do not compress or deduplicate, except with views of the same seed."""
+    for start in range(0, len(view), MIB):
+        piece = view[start : start + MIB]
+        piece[:] = blake3(seed + start.to_bytes(8, "little")).digest(length=len(piece))

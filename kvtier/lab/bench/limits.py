@@ -1,22 +1,30 @@
-"""Choose the limit to compare a tier with: minimal code that moves the same bytes over the same medium."""
+"""The limits that tiers are compared with: minimal code that moves the same bytes over the same medium.
+
+Memory: a single-threaded copy. Disk: whole files with O_DIRECT, one system call each. Redis: plain sockets
+(:mod:`kvtier.lab.bench.raw_resp`). InfiniStore and Mooncake: their client libraries, as in their examples.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvtier.backends.base import Backend
 from kvtier.backends.disk.backend import DiskSettings
 from kvtier.backends.infinistore.settings import InfiniStoreSettings
 from kvtier.backends.mooncake.settings import MooncakeSettings
 from kvtier.backends.redis.settings import RedisSettings
-from kvtier.lab.bench.libraries import InfiniStoreLibrary, MooncakeLibrary
-from kvtier.lab.bench.memory import Memcpy
-from kvtier.lab.bench.raw_files import RawFiles
+from kvtier.lab.bench.chunks import filled
 from kvtier.lab.bench.raw_resp import LogIn, RawRESP
-from kvtier.lab.bench.sides import Side
-from kvtier.lab.bench.timing import filled
-from kvtier.memory.arena import Arena
+from kvtier.lab.bench.sides import BenchFailed, Chunk, InThreads, Side, expect
+from kvtier.memory.arena import Arena, address_of
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
 
 RAW_FOLDER = "raw"
@@ -68,3 +76,209 @@ def _raw_resp(tier: RedisSettings) -> Side | None:
     password = tier.password.get_secret_value() if tier.password is not None else None
     log_in = LogIn(tier.user, password, place.database)
     return RawRESP(address, tier.connections, log_in, timeout=tier.deadline)
+
+
+class Memcpy(Side):
+    """``memmove`` into memory that is already faulted in, and back."""
+
+    title = "memcpy"
+
+    def __init__(self, memory: memoryview) -> None:
+        """``memory``: room for all chunks."""
+        self._memory = memory
+        self._offsets: dict[ChunkKey, int] = {}
+
+    async def put(self, chunks: Sequence[Chunk]) -> float:
+        """See :meth:`Side.put`."""
+        address = address_of(self._memory)
+        pairs = []
+        for key, view in chunks:
+            offset = self._offsets.setdefault(key, len(self._offsets) * len(view))
+            pairs.append((address + offset, address_of(view), len(view)))
+        return _copy(pairs)
+
+    async def get(self, chunks: Sequence[Chunk]) -> float:
+        """See :meth:`Side.get`."""
+        address = address_of(self._memory)
+        return _copy([(address_of(view), address + self._offsets[key], len(view)) for key, view in chunks])
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """See :meth:`Side.forget`."""
+        for key in keys:
+            self._offsets.pop(key, None)
+
+
+def _copy(pairs: Sequence[tuple[int, int, int]]) -> float:
+    started = time.perf_counter()
+    for target, source, length in pairs:
+        ctypes.memmove(target, source, length)
+    return time.perf_counter() - started
+
+
+class RawFiles(Side):
+    """One file per chunk in an existing folder, written and read with O_DIRECT by ``threads`` threads."""
+
+    title = "raw O_DIRECT"
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        self._folder = folder
+        self._threads = threads
+
+    async def put(self, chunks: Sequence[Chunk]) -> float:
+        """See :meth:`Side.put`."""
+        return self._timed(chunks, lambda chunk: write_file(self._path(chunk[0]), chunk[1]))
+
+    async def get(self, chunks: Sequence[Chunk]) -> float:
+        """See :meth:`Side.get`."""
+        return self._timed(chunks, lambda chunk: read_file(self._path(chunk[0]), chunk[1]))
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """See :meth:`Side.forget`."""
+        for key in keys:
+            self._path(key).unlink(missing_ok=True)
+
+    def _timed(self, chunks: Sequence[Chunk], work: Callable[[Chunk], object]) -> float:
+        started = time.perf_counter()
+        in_threads(self._threads, chunks, work)
+        return time.perf_counter() - started
+
+    def _path(self, key: ChunkKey) -> Path:
+        return self._folder / key.hex()
+
+
+def in_threads(depth: int, chunks: Sequence[Chunk], work: Callable[[Chunk], object]) -> None:
+    """Call ``work`` for each chunk, in at most ``depth`` threads. Blocks; raises the first error."""
+    pending = deque(chunks)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            while pending and not failed:
+                work(pending.popleft())
+        except IndexError:
+            return
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(min(depth, len(chunks)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def write_file(path: Path, view: memoryview) -> None:
+    """Write a view of aligned whole pages to a file. Raises ``OSError`` and :class:`BenchFailed`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+    try:
+        moved = os.pwrite(descriptor, view, 0)
+    finally:
+        os.close(descriptor)
+    if moved != len(view):
+        raise BenchFailed(f"short write of {moved} bytes: is the disk full?")
+
+
+def read_file(path: Path, view: memoryview) -> None:
+    """Read a file into a view. Raises ``OSError`` and :class:`BenchFailed`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    try:
+        moved = os.preadv(descriptor, [view], 0)
+    finally:
+        os.close(descriptor)
+    if moved != len(view):
+        raise BenchFailed(f"short read of {moved} bytes")
+
+
+TITLE = "client library"
+
+
+class InfiniStoreLibrary(InThreads):
+    """``tcp_write_cache`` and ``tcp_read_cache``, which copy: the library has no other calls for TCP.
+
+    ``tcp_read_cache`` has no destination argument, so ``get`` leaves the data in the library's own buffer.
+    """
+
+    title = TITLE
+    fills = False
+
+    def __init__(self, address: tuple[str, int], connections: int) -> None:
+        super().__init__([_infinistore(address) for _ in range(connections)])
+
+    def put_one(self, connection: Any, key: ChunkKey, view: memoryview) -> None:  # noqa: ANN401
+        """See :meth:`InThreads.put_one`."""
+        connection.tcp_write_cache(name_of(key), address_of(view), len(view))
+
+    def get_one(self, connection: Any, key: ChunkKey, view: memoryview) -> None:  # noqa: ANN401
+        """See :meth:`InThreads.get_one`."""
+        array = connection.tcp_read_cache(name_of(key))
+        expect(0, array.nbytes == len(view), array.nbytes)
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """See :meth:`Side.forget`."""
+        self._connections[0].delete_keys([name_of(key) for key in keys])
+
+
+class MooncakeLibrary(Side):
+    """``batch_put_from`` and ``batch_get_into``: one call per batch, with the arena registered."""
+
+    title = TITLE
+
+    def __init__(self, master: str, arena: Arena) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self._store = MooncakeDistributedStore()
+        code = self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master)
+        expect(0, code == 0, code)
+        self._start = address_of(arena.view(0, arena.capacity))
+        code = self._store.register_buffer(self._start, arena.capacity)
+        expect(0, code == 0, code)
+
+    async def put(self, chunks: Sequence[Chunk]) -> float:
+        """See :meth:`Side.put`."""
+        spans = _spans(chunks)
+        started = time.perf_counter()
+        codes = self._store.batch_put_from(*spans)
+        return expect(time.perf_counter() - started, set(codes) == {0}, codes)
+
+    async def get(self, chunks: Sequence[Chunk]) -> float:
+        """See :meth:`Side.get`."""
+        spans = _spans(chunks)
+        started = time.perf_counter()
+        codes = self._store.batch_get_into(*spans)
+        return expect(time.perf_counter() - started, list(codes) == spans[2], codes)
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """See :meth:`Side.forget`."""
+        self._store.batch_remove([name_of(key) for key in keys], True)
+
+    async def close(self) -> None:
+        """See :meth:`Side.close`."""
+        self._store.unregister_buffer(self._start)
+        self._store.close()
+
+
+def _infinistore(address: tuple[str, int]) -> Any:  # noqa: ANN401
+    import infinistore
+
+    host, port = address
+    settings = infinistore.ClientConfig(
+        host_addr=host, service_port=port, connection_type=infinistore.TYPE_TCP, log_level="warning"
+    )
+    connection = infinistore.InfinityConnection(settings)
+    connection.connect()
+    return connection
+
+
+def name_of(key: ChunkKey) -> str:
+    """Return the name of a chunk."""
+    return f"library:{key.hex()}"
+
+
+def _spans(chunks: Sequence[Chunk]) -> tuple[list[str], list[int], list[int]]:
+    return (
+        [name_of(key) for key, _ in chunks],
+        [address_of(view) for _, view in chunks],
+        [len(view) for _, view in chunks],
+    )

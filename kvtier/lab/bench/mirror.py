@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.lab.bench.chunks import STAMP_BYTES
-from kvtier.lab.bench.errors import BenchFailed
-from kvtier.lab.bench.sides import Chunk
+from kvtier.lab.bench.sides import BenchFailed, Chunk
 from kvtier.memory.arena import Arena, ArenaMap, address_of
 from kvtier.memory.keys import ChunkKey
 

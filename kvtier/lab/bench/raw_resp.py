@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from kvtier.lab.bench.errors import BenchFailed
-from kvtier.lab.bench.sides import InThreads, expect
+from kvtier.lab.bench.sides import BenchFailed, InThreads, expect
 from kvtier.memory.keys import ChunkKey
 
 _ACKNOWLEDGED = b"+OK\r\n"

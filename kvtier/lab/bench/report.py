@@ -1,4 +1,4 @@
-"""Report results as a table and as JSON."""
+"""Report results as a table, as JSON and as a plot, which needs matplotlib: ``pip install kvtier[bench]``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from kvtier.lab.bench.rows import Direction, Extent, Row
+from kvtier.lab.bench.sides import BenchFailed
 from kvtier.units import format_size
 from kvtier.version import __version__
 
@@ -81,3 +84,44 @@ def _ratio(direction: Direction) -> str:
 
 def _milliseconds(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+COLOURS = {"put": "#3366aa", "get": "#dd8833"}
+BAR = 0.38
+
+
+def expect_matplotlib() -> None:
+    """Raise :class:`BenchFailed` with install instructions if matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise BenchFailed("a plot needs matplotlib: pip install 'kvtier[bench]'")
+
+
+def save_plot(rows: Sequence[Row], extent: Extent, path: Path) -> None:
+    """Save a PNG with a bar of GB/s per row and direction, and its limit as a line. Blocks for a second.
+
+    Omits failed rows. Raises :class:`BenchFailed` without matplotlib, and ``OSError``.
+    """
+    expect_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if row.put is not None and row.get is not None]
+    figure = Figure(figsize=(8, 1.6 + 0.7 * len(shown)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for offset, name in ((-BAR / 2, "put"), (BAR / 2, "get")):
+        directions = [row.put if name == "put" else row.get for row in shown]
+        positions = [index + offset for index in range(len(shown))]
+        speeds = [direction.gb_s if direction else 0.0 for direction in directions]
+        axes.barh(positions, speeds, BAR, label=name, color=COLOURS[name])
+        for position, direction in zip(positions, directions, strict=True):
+            if direction is not None and direction.limit_gb_s is not None:
+                ends = [position - BAR / 2, position + BAR / 2]
+                axes.plot([direction.limit_gb_s] * 2, ends, color="black", linewidth=2)
+    axes.plot([], [], color="black", linewidth=2, label="limit")
+    axes.set_yticks(range(len(shown)), [f"{row.name} ({row.type})" for row in shown])
+    axes.invert_yaxis()
+    axes.set_xlabel("GB/s")
+    axes.set_title(f"{extent.chunks} chunks of {format_size(extent.size)}, {extent.in_flight} in flight")
+    figure.legend(loc="outside right upper")
+    figure.savefig(path, format="png", dpi=120)

@@ -1,11 +1,11 @@
-"""Parameters and results of a benchmark."""
+"""Parameters, results and statistics of interleaved measurements."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.lab.bench.timing import percentile, ratios
 from kvtier.units import MIB
 
 KVTIER, LIMIT = "kvtier", "limit"
@@ -86,3 +86,20 @@ class Samples:
             limit_gb_s=length / statistics.median(limit) / 1e9 if limit else None,
             ratio=Ratio(statistics.median(by_turn), min(by_turn), max(by_turn)) if by_turn else None,
         )
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """Return the names in the order of that turn: each turn starts with another one."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def ratios(seconds: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Return the speed relative to the reference, per turn. 1: equally fast."""
+    return [expected / actual for actual, expected in zip(seconds, reference, strict=True)]
+
+
+def percentile(seconds: Sequence[float], share: float) -> float:
+    """Return the nearest-rank percentile; for a ``share`` of 0.5, the median."""
+    ordered = sorted(seconds)
+    return statistics.median(ordered) if share == 0.5 else ordered[round(share * (len(ordered) - 1))]

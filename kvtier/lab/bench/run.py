@@ -1,4 +1,4 @@
-"""Run measurements on an event loop in a separate thread, so that a hung call does not hang the program."""
+"""Run measurements so that a hung call does not hang the program: in a thread, and with a deadline."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import TypeVar
 
 import anyio
 
+from kvtier.concurrency.detached import DetachedTask
 from kvtier.concurrency.threads import caller_into_loop
 from kvtier.errors import KVTierError
-from kvtier.lab.bench.errors import Stuck
+from kvtier.lab.bench.sides import BenchFailed, Stuck
+from kvtier.units import format_duration
 
 SIGNAL_SECONDS = 0.5
 """At most how late Ctrl-C is noticed."""
@@ -76,3 +78,34 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error) or type(error).__name__
     return f"{type(error).__name__}: {error}"
+
+
+GRACE_SECONDS = 1.0
+"""Extra time after the deadline, in which the call can time out itself, with a better error message."""
+
+
+async def within(seconds: float, doing: str, call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
+    """Return the result of ``call``. Raises :class:`BenchFailed` if it exceeds the deadline of ``seconds``.
+
+    ``doing`` names the call in error messages. Cancelling the caller cancels the call and waits for its end.
+    Raises :class:`Stuck` if the call does not end when cancelled.
+    """
+    task = DetachedTask(_awaited(call))
+    try:
+        ended = await task.wait(seconds + GRACE_SECONDS)
+    except anyio.get_cancelled_exc_class():
+        await _stop(task, doing)
+        raise
+    if ended:
+        return task.result()
+    await _stop(task, doing)
+    raise BenchFailed(f"{doing} exceeded the deadline of {format_duration(seconds)}")
+
+
+async def _stop(task: DetachedTask[AnswerT], doing: str) -> None:
+    if not await task.stop(GRACE_SECONDS):
+        raise Stuck(f"{doing} does not end when cancelled")
+
+
+async def _awaited(call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
+    return await call()

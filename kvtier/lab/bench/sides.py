@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from kvtier.backends.base import Backend, Outcome
-from kvtier.lab.bench.errors import BenchFailed
+from kvtier.errors import KVTierError
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.batches import in_batches
@@ -173,3 +173,11 @@ def expect_ok(action: str, seconds: float, outcomes: Sequence[Outcome], count: i
     expect(0, len(outcomes) == count, f"it returned {len(outcomes)} outcomes for {count} chunks")
     failures = ", ".join(sorted({outcome.value for outcome in outcomes} - {Outcome.OK.value}))
     return expect(seconds, not failures, f"it did not {action} all chunks: {failures}")
+
+
+class BenchFailed(KVTierError):
+    """A measured tier or transport, or its limit, failed. The message states how."""
+
+
+class Stuck(BenchFailed):
+    """A call does not end although it was cancelled, and may still access the memory passed to it."""

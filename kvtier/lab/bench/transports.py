@@ -15,11 +15,10 @@ from typing import Any
 
 from kvtier.lab.bench.bare_nixl import BareNixl
 from kvtier.lab.bench.chunks import make_chunks, random_keys
-from kvtier.lab.bench.errors import BenchFailed
 from kvtier.lab.bench.mirror import Mirror
 from kvtier.lab.bench.raw_sockets import RawSockets
 from kvtier.lab.bench.rows import KVTIER, LIMIT, Extent, Row
-from kvtier.lab.bench.sides import Chunk, Side, expect_ok, timed
+from kvtier.lab.bench.sides import BenchFailed, Chunk, Side, expect_ok, timed
 from kvtier.lab.bench.turns import Advance, Turns, closing
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey

@@ -14,8 +14,6 @@ import yaml
 
 from kvtier.bridge import client as bridge
 from kvtier.lab.demo.client import Client
-from kvtier.lab.demo.disaggregated_report import Pushed
-from kvtier.lab.demo.report import Steps
 from kvtier.lab.demo.server import DemoFailed, Server, start_cache, start_proxy, start_vllm
 from kvtier.lab.demo.work import (
     CACHE_READY_SECONDS,
@@ -25,6 +23,7 @@ from kvtier.lab.demo.work import (
     WARM_UP_TOKENS,
     Model,
     Options,
+    Steps,
     Work,
     cache_answers,
     make_prompts,
@@ -40,6 +39,21 @@ STEP = ("--max-num-batched-tokens", "1024")
 PROXY_READY_SECONDS = 120.0
 TIMEOUT_SECONDS = 60
 """Generous, because a KV transfer is slow on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """KV transferred from the prefill instance to the decode instance."""
+
+    tokens: int
+    bytes: int
+    seconds: float
+    """Time during which at least one transfer was in flight."""
+
+    @property
+    def speed(self) -> float:
+        """Throughput in GB/s."""
+        return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
 @dataclass

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import httpx
 import yaml
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from kvtier.bridge import client as bridge
 from kvtier.concurrency.signals import exit_on_signals
 from kvtier.errors import ChannelError
-from kvtier.lab.demo import report
-from kvtier.lab.demo.client import Client
+from kvtier.lab.demo.client import Client, Completion
 from kvtier.lab.demo.server import DemoFailed, Server, start_cache, start_vllm
 from kvtier.lab.demo.work import (
     CACHE_READY_SECONDS,
@@ -24,6 +25,7 @@ from kvtier.lab.demo.work import (
     WARM_UP_TOKENS,
     Model,
     Options,
+    Steps,
     Work,
     cache_answers,
     conclude,
@@ -45,7 +47,7 @@ def run_demo(options: Options, console: Console) -> bool:
     not as expected. Raises :class:`DemoFailed`.
     """
     with exit_on_signals(), work_folder(options) as work:
-        demo = _Demo(options, work, report.Steps(console))
+        demo = _Demo(options, work, Steps(console))
         try:
             with served_model(options, work, demo.steps) as model:
                 runs = demo.run(model)
@@ -53,8 +55,8 @@ def run_demo(options: Options, console: Console) -> bool:
             raise demo.failure(error) from error
         finally:
             demo.kill()
-        console.print(report.table(runs))
-        found = report.problems(runs, (options.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
+        console.print(table(runs))
+        found = problems(runs, (options.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
         conclude(found, work, console, "logs, settings and disk tier")
     return not found
 
@@ -63,12 +65,12 @@ def run_demo(options: Options, console: Console) -> bool:
 class _Demo:
     options: Options
     work: Work
-    steps: report.Steps
+    steps: Steps
     vllm: Server | None = None
     cache: Server | None = None
     prompt: list[int] = field(default_factory=list)
 
-    def run(self, model: Model) -> list[report.Run]:
+    def run(self, model: Model) -> list[Run]:
         self._write_settings()
         runs = []
         self._start_cache()
@@ -150,9 +152,9 @@ class _Demo:
                 client.complete(self.prompt[-WARM_UP_TOKENS:], 2)
             yield client
 
-    def _measure(self, client: Client, name: str, expected: str | None = None) -> report.Run:
+    def _measure(self, client: Client, name: str, expected: str | None = None) -> Run:
         with self.steps.step(f"{name}: {self.options.tokens} tokens"):
-            return report.Run(name, client.complete(self.prompt, NEW_TOKENS), expected)
+            return Run(name, client.complete(self.prompt, NEW_TOKENS), expected)
 
     def _wait_until_stored(self) -> None:
         """Wait until all chunks are committed, which may be after the response."""
@@ -168,3 +170,62 @@ class _Demo:
         with self.steps.step("killing vLLM (kill -9)"):
             assert self.vllm is not None
             self.vllm.kill()
+
+
+TIERS = {"device": "vLLM itself", "host": "memory", "disk": "disk", "p2p": "another host"}
+"""Display names for vLLM's cache sources."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of the four requests. ``expected``: the source that must have supplied the prompt's KV, if any."""
+
+    name: str
+    completion: Completion
+    expected: str | None = None
+
+
+def problems(runs: Sequence[Run], min_hit: int) -> list[str]:
+    """Return one sentence for each result that is not as expected."""
+    found = []
+    cold = runs[0].completion
+    for run in runs[1:]:
+        completion = run.completion
+        supplied = completion.sources.get(run.expected or "", 0)
+        if completion.cached_tokens < min_hit:
+            found.append(f"{run.name}: {completion.cached_tokens} tokens hit, {min_hit} expected")
+        elif supplied < min_hit:
+            source = TIERS.get(run.expected or "", "")
+            found.append(f"{run.name}: {supplied} tokens came from {source}, {min_hit} expected")
+        if completion.tokens != cold.tokens:
+            found.append(f"{run.name}: its tokens differ from the cold run's")
+    if cold.cached_tokens:
+        found.append(f"{runs[0].name}: {cold.cached_tokens} tokens hit, 0 expected")
+    return found
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """Return a table with one row per run."""
+    cold = runs[0].completion
+    shown = Table(box=box.ROUNDED, header_style="bold")
+    shown.add_column("run")
+    for title in ("tokens", "hit tokens"):
+        shown.add_column(title, justify="right")
+    shown.add_column("source tier")
+    for title in ("TTFT", "speed-up"):
+        shown.add_column(title, justify="right")
+    shown.add_column("tokens identical")
+    for run in runs:
+        completion = run.completion
+        same = completion.tokens == cold.tokens
+        sources = [TIERS.get(source, source) for source, count in completion.sources.items() if count]
+        shown.add_row(
+            run.name,
+            f"{completion.prompt_tokens:,}",
+            f"{completion.cached_tokens:,}",
+            " + ".join(sources) or "-",
+            f"{completion.ttft:.2f} s",
+            "-" if run is runs[0] else f"{cold.ttft / completion.ttft:.1f} x",
+            "-" if run is runs[0] else ("[green]yes[/]" if same else "[red]no[/]"),
+        )
+    return shown

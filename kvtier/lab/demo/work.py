@@ -1,10 +1,12 @@
-"""Common parts of both demos: options, folders, model and prompts."""
+"""What both demos share: options, folders, model, prompts, progress, and the warnings in their logs."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +19,8 @@ from rich.markup import escape
 from kvtier.bridge import client as bridge
 from kvtier.bridge.spawn import FALLBACKS
 from kvtier.errors import ChannelError
-from kvtier.lab.demo.causes import causes
 from kvtier.lab.demo.client import Client
 from kvtier.lab.demo.model import is_model, make_model, prompt_text
-from kvtier.lab.demo.report import Steps
 from kvtier.lab.demo.server import DemoFailed
 from kvtier.testing.hub import Hub
 
@@ -172,3 +172,50 @@ def conclude(problems: Sequence[str], work: Work, console: Console, kept: str) -
             console.print(escape(line), highlight=False, soft_wrap=True)
     if work.keep:
         console.print(f"{kept}: {escape(str(work.folder))}", highlight=False, soft_wrap=True)
+
+
+MAX_LINES = 12
+"""Lines shown per log, the first ones."""
+MAX_CHARACTERS = 400
+"""Characters shown per line."""
+_WARNING = re.compile(r"\b(?:WARNING|ERROR)\b")
+_KVTIER = re.compile(r"kvtier|cache process|\btier \w+:")
+
+
+def causes(folder: Path) -> list[str]:
+    """Return lines to print: the name of each log in ``folder`` that has warnings, and the warnings."""
+    shown: list[str] = []
+    for log in sorted(folder.glob("*.log")):
+        if lines := warnings_in(log):
+            shown += [f"{log.name} has these warnings:", *(f"  {line}" for line in lines)]
+    return shown or ["the logs have no warnings"]
+
+
+def warnings_in(log: Path) -> list[str]:
+    """Return the warnings and errors in a log, without duplicates.
+
+    Many of vLLM's warnings have nothing to do with the cache: they are returned only if kvtier logged none.
+    """
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if _WARNING.search(line)]
+    from_kvtier = [line for line in lines if _KVTIER.search(line)]
+    return [line[:MAX_CHARACTERS] for line in dict.fromkeys(from_kvtier or lines)][:MAX_LINES]
+
+
+class Steps:
+    """Shows progress and the duration of each step: a spinner on a terminal, else plain lines."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextlib.contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        """Show ``what`` as in progress while the block runs."""
+        started = time.perf_counter()
+        if self._console.is_terminal:
+            with self._console.status(what):
+                yield
+        else:
+            self._console.print(f"… {what}", highlight=False)
+            yield
+        seconds = time.perf_counter() - started
+        self._console.print(f"[green]✓[/] {what} [dim]({seconds:.1f} s)[/]", highlight=False)

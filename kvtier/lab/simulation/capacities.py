@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from kvtier.lab.simulation.errors import SimulationError
+from kvtier.errors import KVTierError
 from kvtier.units import format_size, parse_size
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
@@ -49,3 +49,7 @@ def _parse(text: str) -> Capacity:
     except ValueError as error:
         raise SimulationError(f"--capacity: {error}; or a percentage such as 5%") from error
     return Capacity(bytes=size)
+
+
+class SimulationError(KVTierError):
+    """An option of a simulation is unusable. The message names it."""

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.lab.simulation.belady import REPORT_REQUESTS
-from kvtier.lab.simulation.keys import chunk_keys
-from kvtier.lab.simulation.trace import Trace
+from kvtier.lab.simulation.trace import Trace, chunk_keys
 from kvtier.memory.header import object_bytes
 from kvtier.observability.whatif.simulated_cache import SimulatedCache, SimulatedTiers
 from kvtier.plugins import Plugins

@@ -1,9 +1,10 @@
-"""Report results as tables and as JSON."""
+"""Report results as tables, as JSON and as a plot, for which the caller checks that matplotlib exists."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from kvtier.lab.simulation.replay import Model, Outcome
 from kvtier.lab.simulation.study import Row, Study
-from kvtier.units import format_duration, format_size
+from kvtier.units import GIB, format_duration, format_size
 from kvtier.version import __version__
 
 DASH = "—"
@@ -118,3 +119,35 @@ def _size(outcome: Outcome) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+def save_plot(studies: Sequence[Study], path: Path) -> None:
+    """Save a PNG with the hit rate of each policy over the capacity, one chart for each trace. Blocks.
+
+    Omits caches with a shared pool, which have no capacity. Raises ``OSError``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.5 + 4 * len(studies)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for at, study in enumerate(studies, 1):
+        axes = figure.add_subplot(len(studies), 1, at)
+        rows = sorted(
+            (row for row in study.rows if row.outcome.capacity is not None),
+            key=lambda row: row.outcome.capacity or 0,
+        )
+        for policy in dict.fromkeys(row.outcome.policy for row in study.rows):
+            own = [row.outcome for row in rows if row.outcome.policy == policy]
+            sizes = [(outcome.capacity or 0) / GIB for outcome in own]
+            axes.plot(sizes, [100 * outcome.hit_rate for outcome in own], marker="o", label=policy)
+        bounds = {(row.outcome.capacity or 0) / GIB: 100 * (row.bound or 0.0) for row in rows}
+        axes.plot(
+            list(bounds), list(bounds.values()), marker="o", linestyle="--", color="black", label="Belady"
+        )
+        axes.set_xlabel("capacity in GiB")
+        axes.set_ylabel("hit rate in %")
+        axes.set_ylim(bottom=0)
+        axes.set_title(study.name)
+        axes.legend()
+    figure.savefig(path, format="png", dpi=120)

@@ -1,4 +1,7 @@
-"""A trace in memory, to be replayed many times: 4 bytes for each chunk of each request."""
+"""A trace in memory, to be replayed many times: 4 bytes for each chunk of each request.
+
+Chunks have ids of 64 bits in a file, numbers in memory, and keys when they are replayed.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
+from blake3 import blake3
+
+from kvtier import native
 from kvtier.catalog.hints import ChunkHints
-from kvtier.lab.simulation.numbering import number_chunks
 from kvtier.lab.simulation.traces import read_trace
-from kvtier.lab.simulation.traces.errors import TraceError
+from kvtier.lab.simulation.traces.lines import TraceError
+from kvtier.memory.keys import KEY_BYTES, TOKEN_BYTES, ChunkKey, split_keys
 from kvtier.observability.recording.reader import TraceRequest
 
 
@@ -103,3 +109,54 @@ def _chunk_tokens(ends: array[int], tokens: array[int]) -> int:
     """Return the least tokens of a chunk with which every prompt fits into its chunks."""
     prompts = zip(chain((0,), ends), ends, tokens, strict=False)
     return max(1, max(-(-count // max(1, stop - start)) for start, stop, count in prompts))
+
+
+MAX_VACANT = 4
+"""Numbers are ids as they are in the trace, if the highest is below this multiple of their count."""
+
+
+def number_chunks(ids: array[int], ends: array[int]) -> tuple[array[int], int, int]:
+    """Return the chunks of all requests as u32, a number that all of them are below, and how many differ.
+
+    Chunks that a request had before are left out. ``ends``: where the chunks of each request end, which is
+    corrected. Takes 5 ns per chunk (0.2 µs without the native core), and 4 bytes for each number meanwhile.
+    """
+    if not native.available():
+        return _numbered(ids, ends)
+    chunks = array("I", [0]) * len(ids)
+    kept, numbers, unique = native.core.number_chunks(ids, ends, MAX_VACANT, chunks)
+    del chunks[kept:]
+    return chunks, numbers, unique
+
+
+def _numbered(ids: array[int], ends: array[int]) -> tuple[array[int], int, int]:
+    kept, start = array("Q"), 0
+    for request, stop in enumerate(ends):
+        kept.extend(dict.fromkeys(ids[start:stop]))
+        ends[request], start = len(kept), stop
+    count = max(kept) + 1
+    if count <= MAX_VACANT * len(kept) and count < 1 << 32:
+        return array("I", kept), count, _distinct(kept, count)
+    numbers: dict[int, int] = {}
+    numbered = array("I", [numbers.setdefault(chunk, len(numbers)) for chunk in kept])
+    return numbered, len(numbers), len(numbers)
+
+
+def _distinct(chunks: array[int], numbers: int) -> int:
+    """Return how many different numbers there are."""
+    seen = bytearray(numbers)
+    for chunk in chunks:
+        seen[chunk] = 1
+    return seen.count(1)
+
+
+def chunk_keys(numbers: Sequence[int]) -> list[ChunkKey]:
+    """Return the key of each u32 number: its BLAKE3 hash.
+
+    Policies take parts of keys as hashes, and sample by them: the numbers themselves would mislead these.
+    """
+    if native.available():
+        return split_keys(native.core.block_hashes(numbers, 1, KEY_BYTES))
+    encoded = array("I", numbers).tobytes()
+    starts = range(0, len(encoded), TOKEN_BYTES)
+    return [ChunkKey(blake3(encoded[at : at + TOKEN_BYTES]).digest()) for at in starts]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.lab.bench import plot
+from kvtier.lab.bench import report
 from kvtier.memory import host
 from tests.cli.conftest import Kvtier, spawn, store
 from tests.rigs.servers.redis import RedisServer
@@ -127,7 +127,7 @@ def test_too_little_memory(kvtier: Kvtier, configure: Configure, monkeypatch: py
 
 
 def test_plot_without_matplotlib(kvtier: Kvtier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    monkeypatch.setattr(report, "find_spec", lambda _: None)
     result = kvtier("bench", "--plot", tmp_path / "out.png")
     assert result.status == 1
     assert "pip install 'kvtier[bench]'" in result.errors

@@ -11,14 +11,12 @@ from rich.console import Console
 from benchmarks.common import interleave, ratio
 from kvtier.backends.redis.settings import RedisSettings
 from kvtier.lab.bench.chunks import make_chunks, random_keys
-from kvtier.lab.bench.errors import BenchFailed
-from kvtier.lab.bench.limits import limit_of
-from kvtier.lab.bench.raw_files import RawFiles
+from kvtier.lab.bench.limits import RawFiles, limit_of
 from kvtier.lab.bench.raw_resp import LogIn, RawRESP
 from kvtier.lab.bench.report import remarks_of, table_of
-from kvtier.lab.bench.rows import Extent, Row, Samples
+from kvtier.lab.bench.rows import Extent, Row, Samples, percentile, rotated
 from kvtier.lab.bench.run import describe_error
-from kvtier.lab.bench.timing import percentile, rotated
+from kvtier.lab.bench.sides import BenchFailed
 from kvtier.memory.arena import Arena
 from tests.rigs.broken_backends import DictBackend
 from tests.rigs.servers.redis import RedisServer

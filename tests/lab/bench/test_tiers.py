@@ -15,9 +15,9 @@ import pytest
 from kvtier.backends.base import Backend, Outcome, PutItem
 from kvtier.backends.cpu import CpuBackend
 from kvtier.backends.disk.backend import DiskBackend, DiskSettings
-from kvtier.lab.bench.errors import BenchFailed, Stuck
 from kvtier.lab.bench.rows import Extent, Row
 from kvtier.lab.bench.run import describe_error, run
+from kvtier.lab.bench.sides import BenchFailed, Stuck
 from kvtier.lab.bench.tiers import measure_tier, steps_of, tier_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings

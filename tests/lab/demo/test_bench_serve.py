@@ -15,8 +15,7 @@ import pytest
 from rich.console import Console
 
 from kvtier.lab.demo.disaggregated_serving import serving
-from kvtier.lab.demo.report import Steps
-from kvtier.lab.demo.work import MODEL_NAME, Options, work_folder
+from kvtier.lab.demo.work import MODEL_NAME, Options, Steps, work_folder
 from tests.rigs.cache_process import is_idle
 
 pytestmark = [

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvtier.lab.demo import causes
-from kvtier.lab.demo.causes import MAX_CHARACTERS, MAX_LINES
 from kvtier.lab.demo.server import DemoFailed
-from kvtier.lab.demo.work import Options, Work, conclude, work_folder
+from kvtier.lab.demo.work import MAX_CHARACTERS, MAX_LINES, Options, Work, causes, conclude, work_folder
 
 SLOW = (
     "2026-11-22 09:00:00,1 WARNING kvtier: tier ssd: deadline of 5s exceeded reading 64MiB (4 chunks) "
@@ -69,7 +67,7 @@ def test_folder_kept_by_the_user_is_named(work: Work, console: Console) -> None:
 
 def test_other_warnings_are_printed_without_warnings_of_kvtier(work: Work) -> None:
     work.log("vllm").write_text(NOISE)
-    assert causes.causes(work.folder) == ["vllm.log has these warnings:", f"  {NOISE}"]
+    assert causes(work.folder) == ["vllm.log has these warnings:", f"  {NOISE}"]
 
 
 def test_absence_of_warnings_is_reported(work: Work, console: Console) -> None:
@@ -80,7 +78,7 @@ def test_absence_of_warnings_is_reported(work: Work, console: Console) -> None:
 
 def test_printed_warnings_are_bounded(work: Work) -> None:
     work.log("cache").write_text("".join(f"WARNING kvtier: {number}{'x' * 9000}\n" for number in range(99)))
-    lines = causes.causes(work.folder)
+    lines = causes(work.folder)
     assert len(lines) == 1 + MAX_LINES
     assert max(map(len, lines)) == MAX_CHARACTERS + 2
 

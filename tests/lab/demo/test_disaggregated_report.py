@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from kvtier.lab.demo.client import Completion
-from kvtier.lab.demo.disaggregated_report import Pushed, Result, problems, table
+from kvtier.lab.demo.disaggregated import Result, problems, table
+from kvtier.lab.demo.disaggregated_serving import Pushed
 
 ALONE = Completion(1000, 0, [1, 2, 3], "abc", 2.0, {}, [0.02, 0.04])
 TOGETHER = dataclasses.replace(ALONE, cached_tokens=999, ttft=2.5, gaps=[0.01, 0.01])

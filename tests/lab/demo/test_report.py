@@ -8,7 +8,8 @@ import io
 from rich.console import Console
 
 from kvtier.lab.demo.client import Completion
-from kvtier.lab.demo.report import Run, Steps, problems, table
+from kvtier.lab.demo.run import Run, problems, table
+from kvtier.lab.demo.work import Steps
 
 COLD = Completion(1000, 0, [1, 2, 3], "abc", 2.0, {"host": 0, "disk": 0})
 FROM_MEMORY = dataclasses.replace(COLD, cached_tokens=768, ttft=0.1, sources={"host": 768, "disk": 0})

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtier.catalog.hints import ChunkHints
-from kvtier.lab.simulation.keys import chunk_keys
+from kvtier.lab.simulation.trace import chunk_keys
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.simulated_cache import SimulatedCache, configured
 from kvtier.settings import Settings

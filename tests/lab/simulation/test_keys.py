@@ -6,7 +6,7 @@ import pytest
 
 from kvtier import native
 from kvtier.catalog.sampling import POLICY_SAMPLE, SAMPLED
-from kvtier.lab.simulation.keys import chunk_keys
+from kvtier.lab.simulation.trace import chunk_keys
 from kvtier.memory.keys import KEY_BYTES
 
 NUMBERS = range(1 << 14)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier import native
-from kvtier.lab.simulation.numbering import number_chunks
+from kvtier.lab.simulation.trace import number_chunks
 from tests.lab.simulation.making import trace_of
 
 SMALL, LARGE = st.integers(0, 40), st.integers(0, 2**64 - 1) | st.integers(2**32 - 2, 2**32 + 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.lab.bench import plot
+from kvtier.lab.bench import report
 from tests.cli.conftest import Kvtier
 from tests.lab.simulation.making import bailian_line, mooncake_line
 
@@ -75,7 +75,7 @@ def test_plot(kvtier: Kvtier, trace: Path, tmp_path: Path) -> None:
 def test_plot_without_matplotlib_names_what_to_install(
     kvtier: Kvtier, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
     result = kvtier("simulate", trace, "--plot", tmp_path / "rates.png")
     assert result.status == 1
     assert "pip install" in result.errors

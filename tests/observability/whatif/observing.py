@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvtier.events import PromptLookup
-from kvtier.lab.simulation.keys import chunk_keys
+from kvtier.lab.simulation.trace import chunk_keys
 from kvtier.observability.whatif.estimate import Estimate
 from kvtier.observability.whatif.simulated_cache import SimulatedCache, SimulatedTiers
 from kvtier.plugins import Plugins

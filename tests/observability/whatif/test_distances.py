@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.catalog.sampling import ESTIMATE_SAMPLE, SAMPLED
-from kvtier.lab.simulation.keys import chunk_keys
+from kvtier.lab.simulation.trace import chunk_keys
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.observability.whatif.distances import NEVER, HitCurve, ReuseDistances
 from tests.observability.whatif.observing import chats

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.events import PromptLookup
-from kvtier.lab.simulation.keys import chunk_keys
+from kvtier.lab.simulation.trace import chunk_keys
 from kvtier.observability.whatif.estimate import Estimate
 from kvtier.observability.whatif.report import Change, Report, point_at
 from tests.observability.whatif.observing import (

@@ -14,7 +14,7 @@ import pytest
 from kvtier import Settings
 from kvtier.events import PromptLookup
 from kvtier.instance import Instance
-from kvtier.lab.simulation.keys import chunk_keys
+from kvtier.lab.simulation.trace import chunk_keys
 from kvtier.memory.header import object_bytes
 from kvtier.model import ModelCache
 from kvtier.observability.whatif.estimate import Estimate

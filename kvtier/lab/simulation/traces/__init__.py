@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 
 from kvtier.lab.simulation.traces.bailian import read_bailian
-from kvtier.lab.simulation.traces.errors import TraceError
-from kvtier.lab.simulation.traces.lines import first_line
+from kvtier.lab.simulation.traces.lines import TraceError, first_line
 from kvtier.lab.simulation.traces.mooncake import read_mooncake
 from kvtier.observability.recording.reader import TraceRequest, is_recording, read_recording
 

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.lab.simulation.traces.blocks import Time, Tokens, blocks_per_chunk, fold_block_ids, packed_ids
-from kvtier.lab.simulation.traces.lines import decode_lines
+from kvtier.lab.simulation.traces.lines import (
+    Time,
+    Tokens,
+    blocks_per_chunk,
+    decode_lines,
+    fold_block_ids,
+    packed_ids,
+)
 from kvtier.observability.recording.reader import TraceRequest
 
 BLOCK_TOKENS = 16

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.lab.simulation.traces.blocks import Time, Tokens, blocks_per_chunk, fold_prefix_ids, packed_ids
-from kvtier.lab.simulation.traces.errors import TraceError
-from kvtier.lab.simulation.traces.lines import decode_lines
+from kvtier.lab.simulation.traces.lines import (
+    Time,
+    Tokens,
+    TraceError,
+    blocks_per_chunk,
+    decode_lines,
+    fold_prefix_ids,
+    packed_ids,
+)
 from kvtier.observability.recording.reader import TraceRequest
 
 BLOCK_TOKENS = 512
