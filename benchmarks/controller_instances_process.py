@@ -17,8 +17,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
 from benchmarks.controller_process import MODEL
-from kvtier.concurrency.backoff import Backoff
-from kvtier.concurrency.descriptors import raise_file_limit
+from kvtier.concurrency.breaker import Backoff
+from kvtier.concurrency.processes import raise_file_limit
 from kvtier.errors import ChannelError
 from kvtier.fleet.member.controller_client import CLOSE_SECONDS, CONNECT_SECONDS, STEADY_SECONDS
 from kvtier.fleet.member.protocol import (

@@ -23,7 +23,7 @@ import anyio.to_thread
 
 from benchmarks.common import MIB, filled
 from kvtier.cache import TieredCache
-from kvtier.concurrency.slices import shorten_slices
+from kvtier.concurrency.placement import shorten_slices
 from kvtier.instance import Instance
 from kvtier.lab.bench.raw_resp import fill
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader

@@ -27,7 +27,7 @@ from anyio.abc import SocketStream
 
 from benchmarks.common import interleave, show
 from benchmarks.proxy_processes import engine_process, proxy_process
-from kvtier.concurrency.descriptors import raise_file_limit
+from kvtier.concurrency.processes import raise_file_limit
 
 TOKENS = 50
 """Tokens per stream, for many concurrent streams."""

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from kvtier.concurrency.descriptors import raise_file_limit
+from kvtier.concurrency.processes import raise_file_limit
 
 END = b"0\r\n\r\n"
 EVENT = re.compile(rb'"text":" (\d+)\.(\d+)"')

@@ -27,7 +27,7 @@ from typing import IO, Any
 
 from benchmarks.common import show
 from benchmarks.proxy_processes import ProxyProcess, engine_process, proxy_process
-from kvtier.concurrency.descriptors import raise_file_limit
+from kvtier.concurrency.processes import raise_file_limit
 
 PAUSE_SECONDS = 1.0
 SETTLE_SECONDS = 60.0

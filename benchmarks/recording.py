@@ -30,7 +30,7 @@ from kvtier.memory.keys import KEY_BYTES
 from kvtier.observability.recording.file import LookedUp, RecordingFile
 from kvtier.observability.recording.reader import read_recording
 from kvtier.observability.recording.recorder import FLUSH_SECONDS, recording
-from kvtier.settings.recording import RecordingSettings
+from kvtier.settings.observability import RecordingSettings
 from kvtier.units import MIB
 
 CHUNKS = 128

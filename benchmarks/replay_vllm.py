@@ -49,7 +49,7 @@ import msgspec
 from benchmarks.cache_process import CacheProcess
 from benchmarks.common import show
 from kvtier.bridge import client as bridge
-from kvtier.concurrency.signals import exit_on_signals
+from kvtier.concurrency.processes import exit_on_signals
 from kvtier.lab.demo.client import Client
 from kvtier.lab.demo.server import Server, start_vllm
 from kvtier.lab.demo.work import VLLM_READY_SECONDS

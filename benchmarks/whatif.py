@@ -27,7 +27,7 @@ from kvtier.observability.whatif.report import Report, point_at
 from kvtier.observability.whatif.simulated_cache import SimulatedTiers, configured
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings
-from kvtier.settings.whatif import WhatIfSettings
+from kvtier.settings.observability import WhatIfSettings
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)
 PROCESSES = 2

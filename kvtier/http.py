@@ -23,7 +23,7 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvtier.concurrency.descriptors import LACKING, describe_lack
+from kvtier.concurrency.processes import LACKING, describe_lack
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelError
 from kvtier.logs import RateLimitedLog

@@ -22,10 +22,10 @@ from kvtier import hookspecs
 from kvtier.errors import KVTierError, PluginError, SettingsError
 from kvtier.hookmarkers import PROJECT
 from kvtier.settings import LocalTierSettings, Settings, TierSettings
-from kvtier.settings.choice import valid_choice
 from kvtier.settings.errors import explain
 from kvtier.settings.sources import suggestion
 from kvtier.settings.tenants import tenants_of_tier
+from kvtier.settings.values import valid_choice
 
 if TYPE_CHECKING:
     import typer

@@ -22,12 +22,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from kvtier.bridge.server import BridgeServer
 from kvtier.bridge.spawn import default_address
 from kvtier.cache import TieredCache
-from kvtier.concurrency.children import settle
 from kvtier.concurrency.files import FileLocked, LockFile
-from kvtier.concurrency.placement import spread_memory
-from kvtier.concurrency.signals import stop_on_signals
-from kvtier.concurrency.slices import shorten_slices
-from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.placement import shorten_slices, spread_memory
+from kvtier.concurrency.processes import settle
+from kvtier.concurrency.tasks import open_tasks, stop_on_signals
 from kvtier.errors import ChannelError, KVTierError
 from kvtier.instance import Instance
 from kvtier.rpc.listener import listening

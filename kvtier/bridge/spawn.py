@@ -18,11 +18,11 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from kvtier.concurrency import children
+from kvtier.concurrency import processes
 from kvtier.concurrency.threads import run_in_background
 from kvtier.errors import ChannelError
 from kvtier.settings import SOCKET_PATH_BYTES, Settings
-from kvtier.settings.secret import REVEALED
+from kvtier.settings.values import REVEALED
 
 logger = logging.getLogger("kvtier")
 
@@ -92,7 +92,7 @@ class CacheProcess:
 
         The settings are passed on standard input, never on the command line. The child gets its own
         session, so that signals to the engine's process group do not reach it. See :mod:`children
-        <kvtier.concurrency.children>` for what it inherits.
+        <kvtier.concurrency.processes>` for what it inherits.
         """
         if self._child is not None and self._child.poll() is None:
             return
@@ -102,8 +102,8 @@ class CacheProcess:
             except BlockingIOError:
                 return
             with self.log.open("ab") as log:
-                self._child = children.start(
-                    children.python("-m", "kvtier.bridge.serve", str(self._path)),
+                self._child = processes.start(
+                    processes.python("-m", "kvtier.bridge.serve", str(self._path)),
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,

@@ -11,7 +11,7 @@ from typing import TypeVar
 import anyio
 
 from kvtier.backends.base import Backend, Outcome
-from kvtier.concurrency.detached import DetachedTask
+from kvtier.concurrency.tasks import DetachedTask
 from kvtier.errors import KVTierError
 from kvtier.lab.bench.chunks import make_chunks, random_keys
 from kvtier.lab.bench.sides import unseal

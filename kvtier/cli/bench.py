@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from kvtier.cli.options import parse_chunk_size, select
 from kvtier.cli.terminal import AsJson, ConfigFile, messages, output, print_json
-from kvtier.concurrency.signals import exit_on_signals
+from kvtier.concurrency.processes import exit_on_signals
 
 if TYPE_CHECKING:
     from kvtier.lab.bench.rows import Extent, Row

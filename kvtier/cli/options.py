@@ -62,7 +62,7 @@ def make_command(
 
 def read_secret(file: Path, parameter: str) -> str:
     """Read a secret from the file given by an option. Raises: SettingsError."""
-    from kvtier.settings.secret import resolve
+    from kvtier.settings.values import resolve
 
     try:
         return str(resolve({"file": str(file)}))

@@ -11,9 +11,9 @@ from pydantic import BaseModel, BeforeValidator, SecretStr
 from pydantic.fields import FieldInfo
 
 from kvtier.plugins import Plugins
-from kvtier.settings.choice import parse_choice
 from kvtier.settings.model import LocalTierSettings, Settings, TierSettings
 from kvtier.settings.sources import nested_model, variable_name
+from kvtier.settings.values import parse_choice
 from kvtier.units import format_duration, format_size, parse_duration, parse_size
 
 _PAGE = """\

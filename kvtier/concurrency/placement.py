@@ -1,11 +1,11 @@
-"""CPUs and NUMA memory policy of a thread, which every child process inherits from the thread that starts it.
+"""CPUs, NUMA memory policy and time slices of a thread. Child processes inherit the first two from it.
 
 vLLM binds threads and memory of its workers: OpenMP pins the main thread to one core, ``numactl`` or the CPU
 worker binds the memory to one node. A cache process serves all workers, and must inherit neither. Therefore
 :func:`remember` records the placement of the server's first process before vLLM binds anything, that is, as
 the operator set it (taskset, numactl, cpuset), in an environment variable for the processes below it.
 
-sched_setaffinity(2), set_mempolicy(2), get_mempolicy(2).
+sched_setaffinity(2), set_mempolicy(2), get_mempolicy(2), sched_setattr(2).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import platform
+import struct
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
@@ -26,11 +27,19 @@ _POLICIES = ("default", "preferred", "bind", "interleave", "local", "preferred m
 _MODE_FLAGS = 0xE000
 """MPOL_F_STATIC_NODES and the like, which the kernel keeps in the mode."""
 _MEMS_ALLOWED = 4
-_SET_AND_GET = {"x86_64": (238, 239), "aarch64": (237, 236)}
+_POLICY_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
 """The numbers of set_mempolicy(2) and get_mempolicy(2). Python has no function for them."""
 _WORDS, _WORD_BITS = 16, 64
 _Mask = ctypes.c_uint64 * _WORDS
 _libc = ctypes.CDLL(None, use_errno=True)
+
+SLICE_NANOSECONDS = 100_000
+"""The shortest that the kernel grants. Longer than most turns of an event loop."""
+_SCHED_CALLS = {"x86_64": (314, 315), "aarch64": (274, 275)}
+"""The numbers of sched_setattr(2) and sched_getattr(2). Python has no function for them."""
+_ATTRIBUTES = struct.Struct("=IIQiIQQQII")
+"""``struct sched_attr``: size, policy, flags, nice, priority, runtime, deadline, period, and two clamps."""
+_RESET_ON_FORK = 1
 
 
 class Placement(NamedTuple):
@@ -121,7 +130,7 @@ def list_format(numbers: Iterable[int]) -> str:
 
 
 def _set_policy(policy: int, nodes: list[int]) -> None:
-    numbers = _SET_AND_GET.get(platform.machine())
+    numbers = _POLICY_CALLS.get(platform.machine())
     if numbers is None:
         return
     mask = _Mask()
@@ -132,7 +141,7 @@ def _set_policy(policy: int, nodes: list[int]) -> None:
 
 
 def _get_policy(flags: int) -> tuple[int | None, list[int]]:
-    numbers = _SET_AND_GET.get(platform.machine())
+    numbers = _POLICY_CALLS.get(platform.machine())
     mode, mask = ctypes.c_int(), _Mask()
     bits = ctypes.c_ulong(_WORDS * _WORD_BITS + 1)
     if numbers is None or _libc.syscall(
@@ -141,3 +150,30 @@ def _get_policy(flags: int) -> tuple[int | None, list[int]]:
         return None, []
     nodes = [bit for bit in range(_WORDS * _WORD_BITS) if mask[bit // _WORD_BITS] >> bit % _WORD_BITS & 1]
     return mode.value, nodes
+
+
+def shorten_slices() -> bool:
+    """Give the calling thread short time slices, but not the threads and processes that it starts.
+
+    So the kernel runs it soon after it is woken, on a busy machine as well. A thread that becomes runnable
+    while others compute waits until the slice of one of them has ended, 1 to 4 ms. From Linux 6.12 on, a
+    thread may have shorter slices than others, and then it preempts them, as long as it has had less than its
+    fair share of the CPU (kernel documentation, ``scheduler/sched-eevdf``). Its share, and theirs, are the
+    same as before.
+
+    Return whether the kernel did. A thread whose priority or policy is not the default keeps its slices: the
+    user has decided how it competes.
+    """
+    numbers = _SCHED_CALLS.get(platform.machine())
+    if numbers is None or os.getpriority(os.PRIO_PROCESS, 0) or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return False
+    system_call = ctypes.CDLL(None).syscall
+    size = _ATTRIBUTES.size
+    wanted = _ATTRIBUTES.pack(size, os.SCHED_OTHER, _RESET_ON_FORK, 0, 0, SLICE_NANOSECONDS, 0, 0, 0, 0)
+    if system_call(numbers[0], 0, wanted, 0):
+        return False
+    found = ctypes.create_string_buffer(size)
+    if system_call(numbers[1], 0, found, size, 0):
+        return False
+    # Older kernels ignore the slice, and do not report it.
+    return bool(_ATTRIBUTES.unpack(found.raw)[5] == SLICE_NANOSECONDS)

@@ -1,13 +1,23 @@
-"""Task groups that unwrap a single exception, and timeouts that do not count time while stopped."""
+"""Tasks: groups that unwrap a single exception, tasks outside of groups, waits, and an end by signal."""
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from logging import Logger
+from typing import Any, Generic, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup
+from anyio import CancelScope
+from anyio.abc import TaskGroup, TaskStatus
+
+from kvtier.concurrency.threads import wait_all
+
+SLICE_SECONDS = 0.25
+ResultT = TypeVar("ResultT")
 
 
 @asynccontextmanager
@@ -23,9 +33,6 @@ async def open_tasks() -> AsyncIterator[TaskGroup]:
         if len(group.exceptions) > 1:
             raise
         raise group.exceptions[0] from group.exceptions[0].__cause__
-
-
-SLICE_SECONDS = 0.25
 
 
 async def wait_for_event(event: anyio.Event, seconds: float | None) -> bool:
@@ -53,3 +60,73 @@ async def wait_shielded(events: Sequence[anyio.Event]) -> None:
             while not event.is_set():
                 with suppress(anyio.get_cancelled_exc_class()):
                     await event.wait()
+
+
+class DetachedTask(Generic[ResultT]):
+    """A task that may outlive the block that starts it, and may ignore its cancellation.
+
+    A task group waits for its tasks at the end of its block. This task is for an object whose ``close``
+    stops what its ``open`` starts, and for calls into code that may hang. Cancelling a call that waits for
+    the task does not cancel the task.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, ResultT]) -> None:
+        """Start the task. Call from the event loop."""
+        name = getattr(coroutine, "__qualname__", None)  # As anyio names its tasks.
+        self._task = asyncio.get_running_loop().create_task(coroutine, name=name)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it ended by being cancelled."""
+        return self._task.cancelled()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Its exception; ``None`` if it returned or was cancelled. It must have ended."""
+        return None if self._task.cancelled() else self._task.exception()
+
+    def result(self) -> ResultT:
+        """Return its result, or raise its exception. It must have ended."""
+        return self._task.result()
+
+    def cancel(self) -> None:
+        """Cancel it once, with ``Task.cancel``. Does not wait."""
+        self._task.cancel()
+
+    async def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it has ended, for at most ``seconds``. Return whether it has ended."""
+        await asyncio.wait([self._task], timeout=seconds)
+        return self._task.done()
+
+    async def join(self) -> ResultT:
+        """Wait until it has ended. Return its result, or raise its exception."""
+        await self.wait()
+        return self._task.result()
+
+    async def stop(self, seconds: float | None = None) -> bool:
+        """Cancel it, and wait until it has ended, for at most ``seconds``. Return whether it has ended.
+
+        Waits even if the caller is cancelled meanwhile; the caller re-raises its cancellation. The exception
+        of the task is not logged: see :attr:`error`.
+        """
+        self._task.cancel()
+        await wait_all([asyncio.ensure_future(self.wait(seconds))])
+        if not self._task.done():
+            return False
+        _ = self.error  # Mark it as retrieved.
+        return True
+
+
+async def stop_on_signals(
+    serving: CancelScope, draining: CancelScope, logger: Logger, *, task_status: TaskStatus[None]
+) -> None:
+    """Cancel ``serving`` on the first SIGTERM or SIGINT, and ``draining`` on the second."""
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
+        async for number in signals:
+            if serving.cancel_called:
+                logger.warning("%s again: exiting without draining", signal.Signals(number).name)
+                draining.cancel()
+            else:
+                logger.info("%s: shutting down", signal.Signals(number).name)
+                serving.cancel()

@@ -21,8 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
-from kvtier.concurrency.signals import stop_on_signals
-from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.tasks import open_tasks, stop_on_signals
 from kvtier.settings.peer import join_address
 
 BEARER = {"WWW-Authenticate": "Bearer"}

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 
-from kvtier.concurrency import children
+from kvtier.concurrency import processes
 from kvtier.memory import large_pages_process
 from kvtier.memory.large_pages_process import LARGE, LARGE_PAGE_BYTES, PAGE_BYTES, PREPARED, USED
 
@@ -55,7 +55,7 @@ class LargePages:
             self._words = memoryview(self._state).cast("Q")
             os.set_blocking(self._wake, False)
             numbers = map(str, (fd, state, wake, capacity, self._ahead))
-            self._process = children.start(
+            self._process = processes.start(
                 [sys.executable, "-I", "-S", large_pages_process.__file__, *numbers],
                 pass_fds=[fd, state, wake],
                 cwd="/",

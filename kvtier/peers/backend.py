@@ -14,8 +14,8 @@ import anyio
 from anyio import CancelScope
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsPrefix
-from kvtier.concurrency.backoff import Backoff
-from kvtier.concurrency.detached import DetachedTask
+from kvtier.concurrency.breaker import Backoff
+from kvtier.concurrency.tasks import DetachedTask
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
 from kvtier.logs import RateLimitedLog

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 import anyio
 
-from kvtier.concurrency.backoff import Backoff
-from kvtier.concurrency.breaker import Breaker
+from kvtier.concurrency.breaker import Backoff, Breaker
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError, Rejected
 from kvtier.logs import printable

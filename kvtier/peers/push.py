@@ -11,7 +11,7 @@ from functools import partial
 import anyio
 
 from kvtier.backends.base import Outcome
-from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.breaker import Backoff
 from kvtier.errors import ChannelError, PeerError, ProtocolError
 from kvtier.logs import printable
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader

@@ -15,7 +15,7 @@ import anyio
 
 from kvtier.cache import TieredCache
 from kvtier.catalog.catalog import State
-from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.breaker import Backoff
 from kvtier.errors import ProtocolError
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, MAX_BLOCK_HASHES, ChunkKey, split_keys

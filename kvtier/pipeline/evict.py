@@ -17,7 +17,7 @@ import anyio
 from kvtier.backends.base import Outcome
 from kvtier.catalog.eviction import IncomingPrompt, RemovalReason
 from kvtier.catalog.tenants import EvictionScope
-from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.breaker import Backoff
 from kvtier.events import Event, Evict
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease

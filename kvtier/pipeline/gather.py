@@ -12,7 +12,7 @@ import anyio
 
 from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import State
-from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.breaker import Backoff
 from kvtier.events import Move
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease

@@ -14,7 +14,7 @@ from kvtier.backends.base import StoredObject
 from kvtier.catalog.catalog import State
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.catalog.partial_matches import block_tags_of
-from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.breaker import Backoff
 from kvtier.memory.header import ChunkHeader, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.pipeline.base import Hierarchy

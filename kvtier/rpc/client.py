@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic
 
-from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.breaker import Backoff
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError, Rejected
 from kvtier.logs import RateLimitedLog
 from kvtier.rpc.calls import Call, Calls, ReplyT, ResultT, Settle

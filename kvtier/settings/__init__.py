@@ -12,8 +12,8 @@ from kvtier.settings.model import (
     TierSettings,
     load_settings,
 )
-from kvtier.settings.origins import Origin
-from kvtier.settings.paths import LocalPath
+from kvtier.settings.sources import Origin
+from kvtier.settings.values import LocalPath
 
 __all__ = [
     "DEFAULT_EVICTION",

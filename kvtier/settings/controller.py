@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from kvtier.settings.peer import Address
-from kvtier.settings.secret import Secret
+from kvtier.settings.values import Secret
 
 INSTANCE_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
@@ -65,18 +64,3 @@ class ControllerSettings(BaseModel):
     def instance_name(self) -> str:
         """``instance_id``, or its default."""
         return self.instance_id or f"{socket.gethostname()}-{os.getpid()}"
-
-
-class MetricsSettings(BaseModel):
-    """The Prometheus endpoint of this instance. If omitted, metrics are not served."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    listen: Address | None = Field(
-        default=None,
-        description=(
-            "Address to serve `/metrics` on, `HOST:PORT`. `127.0.0.1` accepts local connections only. If "
-            "omitted, metrics are not served."
-        ),
-        examples=["127.0.0.1:9464"],
-    )

@@ -30,15 +30,13 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvtier.errors import SettingsError
-from kvtier.settings.choice import MAX_DIGITS, Choice
-from kvtier.settings.controller import ControllerSettings, MetricsSettings
+from kvtier.settings.controller import ControllerSettings
 from kvtier.settings.errors import explain
-from kvtier.settings.kv_transfer import KVTransferSettings, Role
-from kvtier.settings.origins import Origin, Origins
-from kvtier.settings.paths import LocalPath
-from kvtier.settings.peer import PeerSettings
-from kvtier.settings.recording import RecordingSettings
+from kvtier.settings.observability import MetricsSettings, RecordingSettings, WhatIfSettings
+from kvtier.settings.peer import KVTransferSettings, PeerSettings, Role
 from kvtier.settings.sources import (
+    Origin,
+    Origins,
     configured_file,
     given_names,
     merged,
@@ -47,7 +45,7 @@ from kvtier.settings.sources import (
     variable_name,
 )
 from kvtier.settings.tenants import Tenants, TierTenantSettings
-from kvtier.settings.whatif import WhatIfSettings
+from kvtier.settings.values import MAX_DIGITS, Choice, LocalPath
 from kvtier.settings.yaml_file import SettingsFile
 from kvtier.units import Duration, Integer, Number, Size, check_number
 

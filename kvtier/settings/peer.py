@@ -1,11 +1,11 @@
-"""Settings for peers: addresses, authentication, transport and limits."""
+"""Settings for peers: addresses, authentication, transport, limits, and the KV transfer to them."""
 
 from __future__ import annotations
 
 import ipaddress
 import math
 import string
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -18,10 +18,8 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
-from kvtier.settings.choice import Choice
-from kvtier.settings.paths import LocalPath
-from kvtier.settings.secret import Secret
-from kvtier.units import Duration, Number
+from kvtier.settings.values import Choice, LocalPath, Secret
+from kvtier.units import Duration, Number, Size
 
 MIN_SECRET_CHARACTERS = 16
 """Minimum length of a secret. A shorter one can be brute-forced from one captured handshake."""
@@ -36,6 +34,10 @@ _ALPHABETS = (
     string.ascii_lowercase,
     string.ascii_letters + string.digits,
 )
+
+
+Role = Literal["both", "prefill", "decode"]
+"""Which part of a request an engine computes: prefill, decode, or both."""
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -196,3 +198,59 @@ def max_bits(secret: str) -> float:
     text = secret.rstrip("=")  # The padding of Base64.
     sizes = [len(alphabet) for alphabet in _ALPHABETS if set(text) <= set(alphabet)]
     return len(text) * math.log2(min(sizes, default=len(string.printable.strip())))
+
+
+class KVTransferSettings(BaseModel):
+    """Transfer of a prompt's KV from the prefill instance to the decode instance."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    timeout: Duration = Field(
+        default=10.0,
+        gt=0,
+        le=600,
+        description=(
+            "How long a request on the decode instance waits for chunks in transfer. After that the decode "
+            "instance computes the rest. A request may set a shorter timeout, not a longer one."
+        ),
+        examples=["10s"],
+    )
+    reserve: Duration = Field(
+        default=30.0,
+        gt=0,
+        le=600,
+        description=(
+            "How long the decode instance reserves memory for an announced chunk. After that the memory is "
+            "released, and the decode instance computes the chunk."
+        ),
+        examples=["30s"],
+    )
+    buffer: Size | None = Field(
+        default=None,
+        ge=4096,
+        description=(
+            "Maximum bytes of the decode instance's first tier that prefill instances may reserve at once. "
+            "Chunks beyond this are not transferred. If omitted, `peer.share` of that tier. With `device: "
+            "cuda` also the size of the staging buffer on each GPU, on both sides; if omitted, 1GiB."
+        ),
+        examples=["4GiB"],
+    )
+    targets: list[Address] = Field(
+        default_factory=list,
+        max_length=4096,
+        description=(
+            "Decode instances that requests may name, each as the `HOST:PORT` that the proxy names, which it "
+            "logs for each engine. A request has KV transferred only to these, to `peer.others`, and to "
+            "instances that are registered with the controller."
+        ),
+        examples=['["10.0.0.3:8201"]'],
+    )
+    device: Literal["cpu", "cuda"] = Field(
+        default="cpu",
+        description=(
+            "Memory that chunks are transferred through. `cpu`: the first tier on both sides. `cuda`: a "
+            "staging buffer in GPU memory on both sides, written by NIXL; requires `nixl` as "
+            "`peer.transport`. Chunks that cannot use the staging buffer go through the first tier."
+        ),
+        examples=["cpu"],
+    )

@@ -1,13 +1,15 @@
-"""Sources of settings: the YAML file and the ``KVTIER_*`` environment variables."""
+"""Sources of settings: the YAML file and the ``KVTIER_*`` variables, and where each value was set."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -15,7 +17,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode
 
 from kvtier.errors import SettingsError
 from kvtier.native import VARIABLE as NATIVE_VARIABLE
-from kvtier.settings.choice import parse_json
+from kvtier.settings.values import parse_json
 from kvtier.settings.yaml_file import MAX_BYTES, SettingsFile, parse_file
 
 PREFIX = "KVTIER_"
@@ -24,6 +26,9 @@ FILE_VARIABLE = "KVTIER_CONFIG_FILE"
 
 _ORCHESTRATOR_NAME = re.compile(r".*_SERVICE_(HOST|PORT(_.*)?)|.*_PORT_\d+_(TCP|UDP|SCTP)(_.*)?")
 _ORCHESTRATOR_VALUE = re.compile(r"(tcp|udp|sctp)://.*")
+
+
+_UNREADABLE = object()
 
 
 def configured_file() -> Path | None:
@@ -106,9 +111,6 @@ def read_environment(settings: type[BaseSettings]) -> tuple[dict[str, Any], list
     return values, problems + source.problems
 
 
-_UNREADABLE = object()
-
-
 def _without_unreadable(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: _without_unreadable(value) if isinstance(value, Mapping) else value
@@ -142,3 +144,46 @@ class _Environment(EnvSettingsSource):
 def _is_foreign(name: str, value: str) -> bool:
     """Whether Kubernetes or Docker links set the variable, such as KVTIER_PORT for a service named kvtier."""
     return bool(_ORCHESTRATOR_NAME.fullmatch(name) or _ORCHESTRATOR_VALUE.fullmatch(value))
+
+
+class Origin(NamedTuple):
+    """The source of a value."""
+
+    kind: Literal["default", "file", "environment", "override"]
+    where: str = ""
+    """Path of the file, name of the variable, or empty."""
+    line: int = 0
+    """Line in the file, from 1."""
+
+
+@dataclass
+class Origins:
+    """The sources of all values."""
+
+    given: dict[str, Origin] = dataclasses.field(default_factory=dict)
+    """By dotted key, without lines. A list such as ``tiers`` has one source."""
+    lines: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Lines in the file, also of keys within lists, such as ``tiers[1].path``."""
+
+    def of(self, key: str) -> Origin:
+        """Return the source of the dotted ``key``, or of what encloses it."""
+        origin = next((self.given[name] for name in _enclosing(key) if name in self.given), Origin("default"))
+        if origin.kind != "file":
+            return origin
+        line = next((self.lines[name] for name in _enclosing(key) if name in self.lines), 0)
+        return origin._replace(line=line)
+
+    def at(self, key: str) -> str:
+        """Return the dotted ``key`` and where it was set, for a message."""
+        origin = self.of(key)
+        if origin.kind == "override":
+            return f"{key} (set on the command line, in code or in kv_connector_extra_config)"
+        line = f", line {origin.line}" if origin.line else ""
+        return f"{key} (in {origin.where}{line})" if origin.where else key
+
+
+def _enclosing(key: str) -> Iterator[str]:
+    """Yield the key and those that enclose it: ``tiers[1].path``, ``tiers[1]``, ``tiers``."""
+    while key:
+        yield key
+        key = key[: max(key.rfind("."), key.rfind("["), 0)]

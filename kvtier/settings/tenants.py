@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from kvtier.settings.secret import Secret
+from kvtier.settings.values import Secret
 from kvtier.units import Number
 
 OTHER = "other"

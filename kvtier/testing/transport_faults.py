@@ -16,7 +16,7 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from kvtier.backends.base import Outcome
-from kvtier.concurrency.detached import DetachedTask
+from kvtier.concurrency.tasks import DetachedTask
 from kvtier.testing.backend import is_poisoned
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.testing.noise import poison

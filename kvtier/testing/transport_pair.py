@@ -14,7 +14,7 @@ import anyio.to_thread
 import pytest
 
 from kvtier.backends.base import Outcome
-from kvtier.concurrency.detached import DetachedTask
+from kvtier.concurrency.tasks import DetachedTask
 from kvtier.memory.slices import Lease
 from kvtier.testing.backend import same
 from kvtier.testing.relay import Relay

@@ -21,8 +21,7 @@ from enum import Enum
 from typing import TypeVar
 
 from kvtier.backends.base import Outcome
-from kvtier.concurrency.backoff import Backoff
-from kvtier.concurrency.breaker import Breaker
+from kvtier.concurrency.breaker import Backoff, Breaker
 from kvtier.logs import RateLimitedLog
 
 logger = logging.getLogger("kvtier")

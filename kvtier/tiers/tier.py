@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.eviction import RemovalReason
-from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.breaker import Backoff
 from kvtier.concurrency.tasks import wait_for_event
 from kvtier.errors import IncompleteScan, KVTierError, MediumReplaced
 from kvtier.events import Priority

@@ -308,7 +308,7 @@ async def test_unreachable_pool_is_reported_before_it_is_used(
 ) -> None:
     caplog.set_level("INFO", logger="kvtier")
     monkeypatch.setattr(SharedPlugin, "kvtier_backends", hookimpl(lambda self: {"shared": Checked}))
-    monkeypatch.setattr("kvtier.concurrency.backoff.Backoff.next", lambda backoff: 0.01)
+    monkeypatch.setattr("kvtier.concurrency.breaker.Backoff.next", lambda backoff: 0.01)
     errors: list[object] = []
     async with opened(settings) as (cache, _):
         tier = cache.lower[0]
@@ -340,7 +340,7 @@ async def test_pool_without_a_health_check_is_asked_for_a_chunk(
     settings: MakeSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(SharedPlugin, "kvtier_backends", hookimpl(lambda self: {"shared": Unchecked}))
-    monkeypatch.setattr("kvtier.concurrency.backoff.Backoff.next", lambda backoff: 0.01)
+    monkeypatch.setattr("kvtier.concurrency.breaker.Backoff.next", lambda backoff: 0.01)
     errors: list[object] = []
     async with opened(settings) as (cache, _):
         tier = cache.lower[0]

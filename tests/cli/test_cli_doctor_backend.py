@@ -23,7 +23,7 @@ from kvtier.errors import TierError
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, TierSettings
-from kvtier.settings.secret import Secret
+from kvtier.settings.values import Secret
 from kvtier.testing.faults import Fault, FaultyBackend
 from kvtier.testing.servers import free_port
 from tests.plugins.conftest import write_metadata

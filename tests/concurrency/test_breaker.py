@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import itertools
 
-from kvtier.concurrency.backoff import Backoff
-from kvtier.concurrency.breaker import Breaker
+from kvtier.concurrency.breaker import Backoff, Breaker
 
 
 class Clock:
@@ -54,3 +53,12 @@ def test_a_failed_probe_keeps_it_open_for_longer() -> None:
     assert not breaker.probe_is_due
     clock.now += 0.2
     assert breaker.probe_is_due
+
+
+def test_delay_grows_to_a_limit_until_reset() -> None:
+    backoff = Backoff(0.2, 10.0)
+    seconds = [backoff.next() for _ in range(8)]
+    limits = [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    assert all(0.75 * limit <= value <= limit for value, limit in zip(seconds, limits, strict=True))
+    backoff.reset()
+    assert backoff.next() <= 0.2

@@ -13,7 +13,7 @@ import anyio.to_thread
 import pytest
 
 from kvtier.backends.base import Outcome
-from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.breaker import Backoff
 from kvtier.concurrency.sockets.connection import Deadline
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.peers.backend import PeersBackend

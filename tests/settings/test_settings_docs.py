@@ -13,9 +13,9 @@ import yaml
 from kvtier.cli.settings_reference import EXAMPLE, format_value, json_schema, markdown_page
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, load_settings
-from kvtier.settings.controller import ControllerSettings, MetricsSettings
-from kvtier.settings.kv_transfer import KVTransferSettings
-from kvtier.settings.peer import PeerSettings, TLSSettings
+from kvtier.settings.controller import ControllerSettings
+from kvtier.settings.observability import MetricsSettings
+from kvtier.settings.peer import KVTransferSettings, PeerSettings, TLSSettings
 from kvtier.settings.sources import field_names, nested_model, variable_name
 
 DOCS = Path(__file__).parents[2] / "docs"

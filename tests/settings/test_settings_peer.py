@@ -1,4 +1,4 @@
-"""Settings of peers: errors, addresses and secrets."""
+"""Settings of peers and KV transfers: errors, addresses, secrets and defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from kvtier.errors import SettingsError
 from kvtier.settings import Settings, load_settings
 from kvtier.settings.peer import PeerSettings, split_address
-from kvtier.settings.secret import REVEALED
+from kvtier.settings.values import REVEALED
 
 SECRET = "sixteen or more characters"
 
@@ -21,22 +21,28 @@ SECRET = "sixteen or more characters"
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ({"listen": "0.0.0.0:8200"}, "peers must authenticate: set peer.secret"),
-        ({"others": ["a:1"]}, "peers must authenticate: set peer.secret"),
-        ({"secret": "short"}, r"peer\.secret .*fewer than 16 characters.*openssl rand"),
-        ({"listen": "8200", "secret": SECRET}, r"peer\.listen .*use HOST:PORT"),
-        ({"listen": "a:99999", "secret": SECRET}, r"peer\.listen .*use HOST:PORT"),
-        ({"others": ["::1:8200"], "secret": SECRET}, r"peer\.others.*in brackets"),
-        ({"transport": {"connections": 1}}, r"peer\.transport .*has no type"),
-        ({"transport": "{"}, r"peer\.transport"),
-        ({"tls": {"certificate": "a"}}, r"peer\.tls\.key"),
-        ({"share": 1.5}, r"peer\.share"),
-        ({"lsten": "a:1"}, r"peer\.lsten"),
+        ({"peer": {"listen": "0.0.0.0:8200"}}, "peers must authenticate: set peer.secret"),
+        ({"peer": {"others": ["a:1"]}}, "peers must authenticate: set peer.secret"),
+        ({"peer": {"secret": "short"}}, r"peer\.secret .*fewer than 16 characters.*openssl rand"),
+        ({"peer": {"listen": "8200", "secret": SECRET}}, r"peer\.listen .*use HOST:PORT"),
+        ({"peer": {"listen": "a:99999", "secret": SECRET}}, r"peer\.listen .*use HOST:PORT"),
+        ({"peer": {"others": ["::1:8200"], "secret": SECRET}}, r"peer\.others.*in brackets"),
+        ({"peer": {"transport": {"connections": 1}}}, r"peer\.transport .*has no type"),
+        ({"peer": {"transport": "{"}}, r"peer\.transport"),
+        ({"peer": {"tls": {"certificate": "a"}}}, r"peer\.tls\.key"),
+        ({"peer": {"share": 1.5}}, r"peer\.share"),
+        ({"peer": {"lsten": "a:1"}}, r"peer\.lsten"),
+        ({"role": "prefiller"}, r"role .*'both', 'prefill' or 'decode'"),
+        ({"kv_transfer": {"device": "tpu"}}, r"kv_transfer\.device"),
+        ({"kv_transfer": {"timeout": 0}}, r"kv_transfer\.timeout"),
+        ({"kv_transfer": {"reserve": "1h"}}, r"kv_transfer\.reserve"),
+        ({"kv_transfer": {"buffer": 1}}, r"kv_transfer\.buffer"),
+        ({"kv_transfer": {"bufer": 1}}, r"kv_transfer\.bufer"),
     ],
 )
 def test_invalid_setting_is_named(written: Mapping[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message) as raised:
-        load_settings({"peer": written})
+        load_settings(written)
     assert SECRET not in str(raised.value)
 
 
@@ -71,3 +77,11 @@ def test_secret_is_revealed_only_to_child_processes(tmp_path: Path) -> None:
     assert SECRET not in repr(settings)
     copied = Settings.model_validate_json(settings.model_dump_json(context=REVEALED))
     assert copied.peer == settings.peer
+
+
+def test_given_values_and_defaults_have_their_origin() -> None:
+    settings = load_settings({"kv_transfer": {"timeout": "500ms", "buffer": "1GiB"}})
+    assert (settings.kv_transfer.timeout, settings.kv_transfer.buffer) == (0.5, 1 << 30)
+    assert (settings.role, settings.origin("role").kind) == ("both", "default")
+    given = load_settings({"role": "decode"})
+    assert (given.role, given.origin("role").kind) == ("decode", "override")

@@ -11,8 +11,8 @@ from kvtier.catalog.tenants import tenant_of_salt
 from kvtier.errors import SettingsError
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, load_settings
-from kvtier.settings.secret import REVEALED
 from kvtier.settings.tenants import tenants_of_tier
+from kvtier.settings.values import REVEALED
 from kvtier.tiers.tenants import configured_tenants
 
 RAM = {"name": "ram", "type": "cpu", "capacity": "1GiB"}

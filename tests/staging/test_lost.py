@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from anyio import CancelScope
 
-from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.breaker import Backoff
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.memory.slices import Slices

@@ -18,7 +18,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.concurrency import children
+from kvtier.concurrency import processes
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
 from kvtier.transports.nixl import process
@@ -108,10 +108,10 @@ async def test_process_is_reaped_if_the_event_loop_ends_while_it_starts(
     def spawn_slowly(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
         begun.set()
         time.sleep(0.2)
-        spawned.append(children.start(*arguments, **options))
+        spawned.append(processes.start(*arguments, **options))
         return spawned[0]
 
-    monkeypatch.setattr(process, "children", SimpleNamespace(start=spawn_slowly, python=children.python))
+    monkeypatch.setattr(process, "processes", SimpleNamespace(start=spawn_slowly, python=processes.python))
     before = asyncio.all_tasks()
     starting = asyncio.ensure_future(start())
     assert await anyio.to_thread.run_sync(begun.wait, TIMEOUT_SECONDS)

@@ -33,8 +33,8 @@ from anyio import CancelScope
 
 from kvtier.backends.base import GetItem, Outcome, PutItem
 from kvtier.backends.disk.scan import LOCK_FILE, PREFIX_DIGITS, PROBE_FILE, FolderScan, Kept
-from kvtier.concurrency.descriptors import LACKING
 from kvtier.concurrency.files import FileLocked, LockFile, holder_of
+from kvtier.concurrency.processes import LACKING
 from kvtier.errors import TierError
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.header import OBJECT_ALIGNMENT

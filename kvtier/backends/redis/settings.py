@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, unquote
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from kvtier.settings import LocalPath, TierSettings
-from kvtier.settings.secret import Secret
+from kvtier.settings.values import Secret
 from kvtier.units import Duration, Integer
 
 DEFAULT_PORT, DEFAULT_SENTINEL_PORT = 6379, 26379

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from kvtier.concurrency.descriptors import raise_file_limit
+from kvtier.concurrency.processes import raise_file_limit
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import SettingsError
 from kvtier.fleet.controller.app import make_app

@@ -8,8 +8,8 @@ from pathlib import Path
 from pydantic import model_validator
 
 from kvtier.settings.command import CommandSettings, Token, option
-from kvtier.settings.paths import LocalPath
 from kvtier.settings.peer import Address, is_loopback, split_address
+from kvtier.settings.values import LocalPath
 from kvtier.units import Duration
 
 HEARTBEAT_SECONDS = 2.0

@@ -24,7 +24,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from kvtier.cache import TieredCache
-from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.breaker import Backoff
 from kvtier.errors import ChannelClosed, ChannelError, Rejected
 from kvtier.fleet.member.commands import Commands
 from kvtier.fleet.member.protocol import CONNECT_PATH, VERSION, Hello, TierDescription

@@ -12,7 +12,7 @@ import anyio
 from anyio import CancelScope
 from anyio.abc import Process, TaskGroup
 
-from kvtier.concurrency.children import python
+from kvtier.concurrency.processes import python
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError
 from kvtier.fleet.member.served_models import ServedModels, TokenizerSource

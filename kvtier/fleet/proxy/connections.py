@@ -20,7 +20,7 @@ import anyio
 import h11
 import httpx
 
-from kvtier.concurrency.descriptors import LACKING, describe_lack
+from kvtier.concurrency.processes import LACKING, describe_lack
 from kvtier.fleet.proxy.client import BUSY, Refused
 from kvtier.logs import RateLimitedLog
 

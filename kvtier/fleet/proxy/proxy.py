@@ -10,7 +10,7 @@ from typing import NamedTuple
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
-from kvtier.concurrency.descriptors import raise_file_limit
+from kvtier.concurrency.processes import raise_file_limit
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.fleet.proxy.admission import Admission
 from kvtier.fleet.proxy.app import make_app

@@ -18,7 +18,7 @@ from kvtier.integrations.vllm.request import RequestState
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import Settings
-from kvtier.settings.kv_transfer import Role
+from kvtier.settings.peer import Role
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

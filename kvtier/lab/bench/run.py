@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import anyio
 
-from kvtier.concurrency.detached import DetachedTask
+from kvtier.concurrency.tasks import DetachedTask
 from kvtier.concurrency.threads import caller_into_loop
 from kvtier.errors import KVTierError
 from kvtier.lab.bench.sides import BenchFailed, Stuck

@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.concurrency.signals import exit_on_signals
+from kvtier.concurrency.processes import exit_on_signals
 from kvtier.errors import ChannelError
 from kvtier.lab.demo.client import Client, Completion
 from kvtier.lab.demo.disaggregated_serving import Pushed, Serving, serving

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.bridge import client as bridge
-from kvtier.concurrency.signals import exit_on_signals
+from kvtier.concurrency.processes import exit_on_signals
 from kvtier.errors import ChannelError
 from kvtier.lab.demo.client import Client, Completion
 from kvtier.lab.demo.server import DemoFailed, Server, start_cache, start_vllm

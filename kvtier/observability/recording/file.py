@@ -31,7 +31,7 @@ from kvtier.observability.recording.format import (
     encode_frame,
 )
 from kvtier.observability.recording.reader import is_recording
-from kvtier.settings.recording import MAX_FILES, RecordingSettings
+from kvtier.settings.observability import MAX_FILES, RecordingSettings
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 

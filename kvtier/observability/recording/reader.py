@@ -29,7 +29,7 @@ from kvtier.observability.recording.format import (
     Record,
     RecordingError,
 )
-from kvtier.settings.recording import MAX_FILES
+from kvtier.settings.observability import MAX_FILES
 
 logger = logging.getLogger("kvtier")
 

@@ -17,7 +17,7 @@ from kvtier.concurrency.threads import WorkerThreads
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.observability.recording.file import LookedUp, RecordingFile
-from kvtier.settings.recording import RecordingSettings
+from kvtier.settings.observability import RecordingSettings
 
 logger = logging.getLogger("kvtier")
 

@@ -28,7 +28,7 @@ from anyio.abc import TaskGroup
 
 from kvtier.cache import TieredCache
 from kvtier.catalog.catalog import State
-from kvtier.concurrency.backoff import Backoff
+from kvtier.concurrency.breaker import Backoff
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ArenaError, PeerError

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import anyio
 
-from kvtier.concurrency import children
+from kvtier.concurrency import processes
 from kvtier.concurrency.tasks import wait_shielded
 from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.errors import ChannelError, PeerError, ProtocolError
@@ -219,8 +219,8 @@ class NixlProcess:
             environment["CUDA_VISIBLE_DEVICES"] = region.gpu
 
         def spawn() -> None:
-            self._process = children.start(
-                children.python(worker.__file__, *arguments),
+            self._process = processes.start(
+                processes.python(worker.__file__, *arguments),
                 env=environment,
                 pass_fds=shared,
                 stdin=subprocess.DEVNULL,

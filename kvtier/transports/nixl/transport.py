@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import anyio
 
-from kvtier.concurrency.backoff import Backoff
-from kvtier.concurrency.detached import DetachedTask
+from kvtier.concurrency.breaker import Backoff
+from kvtier.concurrency.tasks import DetachedTask
 from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.observability.recording.file import LookedUp, RecordingFile
-from kvtier.settings.recording import RecordingSettings
+from kvtier.settings.observability import RecordingSettings
 from kvtier.units import MIB
 
 CHUNK_TOKENS = 16

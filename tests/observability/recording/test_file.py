@@ -18,7 +18,7 @@ from kvtier.memory.keys import KEY_BYTES
 from kvtier.observability.recording.file import RecordingFile
 from kvtier.observability.recording.format import MAX_BODY_BYTES, NUMBER_BYTES, RecordingError
 from kvtier.observability.recording.reader import read_recording
-from kvtier.settings.recording import RecordingSettings
+from kvtier.settings.observability import RecordingSettings
 from kvtier.units import MIB
 from tests.rigs.small_disk import mounted
 

@@ -19,7 +19,7 @@ from kvtier.observability.recording import recorder as recorder_module
 from kvtier.observability.recording.file import LookedUp, RecordingFile
 from kvtier.observability.recording.reader import read_recording
 from kvtier.observability.recording.recorder import MAX_PENDING_BYTES, Recorder, recording
-from kvtier.settings.recording import RecordingSettings
+from kvtier.settings.observability import RecordingSettings
 from kvtier.units import MIB
 from tests.rigs.small_disk import mounted
 from tests.rigs.waiting import until

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from kvtier.settings import TierSettings
-from kvtier.settings.secret import Secret
+from kvtier.settings.values import Secret
 from kvtier.units import MIB, Integer, Size
 
 SCHEMES = ("s3", "gs", "az", "file", "memory")

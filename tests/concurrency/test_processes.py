@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from kvtier.concurrency import children, placement
+from kvtier.concurrency import placement, processes
 from kvtier.concurrency.placement import Placement
 
 BIND = 2
 REPORT = """
 import json, os, resource, signal
-from kvtier.concurrency.children import settle
+from kvtier.concurrency.processes import settle
 from kvtier.concurrency.placement import Placement
 settle()
 umask = os.umask(0)
@@ -36,7 +36,7 @@ print(json.dumps({
 """
 HOSTILE = """
 import os, resource, signal, sys
-from kvtier.concurrency import children, placement
+from kvtier.concurrency import placement, processes
 import kvtier.integrations.vllm  # As vLLM does in the server's first process.
 server = placement.Placement.current()
 # As vLLM and OpenMP do in a worker.
@@ -51,7 +51,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLI
 if os.getuid() == 0:
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 os.set_inheritable(os.open("/dev/null", os.O_RDONLY), True)
-child = children.start(children.python("-c", sys.argv[1]))
+child = processes.start(processes.python("-c", sys.argv[1]))
 sys.exit(child.wait())
 """
 
@@ -84,10 +84,10 @@ def test_limits_of_the_operator_are_kept() -> None:
     own = Placement([cpu], BIND, nodes[:1])
     code = f"""
 import sys
-from kvtier.concurrency import children, placement
+from kvtier.concurrency import placement, processes
 placement.Placement{tuple(own)!r}.apply()
 import kvtier.integrations.vllm
-sys.exit(children.start(children.python("-c", sys.argv[1])).wait())
+sys.exit(processes.start(processes.python("-c", sys.argv[1])).wait())
 """
     result = subprocess.run([sys.executable, "-c", code, REPORT], capture_output=True, text=True, check=True)
     assert Placement(*json.loads(result.stdout)["placement"]) == own
@@ -139,7 +139,7 @@ def test_memory_is_spread_over_nodes_unless_the_operator_decides(monkeypatch: py
 def test_ignored_signals_are_accepted() -> None:
     code = (
         "import signal\n"
-        "from kvtier.concurrency.children import settle\n"
+        "from kvtier.concurrency.processes import settle\n"
         "assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN\n"
         "settle()\n"
         "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
@@ -154,7 +154,7 @@ def test_starting_thread_keeps_its_placement() -> None:
 
     def start() -> None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-        children.start(["true"]).wait()
+        processes.start(["true"]).wait()
         found.append(Placement.current())
 
     thread = threading.Thread(target=start)

@@ -1,27 +1,70 @@
-"""Start child processes with surroundings that are set on purpose, not inherited from the starting thread.
+"""Limits and signals of this process, and child processes.
 
 A child inherits CPU affinity, memory policy, scheduling policy and signal mask from the thread that starts
-it, and these belong to that thread alone. A thread that is started for the purpose sets them and starts the
-child, so that no code runs between fork and exec, which would not be safe with threads.
+it, and these belong to that thread alone. So a thread that is started for the purpose sets them and starts
+the child: no code runs between fork and exec, which would not be safe with threads.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from kvtier.concurrency import placement
-from kvtier.concurrency.descriptors import raise_file_limit
 
+LACKING = {
+    errno.EMFILE: "raise this process's limit (ulimit -n, LimitNOFILE)",
+    errno.ENFILE: "raise the limit of the host (sysctl fs.file-max)",
+}
+"""What a call fails with that finds no descriptor left, and what to do about it."""
 PRIVATE_UMASK = 0o077
 ENGINE_VARIABLES = ("OMP_", "GOMP_", "KMP_", "MKL_", placement.VARIABLE)
 """Prefixes of variables that concern the engine only: they bind or size its thread pools."""
 _REAL_TIME = (os.SCHED_FIFO, os.SCHED_RR)
+
+
+def describe_lack(error: OSError) -> str:
+    """Return an error that is one of :data:`LACKING`, with its remedy."""
+    code = error.errno or 0
+    return f"{os.strerror(code)}: {LACKING[code]}"
+
+
+def raise_file_limit(needed: int = sys.maxsize) -> int:
+    """Raise the soft limit (usually 1024) to ``needed``, or as far as permitted; return the limit then."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    allowed = min(needed, hard)
+    if soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1] if allowed == hard else allowed, limits[1]))
+    return max(soft, allowed)
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that cleanup runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def start(

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.concurrency.slices import SLICE_NANOSECONDS
+from kvtier.concurrency.placement import SLICE_NANOSECONDS
 
 SCRIPT = """
 import os, sys, threading
-from kvtier.concurrency.slices import shorten_slices
+from kvtier.concurrency.placement import shorten_slices
 
 def slice_of_this_thread():
     lines = open("/proc/thread-self/sched").read().splitlines()

@@ -1,0 +1,88 @@
+"""Settings of what a running cache shows of itself: metrics, recordings, estimates of other settings."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvtier.settings.peer import Address
+from kvtier.settings.values import LocalPath
+from kvtier.units import MIB, Duration, Integer, Size
+
+MAX_FILES = 100
+
+
+class MetricsSettings(BaseModel):
+    """The Prometheus endpoint of this instance. If omitted, metrics are not served."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    listen: Address | None = Field(
+        default=None,
+        description=(
+            "Address to serve `/metrics` on, `HOST:PORT`. `127.0.0.1` accepts local connections only. If "
+            "omitted, metrics are not served."
+        ),
+        examples=["127.0.0.1:9464"],
+    )
+
+
+class RecordingSettings(BaseModel):
+    """Where the lookups of this host's engines are recorded. By default they are not."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: LocalPath | None = Field(
+        default=None,
+        description=(
+            "File to record the lookups of this host's engines in, without tokens and keys. If omitted, "
+            "nothing is recorded. Its folder must exist. Like `kvtier serve --record`."
+        ),
+        examples=["/var/log/kvtier/traffic.rec"],
+    )
+    max_bytes: Size = Field(
+        default=256 * MIB,
+        ge=MIB,
+        description=(
+            "Maximum size of a file of a recording. When it is reached, the file gets the suffix `.1`, those "
+            "before it `.2`, `.3` and so on, and a new one is begun."
+        ),
+        examples=["256MiB"],
+    )
+    files: Integer = Field(
+        default=4,
+        ge=1,
+        le=MAX_FILES,
+        description="Maximum number of files of a recording. The oldest one is deleted.",
+        examples=[4],
+    )
+
+
+class WhatIfSettings(BaseModel):
+    """What a cache process estimates while it serves. See [whatif.md](whatif.md)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: bool = Field(
+        default=True,
+        description=(
+            "Whether to estimate, from a sample of the lookups, what other capacities and eviction policies "
+            "would hit. Takes up to 0.5 % of a core, and a few MB. See [whatif.md](whatif.md)."
+        ),
+        examples=[False],
+    )
+    sample_chunks: Integer = Field(
+        default=8192,
+        ge=256,
+        le=1 << 20,
+        description=(
+            "Maximum number of chunks in the sample, of about 300 bytes each. A larger sample is more exact, "
+            "as far as the CPU time allows it."
+        ),
+        examples=[8192],
+    )
+    half_life: Duration = Field(
+        default=6 * 3600.0,
+        gt=0,
+        description="After this time, a lookup counts for half in the estimate.",
+        examples=["6h"],
+    )
