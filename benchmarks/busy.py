@@ -45,7 +45,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import filled, show
+from benchmarks.common import filled, parse, show
 from benchmarks.look_up import is_ready, look_up
 from kvtier.bridge import protocol
 from kvtier.bridge.client import LookupState, SchedulerBridge, WorkerBridge, status
@@ -70,7 +70,7 @@ Measurements = dict[str, float]
 """Milliseconds, or a number of lookups, by row title."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="A cache process on a busy and on an idle machine.")
     parser.add_argument("--folder", type=Path, default=Path(), help="where to write; default: current folder")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
@@ -78,8 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--conditions", nargs="+", choices=CONDITIONS, default=CONDITIONS, help="default: all"
     )
     parser.add_argument("--memory", type=parse_size, default=1 << 50, help="limit for the memory load")
-    parser.add_argument("--small", action="store_true", help="smoke test: a few megabytes and one round")
-    options = parser.parse_args(arguments)
+    options = parse(parser)
     # So that the loads are stopped on SIGTERM as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="kvtier-bench-") as folder:

@@ -2,8 +2,8 @@
 
 ::
 
-    python benchmarks/catalog.py                     # ten million entries: 2 GiB and a minute
-    python benchmarks/catalog.py --entries 100000
+    python -m benchmarks.catalog                     # ten million entries: 2 GiB and a minute
+    python -m benchmarks.catalog --entries 100000
 
 Prompts of 128 chunks, all in the second tier and every tenth also in the first. Lookups use randomly chosen
 prompts, with new key objects as they arrive from the socket, so that neither the CPU caches nor a cached hash
@@ -27,6 +27,7 @@ from typing import TypeVar
 
 from blake3 import blake3
 
+from benchmarks.common import parse, show
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
@@ -43,28 +44,29 @@ CALLS = 2000
 ArgumentT = TypeVar("ArgumentT")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the catalog at full size.")
     parser.add_argument("--entries", type=int, default=10_000_000, help="default: %(default)s")
-    prompts = max(1, parser.parse_args(arguments).entries // PROMPT_CHUNKS)
+    prompts = max(1, parse(parser, entries=2560).entries // PROMPT_CHUNKS)
 
     catalog = Catalog([LruPolicy.factory(), LruPolicy.factory()])
     seconds = array("f", bytes(4 * prompts * PROMPT_CHUNKS))
     before = resident_bytes()
     fill(catalog, prompts, seconds)
     grown = resident_bytes() - before
-
-    print(f"{'entries':<28}{len(catalog):>12,}")
-    print(f"{'bytes per entry':<28}{grown / len(catalog):>12.0f}")
-    print(f"{'microseconds':<28}{'median':>12}{'p99':>12}{'worst':>12}")
-    report("add a chunk", seconds)
+    rows = [figures("add a chunk", seconds)]
     picked = random.Random(0).choices(range(prompts), k=CALLS)
-    report(f"prefix of {PROMPT_CHUNKS} chunks", timed(catalog.prefix, map(prompt_keys, picked)))
-    report("  the same prompt again", timed(catalog.prefix, [prompt_keys(0)] * CALLS))
-    report(f"touch of {PROMPT_CHUNKS} chunks", timed(catalog.touch, map(prompt_keys, picked)))
-    report(f"the {VICTIMS} coldest", timed(lambda tier: coldest(catalog, tier), [SLOW] * 100))
-    report(f"replace the {BATCH} coldest", timed(partial(replace_coldest, catalog), newcomers(CALLS)))
-    report("full garbage collection", timed(lambda _: gc.collect(), range(3)))
+    calls = {
+        f"prefix of {PROMPT_CHUNKS} chunks": timed(catalog.prefix, map(prompt_keys, picked)),
+        "the same prompt again": timed(catalog.prefix, [prompt_keys(0)] * CALLS),
+        f"touch of {PROMPT_CHUNKS} chunks": timed(catalog.touch, map(prompt_keys, picked)),
+        f"the {VICTIMS} coldest": timed(lambda tier: coldest(catalog, tier), [SLOW] * 100),
+        f"replace the {BATCH} coldest": timed(partial(replace_coldest, catalog), newcomers(CALLS)),
+        "full garbage collection": timed(lambda _: gc.collect(), range(3)),
+    }
+    rows += [figures(name, taken) for name, taken in calls.items()]
+    title = f"{len(catalog):,} entries of {grown / len(catalog):.0f} bytes; CPU time of a call, µs"
+    show(title, ("", "median", "p99", "worst"), rows)
 
 
 def fill(catalog: Catalog, prompts: int, seconds: array[float]) -> None:
@@ -110,11 +112,11 @@ def timed(call: Callable[[ArgumentT], object], arguments: Iterable[ArgumentT]) -
     return seconds
 
 
-def report(name: str, seconds: Sequence[float]) -> None:
+def figures(name: str, seconds: Sequence[float]) -> tuple[str, float, float, float]:
+    """Return a row of the table, in microseconds."""
     ordered = sorted(seconds)
     high = ordered[len(ordered) * 99 // 100]
-    figures = (statistics.median(ordered), high, ordered[-1])
-    print(f"{name:<28}" + "".join(f"{figure * 1e6:>12,.2f}" for figure in figures))
+    return name, statistics.median(ordered) * 1e6, high * 1e6, ordered[-1] * 1e6
 
 
 def resident_bytes() -> int:

@@ -18,7 +18,6 @@ fraction of the speed of the copy. For these rows, a folder in memory is fast en
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -32,22 +31,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-from benchmarks.common import reserve, show
+from benchmarks.common import parse, reserve, show
 from benchmarks.look_up import is_ready
-from kvtier import Settings
-from kvtier.bridge import protocol
-from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
-from kvtier.bridge.protocol import Hello, Role
-from kvtier.integrations.vllm.layout import ModelLayout, Region
+from kvtier.bridge.client import status
 from kvtier.integrations.vllm.request import request_root
-from kvtier.integrations.vllm.scheduler import SchedulerSide
-from kvtier.integrations.vllm.weights import EngineWeights
-from kvtier.integrations.vllm.worker import WorkerSide
 from kvtier.memory.keys import chunk_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
-from tests.rigs.stepping import Request, make_request
+from tests.rigs.stepping import Request, Sides, make_request, scheduled
 
 MIB = 1 << 20
 CHUNK_TOKENS, BLOCK_TOKENS, LAYERS = 256, 32, 12
@@ -60,13 +50,12 @@ SPEEDS = {"not throttled": 0.0, "1/8 of copy": 1 / 8, "1/4 of copy": 1 / 4, "1/2
 LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(BLOCK_TOKENS, (PAGE_BYTES,) * LAYERS),))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure loads from a cold disk.")
     parser.add_argument("--folder", type=Path, default=Path(), help="where to write; default: current folder")
     parser.add_argument("--mib", type=int, default=192, help="of KV per prompt, default: %(default)s")
     parser.add_argument("--runs", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--small", action="store_true", help="smoke test with a few megabytes")
-    options = parser.parse_args(arguments)
+    options = parse(parser)
     if options.small:
         options.mib, options.runs = 24, 1
     chunks = options.mib // CHUNK_MIB
@@ -151,34 +140,16 @@ def cache_process(socket: Path, bytes_per_second: float, **settings: object) -> 
 class Engine:
     """Both sides of the connector, and one set of blocks for all prompts."""
 
-    def __init__(self, socket: Path, chunks: int, **more: object) -> None:
-        names = [f"layer {layer}" for layer in range(LAYERS)]
+    def __init__(self, socket: Path, chunks: int, **settings: object) -> None:
         self._blocks = 1 + chunks * CHUNK_TOKENS // BLOCK_TOKENS
-        regions = (tuple(Region(name, 0, PAGE_BYTES, PAGE_BYTES, self._blocks) for name in names),)
-        space = namespace("model", LAYOUT)
-        model = ModelLayout(LAYOUT, space, regions, group_ids=(0,), layers=(tuple(names),))
-        number = next(_engines)
-
-        def hello(role: Role) -> Hello:
-            return Hello(protocol.VERSION, f"engine-{number}", role, 0, LAYOUT, space)
-
-        self._bridges = SchedulerBridge(hello("scheduler"), socket), WorkerBridge(hello("worker"), socket)
-        self._bridges[1].connect()
-        self._bridges[0].connect()
-        settings = Settings(chunk_tokens=CHUNK_TOKENS, **more)  # type: ignore[arg-type]
-        self._space = space
-        self._scheduler = SchedulerSide(
-            settings, model, self._bridges[0], weights=EngineWeights("", lambda _: space)
-        )
-        self._worker = WorkerSide(model, self._bridges[1], 0)
-        self._pages = {name: torch.zeros((self._blocks, PAGE_BYTES), dtype=torch.uint8) for name in names}
-        self._worker.register(self._pages)
+        self._sides = Sides.connect(socket, LAYOUT, self._blocks, **settings)
+        self._scheduler, self._bridges = self._sides.scheduler, self._sides.bridges
         self._last: list[Any] = []
 
     def store(self, request: Request) -> None:
         """Store the chunks of a prompt."""
         scheduler, worker = self._bridges
-        root = request_root(self._space, request)
+        root = request_root(namespace("model", LAYOUT), request)
         keys = chunk_keys(root, list(request.all_token_ids), CHUNK_TOKENS)
         slots = reserve(scheduler, root, keys, CHUNK_TOKENS)
         assert worker.arena is not None
@@ -231,29 +202,24 @@ class Engine:
             time.sleep(STEP_SECONDS)
         return succeeded
 
-    def step(self, request: Request, scheduled: int = 0) -> bool | None:
-        """Run a step; return whether the load of a request has succeeded, ``None`` while it has not ended."""
-        output: Any = SimpleNamespace(
-            preempted_req_ids=None,
-            num_scheduled_tokens={request.request_id: scheduled} if scheduled else {},
-            total_num_scheduled_tokens=scheduled,
-            kv_connector_block_state=None,
-        )
+    def step(self, request: Request, count: int = 0) -> bool | None:
+        """Run a step that computes ``count`` tokens.
+
+        Returns whether the load of the request has succeeded, ``None`` while it has not ended.
+        """
+        output: Any = scheduled({request.request_id: count} if count else {})
         metadata = self._scheduler.build_metadata(output)
         self._last += [chunk for job in metadata.loads for chunk in job.chunks]
-        self._worker.load(metadata.loads)
-        self._worker.save(metadata.saves)
-        saved, loaded, failed = self._worker.take_results()
-        results: Any = SimpleNamespace(finished_sending=saved, finished_recving=loaded, failed_recving=failed)
-        self._scheduler.update_from_output(results)
-        return request.request_id not in failed if request.request_id in loaded else None
+        results = self._sides.run_worker(metadata)
+        succeeded = request.request_id not in results.failed_recving
+        return succeeded if request.request_id in results.finished_recving else None
 
     def copy(self, chunks: int) -> float:
         """Return the seconds of one copy of the chunks that were loaded last."""
         assert len(self._last) >= chunks
         assert self._bridges[1].arena is not None
         started = time.perf_counter()
-        self._worker._copies.load(self._bridges[1].arena, self._last[:chunks])
+        self._sides.worker._copies.load(self._bridges[1].arena, self._last[:chunks])
         return time.perf_counter() - started
 
     def finish(self, request: Request) -> None:
@@ -261,11 +227,7 @@ class Engine:
         self._scheduler.finished(request, ([],))
 
     def close(self) -> None:
-        self._scheduler.close()
-        self._worker.close()
-
-
-_engines = itertools.count()
+        self._sides.close()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""Shared by the benchmarks: interleaved measurements, a table of results, and blocking bridge calls."""
+"""Shared by the benchmarks: options, interleaved measurements, tables, and blocking bridge calls."""
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 
+from benchmarks.results import Table, record
 from kvtier.bridge.client import Bridge, SchedulerBridge, Slots, WorkerBridge
 from kvtier.bridge.protocol import Run
 from kvtier.lab.bench.chunks import filled
@@ -19,7 +22,18 @@ from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.rpc.calls import Call
 from kvtier.units import MIB
 
-__all__ = ["MIB", "confidence", "confirm", "filled", "interleave", "ratio", "reserve", "show", "speed"]
+__all__ = [
+    "MIB",
+    "confidence",
+    "confirm",
+    "filled",
+    "interleave",
+    "parse",
+    "ratio",
+    "reserve",
+    "show",
+    "speed",
+]
 
 ANSWER_SECONDS = 60.0
 RESAMPLES = 4000
@@ -28,6 +42,14 @@ ResultT = TypeVar("ResultT")
 SampleT = TypeVar("SampleT")
 Contestant = Callable[[], Awaitable[object]]
 Step = Callable[[], object]
+
+
+def parse(parser: argparse.ArgumentParser, **small: object) -> argparse.Namespace:
+    """Parse the command line. ``small``: the defaults with ``--small``, which is added to the options."""
+    parser.add_argument("--small", action="store_true", help="smoke test: the figures mean nothing")
+    if "--small" in sys.argv:
+        parser.set_defaults(**small)
+    return parser.parse_args()
 
 
 async def interleave(
@@ -68,8 +90,9 @@ def confidence(samples: Sequence[SampleT], figure: Callable[[Sequence[SampleT]],
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table, with text left-aligned and figures right-aligned."""
-    table = Table(title=title, title_justify="left")
+    """Print and record a table, with text left-aligned and figures right-aligned."""
+    record(Table(title, columns, rows))
+    table = RichTable(title=title, title_justify="left")
     for column, example in zip(columns, rows[0], strict=True):
         text = isinstance(example, str)
         table.add_column(column, justify="left" if text else "right", no_wrap=text)

@@ -33,7 +33,7 @@ import httpx
 from websockets.asyncio.client import connect
 
 from benchmarks import controller_process
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from benchmarks.controller_process import BATCH_KEYS, PROMPT_TOKENS, hello, prompt_keys, update_message
 from benchmarks.peer import python
 from kvtier.fleet.member.protocol import CONNECT_PATH, WhoHolds
@@ -60,18 +60,17 @@ class Extent(NamedTuple):
 
 
 FULL = Extent([1_000_000, 10_000_000], turns=7, lookups=500, requests=20, batches=100)
-QUICK = Extent([20_000], turns=1, lookups=5, requests=1, batches=2)
+SMALL = Extent([20_000], turns=1, lookups=5, requests=1, batches=2)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the controller with millions of keys.")
     parser.add_argument(
         "--keys", action="append", type=int, help="number of keys; repeatable; default: 1 and 10 million"
     )
     parser.add_argument("--peer", action="store_true", help="also measure LMCache; installs it")
-    parser.add_argument("--quick", action="store_true", help="smoke test with a few keys")
-    options = parser.parse_args(arguments)
-    extent = QUICK if options.quick else FULL
+    options = parse(parser)
+    extent = SMALL if options.small else FULL
     for keys in options.keys or extent.keys:
         with ExitStack() as processes:
             kvtier = processes.enter_context(Process("kvtier", controller_process.command()))

@@ -22,12 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from benchmarks.controller_process import PROMPT_TOKENS
 from benchmarks.proxy_processes import Measured
 
@@ -36,13 +36,12 @@ SECONDS = 10.0
 REQUESTS = 15
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure a controller with many instances.")
     parser.add_argument("--instances", type=int, action="append", help="repeatable; default: 10, 100, 1000")
-    parser.add_argument("--quick", action="store_true", help="smoke test: the figures mean nothing")
-    options = parser.parse_args(arguments)
-    counts = [3] if options.quick else options.instances or [10, 100, 1000]
-    columns = [measure(count, 2 if options.quick else SECONDS) for count in counts]
+    options = parse(parser)
+    counts = [3] if options.small else options.instances or [10, 100, 1000]
+    columns = [measure(count, 2 if options.small else SECONDS) for count in counts]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     show("a controller with its instances", ["", *map(str, counts)], rows)
 

@@ -18,13 +18,13 @@ import ctypes
 import os
 import random
 import statistics
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import anyio
 import torch
 
-from benchmarks.common import interleave, ratio, show, speed
+from benchmarks.common import interleave, parse, ratio, show, speed
 from kvtier import native
 from kvtier.integrations.vllm.copies import ChunkCopy, NativeCopies, PageCopies, TorchCopies
 from kvtier.memory.arena import Arena, ArenaMap, address_of
@@ -45,12 +45,11 @@ LAYOUTS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the connector's copies with memcpy.")
     parser.add_argument("--runs", type=int, default=7, help="default: %(default)s")
     parser.add_argument("--gib", type=float, default=4, help="maximum amount to copy; default: %(default)s")
-    parser.add_argument("--small", action="store_true", help="smoke test with a few megabytes")
-    options = parser.parse_args(arguments)
+    options = parse(parser, runs=1)
     max_bytes = 16 << 20 if options.small else int(options.gib * (1 << 30))
     runs = options.runs
     rows = [row for name, group in LAYOUTS.items() for row in measure(name, group, max_bytes, runs)]

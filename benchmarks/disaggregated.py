@@ -4,7 +4,7 @@
 
     python -m benchmarks.disaggregated                    # five minutes
     python -m benchmarks.disaggregated --transport nixl
-    python -m benchmarks.disaggregated --quick
+    python -m benchmarks.disaggregated --small
 
 Runs a prefill instance, a decode instance and a proxy, as ``kvtier demo --disaggregated`` does. *Hidden*: a
 prompt is sent to the prefill instance, as by the proxy. The bytes that have reached the decode instance when
@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from kvtier.lab.demo.disaggregated_serving import Serving, serving
 from kvtier.lab.demo.work import Options, Steps, work_folder
 
@@ -60,14 +60,13 @@ class Transfer:
         return self.early_bytes / self.bytes
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the cost of KV transfers to a decode instance.")
     parser.add_argument("--tokens", type=int, default=4096, help="per prompt; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=6, help="default: %(default)s")
     parser.add_argument("--transport", default="tcp", choices=["tcp", "nixl"])
-    parser.add_argument("--quick", action="store_true", help="smoke test")
-    options = parser.parse_args(arguments)
-    tokens, rounds, warm_ups = (1100, 1, 1) if options.quick else (options.tokens, options.rounds, WARM_UPS)
+    options = parse(parser)
+    tokens, rounds, warm_ups = (1100, 1, 1) if options.small else (options.tokens, options.rounds, WARM_UPS)
     chosen = Options(tokens=tokens, vllm_arguments=KV_MEMORY)
     with (
         work_folder(chosen) as work,

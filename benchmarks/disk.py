@@ -34,7 +34,7 @@ from typing import Literal, NamedTuple, TypeVar
 import aiofiles.os
 import anyio
 
-from benchmarks.common import MIB, filled, ratio, show, speed
+from benchmarks.common import MIB, filled, parse, ratio, show, speed
 from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.disk.backend import DiskBackend, DiskSettings, walk
 from kvtier.lab.bench.limits import in_threads, read_file, write_file
@@ -70,13 +70,12 @@ class Run(NamedTuple):
     loop_seconds: float
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the disk backend with raw O_DIRECT I/O.")
     parser.add_argument("--folder", type=Path, default=Path(), help="where to write; default: current folder")
     parser.add_argument("--buffered", action="store_true", help="run the backend without O_DIRECT")
     parser.add_argument("--runs", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--small", action="store_true", help="smoke test with a few megabytes")
-    options = parser.parse_args(arguments)
+    options = parse(parser, runs=1)
     loads, depths = [(64 * KIB, 512), (4 * MIB, 32), (32 * MIB, 32)], [1, 4, 16]
     if options.small:
         loads, depths = [(64 * KIB, 8), (MIB, 4)], [1, 2]

@@ -2,9 +2,9 @@
 
 ::
 
-    python benchmarks/engine.py                      # both, ten minutes
-    python benchmarks/engine.py --rounds 3
-    python benchmarks/engine.py --serve              # with ``kvtier serve``, not the process that vLLM starts
+    python -m benchmarks.engine                      # both, ten minutes
+    python -m benchmarks.engine --rounds 3
+    python -m benchmarks.engine --serve              # with ``kvtier serve``, not the process that vLLM starts
 
 Two servers with the same model, one with kvtier and one without, are measured alternately. *Cost*: eight
 concurrent requests with new prompts, so that every lookup misses and every chunk is stored. *Gain*: the time
@@ -19,13 +19,13 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.cache_process import CacheProcess
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from kvtier.bridge.client import status
 from kvtier.lab.demo.client import Client
 from kvtier.lab.demo.model import make_model
@@ -40,12 +40,12 @@ VOCABULARY = 4000
 READY_SECONDS = 600
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare a real vLLM with and without kvtier.")
     parser.add_argument("--rounds", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--cost-only", action="store_true", help="do not measure the gain")
     parser.add_argument("--serve", action="store_true", help="run kvtier serve; by default, vLLM starts it")
-    options = parser.parse_args(arguments)
+    options = parse(parser, rounds=1)
     with (
         tempfile.TemporaryDirectory() as folder,
         servers(Path(folder), serve=options.serve) as (plain, kvtier, cache),

@@ -16,20 +16,20 @@ import statistics
 import struct
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.common import parse, show
 from kvtier.memory.fingerprint import fingerprint, signature
 
 SHARDS, SHARD_BYTES, TENSORS = 50, 2 << 30, 16
 ADAPTER_BYTES = 100 << 20
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure fingerprints of a model and an adapter.")
     parser.add_argument("--runs", type=int, default=7, help="default: %(default)s")
     parser.add_argument("--folder", type=Path, help="on a file system with sparse files; default: temporary")
-    options = parser.parse_args(arguments)
+    options = parse(parser, runs=1)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         model, adapter = Path(folder) / "model", Path(folder) / "adapter"
         model.mkdir()
@@ -37,8 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for shard in range(SHARDS):
             _write_sparse(model / f"model-{shard:05}-of-{SHARDS:05}.safetensors")
         (adapter / "adapter_model.safetensors").write_bytes(os.urandom(ADAPTER_BYTES))
-        _measure("model of 100 GB, 50 files, 800 tensors", model, options.runs)
-        _measure("adapter of 100 MiB, hashed whole", adapter, options.runs, 256 << 20)
+        rows = [
+            _measure("model of 100 GB, 50 files, 800 tensors", model, options.runs),
+            _measure("adapter of 100 MiB, hashed whole", adapter, options.runs, 256 << 20),
+        ]
+    show("identity of weights, ms", ("", "first", "median", "compare with an earlier state"), rows)
 
 
 def _write_sparse(path: Path) -> None:
@@ -54,7 +57,7 @@ def _write_sparse(path: Path) -> None:
         file.truncate(file.tell() + SHARD_BYTES)
 
 
-def _measure(name: str, folder: Path, runs: int, whole_bytes: int = 0) -> None:
+def _measure(name: str, folder: Path, runs: int, whole_bytes: int = 0) -> tuple[str, float, float, float]:
     states, reads = [], []
     for _ in range(runs):
         started = time.perf_counter()
@@ -62,10 +65,7 @@ def _measure(name: str, folder: Path, runs: int, whole_bytes: int = 0) -> None:
         states.append(time.perf_counter() - started)
         fingerprint(folder, files, whole_bytes)
         reads.append(time.perf_counter() - started)
-    print(
-        f"{name}: first {reads[0] * 1e3:.0f} ms, median {statistics.median(reads) * 1e3:.0f} ms; "
-        f"unchanged or not {statistics.median(states) * 1e6:.0f} µs"
-    )
+    return name, reads[0] * 1e3, statistics.median(reads) * 1e3, statistics.median(states) * 1e3
 
 
 if __name__ == "__main__":

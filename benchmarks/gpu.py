@@ -26,7 +26,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from kvtier import native
 from kvtier.memory.arena import Arena, ArenaMap
 from kvtier.memory.header import HEADER_BYTES, object_bytes
@@ -71,12 +71,11 @@ class Work:
         target.copy_(source, non_blocking=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure copies between a GPU and the arena.")
     parser.add_argument("--runs", type=int, default=9, help="default: %(default)s")
     parser.add_argument("--gib", type=float, default=1.0, help="size of a batch; default: %(default)s")
-    parser.add_argument("--small", action="store_true", help="smoke test with a few megabytes")
-    options = parser.parse_args(arguments)
+    options = parse(parser)
     if problem := native.cuda_problem():
         raise SystemExit(f"nothing to measure: {problem}")
     print(torch.cuda.get_device_name(), torch.version.cuda, native.summary(), sep="\n")

@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from kvtier.lab.demo.client import Client, Completion
 from kvtier.lab.demo.model import make_model
 from kvtier.lab.demo.server import Server, start_vllm
@@ -63,13 +63,12 @@ ARGUMENTS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare a real vLLM on a GPU with and without kvtier.")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=32_000, help="of a long prompt; default: %(default)s")
     parser.add_argument("--systems", default=",".join(ARGUMENTS), help="default: %(default)s")
-    parser.add_argument("--small", action="store_true", help="smoke test with a small model, on any device")
-    options = parser.parse_args(arguments)
+    options = parse(parser)
     tokens = 3000 if options.small else options.tokens
     with servers(options.systems.split(","), tokens, small=options.small) as clients:
         for client in clients.values():

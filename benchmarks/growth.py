@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import statistics
@@ -34,7 +33,7 @@ from typing import NamedTuple
 import anyio
 
 from benchmarks import catalog as catalog_bench
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from benchmarks.look_up import CHUNK_TOKENS, ROOT, cache_process, hello, store_all
 from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.cpu import CpuBackend
@@ -70,16 +69,14 @@ class ChunkCosts(NamedTuple):
     look_up: float
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Find costs that grow faster than the work.")
     parser.add_argument("--entries", type=int, default=7, help="exponent of 10; default: %(default)s")
     parser.add_argument("--folder", type=Path, default=Path(), help="for the disk; default: current folder")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to a file")
-    parser.add_argument("--quick", action="store_true", help="smoke test with the smallest columns")
-    options = parser.parse_args(arguments)
-    held = dict(list(HELD.items())[: 2 if options.quick else None])
-    exponents = range(4, (5 if options.quick else options.entries) + 1)
-    concurrency = IN_FLIGHT[: 2 if options.quick else None]
+    options = parse(parser)
+    held = dict(list(HELD.items())[: 2 if options.small else None])
+    exponents = range(4, (5 if options.small else options.entries) + 1)
+    concurrency = IN_FLIGHT[: 2 if options.small else None]
     tables = {
         "bytes held, sparse except for the measured chunks": (
             list(held),
@@ -93,8 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     for title, (columns, costs) in tables.items():
         report(title, columns, costs)
-    if options.json:
-        options.json.write_text(json.dumps(tables, indent=2) + "\n")
 
 
 def report(title: str, columns: Sequence[str], costs: Costs) -> None:

@@ -2,7 +2,7 @@
 
 ::
 
-    python benchmarks/hit_rates.py TRACE...      # as Markdown, on standard output
+    python -m benchmarks.hit_rates TRACE...
 
 A trace is what ``kvtier simulate`` reads: JSON lines of Mooncake or Bailian, or a recording. Capacities are
 percentages of a trace's distinct chunks. Figures are exact: they do not depend on the machine.
@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.common import parse, show
 from kvtier.lab.simulation.capacities import Capacity, parse_capacities
 from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model
 from kvtier.lab.simulation.study import Study, study
@@ -42,20 +43,20 @@ class Task(NamedTuple):
     limit: int | None
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the hit rates of eviction policies on traces.")
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
     parser.add_argument("--capacity", default=CAPACITIES, help="default: %(default)s")
     parser.add_argument("--policy", help="default: all that are built in")
     parser.add_argument("--limit", type=int, help="read only so many requests of each trace")
-    given = parser.parse_args(arguments)
+    given = parse(parser, capacity="50%,100%")
     policies = given.policy.split(",") if given.policy else built_in()
     capacities = parse_capacities(given.capacity)
     tasks = [Task(path, capacity, policies, given.limit) for path in given.traces for capacity in capacities]
     with ProcessPoolExecutor(PROCESSES) as pool:
         columns = list(pool.map(compute, tasks))
     for start in range(0, len(columns), len(capacities)):
-        print(markdown(columns[start : start + len(capacities)], policies))
+        report(columns[start : start + len(capacities)], policies)
 
 
 def built_in() -> list[str]:
@@ -73,37 +74,17 @@ def compute(task: Task) -> Study:
     return result
 
 
-def markdown(columns: Sequence[Study], policies: Sequence[str]) -> str:
-    """Return the tables of one trace. Each column is a capacity."""
+def report(columns: Sequence[Study], policies: Sequence[str]) -> None:
+    """Show the tables of one trace: all of it, and its second half. Each column is a capacity."""
     first = columns[0]
-    lines = [
-        f"{first.name}: {first.requests:,} requests, {first.chunks:,} chunks, {first.unique:,} distinct",
-        "",
-    ]
-    lines += _table("hit rate", columns, policies, [_rates(column) for column in columns])
-    bounds = [f"{column.rows[0].bound or 0.0:.4f}" for column in columns]
-    lines.append(f"| {OPTIMUM} | " + " | ".join(bounds) + " |")
-    lines += ["", *_table("second half", columns, policies, [_rates(column, half=1) for column in columns])]
-    return "\n".join(lines) + "\n"
-
-
-def _rates(column: Study, half: int | None = None) -> list[float]:
-    outcomes = [row.outcome for row in column.rows]
-    return [out.hit_rate if half is None else out.windows[half] or 0.0 for out in outcomes]
-
-
-def _table(
-    title: str, columns: Sequence[Study], policies: Sequence[str], rates: Sequence[Sequence[float]]
-) -> list[str]:
-    """Return a table with one line per policy; the best of each column is bold."""
-    lines = [
-        f"| {title} | " + " | ".join(f"{share(column):.3g} %" for column in columns) + " |",
-        "|---|" + "---:|" * len(columns),
-    ]
-    for at, policy in enumerate(policies):
-        cells = [f"**{of[at]:.4f}**" if of[at] == max(of) else f"{of[at]:.4f}" for of in rates]
-        lines.append(f"| {policy} | " + " | ".join(cells) + " |")
-    return lines
+    named = f"{first.name}: {first.requests:,} requests, {first.chunks:,} chunks, {first.unique:,} distinct"
+    heads = ("", *(f"{share(column):.3g} %" for column in columns))
+    bounds = (OPTIMUM, *(column.rows[0].bound or 0.0 for column in columns))
+    outcomes = [(policy, [of.rows[at].outcome for of in columns]) for at, policy in enumerate(policies)]
+    whole = [(policy, *(out.hit_rate for out in of)) for policy, of in outcomes]
+    second = [(policy, *(out.windows[1] or 0.0 for out in of)) for policy, of in outcomes]
+    show(f"hit rates, {named}", heads, [*whole, bounds])
+    show(f"hit rates in the second half of {first.name}", heads, second)
 
 
 def share(column: Study) -> float:

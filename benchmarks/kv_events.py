@@ -2,8 +2,8 @@
 
 ::
 
-    python benchmarks/kv_events.py                  # 1,000 chunks
-    python benchmarks/kv_events.py --chunks 262144  # as many as an engine tracks
+    python -m benchmarks.kv_events                  # 1,000 chunks
+    python -m benchmarks.kv_events --chunks 262144  # as many as an engine tracks
 
 The cache process is replaced by its reports, one in each step. Needs vLLM, whose block pool makes the events,
 but no engine.
@@ -27,7 +27,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from kvtier.bridge.watched import MAX_REPORTED
 from kvtier.integrations.vllm.kv_events import EngineBlocks, KVEvents
 from kvtier.integrations.vllm.request import RequestState, request_root
@@ -108,7 +108,7 @@ def main() -> None:
     """Print the times of the steps for each change."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--chunks", type=int, default=1000)
-    chunks = parser.parse_args().chunks
+    chunks = parse(parser, chunks=256).chunks
     init_none_hash(sha256_cbor)
     gc.freeze()  # As vLLM does at the end of its start: a full collection visits the rest only.
     bridge = Bridge()
@@ -126,8 +126,9 @@ def main() -> None:
     for name, tiers in CHANGES.items():
         rows.append(step_times(name, events, bridge, dict.fromkeys(keys, tiers)))
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    show(f"{len(keys)} chunks, in ms", ("", "steps", "median", "longest", "all"), rows)
-    print(f"{(after - before) * 1024 / len(keys):,.0f} bytes of memory per chunk")
+    memory = (after - before) * 1024 / len(keys)
+    title = f"{len(keys):,} chunks of {memory:,.0f} bytes, ms per step"
+    show(title, ("", "steps", "median", "longest", "all"), rows)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from benchmarks.cold_loads import CHUNK_MIB, CHUNK_TOKENS, MIB, Engine, Prompts, cache_process
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from benchmarks.peers_process import settings_of
 from kvtier.bridge.client import status
 from kvtier.testing.servers import free_port
@@ -35,15 +35,14 @@ LEARNED = 4
 READ_ONLY = {"kvtier": {"cache": "read"}}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare always loading, never loading, and deciding.")
     parser.add_argument("--folder", type=Path, default=Path(), help="where to write; default: current folder")
     parser.add_argument("--mib", type=int, default=96, help="of KV per prompt, default: %(default)s")
     parser.add_argument("--seconds", type=float, default=0.8, help="to compute it, default: %(default)s")
     parser.add_argument("--runs", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--media", nargs="+", choices=MEDIA, default=list(MEDIA), help="default: all")
-    parser.add_argument("--small", action="store_true", help="smoke test with a few megabytes")
-    options = parser.parse_args(arguments)
+    options = parse(parser)
     speeds: Sequence[float] = SPEEDS
     if options.small:
         options.mib, options.runs, options.seconds, speeds = 12, 1, 0.05, (4.0,)
@@ -136,7 +135,7 @@ def first_token(engine: Engine, request: Request, seconds: float) -> tuple[float
     hit = engine.start(request)
     request.num_computed_tokens = hit
     rest = request.num_tokens - hit
-    engine.step(request, scheduled=max(1, rest))
+    engine.step(request, count=max(1, rest))
     time.sleep(seconds * rest / request.num_tokens)
     elapsed = time.perf_counter() - started
     request.num_tokens += 1

@@ -2,11 +2,11 @@
 
 ::
 
-    python benchmarks/look_up.py                # a prompt of 32,768 tokens
-    python benchmarks/look_up.py --runs 20
-    python benchmarks/look_up.py --busy         # beside three spinning processes per core
-    python benchmarks/look_up.py --policy lru   # with another eviction policy than kvtier's default
-    python benchmarks/look_up.py --pool redis   # an unknown prompt is also looked up in a real Redis
+    python -m benchmarks.look_up                # a prompt of 32,768 tokens
+    python -m benchmarks.look_up --runs 20
+    python -m benchmarks.look_up --busy         # beside three spinning processes per core
+    python -m benchmarks.look_up --policy lru   # with another eviction policy than kvtier's default
+    python -m benchmarks.look_up --pool redis   # an unknown prompt is also looked up in a real Redis
 
 All chunks are READY in the first tier of a real cache process. The limit is a plain round trip of as many
 bytes over a Unix socket to a process that does nothing else. The CPU time of both processes includes that of
@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from benchmarks.common import confirm, reserve, show
+from benchmarks.common import confirm, parse, reserve, show
 from kvtier.bridge import protocol
 from kvtier.bridge.client import LookupState, SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello
@@ -61,14 +61,14 @@ ROOT = root_key(NAMESPACE)
 BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure a lookup, including hashing and the socket.")
     parser.add_argument("--tokens", type=int, default=32_768, help="default: %(default)s")
     parser.add_argument("--runs", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--busy", action="store_true", help="beside three spinning processes per core")
     parser.add_argument("--policy", help="eviction policy of the tier; default: that of kvtier")
     parser.add_argument("--pool", choices=SERVERS, help="add a tier on a real server of this kind")
-    options = parser.parse_args(arguments)
+    options = parse(parser, runs=2, tokens=2048)
     tokens = random.Random(0).choices(range(100_000), k=options.tokens)
     address = f"127.0.0.1:{free_port()}"
     with (

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import anyio
 
-from benchmarks.common import MIB, filled, interleave, ratio, show, speed
+from benchmarks.common import MIB, filled, interleave, parse, ratio, show, speed
 from kvtier.backends.base import Outcome
 from kvtier.backends.cpu import CpuBackend, HugePageBackend, HugePageSettings, MemoryBackend
 from kvtier.catalog.catalog import Catalog
@@ -34,11 +34,10 @@ from kvtier.tiers.sealer import Sealer
 Chunks = Sequence[tuple[ChunkKey, memoryview]]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the memory backends with memmove.")
     parser.add_argument("--runs", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--small", action="store_true", help="smoke test with a few megabytes")
-    options = parser.parse_args(arguments)
+    options = parse(parser, runs=1)
     sizes, total = ([256 * 1024, 4 * MIB, 32 * MIB], 512 * MIB)
     if options.small:
         sizes, total = ([256 * 1024, MIB], 8 * MIB)

@@ -2,8 +2,8 @@
 
 ::
 
-    python benchmarks/metrics.py
-    python benchmarks/metrics.py --chunks 10000
+    python -m benchmarks.metrics
+    python -m benchmarks.metrics --chunks 10000
 
 A batch consists of the chunks of one transfer between two tiers. For comparison, the cost of creating the
 report is measured, which is shared by all observers. Scrapes are served over HTTP in the event loop of a real
@@ -16,13 +16,13 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
 import httpx
 
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from kvtier import Settings, TieredCache
 from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import State
@@ -36,13 +36,13 @@ CHUNK_BYTES = 4096
 FEW_CHUNKS = 1000
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the cost of metrics.")
     parser.add_argument(
         "--chunks", type=int, default=1_000_000, help="held during scrapes; default: %(default)s"
     )
     parser.add_argument("--runs", type=int, default=200, help="default: %(default)s")
-    options = parser.parse_args(arguments)
+    options = parse(parser, runs=5, chunks=2000)
     with tempfile.TemporaryDirectory() as folder:
         anyio.run(measure, Path(folder), options.chunks, options.runs)
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks.common import MIB, ratio, show, speed
+from benchmarks.common import MIB, parse, ratio, show, speed
 from benchmarks.move_process import CHUNK_TOKENS, MODEL, Call, instance_process, prompt
 from benchmarks.peers_process import address, settings_of
 from kvtier.testing.servers import free_port
@@ -47,15 +47,14 @@ class Extent(NamedTuple):
 
 
 FULL = Extent([(1, 32 * MIB), (16, 32 * MIB), (128, 2 * MIB), (128, 64 << 10)], 9)
-QUICK = Extent([(4, MIB)], 1)
+SMALL = Extent([(4, MIB)], 1)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare moves by the controller with the transport alone.")
     parser.add_argument("--transport", action="append", choices=TRANSPORTS, help="default: all")
-    parser.add_argument("--quick", action="store_true", help="smoke test with a few megabytes")
-    options = parser.parse_args(arguments)
-    extent = QUICK if options.quick else FULL
+    options = parse(parser)
+    extent = SMALL if options.small else FULL
     for transport in options.transport or TRANSPORTS:
         rows = [make_row(transport, chunks, length, extent.turns) for chunks, length in extent.rows]
         columns = ("", "move ms", "limit ms", "move GB/s", "limit GB/s", "move : limit")

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import states
-from benchmarks.common import confidence, show
+from benchmarks.common import confidence, parse, show
 from kvtier.lab.demo.model import make_model
 from tests.rigs.cache_process import CacheProcess
 from tests.rigs.loads import saturated
@@ -91,13 +91,13 @@ MODELS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of kvtier if nothing hits.")
     parser.add_argument("--rounds", type=int, default=40, help="pairs per condition, default: %(default)s")
     parser.add_argument("--model", choices=MODELS, default="llama")
     parser.add_argument("--conditions", nargs="+", choices=("idle", "busy"), default=["idle", "busy"])
     parser.add_argument("--disk", type=Path, help="folder for a disk tier; default: none")
-    options = parser.parse_args(arguments)
+    options = parse(parser, rounds=1, conditions=["idle"])
     model = MODELS[options.model]
     with tempfile.TemporaryDirectory(prefix="kvt-", dir=options.disk) as folder:
         results = run(model, Path(folder), options.conditions, options.rounds, disk=bool(options.disk))

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import anyio
 
-from benchmarks.common import MIB, show, speed
+from benchmarks.common import MIB, parse, show, speed
 from benchmarks.peers_process import (
     LENGTHS,
     NAMESPACE,
@@ -72,20 +72,19 @@ class Extent(NamedTuple):
 
 
 FULL = Extent([TOKENS // 256, TOKENS // 16], 100, 1024 * MIB, [32 * MIB, 2 * MIB], 5)
-QUICK = Extent([16], 3, 8 * MIB, [2 * MIB], 1)
+SMALL = Extent([16], 3, 8 * MIB, [2 * MIB], 1)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare peers with the limits of their transport.")
     parser.add_argument("--transport", action="append", choices=TRANSPORTS, help="default: all")
     parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
     parser.add_argument(
         "--peers", action="append", type=int, help="number of peers; repeatable; default: 1, 2 and 3"
     )
-    parser.add_argument("--quick", action="store_true", help="smoke test with a few megabytes")
-    options = parser.parse_args(arguments)
-    extent = QUICK if options.quick else FULL
-    peer_counts = options.peers or ([1, 2] if options.quick else [1, 2, 3])
+    options = parse(parser)
+    extent = SMALL if options.small else FULL
+    peer_counts = options.peers or ([1, 2] if options.small else [1, 2, 3])
     for transport in options.transport or TRANSPORTS:
         for part in options.part or PARTS:
             if part == "lookups":

@@ -25,6 +25,7 @@ from itertools import islice
 from blake3 import blake3
 
 from benchmarks.catalog import PROMPT_CHUNKS
+from benchmarks.common import parse, show
 from kvtier.catalog import kvtier_eviction_policies
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, EvictionPolicy, RemovalReason
 from kvtier.memory.keys import KEY_BYTES
@@ -35,20 +36,17 @@ LOOKUPS = 2000
 SIZES = (10_000, 100_000, 1_000_000)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the eviction policies.")
     parser.add_argument("--chunks", type=int, nargs="*", default=SIZES, help="default: %(default)s")
     parser.add_argument("--policies", nargs="*", default=None, help="default: all built-in ones")
-    options = parser.parse_args(arguments)
+    options = parse(parser, chunks=[1000])
     built_in = kvtier_eviction_policies()
     for chunks in options.chunks:
         prompts = max(1, chunks // PROMPT_CHUNKS)
-        print(f"\n{prompts * PROMPT_CHUNKS:,} chunks")
-        print(
-            f"{'microseconds':<12}{'add':>10}{'use':>10}{'of 128':>10}{'p99':>10}{'evict':>10}{'bytes':>10}"
-        )
-        for name in options.policies or built_in:
-            print(f"{name:<12}" + "".join(f"{figure:>10,.2f}" for figure in measure(built_in[name], prompts)))
+        rows = [(name, *measure(built_in[name], prompts)) for name in options.policies or built_in]
+        columns = ("", "add", f"use of {PROMPT_CHUNKS}", "p99", "evict", "bytes per chunk")
+        show(f"{prompts * PROMPT_CHUNKS:,} chunks, CPU µs", columns, rows)
 
 
 def measure(policy_type: type[EvictionPolicy], prompts: int) -> Sequence[float]:
@@ -59,11 +57,9 @@ def measure(policy_type: type[EvictionPolicy], prompts: int) -> Sequence[float]:
     added = [timed(policy.added, prompt, 0.0) for prompt in tier.prompts]
     used = [timed(policy.used, chance.choice(tier.prompts), 1.0) for _ in range(LOOKUPS)]
     evicted = [seconds for _ in range(prompts) for seconds in tier.replace_prompt(policy)]
-    use = statistics.median(used)
     return (
         statistics.fmean(added) / PROMPT_CHUNKS * 1e6,
-        use / PROMPT_CHUNKS * 1e6,
-        use * 1e6,
+        statistics.median(used) * 1e6,
         sorted(used)[len(used) * 99 // 100] * 1e6,
         statistics.fmean(evicted) / BATCH * 1e6,
         footprint(policy, tier.columns) / (prompts * PROMPT_CHUNKS),

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import anyio
 
-from benchmarks.common import MIB, ratio, show, speed
+from benchmarks.common import MIB, parse, ratio, show, speed
 from benchmarks.peer import LMCache, LMCacheSide
 from benchmarks.pools_sides import (
     InfiniStoreLibrary,
@@ -74,23 +74,22 @@ class Extent(NamedTuple):
 FULL = Extent(
     [4 * MIB, 32 * MIB, 128 * MIB], [1, 4, 16], lambda length: min(max(1024 * MIB // length, 5), 100), 50
 )
-QUICK = Extent([MIB], [1, 4], lambda _: 1, 1)
+SMALL = Extent([MIB], [1, 4], lambda _: 1, 1)
 MAX_STORED = {"infinistore": 768 * MIB}
 """Maximum bytes per row, for servers with limited memory."""
 INFINISTORE_BYTES = 8 << 30
 """Memory limit: its server (0.2.35) once used all memory while its own client read 16 chunks of 32 MiB."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the shared pools with the limits of their media.")
     parser.add_argument("--pool", action="append", choices=list(SERVERS), help="default: all")
     parser.add_argument(
         "--size", action="append", type=int, metavar="MIB", help="chunk size; default: 4, 32, 128"
     )
     parser.add_argument("--peer", action="store_true", help="also measure LMCache; installs it")
-    parser.add_argument("--quick", action="store_true", help="smoke test with a few megabytes")
-    options = parser.parse_args(arguments)
-    extent = QUICK if options.quick else FULL
+    options = parse(parser)
+    extent = SMALL if options.small else FULL
     if options.size:
         extent = extent._replace(sizes=[size * MIB for size in options.size])
     for pool in options.pool or SERVERS:

@@ -22,7 +22,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
-from benchmarks.common import MIB, show
+from benchmarks.common import MIB, parse, show
 from kvtier import Settings, TieredCache
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
@@ -33,14 +33,14 @@ NAMESPACE = bytes(32)
 DRAIN_SECONDS = 60.0
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure a load beside a full write queue.")
     parser.add_argument("--folder", type=Path, help="of the disk tier; default: the temporary folder")
     parser.add_argument("--rounds", type=int, default=10, help="default: %(default)s")
     parser.add_argument("--chunk", type=int, default=2, help="MiB per chunk, default: %(default)s")
     parser.add_argument("--load", type=int, default=64, help="MiB to load, default: %(default)s")
     parser.add_argument("--queue", type=int, default=256, help="MiB of the write queue, default: %(default)s")
-    options = parser.parse_args(arguments)
+    options = parse(parser, rounds=1, load=4, queue=8)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         anyio.run(run, Path(folder), options)
 

@@ -3,7 +3,7 @@
 ::
 
     python -m benchmarks.proxy
-    python -m benchmarks.proxy --quick
+    python -m benchmarks.proxy --small
 
 The engine is a stub that answers at once (:mod:`benchmarks.proxy_engine`). Engine, proxy (``kvtier proxy``)
 and client are separate processes that share the cores of the machine: with two cores, the proxy has less than
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import anyio
 from anyio.abc import SocketStream
 
-from benchmarks.common import interleave, show
+from benchmarks.common import interleave, parse, show
 from benchmarks.proxy_processes import engine_process, proxy_process
 from kvtier.concurrency.processes import raise_file_limit
 
@@ -48,15 +48,14 @@ class LoadResult(NamedTuple):
     failed: int
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the cost of the proxy.")
-    parser.add_argument("--quick", action="store_true", help="smoke test: the figures mean nothing")
-    options = parser.parse_args(arguments)
+    options = parse(parser)
     raise_file_limit(FILES)
     with ExitStack() as stack:
         engine, prefiller = stack.enter_context(engine_process()), stack.enter_context(engine_process())
         proxy = stack.enter_context(proxy_process(engine, prefiller))
-        anyio.run(measure, engine, proxy.port, options.quick)
+        anyio.run(measure, engine, proxy.port, options.small)
 
 
 async def measure(engine: int, proxy: int, quick: bool) -> None:

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import IO, Any
 
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from benchmarks.proxy_processes import ProxyProcess, engine_process, proxy_process
 from kvtier.concurrency.processes import raise_file_limit
 
@@ -35,17 +35,16 @@ FEW_FILES = 1024
 UNREAD = 100
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure a proxy with thousands of open streams.")
     parser.add_argument("--streams", type=int, default=9600)
     parser.add_argument("--tokens", type=int, default=60, help="of each stream, one a second")
     parser.add_argument("--rate", type=float, default=300, help="streams started a second")
     parser.add_argument("--parts", default="open,unread,files", help="what to run")
-    parser.add_argument("--quick", action="store_true", help="smoke test: the figures mean nothing")
-    options = parser.parse_args(arguments)
+    options = parse(parser)
     raise_file_limit()
     streams, tokens, parts = options.streams, options.tokens, options.parts.split(",")
-    if options.quick:
+    if options.small:
         streams, tokens, parts = 40, 2, ["open"]
     with engine_process() as engine, engine_process() as prefiller:
         if "open" in parts:

@@ -3,7 +3,7 @@
 ::
 
     python -m benchmarks.push                     # tcp and nixl, 3 GiB of memory, a minute each
-    python -m benchmarks.push --transport tcp --quick
+    python -m benchmarks.push --transport tcp --small
 
 The peer is another instance in a separate process on loopback, with mutual authentication. Chunks are in the
 memory of this instance without a checksum, as engines store them. A KV transfer announces them, computes
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import anyio
 
-from benchmarks.common import MIB, show, speed
+from benchmarks.common import MIB, parse, show, speed
 from benchmarks.peers import expect
 from benchmarks.peers_process import (
     ChunkSet,
@@ -57,7 +57,7 @@ class Extent(NamedTuple):
 
 
 FULL = Extent(512 * MIB, [32 * MIB, 2 * MIB], 7, 50)
-QUICK = Extent(8 * MIB, [2 * MIB], 1, 2)
+SMALL = Extent(8 * MIB, [2 * MIB], 1, 2)
 
 
 class Pushed(NamedTuple):
@@ -73,13 +73,12 @@ class Pushed(NamedTuple):
     single: list[Cost]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare KV transfers with the limit of the transport.")
     parser.add_argument("--transport", action="append", choices=TRANSPORTS, help="default: all")
-    parser.add_argument("--quick", action="store_true", help="smoke test with a few megabytes")
-    options = parser.parse_args(arguments)
+    options = parse(parser)
     for transport in options.transport or TRANSPORTS:
-        anyio.run(measure, transport, QUICK if options.quick else FULL)
+        anyio.run(measure, transport, SMALL if options.small else FULL)
 
 
 async def measure(transport: str, extent: Extent) -> None:

@@ -2,8 +2,8 @@
 
 ::
 
-    python benchmarks/recording.py
-    python benchmarks/recording.py --rate 1000 --chunks 128
+    python -m benchmarks.recording
+    python -m benchmarks.recording --rate 1000 --chunks 128
 
 First, lookups of 128 chunks are recorded one after the other. Then they arrive at a rate, for some seconds:
 the CPU time of the calls in the event loop, and of the thread that writes, is the cost of the recording. At
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import anyio
 
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from kvtier.concurrency.threads import WORKER_NAME
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.observability.recording.file import LookedUp, RecordingFile
@@ -40,13 +40,13 @@ BATCH = 50
 PROMPTS = 64
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the cost of a recording.")
     parser.add_argument("--rate", type=int, default=100, help="lookups a second; default: %(default)s")
     parser.add_argument("--chunks", type=int, default=280, help="in each lookup; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each turn; default: %(default)s")
     parser.add_argument("--turns", type=int, default=3, help="default: %(default)s")
-    options = parser.parse_args(arguments)
+    options = parse(parser, seconds=1.0, turns=1)
     with tempfile.TemporaryDirectory() as folder:
         one_by_one(Path(folder) / "batches")
         anyio.run(at_a_rate, Path(folder), options.rate, options.chunks, options.seconds, options.turns)

@@ -47,7 +47,7 @@ import httpx
 import msgspec
 
 from benchmarks.cache_process import CacheProcess
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from kvtier.bridge import client as bridge
 from kvtier.concurrency.processes import exit_on_signals
 from kvtier.lab.demo.client import Client
@@ -119,9 +119,24 @@ class Result(NamedTuple):
     seconds: float
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parsed(arguments)
+def main() -> None:
+    options = parsed()
     plan = read_plan(options)
+    if options.plan:
+        print(
+            json.dumps(
+                [
+                    {
+                        "time": planned.time,
+                        "session": str(planned.session),
+                        "chunks": list(planned.chunks),
+                        "prompt": planned.prompt(number),
+                    }
+                    for number, planned in enumerate(plan)
+                ]
+            )
+        )
+        return
     if not plan:
         raise SystemExit(f"--start, --span: {options.trace} has no request in this window")
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="kvt-") as name:
@@ -129,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         compare(plan, options.policy.split(","), options.capacity / 100, Path(name), serve=options.serve)
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Replay a trace against a real vLLM, by eviction policy.")
     parser.add_argument("trace", type=Path, metavar="TRACE")
     parser.add_argument("--policy", default="lru,adaptive", help="default: %(default)s")
@@ -144,8 +159,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--width", type=int, default=1024, help="of the model: how much it computes; default: %(default)s"
     )
     parser.add_argument("--capacity", type=float, default=10, help="%% of the distinct chunks; %(default)s")
+    parser.add_argument("--plan", action="store_true", help="only print the requests, as JSON")
     parser.add_argument("--serve", action="store_true", help="run kvtier serve; by default, vLLM starts it")
-    return parser.parse_args(arguments)
+    return parse(parser, policy="lru", sessions=2, start=0.0, capacity=100.0)
 
 
 def read_plan(options: argparse.Namespace) -> list[Planned]:

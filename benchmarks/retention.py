@@ -2,7 +2,7 @@
 
 ::
 
-    python -m benchmarks.retention TRACE...      # as Markdown: five minutes for two traces
+    python -m benchmarks.retention TRACE...      # five minutes for two traces
 
 *With hints*: requests get the hint ``resume`` with the time after which the prompt comes back, if it does.
 Figures are shares of the distance from the better of ``lru`` and ``arc`` to Belady's optimum. *By tenths*:
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.common import parse, show
 from kvtier.catalog.hints import ChunkHints
 from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, replay
 from kvtier.lab.simulation.study import study
@@ -57,28 +57,28 @@ KINDS = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure hit rates with hints, and by tenths of a trace.")
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
     parser.add_argument("--percent", default=CAPACITIES, help="capacities by tenths; default: %(default)s")
     parser.add_argument(
         "--hinted-percent", default=HINTED_CAPACITIES, help="capacities with hints; default: %(default)s"
     )
-    given = parser.parse_args(arguments)
+    given = parse(parser, percent="10,100", hinted_percent="10")
     hinted, tenths = _numbers(given.hinted_percent), _numbers(given.percent)
     with ProcessPoolExecutor(PROCESSES) as pool:
         for path in given.traces:
-            print(f"{path.name}\n")
             covered = list(pool.map(partial(covered_shares, path), hinted))
-            _print(
-                "hint `resume`",
-                hinted,
-                [(str(kind), [of[kind] for of in covered]) for kind in KINDS],
-                "{:.0%}",
+            show(
+                f"share of the distance to the optimum with the hint resume, {path.name}",
+                ("", *(f"{percent:g} %" for percent in hinted)),
+                [(str(kind), *(of[kind] for of in covered)) for kind in KINDS],
             )
             leads = list(pool.map(partial(leads_by_tenths, path), tenths))
-            _print(
-                "tenth", tenths, [(str(at + 1), [of[at] for of in leads]) for at in range(TENTHS)], "{:+.1f}"
+            show(
+                f"lead of adaptive by tenths, points, {path.name}",
+                ("tenth", *(f"{percent:g} %" for percent in tenths)),
+                [(str(at + 1), *(of[at] for of in leads)) for at in range(TENTHS)],
             )
 
 
@@ -142,16 +142,6 @@ def _capacity(trace: Trace, percent: float) -> int:
 
 def _numbers(text: str) -> list[float]:
     return [float(number) for number in text.split(",")]
-
-
-def _print(
-    title: str, percents: Sequence[float], rows: Sequence[tuple[str, Sequence[float]]], form: str
-) -> None:
-    print(f"| {title} | " + " | ".join(f"{percent:g} %" for percent in percents) + " |")
-    print("|---|" + "---:|" * len(percents))
-    for name, figures in rows:
-        print(f"| {name} | " + " | ".join(form.format(figure) for figure in figures) + " |")
-    print(flush=True)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import random
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, replay
 from kvtier.lab.simulation.trace import Trace
 from kvtier.observability.whatif.simulated_cache import one_tier
@@ -43,11 +42,11 @@ SHARES = (0.002, 0.2)
 """Of the distinct chunks, how many the cache holds: few hits, and almost as many as possible."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure kvtier simulate on a long trace.")
     parser.add_argument("--requests", type=int, default=1_000_000, help="default: %(default)s")
     parser.add_argument("--policy", default="lru", help="default: %(default)s")
-    options = parser.parse_args(arguments)
+    options = parse(parser, requests=400)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.jsonl")
         with trace.open("w") as file:
@@ -106,4 +105,4 @@ def measure(path: Path, policy: str, share: float) -> Sequence[object]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from kvtier.units import format_size
 from tests.rigs.cache_process import CacheProcess
 from tests.rigs.vllm import models
@@ -37,11 +37,11 @@ ARGUMENTS: dict[str, Any] = {
 ALL_STATES = {"kv_connector_module_path": "benchmarks.states_all", "kv_connector": "AllStates"}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare a hybrid model with and without stored states.")
     parser.add_argument("--prompts", type=int, default=10, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=2000, help="of each prompt, default: %(default)s")
-    options = parser.parse_args(arguments)
+    options = parse(parser, prompts=1, tokens=600)
     with tempfile.TemporaryDirectory(prefix="kvt-") as folder:
         run(Path(folder), options.prompts, options.tokens)
 

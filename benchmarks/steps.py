@@ -2,8 +2,8 @@
 
 ::
 
-    python benchmarks/steps.py              # 64 requests, each of which completes a chunk per step
-    python benchmarks/steps.py --small
+    python -m benchmarks.steps              # 64 requests, each of which completes a chunk per step
+    python -m benchmarks.steps --small
 
 The hooks of scheduler and worker are called as by vLLM, with a real cache process: healthy, stopped
 (SIGSTOP), at the lowest priority with spinning processes, and killed (SIGKILL). In each step, all requests
@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.common import show
+from benchmarks.common import parse, show
 from benchmarks.look_up import is_ready
 from kvtier.bridge.client import status
 from tests.rigs.stepping import CHUNK_TOKENS, Engine, StepTime, make_request
@@ -73,10 +73,9 @@ class CacheProcess:
         return stored
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what the connector adds to a step of the engine.")
-    parser.add_argument("--small", action="store_true", help="smoke test with few steps")
-    options = parser.parse_args(arguments)
+    options = parse(parser)
     count = 10 if options.small else 400
     with tempfile.TemporaryDirectory() as folder:
         cache = CacheProcess(Path(folder))
@@ -102,15 +101,15 @@ def measure(cache: CacheProcess, count: int) -> list[Row]:
         rows.append(make_row("healthy", run_steps(engine, count)))
         cache.signal(signal.SIGSTOP)
         rows.append(make_row("stopped: first step", run_steps(engine, 1)))
-        rows.append(make_row("  later steps", run_steps(engine, count // 2)))
+        rows.append(make_row("stopped: later steps", run_steps(engine, count // 2)))
         cache.signal(signal.SIGCONT)
-        rows.append(make_row("  until it stores again", run_until_stored(engine, cache)))
+        rows.append(make_row("continued: until it stores again", run_until_stored(engine, cache)))
         cache.signal(signal.SIGKILL)
         rows.append(make_row("killed: first step", run_steps(engine, 1)))
-        rows.append(make_row("  later steps", run_steps(engine, count // 2)))
+        rows.append(make_row("killed: later steps", run_steps(engine, count // 2)))
         cache.start()
-        rows.append(make_row("  until it stores again", run_until_stored(engine, cache)))
-        rows.append(make_row("healthy", run_steps(engine, count)))
+        rows.append(make_row("restarted: until it stores again", run_until_stored(engine, cache)))
+        rows.append(make_row("healthy again", run_steps(engine, count)))
         with spinning_processes():
             cache.signal(signal.SIGSTOP)
             run_steps(engine, 200)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from benchmarks.common import MIB, ratio, show, speed
+from benchmarks.common import MIB, parse, ratio, show, speed
 from kvtier.lab.bench.chunks import clear_stamps, have_stamps
 from kvtier.lab.bench.rows import KVTIER, LIMIT, percentile
 from kvtier.lab.bench.sides import Chunk, Side
@@ -53,7 +53,7 @@ class Extent(NamedTuple):
 
 
 FULL = Extent(32 * MIB, [1, 4, 16], 2048 * MIB, 7, 2000)
-QUICK = Extent(MIB, [1, 4], 0, 1, 100)
+SMALL = Extent(MIB, [1, 4], 0, 1, 100)
 
 
 class Row(NamedTuple):
@@ -67,19 +67,18 @@ class Row(NamedTuple):
     """Sum over all turns."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the transports between peers with their limits.")
     parser.add_argument("--transport", action="append", choices=TRANSPORTS, help="default: all")
     parser.add_argument("--connections", type=int, default=4, help="of tcp; default: %(default)s")
     parser.add_argument("--ucx", action="append", default=[], metavar="NAME=VALUE", help="a UCX variable")
-    parser.add_argument("--quick", action="store_true", help="smoke test with a few megabytes")
-    options = parser.parse_args(arguments)
+    options = parse(parser)
     settings: dict[str, dict[str, Any]] = {
         "tcp": {"type": "tcp", "connections": options.connections},
         "nixl": {"type": "nixl", "ucx": dict(text.split("=", 1) for text in options.ucx)},
     }
     for name in options.transport or TRANSPORTS:
-        anyio.run(measure, name, settings[name], QUICK if options.quick else FULL)
+        anyio.run(measure, name, settings[name], SMALL if options.small else FULL)
 
 
 async def measure(name: str, settings: Mapping[str, Any], extent: Extent) -> None:

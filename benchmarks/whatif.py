@@ -2,7 +2,7 @@
 
 ::
 
-    python benchmarks/whatif.py TRACE...      # as Markdown, on standard output
+    python -m benchmarks.whatif TRACE...
 
 A trace is what ``kvtier simulate`` reads. A cache serves it with one capacity, a percentage of the distinct
 chunks of the trace, and one policy. The lookups are observed as in a cache process. Then the trace is
@@ -15,10 +15,10 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.common import parse, show
 from kvtier.events import PromptLookup
 from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, replay
 from kvtier.lab.simulation.trace import Trace, chunk_keys
@@ -58,14 +58,14 @@ class Row(NamedTuple):
     """CPU time for each chunk that was looked up."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare estimates of hit rates with the real ones.")
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
     parser.add_argument("--percent", type=float, default=5.0, help="capacity; default: %(default)s")
     parser.add_argument("--policy", default="lru,adaptive", help="of the cache; default: %(default)s")
     parser.add_argument("--sample-chunks", type=int, default=8192, help="default: %(default)s")
     parser.add_argument("--limit", type=int, help="read only so many requests of each trace")
-    given = parser.parse_args(arguments)
+    given = parse(parser, policy="lru", percent=50.0)
     tasks = [
         Task(path, given.limit, policy, given.percent, given.sample_chunks)
         for path in given.traces
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     with ProcessPoolExecutor(PROCESSES) as pool:
         for rows in pool.map(compute, tasks):
-            print(markdown(rows), flush=True)
+            report(rows)
 
 
 def compute(task: Task) -> list[Row]:
@@ -136,26 +136,15 @@ def changes(report: Report, policy: str, capacity: int) -> Iterator[tuple[str, s
             yield change.policy, change.policy, capacity, change.hit_rate
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """Return a table for each cache that was observed."""
-    lines = []
-    for task, group in groupby(rows, lambda row: row.task):
-        of_task = list(group)
-        first = of_task[0]
-        lines += [
-            f"{task.path.name}, `{task.policy}` with {task.percent:g} % of the chunks: the estimate takes "
-            f"{100 * first.cpu:.2f} % of a core, {first.microseconds:.2f} µs for each chunk of a lookup",
-            "",
-            "| settings | estimated | real | error, points |",
-            "|---|---:|---:|---:|",
-        ]
-        lines += [
-            f"| {row.change} | {row.predicted:.4f} | {row.actual:.4f} | "
-            f"{100 * (row.predicted - row.actual):+.2f} |"
-            for row in of_task
-        ]
-        lines.append("")
-    return "\n".join(lines)
+def report(rows: Sequence[Row]) -> None:
+    """Show a table for the cache that was observed."""
+    first = rows[0]
+    title = (
+        f"estimates, {first.task.path.name}, {first.task.policy}, {first.task.percent:g} % of the chunks: "
+        f"{100 * first.cpu:.2f} % of a core, {first.microseconds:.2f} µs for each chunk of a lookup"
+    )
+    points = [(row.change, row.predicted, row.actual, 100 * (row.predicted - row.actual)) for row in rows]
+    show(title, ("settings", "estimated", "real", "error, points"), points)
 
 
 if __name__ == "__main__":

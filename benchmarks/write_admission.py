@@ -2,7 +2,7 @@
 
 ::
 
-    python benchmarks/write_admission.py TRACE...      # as Markdown, on standard output
+    python -m benchmarks.write_admission TRACE...
 
 A trace is what ``kvtier simulate`` reads. The caches have memory and a disk with ``write: through``, and
 capacities in percent of a trace's distinct chunks. Figures are exact: they do not depend on the machine.
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.common import parse, show
 from kvtier.lab.simulation.capacities import Capacity, parse_capacities
 from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, Outcome, replay
 from kvtier.lab.simulation.trace import Trace
@@ -56,14 +58,14 @@ class Result(NamedTuple):
         return self.outcome.tiers[1].written_bytes
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare writes and hit rates by the setting `admit`.")
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
     parser.add_argument("--memory", default=MEMORY, help="one capacity; default: %(default)s")
     parser.add_argument("--disk", default=DISKS, help="default: %(default)s")
     parser.add_argument("--policy", default="lru", help="of both tiers; default: %(default)s")
     parser.add_argument("--limit", type=int, help="read only so many requests of each trace")
-    given = parser.parse_args(arguments)
+    given = parse(parser, memory="50%", disk="100%")
     [memory] = parse_capacities(given.memory)
     tasks = [
         Task(path, memory, disk, admit, given.policy, given.limit)
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = list(pool.map(compute, tasks))
     size = len(tasks) // len(given.traces)
     for start in range(0, len(tasks), size):
-        print("\n".join(markdown(results[start : start + size])) + "\n")
+        report(results[start : start + size])
 
 
 def compute(task: Task) -> Result:
@@ -97,24 +99,21 @@ def compute(task: Task) -> Result:
     return Result(f"{trace.name}: {len(trace):,} requests", 100 * memory / whole, 100 * disk / whole, outcome)
 
 
-def markdown(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the lines of the table of one trace."""
+def report(results: Sequence[Result]) -> None:
+    """Show the table of one trace."""
     first = results[0]
-    yield f"{first.trace}, memory of {first.memory:.3g} %"
-    yield ""
-    yield "| disk | `admit` | hit rate | written to disk | per saved token |"
-    yield "|---:|---|---:|---:|---:|"
-    for at, result in enumerate(results):
-        outcome = result.outcome
-        per_token = result.written_bytes / outcome.saved_tokens if outcome.saved_tokens else 0.0
-        cells = [
-            f"{result.disk:.3g} %" if at % len(ADMIT) == 0 else "",
-            ADMIT[at % len(ADMIT)],
-            f"{outcome.hit_rate:.4f}",
+    rows = [
+        (
+            f"{result.disk:.3g} %",
+            admit,
+            result.outcome.hit_rate,
             format_size(result.written_bytes),
-            format_size(round(per_token)),
-        ]
-        yield "| " + " | ".join(cells) + " |"
+            format_size(round(result.written_bytes / max(1, result.outcome.saved_tokens))),
+        )
+        for result, admit in zip(results, cycle(ADMIT), strict=False)
+    ]
+    title = f"writes by admission, {first.trace}, memory of {first.memory:.3g} %"
+    show(title, ("disk", "admit", "hit rate", "written to disk", "per saved token"), rows)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
     python -m benchmarks.compare                            # all rows: 8 GiB of memory, 10 minutes
     python -m benchmarks.compare --rows cpu tokens --pairs 9
     python -m benchmarks.compare --engines plain kvtier     # end to end, in a real vLLM
-    python -m benchmarks.compare --json compare.json
 
 LMCache runs in a separate environment, which is created on first use (benchmarks/peer). A ratio above 1
 means that kvtier is faster. ``sealed`` includes header and checksum, as in a cache; ``plain`` does not, which
@@ -15,13 +14,13 @@ is the like-for-like comparison, because LMCache computes no checksum.
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
 import anyio
 
+from benchmarks.common import parse
 from benchmarks.compare import tiers
 from benchmarks.compare.pairs import Pair, show_pairs
 from kvtier.units import MIB
@@ -29,7 +28,7 @@ from kvtier.units import MIB
 ENGINES = ("plain", "kvtier", "lmcache", "offload")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare kvtier and LMCache.")
     parser.add_argument("--rows", nargs="+", choices=ROWS, help="default: all")
     parser.add_argument("--pairs", type=int, default=5, help="default: %(default)s")
@@ -52,20 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--restarts", type=int, default=3, help="with --engines: restarts of each; default: %(default)s"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all seconds to a file")
-    args = parser.parse_args(arguments)
+    args = parse(parser)
     if args.engines is not None:
         from benchmarks.compare import engines
 
-        engines.compare(args.engines or ENGINES, args.pairs, args.restarts, args.json)
+        engines.compare(args.engines or ENGINES, args.pairs, args.restarts)
         return
-    pairs: list[Pair] = []
     for row in args.rows or ROWS:
-        measured = ROWS[row](args)
-        show_pairs(row, measured)
-        pairs += measured
-    if args.json:
-        args.json.write_text(json.dumps([pair.as_json() for pair in pairs], indent=2) + "\n")
+        show_pairs(row, ROWS[row](args))
 
 
 def in_loop(

@@ -14,7 +14,6 @@ connector.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import sys
@@ -22,7 +21,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from benchmarks.common import confidence, show
 from benchmarks.compare.systems import System, running
@@ -41,8 +39,8 @@ STORE_SECONDS = 0.5
 Seconds = dict[str, dict[str, list[float]]]
 
 
-def compare(names: Sequence[str], pairs: int, restarts: int, file: Path | None) -> None:
-    """Print seconds, and ratios to the first of ``names``; write all seconds to ``file``."""
+def compare(names: Sequence[str], pairs: int, restarts: int) -> None:
+    """Print seconds, and ratios to the first of ``names``."""
     seconds: Seconds = defaultdict(lambda: defaultdict(list))
     with running(names) as systems:
         started = {system.name: system for system in systems}
@@ -59,8 +57,6 @@ def compare(names: Sequence[str], pairs: int, restarts: int, file: Path | None) 
                     seconds[measurement][name].append(took)
             print(f"restart {turn + 1} of {restarts} done", file=sys.stderr, flush=True)
     report(list(started), seconds)
-    if file is not None:
-        file.write_text(json.dumps(seconds, indent=2) + "\n")
 
 
 def measure(client: Client, turn: int) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.common import show
 from kvtier.lab.bench.rows import ratios
@@ -31,17 +31,6 @@ class Pair(NamedTuple):
             min(speedups),
             max(speedups),
         ]
-
-    def as_json(self) -> dict[str, Any]:
-        speedups = ratios(self.ours, self.theirs)
-        return {
-            **self._asdict(),
-            "ratio": {
-                "median": statistics.median(speedups),
-                "lowest": min(speedups),
-                "highest": max(speedups),
-            },
-        }
 
     def _format(self, seconds: Sequence[float]) -> str:
         median = statistics.median(seconds)

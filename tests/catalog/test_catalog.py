@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-import runpy
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from blake3 import blake3
@@ -753,12 +751,3 @@ def test_collector_does_not_visit_chunks(catalog: Catalog) -> None:
     for number in range(20_000):
         catalog.add(ChunkKey(blake3(number.to_bytes(4, "little")).digest()), SSD, LENGTH, READY)
     assert visited() - before < 2_000
-
-
-def test_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    script = Path(__file__).parents[2] / "benchmarks" / "catalog.py"
-    runpy.run_path(str(script))["main"](["--entries", "2560"])
-    printed = capsys.readouterr().out
-    assert "2,560" in printed
-    for line in ("bytes per entry", "add a chunk", "prefix of 128 chunks", "the 1024 coldest"):
-        assert line in printed

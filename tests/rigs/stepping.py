@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from vllm.v1.request import RequestStatus
@@ -20,6 +21,7 @@ from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.bridge.protocol import Hello, Role
 from kvtier.integrations.vllm.layout import ModelLayout, Region
+from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.integrations.vllm.worker import WorkerSide
@@ -60,6 +62,66 @@ def make_request(tokens: int, **fields: object) -> Request:
     return SimpleNamespace(**{**defaults, **fields})
 
 
+@dataclass
+class Sides:
+    """Both sides of the connector, connected to a cache process."""
+
+    scheduler: SchedulerSide
+    worker: WorkerSide
+    bridges: tuple[SchedulerBridge, WorkerBridge]
+
+    @classmethod
+    def connect(cls, socket: Path, layout: ChunkLayout, blocks: int, **settings: object) -> Self:
+        """Connect to the cache process that serves ``socket``, with one KV-cache group."""
+        (group,) = layout.groups
+        names = [f"layer {layer}" for layer in range(len(group.page_bytes))]
+        page_bytes = group.page_bytes[0]
+        regions = (tuple(Region(name, 0, page_bytes, page_bytes, blocks) for name in names),)
+        model = ModelLayout(
+            layout, namespace("model", layout), regions, group_ids=(0,), layers=(tuple(names),)
+        )
+        engine = f"engine-{next(_numbers)}"
+
+        def hello(role: Role) -> Hello:
+            return Hello(protocol.VERSION, engine, role, 0, layout, model.namespace)
+
+        parsed = Settings(chunk_tokens=layout.chunk_tokens, **settings)  # type: ignore[arg-type]
+        bridges = SchedulerBridge(hello("scheduler"), socket), WorkerBridge(hello("worker"), socket)
+        bridges[1].connect()
+        bridges[0].connect()
+        weights = EngineWeights("", lambda weights_id: namespace("model", layout, weights_id))
+        scheduler = SchedulerSide(parsed, model, bridges[0], weights=weights)
+        worker = WorkerSide(model, bridges[1], 0)
+        worker.register({name: torch.zeros((blocks, page_bytes), dtype=torch.uint8) for name in names})
+        return cls(scheduler, worker, bridges)
+
+    def run_worker(self, metadata: StepMetadata) -> SimpleNamespace:
+        """Run the worker's hooks of a step, report their results to the scheduler, and return them."""
+        self.worker.load(metadata.loads)
+        self.worker.save(metadata.saves)
+        saved, loaded, failed = self.worker.take_results()
+        results = SimpleNamespace(
+            finished_sending=saved, finished_recving=loaded, failed_recving=failed, invalid_block_ids=()
+        )
+        self.scheduler.update_from_output(results)
+        return results
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+
+
+def scheduled(tokens: Mapping[str, int], block_state: object = None) -> SimpleNamespace:
+    """Return a stand-in for vLLM's ``SchedulerOutput``. ``tokens``: how many each request computes."""
+    return SimpleNamespace(
+        preempted_req_ids=None,
+        num_scheduled_tokens=dict(tokens),
+        total_num_scheduled_tokens=sum(tokens.values()),
+        has_sync_kv_loads=False,
+        kv_connector_block_state=block_state,
+    )
+
+
 class StepTime(NamedTuple):
     """Seconds spent in the hooks of one step: wall-clock time and CPU time."""
 
@@ -68,12 +130,9 @@ class StepTime(NamedTuple):
 
 
 @dataclass
-class Engine:
+class Engine(Sides):
     """Running requests, which compute a chunk in each step, and requests that wait for a lookup."""
 
-    scheduler: SchedulerSide
-    worker: WorkerSide
-    bridges: tuple[SchedulerBridge, WorkerBridge]
     running: list[Request] = field(default_factory=list)
     waiting: list[Request] = field(default_factory=list)
     tables: dict[str, list[int]] = field(default_factory=dict)
@@ -84,25 +143,7 @@ class Engine:
     def open(cls, socket: Path, requests: int, **settings: object) -> Engine:
         """Connect to the cache process that serves ``socket``."""
         layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(BLOCK_TOKENS, (PAGE_BYTES,) * LAYERS),))
-        names = [f"layer {layer}" for layer in range(LAYERS)]
-        blocks = 1 + requests * TABLE_CHUNKS * CHUNK_BLOCKS
-        regions = (tuple(Region(name, 0, PAGE_BYTES, PAGE_BYTES, blocks) for name in names),)
-        model = ModelLayout(
-            layout, namespace("model", layout), regions, group_ids=(0,), layers=(tuple(names),)
-        )
-
-        def hello(role: Role) -> Hello:
-            return Hello(protocol.VERSION, "engine", role, 0, layout, model.namespace)
-
-        parsed = Settings(chunk_tokens=CHUNK_TOKENS, **settings)  # type: ignore[arg-type]
-        bridges = SchedulerBridge(hello("scheduler"), socket), WorkerBridge(hello("worker"), socket)
-        bridges[1].connect()
-        bridges[0].connect()
-        weights = EngineWeights("", lambda weights_id: namespace("model", layout, weights_id))
-        scheduler = SchedulerSide(parsed, model, bridges[0], weights=weights)
-        worker = WorkerSide(model, bridges[1], 0)
-        worker.register({name: torch.zeros((blocks, PAGE_BYTES), dtype=torch.uint8) for name in names})
-        return cls(scheduler, worker, bridges)
+        return cls.connect(socket, layout, 1 + requests * TABLE_CHUNKS * CHUNK_BLOCKS, **settings)
 
     def run(self, request: Request) -> None:
         """Start a request that is computed from its first token on."""
@@ -135,29 +176,17 @@ class Engine:
         timestamps = [_now()]
         self._look_up()
         requests = {request.request_id: request for request in self.running}
-        output = SimpleNamespace(
-            preempted_req_ids=None,
-            num_scheduled_tokens=dict.fromkeys(requests, tokens),
-            total_num_scheduled_tokens=tokens * len(requests),
-            has_sync_kv_loads=False,
-            kv_connector_block_state=SimpleNamespace(
-                get_block_ids=lambda name: self.table(requests[name]) if name in requests else None,
-                boundary_state_offloads={},
-            ),
+        block_state = SimpleNamespace(
+            get_block_ids=lambda name: self.table(requests[name]) if name in requests else None,
+            boundary_state_offloads={},
         )
+        output = scheduled(dict.fromkeys(requests, tokens), block_state)
         metadata = self.scheduler.build_metadata(output)
         timestamps.append(_now())
         for request in self.running:
             request.num_computed_tokens += tokens
         timestamps.append(_now())
-        self.worker.load(metadata.loads)
-        self.worker.save(metadata.saves)
-        saved, loaded, failed = self.worker.take_results()
-        self.freed |= saved
-        results = SimpleNamespace(
-            finished_sending=saved, finished_recving=loaded, failed_recving=failed, invalid_block_ids=()
-        )
-        self.scheduler.update_from_output(results)
+        self.freed |= self.run_worker(metadata).finished_sending
         timestamps.append(_now())
         return StepTime(*(end - b + a - start for start, a, b, end in zip(*timestamps, strict=True)))
 
@@ -179,10 +208,6 @@ class Engine:
         self.running.remove(request)
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return self.scheduler.finished(request, self.table(request))[0]
-
-    def close(self) -> None:
-        self.scheduler.close()
-        self.worker.close()
 
     @staticmethod
     def _blocks(ids: list[int]) -> SimpleNamespace:

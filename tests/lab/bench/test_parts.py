@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.common import interleave, ratio
 from kvtier.backends.redis.settings import RedisSettings
 from kvtier.lab.bench.chunks import make_chunks, random_keys
 from kvtier.lab.bench.limits import RawFiles, limit_of
 from kvtier.lab.bench.raw_resp import LogIn, RawRESP
 from kvtier.lab.bench.report import remarks_of, table_of
-from kvtier.lab.bench.rows import Extent, Row, Samples, percentile, rotated
+from kvtier.lab.bench.rows import Extent, Row, Samples, percentile, ratios, rotated
 from kvtier.lab.bench.run import describe_error
 from kvtier.lab.bench.sides import BenchFailed
 from kvtier.memory.arena import Arena
@@ -31,23 +30,12 @@ def test_percentiles() -> None:
     assert percentile([3.0], 0.99) == 3.0
 
 
-def test_ratio_is_the_median_of_the_turns() -> None:
-    assert ratio([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == 1.0
+def test_ratios_are_of_the_same_turn() -> None:
+    assert ratios([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == [2.0, 1.0, 0.5]
 
 
 def test_order_rotates_by_turn() -> None:
     assert [rotated(["a", "b"], turn) for turn in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
-
-
-async def test_first_turn_is_not_counted() -> None:
-    calls: list[str] = []
-
-    async def work() -> None:
-        calls.append("work")
-
-    seconds = await interleave({"work": work}, 3, lambda: calls.append("before"))
-    assert len(seconds["work"]) == 3
-    assert calls == ["before", "work"] * 4
 
 
 def test_samples_without_a_limit_have_no_ratio() -> None:

@@ -1,4 +1,4 @@
-"""Run the benchmarks of the bridge in quick mode, to keep them working."""
+"""The loads of a busy machine end with the process that started them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.benchmark import ROOT, run_benchmark
 from tests.rigs.waiting import wait_until
 
-
-def test_look_up() -> None:
-    output = run_benchmark("look_up", "--runs", "2", "--tokens", "2048")
-    for row in ("lookup: hashing and the socket", "limit: plain round trip", "confirm all chunks"):
-        assert row in output
-
-
-@pytest.mark.slow
-def test_busy(tmp_path: Path) -> None:
-    conditions = ("idle", "memory", "disk", "nice")
-    output = run_benchmark("busy", "--small", "--folder", str(tmp_path), "--conditions", *conditions)
-    for row in (
-        "first load from disk",
-        "lookup of 32,768 tokens",
-        "retrieve 8 MiB",
-        "loop blocked, wall, p99",
-    ):
-        assert output.count(row) == 2, "one row in ms, and one relative to the idle machine"
-    assert list(tmp_path.iterdir()) == []
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -79,11 +60,3 @@ def is_running(process: Path) -> bool:
         return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_steps() -> None:
-    output = run_benchmark("steps", "--small")
-    for row in ("stopped: first step", "killed: first step", "until it stores again", "nice 19, spinning"):
-        assert row in output
