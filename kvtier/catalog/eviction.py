@@ -170,7 +170,7 @@ class EvictionPolicy(ABC):
         return self.victims()
 
     def declined(self, prompt: IncomingPrompt) -> None:  # noqa: B027 - has a default on purpose
-        """Called with new chunks that were not stored, for lack of room or because it has declined them.
+        """Called with new chunks that were not stored, because there was no room or it has declined them.
 
         ``prompt.parent`` is the last chunk of their prompt that is stored.
         """

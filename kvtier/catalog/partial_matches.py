@@ -173,7 +173,7 @@ class BranchIndex:
         return self._counts[row] if self.has(row) else 0
 
     def best(self, parent: int | ChunkKey, block_tags: bytes) -> tuple[int, int]:
-        """Return the child that shares most leading tags, and their number, which is 0 if there is none."""
+        """Return the child that shares most leading tags, and their number; 0 if no child shares any."""
         children = self._children(parent if isinstance(parent, int) else parent + block_tags[:1])
         at = bisect_left(children, block_tags, key=self._block_tags_of)
         near = children[max(0, at - 1) : at + 1]

@@ -12,7 +12,7 @@ from kvtier.catalog.tenants import EvictionScope, TenantPolicies
 IsRow = Callable[[int], bool]
 """Answers a question about the chunk in a row."""
 DEFERRED_A_LIMIT = 16
-"""So many times as many chunks as the limit may be passed by because their children come later."""
+"""Examine at most this multiple of the limit of deferred chunks, whose children come later in the order."""
 
 
 def select_victims(

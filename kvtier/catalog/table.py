@@ -258,7 +258,7 @@ ROWS_A_BLOCK = 4096
 
 
 class Rows:
-    """Gives rows to chunks, and reuses those of chunks that are gone."""
+    """Gives rows to chunks, and reuses those of removed chunks."""
 
     def __init__(self, columns: TableColumns) -> None:
         self.table = make_table(columns)

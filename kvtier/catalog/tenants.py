@@ -67,7 +67,7 @@ class Usage(NamedTuple):
 
 
 def tenant_of_salt(salt: str) -> str:
-    """Return the name of the tenant who uses a cache salt. It confirms a salt that is guessed."""
+    """Return the name of the tenant who uses a cache salt. A caller can test a guessed salt with it."""
     return f"{SALTED}{blake3(salt.encode()).hexdigest()[:8]}" if salt else ""
 
 
@@ -117,9 +117,10 @@ class Tenants:
 class TenantPolicies(EvictionPolicy):
     """The eviction order of a tier that tenants share.
 
-    A chunk belongs to the tenant who stored it, in all tiers and whoever uses it later. If that is not known,
-    it belongs to the first tenant who uses it, and until then to :data:`OTHER`. The room beyond the shares is
-    divided in proportion to the weights, among those who use it: what one does not use is lent to the others.
+    A chunk belongs to the tenant who stored it, in all tiers, also if others use it later. If that is not
+    known, it belongs to the first tenant who uses it, and until then to :data:`OTHER`. The room beyond the
+    shares is divided in proportion to the weights, among those who use it: what one does not use, others may
+    use for the time being.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class TenantPolicies(EvictionPolicy):
                 self._evictions[group] += len(gone)
 
     def resized(self, row: int, change: int) -> None:
-        """Count the change, and tell the policy of the tenant."""
+        """Count the change, and pass it to the policy of the tenant."""
         group = _group(self._owners[row])
         self._bytes[group] += change
         self._policies[group].resized(row, change)
@@ -219,7 +220,7 @@ class TenantPolicies(EvictionPolicy):
         return owner != _ABSENT and self._policies[_group(owner)].expects(row)
 
     def evictable(self, rows: Sequence[int]) -> None:
-        """Tell the policies of their tenants."""
+        """Pass the rows to the policies of their tenants."""
         for group, own in self._by_group(rows).items():
             self._policies[group].evictable(own)
 
@@ -262,7 +263,7 @@ class TenantPolicies(EvictionPolicy):
                 del ranks[group]
 
     def _rank(self, group: int, held: int) -> tuple[EvictionScope, float]:
-        """Return the widest scope that includes a tenant who holds so many bytes, and how far it is above."""
+        """Return the narrowest scope that includes a tenant with ``held`` bytes, and its rank in it."""
         share, limit = self._shares[group], self._limits[group]
         if held > limit:
             return EvictionScope.OVER_MAXIMUM, held / max(limit, 1)

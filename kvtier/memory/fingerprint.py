@@ -2,7 +2,7 @@
 
 Small files are hashed whole, so copies of any age are equal. Of large ones, a fingerprint covers the size,
 the modification time, the header of a safetensors file, and samples of the tensors: :data:`MAX_SAMPLES` in
-all, so that 100 GB take no longer than 1 GB. Samples alone miss a change between them, such as trained
+all, so that 100 GB take as long as 1 GB. Samples alone miss a change between them, such as trained
 embeddings of a few tokens. The time alone misses files that were written with an earlier time.
 
 Whether files are still those of a fingerprint is answered by their :class:`Signature`, without reading them.

@@ -92,8 +92,8 @@ class ChunkHeader(NamedTuple):
     tokens: int = 0
     """How many tokens the blocks belong to, which decides where in the payload they are; 0 if unknown.
 
-    The length of the payload does not tell: with an attention window, chunks of several lengths have as many
-    bytes.
+    The length of the payload is not sufficient: with an attention window, chunks of several lengths have as
+    many bytes.
     """
 
     def packed(self, checksum: bytes | None = None) -> bytes:

@@ -64,7 +64,7 @@ def huge_page_bytes(tiers: Sequence[LocalTierSettings], info: dict[str, int]) ->
 def check_memory(tiers: Sequence[TierSettings]) -> None:
     """Raise :class:`SettingsError` if memory tiers take more than there is: a late page would kill processes.
 
-    Whether that much is available now is left to ``kvtier doctor``.
+    Whether that much is available now is checked by ``kvtier doctor``.
     """
     local = [tier for tier in tiers if isinstance(tier, LocalTierSettings)]
     wanted, smallest = sum(tier.capacity for tier in local), smallest_limit()

@@ -27,7 +27,7 @@ ChunkKey = NewType("ChunkKey", bytes)
 KEY_BYTES = 32
 TOKEN_BYTES = 4
 BLOCK_HASH_BYTES = 16
-"""Enough that nobody finds two blocks with the same hash, which would be taken for each other."""
+"""Too long to find two blocks with the same hash, which would be taken for each other."""
 MAX_BLOCK_HASHES = 16
 """Per chunk."""
 
@@ -109,8 +109,8 @@ def chunk_keys(
 def block_hashes(tokens: Sequence[int] | bytes, block_tokens: int) -> bytes:
     """Return the joined hashes of all whole blocks of ``block_tokens`` tokens.
 
-    The hash of a block is the beginning of the BLAKE3 hash of its encoded tokens. It says nothing of what is
-    before the block: a chunk and a prompt that follow the same key share as many tokens as they have equal
+    The hash of a block is the beginning of the BLAKE3 hash of its encoded tokens. It does not depend on what
+    is before the block: a chunk and a prompt that follow the same key share as many tokens as they have equal
     leading block hashes. Raises the errors of :func:`encode_tokens`.
     """
     if native.available():

@@ -57,7 +57,7 @@ class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
         return range(min(self.first_visible(whole), stop), stop)
 
     def first_visible(self, tokens: int) -> int:
-        """Return the index of the first block that attention needs to continue after so many tokens."""
+        """Return the index of the first block that attention needs to continue after ``tokens`` tokens."""
         return max(0, tokens - self.window + 1) // self.block_tokens if self.window else 0
 
     def shard(self, rank: int) -> int:
@@ -165,7 +165,7 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
         return self.shares(tokens)[rank] * self.rank_bytes(tokens)
 
     def writes(self, tokens: int, rank: int, number: int) -> bool:
-        """Whether a rank writes its share of a chunk. Ranks with the same one take turns, by ``number``."""
+        """Whether a rank writes its share of a chunk. Ranks with the same share alternate, by ``number``."""
         shares = self.shares(tokens)
         holders = [other for other, share in enumerate(shares) if share == shares[rank]]
         return holders[number % len(holders)] == rank

@@ -163,7 +163,7 @@ class CacheMetrics(Collector):
 
         ``status`` returns the status of a cache, an instance or a bridge server. If it includes engines or
         peers, so do the metrics. Default: the status of ``cache``. ``what_if`` returns the estimate of an
-        instance, and must not block either. Default: there is none.
+        instance, and must not block either. By default without estimate.
         """
         metrics = cls(cache, status or cache.status, what_if)
         cache.add_observer(metrics)

@@ -150,8 +150,8 @@ class LocalTierSettings(TierSettings):
         description=(
             "Eviction policy: `adaptive`, `lru`, `lfu`, `arc`, `s3fifo`, `sieve`, `tinylfu`, `gdsf`, "
             "`resume`, or one provided by a plugin; or a mapping of its settings with its name as `type`. "
-            "`adaptive` evicts in the order of `lru`, `arc` or `resume`, whichever would have hit most of "
-            "late."
+            "`adaptive` evicts in the order of `lru`, `arc` or `resume`, whichever has the highest recent "
+            "hit rate."
         ),
         examples=["lru"],
     )

@@ -1,4 +1,4 @@
-"""Adaptive eviction policy: the one of several that would have hit most of late."""
+"""Adaptive eviction policy: follows the candidate with the highest recent hit rate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CANDIDATES: dict[str, type[EvictionPolicy]] = {"lru": LruPolicy, "arc": ArcPolic
 
 OPEN_REQUESTS = 64
 MIN_SHADOW_CHUNKS = 256
-"""With fewer chunks, a shadow cache tells too little: then it has a larger part of all."""
+"""A shadow cache with fewer chunks is too inexact: its sample is made larger."""
 
 
 class _Request:
@@ -194,7 +194,7 @@ class AdaptivePolicy(EvictionPolicy):
         return self._orders[self._active].victims_for(prompt)
 
     def evictable(self, rows: Sequence[int]) -> None:
-        """Tell the best candidate, whose search it was."""
+        """Pass the rows to the best candidate, whose search it was."""
         self._orders[self._active].evictable(rows)
 
     def _make_shadows(self, length: int) -> None:

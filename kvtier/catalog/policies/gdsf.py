@@ -30,7 +30,7 @@ class GdsfSettings(PolicySettings):
     """Settings of the policy ``gdsf``."""
 
     chunk_seconds: Number = Field(
-        default=0.01, gt=0, description="Time to compute the first chunk of a prompt, if no hint tells it."
+        default=0.01, gt=0, description="Time to compute the first chunk of a prompt, if no hint states it."
     )
     depth: Number = Field(
         default=256,

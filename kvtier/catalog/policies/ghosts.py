@@ -76,7 +76,7 @@ class Ghosts:
         return True
 
     def trim(self, limit: int) -> None:
-        """Drop the oldest hashes, until at most ``limit`` are left."""
+        """Drop the oldest hashes, until at most ``limit`` remain."""
         while self._count > max(limit, 0):
             self._drop()
 

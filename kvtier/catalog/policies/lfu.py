@@ -26,8 +26,8 @@ class LfuPolicy(RingPolicy):
 
     With ageing it is LFU-DA: Arlitt et al., *Evaluating content management techniques for Web proxy caches*
     (2000). The level of a chunk is the number of its uses plus the age of the tier at the last one; the age
-    is the level at which chunks are evicted. Each level has a ring. A chunk that was offered in vain is in
-    use, which counts as a use.
+    is the level at which chunks are evicted. Each level has a ring. A chunk that was offered and not
+    evicted is in use, which counts as a use.
     """
 
     settings_type = LfuSettings

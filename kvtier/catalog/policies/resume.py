@@ -63,9 +63,9 @@ class ResumePolicy(EvictionPolicy):
     """Orders prompts by the hits per second that they are worth: see :mod:`kvtier.catalog.policies.returns`.
 
     A prompt that comes back is recognised by the end of its last visit. Its class is that of its gaps so far
-    and of how many chunks are new, or of what its request told about the future. Visits of a class and a span
-    of age are equally worth, and share a ring; within a visit the deepest chunk leaves first. 4 bytes for
-    each chunk, 37 for each visit.
+    and of how many chunks are new, or of the hints of its request. Visits of a class and a span of age have
+    the same worth, and share a ring; within a visit the deepest chunk leaves first. 4 bytes for each chunk,
+    37 for each visit.
     """
 
     settings_type = ResumeSettings
@@ -149,7 +149,7 @@ class ResumePolicy(EvictionPolicy):
                 self._empty(other)
 
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
-        """Take the rows from their visits. What is left of evicted ones is remembered."""
+        """Take the rows from their visits. Remember the visits of evicted rows as ghosts."""
         visits = self._visits
         for row in rows:
             if visits.visit(row) == NONE:
@@ -262,7 +262,7 @@ class ResumePolicy(EvictionPolicy):
         self._offered = [offered for offered in self._offered if offered[1] not in leaving]
 
     def _pass_by(self) -> None:
-        """Note which visits the last search has offered in vain. It may have stopped at the last one."""
+        """Note which visits the last search could not evict. It may have stopped at the last one."""
         if self._now - self._passed_at > PASS_SECONDS:
             self._passed_at = self._now
             self._passed.clear()
@@ -291,7 +291,7 @@ class ResumePolicy(EvictionPolicy):
         return self._visits.rings[visit] // AGES % KINDS
 
     def _put(self, visit: int, kind: int, row: int, now: float) -> None:
-        """Make a visit the newest of a class, unless what its request told in its last row is another one."""
+        """Make a visit the newest of a class, or of the class of the hints of its last row."""
         ring = self._ring(kind, row, now)
         self._use(ring)
         self._visits.since[visit] = now
@@ -378,7 +378,7 @@ class ResumePolicy(EvictionPolicy):
                 self._used.discard(ring)
 
     def _move_on(self, ring: int, now: float, most: int) -> int:
-        """Move visits that have become too old for a ring, at most so many. Return how many."""
+        """Move up to ``most`` visits that have become too old for a ring. Return how many."""
         at = ring % AGES
         moved = self._visits.move_on(ring, at, STARTS, now, most)
         total = sum(moved)
@@ -410,7 +410,7 @@ class Rest(NamedTuple):
     known: int = 0
     """How many there are up to the last one by which an earlier visit is remembered."""
     ghost: int = 0
-    """The hash of that chunk's key; 0 if there is none. The next part continues that visit."""
+    """The hash of that chunk's key; 0 without one. The next part continues that visit."""
     declined: int = 0
     """The hash by which this visit is remembered if the part before was declined; otherwise 0."""
 

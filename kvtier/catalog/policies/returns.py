@@ -2,10 +2,10 @@
 
 Prompts are put into classes. For each class and each span of age, count how many came back and for how long
 any were waited for; their quotient is the rate of return. Those that are still away count as well: otherwise
-the ages that have just been reached would look like those at which everyone returns. Few observations are
+it would seem that all prompts return at the ages that have just been reached. Few observations are
 completed by those of the class above: a class with a typical gap and a number of new chunks by all with that
-gap, these by all classes. What a client tells about the future is the class of its prompts, and counts for as
-much as such prompts have kept to it.
+gap, these by all classes. Prompts with a hint about the future form classes of their own, so a hint counts
+for as much as such prompts have kept to it.
 
 What a prompt is worth is the highest rate at which keeping it for some time yields hits: the chance that it
 returns within that time, divided by the expected time until it returns or is given up. This is the index of
@@ -34,9 +34,9 @@ PRIOR = 8.0
 FORGET = 4000.0
 """Returns of a class, or expected ones, after which its observations are halved, to follow the traffic."""
 STALE = 1 / 16
-"""Classes are evaluated again after so many more returns and times, relative to the remembered returns."""
+"""Classes are evaluated again after this part of the remembered returns has been recorded anew."""
 FRESH = 8
-"""At least so many."""
+"""The least number of records before a class is evaluated again."""
 
 SIZES = 8
 """Classes by the number of new chunks: none, 1, 2 or 3, 4 to 7, ... Few of the long ones come back."""
@@ -47,9 +47,9 @@ NEW = 0
 FIRST_GAP = NEW + SIZES
 """First of the classes of prompts that have, by typical gap and new chunks."""
 FIRST_EXPECTED = FIRST_GAP + TYPICAL_GAPS * SIZES
-"""First of the classes of prompts whose request told when it continues, by that time."""
+"""First of the classes of prompts with the hint ``resume``, by its time."""
 FIRST_RETAINED = FIRST_EXPECTED + EXPECTED
-"""First of the classes of prompts whose request told for how long to keep it, by that time."""
+"""First of the classes of prompts with the hint ``retention``, by its time."""
 CLASSES = FIRST_RETAINED + RETAINED
 
 
@@ -59,12 +59,12 @@ def span(age: float) -> int:
 
 
 def class_of(typical: float) -> int:
-    """Return the class of a prompt that came back after typical gaps of so many seconds, with nothing new."""
+    """Return the class of a prompt with a typical gap of ``typical`` seconds, and nothing new."""
     return FIRST_GAP + _scale(typical, 4.0, _LOG_GROWTH, TYPICAL_GAPS) * SIZES
 
 
 def class_continued(kind: int, chunks: int) -> int:
-    """Return the class of a prompt of class ``kind`` to which so many new chunks are added at once."""
+    """Return the class of a prompt of class ``kind`` to which ``chunks`` new ones are added at once."""
     if kind >= FIRST_EXPECTED:
         return kind
     size = (kind - NEW) % SIZES
@@ -72,12 +72,12 @@ def class_continued(kind: int, chunks: int) -> int:
 
 
 def class_expected(seconds: float) -> int:
-    """Return the class of a prompt whose request is expected to continue in so many seconds."""
+    """Return the class of a prompt whose request is expected to continue in ``seconds``."""
     return FIRST_EXPECTED + _scale(seconds, 2.0, _LOG_GROWTH, EXPECTED)
 
 
 def class_retained(seconds: float) -> int:
-    """Return the class of a prompt that should be kept for so many seconds."""
+    """Return the class of a prompt that should be kept for ``seconds``."""
     return FIRST_RETAINED + _scale(seconds, _SHORTEST_RETENTION, _LOG_2, RETAINED)
 
 

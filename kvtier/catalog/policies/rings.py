@@ -17,7 +17,7 @@ MAX_RINGS = NOWHERE
 MAX_PASSED = 4096
 """Chunks that a search may pass by before it yields one, although that was used: it blocks the event loop."""
 FEW = 4
-"""So many rows are linked faster without the native core."""
+"""Up to this number, rows are linked faster without the native core."""
 
 
 def cover(highest: int, *columns: array[int] | array[float] | bytearray) -> None:
@@ -152,7 +152,7 @@ class Rings:
 
 
 class RingPolicy(EvictionPolicy):
-    """Chunks in :class:`Rings`. Those that a search has offered in vain are not in the way of the next one.
+    """Chunks in :class:`Rings`. Those that a search could not evict are not in the way of the next one.
 
     Chunks that are leased, pinned or parents stay in the tier, although they may be the coldest. If they
     stayed the coldest, every search would pass by all of them. So the next search first makes them the
@@ -196,7 +196,7 @@ class RingPolicy(EvictionPolicy):
         """Yield each row once, in the order of eviction. May move rows that were not yielded yet."""
 
     def _rest(self, rows: Sequence[int]) -> None:
-        """Make chunks that were offered in vain the warmest of their rings. The first stays the coldest."""
+        """Make chunks that could not be evicted the warmest of their rings. The first stays the coldest."""
         by_ring: dict[int, list[int]] = {}
         for row in reversed(rows):
             by_ring.setdefault(self._rings.ring_of[row], []).append(row)

@@ -14,7 +14,7 @@ from kvtier.units import Number
 SMALL, MAIN = 0, 1
 MAX_USES = 3
 PROMOTED_USES = 2
-"""A chunk with so many uses leaves the small queue for the main one."""
+"""The number of uses with which a chunk leaves the small queue for the main one."""
 
 
 class S3FifoSettings(PolicySettings):

@@ -55,7 +55,7 @@ class Sketch:
         self._lines = [line.translate(_HALF) for line in self._lines]
 
     def fit(self, hashes: int) -> None:
-        """Have at least two counters in each line for each of so many hashes. Counts are kept."""
+        """Have at least two counters in each line for each hash of ``hashes``. Counts are kept."""
         while len(self._lines[0]) < hashes:
             # The counter of a hash is in the copy that one more of its bits selects.
             self._lines = [line + line for line in self._lines]

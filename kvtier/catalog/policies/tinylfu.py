@@ -16,7 +16,7 @@ from kvtier.units import Number
 
 WINDOW, PROBATION, PROTECTED = 0, 1, 2
 SAMPLE = 10
-"""Counts are halved after so many uses for each chunk in the tier."""
+"""Uses per chunk in the tier after which all counts are halved."""
 MIN_SAMPLE = 1000
 _HALF = bytes(value >> 1 for value in range(256))
 

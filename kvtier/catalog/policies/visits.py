@@ -6,7 +6,7 @@ of their visit. A prompt that comes back takes all rows of its last visit along;
 leaves the rest there.
 
 A visit whose rows have all been evicted is a *ghost*: only one of its last keys and its history remain. They
-tell when it would have come back.
+show when it would have come back.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Visits:
         self.ghosts: dict[int, int] = {}
         """The visits that have lost rows to eviction, by the hash of one of their last keys."""
         self._ghost_order: deque[int] = deque()
-        """Those hashes, the oldest first, and some that are no longer ghosts."""
+        """Those hashes, the oldest first, and some of former ghosts."""
         self.ghost_keys = array("q")
         """The key of each visit in :attr:`ghosts`; 0 if it is not there."""
         self.rings = array("i")
@@ -260,7 +260,7 @@ class Visits:
         self.append(visit, ring)
 
     def move_on(self, ring: int, at: int, starts: array[float], now: float, most: int) -> Sequence[int]:
-        """Move the visits that are too old for a ring to later ones, the oldest first, at most so many.
+        """Move the visits that are too old for a ring to later ones, up to ``most``, the oldest first.
 
         ``starts``: the age at which each span starts. ``ring`` is that of span ``at``, and those of the later
         spans follow. Return how many were moved into each span.

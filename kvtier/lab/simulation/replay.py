@@ -29,7 +29,7 @@ class Model:
     prefill_tokens_per_second: float = PREFILL_TOKENS_PER_SECOND
 
     def chunk_bytes(self, trace: Trace) -> int:
-        """Return the size of a chunk object, which is that of the trace if it tells."""
+        """Return the size of a chunk object, which is that of the trace if known."""
         return trace.chunk_bytes or object_bytes(trace.chunk_tokens * self.token_bytes)
 
 

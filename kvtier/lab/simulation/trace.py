@@ -39,13 +39,13 @@ class Trace:
     """The requests in the order of their time."""
     chunk_tokens: int
     chunk_bytes: int
-    """Size of a chunk object; 0 if the trace does not tell."""
+    """Size of a chunk object; 0 if the trace does not contain it."""
     unique: int
     """Distinct chunks."""
     numbers: int
     """All chunks have numbers below this one."""
     repeated: int
-    """Chunks that occurred before in the same prompt. They are left out: chained hashes do not repeat."""
+    """Chunks that occurred before in the same prompt. They are dropped: chained hashes do not repeat."""
 
     @classmethod
     def read(cls, path: Path, chunk_tokens: int, limit: int | None = None) -> Trace:
@@ -58,7 +58,7 @@ class Trace:
 
     @classmethod
     def load(cls, name: str, requests: Iterable[TraceRequest], chunk_tokens: int | None) -> Trace:
-        """Take all requests. Raises :class:`TraceError` if there is none, and what ``requests`` raises.
+        """Take all requests. Raises :class:`TraceError` without any, and what ``requests`` raises.
 
         ``name``: the path of the file, of which the trace keeps the last part, or another name.
         ``chunk_tokens``: if ``None``, the least with which every prompt fits into its chunks. This is exact,
@@ -118,7 +118,7 @@ MAX_VACANT = 4
 def number_chunks(ids: array[int], ends: array[int]) -> tuple[array[int], int, int]:
     """Return the chunks of all requests as u32, a number that all of them are below, and how many differ.
 
-    Chunks that a request had before are left out. ``ends``: where the chunks of each request end, which is
+    Chunks that a request had before are dropped. ``ends``: where the chunks of each request end, which is
     corrected. Takes 5 ns per chunk (0.2 µs without the native core), and 4 bytes for each number meanwhile.
     """
     if not native.available():

@@ -1,4 +1,4 @@
-"""What an estimate says of each tier, and of changes of the settings."""
+"""The results of an estimate: the hit rate curve of each tier, and the gain of changes of the settings."""
 
 from __future__ import annotations
 

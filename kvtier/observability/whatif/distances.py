@@ -2,7 +2,7 @@
 
 The sampling, and the limit of the sample, are those of C. Waldspurger et al., "Efficient MRC construction
 with SHARDS" (FAST 2015). What differs is that a request looks up a whole prompt, of which only a prefix can
-be a hit. So a lookup tells more than its sampled chunks do: if the first sampled miss of a prompt is at
+be a hit. So a lookup yields more than its sampled chunks do: if the first sampled miss of a prompt is at
 position *p*, then *p* chunks are hits, less those between the first miss and the first sampled one, whose
 mean number is known. This has no bias, and for chats a thirtieth of the error of counting sampled hits:
 whether a system prompt that everyone uses is in the sample matters no more.
@@ -42,9 +42,9 @@ class ReuseDistances:
     """
 
     def __init__(self, max_chunks: int, reach: int, threshold: int = SAMPLED) -> None:
-        """``reach``: chunks are remembered until the distance is so many bytes, with a sample that allows it.
+        """``reach``: the distance in bytes up to which chunks are remembered.
 
-        If that are more than ``max_chunks``, the threshold of the sample is lowered.
+        If these are more than ``max_chunks``, the threshold of the sample is lowered.
         """
         self._max_chunks = max_chunks
         self._reach = reach
@@ -70,7 +70,7 @@ class ReuseDistances:
     def access(self, keys: Sequence[ChunkKey], lengths: Sequence[int]) -> list[float]:
         """Use the sampled chunks of a prompt, in its order. Return the distance of each in bytes.
 
-        A cache of at least so many bytes would have held it: the chunk, and what was used after it. All are
+        A cache of at least that size would have held the chunk and what was used after it. All are
         looked up at once; then the first one is the most recent. So distances do not decrease along a prompt.
         """
         places = [self._places.get(key) for key in keys]
@@ -166,7 +166,7 @@ class HitCurve:
 
     def __init__(self) -> None:
         self._always = 0.0
-        """Chunks that are hits with any capacity, less those that are none for lack of a sampled miss."""
+        """Chunks that are hits with any capacity, less those whose miss is not in the sample."""
         self._gained = [0.0] * (BUCKETS * OCTAVES)
         """Chunks that become hits in each bucket of capacities."""
         self.asked = 0.0
@@ -189,7 +189,7 @@ class HitCurve:
             gained[int(math.log2(distance) * BUCKETS)] += next_miss - here + between
 
     def decay(self, factor: float) -> None:
-        """Let all that was added count less."""
+        """Decay all that was added."""
         self.asked *= factor
         self._always *= factor
         self._gained = [gained * factor for gained in self._gained]

@@ -1,8 +1,8 @@
 """The estimate itself: takes lookups one after the other, and answers what other settings would hit.
 
 If all tiers evict by LRU, and lower tiers get every chunk at once (``write: through``), reuse distances
-tell the hit rate at all capacities. Everything else needs a miniature cache for each question. Tiers of
-other hosts and shared pools are left out: their capacity is not this host's.
+give the hit rate at all capacities. Everything else needs a miniature cache for each question. Tiers of
+other hosts and shared pools are excluded: their capacity is not this host's.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MAX_FACTOR = 4.0
 MINIATURE_PART = 0.125
 """Chunks of a miniature cache with the capacities of today, as a part of those in the sample."""
 DECAYS = 16
-"""How often old lookups count less, in the time in which they come to count for half."""
+"""Number of decays of the statistics in one half-life."""
 MAX_OTHERS = 1000
-"""After so many lookups of chunks of another size, the miniature caches get chunks of that size."""
+"""Consecutive lookups of chunks of another size after which the miniature caches get chunks of that size."""
 MINIATURE_COST = 10
-"""About how many times as long a sampled chunk takes in a miniature cache as in the reuse distances."""
+"""Time for a sampled chunk in a miniature cache, relative to that in the reuse distances; about."""
 
 
 class Trial(NamedTuple):
@@ -46,15 +46,15 @@ class Trial(NamedTuple):
 
 
 class Totals:
-    """Sums over the lookups, in which old ones count less."""
+    """Sums over the lookups, in which older ones have decayed."""
 
     def __init__(self) -> None:
         self.seconds = self.asked = self.found = self.tokens = 0.0
         self.timed_tokens = self.compute_seconds = 0.0
-        """Of the lookups for which the engine tells how fast it computes."""
+        """Of the lookups for which the engine has reported how fast it computes."""
 
     def decay(self, factor: float) -> None:
-        """Let everything so far count less."""
+        """Decay all sums."""
         for name, value in vars(self).items():
             setattr(self, name, value * factor)
 
@@ -183,7 +183,7 @@ class Estimate:
             totals.compute_seconds += seen.compute_seconds * count
 
     def _pass_time(self, now: float) -> None:
-        """Let old lookups count less, if enough time has passed."""
+        """Decay the statistics, if enough time has passed."""
         half_life, passed = self._settings.whatif.half_life, now - self._decayed
         if passed < half_life / DECAYS:
             return
@@ -213,7 +213,7 @@ class Estimate:
         before = {Trial(0, None, None): self.base, **self.trials}
         self._counting = self.base is None
         decisive = [at for at in range(len(self.tiers)) if self._matters(at)]
-        # Those that do not change the hit rate are needed only to tell which tier has the hits.
+        # The others do not change the hit rate. They are needed only to know which tier has the hits.
         chosen = decisive if self.by_distance else range(len(self.tiers))
         tiers = [self.tiers[at] for at in chosen]
         self.base = make(tiers)

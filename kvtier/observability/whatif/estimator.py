@@ -156,7 +156,7 @@ class Estimator(Observer):
         self._estimate.lower(halvings)
         self._dropped_before = self._dropped
         self._taken_before, self._processed_before = self._taken_bytes, self._processed_bytes
-        # What waits now has come while the sample was larger. A quarter of it shows whether that was enough.
+        # What waits now arrived while the sample was larger. A quarter of it shows whether that was enough.
         self._lower_after = self._processed_bytes + waiting // 4
 
     @property

@@ -102,5 +102,5 @@ class Miniature:
         self.hits = [hits + count for hits in self.hits]
 
     def decay(self, factor: float) -> None:
-        """Let everything so far count less."""
+        """Decay the hits."""
         self.hits = [hits * factor for hits in self.hits]

@@ -1,4 +1,4 @@
-"""What the estimate says, ready for JSON."""
+"""The report of an estimate, ready for JSON, and reading its curves between their points."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Report(Struct, frozen=True):
 def point_at(curve: TierCurve, capacity_bytes: int) -> Point | None:
     """Return the hit rates at a capacity, between two points by a straight line.
 
-    ``None`` outside of the curve: it says nothing about smaller and larger capacities.
+    ``None`` outside of the curve, where nothing is known.
     """
     points = known_points(curve)
     at = bisect_left([point.capacity_bytes for point in points], capacity_bytes)
@@ -131,7 +131,7 @@ def gained_fast(curve: TierCurve, capacity_bytes: int) -> float | None:
 def _gpu_seconds_a_day(report: Report) -> float | None:
     """Return the prefill that a hit rate of 1 would save a day, to which what is gained is in proportion.
 
-    Taken from the largest change that is known, whose ratio is the most exact; ``None`` if there is none.
+    Taken from the largest change that is known, whose ratio is the most exact; ``None`` without one.
     """
     largest = max(_with_gpu_seconds(report), key=lambda change: abs(change.gained), default=None)
     return None if largest is None else (largest.gpu_seconds_a_day or 0.0) / largest.gained

@@ -1,4 +1,4 @@
-"""The estimate in plain English: for the command line and the controller's page, which say the same."""
+"""The estimate in plain English, for the command line and the controller's page."""
 
 from __future__ import annotations
 

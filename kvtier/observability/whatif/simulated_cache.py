@@ -260,7 +260,7 @@ class SimulatedTiers:
 
 
 class SimulatedTier(Level):
-    """A level without a medium. It reads as fast as it is told, however many requests do."""
+    """A level without a medium. It reads at a given speed, whatever the number of requests."""
 
     def __init__(self, index: int, settings: TierSettings, catalog: Catalog, gb_s: float) -> None:
         super().__init__(index, settings, catalog)

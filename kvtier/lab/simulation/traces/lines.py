@@ -42,7 +42,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def first_line(path: Path) -> bytes:
-    """Return the first line that is not blank. Raises :class:`TraceError`, also if there is none."""
+    """Return the first line that is not blank. Raises :class:`TraceError`, also without one."""
     for _, line in islice(read_lines(path), 1):
         return line
     raise TraceError(f"{path}: is empty: a trace has one request a line")
@@ -76,7 +76,7 @@ def blocks_per_chunk(path: Path, chunk_tokens: int, block_tokens: int) -> int:
 
 
 def packed_ids(path: Path, line: int, ids: Sequence[int]) -> array[int]:
-    """Return the ids as a column. Raises :class:`TraceError` if there is none, or one is not a u64."""
+    """Return the ids as a column. Raises :class:`TraceError` without any, or if one is not a u64."""
     if not ids:
         raise TraceError(f"{path}: line {line}: hash_ids is empty: a prompt has at least one block")
     try:
