@@ -188,9 +188,8 @@ format: $(VENV)/.kvtier  ## Format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: install $(VENV)/.pools system-packages  ## Run all benchmarks; benchmarks/README.md explains the figures
-	$(BIN)/kvtier bench
-	$(BIN)/python -m benchmarks
+bench: install $(VENV)/.pools system-packages  ## Run all benchmarks, and write their results into the pages that show them
+	@$(BIN)/python -m benchmarks; status=$$?; $(BIN)/python -m benchmarks.render; exit $$status
 
 clean:  ## Remove .venv and all build results
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist kvtier/_native*.so

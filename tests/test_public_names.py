@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -13,6 +14,20 @@ import kvtier
 
 ROOT = Path(__file__).parents[1]
 API = ROOT / "docs" / "api"
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"))
+SOURCES = ("kvtier", "csrc", "tests", "benchmarks", "soak", "abuse", "fuzz", "tools", "plugins")
+CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+FILE = re.compile(r"[\w./-]+\.(?:py|cpp|hpp|cu)|[a-z_/]+/")
+NAME = re.compile(r"_?[A-Z][a-z]\w*(?:\.\w+)*(?:\(.*\))?")
+DEFINITION = re.compile(
+    r"(?:class|struct|using|enum|def) +(\w+)|^ *\"?(\w+)\"?(?:\[[^]]*\])? *[=:]|^    (\w+),$"
+    r"|import (?:\w+, )*(\w+)|self\.(\w+) ?[=:]",
+    re.MULTILINE,
+)
+ELSEWHERE = {
+    *("AllBlocksCleared", "BackendConfigs", "HiSparseConnector"),  # Of vLLM, llm-d and a peer of kvtier.
+    *("AttributeError", "Ethernet", "False", "MemoryMax", "NaN", "None", "True"),
+}
 
 
 def test_public_names() -> None:
@@ -59,6 +74,39 @@ def test_documentation_imports_only_public_names() -> None:
     }
     assert ("README.md", "kvtier.TieredCache", "kvtier") in imported
     assert not [(page, name) for page, name, module in imported if not {name, module} & public]
+
+
+def test_documentation_names_only_what_exists() -> None:
+    """Files, folders and classes in backticks, with their attributes, are somewhere in the sources."""
+    paths = [path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix != ".pyc"]
+    paths += [*ROOT.glob("*"), *(ROOT / "docs").rglob("*")]
+    files = {path.relative_to(ROOT).as_posix() for path in paths}
+    ends = {name[at:] for name in files for at in (0, *(slash.end() for slash in re.finditer("/", name)))}
+    sources = [path for path in paths if path.suffix in {".py", ".cpp", ".hpp", ".cu"}]
+    defined = {name for path in sources for found in DEFINITION.findall(path.read_text()) for name in found}
+    missing = set()
+    for page in PAGES:
+        for code in CODE.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+            if FILE.fullmatch(code):
+                is_missing = code.rstrip("/") not in ends
+            else:
+                parts = code.partition("(")[0].split(".") if NAME.fullmatch(code) else []
+                is_missing = not {*parts} <= defined | ELSEWHERE
+            if is_missing:
+                missing.add(f"{page.relative_to(ROOT)}: {code}")
+    assert missing == set()
+
+
+def test_renamed_modules_exist() -> None:
+    """What the list of renamed names calls the names of today."""
+    rows = [line.split("\t") for line in (ROOT / "docs" / "renamed-0.2.tsv").read_text().splitlines()]
+    assert {len(row) for row in rows} == {3}
+    for kind, old, new in rows:
+        if kind == "module":
+            assert importlib.util.find_spec(new) is not None, f"{old} is {new}"
+        elif kind == "name" and new.startswith("kvtier."):
+            module, name = re.findall(r"^([a-z_.]+)\.([A-Z]\w+)", new)[0]
+            assert hasattr(importlib.import_module(module), name), f"{old} is {new}"
 
 
 def test_nixl_process_imports_little() -> None:
