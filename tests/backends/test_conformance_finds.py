@@ -52,7 +52,7 @@ async def run(suite: Suite, test: str, path: Path, arguments: dict[str, Any]) ->
 async def test_suite_detects_fault(
     kind: type[Backend], test: str, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
-    await run(Suite(broken.DictBackend), test, tmp_path / "correct", arguments)
+    await run(Suite(broken.ListedBackend), test, tmp_path / "correct", arguments)
     with pytest.raises((AssertionError, KeyError, ExceptionGroup)):
         await run(Suite(kind), test, tmp_path / "broken", arguments)
 
@@ -63,4 +63,4 @@ class TestDict(BackendConformance):
 
     def make_backend(self, path: Path) -> Backend:
         self.folder = getattr(self, "folder", {})
-        return broken.DictBackend(self.folder)
+        return broken.ListedBackend(self.folder)

@@ -27,7 +27,8 @@ from kvtier.observability.whatif.simulated_cache import SimulatedCache, configur
 from kvtier.pipeline.query import Query
 from kvtier.settings import TierSettings
 from kvtier.testing.faults import Fault, FaultyBackend
-from tests.rigs.faulty_sources import BUILT_IN, DictBackend
+from tests.rigs.chunks import DictBackend
+from tests.rigs.faulty_sources import BUILT_IN
 from tests.rigs.small_disk import mounted
 from tests.rigs.waiting import until
 

@@ -12,11 +12,12 @@ import anyio.lowlevel
 import pytest
 
 from kvtier import ModelCache, Settings, TieredCache, hookimpl
-from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
+from kvtier.backends.base import Backend
 from kvtier.errors import TierError
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
+from tests.rigs.chunks import DictBackend
 from tests.rigs.waiting import until
 
 from .conftest import TOKEN_BYTES, rows
@@ -30,7 +31,7 @@ class SharedSettings(TierSettings):
     ttl: float | None = None
 
 
-class Shared(Backend):
+class Shared(DictBackend):
     """A pool in this process, shared by all caches that open the same name."""
 
     settings_type = SharedSettings
@@ -38,7 +39,7 @@ class Shared(Backend):
 
     def __init__(self, settings: SharedSettings) -> None:
         self.settings = settings
-        self.held = Shared.pools.setdefault(settings.name, {})
+        super().__init__(Shared.pools.setdefault(settings.name, {}))
         self.queried: list[int] = []
         self.may_reply = anyio.Event()
         self.may_reply.set()
@@ -48,10 +49,6 @@ class Shared(Backend):
     def ttl(self) -> float | None:
         return self.settings.ttl
 
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
-
     async def check(self) -> str:
         return "a pool in this process"
 
@@ -60,24 +57,6 @@ class Shared(Backend):
         with anyio.CancelScope(shield=True):
             await self.may_reply.wait()
         return [key in self.held for key in keys]
-
-    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        self.held.update((key, bytes(view)) for key, view in items)
-        return [Outcome.OK] * len(items)
-
-    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        return [self._get(key, view) for key, view in items]
-
-    def _get(self, key: ChunkKey, view: memoryview) -> Outcome:
-        value = self.held.get(key, b"")
-        if len(value) != len(view):
-            return Outcome.MISS
-        view[:] = value
-        return Outcome.OK
-
-    async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        for key in keys:
-            self.held.pop(key, None)
 
 
 class SharedPlugin:

@@ -16,7 +16,8 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader, is_sealed
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Leases
 from kvtier.settings import TierSettings
-from tests.rigs.faulty_sources import BUILT_IN, DictBackend
+from tests.rigs.chunks import DictBackend
+from tests.rigs.faulty_sources import BUILT_IN
 from tests.rigs.hashing import Hashing
 from tests.rigs.waiting import until
 

@@ -27,7 +27,7 @@ from kvtier.settings.values import Secret
 from kvtier.testing.faults import Fault, FaultyBackend
 from kvtier.testing.servers import free_port
 from tests.plugins.conftest import write_metadata
-from tests.rigs.broken_backends import DictBackend
+from tests.rigs.chunks import DictBackend
 
 from .conftest import Kvtier, Result, held, spawn, store
 

@@ -16,39 +16,11 @@ from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import BackendConformance
+from tests.rigs.chunks import DictBackend
 
 
-class DictBackend(Backend):
-    """The simplest backend that meets the contract."""
-
-    def __init__(self, folder: dict[ChunkKey, bytes]) -> None:
-        self.held = folder
-
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        return [key in self.held for key in keys]
-
-    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        await anyio.lowlevel.checkpoint()
-        self.held.update((key, bytes(view)) for key, view in items)
-        return [Outcome.OK for _ in items]
-
-    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        await anyio.lowlevel.checkpoint()
-        return [self.fill(key, view) for key, view in items]
-
-    def fill(self, key: ChunkKey, view: memoryview) -> Outcome:
-        if len(self.held.get(key, b"")) != len(view):
-            return Outcome.MISS
-        view[:] = self.held[key]
-        return Outcome.OK
-
-    async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        for key in keys:
-            self.held.pop(key, None)
+class ListedBackend(DictBackend):
+    """Has no fault. It lists its chunks, too."""
 
     async def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
         yield [
@@ -57,47 +29,47 @@ class DictBackend(Backend):
         ]
 
 
-class ReversesResults(DictBackend):
+class ReversesResults(ListedBackend):
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         return list(await super().get(items))[::-1]
 
 
-class RaisesOnMiss(DictBackend):
+class RaisesOnMiss(ListedBackend):
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         for key, _ in items:
             self.held[key]
         return await super().get(items)
 
 
-class NeverOverwrites(DictBackend):
+class NeverOverwrites(ListedBackend):
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         return await super().put([item for item in items if item[0] not in self.held]) or [Outcome.OK]
 
 
-class ReadsPartially(DictBackend):
+class ReadsPartially(ListedBackend):
     def fill(self, key: ChunkKey, view: memoryview) -> Outcome:
         value = self.held.get(key, b"")[: len(view)]
         view[: len(value)] = value
         return Outcome.OK if value else Outcome.MISS
 
 
-class KeepsCallerMemory(DictBackend):
+class KeepsCallerMemory(ListedBackend):
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         self.held.update(items)
         return [Outcome.OK for _ in items]
 
 
-class IgnoresDelete(DictBackend):
+class IgnoresDelete(ListedBackend):
     async def delete(self, keys: Sequence[ChunkKey]) -> None: ...
 
 
-class FailsBatchOnMiss(DictBackend):
+class FailsBatchOnMiss(ListedBackend):
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         outcomes = await super().get(items)
         return [Outcome.MISS] * len(items) if Outcome.MISS in outcomes else outcomes
 
 
-class WritesInPlace(DictBackend):
+class WritesInPlace(ListedBackend):
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         for key, view in items:
             half = len(view) // 2
@@ -108,7 +80,7 @@ class WritesInPlace(DictBackend):
         return [Outcome.OK for _ in items]
 
 
-class WritesAfterCancellation(DictBackend):
+class WritesAfterCancellation(ListedBackend):
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         # A separate task, like a worker thread: a cancelled call does not wait for it.
         self.task = asyncio.ensure_future(self.get_later(items))
@@ -119,13 +91,13 @@ class WritesAfterCancellation(DictBackend):
         return await super().get(items)
 
 
-class DeletesBeforeReplacing(DictBackend):
+class DeletesBeforeReplacing(ListedBackend):
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         await self.delete([key for key, _ in items])
         return await super().put(items)
 
 
-class ClearsOnCancellation(DictBackend):
+class ClearsOnCancellation(ListedBackend):
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         try:
             return await super().put(items)
@@ -134,19 +106,19 @@ class ClearsOnCancellation(DictBackend):
             raise
 
 
-class ClearsOnClose(DictBackend):
+class ClearsOnClose(ListedBackend):
     async def close(self) -> None:
         self.held.clear()
 
 
-class ScansTwice(DictBackend):
+class ScansTwice(ListedBackend):
     async def scan(self) -> AsyncIterator[Sequence[StoredObject]]:
         for _ in range(2):
             async for batch in super().scan():
                 yield batch
 
 
-class MishandlesEmptyBatch(DictBackend):
+class MishandlesEmptyBatch(ListedBackend):
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         return [True] if not keys else await super().contains(keys)
 
@@ -167,6 +139,6 @@ class Suite(BackendConformance):
         self.folders: dict[Path, dict[ChunkKey, bytes]] = {}
 
     def make_backend(self, path: Path) -> Backend:
-        if issubclass(self.broken, DictBackend):
+        if issubclass(self.broken, ListedBackend):
             return self.broken(self.folders.setdefault(path, {}))
         return self.broken(LocalTierSettings(name="ram", type="cpu", capacity=64 << 20))

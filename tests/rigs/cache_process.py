@@ -1,4 +1,4 @@
-"""Run ``kvtier serve`` for one test: start, stop, kill and query it."""
+"""Run ``kvtier serve`` for one test: start, stop, kill and query it. Other processes are stopped likewise."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvtier.bridge import client
+from kvtier.bridge.spawn import default_address
 from kvtier.errors import ChannelError
+from kvtier.settings import load_settings
+from tests.rigs.forks import Forked, forks_with_vllm
 
 CHUNK = 128
 """Tokens per chunk: half a MiB of KV of the small Llama."""
@@ -34,7 +38,52 @@ class Process(Protocol):
     def wait(self, timeout: float, /) -> object: ...
 
 
-class CacheProcess:
+class StoppableProcess:
+    """What tests do to a running process, and its log."""
+
+    log: Path
+    _process: Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """``None`` while the process is not running."""
+        return None if self._process is None else self._process.pid
+
+    def stop(self) -> None:
+        """Send SIGTERM and wait: pending disk writes complete."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL and wait. Does nothing if the process is not running."""
+        self._end(signal.SIGKILL)
+
+    def pause(self) -> None:
+        """Send SIGSTOP: the process answers nothing, releases nothing, and its connections stay open."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, signum: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(signum)
+
+    def _end(self, signum: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(signum)
+            self._process.wait(TIMEOUT_SECONDS)
+            self._process = None
+
+    def check_running(self) -> None:
+        """Fail with the end of the log if the process has exited."""
+        assert self._process is None or self._process.poll() is None, self.tail()
+
+    def tail(self, lines: int = 40) -> str:
+        """Return the end of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+class CacheProcess(StoppableProcess):
     """A cache process whose disk tier and socket survive it, so that it can be restarted."""
 
     def __init__(
@@ -73,14 +122,8 @@ class CacheProcess:
         self.config.write_text(json.dumps(self.settings))  # JSON is YAML
         self.log = folder / "cache.log"
         self._hold = folder / "hold"
-        self._process: Process | None = None
         self.environment: dict[str, str] = {}
         """Additional environment variables, from the next start on."""
-
-    @property
-    def pid(self) -> int | None:
-        """``None`` while the process is not running."""
-        return None if self._process is None else self._process.pid
 
     @property
     def socket(self) -> Path:
@@ -115,30 +158,6 @@ class CacheProcess:
         """Complete the disk operations that a ``hold-...`` fault blocks."""
         self._hold.unlink(missing_ok=True)
 
-    def stop(self) -> None:
-        """Send SIGTERM and wait: pending disk writes complete."""
-        self._end(signal.SIGTERM)
-
-    def pause(self) -> None:
-        """Send SIGSTOP: the process stops answering and releases nothing."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, signum: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(signum)
-
-    def kill(self) -> None:
-        self._end(signal.SIGKILL)
-
-    def _end(self, signum: signal.Signals) -> None:
-        if self._process is not None:
-            self._process.send_signal(signum)
-            self._process.wait(TIMEOUT_SECONDS)
-            self._process = None
-
     def status(self) -> dict[str, Any]:
         """Return the status. Raises :class:`ChannelError` if the process does not answer."""
         return client.status(self.socket)
@@ -153,7 +172,7 @@ class CacheProcess:
             try:
                 status = self.status()
             except ChannelError:
-                assert self._process is None or self._process.poll() is None, self.tail()
+                self.check_running()
             else:
                 if condition(status):
                     return status
@@ -167,9 +186,6 @@ class CacheProcess:
             assert time.monotonic() < deadline, f"process {pid} is still running"
             time.sleep(0.05)
 
-    def tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
     def wait_until_idle(self) -> None:
         """Wait until no lease, reservation, lookup, fetch or pending write is left, and no memory leaks."""
         self.wait_until(is_idle)
@@ -178,6 +194,60 @@ class CacheProcess:
         """Wait until idle with at least the whole chunks of ``tokens`` tokens in memory and on disk."""
         self.wait_until(lambda status: all(tier["chunks"] >= tokens // CHUNK for tier in status["tiers"]))
         self.wait_until_idle()
+
+
+class ForkedCacheProcess(CacheProcess):
+    """A cache process that is forked like the engines: it starts at once, where an interpreter takes seconds.
+
+    That ``kvtier serve`` starts as a command is tested in ``tests/bridge`` and ``tests/lab/demo``.
+    """
+
+    def _run(self, environment: dict[str, str], fault: Sequence[str]) -> Process:
+        forks_with_vllm()  # Now, with vLLM: tests start engines next.
+        with self.log.open("ab") as log:
+            arguments = (str(self._hold), list(fault))
+            return Forked(_serve, arguments, environment=environment, stdout=log, stderr=log)
+
+
+class StartedCacheProcess(CacheProcess):
+    """A cache process that runs from the start of its first engine on. Its engines get no ``socket``."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        super().__init__(folder, **settings)
+        del self.settings["socket"]
+        self._socket = default_address(load_settings(self.settings))
+        self.log = self._socket.with_suffix(".log")
+
+    @property
+    def pid(self) -> int | None:
+        with suppress(ChannelError):
+            return int(self.status()["pid"])
+        return None
+
+    @property
+    def socket(self) -> Path:
+        return self._socket
+
+    def _signal(self, signum: signal.Signals) -> None:
+        pid = self.pid
+        assert pid is not None, self.tail()
+        os.kill(pid, signum)
+
+    def _end(self, signum: signal.Signals) -> None:
+        """End the process and remove its files."""
+        pid = self.pid
+        if pid is not None:
+            os.kill(pid, signum)
+            self.wait_until_exited(pid)
+        for path in self._socket.parent.glob(f"{self._socket.stem}.*"):
+            path.unlink()
+
+
+def _serve(hold: str, fault: Sequence[str]) -> None:
+    """Run ``kvtier serve``. The process's main function."""
+    from tests.rigs import faulty_serve
+
+    faulty_serve.serve(Path(hold), fault)
 
 
 def is_idle(status: dict[str, Any]) -> bool:

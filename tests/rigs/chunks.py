@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anyio.lowlevel
+
 from kvtier import native
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.backends.cpu import CpuBackend
@@ -40,6 +42,39 @@ def blanks(numbers: Sequence[int], payload: int = PAYLOAD) -> list[GetItem]:
 
 def memory(capacity: int = 16 << 20) -> CpuBackend:
     return CpuBackend(LocalTierSettings(name="ram", type="cpu", capacity=capacity))
+
+
+class DictBackend(Backend):
+    """Chunks in a dictionary, the simplest backend that meets the contract."""
+
+    def __init__(self, held: dict[ChunkKey, bytes] | None = None) -> None:
+        self.held = {} if held is None else held
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        return [key in self.held for key in keys]
+
+    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        await anyio.lowlevel.checkpoint()
+        self.held.update((key, bytes(view)) for key, view in items)
+        return [Outcome.OK for _ in items]
+
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        await anyio.lowlevel.checkpoint()
+        return [self.fill(key, view) for key, view in items]
+
+    def fill(self, key: ChunkKey, view: memoryview) -> Outcome:
+        if len(self.held.get(key, b"")) != len(view):
+            return Outcome.MISS
+        view[:] = self.held[key]
+        return Outcome.OK
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            self.held.pop(key, None)
 
 
 def disk_engines() -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,17 +13,16 @@ from typing import Any
 import httpx
 
 from kvtier.testing.servers import free_port
-from tests.rigs.cache_process import START_SECONDS, TIMEOUT_SECONDS
+from tests.rigs.cache_process import START_SECONDS, TIMEOUT_SECONDS, StoppableProcess
 
 
-class ControllerProcess:
+class ControllerProcess(StoppableProcess):
     """A controller whose address and state survive it, so that it can be restarted."""
 
     def __init__(self, folder: Path) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
         self.log = folder / "controller.log"
         self._state = folder / "controller.sqlite"
-        self._process: subprocess.Popen[bytes] | None = None
         self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT_SECONDS, trust_env=False, verify=False)
 
     def start(self) -> None:
@@ -37,28 +35,6 @@ class ControllerProcess:
                 [*command, *options], env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
         self.wait_until(self._is_up, seconds=START_SECONDS)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._signal(signal.SIGKILL)
-            self._process.wait(TIMEOUT_SECONDS)
-            self._process = None
-
-    def pause(self) -> None:
-        """Send SIGSTOP: connections stay open, and no request is answered."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, signum: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(signum)
-
-    @property
-    def pid(self) -> int | None:
-        """``None`` while the process is not running."""
-        return None if self._process is None else self._process.pid
 
     def close(self) -> None:
         self.kill()
@@ -114,12 +90,9 @@ class ControllerProcess:
     ) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self._process is None or self._process.poll() is None, self.tail()
+            self.check_running()
             assert time.monotonic() < deadline, f"condition not met: {describe()}\n{self.tail()}"
             time.sleep(0.02)
-
-    def tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def _is_up(self) -> bool:
         try:

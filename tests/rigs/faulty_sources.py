@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier import ModelCache, Settings, TieredCache
-from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
+from kvtier.backends.base import Backend
 from kvtier.catalog.catalog import State
 from kvtier.events import Prefetch, Report
 from kvtier.memory.header import ChunkHeader
@@ -19,42 +19,12 @@ from kvtier.testing.faults import FaultyBackend, SlowBackend
 from kvtier.tiers.costs import ReadCost
 from kvtier.tiers.tier import Tier
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
+from tests.rigs.chunks import DictBackend
 from tests.rigs.waiting import until
 
 MakeSettings = Callable[..., Settings]
 BUILT_IN = Plugins.load([])
 """Loaded at import, because importing every backend takes longer than the loop watch allows."""
-
-
-class DictBackend(Backend):
-    """A pool of other hosts: a dictionary that the test fills."""
-
-    def __init__(self) -> None:
-        self.held: dict[ChunkKey, bytes] = {}
-
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        return [key in self.held for key in keys]
-
-    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        self.held.update((key, bytes(view)) for key, view in items)
-        return [Outcome.OK] * len(items)
-
-    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        return [self._get(key, view) for key, view in items]
-
-    def _get(self, key: ChunkKey, view: memoryview) -> Outcome:
-        if key not in self.held:
-            return Outcome.MISS
-        view[:] = self.held[key]
-        return Outcome.OK
-
-    async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        for key in keys:
-            self.held.pop(key, None)
 
 
 @dataclass

@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtier.bridge import client
-from tests.rigs.cache_process import CHUNK, CacheProcess
+from tests.rigs.cache_process import CHUNK, CacheProcess, ForkedCacheProcess, StartedCacheProcess
 from tests.rigs.controller_process import ControllerProcess
-from tests.rigs.forked_cache_process import ForkedCacheProcess
-from tests.rigs.started_cache_process import StartedCacheProcess
 from tests.rigs.vllm import models
 from tests.rigs.vllm.engine import Engine, Engines
 

@@ -17,9 +17,9 @@ from tests.rigs.cache_process import (
     CHUNK,
     MIB,
     CacheProcess,
+    ForkedCacheProcess,
     is_idle,
 )
-from tests.rigs.forked_cache_process import ForkedCacheProcess
 from tests.rigs.vllm.engine import Answer, Engine, Engines
 from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import Oracle

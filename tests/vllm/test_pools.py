@@ -19,8 +19,8 @@ from tests.rigs.cache_process import (
     MIB,
     TIMEOUT_SECONDS,
     CacheProcess,
+    ForkedCacheProcess,
 )
-from tests.rigs.forked_cache_process import ForkedCacheProcess
 from tests.rigs.servers import SERVERS
 from tests.rigs.vllm.engine import Engine, Engines
 from tests.rigs.vllm.models import prompt

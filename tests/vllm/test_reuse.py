@@ -11,9 +11,9 @@ from tests.rigs.cache_process import (
     CHUNK,
     TIMEOUT_SECONDS,
     CacheProcess,
+    StartedCacheProcess,
     is_idle,
 )
-from tests.rigs.started_cache_process import StartedCacheProcess
 from tests.rigs.vllm import models
 from tests.rigs.vllm.engine import Answer, Engine, Engines
 from tests.rigs.vllm.models import prompt

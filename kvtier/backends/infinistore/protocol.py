@@ -20,7 +20,6 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from threading import Lock, Thread
-from typing import Protocol
 
 from kvtier.concurrency.sockets.connection import Connection
 
@@ -52,29 +51,16 @@ _STRINGS_TABLE = struct.Struct("<I 3H2x iI I")
 """Root, vtable of one field, the table, and the number of strings in the vector that follows."""
 
 
-class Draining(Protocol):
-    """A connection whose reply is no longer needed."""
-
-    def fileno(self) -> int:
-        """Return the socket's descriptor."""
-
-    def discard(self, scratch: memoryview) -> bool:
-        """Read available data into ``scratch`` without blocking. Return whether the reply is complete."""
-
-    def hang_up(self) -> None:
-        """Close the socket immediately."""
-
-
 class Drain:
     """Drains any number of connections in one thread, which ends with the last of them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._until: dict[Draining, float] = {}
+        self._until: dict[InfiniStoreConnection, float] = {}
         self._close_at = float("inf")
         self._thread: Thread | None = None
 
-    def add(self, connection: Draining) -> None:
+    def add(self, connection: InfiniStoreConnection) -> None:
         """Read the rest of the reply, then close ``connection``. Does not block."""
         with self._lock:
             if len(self._until) < MAX_CONNECTIONS:
@@ -116,7 +102,7 @@ class Drain:
             for connection in ended:
                 connection.hang_up()
 
-    def _pending(self) -> dict[int, Draining]:
+    def _pending(self) -> dict[int, InfiniStoreConnection]:
         """Return the connections by descriptor. If empty, the thread must end; ``add`` starts another one."""
         with self._lock:
             if not self._until:

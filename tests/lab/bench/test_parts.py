@@ -17,7 +17,7 @@ from kvtier.lab.bench.rows import Extent, Row, Samples, percentile, ratios, rota
 from kvtier.lab.bench.run import describe_error
 from kvtier.lab.bench.sides import BenchFailed
 from kvtier.memory.arena import Arena
-from tests.rigs.broken_backends import DictBackend
+from tests.rigs.chunks import DictBackend
 from tests.rigs.servers.redis import RedisServer
 
 pytestmark = pytest.mark.anyio

@@ -23,7 +23,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.testing.faults import Fault, FaultyBackend
 from kvtier.units import MIB
-from tests.rigs.broken_backends import DictBackend
+from tests.rigs.chunks import DictBackend
 
 EXTENT = Extent(size=64 << 10, chunks=3, in_flight=2, turns=2, lookups=2)
 SHELF = TierSettings(name="shelf", type="shelf", deadline=0.2)

@@ -17,7 +17,7 @@ from kvtier.settings import TierSettings
 from kvtier.testing.faults import Fault, FaultyBackend
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, rows
 from tests.observability.metrics.scraping import scraped_cache, settings
-from tests.rigs.faulty_sources import DictBackend
+from tests.rigs.chunks import DictBackend
 
 pytestmark = pytest.mark.anyio
 
