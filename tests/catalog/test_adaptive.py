@@ -1,8 +1,7 @@
-"""The adaptive policy: it follows the candidate that would have hit most, which its shadow caches tell."""
+"""The adaptive policy: it follows the candidate whose shadow cache has the highest hit rate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -18,8 +17,8 @@ from kvtier.catalog.policies.adaptive import (
 )
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.sampling import POLICY_SAMPLE, SAMPLED
-from kvtier.memory.keys import ChunkKey
 from kvtier.testing.eviction import LENGTH, EvictionConformance, prompt_of
+from tests.catalog.one_tier import OneTier
 
 
 class TestConformance(EvictionConformance):
@@ -31,41 +30,11 @@ class TestSmallShadows(EvictionConformance):
     settings: ClassVar = {"shadow_chunks": 64, "window": 100}
 
 
-class Cache:
-    """A catalog of one tier, which stores every prompt that it is asked for."""
+Cache = OneTier[AdaptivePolicy]
 
-    def __init__(self, capacity: int, **settings: float) -> None:
-        self.now = 0.0
-        self.capacity = capacity * LENGTH
-        chosen = AdaptiveSettings.model_validate({"type": "adaptive", "sampling": 1.0, **settings})
-        make = AdaptivePolicy.factory(chosen, self.capacity)
-        self.catalog = Catalog([make], clock=lambda: self.now)
-        self.hits = self.asked = 0
 
-    @property
-    def policy(self) -> AdaptivePolicy:
-        policy = self.catalog.policies[0]
-        assert isinstance(policy, AdaptivePolicy)
-        return policy
-
-    def ask(self, keys: list[ChunkKey]) -> None:
-        catalog = self.catalog
-        self.now += 1.0
-        rows, _ = catalog.prefix_rows(keys)
-        catalog.touch_rows(rows)
-        self.hits += len(rows)
-        self.asked += len(keys)
-        missing, parent = keys[len(rows) :], keys[len(rows) - 1] if rows else None
-        excess = catalog.used(0) + len(missing) * LENGTH - self.capacity
-        if excess > 0:
-            catalog.remove_all(catalog.victims(0, excess, set(rows).__contains__), 0)
-        catalog.add_chain(missing, 0, [LENGTH] * len(missing), State.READY, parent)
-
-    def rate_of(self, ask: Callable[[], None]) -> float:
-        """Return the hit rate while something is asked."""
-        hits, asked = self.hits, self.asked
-        ask()
-        return (self.hits - hits) / (self.asked - asked)
+def cache_of(capacity: int, **settings: float) -> Cache:
+    return OneTier(AdaptivePolicy, capacity, seconds_per_prompt=1.0, **{"sampling": 1.0, **settings})
 
 
 def loop(cache: Cache, prompts: int, rounds: int) -> None:
@@ -76,7 +45,7 @@ def loop(cache: Cache, prompts: int, rounds: int) -> None:
 
 def test_a_loop_that_does_not_fit_is_not_left_to_lru() -> None:
     """LRU hits nothing of a loop over twice its capacity."""
-    cache = Cache(200, window=1000)
+    cache = cache_of(200, window=1000)
     loop(cache, 80, 30)
     assert cache.policy.follows == "resume"
     assert cache.rate_of(lambda: loop(cache, 80, 5)) > 0.3
@@ -85,7 +54,7 @@ def test_a_loop_that_does_not_fit_is_not_left_to_lru() -> None:
 
 @pytest.mark.parametrize("active", range(len(CANDIDATES)))
 def test_a_search_without_eviction_changes_no_order(active: int) -> None:
-    cache = Cache(100)
+    cache = cache_of(100)
     for number in range(5):
         cache.ask(prompt_of(number, 2))
     cache.policy._active = active
@@ -96,7 +65,7 @@ def test_a_search_without_eviction_changes_no_order(active: int) -> None:
 
 def test_it_goes_back_when_the_traffic_changes() -> None:
     """Each prompt is asked for twice, 20 prompts apart: LRU hits each second time."""
-    cache = Cache(200, window=1000)
+    cache = cache_of(200, window=1000)
     loop(cache, 80, 30)
     before = cache.policy.hit_rates
 
@@ -113,7 +82,7 @@ def test_it_goes_back_when_the_traffic_changes() -> None:
 
 
 def test_shadow_caches_see_a_part_of_the_chunks_also_in_small_tiers() -> None:
-    cache = Cache(2000, sampling=0.25, window=100_000)
+    cache = cache_of(2000, sampling=0.25, window=100_000)
     for number in range(600):
         cache.ask(prompt_of(number, 20))
     part = cache.policy._asked / cache.asked
@@ -121,11 +90,11 @@ def test_shadow_caches_see_a_part_of_the_chunks_also_in_small_tiers() -> None:
 
 
 def test_tier_of_few_chunks_is_sampled_enough_to_decide() -> None:
-    cache = Cache(120, sampling=0.25)
+    cache = cache_of(120, sampling=0.25)
     assert cache.policy._threshold == 0
     loop(cache, 1, 1)
     assert cache.policy._threshold == SAMPLED
-    larger = Cache(2000, sampling=0.25, window=1000)
+    larger = cache_of(2000, sampling=0.25, window=1000)
     loop(larger, 800, 4)  # LRU hits nothing.
     assert 480 < larger.policy._window < 500, "a quarter in place of the half that 1,024 chunks are"
     assert larger.policy.follows != "lru"
@@ -133,7 +102,7 @@ def test_tier_of_few_chunks_is_sampled_enough_to_decide() -> None:
 
 def test_large_leads_decide_before_much_is_known() -> None:
     """The half of a loop that fits is soon 500 hits more, which is what a whole window must have."""
-    cache = Cache(200, window=100_000)
+    cache = cache_of(200, window=100_000)
     loop(cache, 80, 3)
     assert 0 < cache.policy.hit_rates["resume"] * cache.policy._asked < 500
     assert cache.policy.follows == "lru"
@@ -143,7 +112,7 @@ def test_large_leads_decide_before_much_is_known() -> None:
 
 
 def test_small_leads_change_nothing() -> None:
-    cache = Cache(200, window=1000, margin=0.1)
+    cache = cache_of(200, window=1000, margin=0.1)
     for number in range(400):
         cache.ask(prompt_of(number % 45, 5))
     rates = cache.policy.hit_rates
@@ -240,7 +209,7 @@ def test_chunks_on_their_way_from_another_tier_are_asked_for_once() -> None:
 
 
 def test_state_of_requests_is_bounded_and_forgets_reused_rows() -> None:
-    cache = Cache(50)
+    cache = cache_of(50)
     for number in range(2000):
         cache.ask(prompt_of(number, 5))
     assert len(cache.policy._open) <= OPEN_REQUESTS

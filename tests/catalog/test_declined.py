@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic
 
 import pytest
 
 from kvtier import native
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.eviction import EvictionPolicy, IncomingPrompt
+from kvtier.catalog.eviction import IncomingPrompt
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.adaptive import CANDIDATES, AdaptivePolicy, AdaptiveSettings, ShadowCache
 from kvtier.catalog.policies.lru import LruPolicy
@@ -19,6 +20,7 @@ from kvtier.observability.whatif.simulated_cache import SimulatedCache, configur
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
 from kvtier.testing.eviction import LENGTH, prompt_of
+from tests.catalog.one_tier import OneTier, PolicyT
 
 PLUGINS = Plugins.load([])
 SESSIONS, SESSION_CHUNKS, SCAN_CHUNKS = 10, 8, 20
@@ -29,40 +31,14 @@ ROOM = SCAN_CHUNKS // 2
 CAPACITY = SESSIONS * SESSION_CHUNKS + ROOM
 
 
-class Tier:
-    """A catalog of one tier that stores what its policy does not decline."""
-
-    def __init__(self, policy: type[EvictionPolicy] = ResumePolicy, capacity: int = CAPACITY) -> None:
-        self.now, self.capacity = 1000.0, capacity
-        self.catalog = Catalog([policy.factory(capacity_bytes=capacity * LENGTH)], clock=lambda: self.now)
-        self.policy = self.catalog.policies[0]
-
-    def ask(self, keys: list[ChunkKey], hints: ChunkHints | None = None) -> int:
-        """Look up a prompt, and store what is missing. Return the hits."""
-        catalog = self.catalog
-        rows, _ = catalog.prefix_rows(keys)
-        catalog.touch_rows(rows)
-        if missing := keys[len(rows) :]:
-            parent = keys[len(rows) - 1] if rows else None
-            sizes = [LENGTH] * len(missing)
-            excess = catalog.used(0) + sum(sizes) - self.capacity * LENGTH
-            if excess > 0:
-                prompt = catalog.incoming_prompt(missing, sizes, parent, hints)
-                victims = catalog.victims(0, excess, set(rows).__contains__, prompt=prompt)
-                catalog.remove_all(victims, 0)
-            room = self.capacity - catalog.count(0)
-            if missing[:room]:
-                catalog.add_chain(missing[:room], 0, sizes[:room], State.READY, parent, hints=hints)
-            if rest := missing[room:]:
-                before = missing[room - 1] if room else parent
-                catalog.decline(0, catalog.incoming_prompt(rest, sizes[room:], before, hints))
-        return len(rows)
+def tier_of(capacity: int = CAPACITY) -> OneTier[ResumePolicy]:
+    return OneTier(ResumePolicy, capacity, declines=True)
 
 
-class Traffic:
+class Traffic(Generic[PolicyT]):
     """Sessions that come back after :data:`GAP` seconds, and between them prompts that never do."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: OneTier[PolicyT]) -> None:
         self.tier, self.scanned = tier, 0
 
     def round(self) -> int:
@@ -76,26 +52,28 @@ class Traffic:
         return hits
 
 
-def is_held(tier: Tier, keys: list[ChunkKey]) -> bool:
+def is_held(tier: OneTier[ResumePolicy], keys: list[ChunkKey]) -> bool:
     return len(tier.catalog.prefix(keys)) == len(keys)
 
 
 @pytest.fixture
-def traffic() -> Traffic:
+def traffic() -> Traffic[ResumePolicy]:
     """Traffic from which the policy has learned who comes back."""
-    traffic = Traffic(Tier())
+    traffic = Traffic(tier_of())
     for _ in range(30):
         traffic.round()
     return traffic
 
 
-def test_prompts_of_a_kind_that_never_returns_do_not_replace_those_that_do(traffic: Traffic) -> None:
+def test_prompts_of_a_kind_that_never_returns_do_not_replace_those_that_do(
+    traffic: Traffic[ResumePolicy],
+) -> None:
     assert sum(traffic.round() for _ in range(10)) == 10 * SESSIONS * SESSION_CHUNKS
-    lru = Traffic(Tier(LruPolicy))
+    lru = Traffic(OneTier(LruPolicy, CAPACITY, declines=True))
     assert sum(lru.round() for _ in range(10)) == 0
 
 
-def test_what_is_worth_more_is_stored(traffic: Traffic) -> None:
+def test_what_is_worth_more_is_stored(traffic: Traffic[ResumePolicy]) -> None:
     """A prompt of the same length, whose client reports that it continues at once."""
     keys = prompt_of(1_000, SCAN_CHUNKS + 1)
     traffic.tier.ask(keys)
@@ -105,7 +83,7 @@ def test_what_is_worth_more_is_stored(traffic: Traffic) -> None:
     assert is_held(traffic.tier, urgent)
 
 
-def test_as_much_is_stored_as_there_is_room_for_without_better_ones(traffic: Traffic) -> None:
+def test_as_much_is_stored_as_there_is_room_for_without_better_ones(traffic: Traffic[ResumePolicy]) -> None:
     """The beginning of the prompt, in place of the last one of its kind."""
     tier = traffic.tier
     held = {key for number in range(SESSIONS) for key in prompt_of(number, SESSION_CHUNKS)}
@@ -115,7 +93,7 @@ def test_as_much_is_stored_as_there_is_room_for_without_better_ones(traffic: Tra
     assert all(key in tier.catalog for key in held)
 
 
-def part_by_part(tier: Tier, keys: list[ChunkKey], size: int) -> None:
+def part_by_part(tier: OneTier[ResumePolicy], keys: list[ChunkKey], size: int) -> None:
     """Look a prompt up that is not held, and store it as an engine does."""
     tier.catalog.report_missed(keys)
     for start in range(0, len(keys), size):
@@ -134,10 +112,9 @@ def part_by_part(tier: Tier, keys: list[ChunkKey], size: int) -> None:
             tier.catalog.add_chain(part, 0, sizes, State.READY, parent)
 
 
-def test_prompt_that_is_stored_in_parts_is_judged_as_a_whole(traffic: Traffic) -> None:
+def test_prompt_that_is_stored_in_parts_is_judged_as_a_whole(traffic: Traffic[ResumePolicy]) -> None:
     """Its first part looks like a new session, which comes back."""
     policy, keys = traffic.tier.policy, prompt_of(5_000, SCAN_CHUNKS)
-    assert isinstance(policy, ResumePolicy)
 
     def worth(part: list[ChunkKey]) -> float:
         prompt = traffic.tier.catalog.incoming_prompt(part, [LENGTH] * len(part), None)
@@ -149,10 +126,9 @@ def test_prompt_that_is_stored_in_parts_is_judged_as_a_whole(traffic: Traffic) -
     assert worth(keys[:SESSION_CHUNKS]) == whole
 
 
-def test_prompt_that_is_declined_in_parts_is_remembered_once(traffic: Traffic) -> None:
+def test_prompt_that_is_declined_in_parts_is_remembered_once(traffic: Traffic[ResumePolicy]) -> None:
     """By its last part, whose class is that of the whole prompt."""
     policy = traffic.tier.policy
-    assert isinstance(policy, ResumePolicy)
     keys = prompt_of(6_000, 4 * SCAN_CHUNKS)
     before = len(policy._visits)
     part_by_part(traffic.tier, keys, SCAN_CHUNKS)
@@ -166,9 +142,8 @@ def test_prompt_that_is_declined_in_parts_is_remembered_once(traffic: Traffic) -
 
 
 def test_parts_are_added_to_one_visit_that_is_recognized_by_its_end() -> None:
-    tier, keys = Tier(capacity=40), prompt_of(1, 30)
+    tier, keys = tier_of(40), prompt_of(1, 30)
     policy = tier.policy
-    assert isinstance(policy, ResumePolicy)
     part_by_part(tier, keys, 4)
     [visit] = {policy._visits.visit(row) for row in tier.catalog.prefix_rows(keys)[0]}
     assert policy._visits.added[visit] == len(keys)
@@ -184,7 +159,7 @@ def test_parts_are_added_to_one_visit_that_is_recognized_by_its_end() -> None:
 
 
 def test_next_part_of_a_prompt_does_not_replace_the_parts_before_it() -> None:
-    tier = Tier(capacity=10)
+    tier = tier_of(10)
     part_by_part(tier, prompt_of(1, 16), 4)
     assert len(tier.catalog.prefix(prompt_of(1, 16))) == 8
 
@@ -196,7 +171,7 @@ def test_beginning_does_not_leave_before_what_is_worth_more(
     """The order ends before the chunks that continue it: without it, they could no longer be hit."""
     if not is_native:
         monkeypatch.setattr(native, "available", lambda: False)
-    tier = Tier(capacity=10)
+    tier = tier_of(10)
     beginning, rest = prompt_of(1, 1), prompt_of(2, 9)
     tier.ask(beginning, ChunkHints(priority=-100))
     tier.ask(beginning + rest)
@@ -207,7 +182,7 @@ def test_beginning_does_not_leave_before_what_is_worth_more(
     assert is_held(tier, beginning + rest)
 
 
-def test_declined_prompt_that_comes_back_is_stored(traffic: Traffic) -> None:
+def test_declined_prompt_that_comes_back_is_stored(traffic: Traffic[ResumePolicy]) -> None:
     """It is remembered, and then known as one that returns."""
     tier, keys = traffic.tier, prompt_of(4_000, SCAN_CHUNKS)
     tier.ask(keys)
@@ -222,9 +197,8 @@ def test_declined_prompt_that_comes_back_is_stored(traffic: Traffic) -> None:
 
 def test_declined_prompts_count_as_waited_for() -> None:
     """Otherwise those of a kind that is declined would never be known to come back, or not to."""
-    tier = Tier()
+    tier = tier_of()
     policy = tier.policy
-    assert isinstance(policy, ResumePolicy)
     keys = prompt_of(1, 5)
     prompt = tier.catalog.incoming_prompt(keys, [LENGTH] * 5, None)
     tier.catalog.decline(0, prompt)
@@ -240,9 +214,8 @@ def test_declined_prompts_count_as_waited_for() -> None:
 
 def test_prompts_that_only_share_their_beginning_are_remembered_each() -> None:
     """A common beginning belongs to the last of them. The others lose it, and must not be forgotten."""
-    tier, shared = Tier(), prompt_of(1, 4)
+    tier, shared = tier_of(), prompt_of(1, 4)
     policy = tier.policy
-    assert isinstance(policy, ResumePolicy)
     tier.ask(shared)
     prompts = [shared + prompt_of(number, 6) for number in (10, 11, 12)]
     for keys in prompts:
@@ -258,12 +231,8 @@ def test_prompts_that_only_share_their_beginning_are_remembered_each() -> None:
 
 
 def test_adaptive_declines_as_the_policy_that_it_follows() -> None:
-    chosen = AdaptiveSettings.model_validate({"type": "adaptive", "sampling": 1.0, "window": 500})
-    tier = Tier()
-    make = AdaptivePolicy.factory(chosen, CAPACITY * LENGTH)
-    tier.catalog = Catalog([make], clock=lambda: tier.now)
-    policy = tier.catalog.policies[0]
-    assert isinstance(policy, AdaptivePolicy)
+    tier = OneTier(AdaptivePolicy, CAPACITY, declines=True, sampling=1.0, window=500)
+    policy = tier.policy
     traffic = Traffic(tier)
     for _ in range(60):
         traffic.round()

@@ -1,4 +1,4 @@
-"""The resume policy: who comes back soon stays, and what clients tell is believed as far as it was true."""
+"""The resume policy: prompts that come back soon stay, and hints count for as much as they have been true."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import pytest
 
-from kvtier.catalog.catalog import Catalog, State
+from kvtier.catalog.catalog import State
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.policies.resume import MAX_SETTLED, ResumePolicy, ResumeSettings
+from kvtier.catalog.policies.resume import MAX_SETTLED, ResumePolicy
 from kvtier.catalog.policies.returns import (
     AGES,
     CLASSES,
@@ -28,6 +28,7 @@ from kvtier.catalog.policies.returns import (
 )
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.eviction import LENGTH, EvictionConformance, prompt_of
+from tests.catalog.one_tier import OneTier
 
 CHUNKS = 10
 
@@ -41,28 +42,8 @@ class TestWithoutGhosts(EvictionConformance):
     settings: ClassVar = {"ghosts": 0}
 
 
-class Cache:
-    """A catalog of one tier on a clock of its own, which stores every prompt that it is asked for."""
-
-    def __init__(self, capacity: int) -> None:
-        self.now = 1000.0
-        self.capacity = capacity
-        make = ResumePolicy.factory(ResumeSettings(type="resume"), capacity * LENGTH)
-        self.catalog = Catalog([make], clock=lambda: self.now)
-
-    def ask(self, keys: list[ChunkKey], hints: ChunkHints | None = None) -> int:
-        """Look up a prompt and store what is missing. Return the hits."""
-        catalog = self.catalog
-        rows, _ = catalog.prefix_rows(keys)
-        if hints is not None:
-            catalog.set_hints(rows, hints)
-        catalog.touch_rows(rows)
-        missing, parent = keys[len(rows) :], keys[len(rows) - 1] if rows else None
-        excess = catalog.used(0) + len(missing) * LENGTH - self.capacity * LENGTH
-        if excess > 0:
-            catalog.remove_all(catalog.victims(0, excess, set(rows).__contains__), 0)
-        catalog.add_chain(missing, 0, [LENGTH] * len(missing), State.READY, parent, hints=hints)
-        return len(rows)
+def cache_of(capacity: int) -> OneTier[ResumePolicy]:
+    return OneTier(ResumePolicy, capacity)
 
 
 def test_span_is_that_with_the_age() -> None:
@@ -87,9 +68,8 @@ def test_class_grows_with_the_new_chunks_and_stays_the_same_otherwise(kind: int)
 
 def test_parts_of_a_long_prompt_count_together() -> None:
     """An engine computes a long prompt in several steps, and stores the chunks of each."""
-    cache, keys = Cache(100), prompt_of(1, 24)
-    policy = cache.catalog.policies[0]
-    assert isinstance(policy, ResumePolicy)
+    cache, keys = cache_of(100), prompt_of(1, 24)
+    policy = cache.policy
     kinds = []
     for start in range(0, 24, 6):
         parent = keys[start - 1] if start else None
@@ -102,9 +82,8 @@ def test_parts_of_a_long_prompt_count_together() -> None:
 
 def test_chunks_that_were_there_before_an_eviction_are_not_new() -> None:
     """A prompt of 20 chunks comes back with 3 more. It is recognized by one of its last chunks."""
-    cache, keys = Cache(100), prompt_of(1, 23)
-    policy = cache.catalog.policies[0]
-    assert isinstance(policy, ResumePolicy)
+    cache, keys = cache_of(100), prompt_of(1, 23)
+    policy = cache.policy
     cache.ask(keys[:20])
     cache.catalog.remove_all(cache.catalog.victims(0), 0)
     cache.now += 30
@@ -147,14 +126,13 @@ def test_what_is_learned_replaces_what_was_assumed() -> None:
 
 def test_those_who_are_still_away_count() -> None:
     """The first returns at an age are seen before anyone has been given up. They must not look certain."""
-    cache = Cache(10_000)
+    cache = cache_of(10_000)
     for number in range(400):
         cache.now += 0.25
         cache.ask(prompt_of(number, 1))
         if number >= 200 and number % 10 == 0:  # One of ten comes back, 50 s later.
             cache.ask(prompt_of(number - 200, 1))
-    policy = cache.catalog.policies[0]
-    assert isinstance(policy, ResumePolicy)
+    policy = cache.policy
     returns = policy._returns._all
     chance = 1.0
     for at in range(span(75.0)):
@@ -163,8 +141,7 @@ def test_those_who_are_still_away_count() -> None:
 
 
 def test_prompts_that_never_return_are_noticed_without_any_return() -> None:
-    policy = Cache(10_000).catalog.policies[0]
-    assert isinstance(policy, ResumePolicy)
+    policy = cache_of(10_000).policy
     returns, kind = policy._returns, class_continued(NEW, 8)
     before = returns.values(kind)[0]
     for _ in range(100):
@@ -175,13 +152,12 @@ def test_prompts_that_never_return_are_noticed_without_any_return() -> None:
 
 def test_gaps_are_learned_while_nothing_is_evicted() -> None:
     """A tier that is not full yet, or whose order is not in use in the adaptive policy, has no searches."""
-    cache = Cache(10_000)
+    cache = cache_of(10_000)
     for _ in range(12):
         for number in range(30):
             cache.ask(prompt_of(number, 3))
             cache.now += 20
-    policy = cache.catalog.policies[0]
-    assert isinstance(policy, ResumePolicy)
+    policy = cache.policy
     values = policy._returns.values(class_continued(class_of(600), 0))
     assert values[span(500.0)] > 3 * values[span(1.0)]
     cache.catalog.touch([])
@@ -193,11 +169,10 @@ def test_gaps_are_learned_while_nothing_is_evicted() -> None:
 
 def test_no_call_moves_all_visits() -> None:
     """An idle night makes all of them older by many spans at once."""
-    cache = Cache(100_000)
+    cache = cache_of(100_000)
     for number in range(5_000):
         cache.ask(prompt_of(number, 1))
-    policy = cache.catalog.policies[0]
-    assert isinstance(policy, ResumePolicy)
+    policy = cache.policy
     cache.now += 30_000
     counts, rings = [], list(policy._visits.rings)
     for _ in range(20):
@@ -215,7 +190,7 @@ def test_value_of_a_class_without_observations_falls_with_age() -> None:
 
 def test_prompts_that_come_back_often_stay() -> None:
     """Ten sessions with a gap of 10 s, and ten times as many prompts in between that never come back."""
-    cache = Cache(20 * CHUNKS)
+    cache = cache_of(20 * CHUNKS)
     sessions = [prompt_of(number, CHUNKS) for number in range(10)]
     hits = asked = 0
     for turn in range(60):
@@ -231,10 +206,9 @@ def test_prompts_that_come_back_often_stay() -> None:
 
 
 def test_session_is_recognised_after_its_eviction() -> None:
-    cache = Cache(2 * CHUNKS)
+    cache = cache_of(2 * CHUNKS)
     session = prompt_of(0, CHUNKS)
-    policy = cache.catalog.policies[0]
-    assert isinstance(policy, ResumePolicy)
+    policy = cache.policy
     for turn in range(4):
         cache.now += 30
         cache.ask(session)
@@ -246,14 +220,13 @@ def test_session_is_recognised_after_its_eviction() -> None:
 
 
 def test_scan_does_not_flush_sessions_nor_grow_the_state() -> None:
-    cache = Cache(20 * CHUNKS)
+    cache = cache_of(20 * CHUNKS)
     sessions = [prompt_of(number, CHUNKS) for number in range(10)]
     for _ in range(30):
         for keys in sessions:
             cache.now += 1
             cache.ask(keys)
-    policy = cache.catalog.policies[0]
-    assert isinstance(policy, ResumePolicy)
+    policy = cache.policy
     hits = []
     for number in range(10_000):
         cache.now += 0.01
@@ -268,7 +241,7 @@ def test_scan_does_not_flush_sessions_nor_grow_the_state() -> None:
 
 def test_true_hints_are_worth_more_than_false_ones() -> None:
     """Half of the clients say when they come back, the others say the same and never do."""
-    cache = Cache(30 * CHUNKS)
+    cache = cache_of(30 * CHUNKS)
     truth: dict[int, list[ChunkKey]] = {}
     hits = asked = 0
     for step in range(1500):
@@ -294,7 +267,7 @@ def test_retention_raises_the_value_for_its_time_only() -> None:
 
 
 def test_cleared_chunks_in_the_middle_leave_no_chunk_behind() -> None:
-    cache = Cache(100)
+    cache = cache_of(100)
     keys = prompt_of(1, 9)
     cache.ask(keys)
     cache.catalog.remove_all([keys[4], keys[2]], 0, RemovalReason.LOST)

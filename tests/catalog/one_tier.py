@@ -1,0 +1,67 @@
+"""A catalog of one tier with any eviction policy, to be asked for prompts on a clock that the test sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from kvtier.catalog.catalog import Catalog, State
+from kvtier.catalog.eviction import EvictionPolicy
+from kvtier.catalog.hints import ChunkHints
+from kvtier.memory.keys import ChunkKey
+from kvtier.testing.eviction import LENGTH
+
+PolicyT = TypeVar("PolicyT", bound=EvictionPolicy)
+
+
+class OneTier(Generic[PolicyT]):
+    """Stores what it did not hold: all of it, or, with ``declines``, what the policy does not decline."""
+
+    def __init__(
+        self,
+        policy: type[PolicyT],
+        capacity: int,
+        *,
+        declines: bool = False,
+        seconds_per_prompt: float = 0.0,
+        **settings: float,
+    ) -> None:
+        """``capacity``: in chunks. ``settings``: of the policy."""
+        self.now, self.capacity = 1000.0, capacity
+        self.hits = self.asked = 0
+        self._declines, self._seconds_per_prompt = declines, seconds_per_prompt
+        chosen = policy.settings_type.model_validate({"type": "", **settings})
+        self.catalog = Catalog([policy.factory(chosen, capacity * LENGTH)], clock=lambda: self.now)
+        [made] = self.catalog.policies
+        assert isinstance(made, policy)
+        self.policy = made
+
+    def ask(self, keys: list[ChunkKey], hints: ChunkHints | None = None) -> int:
+        """Look up a prompt, and store what is missing. Return the hits."""
+        catalog = self.catalog
+        self.now += self._seconds_per_prompt
+        rows, _ = catalog.prefix_rows(keys)
+        if hints is not None:
+            catalog.set_hints(rows, hints)
+        catalog.touch_rows(rows)
+        self.hits += len(rows)
+        self.asked += len(keys)
+        if missing := keys[len(rows) :]:
+            parent, sizes = keys[len(rows) - 1] if rows else None, [LENGTH] * len(missing)
+            excess = catalog.used(0) + sum(sizes) - self.capacity * LENGTH
+            if excess > 0:
+                prompt = catalog.incoming_prompt(missing, sizes, parent, hints) if self._declines else None
+                catalog.remove_all(catalog.victims(0, excess, set(rows).__contains__, prompt=prompt), 0)
+            room = self.capacity - catalog.count(0) if self._declines else len(missing)
+            if missing[:room]:
+                catalog.add_chain(missing[:room], 0, sizes[:room], State.READY, parent, hints=hints)
+            if rest := missing[room:]:
+                before = missing[room - 1] if room else parent
+                catalog.decline(0, catalog.incoming_prompt(rest, sizes[room:], before, hints))
+        return len(rows)
+
+    def rate_of(self, ask: Callable[[], None]) -> float:
+        """Return the hit rate while something is asked."""
+        hits, asked = self.hits, self.asked
+        ask()
+        return (self.hits - hits) / (self.asked - asked)
