@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -41,6 +41,8 @@ from kvtier.tiers.level import Level
 from kvtier.version import __version__
 
 Status = Mapping[str, Any]
+Samples = Iterable[tuple[Sequence[str], float]]
+"""Values of a metric, each with the values of its labels."""
 
 MAX_REQUESTS = 16
 """Connection limit for :func:`kvtier.http.serving`. A Prometheus server needs one."""
@@ -56,48 +58,48 @@ ENGINE = "engine"
 COUNTS = (
     (
         "lookup_tokens",
-        "kvtier_lookup_tokens",
+        "lookup_tokens",
         "Tokens of the prompts that were looked up; a lookup that a request repeats does not count.",
     ),
-    ("pool_queried", "kvtier_pool_queried_chunks", "Chunks queried in shared pools and at peers."),
-    ("pool_found", "kvtier_pool_found_chunks", "Chunks found only in a shared pool or at a peer."),
-    ("stored", "kvtier_stored_chunks", "Chunks stored by engines in the first tier."),
+    ("pool_queried", "pool_queried_chunks", "Chunks queried in shared pools and at peers."),
+    ("pool_found", "pool_found_chunks", "Chunks found only in a shared pool or at a peer."),
+    ("stored", "stored_chunks", "Chunks stored by engines in the first tier."),
     (
         "write_deferred",
-        "kvtier_write_deferred_chunks",
+        "write_deferred_chunks",
         "Writes to a lower tier deferred because its queue was full.",
     ),
     (
         "write_dropped",
-        "kvtier_write_dropped_chunks",
+        "write_dropped_chunks",
         "Writes to a lower tier dropped because too many were deferred.",
     ),
-    ("put_full", "kvtier_write_rejected_chunks", "Chunks rejected by a lower tier because it was full."),
+    ("put_full", "write_rejected_chunks", "Chunks rejected by a lower tier because it was full."),
     (
         "evicted",
-        "kvtier_evicted_chunks",
+        "evicted_chunks",
         "Chunks evicted from a tier, whether or not another tier holds them.",
     ),
     (
         "evicted_unwritten",
-        "kvtier_evicted_unwritten_chunks",
+        "evicted_unwritten_chunks",
         "Chunks evicted from memory that no lower tier holds, because it failed, was unavailable or full.",
     ),
-    ("demoted", "kvtier_demoted_chunks", "Evicted chunks that were demoted to a lower tier."),
+    ("demoted", "demoted_chunks", "Evicted chunks that were demoted to a lower tier."),
     (
         "not_admitted",
-        "kvtier_not_admitted_chunks",
+        "not_admitted_chunks",
         "Chunks that left a tier unwritten, because no lower tier admits them.",
     ),
-    ("fallback", "kvtier_fallback_chunks", "Chunks read from a fallback tier after the first one failed."),
+    ("fallback", "fallback_chunks", "Chunks read from a fallback tier after the first one failed."),
     (
         "computed_instead",
-        "kvtier_computed_instead_chunks",
+        "computed_instead_chunks",
         "Held chunks that an engine computes, because they would arrive later.",
     ),
-    ("prefetch_no_room", "kvtier_truncated_prefetches", "Prefetches cut short because memory was full."),
+    ("prefetch_no_room", "truncated_prefetches", "Prefetches cut short because memory was full."),
 )
-"""Key in the cache's counts, metric name and help text."""
+"""Key in the cache's counts, metric name after ``kvtier_`` and help text."""
 REFUSALS = (
     ("held", "store_known"),
     ("declined", "store_declined"),
@@ -205,102 +207,86 @@ class CacheMetrics(Collector):
             info.add_metric([tier.name], {"type": tier.settings.type})
         yield info
         text = "1 for the eviction policy in whose order a tier evicts now; absent for a shared pool."
-        order = GaugeMetricFamily("kvtier_tier_eviction_policy", text, labels=["tier", "policy"])
-        for tier in tiers:
-            if tier.eviction:
-                order.add_metric([tier.name, tier.eviction_in_use], 1)
-        yield order
+        in_use = [((tier.name, tier.eviction_in_use), 1) for tier in tiers if tier.eviction]
+        yield _gauge("tier_eviction_policy", text, in_use, "tier", "policy")
 
-        def gauge(name: str, text: str, value: Callable[[Level], float | None]) -> Metric:
-            return _by_tier(GaugeMetricFamily(f"kvtier_tier_{name}", text, labels=["tier"]), tiers, value)
+        def by_tier(value: Callable[[Level], float | None]) -> Samples:
+            values = [(tier.name, value(tier)) for tier in tiers]
+            return [((name,), number) for name, number in values if number is not None]
 
-        def counter(name: str, text: str, value: Callable[[Level], float | None]) -> Metric:
-            return _by_tier(CounterMetricFamily(f"kvtier_tier_{name}", text, labels=["tier"]), tiers, value)
-
-        yield gauge(
-            "capacity_bytes", "Capacity of a tier; absent for a shared pool.", lambda tier: tier.capacity
-        )
-        yield gauge("used_bytes", "Bytes in a tier according to the catalog.", lambda tier: tier.used_bytes)
-        yield gauge("chunks", "Chunks in a tier according to the catalog.", lambda tier: tier.count)
-        yield gauge("available", "0 while a tier's circuit breaker is open.", lambda tier: tier.available)
-        yield counter("outages", "How often a tier's circuit breaker opened.", lambda tier: tier.outages)
+        text = "Capacity of a tier; absent for a shared pool."
+        yield _gauge("tier_capacity_bytes", text, by_tier(lambda tier: tier.capacity), "tier")
+        text = "Bytes in a tier according to the catalog."
+        yield _gauge("tier_used_bytes", text, by_tier(lambda tier: tier.used_bytes), "tier")
+        text = "Chunks in a tier according to the catalog."
+        yield _gauge("tier_chunks", text, by_tier(lambda tier: tier.count), "tier")
+        text = "0 while a tier's circuit breaker is open."
+        yield _gauge("tier_available", text, by_tier(lambda tier: tier.available), "tier")
+        text = "How often a tier's circuit breaker opened."
+        yield _counter("tier_outages", text, by_tier(lambda tier: tier.outages), "tier")
         text = "Corrupt chunks found in a tier and deleted; in memory only headers are checked."
-        yield counter("corrupt_chunks", text, lambda tier: tier.corrupt)
+        yield _counter("tier_corrupt_chunks", text, by_tier(lambda tier: tier.corrupt), "tier")
 
     def _of_counts(self, tiers: Sequence[Level]) -> Iterator[Metric]:
-        counts = self._cache.counts
+        counts, worth = self._cache.counts, self._cache.worth
         for key, name, text in COUNTS:
-            yield CounterMetricFamily(name, text, counts[key])
-        worth = self._cache.worth
-        for name, text, seconds in (
-            (
-                "expected",
-                "Expected duration of waits for chunks, where it was known.",
-                worth.expected_seconds,
-            ),
-            ("actual", "Duration of the waits whose duration was expected.", worth.actual_seconds),
-        ):
-            yield CounterMetricFamily(f"kvtier_{name}_wait_seconds", text, seconds)
+            yield _counter(name, text, counts[key])
+        text = "Expected duration of waits for chunks, where it was known."
+        yield _counter("expected_wait_seconds", text, worth.expected_seconds)
+        text = "Duration of the waits whose duration was expected."
+        yield _counter("actual_wait_seconds", text, worth.actual_seconds)
         text = "Tokens that lookups found, by the tier that held them."
-        hits = CounterMetricFamily("kvtier_lookup_hit_tokens", text, labels=["tier"])
-        yield _by_tier(hits, tiers, lambda tier: counts[f"hit_tokens_{tier.name}"])
+        hits = [((tier.name,), counts[f"hit_tokens_{tier.name}"]) for tier in tiers]
+        yield _counter("lookup_hit_tokens", text, hits, "tier")
         text = "Chunks not stored: already held, no room in memory, or aborted by the engine."
-        refused = CounterMetricFamily("kvtier_refused_chunks", text, labels=["reason"])
-        for reason, key in REFUSALS:
-            refused.add_metric([reason], counts[key])
-        yield refused
+        refused = [((reason,), counts[key]) for reason, key in REFUSALS]
+        yield _counter("refused_chunks", text, refused, "reason")
 
     def _of_transfers(self) -> Iterator[Metric]:
-        text = "Bytes transferred between tiers."
-        transferred = CounterMetricFamily("kvtier_transferred_bytes", text, labels=ROUTE)
-        text = "Chunks transferred between tiers, by outcome: ok, miss, full or failed."
-        outcomes = CounterMetricFamily("kvtier_transfer_outcomes", text, labels=[*ROUTE, "outcome"])
+        transferred, outcomes = [], []
         text = "Duration of the transfer of one batch between tiers, including time in the queue."
         seconds = HistogramMetricFamily("kvtier_transfer_seconds", text, labels=ROUTE)
         bounds = [*map(floatToGoString, BOUNDS), "+Inf"]
         for (event, source, target), transfers in self._transfers.items():
             route = [source or ENGINE, target or "", event.__name__.lower()]
-            transferred.add_metric(route, transfers.bytes)
-            for outcome, count in transfers.outcomes.items():
-                outcomes.add_metric([*route, outcome.value], count)
+            transferred.append((route, transfers.bytes))
+            outcomes += [([*route, outcome.value], count) for outcome, count in transfers.outcomes.items()]
             buckets = zip(bounds, accumulate(transfers.buckets), strict=True)
             seconds.add_metric(route, list(buckets), transfers.seconds)
-        yield transferred
-        yield outcomes
+        yield _counter("transferred_bytes", "Bytes transferred between tiers.", transferred, *ROUTE)
+        text = "Chunks transferred between tiers, by outcome: ok, miss, full or failed."
+        yield _counter("transfer_outcomes", text, outcomes, *ROUTE, "outcome")
         yield seconds
 
     def _of_gauges(self, status: Status) -> Iterator[Metric]:
-        arena, flights = self._cache.arena, status["flights"]
+        arena, pinned = self._cache.arena, self._cache.catalog.pinned
         reserved = status.get("reservations", {"bytes": 0, "void_bytes": 0})
-        for name, text, value in (
-            ("engines", "Connected engines.", len(status.get("engines", ()))),
-            ("arena_used_bytes", "Memory in use in the first tier.", arena.used),
-            ("arena_leases", "Leases on memory of the first tier.", arena.leases),
-            (
-                "reserved_bytes",
-                "Memory reserved for chunks that engines have not stored yet.",
-                reserved["bytes"],
-            ),
-            (
-                "void_bytes",
-                "Part of it that is out of use: a process that has disconnected or stopped may write there.",
-                reserved["void_bytes"],
-            ),
-            ("pinned_chunks", "Chunks pinned against eviction.", self._cache.catalog.pinned),
-            ("prefetching_chunks", "Chunks in flight into the first tier.", flights),
-            ("pending_bytes", "Bytes still to be written to lower tiers.", self._cache.pending_bytes),
-        ):
-            yield GaugeMetricFamily(f"kvtier_{name}", text, value)
+        yield _gauge("engines", "Connected engines.", len(status.get("engines", ())))
+        yield _gauge("arena_used_bytes", "Memory in use in the first tier.", arena.used)
+        yield _gauge("arena_leases", "Leases on memory of the first tier.", arena.leases)
+        text = "Memory reserved for chunks that engines have not stored yet."
+        yield _gauge("reserved_bytes", text, reserved["bytes"])
+        text = "Part of it that is out of use: a process that has disconnected or stopped may write there."
+        yield _gauge("void_bytes", text, reserved["void_bytes"])
+        yield _gauge("pinned_chunks", "Chunks pinned against eviction.", pinned)
+        yield _gauge("prefetching_chunks", "Chunks in flight into the first tier.", status["flights"])
+        text = "Bytes still to be written to lower tiers."
+        yield _gauge("pending_bytes", text, self._cache.pending_bytes)
 
 
-def _by_tier(
-    family: GaugeMetricFamily | CounterMetricFamily,
-    tiers: Sequence[Level],
-    value: Callable[[Level], float | None],
-) -> Metric:
-    for tier in tiers:
-        if (number := value(tier)) is not None:
-            family.add_metric([tier.name], number)
+def _gauge(name: str, text: str, samples: Samples | float, *labels: str) -> Metric:
+    """Return a gauge with one value, or the values by their labels."""
+    return _filled(GaugeMetricFamily(f"kvtier_{name}", text, labels=labels), samples)
+
+
+def _counter(name: str, text: str, samples: Samples | float, *labels: str) -> Metric:
+    """Return a counter with one value, or the values by their labels."""
+    return _filled(CounterMetricFamily(f"kvtier_{name}", text, labels=labels), samples)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: Samples | float) -> Metric:
+    for values, number in [((), samples)] if isinstance(samples, int | float) else samples:
+        family.add_metric(values, number)
     return family
 
 
@@ -309,110 +295,83 @@ def _of_tenants(tiers: Sequence[Level]) -> Iterator[Metric]:
     usages = [
         (tier.name, usage) for tier in tiers if tier.tenants is not None for usage in tier.tenants.usage()
     ]
-    for family, name, text, of in (
-        (
-            GaugeMetricFamily,
-            "share_bytes",
-            "Bytes of a tier that are never taken from a tenant.",
-            "share_bytes",
-        ),
-        (GaugeMetricFamily, "max_bytes", "Bytes that a tenant holds in a tier at most.", "max_bytes"),
-        (GaugeMetricFamily, "used_bytes", "Bytes of a tenant in a tier.", "used_bytes"),
-        (GaugeMetricFamily, "chunks", "Chunks of a tenant in a tier.", "chunks"),
-        (CounterMetricFamily, "found_chunks", "Chunks of a tenant that lookups found in a tier.", "hits"),
-        (CounterMetricFamily, "evicted_chunks", "Chunks of a tenant evicted from a tier.", "evictions"),
+    for metric, name, text, of in (
+        (_gauge, "share_bytes", "Bytes of a tier that are never taken from a tenant.", "share_bytes"),
+        (_gauge, "max_bytes", "Bytes that a tenant holds in a tier at most.", "max_bytes"),
+        (_gauge, "used_bytes", "Bytes of a tenant in a tier.", "used_bytes"),
+        (_gauge, "chunks", "Chunks of a tenant in a tier.", "chunks"),
+        (_counter, "found_chunks", "Chunks of a tenant that lookups found in a tier.", "hits"),
+        (_counter, "evicted_chunks", "Chunks of a tenant evicted from a tier.", "evictions"),
     ):
-        metric = family(f"kvtier_tenant_{name}", text, labels=["tier", "tenant"])
-        for tier, usage in usages:
-            metric.add_metric([tier, usage.tenant], getattr(usage, of))
-        yield metric
+        samples = [((tier, usage.tenant), getattr(usage, of)) for tier, usage in usages]
+        yield metric(f"tenant_{name}", text, samples, "tier", "tenant")
 
 
 def _of_peers(peers: Sequence[Status]) -> Iterator[Metric]:
     states = Counter(dict.fromkeys(PEER_STATES, 0))
     states.update(str(peer["state"]).partition(":")[0] for peer in peers)
-    family = GaugeMetricFamily("kvtier_peers", "Peers to fetch from, by state.", labels=["state"])
-    for state, count in states.items():
-        family.add_metric([state], count)
-    yield family
+    by_state = [((state,), count) for state, count in states.items()]
+    yield _gauge("peers", "Peers to fetch from, by state.", by_state, "state")
 
 
 def _of_serving(serving: Status) -> Iterator[Metric]:
+    def by(name: str) -> Samples:
+        return [((value,), count) for value, count in serving.get(name, {}).items()]
+
     text = "Connections of peers that fetch from this instance."
-    connections = GaugeMetricFamily("kvtier_serving_connections", text, labels=["purpose"])
-    for purpose, count in serving.get("connections", {}).items():
-        connections.add_metric([purpose], count)
-    yield connections
-    for name, text, value in (
-        ("grants", "Active grants to peers.", serving.get("grants", 0)),
-        ("granted_bytes", "Memory covered by active grants.", serving.get("granted_bytes", 0)),
-    ):
-        yield GaugeMetricFamily(f"kvtier_serving_{name}", text, value)
-    for name, text, value in (
-        ("issued_grants", "Grants issued to peers.", serving.get("granted", 0)),
-        ("expired_grants", "Grants that expired before peers released them.", serving.get("expired", 0)),
-    ):
-        yield CounterMetricFamily(f"kvtier_serving_{name}", text, value)
+    yield _gauge("serving_connections", text, by("connections"), "purpose")
+    yield _gauge("serving_grants", "Active grants to peers.", serving.get("grants", 0))
+    text = "Memory covered by active grants."
+    yield _gauge("serving_granted_bytes", text, serving.get("granted_bytes", 0))
+    yield _counter("serving_issued_grants", "Grants issued to peers.", serving.get("granted", 0))
+    text = "Grants that expired before peers released them."
+    yield _counter("serving_expired_grants", text, serving.get("expired", 0))
     text = "Refused connections, by reason."
-    refused = CounterMetricFamily("kvtier_serving_refused_connections", text, labels=["reason"])
-    for reason, count in serving.get("refused", {}).items():
-        refused.add_metric([reason], count)
-    yield refused
+    yield _counter("serving_refused_connections", text, by("refused"), "reason")
 
 
 def _of_controller(controller: Status | None) -> Iterator[Metric]:
     """Yield the metrics of the controller connection, without samples if no controller is configured."""
-    connected = GaugeMetricFamily("kvtier_agent_connected", "0 while the controller is not connected.")
-    up_to_date = GaugeMetricFamily(
-        "kvtier_agent_up_to_date", "0 while the controller's view of this instance is not up to date."
+    connected, up_to_date, lost = (
+        [] if controller is None else controller[name] for name in ("connected", "up_to_date", "lost")
     )
-    lost = CounterMetricFamily("kvtier_agent_lost_connections", "Lost connections to the controller.")
-    if controller is not None:
-        connected.add_metric([], controller["connected"])
-        up_to_date.add_metric([], controller["up_to_date"])
-        lost.add_metric([], controller["lost"])
-    yield connected
-    yield up_to_date
-    yield lost
+    yield _gauge("agent_connected", "0 while the controller is not connected.", connected)
+    text = "0 while the controller's view of this instance is not up to date."
+    yield _gauge("agent_up_to_date", text, up_to_date)
+    yield _counter("agent_lost_connections", "Lost connections to the controller.", lost)
 
 
 def _of_what_if(report: WhatIfReport | None) -> Iterator[Metric]:
     """Yield what other settings would bring, without samples if that is not known."""
-    text = "Estimated hit rate of the cache, if a tier had this multiple of its capacity."
-    rates = GaugeMetricFamily("kvtier_whatif_hit_rate", text, labels=["tier", "capacity"])
-    text = "Part of the estimated hit rate with this multiple: hits in the tier or a faster one."
-    fast = GaugeMetricFamily("kvtier_whatif_fast_hit_rate", text, labels=["tier", "capacity"])
-    text = "The least capacity of a tier with almost as many hits, also in this tier and faster ones."
-    useful = GaugeMetricFamily("kvtier_whatif_useful_bytes", text, labels=["tier"])
-    text = "Estimated hit rate of the cache, if a tier had this eviction policy."
-    policies = GaugeMetricFamily("kvtier_whatif_policy_hit_rate", text, labels=["tier", "policy"])
-    text = "Chunks asked for that are in the sample of the estimate."
-    sampled = CounterMetricFamily("kvtier_whatif_sampled_chunks", text)
-    text = "Lookups not observed, because the estimate could not keep up."
-    dropped = CounterMetricFamily("kvtier_whatif_dropped_lookups", text)
-    text = "Part of the chunks looked up that the estimate has observed."
-    observed = GaugeMetricFamily("kvtier_whatif_observed_ratio", text)
-    text = "For how long the oldest lookup that is not observed yet has been waiting, in seconds."
-    behind = GaugeMetricFamily("kvtier_whatif_behind_seconds", text)
+    curves = () if report is None else report.tiers
+    policies = {(curve.tier, curve.policy): curve.hit_rate for curve in curves}
     if report is not None:
-        by_policy = {(curve.tier, curve.policy): curve.hit_rate for curve in report.tiers}
-        by_policy |= {(at.tier, at.policy): at.hit_rate for at in report.changes if at.policy is not None}
-        for labels, rate in by_policy.items():
-            policies.add_metric(labels, rate)
-        for curve in report.tiers:
-            useful.add_metric([curve.tier], curve.useful_bytes)
-            for multiple in MULTIPLES:
-                point = point_at(curve, round(multiple * curve.capacity_bytes))
-                if point is None:
-                    continue
-                rates.add_metric([curve.tier, f"{multiple:g}x"], point.hit_rate)
-                if point.fast_hit_rate is not None:
-                    fast.add_metric([curve.tier, f"{multiple:g}x"], point.fast_hit_rate)
-        sampled.add_metric([], report.sampled)
-        dropped.add_metric([], report.dropped)
-        observed.add_metric([], report.observed)
-        behind.add_metric([], report.behind_seconds)
-    yield from (rates, fast, useful, policies, sampled, dropped, observed, behind)
+        policies |= {(at.tier, at.policy): at.hit_rate for at in report.changes if at.policy is not None}
+    points = [
+        ((curve.tier, f"{multiple:g}x"), point)
+        for curve in curves
+        for multiple in MULTIPLES
+        if (point := point_at(curve, round(multiple * curve.capacity_bytes))) is not None
+    ]
+    text = "Estimated hit rate of the cache, if a tier had this multiple of its capacity."
+    rates = [(labels, point.hit_rate) for labels, point in points]
+    yield _gauge("whatif_hit_rate", text, rates, "tier", "capacity")
+    text = "Part of the estimated hit rate with this multiple: hits in the tier or a faster one."
+    fast = [(labels, point.fast_hit_rate) for labels, point in points if point.fast_hit_rate is not None]
+    yield _gauge("whatif_fast_hit_rate", text, fast, "tier", "capacity")
+    text = "The least capacity of a tier with almost as many hits, also in this tier and faster ones."
+    useful = [((curve.tier,), curve.useful_bytes) for curve in curves]
+    yield _gauge("whatif_useful_bytes", text, useful, "tier")
+    text = "Estimated hit rate of the cache, if a tier had this eviction policy."
+    yield _gauge("whatif_policy_hit_rate", text, policies.items(), "tier", "policy")
+    text = "Chunks asked for that are in the sample of the estimate."
+    yield _counter("whatif_sampled_chunks", text, [] if report is None else report.sampled)
+    text = "Lookups not observed, because the estimate could not keep up."
+    yield _counter("whatif_dropped_lookups", text, [] if report is None else report.dropped)
+    text = "Part of the chunks looked up that the estimate has observed."
+    yield _gauge("whatif_observed_ratio", text, [] if report is None else report.observed)
+    text = "For how long the oldest lookup that is not observed yet has been waiting, in seconds."
+    yield _gauge("whatif_behind_seconds", text, [] if report is None else report.behind_seconds)
 
 
 def application(metrics: CacheMetrics) -> Starlette:
