@@ -198,8 +198,8 @@ CPP = (
     ),
 )
 
-COPIES, WORKER, STAGING, READS = (
-    f"kvtier.integrations.vllm.{name}" for name in ("cuda_copies", "worker", "staging", "reads")
+COPIES, WORKER, STAGING, IN_FLIGHT = (
+    f"kvtier.integrations.vllm.{name}" for name in ("cuda_copies", "worker", "staging", "in_flight")
 )
 
 PYTHON = (
@@ -231,24 +231,24 @@ PYTHON = (
     Mutation(
         "chunks are committed before their copies",
         WORKER,
-        "if not all(self._copies.done(ticket) for ticket in batch.tickets):",
+        "if not self._copies.done(batch.tickets):",
         "if False:",
     ),
     Mutation(
-        "a step does not wait for saves of blocks that it writes", WORKER, "*self._reads.of(written), ", ""
+        "a step does not wait for saves of blocks that it writes", IN_FLIGHT, "*self._reading(written), ", ""
     ),
-    Mutation("a step does not wait for states", WORKER, ", *self._reads.of_states()", ""),
+    Mutation("a step does not wait for states", IN_FLIGHT, ", *self._states", ""),
     Mutation(
         "a step that writes before its hooks waits for nothing",
-        WORKER,
-        "            if self._hooks_are_late:\n                self._copies.hold(ticket)\n",
+        IN_FLIGHT,
+        "            if self._writes_before_hooks:\n                self._copies.hold(ticket)\n",
         "",
     ),
-    Mutation("a step waits for all saves", WORKER, "self._reads.of(written)", "self._reads._by_ticket"),
+    Mutation("a step waits for all saves", IN_FLIGHT, "self._reading(written)", "self.reads"),
     Mutation(
         "a load does not wait for saves of its blocks",
-        WORKER,
-        "self._reads.of(blocks_of(chunks)) if self._copies.deferred else ()",
+        IN_FLIGHT,
+        "self._reading(_blocks_of(chunks)) if self.reads else ()",
         "()",
     ),
     Mutation(
@@ -257,7 +257,7 @@ PYTHON = (
         "busy = {job.request_id for batch in self._saving for job in batch.jobs}",
         "busy = set()",
     ),
-    Mutation("saves in flight are not bounded", WORKER, "if not self._reads.admits(chunks):", "if False:"),
+    Mutation("saves in flight are not bounded", IN_FLIGHT, "if not self._admits(chunks):", "if False:"),
     Mutation(
         "what is not saved is not counted",
         WORKER,
@@ -269,10 +269,10 @@ PYTHON = (
     ),
     Mutation("a load has no order", COPIES, ", after=list(after)", "", in_worker=True),
     Mutation(
-        "states are copied last", READS, "part, length = states, MAX_PART_BYTES", "part, length = [], 0"
+        "states are copied last", IN_FLIGHT, "part, length = states, MAX_PART_BYTES", "part, length = [], 0"
     ),
-    Mutation("young saves count", READS, " if ticket not in young", ""),
-    Mutation("saves are copied as one", READS, "if length + size > MAX_PART_BYTES:", "if False:"),
+    Mutation("young saves count", IN_FLIGHT, " if ticket not in young", ""),
+    Mutation("saves are copied as one", IN_FLIGHT, "if length + size > MAX_PART_BYTES:", "if False:"),
     Mutation("shutdown does not wait for copies", WORKER, "self._copies.close()", "pass"),
     Mutation(
         "a staging buffer is closed during copies", STAGING, "            torch.cuda.synchronize()\n", ""

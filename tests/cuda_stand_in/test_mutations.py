@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cuda_stand_in.mutated import VARIABLE
-from tests.cuda_stand_in.mutations import CPP, PYTHON, READS, WORKER, Mutation
+from tests.cuda_stand_in.mutations import CPP, IN_FLIGHT, PYTHON, WORKER, Mutation
 from tests.rigs.cuda_stand_in.building import ROOT, build
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def test_cpp(mutated: Path) -> None:
 @pytest.mark.parametrize("mutation", PYTHON, ids=[mutation.name for mutation in PYTHON])
 def test_python(mutation: Mutation) -> None:
     change = json.dumps([mutation.path, mutation.old, mutation.new])
-    in_worker = mutation.path in (WORKER, READS) or mutation.in_worker
+    in_worker = mutation.path in (WORKER, IN_FLIGHT) or mutation.in_worker
     tests = ["tests/integrations/test_cuda.py"] if in_worker else ["tests/cuda_stand_in"]
     command = ["-m", "pytest", "-x", "-q", "-p", "tests.cuda_stand_in.mutated", "-p", "no:cacheprovider"]
     result = subprocess.run(

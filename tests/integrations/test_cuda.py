@@ -13,7 +13,7 @@ import torch
 from kvtier import native
 from kvtier.bridge.protocol import Confirmed
 from kvtier.integrations.vllm import copies as page_copies
-from kvtier.integrations.vllm import cuda_copies, reads, worker
+from kvtier.integrations.vllm import cuda_copies, in_flight, worker
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.cuda_copies import CudaCopies
 from kvtier.integrations.vllm.layout import ModelLayout, Region
@@ -82,7 +82,7 @@ class Worker:
         monkeypatch: pytest.MonkeyPatch,
         layout: ChunkLayout = LAYOUT,
         *,
-        hooks_are_late: bool = False,
+        writes_before_hooks: bool = False,
     ) -> None:
         self.machine = machine
         self.kv = torch.zeros((BLOCKS, PAGE), dtype=torch.uint8)
@@ -92,7 +92,9 @@ class Worker:
         monkeypatch.setattr(worker, "page_copies", lambda *_: copies)
         any_bridge: Any = bridge
         model = ModelLayout(layout, b"n" * 32, ((Region("layer", 0, PAGE, PAGE, BLOCKS),),), (0,))
-        self.side = WorkerSide(model, any_bridge, 0, confirm_timeout=3.5, hooks_are_late=hooks_are_late)
+        self.side = WorkerSide(
+            model, any_bridge, 0, confirm_timeout=3.5, writes_before_hooks=writes_before_hooks
+        )
 
     def step(self, writes: list[int], saves: list[Job] = NOTHING, given: list[int] | None = None) -> set[int]:
         """Take a step that writes to blocks, of which some are new to requests, by default all.
@@ -253,7 +255,7 @@ def test_all_saves_are_waited_for_if_a_step_writes_before_the_hooks(
     stand_in: StandIn, bridge: CacheProcess
 ) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        engine = Worker(stand_in, bridge, monkeypatch, hooks_are_late=True)
+        engine = Worker(stand_in, bridge, monkeypatch, writes_before_hooks=True)
         engine.step([], [job(SAVED)])
         zeroes = stand_in.write(engine.kv[1], 0)
         assert stand_in.held()[zeroes] == set(engine.copies())
@@ -300,7 +302,7 @@ def test_blocks_of_a_finished_request_are_kept_until_its_copies_are_done(
 
 @stuck
 def test_slow_copies_read_a_limited_number_of_blocks(engine: Worker, bridge: CacheProcess) -> None:
-    limit = BLOCKS // reads.MAX_SHARE // 4 + reads.YOUNG_STEPS  # Each step has one copy.
+    limit = BLOCKS // in_flight.MAX_SHARE // 4 + in_flight.YOUNG_STEPS  # Each step has one copy.
     for lease in range(3, 3 + limit):
         engine.step([], [job(chunk(lease, *range(4 * lease, 4 * lease + 4)), last=False)])
     assert bridge.abandoned == []
@@ -320,9 +322,9 @@ def test_slow_copies_read_a_limited_number_of_blocks(engine: Worker, bridge: Cac
 @stuck
 def test_each_step_may_save_more_than_that(engine: Worker, bridge: CacheProcess) -> None:
     """As in the prefill of a long prompt: each step begins while the GPU still computes the last one."""
-    share = BLOCKS // reads.MAX_SHARE // 4
+    share = BLOCKS // in_flight.MAX_SHARE // 4
     chunks = [chunk(4 + at, *range(4 * at, 4 * at + 4)) for at in range(share)]
-    for _ in range(1 + reads.YOUNG_STEPS):
+    for _ in range(1 + in_flight.YOUNG_STEPS):
         engine.step([], [Job("request", 1, chunks, last=False)])
     engine.machine.synchronize()
     engine.side.take_results()
@@ -333,7 +335,7 @@ def test_each_step_may_save_more_than_that(engine: Worker, bridge: CacheProcess)
 def test_one_step_may_save_more_than_that(engine: Worker, bridge: CacheProcess) -> None:
     """Also in parts: the engine waits for one at most."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(reads, "MAX_PART_BYTES", 5 * PAGE)
+        monkeypatch.setattr(in_flight, "MAX_PART_BYTES", 5 * PAGE)
         many = [chunk(lease, *range(4 * (lease - 3), 4 * (lease - 3) + 4)) for lease in range(4, 19)]
         engine.step([], [Job("request", 1, many)])
     assert len(engine.copies()) == len(many)

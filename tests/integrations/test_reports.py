@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from kvtier.bridge.protocol import Confirmed
 from kvtier.errors import ChannelClosed
+from kvtier.integrations.vllm import worker
 from kvtier.integrations.vllm.copies import ChunkCopy
 from kvtier.integrations.vllm.layout import ModelLayout, Region
 from kvtier.integrations.vllm.metadata import Job
@@ -159,8 +161,8 @@ class Engine:
         self.copies = Copies(self.random, deferred=self.deferred)
         any_bridge: Any = self.bridge
         model = ModelLayout(LAYOUT, bytes(32), REGIONS, (0,))
-        self.side = WorkerSide(model, any_bridge, 0)
-        self.side._copies = self.copies  # type: ignore[assignment]
+        with mock.patch.object(worker, "page_copies", return_value=self.copies):
+            self.side = WorkerSide(model, any_bridge, 0)
 
     def chunks(self, epoch: int, count: int) -> list[ChunkCopy]:
         first, self.leases = self.leases + 1, self.leases + count

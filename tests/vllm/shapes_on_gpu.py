@@ -119,7 +119,7 @@ class WorkerOnGPU(Worker):
             if written.isdisjoint(self._read[last]):
                 self._needless.append(f"step {self._steps}: save {last} of {self._read[last]}")
         self._waited |= waited
-        reads = self._connector._worker_side._reads._by_ticket
+        reads = self._connector._worker_side._copies.reads
         begun = [ticket for ticket in sorted(reads) if ticket > self._last_ticket]
         copies = [operation for operation in new if operation.what != KERNEL]
         # Each save ends with the last of its transfers. Those of loads, before their kernels, come first.

@@ -119,7 +119,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 rank,
                 stages=stages,
                 confirm_timeout=timeout,
-                hooks_are_late=writes_before_hooks(vllm_config, kv_cache_config),
+                writes_before_hooks=writes_before_hooks(vllm_config, kv_cache_config),
             )
 
     def _open_part(self, model: ModelLayout, to: str = "") -> SchedulerSide:

@@ -20,12 +20,12 @@ import torch
 
 from kvtier.bridge.client import WorkerBridge
 from kvtier.integrations.vllm.adapters import is_loaded
-from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, Memory, PageCopies, page_copies
+from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, Memory, page_copies
+from kvtier.integrations.vllm.in_flight import CopiesInFlight
 from kvtier.integrations.vllm.layout import ModelLayout, page_views
 from kvtier.integrations.vllm.logs import StoreLog
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.metrics import TransferStats
-from kvtier.integrations.vllm.reads import Reads, blocks_of, parts
 from kvtier.integrations.vllm.staging import StagingBuffer
 from kvtier.logs import RateLimitedLog
 from kvtier.rpc.calls import Call
@@ -83,19 +83,19 @@ class WorkerSide:
         *,
         stages: bool = False,
         confirm_timeout: float = CONFIRM_SECONDS,
-        hooks_are_late: bool = False,
+        writes_before_hooks: bool = False,
     ) -> None:
         """``stages``: whether KV transfers use a staging buffer on the device of the engine's KV cache.
 
-        ``confirm_timeout``: seconds without a confirmation after which a load has failed. ``hooks_are_late``:
-        whether a step may write blocks before :meth:`protect`.
+        ``confirm_timeout``: seconds without a confirmation after which a load has failed.
+        ``writes_before_hooks``: whether a step may write blocks before :meth:`protect`.
         """
         self._model = model
         self._layout = model.layout
         self._bridge = bridge
         self._rank = rank
         self._confirm_timeout = confirm_timeout
-        self._hooks_are_late = hooks_are_late
+        self._writes_before_hooks = writes_before_hooks
         self._stats = TransferStats()
         self._warn = RateLimitedLog(logger)
         self._store_log = StoreLog(logger)
@@ -112,7 +112,6 @@ class WorkerSide:
         self._finished: set[str] = set()
         """Requests without further saves, of which some may be in flight."""
         self._saved: set[str] = set()
-        self._reads = Reads(model.num_blocks)
         self._waited_before = 0.0
         """Value of ``bridge.waited`` when this step began."""
 
@@ -138,20 +137,17 @@ class WorkerSide:
         if self._kv_caches is not None:
             self._copies = self._copies_of(page_views(self._model, self._kv_caches))
 
-    def _copies_of(self, pages: list[list[torch.Tensor]]) -> PageCopies:
-        return page_copies(self._layout, self._rank, pages, NULL_BLOCK)
+    def _copies_of(self, pages: list[list[torch.Tensor]]) -> CopiesInFlight:
+        copies = page_copies(self._layout, self._rank, pages, NULL_BLOCK)
+        blocks, before_hooks = self._model.num_blocks, self._writes_before_hooks
+        return CopiesInFlight(copies, self._layout, blocks, writes_before_hooks=before_hooks)
 
     def protect(self, written: Collection[int]) -> None:
         """Let the engine's stream wait for the saves that read blocks which the next step may change.
 
         Those are ``written``, and the blocks of states. Does not block.
         """
-        if self._hooks_are_late:  # It waits for all of them already.
-            return
-        held = {*self._reads.of(written), *self._reads.of_states()}
-        for ticket in sorted(held):
-            self._copies.hold(ticket)
-        self._reads.remove(held)
+        self._copies.protect(written)
 
     def load(self, jobs: Sequence[Job]) -> None:
         """Copy chunks into the engine's blocks. :meth:`take_results` reports the outcome."""
@@ -191,7 +187,7 @@ class WorkerSide:
 
     def save(self, jobs: Sequence[Job]) -> None:
         """Copy complete chunks out of the engine's blocks and commit them: those of the loaded adapters."""
-        self._reads.next_step()
+        self._copies.next_step()
         for job in jobs:
             if job.adapter is not None and not is_loaded(*job.adapter):
                 self._bridge.abandon(job.leases, job.epoch)
@@ -244,8 +240,7 @@ class WorkerSide:
         batch.fail(reason)
 
     def _load(self, batch: _Batch, memory: Memory, chunks: list[ChunkCopy]) -> None:
-        after = self._reads.of(blocks_of(chunks)) if self._copies.deferred else ()
-        batch.tickets.append(self._copies.load(memory, chunks, after))
+        batch.tickets.append(self._copies.load(memory, chunks))
 
     def _save(self, batch: _Batch, memory: Memory, chunks: list[ChunkCopy]) -> None:
         """Copy the chunks that this rank writes. The others commit them as well, and need not wait."""
@@ -256,20 +251,10 @@ class WorkerSide:
             chunks = [chunk for chunk in chunks if chunk not in void]
             self._stats.add("not_stored_chunks", sum(not chunk.staging for chunk in void))
         chunks = [chunk for chunk in chunks if self._writes(chunk)]
-        if not self._copies.deferred:
-            batch.tickets.append(self._copies.save(memory, chunks))
-            return
-        if not self._reads.admits(chunks):
+        if not self._copies.save(memory, chunks, batch.tickets):
             batch.lost += chunks
             batch.chunks = [chunk for chunk in batch.chunks if chunk not in chunks]
             self._stats.add("not_stored_chunks", sum(not chunk.staging for chunk in chunks))
-            return
-        for part in parts(self._layout, chunks):
-            ticket = self._copies.save(memory, part)
-            batch.tickets.append(ticket)
-            self._reads.add(ticket, part)
-            if self._hooks_are_late:
-                self._copies.hold(ticket)
 
     def _writes(self, chunk: ChunkCopy) -> bool:
         return bool(chunk.staging) or self._layout.writes(chunk.tokens, self._rank, chunk.lease)
@@ -285,11 +270,10 @@ class WorkerSide:
 
     def _ended(self, batch: _Batch, end: Callable[[_Batch], bool]) -> bool:
         try:
-            if not all(self._copies.done(ticket) for ticket in batch.tickets):
+            if not self._copies.done(batch.tickets):
                 return False
         except RuntimeError as error:
             self._fail_on_device(batch, error)
-        self._reads.remove(batch.tickets)
         if batch.epoch != self._bridge.epoch:  # The leases ended with their cache process.
             batch.fail("lost the connection to its cache process")
         return end(batch)
