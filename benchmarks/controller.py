@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ import httpx
 from websockets.asyncio.client import connect
 
 from benchmarks import controller_process
+from benchmarks.commands import CommandProcess
 from benchmarks.common import parse, show
 from benchmarks.controller_process import BATCH_KEYS, PROMPT_TOKENS, hello, prompt_keys, update_message
 from benchmarks.peer import python
@@ -44,7 +44,7 @@ PEER = Path(__file__).with_name("peer") / "controller.py"
 SERVED_WITH = ("fastapi", "uvicorn", "opentelemetry-api<=1.40.0", "opentelemetry-sdk<=1.40.0")
 """Packages that LMCache's controller needs in addition to its storage layer."""
 
-Measurement = Callable[["Process"], float]
+Measurement = Callable[[CommandProcess], float]
 """Returns the seconds for a number of calls or keys."""
 
 
@@ -73,52 +73,14 @@ def main() -> None:
     extent = SMALL if options.small else FULL
     for keys in options.keys or extent.keys:
         with ExitStack() as processes:
-            kvtier = processes.enter_context(Process("kvtier", controller_process.command()))
+            kvtier = processes.enter_context(CommandProcess("kvtier", controller_process.command()))
             sides = [kvtier]
             if options.peer:
-                sides.append(processes.enter_context(Process("LMCache", [peer_python(), str(PEER)])))
+                sides.append(processes.enter_context(CommandProcess("LMCache", [peer_python(), str(PEER)])))
             measure(keys, extent, sides)
 
 
-class Process:
-    """A controller process that runs commands."""
-
-    def __init__(self, name: str, command: Sequence[str]) -> None:
-        self.name = name
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, "LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self._receive()
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stdin.close()
-        self._process.wait()
-        self._stdout.close()
-
-    def ask(self, command: str, number: int = 0) -> float:
-        """Run a command of ``controller_process.py`` or ``peer/controller.py``; return its result."""
-        print(json.dumps([command, number]), file=self._stdin)
-        return self._receive()
-
-    def _receive(self) -> float:
-        line = self._stdout.readline()
-        if not line:
-            raise SystemExit(f"the controller of {self.name} exited; see its output above")
-        return float(json.loads(line))
-
-
-def measure(keys: int, extent: Extent, sides: Sequence[Process]) -> None:
+def measure(keys: int, extent: Extent, sides: Sequence[CommandProcess]) -> None:
     """Fill the controllers with that many keys, measure them, and print the table."""
     filled = [side.ask("fill", keys) / keys for side in sides]
     updates = extent.batches * BATCH_KEYS
@@ -148,7 +110,7 @@ def measure(keys: int, extent: Extent, sides: Sequence[Process]) -> None:
     show(f"a controller with {keys:,} keys", ["", *names, *speedup], rows)
 
 
-def interleave_sides(sides: Sequence[Process], call: Measurement, turns: int) -> list[list[float]]:
+def interleave_sides(sides: Sequence[CommandProcess], call: Measurement, turns: int) -> list[list[float]]:
     """Return the seconds of each turn of each side, without a first warm-up turn."""
     seconds: list[list[float]] = [[] for _ in sides]
     for turn in range(-1, turns):
@@ -175,7 +137,7 @@ def make_row(name: str, figures: Sequence[float], speedup: float | None) -> list
     return [name, *shown, "" if speedup is None else f"{speedup:.1f}"]
 
 
-def post(side: Process, requests: int) -> float:
+def post(side: CommandProcess, requests: int) -> float:
     """Return the seconds for lookups over HTTP, on one connection."""
     url = f"http://127.0.0.1:{side.ask('port'):.0f}/lookup"
     body = json.dumps({"tokens": PROMPT_TOKENS})
@@ -187,7 +149,7 @@ def post(side: Process, requests: int) -> float:
         return time.perf_counter() - started
 
 
-def push(side: Process, batches: int) -> float:
+def push(side: CommandProcess, batches: int) -> float:
     """Return the seconds until all updates from another process are in the index."""
     if side.name != "kvtier":
         return side.ask("push", batches)

@@ -161,8 +161,8 @@ async def main() -> None:
             commands = Commands(controller.registry, controller.address[1])
             print(json.dumps(0), flush=True)
             while line := await anyio.to_thread.run_sync(sys.stdin.readline):
-                command_name, number = json.loads(line)
-                print(json.dumps(await getattr(commands, command_name)(number)), flush=True)
+                command_name, *numbers = json.loads(line)
+                print(json.dumps(await getattr(commands, command_name)(*numbers or [0])), flush=True)
 
 
 def command() -> Sequence[str]:

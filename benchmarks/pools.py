@@ -29,7 +29,7 @@ from typing import NamedTuple
 import anyio
 
 from benchmarks.common import MIB, parse, ratio, show, speed
-from benchmarks.peer import LMCache, LMCacheSide
+from benchmarks.peer import LMCacheSide, run_connectors
 from benchmarks.pools_sides import (
     InfiniStoreLibrary,
     MooncakeLibrary,
@@ -171,7 +171,9 @@ async def sides_of(
         "plain": TierSide(backend),
         "sealed": TierSide(backend, Seal(backend)),
     }
-    process = LMCache(settings["url"].replace("valkey:", "redis:"), size, depth) if with_lmcache else None
+    process = (
+        run_connectors(settings["url"].replace("valkey:", "redis:"), size, depth) if with_lmcache else None
+    )
     if process is not None:
         sides |= {f"LMCache {kind}": LMCacheSide(process, kind) for kind in ("redis", "resp")}
     try:

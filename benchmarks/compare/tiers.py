@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.commands import CommandProcess
 from benchmarks.compare.pairs import Pair
-from benchmarks.compare.peer import LMCacheProcess
-from benchmarks.peer import LMCache
+from benchmarks.peer import run_connectors, run_script
 from benchmarks.pools_sides import RawRESP
 from kvtier.backends.base import Backend
 from kvtier.backends.cpu import CpuBackend
@@ -31,6 +31,7 @@ from kvtier.tiers.seal import Seal
 from kvtier.units import MIB
 from tests.rigs.servers.redis import RedisServer
 
+LMCACHE = Path(__file__).with_name("lmcache_process.py")
 LOOKUP_KEYS = 128
 LOOKUPS = 20
 THREADS = 4
@@ -104,7 +105,7 @@ def kvtier_side(
     return run
 
 
-def lmcache_side(process: LMCacheProcess, kind: str) -> RunCall:
+def lmcache_side(process: CommandProcess, kind: str) -> RunCall:
     """Return a side for a tier of LMCache."""
 
     async def run(call: str) -> float:
@@ -115,7 +116,7 @@ def lmcache_side(process: LMCacheProcess, kind: str) -> RunCall:
     return run
 
 
-def connector_side(process: LMCache, kind: str, count: int, server: RawRESP) -> RunCall:
+def connector_side(process: CommandProcess, kind: str, count: int, server: RawRESP) -> RunCall:
     """Return a side for one of LMCache's connectors to Redis. ``server``: empties the Redis."""
 
     async def run(call: str) -> float:
@@ -217,7 +218,7 @@ async def redis(extent: Extent, kinds: Sequence[str]) -> list[Pair]:
         backend = RedisBackend(tier)
         await backend.open()
         raw = RawRESP(("127.0.0.1", server.port), 1)
-        process = LMCache(tier.url, extent.size, extent.chunks)
+        process = run_connectors(tier.url, extent.size, extent.chunks)
         sides = {
             "plain": kvtier_side(backend, chunks, server=raw),
             "sealed": kvtier_side(backend, chunks, server=raw, seal=Seal(backend)),
@@ -233,11 +234,6 @@ async def redis(extent: Extent, kinds: Sequence[str]) -> list[Pair]:
     return pairs
 
 
-def lmcache(folder: str, extent: Extent) -> LMCacheProcess:
-    options = {
-        "--folder": folder,
-        "--chunk-bytes": extent.size,
-        "--chunks": extent.chunks,
-        "--threads": THREADS,
-    }
-    return LMCacheProcess([str(value) for option in options.items() for value in option])
+def lmcache(folder: str, extent: Extent) -> CommandProcess:
+    sizes = ["--chunk-bytes", extent.size, "--chunks", extent.chunks, "--threads", THREADS]
+    return run_script(LMCACHE, "--folder", folder, *sizes)

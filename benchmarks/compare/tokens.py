@@ -18,8 +18,9 @@ import torch
 
 from benchmarks.common import reserve
 from benchmarks.compare.pairs import Pair
-from benchmarks.compare.peer import LMCacheProcess
+from benchmarks.compare.tiers import LMCACHE
 from benchmarks.look_up import is_ready
+from benchmarks.peer import run_script
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.bridge.protocol import Hello
@@ -166,15 +167,8 @@ def engine(layers: int, tokens: int) -> Iterator[Engine]:
 def compare(layers: int, tokens: int, pairs: int) -> list[Pair]:
     """Return a pair for each call."""
     seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    options = {
-        "--folder": ".",
-        "--chunk-bytes": 1 << 20,
-        "--chunks": 1,
-        "--layers": layers,
-        "--tokens": tokens,
-    }
-    arguments = [str(item) for option in options.items() for item in option]
-    with engine(layers, tokens) as ours, LMCacheProcess(arguments) as theirs:
+    sizes = ["--chunk-bytes", 1 << 20, "--chunks", 1, "--layers", layers, "--tokens", tokens]
+    with engine(layers, tokens) as ours, run_script(LMCACHE, "--folder", ".", *sizes) as theirs:
         for turn in range(pairs + 1):
             for name in ("kvtier", "LMCache")[:: 1 if turn % 2 else -1]:
                 for call in CALLS:

@@ -8,7 +8,6 @@ values of this size.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.commands import CommandProcess
 from benchmarks.pools_sides import PoolSide
 from kvtier.lab.bench.sides import Chunk
 from kvtier.memory.keys import ChunkKey
@@ -35,44 +35,15 @@ IMPORTED = (
 """The declared dependencies that LMCache's storage layer and server import."""
 
 
-class LMCache:
-    """A process that runs LMCache, with memory for ``chunks`` chunks of one size."""
+def run_connectors(url: str, chunk_bytes: int, chunks: int) -> CommandProcess:
+    """Run LMCache's connectors, with memory for ``chunks`` chunks of one size."""
+    options = ["--chunk-bytes", chunk_bytes, "--chunks", chunks, "--resp-threads", RESP_THREADS]
+    return run_script(CONNECTORS, url, *options)
 
-    def __init__(self, url: str, chunk_bytes: int, chunks: int) -> None:
-        options = [
-            *("--chunk-bytes", str(chunk_bytes), "--chunks", str(chunks)),
-            *("--resp-threads", str(RESP_THREADS)),
-        ]
-        self._process = subprocess.Popen(
-            [str(python()), str(CONNECTORS), url, *options],
-            env={**os.environ, "LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self._receive()
 
-    def ask(self, kind: str, call: str, count: int) -> float:
-        """Run a call; return its seconds."""
-        print(json.dumps([kind, call, count]), file=self._stdin)
-        return float(self._receive())
-
-    def close(self) -> None:
-        """End the process."""
-        self._stdin.close()
-        self._process.wait()
-        self._stdout.close()
-
-    def _receive(self) -> str:
-        line = self._stdout.readline()
-        if not line:
-            raise SystemExit("LMCache exited; see its output above")
-        answer: object = json.loads(line)
-        return str(answer)
+def run_script(script: Path, *options: object) -> CommandProcess:
+    """Run a script in LMCache's environment."""
+    return CommandProcess("LMCache", [str(python()), str(script), *map(str, options)])
 
 
 class LMCacheSide(PoolSide):
@@ -80,7 +51,7 @@ class LMCacheSide(PoolSide):
 
     fills = False
 
-    def __init__(self, process: LMCache, kind: Literal["redis", "resp"]) -> None:
+    def __init__(self, process: CommandProcess, kind: Literal["redis", "resp"]) -> None:
         self._process = process
         self._kind = kind
 

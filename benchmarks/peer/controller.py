@@ -195,8 +195,8 @@ async def main() -> None:
     commands = Commands(app.state.lmcache_controller_manager, port, f"tcp://{urls['pull']}")
     print(json.dumps(0), file=stdout)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        command_name, number = json.loads(line)
-        print(json.dumps(await getattr(commands, command_name)(number)), file=stdout)
+        command_name, *numbers = json.loads(line)
+        print(json.dumps(await getattr(commands, command_name)(*numbers or [0])), file=stdout)
     del serving
     os._exit(0)  # LMCache has no way to stop its threads and sockets.
 
