@@ -28,7 +28,7 @@ def client(hub: Hub) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_descriptions(hub: Hub, client: httpx.Client, tmp_path: Path) -> None:
+def test_hub_describes_a_model_at_each_revision(hub: Hub, client: httpx.Client, tmp_path: Path) -> None:
     commit = hub.push(NAME, tmp_path)
     for path in ("", "/revision/main", f"/revision/{commit}"):
         answer = client.get(f"/api/models/{NAME}{path}").raise_for_status().json()
@@ -38,7 +38,7 @@ def test_descriptions(hub: Hub, client: httpx.Client, tmp_path: Path) -> None:
     assert (entry["path"], entry["size"], entry["type"]) == ("onnx/weights.bin", 100, "file")
 
 
-def test_files_in_parts(hub: Hub, client: httpx.Client, tmp_path: Path) -> None:
+def test_hub_serves_files_in_parts(hub: Hub, client: httpx.Client, tmp_path: Path) -> None:
     commit = hub.push(NAME, tmp_path)
     path = f"/{NAME}/resolve/main/onnx/weights.bin"
     head = client.head(path)
@@ -58,7 +58,9 @@ def test_files_in_parts(hub: Hub, client: httpx.Client, tmp_path: Path) -> None:
         ("/api/models/org/none", "RepoNotFound"),
     ],
 )
-def test_errors(hub: Hub, client: httpx.Client, tmp_path: Path, path: str, code: str) -> None:
+def test_missing_models_and_files_have_their_error_code(
+    hub: Hub, client: httpx.Client, tmp_path: Path, path: str, code: str
+) -> None:
     hub.push(NAME, tmp_path)
     answer = client.get(path)
     assert (answer.status_code, answer.headers["X-Error-Code"]) == (404, code)

@@ -30,7 +30,7 @@ ELSEWHERE = {
 }
 
 
-def test_public_names() -> None:
+def test_public_names_are_these() -> None:
     assert kvtier.__all__ == [
         "ArenaError",
         "ChannelClosed",

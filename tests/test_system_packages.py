@@ -181,7 +181,9 @@ def test_without_root_prints_the_command_to_run(
 
 
 @pytest.mark.usefixtures("stub")
-def test_system_without_dpkg(tool: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+def test_system_without_dpkg_is_told_the_names_only(
+    tool: ModuleType, capfd: pytest.CaptureFixture[str]
+) -> None:
     tool.main()
     out, _ = capfd.readouterr()
     assert "this system has no dpkg" in out

@@ -329,7 +329,7 @@ async def open_error(path: Path) -> str:
     return str(refused.value)
 
 
-async def test_path_is_a_file(tmp_path: Path) -> None:
+async def test_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         message = await open_error(path)
@@ -337,7 +337,7 @@ async def test_path_is_a_file(tmp_path: Path) -> None:
         assert message.endswith("set the tier's `path` to a folder that this user can write to")
 
 
-async def test_path_without_write_permission(tmp_path: Path) -> None:
+async def test_path_without_write_permission_is_refused(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         for parent in tmp_path.parents[:3]:
             parent.chmod(0o755)
@@ -352,7 +352,7 @@ async def test_path_without_write_permission(tmp_path: Path) -> None:
         assert "cannot be used (Permission denied)" in await open_error(tmp_path)
 
 
-async def test_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_read_only_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The lock file exists already; only the trial write fails.
     await open_and_close(tmp_path)
 
@@ -426,7 +426,9 @@ async def test_failed_write_leaves_no_file(
         assert len(files(tmp_path)) == 2
 
 
-async def test_failed_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+async def test_failed_read_fails_and_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
     async with opened(disk(tmp_path, io="threads")) as backend:
         items = [(make_key(number), filled(PAGE)) for number in range(3)]
         await backend.put(items)
@@ -537,7 +539,7 @@ async def test_scan_deletes_leftover_temporary_files_but_not_active_ones(
         assert files(tmp_path) == sorted([".lock", str(object_path(tmp_path, key).relative_to(tmp_path))])
 
 
-async def test_scan_of_many_objects(tmp_path: Path, io: str) -> None:
+async def test_scan_lists_many_objects_in_batches(tmp_path: Path, io: str) -> None:
     async with opened(disk(tmp_path, io=io)) as backend:
         items = [(make_key(number), memoryview(b"x" * (number % 7 + 1))) for number in range(2500)]
         assert set(await backend.put(items)) == {OK}
@@ -548,7 +550,9 @@ async def test_scan_of_many_objects(tmp_path: Path, io: str) -> None:
         }
 
 
-async def test_scan_during_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scan_leaves_out_what_is_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with opened(disk(tmp_path)) as backend:
         items = [(make_key(number), filled(PAGE)) for number in range(10)]
         await backend.put(items)

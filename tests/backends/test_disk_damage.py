@@ -64,7 +64,7 @@ def killed(tmp_path: Path, io: str, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize("run", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
-async def test_killed_while_writing(killed: Path, io: str, run: int) -> None:
+async def test_kill_during_writes_leaves_whole_objects_only(killed: Path, io: str, run: int) -> None:
     async with opened(SealedBackend(disk(killed, io=io))) as backend:
         found = await scanned(backend)
         assert found, "no object survived"
@@ -153,7 +153,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-async def test_full_disk(small_disk: Path, io: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_full_disk_refuses_chunks_and_keeps_the_others(
+    small_disk: Path, io: str, caplog: pytest.LogCaptureFixture
+) -> None:
     payload = 2_000_000
     async with opened(SealedBackend(disk(small_disk, io=io))) as backend:
         outcomes = list(await backend.put(chunks(range(6), payload)))

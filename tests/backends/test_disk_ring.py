@@ -127,7 +127,7 @@ async def test_event_loop_wakes_up_once_per_batch(tmp_path: Path, monkeypatch: p
 
 
 @needs_ring
-async def test_concurrent_puts_and_gets(tmp_path: Path) -> None:
+async def test_concurrent_puts_and_gets_keep_their_bytes(tmp_path: Path) -> None:
     async with opened(disk(tmp_path, concurrency=2)) as backend:
         values = {make_key(number): filled(PAGE * (1 + number % 5), b"%d" % number) for number in range(60)}
 

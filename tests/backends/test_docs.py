@@ -58,7 +58,7 @@ def run_block(text: str) -> dict[str, Any]:
     return namespace
 
 
-def test_local_tier_settings(tmp_path: Path) -> None:
+def test_documented_local_settings_are_valid(tmp_path: Path) -> None:
     settings_type = run_block("LocalTierSettings")["LocalTemplateSettings"]
     assert issubclass(settings_type, LocalTierSettings)
     settings = settings_type(name="a", type="b", path=tmp_path, capacity="1GiB")
@@ -66,7 +66,7 @@ def test_local_tier_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_backend_with_check(tmp_path: Path) -> None:
+async def test_documented_check_works(tmp_path: Path) -> None:
     backend_type = run_block("SupportsCheck")["CheckedTemplateBackend"]
     backend = backend_type(backend_type.settings_type(name="a", type="template", path=tmp_path / "chunks"))
     assert isinstance(backend, SupportsCheck)
@@ -82,7 +82,7 @@ def test_example_tiers_are_valid() -> None:
     assert [(tier.name, tier.type) for tier in tiers] == [("ram", "cpu"), ("shared", "template")]
 
 
-def test_output_of_kvtier_plugins() -> None:
+def test_documented_output_is_that_of_kvtier_plugins() -> None:
     (shown,) = re.findall(r"^template +kvtier-template .*$", TEXT, re.MULTILINE)
     output = subprocess.run(
         [sys.executable, "-m", "kvtier", "plugins"],

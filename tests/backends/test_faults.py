@@ -25,7 +25,7 @@ ONLY = frozenset({KEYS[1]})
 
 
 @pytest.mark.parametrize("only", [None, ONLY])
-async def test_fault_fail(only: frozenset | None) -> None:
+async def test_fail_affects_the_chosen_keys_only(only: frozenset | None) -> None:
     async with opened(FaultyBackend(memory())) as faulty:
         await faulty.put(chunks(range(3)))
         faulty.fault, faulty.only = Fault.FAIL, only
@@ -39,7 +39,7 @@ async def test_fault_fail(only: frozenset | None) -> None:
         assert list(await faulty.contains(KEYS)) == affected
 
 
-async def test_fault_full_and_forget() -> None:
+async def test_full_and_forget_store_nothing() -> None:
     async with opened(FaultyBackend(memory())) as faulty:
         faulty.fault, faulty.only = Fault.FULL, ONLY
         assert list(await faulty.put(chunks(range(3)))) == [OK, FULL, OK]
@@ -49,7 +49,7 @@ async def test_fault_full_and_forget() -> None:
         assert list(await faulty.get(blanks(range(3)))) == [OK, MISS, OK]
 
 
-async def test_fault_raise_and_short() -> None:
+async def test_raise_raises_and_short_answers_too_little() -> None:
     async with opened(FaultyBackend(memory())) as faulty:
         faulty.fault, faulty.only = Fault.RAISE, ONLY
         assert list(await faulty.put(chunks([0, 2]))) == [OK, OK]

@@ -406,7 +406,7 @@ async def test_rdma_without_the_library_fails_with_the_pip_command(monkeypatch: 
         await backend.open()
 
 
-def test_device_in_the_url() -> None:
+def test_url_may_name_the_device() -> None:
     written = {"name": "pool", "type": "infinistore", "url": "infinistore://h:12345/?device=mlx5_1"}
     settings = InfiniStoreSettings.model_validate(written)
     assert (settings.url, settings.host, settings.port) == ("infinistore://h:12345", "h", 12345)

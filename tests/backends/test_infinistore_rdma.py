@@ -131,7 +131,7 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-async def test_batches_of_different_lengths(library: Library, arena: Arena) -> None:
+async def test_chunks_of_different_lengths_are_one_batch(library: Library, arena: Arena) -> None:
     lengths = [MIB, 4096, MIB, 9000]
     puts = [
         (key, arena.view(n * MIB, length)) for n, (key, length) in enumerate(zip(KEYS, lengths, strict=True))
@@ -183,7 +183,9 @@ async def test_unanswered_transfer_fails_and_closes_its_connection(library: Libr
 
 
 @pytest.mark.parametrize(("fault", "outcome"), [("507", FULL), ("503", FAILED)])
-async def test_error_codes(library: Library, arena: Arena, fault: str, outcome: object) -> None:
+async def test_error_codes_become_outcomes(
+    library: Library, arena: Arena, fault: str, outcome: object
+) -> None:
     items = [(KEYS[0], arena.view(0, MIB))]
     async with opened(library, arena) as backend:
         library.fault = fault
@@ -192,7 +194,7 @@ async def test_error_codes(library: Library, arena: Arena, fault: str, outcome: 
         assert list(await backend.put(items)) == [OK]
 
 
-async def test_no_device(library: Library, arena: Arena) -> None:
+async def test_missing_device_is_reported_with_its_setting(library: Library, arena: Arena) -> None:
     async with opened(library, arena) as backend:
         library.fault = "no device"
         assert list(await backend.put([(KEYS[0], arena.view(0, MIB))])) == [FAILED]

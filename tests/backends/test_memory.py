@@ -125,7 +125,9 @@ async def test_failed_allocation_names_the_tier(monkeypatch: pytest.MonkeyPatch)
         await HugePageBackend(settings).open()
 
 
-async def test_missing_huge_pages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_missing_huge_pages_are_refused_or_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     # More than any test machine has reserved.
     settings = {"name": "huge", "type": "hugepage", "capacity": 1 << 46}
     with pytest.raises(TierError, match=r"tier 'huge': .* huge pages .*fallback"):

@@ -117,7 +117,7 @@ async def test_server_killed_during_calls_and_restarted_empty(server: MooncakeSe
         assert list(await backend.contains(KEYS)) == [False] * (len(KEYS) - 1) + [True]
 
 
-async def test_paused_server(server: MooncakeServer) -> None:
+async def test_paused_server_costs_the_deadline(server: MooncakeServer) -> None:
     async with opened(server.tier(), deadline=0.5) as backend:
         assert list(await backend.put([(KEYS[0], filled(MIB))])) == [OK]
         server.pause()
@@ -180,7 +180,7 @@ async def test_calls_fail_if_all_threads_are_blocked(server: MooncakeServer) -> 
 # Full pools.
 
 
-async def test_full_pool(server: MooncakeServer) -> None:
+async def test_full_pool_refuses_chunks_until_others_are_deleted(server: MooncakeServer) -> None:
     async with opened(server.tier(), deadline=5) as backend:
         huge = memoryview(mmap.mmap(-1, 600 * MIB))
         assert list(await backend.put([(KEYS[0], huge), (KEYS[1], filled(MIB))])) == [FULL, OK]
@@ -272,7 +272,9 @@ def has_rdma() -> bool:
 @pytest.mark.skipif(has_rdma(), reason="the pool of the tests uses TCP")
 @pytest.mark.parametrize("protocol", ["tcp", "rdma"])
 @pytest.mark.parametrize("joined", [False, True], ids=["before it joins", "after"])
-async def test_registered_arena(server: MooncakeServer, joined: bool, protocol: str) -> None:
+async def test_arena_is_registered_before_or_after_joining(
+    server: MooncakeServer, joined: bool, protocol: str
+) -> None:
     """Without an RDMA device, the library falls back to TCP but still requires registered memory."""
     arena = Arena.create(16 * MIB)
     source, target = arena.allocate(4 * MIB), arena.allocate(4 * MIB)
@@ -363,7 +365,7 @@ async def test_close_leaks_no_descriptors_or_threads(server: MooncakeServer) -> 
 @pytest.mark.parametrize(
     "reply", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["no reply", "a web server"]
 )
-async def test_server_of_another_protocol(reply: bytes) -> None:
+async def test_server_of_another_protocol_fails_every_call(reply: bytes) -> None:
     with socket.create_server((HOST, 0)) as listener:
 
         def serve() -> None:
@@ -394,7 +396,7 @@ async def test_server_of_another_protocol(reply: bytes) -> None:
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1:1", "[::1]:1", "nowhere.invalid:1"])
-async def test_unreachable_master(master: str) -> None:
+async def test_unreachable_master_fails_every_call(master: str) -> None:
     async with opened({"type": "mooncake", "master": master}) as backend:
         for call in (backend.contains, backend.delete):
             with pytest.raises(ConnectionError, match="the pool does not answer"):
@@ -428,7 +430,9 @@ def test_invalid_settings(settings: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("broken", "message"), [("absent", "pip install 'kvtier\\[mooncake\\]'"), ("unloadable", "libibverbs1")]
 )
-async def test_missing_library(monkeypatch: pytest.MonkeyPatch, broken: str, message: str) -> None:
+async def test_missing_library_is_reported_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, broken: str, message: str
+) -> None:
     def load(name: str) -> Any:
         raise (
             ModuleNotFoundError(name) if broken == "absent" else ImportError("libibverbs.so.1: no such file")

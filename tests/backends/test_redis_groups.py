@@ -62,7 +62,9 @@ async def all_held(backend: Backend) -> bool:
         return False
 
 
-async def test_sentinel_failover(sentinels: Sentinels, caplog: pytest.LogCaptureFixture) -> None:
+async def test_sentinels_name_the_primary_after_a_failover(
+    sentinels: Sentinels, caplog: pytest.LogCaptureFixture
+) -> None:
     async with opened(sentinels, deadline=2) as backend:
         await assert_works(backend)
         assert "used" in await backend.check()
@@ -166,7 +168,7 @@ async def test_dead_node_fails_only_its_own_keys(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])
-async def test_cluster_failover(
+async def test_replica_takes_over_from_a_killed_primary_of_a_cluster(
     kind: type[RedisServer], tmp_path: Path, secure: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A primary, which is also the node in the URL, is killed during traffic: its replica takes over."""
@@ -203,7 +205,7 @@ async def test_cluster_failover(
     assert all("failed: " in message for message in warnings(caplog))
 
 
-async def test_node_without_slots(
+async def test_cluster_without_all_slots_is_reported(
     kind: type[RedisServer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with kind(tmp_path, options=["--cluster-enabled", "yes", "--cluster-port", str(free_port())]) as node:
@@ -220,7 +222,9 @@ async def test_node_without_slots(
     assert warnings(caplog) == [f"pool: {message}"]
 
 
-async def test_slot_migration(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+async def test_chunks_are_found_while_their_slot_migrates(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     """All keys are in one slot. During the migration, each node holds half of them."""
     prefix = "kvtier{tag}:"
     slot = slot_of(prefix.encode())

@@ -49,7 +49,9 @@ def server(start: Start) -> RedisServer:
     return start()
 
 
-async def test_server_that_starts_later(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_backend_waits_for_a_server_that_starts_later(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     server.kill()
     async with opened(server) as backend:
         for _ in range(3):
@@ -186,7 +188,7 @@ async def test_evicting_server_is_never_full(start: Start) -> None:
         ({"password": None}, "requires a password: set `password`"),
     ],
 )
-async def test_rejected_password(
+async def test_rejected_password_is_reported_with_its_setting(
     start: Start, credentials: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start(password="sesame")
@@ -233,7 +235,9 @@ async def test_password_for_a_server_without_one(
     assert len(warnings(caplog)) == 2
 
 
-async def test_user_without_permission(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+async def test_user_without_permission_reads_but_does_not_write(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     server = start(options=["--user", "reader", "on", ">sesame", "~kvtier:*", "+get", "+exists", "+unlink"])
     async with opened(server) as backend:
         await assert_works(backend)
@@ -261,7 +265,7 @@ async def test_databases_and_prefixes_are_separate(server: RedisServer) -> None:
         await assert_unreachable(backend)
 
 
-async def test_expiry(server: RedisServer) -> None:
+async def test_server_expires_chunks_after_the_ttl(server: RedisServer) -> None:
     async with opened(server, ttl=0.05) as backend:
         assert backend.ttl == 0.05
         assert list(await backend.put(values(MIB))) == [OK] * len(KEYS)
@@ -293,7 +297,9 @@ async def test_value_larger_than_the_server_accepts(start: Start, caplog: pytest
         await assert_works(backend, 1000)
 
 
-async def test_too_many_clients(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+async def test_full_server_names_the_setting_of_its_clients(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     server = start(options=["--maxclients", "1"])
     with server.connection() as connection:
         connection.send([encode(b"PING")])
@@ -341,7 +347,7 @@ async def test_connections_and_threads_are_bounded(server: RedisServer) -> None:
     assert threading.active_count() < 20
 
 
-async def test_large_batch(server: RedisServer) -> None:
+async def test_thousands_of_keys_are_one_batch(server: RedisServer) -> None:
     keys = [make_key(number) for number in range(5000)]
     async with opened(server) as backend:
         assert set(await backend.put(values(100, keys[::2]))) == {OK}

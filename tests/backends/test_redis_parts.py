@@ -41,20 +41,20 @@ def fetch(server: RedisServer, length: int) -> tuple[Outcome, bytes, bool]:
 @pytest.mark.parametrize(
     "length", [protocol.LONG_BYTES + 1, 3 * protocol.PART_BYTES, 5 * protocol.PART_BYTES + 7]
 )
-def test_long_value(server: RedisServer, length: int) -> None:
+def test_long_value_is_fetched_in_parts(server: RedisServer, length: int) -> None:
     value = os.urandom(length)
     server.command("SET", COMMANDS.name(KEY), value)
     assert fetch(server, length) == (Outcome.OK, value, True)
 
 
-def test_missing_value(server: RedisServer) -> None:
+def test_missing_value_is_a_miss(server: RedisServer) -> None:
     server.command("DEL", COMMANDS.name(KEY))
     outcome, _, in_sync = fetch(server, 2 << 20)
     assert (outcome, in_sync) == (Outcome.MISS, True)
 
 
 @pytest.mark.parametrize("length", [5, 1 << 20, 3 << 20])
-def test_value_of_another_length(server: RedisServer, length: int) -> None:
+def test_value_of_another_length_is_a_miss(server: RedisServer, length: int) -> None:
     server.command("SET", COMMANDS.name(KEY), bytes(length))
     outcome, _, _ = fetch(server, 2 << 20)
     assert outcome is Outcome.MISS
@@ -86,7 +86,7 @@ def test_value_changed_during_the_read(
 
 
 @pytest.mark.parametrize("denied", [["-watch"], ["-watch", "-strlen", "-getrange"], ["-multi", "-exec"]])
-def test_user_without_some_commands(server: RedisServer, denied: list[str]) -> None:
+def test_value_is_fetched_whole_without_permission_for_parts(server: RedisServer, denied: list[str]) -> None:
     value = os.urandom(3 << 20)
     server.command("SET", COMMANDS.name(KEY), value)
     server.command("ACL", "SETUSER", "default", *denied)

@@ -139,7 +139,7 @@ async def test_replies_before_an_invalid_one_are_used(
                 assert items[0][1] == b"abc"
 
 
-async def test_check_of_another_protocol() -> None:
+async def test_check_reports_a_server_of_another_protocol() -> None:
     with scripted_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         async with opened_on_port(port) as backend:
             with pytest.raises(TierError, match=f"{HOST}:{port} sent an unexpected reply"):
@@ -198,7 +198,7 @@ async def test_replica_is_read_only(start: Start, caplog: pytest.LogCaptureFixtu
     assert "is a read-only replica: set `url` to its primary" in warning
 
 
-async def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_library_is_reported_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "redis.asyncio", None)
     backend = RedisBackend(RedisSettings(name="pool", type="redis", url="redis://cache"))
     with pytest.raises(TierError, match=r"pip install 'kvtier\[redis\]'"):

@@ -72,7 +72,7 @@ async def test_self_signed_certificate_as_ca_file(scheme: str, serve: Serve, fil
         assert " used" in await backend.check()
 
 
-async def test_untrusted_certificate(
+async def test_untrusted_certificate_is_rejected(
     scheme: str, serve: Serve, files: TLSFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve(tls=files)
@@ -82,7 +82,7 @@ async def test_untrusted_certificate(
         )
 
 
-async def test_certificate_of_another_authority(
+async def test_certificate_of_another_authority_is_rejected(
     scheme: str, serve: Serve, files: TLSFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, other = serve(tls=files), make_certificate(tmp_path / "other")
@@ -92,7 +92,7 @@ async def test_certificate_of_another_authority(
         )
 
 
-async def test_certificate_for_another_host(
+async def test_certificate_for_another_host_is_rejected(
     scheme: str, serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve(tls=make_certificate(tmp_path / "tls", name="DNS:cache.internal"))
@@ -100,7 +100,7 @@ async def test_certificate_for_another_host(
         await assert_rejected(backend, "cannot be verified: IP address mismatch", caplog)
 
 
-async def test_client_certificate(
+async def test_client_certificate_is_sent_if_the_server_requires_it(
     scheme: str, serve: Serve, files: TLSFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve(tls=files, options=["--tls-auth-clients", "yes"])
@@ -160,7 +160,7 @@ async def test_client_is_rejected_after_its_handshake(
             assert "check `certificate_file` and `key_file`" in str(backend._pool.last_fault)
 
 
-async def test_expired_certificate(
+async def test_expired_certificate_is_rejected(
     scheme: str,
     serve: Serve,
     files: TLSFiles,
@@ -195,7 +195,7 @@ async def test_tls_mismatch_between_client_and_server(
 
 
 @pytest.mark.parametrize("setting", ["ca_file", "certificate_file"])
-async def test_file_without_a_certificate(
+async def test_file_without_a_certificate_is_refused(
     scheme: str, serve: Serve, files: TLSFiles, setting: str, tmp_path: Path
 ) -> None:
     server = serve(tls=files)

@@ -77,7 +77,7 @@ def encode_reply(kind: str, number: int) -> bytes:
 
 
 @given(st.lists(replies, min_size=1, max_size=12), st.lists(st.integers(0, 1 << 30), max_size=8))
-def test_replies_in_any_pieces(expected_replies: list[tuple[str, int]], cuts: list[int]) -> None:
+def test_replies_may_arrive_in_any_pieces(expected_replies: list[tuple[str, int]], cuts: list[int]) -> None:
     with connected() as (connection, peer), ThreadPoolExecutor(1) as threads:
         sending = threads.submit(
             deliver, peer, b"".join(encode_reply(*reply) for reply in expected_replies), cuts
@@ -210,5 +210,5 @@ def test_deadline_expired_from_another_thread() -> None:
             deadline.remaining()
 
 
-def test_encode_command() -> None:
+def test_command_is_encoded_as_an_array() -> None:
     assert encode(b"SET", b"a b", b"") == b"*3\r\n$3\r\nSET\r\n$3\r\na b\r\n$0\r\n\r\n"

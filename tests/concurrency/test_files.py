@@ -29,7 +29,7 @@ async def test_one_holder_at_a_time(tmp_path: Path) -> None:
     await lock.release()
 
 
-async def test_holder_without_a_name(tmp_path: Path) -> None:
+async def test_holder_without_a_name_is_another_process(tmp_path: Path) -> None:
     lock = await LockFile.acquire(tmp_path / "lock", "")
     assert holder_of(tmp_path / "lock") == "another process"
     with pytest.raises(FileLocked, match="another process"):
@@ -37,7 +37,7 @@ async def test_holder_without_a_name(tmp_path: Path) -> None:
     await lock.release()
 
 
-async def test_missing_folder(tmp_path: Path) -> None:
+async def test_lock_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         await LockFile.acquire(tmp_path / "none" / "lock", "me")
     assert holder_of(tmp_path / "none" / "lock") is None

@@ -163,6 +163,6 @@ def test_starting_thread_keeps_its_placement() -> None:
     assert found[0].cpus == [max(os.sched_getaffinity(0))]
 
 
-def test_list_format() -> None:
+def test_processors_are_listed_as_ranges() -> None:
     assert placement.list_format([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     assert placement.list_format([]) == ""

@@ -55,7 +55,7 @@ async def _set_after(event: anyio.Event, seconds: float) -> None:
     event.set()
 
 
-async def test_result() -> None:
+async def test_detached_task_returns_its_result() -> None:
     async def answer() -> int:
         await anyio.lowlevel.checkpoint()
         return 42

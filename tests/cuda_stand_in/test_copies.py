@@ -83,7 +83,7 @@ def saved(layout: ChunkLayout, arena: ArenaMap, selected: list[ChunkCopy]) -> se
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_save_and_load(
+def test_loaded_pages_are_those_that_were_saved(
     layout: ChunkLayout, arena: ArenaMap, stand_in: StandIn, open_engine: Callable[[ChunkLayout], Engine]
 ) -> None:
     engine, selected = open_engine(layout), chunks(layout, 2)
@@ -126,7 +126,7 @@ def test_close_unpins_even_if_the_thread_that_pinned_still_runs(
     again.close()
 
 
-def test_close_during_registration(
+def test_close_waits_for_a_registration(
     arena: ArenaMap,
     stand_in: StandIn,
     open_engine: Callable[[ChunkLayout], Engine],

@@ -62,7 +62,7 @@ def _close(copying: CudaCopies, arena: ArenaMap, errors: list[str]) -> None:
         errors.append(str(error))
 
 
-def test_without_a_fault(stand_in: StandIn, arena: ArenaMap) -> None:
+def test_nothing_fails_without_a_fault(stand_in: StandIn, arena: ArenaMap) -> None:
     assert use_everything(stand_in, arena) == []
     assert saved(SIMPLE, arena, chunks(SIMPLE, 2)[:1])
 

@@ -57,13 +57,13 @@ def test_unchanged_sources_pass(sources: Path) -> None:
 
 
 @pytest.mark.parametrize("mutated", CPP, indirect=True, ids=[mutation.name for mutation in CPP])
-def test_cpp(mutated: Path) -> None:
+def test_cpp_tests_find_each_mutation(mutated: Path) -> None:
     folder = build(*PROGRAMS, sources=mutated, folder=mutated.parent / "build")
     assert not all(passes(folder / name) for name in PROGRAMS)
 
 
 @pytest.mark.parametrize("mutation", PYTHON, ids=[mutation.name for mutation in PYTHON])
-def test_python(mutation: Mutation) -> None:
+def test_python_tests_find_each_mutation(mutation: Mutation) -> None:
     change = json.dumps([mutation.path, mutation.old, mutation.new])
     in_worker = mutation.path in (WORKER, IN_FLIGHT) or mutation.in_worker
     tests = ["tests/integrations/test_cuda.py"] if in_worker else ["tests/cuda_stand_in"]

@@ -28,7 +28,7 @@ def located(library: str) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(bool(SANITIZER), reason="runs with a sanitizer already")
 @pytest.mark.parametrize("sanitizer", LIBRARIES)
-def test_with_sanitizer(sanitizer: str) -> None:
+def test_sanitizers_find_nothing(sanitizer: str) -> None:
     # The sanitizer intercepts exceptions, and finds the functions for them only in a library that is loaded.
     libraries = [located(name) for name in (LIBRARIES[sanitizer], "libstdc++.so.6")]
     folder = "tests/cuda_stand_in"

@@ -114,7 +114,7 @@ def test_memory_is_closed_again_if_torch_cannot_map_it(
     assert stand_in.calls()[-1] == "cuIpcCloseMemHandle"
 
 
-def test_open_fails(stand_in: StandIn) -> None:
+def test_failed_open_names_the_call_and_its_error(stand_in: StandIn) -> None:
     _, handle = allocate_on_gpu(LENGTH)
     stand_in.fail(len(stand_in.calls()) + 1)
     with pytest.raises(RuntimeError, match="cuIpcOpenMemHandle failed with CUDA error 2"):

@@ -105,7 +105,9 @@ def test_native_keys_match_python(tokens: list[int], size: int, tail: bool, extr
     ],
 )
 @pytest.mark.parametrize("with_native", [True, False], ids=["native", "python"])
-def test_accepted_token_types(kind: Any, with_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_any_type_have_the_same_keys(
+    kind: Any, with_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = random.Random(1).choices(range(2**16), k=1000)
     expected = python_keys(tokens, 64, tail=True)
     if not with_native:

@@ -21,7 +21,7 @@ def test_native_core_is_built_if_a_compiler_exists() -> None:
     assert native.available(), native.summary()
 
 
-def test_build_info() -> None:
+def test_build_info_says_what_was_compiled() -> None:
     if not native.available():
         pytest.skip(native.summary())
     info = native.core.build_info()

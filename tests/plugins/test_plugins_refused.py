@@ -48,7 +48,7 @@ def test_two_plugins_with_the_same_name(plugins: Plugins) -> None:
         plugins.register(plugin(), "mine", "yours 2")
 
 
-def test_unknown_hook(plugins: Plugins) -> None:
+def test_unknown_hook_is_refused(plugins: Plugins) -> None:
     with pytest.raises(PluginError, match=r"mine \(mine 1\) does not match kvtier's hooks: .*kvtier_backend"):
         plugins.register(plugin(kvtier_backend=lambda: {"a": CpuBackend}), "mine", "mine 1")
 
@@ -58,7 +58,7 @@ def test_hook_with_wrong_arguments(plugins: Plugins) -> None:
         plugins.register(plugin(kvtier_observers=lambda settings, more: []), "mine", "mine 1")
 
 
-def test_hook_that_raises(plugins: Plugins) -> None:
+def test_hook_that_raises_is_refused(plugins: Plugins) -> None:
     def fail() -> None:
         raise ZeroDivisionError("oh")
 
@@ -108,7 +108,7 @@ def test_observers_of_all_plugins_are_collected(plugins: Plugins) -> None:
     assert plugins.observers(Settings()) == [first, second]
 
 
-def test_unknown_transport(plugins: Plugins) -> None:
+def test_unknown_transport_is_refused(plugins: Plugins) -> None:
     with pytest.raises(SettingsError, match=r"unknown transport 'pigeon'"):
         plugins.transport("pigeon")
 

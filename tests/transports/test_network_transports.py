@@ -143,13 +143,13 @@ def write_and_check(hosts: Pair) -> None:
     assert hosts.far.call("holds", spans=spans, seed=100)
 
 
-def test_delay(pair: Pair) -> None:
+def test_transfers_survive_delay(pair: Pair) -> None:
     pair.network.delay(0.02)
     assert pair.read(pair.grant(LENGTHS)) == {"ok"}
     write_and_check(pair)
 
 
-def test_loss(pair: Pair) -> None:
+def test_transfers_survive_lost_packets(pair: Pair) -> None:
     pair.network.loss(0.02)
     spans = pair.grant(LENGTHS)
     # Repeat until packets were lost: one round may not lose any.
@@ -200,7 +200,7 @@ def test_partition_longer_than_deadline(strict_pair: Pair) -> None:
 
 
 @pytest.mark.slow
-def test_repeated_partitions(strict_pair: Pair) -> None:
+def test_transfers_survive_repeated_partitions(strict_pair: Pair) -> None:
     network = strict_pair.network
     long_spans, short_spans = strict_pair.grant(LONG), strict_pair.grant(LENGTHS)
     wait_until(lambda: strict_pair.read(short_spans) == {"ok"})

@@ -157,7 +157,7 @@ async def test_memory_outside_the_arena_and_read_only_memory(peer: OtherProcess)
         everything.release()
 
 
-async def test_empty_spans(peer: OtherProcess) -> None:
+async def test_empty_spans_are_read(peer: OtherProcess) -> None:
     async with open_link(peer, SHARED_MEMORY_SETTINGS) as (_, _, link):
         empty = (await peer.grant([4096]))[0]._replace(length=0)
         with anyio.fail_after(10):

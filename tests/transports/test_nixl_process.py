@@ -179,7 +179,7 @@ async def test_cancelled_wait_ends_the_process_of_a_transfer_that_does_not_end(
     assert batch.results == [LOST]
 
 
-async def test_killed_process(start: Start) -> None:
+async def test_killed_process_ends_requests_and_transfers(start: Start) -> None:
     nixl_process = await start()
     await nixl_process.add_peer("slow", 4096, b"metadata")
     batch = nixl_process.transfer("slow", [parts()] * 2, write=True)
@@ -280,7 +280,7 @@ def many_descriptors() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_descriptors")
-async def test_descriptors_above_1023(start: Start) -> None:
+async def test_descriptors_may_be_above_1023(start: Start) -> None:
     nixl_process = await start()
     await nixl_process.add_peer("peer", 4096, b"metadata")
     batch = nixl_process.transfer("peer", [parts()], write=True)

@@ -120,7 +120,7 @@ def test_total_length_beyond_limit_is_refused() -> None:
 
 
 @given(st.sampled_from(Access), st.lists(st.booleans(), min_size=1, max_size=MAX_SPANS))
-def test_answer_round_trip(access: Access, granted: list[bool]) -> None:
+def test_answer_is_decoded_as_it_was_encoded(access: Access, granted: list[bool]) -> None:
     data = encode_answer(access, granted)
     assert len(data) == answer_bytes(len(granted))
     expected = [Outcome.OK if is_granted else Outcome.MISS for is_granted in granted]
