@@ -16,8 +16,7 @@ from kvtier.cache import TieredCache
 from kvtier.pipeline.store import Reservation
 
 if TYPE_CHECKING:
-    from kvtier.peers.kv_transfer import KVTransfer as Transfer
-    from kvtier.peers.staging.buffers import Staging
+    from kvtier.peers.staging.push import StagedWrite
 
 
 @dataclass(slots=True)
@@ -25,9 +24,8 @@ class PendingWrite:
     """A reservation, and the ranks that have finished with their slices of it."""
 
     reservation: Reservation
-    transfer: Transfer | None = None
-    """The transfer that pushes it, if it is in ``staging``."""
-    staging: Staging | None = None
+    staged: StagedWrite | None = None
+    """Set if it is in a staging buffer instead of the arena."""
     ranks: int = 0
     """Bit mask of the ranks that have stopped writing to it."""
     void: bool = False
@@ -38,7 +36,7 @@ class PendingWrite:
     @property
     def arena_bytes(self) -> int:
         """Bytes of the arena; 0 in a staging buffer."""
-        return self.reservation.lease.length if self.transfer is None else 0
+        return self.reservation.lease.length if self.staged is None else 0
 
 
 class PendingWrites:
@@ -56,15 +54,15 @@ class PendingWrites:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, number: int, filling: PendingWrite) -> None:
+    def add(self, number: int, write: PendingWrite) -> None:
         """Add a reservation."""
-        self._open[number] = filling
-        self._bytes += filling.arena_bytes
+        self._open[number] = write
+        self._bytes += write.arena_bytes
 
     def _remove(self, number: int) -> PendingWrite:
-        filling = self._open.pop(number)
-        self._bytes -= filling.arena_bytes
-        return filling
+        write = self._open.pop(number)
+        self._bytes -= write.arena_bytes
+        return write
 
     def void_all(self) -> None:
         """Void all. Without a scheduler, it is not known which of them a worker is filling."""
@@ -111,7 +109,7 @@ class PendingWrites:
 
     def _filled_by(self, rank: int) -> set[int]:
         """Return the reservations to which a rank may write."""
-        return {number for number, filling in self._open.items() if not filling.ranks >> rank & 1}
+        return {number for number, write in self._open.items() if not write.ranks >> rank & 1}
 
     def give_up(self, leases: Sequence[int], rank: int) -> None:
         """Record that a rank will not fill its slices. Memory is freed after the last rank has finished."""
@@ -120,20 +118,20 @@ class PendingWrites:
 
     def void(self, writes: Sequence[PendingWrite]) -> None:
         """Let others store these chunks. Their memory is kept until all ranks have finished."""
-        fresh = [filling for filling in writes if not filling.void]
-        self._cache.void([filling.reservation for filling in fresh if filling.transfer is None])
-        for filling in fresh:
-            filling.void = True
+        fresh = [write for write in writes if not write.void]
+        self._cache.void([write.reservation for write in fresh if write.staged is None])
+        for write in fresh:
+            write.void = True
 
     def finish(self, leases: Sequence[int], rank: int) -> list[PendingWrite]:
         """Record that a rank has stopped writing to its slices; return what all ranks have finished."""
         done = []
         for number in leases:
-            filling = self._open.get(number)
-            if filling is None:
+            write = self._open.get(number)
+            if write is None:
                 continue
-            filling.ranks |= 1 << rank
-            if filling.ranks.bit_count() == self._ranks:
+            write.ranks |= 1 << rank
+            if write.ranks.bit_count() == self._ranks:
                 done.append(self._remove(number))
         return done
 
@@ -144,17 +142,17 @@ class PendingWrites:
     def discard(self, writes: Sequence[PendingWrite]) -> None:
         """Release the memory of reservations to which no rank writes."""
         self.void(writes)
-        for filling in writes:
-            if filling.transfer is None:
-                filling.reservation.lease.release()
+        for write in writes:
+            if write.staged is None:
+                write.reservation.lease.release()
             else:
-                filling.transfer.give_up(filling.reservation)
+                write.staged.give_up()
 
     def close(self) -> None:
         """Release all to which no process may write: no client is connected. Idempotent."""
         self.void_all()
         written = [known & self._filled_by(rank) for rank, known in self._departed.values()]
-        kept = {number for number in set[int]().union(*written) if self._open[number].staging is None}
+        kept = {number for number in set[int]().union(*written) if self._open[number].staged is None}
         self.abandon([number for number in self._open if number not in kept])
 
     @property
@@ -165,12 +163,12 @@ class PendingWrites:
     @property
     def void_bytes(self) -> int:
         """Those of them that are out of use, because a process may still write to them."""
-        return sum(filling.arena_bytes for filling in self._open.values() if filling.void)
+        return sum(write.arena_bytes for write in self._open.values() if write.void)
 
     @property
     def all_void(self) -> bool:
         """Whether no chunk is being stored."""
-        return all(filling.void for filling in self._open.values())
+        return all(write.void for write in self._open.values())
 
 
 SO_PEERPIDFD = 77

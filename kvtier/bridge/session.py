@@ -405,8 +405,8 @@ class EngineSession:
         for write in self.writes.finish(leases, rank):
             if write.void:
                 void.append(write)
-            elif write.transfer is not None and write.staging is not None:
-                write.transfer.staged(write.staging, write.reservation)
+            elif write.staged is not None:
+                write.staged.complete()
             else:
                 complete.append(write)
         self._cache.commit([write.reservation for write in complete])
@@ -441,5 +441,5 @@ def _stage(staging: Staging | None, transfer: Transfer | None, header: ChunkHead
     """Reserve room in the staging buffer if a chunk is to be pushed from there."""
     if staging is None or transfer is None:
         return None
-    reservation = transfer.stage(staging, header)
-    return None if reservation is None else PendingWrite(reservation, transfer, staging)
+    staged = transfer.staging.reserve(staging, header)
+    return None if staged is None else PendingWrite(staged.reservation, staged)

@@ -31,17 +31,14 @@ from kvtier.catalog.catalog import State
 from kvtier.errors import ChannelError, PeerError
 from kvtier.events import Observer
 from kvtier.logs import ChangedWarnings
-from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.protocol import MAX_IN_ONE
 from kvtier.peers.push import Pusher, PushOutcome
 from kvtier.peers.source import Source
-from kvtier.peers.staging.buffers import Staging
 from kvtier.peers.staging.push import StagedChunks
 from kvtier.peers.targets import Targets, UnnamedTarget
-from kvtier.pipeline.store import Reservation
 from kvtier.settings.peer import split_address
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.router import FIRST
@@ -112,7 +109,7 @@ class KVTransfer:
         self.last_error = ""
         """The last error, as text."""
         self.pushed_bytes = 0
-        self.staging = StagedChunks()
+        self.staging = StagedChunks(self._wants, self._staged)
         """Queued and in-flight chunks that are transferred from a staging buffer."""
         self._transfers = transfers
         self._number = number
@@ -183,32 +180,12 @@ class KVTransfer:
             self._leases[key] = lease
         self._notify()
 
-    def stage(self, staging: Staging, header: ChunkHeader) -> Reservation | None:
-        """Reserve room in a staging buffer here for a chunk to transfer from there; ``None`` if it is not.
+    def _wants(self, key: ChunkKey) -> bool:
+        """Return whether a chunk is still to be pushed, and not READY in the first tier."""
+        return key in self._awaited and not self._failed
 
-        The caller fills it, and then calls :meth:`staged` or :meth:`give_up`.
-        """
-        reservation = staging.take(header) if self._stages(header.key) else None
-        self.staging.filling += reservation is not None
-        return reservation
-
-    def _stages(self, key: ChunkKey) -> bool:
-        """Return whether to transfer a chunk from a staging buffer: it is not READY, and the peer has one."""
-        return key in self._awaited and not self._failed and not self.staging.refused
-
-    def give_up(self, chunk: Reservation) -> None:
-        """Release the room of :meth:`stage`, which will not be filled."""
-        self.staging.filling -= 1
-        chunk.lease.release()
-
-    def staged(self, staging: Staging, chunk: Reservation) -> None:
-        """Queue a chunk that is complete in the room of :meth:`stage`. Takes ownership of its lease."""
-        self.staging.filling -= 1
-        key = chunk.header.key
-        if not self._stages(key):
-            chunk.lease.release()
-            return
-        self.staging.add(staging, chunk)
+    def _staged(self, key: ChunkKey) -> None:
+        """Queue a chunk that is complete in a staging buffer."""
         self._transfers.stop_awaiting(key, self)
         self.ready(key)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import anyio
 
 from kvtier.errors import PeerError
 from kvtier.logs import printable
+from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.protocol import Stage, Staged
 from kvtier.peers.push import Pusher, PushOutcome, RemoteRoom
@@ -26,30 +28,63 @@ REFUSED_SECONDS = 1.0
 LOST = "the write to its staging buffer failed"
 
 
+class StagedWrite(NamedTuple):
+    """Room in a staging buffer here for one chunk, which the engine's workers fill. Owns its lease."""
+
+    chunks: StagedChunks
+    staging: Staging
+    reservation: Reservation
+
+    def complete(self) -> None:
+        """Push the chunk from the staging buffer, if it is still wanted: all workers have filled it."""
+        self.chunks.filling -= 1
+        self.chunks.add(self.staging, self.reservation)
+
+    def give_up(self) -> None:
+        """Release the room: it will not be filled."""
+        self.chunks.filling -= 1
+        self.reservation.lease.release()
+
+
 class StagedChunks:
     """The chunks of one KV transfer that are pushed from staging buffers. Owns their leases."""
 
-    def __init__(self) -> None:
+    def __init__(self, wants: Callable[[ChunkKey], bool], staged: Callable[[ChunkKey], None]) -> None:
+        """``wants``: whether a chunk is still to be pushed. ``staged``: called when one can be."""
         self.filling = 0
-        """Chunks that the engine is copying to a staging buffer. Maintained by the transfer."""
+        """Chunks that the engine is copying to a staging buffer."""
         self.pushed = 0
         """Chunks that were transferred between staging buffers."""
         self.last_error = ""
         """Why chunks last fell back to the first tier, as text."""
+        self._wants = wants
+        self._staged = staged
         self._refused_until = 0.0
         self._chunks: dict[ChunkKey, tuple[Staging, Reservation]] = {}
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._chunks
 
-    @property
-    def refused(self) -> bool:
-        """Whether the peer had no usable staging buffers a moment ago. It may recreate lost ones."""
-        return time.monotonic() < self._refused_until
+    def reserve(self, staging: Staging, header: ChunkHeader) -> StagedWrite | None:
+        """Reserve room here for a chunk to push from there; ``None`` without room, or if it is not wanted."""
+        reservation = staging.take(header) if self._stages(header.key) else None
+        if reservation is None:
+            return None
+        self.filling += 1
+        return StagedWrite(self, staging, reservation)
 
     def add(self, staging: Staging, chunk: Reservation) -> None:
-        """Add a chunk that is complete in a staging buffer here."""
-        self._chunks[chunk.header.key] = staging, chunk
+        """Take over a chunk that is complete in a staging buffer here."""
+        key = chunk.header.key
+        if not self._stages(key):
+            chunk.lease.release()
+            return
+        self._chunks[key] = staging, chunk
+        self._staged(key)
+
+    def _stages(self, key: ChunkKey) -> bool:
+        # A peer that had no usable staging buffers a moment ago may be recreating lost ones.
+        return self._wants(key) and time.monotonic() >= self._refused_until
 
     def dequeue(self, queue: deque[ChunkKey], max_bytes: int, max_chunks: int) -> list[ChunkBytes]:
         """Remove the leading keys of a queue that are in one staging buffer here; at least one if any is."""
