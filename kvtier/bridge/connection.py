@@ -92,7 +92,7 @@ class Connection:
         """End this connection, as its client has a new one: nothing more of it is handled."""
         self._replaced = True
         self._leave()
-        self._endpoint.end(ChannelClosed("its client has connected again"))
+        self._endpoint.end(ChannelClosed("the client has connected again"))
 
     async def _admit(self, hello: protocol.Hello) -> None:
         """Return if it is for this cache process; else relay, and raise :class:`ChannelError` at the end."""
@@ -105,7 +105,7 @@ class Connection:
         """Connect a scheduler to the cache process of another host, until that connection ends."""
         engines = self._server.remote_engines
         if engines is None:
-            raise ProtocolError("it cannot authenticate to other hosts: set peer.secret or peer.tls")
+            raise ProtocolError("this host cannot authenticate to other hosts: set peer.secret or peer.tls")
         try:
             far = await engines.connect(hello.to)
         except PeerError as error:

@@ -161,4 +161,4 @@ class CacheProcess:
 
     def _last_log_line(self) -> str:
         lines = self.log.read_bytes()[-MESSAGE_BYTES:].decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it has logged nothing"
+        return lines[-1] if lines else "the log is empty"

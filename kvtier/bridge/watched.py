@@ -42,7 +42,7 @@ class WatchedChunks(Observer):
         keys = dict.fromkeys(split_keys(request.keys))
         self._reported.update(dict.fromkeys(keys, 0))
         if len(self._reported) > MAX_WATCHED_CHUNKS:
-            raise ProtocolError(f"it watches more than {MAX_WATCHED_CHUNKS} chunks")
+            raise ProtocolError(f"the scheduler watches more than {MAX_WATCHED_CHUNKS} chunks")
         self._marked.update(keys)
         self._changes_marked.set()
 

@@ -172,7 +172,7 @@ class PeerClient:
 
     def _record_failure(self, kind: str) -> None:
         if self._breaker.record_failure(kind):
-            self._outage.begin("paused", f"it {kind}")
+            self._outage.begin("paused", kind)
 
     # Connection.
 
@@ -229,14 +229,14 @@ class PeerClient:
         self._seen_instance = printable(welcome.instance)
         if welcome.instance == self._instance:
             remedy = "" if self._temporary else ": remove it from peer.others"
-            raise PeerError(f"it is this instance itself{remedy}")
+            raise PeerError(f"the address is that of this instance itself{remedy}")
         if welcome.transport != self._transport_name:
             raise PeerError(
                 f"peer.transport is {printable(welcome.transport)!r} there and {self._transport_name!r} "
                 "here: set the same on both sides"
             )
         if not 0 < welcome.lease < float("inf"):
-            raise PeerError(f"its lease time of {welcome.lease} s is invalid: see peer.lease there")
+            raise PeerError(f"the lease time of {welcome.lease} s is invalid: see peer.lease there")
 
     async def _watch(self, source: Source) -> None:
         """Mark the peer available once it answers, and probe it while it is paused."""
@@ -266,7 +266,7 @@ class PeerClient:
     def _report_unresponsive(self, unresponsive: bool) -> None:
         if unresponsive:
             self._last_error = "does not answer"
-            self._outage.begin("lost", "it does not answer")
+            self._outage.begin("lost", "does not answer")
         elif self._breaker.reason is None:
             self._outage.end()
 
@@ -277,7 +277,7 @@ class PeerClient:
         elif isinstance(error, ChannelClosed):
             reason = f"connection lost: {reason}"
         elif isinstance(error, Rejected):
-            reason = f"it refuses the connection: {reason}"
+            reason = f"the peer refuses the connection: {reason}"
         self._last_error = printable(reason)
         refused = isinstance(error, PeerError | ProtocolError | Rejected)
         self._outage.begin("refused" if refused else "lost", self._last_error)

@@ -106,7 +106,7 @@ class PeerDialer:
         connection.send([encode(Hello(VERSION, self._instance, purpose))])
         reply = decode_from_server(read_frame(connection.read, MAX_WELCOME_BYTES))
         if isinstance(reply, Refused):
-            raise PeerError(f"it refuses the connection: {printable(reply.reason)}")
+            raise PeerError(f"the peer refuses the connection: {printable(reply.reason)}")
         return check_welcome(reply, Welcome, VERSION)
 
 

@@ -266,15 +266,15 @@ def _leases_of(
     expect_length(reserved.offsets, count)
     listed = [*reserved.positions, *reserved.held, *reserved.pending]
     if len(set(listed)) < len(listed) or any(not 0 <= at < len(headers) for at in listed):
-        raise ProtocolError("its reservation lists chunks that were not requested")
+        raise ProtocolError("the peer's reservation lists chunks that were not requested")
     if count and not (NO_GRANT < reserved.grant <= MAX_NUMBER and 0 < reserved.seconds < float("inf")):
-        raise ProtocolError("its reservation is inconsistent")
+        raise ProtocolError("the reservation is inconsistent")
     ends = sent_at + usable_seconds(reserved.seconds)
     leases = {}
     for number, (at, offset) in enumerate(zip(reserved.positions, reserved.offsets, strict=True)):
         length = headers[at].payload_bytes // shares
         if offset < 0 or offset + length > MAX_NUMBER:
-            raise ProtocolError("its reservation has an invalid offset")
+            raise ProtocolError("the peer's reservation has an invalid offset")
         leases[at] = RemoteLease(
             headers[at].key, reserved.grant, number, offset, length, ready=True, ends=ends
         )

@@ -97,10 +97,10 @@ class Reservations:
         """Make lookups wait for these chunks; return whether they do. Raises :class:`ProtocolError`."""
         keys = split_keys(announcement.keys)
         if len(keys) > MAX_IN_ONE:
-            raise ProtocolError(f"it announces more than {MAX_IN_ONE} chunks at once")
+            raise ProtocolError(f"the client announces more than {MAX_IN_ONE} chunks at once")
         announced = self._announced.setdefault(owner, {})
         if announcement.number in announced:
-            raise ProtocolError("it reuses the number of an open announcement")
+            raise ProtocolError("the client reuses the number of an open announcement")
         owned_chunks = sum(map(len, announced.values())) + len(keys)
         if (
             len(announced) >= MAX_ANNOUNCEMENTS
@@ -273,7 +273,7 @@ class Reservations:
         received = len(request.checksums)
         staged = self._stagings.enabled and self._arena.grants.find_write(request.grant) is None
         if received != needed and (received or not staged):
-            raise ProtocolError("it commits chunks without checksums")
+            raise ProtocolError("the client commits chunks without checksums")
 
     async def commit(self, owner: Hashable, request: Commit) -> list[bool]:
         """Publish the valid chunks, and return which these are. Call :meth:`check` first.
@@ -329,16 +329,16 @@ def _headers(request: Reserve) -> list[ChunkHeader]:
     """Build the chunk headers of a request. Raises :class:`ProtocolError` if they are invalid."""
     keys, parents, lengths = split_keys(request.keys), split_keys(request.parents), request.payload_lengths
     if len(keys) > MAX_RESERVED:
-        raise ProtocolError(f"it reserves more than {MAX_RESERVED} chunks at once")
+        raise ProtocolError(f"the client reserves more than {MAX_RESERVED} chunks at once")
     if len(parents) != len(keys) or len(lengths) != len(keys) or len(request.namespace) != KEY_BYTES:
-        raise ProtocolError("its reservation is inconsistent")
+        raise ProtocolError("the reservation is inconsistent")
     if any(not 0 < length <= MAX_PAYLOAD for length in lengths):
-        raise ProtocolError("it reserves room for chunks of an invalid length")
+        raise ProtocolError("the client reserves room for chunks of an invalid length")
     hashes = request.block_hashes or [b""] * len(keys)
     valid = range(0, (MAX_BLOCK_HASHES + 1) * BLOCK_HASH_BYTES, BLOCK_HASH_BYTES)
     if len(hashes) != len(keys) or any(len(each) not in valid for each in hashes):
-        raise ProtocolError("its block hashes are inconsistent")
+        raise ProtocolError("the block hashes of the reservation are inconsistent")
     tokens = request.tokens or [0] * len(keys)
     if len(tokens) != len(keys) or any(not 0 <= each <= MAX_TOKENS for each in tokens):
-        raise ProtocolError("its numbers of tokens are inconsistent")
+        raise ProtocolError("the numbers of tokens of the reservation are inconsistent")
     return list(map(ChunkHeader, keys, parents, repeat(request.namespace), lengths, hashes, tokens))

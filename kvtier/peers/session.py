@@ -103,7 +103,7 @@ class Session:
                 self._endpoint.send(protocol.Withdrawn(message.ticket))
             case protocol.Reserve():
                 if self._grants.count(self) >= MAX_GRANTS:
-                    raise ProtocolError(f"it has {MAX_GRANTS} grants, which is the limit, and wants more")
+                    raise ProtocolError(f"the client has {MAX_GRANTS:,} grants, the limit, and requests more")
                 self._endpoint.send(self._reservations.reserve(self, message))
             case protocol.Commit():
                 self._check_numbers(message.grant, message.chunks)
@@ -186,4 +186,4 @@ class Session:
     def _check_numbers(self, number: int, chunks: Sequence[int]) -> None:
         grant = self._grants.find(self, number)
         if grant is not None and len(chunks) > len(grant.leases):
-            raise ProtocolError("it names more chunks than it was granted")
+            raise ProtocolError("the client names more chunks than it was granted")

@@ -259,18 +259,18 @@ class Source:
         expect_length(granted.offsets, count)
         expect_length(granted.lengths, count)
         if not 0 <= granted.ready <= count or (count and not NO_GRANT < granted.grant <= MAX_NUMBER):
-            raise ProtocolError("its grant is inconsistent")
+            raise ProtocolError("the peer's grant is inconsistent")
         if len(set(granted.positions)) < count or any(not 0 <= at < len(keys) for at in granted.positions):
-            raise ProtocolError("its grant lists chunks that were not requested")
+            raise ProtocolError("the peer's grant lists chunks that were not requested")
         if prefix and count and max(granted.positions) >= count:
-            raise ProtocolError("its grant has a gap in the prefix")
+            raise ProtocolError("the peer's grant has a gap in the prefix")
         ends = sent_at + self._usable_seconds
         leases = []
         for number, (position, offset, length) in enumerate(
             zip(granted.positions, granted.offsets, granted.lengths, strict=True)
         ):
             if offset < 0 or length <= 0 or offset + length > MAX_NUMBER:
-                raise ProtocolError("its grant has an invalid offset or length")
+                raise ProtocolError("the peer's grant has an invalid offset or length")
             ready = number < granted.ready
             leases.append(RemoteLease(keys[position], granted.grant, number, offset, length, ready, ends))
         return leases
@@ -299,4 +299,4 @@ class Source:
 def expect_length(answers: Sequence[object], length: int) -> None:
     """Raise :class:`kvtier.errors.ProtocolError` if a response has the wrong number of entries."""
     if len(answers) != length:
-        raise ProtocolError(f"its response has {len(answers)} entries, expected {length}")
+        raise ProtocolError(f"the peer's response has {len(answers)} entries, expected {length}")

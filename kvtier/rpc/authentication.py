@@ -84,10 +84,12 @@ class Credentials:
     def _describe_close(self, *, opened: bool) -> str:
         """Return likely reasons why a server closed the connection without an error message."""
         if opened:
-            return "it closed the connection during the handshake: it has exited, or its peer.secret differs"
-        if self._client_context is None:
-            return "it closed the connection: it is overloaded, no kvtier peer, or only it has peer.tls set"
-        return "it closed the connection: it is overloaded, or rejects this instance's certificate"
+            reason = " during the handshake: it has exited, or its peer.secret differs"
+        elif self._client_context is None:
+            reason = ": it is overloaded, no kvtier peer, or only it has peer.tls set"
+        else:
+            reason = ": it is overloaded, or rejects this instance's certificate"
+        return f"the server closed the connection{reason}"
 
     # Server side: runs in the event loop.
 
@@ -217,7 +219,7 @@ def _context(tls: TLSSettings, protocol: int) -> ssl.SSLContext:
 
 def _describe(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return (error.reason or "it is not PEM").replace("_", " ").lower()
+        return (error.reason or "the file is not PEM").replace("_", " ").lower()
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -226,19 +228,22 @@ def _tls_refusal(error: ssl.SSLError) -> RefusedHandshake:
     if isinstance(error, ssl.SSLCertVerificationError):
         return RefusedHandshake(
             "wrong certificate",
-            f"its certificate is not accepted: {error.verify_message}: see peer.tls.authority",
+            f"the other side's certificate is not accepted: {error.verify_message}: see peer.tls.authority",
         )
     reason = (error.reason or "").replace("_", " ").lower()
     if any(sign in reason for sign in ("wrong version number", "http request", "unexpected message")):
         return RefusedHandshake(
-            "TLS mismatch", "it does not speak TLS: set peer.tls on both sides, or on neither"
+            "TLS mismatch", "the other side does not speak TLS: set peer.tls on both sides, or on neither"
         )
     if "did not return a certificate" in reason:
-        return RefusedHandshake("wrong certificate", "it presents no certificate: set peer.tls there, too")
+        return RefusedHandshake(
+            "wrong certificate", "the other side presents no certificate: set peer.tls there, too"
+        )
     if "alert" in reason:
         return RefusedHandshake(
-            "refused", f"it rejects this instance's certificate ({reason}): see peer.tls.certificate"
+            "refused",
+            f"the other side rejects this instance's certificate ({reason}): see peer.tls.certificate",
         )
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return RefusedHandshake("refused", "it closed the connection during the TLS handshake")
+        return RefusedHandshake("refused", "the other side closed the connection during the TLS handshake")
     return RefusedHandshake("TLS failed", f"TLS handshake failed: {reason or error}")

@@ -90,7 +90,7 @@ class Call(Generic[ResultT]):
         """Handle the reply. Raises :class:`ProtocolError`, which the caller gets, too."""
         try:
             if not isinstance(reply, self._reply_type):
-                raise ProtocolError(f"it answers {self.name} with {type(reply).__name__}")  # noqa: TRY301
+                raise ProtocolError(f"the other side answers {self.name} with {type(reply).__name__}")  # noqa: TRY301
             self.result = self._settle(reply, self.wanted)
         except ProtocolError as error:
             self.fail(error)
@@ -142,7 +142,7 @@ class Calls:
     ) -> Call[ResultT]:
         """Create a call with a new ticket. Raises :class:`ChannelError` beyond the limit."""
         if len(self._pending) >= self._limit:
-            raise ChannelError(f"it leaves {self._limit} requests unanswered")
+            raise ChannelError(f"the other side has left {self._limit:,} requests unanswered")
         call = Call(next(self._tickets), name, reply_type, settle, on_interim)
         self._pending[call.ticket] = call
         return call

@@ -136,7 +136,7 @@ class Endpoint:
             with anyio.move_on_after(self._idle_timeout) as scope:
                 await self._sent.wait()
             if scope.cancelled_caught and self._wire.unsent >= unsent:
-                raise ChannelClosed(f"it has read nothing for {self._idle_timeout:g} s")
+                raise ChannelClosed(f"the other side has read nothing for {self._idle_timeout:g} s")
 
     def uncork(self) -> None:
         """Send at once, until the received batch is handled. For a handler that is about to wait."""

@@ -166,7 +166,7 @@ def check_welcome(message: object, expected: type[VersionedT], version: int) -> 
 
 def _expect(message: object, expected: type[VersionedT]) -> VersionedT:
     if not isinstance(message, expected):
-        raise ProtocolError(f"its first message is {type(message).__name__}, not {expected.__name__}")
+        raise ProtocolError(f"the first message is {type(message).__name__}, not {expected.__name__}")
     return message
 
 

@@ -78,15 +78,19 @@ class Handshake:
             self.needed = NONCE_BYTES
             return b""
         if hmac.compare_digest(self._theirs, self.opening):
-            raise RefusedHandshake("reflection", "it echoes what it receives")
+            raise RefusedHandshake("reflection", "the other side echoes what it receives")
         self.needed = PROOF_BYTES
         return self._proof("client") if self._role == "client" else b""
 
     def _check_magic(self) -> None:
         if self._theirs.startswith(_TLS_ALERT):
-            raise RefusedHandshake("TLS mismatch", "it speaks TLS: set peer.tls on both sides, or on neither")
+            raise RefusedHandshake(
+                "TLS mismatch", "the other side speaks TLS: set peer.tls on both sides, or on neither"
+            )
         if self._theirs != MAGIC:
-            raise RefusedHandshake("not a peer", "it is not a kvtier peer: check the address and the port")
+            raise RefusedHandshake(
+                "not a peer", "the other side is not a kvtier peer: check the address and the port"
+            )
 
     def _check_version(self) -> None:
         (version,) = _VERSION.unpack(self._theirs[len(MAGIC) :])
@@ -98,7 +102,7 @@ class Handshake:
         other: Role = "server" if self._role == "client" else "client"
         if not hmac.compare_digest(data, self._proof(other)):
             raise RefusedHandshake(
-                "wrong secret", "its peer.secret differs: set the same secret on both sides"
+                "wrong secret", "the peer.secret differs: set the same secret on both sides"
             )
         self.needed = 0
         return self._proof("server") if self._role == "server" else b""

@@ -75,7 +75,7 @@ class ClientWire(WebSocketWire):
         except self._errors as error:
             raise ChannelClosed(str(error)) from error
         if isinstance(body, str):
-            raise ProtocolError("it sends text instead of binary messages")
+            raise ProtocolError("the other side sends text instead of binary messages")
         return (body,)
 
     async def _send(self, body: bytes) -> None:
@@ -106,7 +106,7 @@ class ServerWire(WebSocketWire):
             raise ChannelClosed("the other side has closed the connection")
         body = event.get("bytes")
         if not body:
-            raise ProtocolError("it sends text or nothing instead of binary messages")
+            raise ProtocolError("the other side sends text or nothing instead of binary messages")
         return (body,)
 
     async def _send(self, body: bytes) -> None:
@@ -116,4 +116,4 @@ class ServerWire(WebSocketWire):
         except self._errors as error:
             raise ChannelClosed("the other side has closed the connection") from error
         if scope.cancelled_caught:
-            raise ChannelClosed(f"it has read nothing for {self._timeout:g} s")
+            raise ChannelClosed(f"the other side has read nothing for {self._timeout:g} s")

@@ -306,7 +306,7 @@ async def test_watching_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert await scheduler.status()
         refused = await scheduler.request(Watch(join_keys(KEYS[:1])))
         assert isinstance(refused, Refused)
-        assert "it watches more than 4 chunks" in refused.reason
+        assert "the scheduler watches more than 4 chunks" in refused.reason
 
 
 async def test_observer_may_only_query_status(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ async def test_refused_connection_is_retried_and_logged_once(log_lines: Callable
         assert await backend.get(blanks([1])) == [MISS]
         await until(lambda: peer.requests["Hello"] >= 3)
     assert len(log_lines()) == 1, "logged once"
-    assert log_lines()[0].startswith("it refuses the connection: full up?and ?[31mred xxx")
+    assert log_lines()[0].startswith("the peer refuses the connection: full up?and ?[31mred xxx")
     assert len(log_lines()[0]) < 400
 
 
@@ -141,7 +141,7 @@ async def test_own_instance_is_skipped(log_lines: Callable[[], list[str]]) -> No
         await until(lambda: peer.requests["Hello"] >= 3)
         assert not peer.requests["Lookup"]
     assert [line for line in log_lines() if "this instance itself" in line] == [
-        "it is this instance itself: remove it from peer.others; continuing without it"
+        "the address is that of this instance itself: remove it from peer.others; continuing without it"
     ]
 
 
@@ -200,7 +200,7 @@ async def test_data_connection_requires_the_same_process() -> None:
             with pytest.raises(ConnectionError, match="another process"):
                 await anyio.to_thread.run_sync(dial)
             peer.script = lambda message: [Refused("too many")]
-            with pytest.raises(ConnectionError, match="it refuses the connection: too many"):
+            with pytest.raises(ConnectionError, match="the peer refuses the connection: too many"):
                 await anyio.to_thread.run_sync(dial)
         finally:
             connection.sock.close()
@@ -401,7 +401,7 @@ async def test_peer_that_ignores_lookups_is_paused(log_lines: Callable[[], list[
         peer.script = lambda _: None
         await connected(backend)
         await until(lambda: len(log_lines()) == 2)
-    assert log_lines() == ["it does not answer lookups; continuing without it", "answers again"]
+    assert log_lines() == ["does not answer lookups; continuing without it", "answers again"]
 
 
 async def test_unresponsive_peer_delays_only_the_first_lookup() -> None:
@@ -434,7 +434,7 @@ async def test_peer_with_failing_reads_is_paused(log_lines: Callable[[], list[st
         await connected(backend)
         assert await backend.get(blanks([1])) == [OK]
         await until(lambda: not peer.open_chunks and len(log_lines()) == 2)
-    assert log_lines() == ["it fails to serve reads; continuing without it", "answers again"]
+    assert log_lines() == ["fails to serve reads; continuing without it", "answers again"]
 
 
 async def test_unresponsive_peer_is_disconnected(
@@ -454,7 +454,7 @@ async def test_unresponsive_peer_is_disconnected(
         assert await backend.get(blanks([1])) == [OK]
         # On a busy machine it may have reconnected more than once.
         await until(lambda: peer.connections == 1 and log_lines()[-1] == "answers again")
-    assert log_lines()[0] == "it does not answer; continuing without it"
+    assert log_lines()[0] == "does not answer; continuing without it"
 
 
 async def test_get_does_not_wait_for_released() -> None:

@@ -76,7 +76,7 @@ async def test_await_of_more_chunks_than_granted_ends_the_session() -> None:
         client = await served.client()
         granted = await client.look_up(served.store(1))
         refused = await client.request(Await(1, granted.grant, [0] * 2))
-        assert refused == Refused("it names more chunks than it was granted")
+        assert refused == Refused("the client names more chunks than it was granted")
 
 
 @pytest.mark.parametrize(

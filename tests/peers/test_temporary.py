@@ -232,9 +232,9 @@ async def test_unsuitable_peer_is_refused() -> None:
     refusing = ScriptedPeer(script=lambda _: [Refused("full up")])
     async with itself.serving(), mismatched.serving(), refusing.serving(), reading_from() as backend:
         for peer, reason in (
-            (itself, "it is this instance itself$"),
+            (itself, "the address is that of this instance itself$"),
             (mismatched, "peer.transport is 'another' there and 'memory' here"),
-            (refusing, "it refuses the connection: full up"),
+            (refusing, "the peer refuses the connection: full up"),
         ):
             with pytest.raises(PeerError, match=f"^peer {peer.address}: {reason}"):
                 async with backend.temporary_peer(peer.address):

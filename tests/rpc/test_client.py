@@ -148,7 +148,7 @@ def test_descriptor_that_is_not_taken_is_closed(path: Path, server: ScriptedServ
             ProtocolError,
             "the server: the client speaks .* 3 and the server version 4: install the same",
         ),
-        (Note(b""), ProtocolError, "the server: its first message is Note, not Welcome"),
+        (Note(b""), ProtocolError, "the server: the first message is Note, not Welcome"),
     ],
     ids=["refused", "version", "message"],
 )
@@ -302,7 +302,7 @@ def test_wrong_reply_ends_the_connection(
     server.send(Answer(call.ticket, "hello"))
     caller.wait_until_lost()
     assert isinstance(call.error, ProtocolError)
-    assert "it answers questions with Answer: continuing without" in caplog.text
+    assert "the other side answers questions with Answer: continuing without" in caplog.text
 
 
 def test_refusal_is_known_even_if_the_connection_is_closed_before_it_is_read(

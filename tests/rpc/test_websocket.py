@@ -77,7 +77,11 @@ async def test_greeting_and_requests() -> None:
 
 @pytest.mark.parametrize(
     ("data", "reason"),
-    [("text", "it sends text or nothing"), (b"", "it sends text or nothing"), (b"\xc1", "not a message")],
+    [
+        ("text", "the other side sends text or nothing"),
+        (b"", "the other side sends text or nothing"),
+        (b"\xc1", "not a message"),
+    ],
 )
 async def test_invalid_message_is_refused(data: bytes | str, reason: str) -> None:
     async with connected(Server()) as connection:
@@ -95,7 +99,7 @@ async def test_text_of_a_server_ends_the_connection() -> None:
     async with connected(serve) as connection:
         error = await Endpoint(ClientWire(connection), decode).run()
         assert isinstance(error, ProtocolError)
-        assert "it sends text" in str(error)
+        assert "sends text" in str(error)
 
 
 async def test_client_that_reads_nothing_is_disconnected() -> None:
@@ -107,7 +111,7 @@ async def test_client_that_reads_nothing_is_disconnected() -> None:
         for _ in range(16):
             server.endpoint.send(Note(bytes(MAX_FRAME_BYTES - 100)))
         await until(lambda: server.cause)
-        assert str(server.cause) == "it has read nothing for 0.2 s"
+        assert str(server.cause) == "the other side has read nothing for 0.2 s"
         connection.transport.abort()
 
 

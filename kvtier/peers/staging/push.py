@@ -22,10 +22,10 @@ from kvtier.pipeline.store import Reservation
 from kvtier.tiers.level import ChunkBytes
 from kvtier.transports.nixl.link import Endpoint
 
-NO_ROOM = "its staging buffer is full"
+NO_ROOM = "the peer's staging buffer is full"
 REFUSED_SECONDS = 1.0
 """How long a peer without staging buffers is not asked again. Recreating them takes about as long."""
-LOST = "the write to its staging buffer failed"
+LOST = "the write to the peer's staging buffer failed"
 
 
 class StagedWrite(NamedTuple):
@@ -148,7 +148,7 @@ class StagedChunks:
             self.last_error = str(error)
             return None
         if len(endpoints) != staging.ranks or not staged.number:
-            self.last_error = f"it has staging buffers for {len(endpoints)} ranks, not {staging.ranks}"
+            self.last_error = f"the peer has staging buffers for {len(endpoints)} ranks, not {staging.ranks}"
             return None
         return PeerStaging(staged.number, endpoints)
 

@@ -260,7 +260,7 @@ class NixlProcess:
 
     def _handle(self, message: Ended) -> None:
         if len(message.tickets) != len(message.results):
-            raise ProtocolError("it reports transfers without their results")
+            raise ProtocolError("the NIXL process reports transfers without their results")
         for ticket, result in zip(message.tickets, message.results, strict=True):
             if (batch := self._batches.pop(ticket, None)) is not None:
                 batch.record(ticket, result)

@@ -294,7 +294,7 @@ async def test_text_is_refused(running: RunningRegistry) -> None:
 async def test_messages_before_hello_are_refused(running: RunningRegistry, message: Any) -> None:
     async with running.instance() as instance:
         await instance.send(message)
-        assert await instance.refusal() == f"its first message is {type(message).__name__}, not Hello"
+        assert await instance.refusal() == f"the first message is {type(message).__name__}, not Hello"
         assert not running.registry.members
 
 
@@ -345,7 +345,7 @@ async def test_instance_that_reads_nothing_is_disconnected() -> None:
             tasks.start_soon(send_questions)
             await running.wait_until(lambda: "stalled" not in running.registry.members)
             tasks.cancel_scope.cancel()
-        assert member.closed_reason == "it has read nothing for 0.5 s"
+        assert member.closed_reason == "the other side has read nothing for 0.5 s"
         stalled.websocket.transport.abort()
 
 
