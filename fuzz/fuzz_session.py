@@ -15,7 +15,7 @@ with atheris.instrument_imports(include=["kvtier.rpc", "kvtier.peers"]):
     from kvtier.memory.keys import join_keys
     from kvtier.peers.protocol import Await, Contains, Hello, Lookup, Release
     from kvtier.rpc.frames import Ping, encode
-    from tests.peers.conversing import HELD, ClientMessage, SessionHarness
+    from tests.rigs.peer_session import HELD, ClientMessage, SessionHarness
 
 MAX_MESSAGES = 12
 

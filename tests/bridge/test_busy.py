@@ -19,10 +19,9 @@ from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.pipeline.query import Query
+from tests.rigs.bridges import confirm, is_serving, reserve
 from tests.rigs.loads import MIB, saturated
 from tests.rigs.waiting import wait_until
-
-from .conftest import confirm, is_serving, reserve
 
 CHUNK_TOKENS, CHUNKS = 256, 64
 PAYLOAD_BYTES = 4 * MIB - 4096

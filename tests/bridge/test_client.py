@@ -34,10 +34,18 @@ from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys
 from kvtier.pipeline.query import Query
 from kvtier.rpc.client import MIN_RETRY_SECONDS
 from kvtier.rpc.frames import Ping, Pong
+from tests.rigs.bridges import (
+    CHUNK_TOKENS,
+    KEYS,
+    ROOT,
+    confirm,
+    hello,
+    reserve,
+    store,
+    wait_for_reply,
+)
+from tests.rigs.scripted_server import scheduler_of, worker_of
 from tests.rigs.waiting import wait_until
-
-from .conftest import CHUNK_TOKENS, KEYS, ROOT, confirm, hello, is_serving, reserve, store, wait_for_reply
-from .scripted_cache import scheduler_of, worker_of
 
 Start = Callable[..., subprocess.Popen[str]]
 TOKENS = CHUNK_TOKENS * len(KEYS)
@@ -45,9 +53,7 @@ TOKENS = CHUNK_TOKENS * len(KEYS)
 
 @pytest.fixture
 def running(tmp_path: Path, start: Start) -> subprocess.Popen[str]:
-    process = start()
-    wait_until(lambda: is_serving(tmp_path / "socket"))
-    return process
+    return start()
 
 
 @pytest.fixture
@@ -209,7 +215,6 @@ def test_killed_cache_process_is_a_miss_and_successor_is_connected(
     assert scheduler.found(ticket) is None
     assert scheduler.reserve([Run(ROOT, KEYS[0], CHUNK_TOKENS)]) is None
     start()
-    wait_until(lambda: is_serving(path))
     wait_until(lambda: scheduler.ready() and worker.ready(), seconds=4 * MIN_RETRY_SECONDS + 10)
     assert worker.epoch == scheduler.epoch != old_epoch
     ticket_after = scheduler.look_up(Query(KEYS, TOKENS))

@@ -21,14 +21,14 @@ from kvtier.bridge.pending_writes import WriterProcess
 from kvtier.bridge.protocol import Commit, Hello, Leave, Reserve, Reserved, Run
 from kvtier.memory.keys import join_keys
 from kvtier.plugins import Plugins
+from tests.rigs.bridges import KEYS as REAL_KEYS
+from tests.rigs.bridges import ROOT as REAL_ROOT
+from tests.rigs.bridges import Start, reserve
+from tests.rigs.bridges import hello as real_hello
+from tests.rigs.scripted_engine import CHUNK_TOKENS, KEYS, LAYOUT, NAMESPACE, Host, open_host
 from tests.rigs.waiting import until, wait_until
 
-from .conftest import KEYS as REAL_KEYS
-from .conftest import ROOT as REAL_ROOT
-from .conftest import Start, is_serving, reserve
-from .conftest import hello as real_hello
-from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, NAMESPACE, Host, open_host
-from .test_lost_connections import ask, engine, reservations, until_left
+from .test_lost_connections import ask, reservations, until_left
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +38,7 @@ WORKER = """
 import socket, sys
 from kvtier.bridge import protocol
 from kvtier.rpc.frames import encode
-from tests.bridge.scripted import LAYOUT, NAMESPACE
+from tests.rigs.scripted_engine import LAYOUT, NAMESPACE
 rank = int(sys.argv[2])
 with socket.socket(socket.AF_UNIX) as connected:
     connected.connect(sys.argv[1])
@@ -152,8 +152,8 @@ async def test_memory_is_kept_for_a_process_without_pidfd(
     no_pidfds(monkeypatch)
     if pid != "own":
         monkeypatch.setattr(WriterProcess, "of", lambda _: WriterProcess(None, 0))
-    async with open_host(tmp_path) as host, engine(host) as (scheduler, workers):
-        async with engine(host, "other") as (other, _):
+    async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
+        async with host.engine("other") as (other, _):
             reserved = await ask(scheduler)
             await workers[0].send(Commit(reserved.leases))
             await workers[0].status()
@@ -196,7 +196,6 @@ def test_reservations_abandoned_while_the_connection_is_lost_are_freed(
     """No worker knows of them, so no other call would ever free them."""
     path = tmp_path / "socket"
     start()
-    wait_until(lambda: is_serving(path))
     worker = WorkerBridge(real_hello("worker"), path)
     scheduler = SchedulerBridge(real_hello("scheduler"), path)
     worker.connect()

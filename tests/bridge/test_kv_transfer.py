@@ -28,9 +28,8 @@ from kvtier.memory.layout import ChunkLayout
 from kvtier.plugins import Plugins
 from kvtier.rpc.frames import Refused
 from kvtier.testing.servers import free_port
+from tests.rigs.scripted_engine import CHUNK_TOKENS, KEYS, LAYOUT, ROOT, TOKENS, Host, Peer, open_host, store
 from tests.rigs.waiting import until
-
-from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, ROOT, TOKENS, Host, Peer, open_host, store
 
 pytestmark = pytest.mark.anyio
 
@@ -109,19 +108,12 @@ async def open_pair(tmp_path: Path, **more: Any) -> AsyncIterator[Pair]:
         open_host(folders[1], peer={**PEER, "listen": receiver}) as decode_host,
     ):
         async with (
-            prefill_host.peer() as scheduler,
-            prefill_host.peer() as worker0,
-            prefill_host.peer() as worker1,
+            prefill_host.engine() as (scheduler, workers),
             decode_host.peer() as decode_scheduler,
         ):
-            await scheduler.greet()
-            await worker0.greet("worker", 0)
-            await worker1.greet("worker", 1)
             welcome = await decode_scheduler.greet()
             assert welcome.peer is not None
-            yield Pair(
-                prefill_host, decode_host, scheduler, [worker0, worker1], decode_scheduler, welcome.peer
-            )
+            yield Pair(prefill_host, decode_host, scheduler, workers, decode_scheduler, welcome.peer)
         await prefill_host.wait_until_idle()
         await decode_host.wait_until_idle()
         await until(lambda: is_idle(prefill_host) and is_idle(decode_host))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,13 @@ from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Commit, Found, Hello, Leave, Lookup, Reserve, Reserved, Run
 from kvtier.memory.keys import join_keys
 from kvtier.plugins import Plugins
+from tests.rigs.bridges import KEYS as REAL_KEYS
+from tests.rigs.bridges import LAYOUT as REAL_LAYOUT
+from tests.rigs.bridges import NAMESPACE as REAL_NAMESPACE
+from tests.rigs.bridges import ROOT as REAL_ROOT
+from tests.rigs.bridges import Start, reserve
+from tests.rigs.scripted_engine import CHUNK_TOKENS, KEYS, ROOT, Host, Peer, open_host, store
 from tests.rigs.waiting import until, wait_until
-
-from .conftest import KEYS as REAL_KEYS
-from .conftest import LAYOUT as REAL_LAYOUT
-from .conftest import NAMESPACE as REAL_NAMESPACE
-from .conftest import ROOT as REAL_ROOT
-from .conftest import Start, is_serving, reserve
-from .scripted import CHUNK_TOKENS, KEYS, ROOT, Host, Peer, open_host, store
 
 pytestmark = pytest.mark.anyio
 
@@ -57,24 +55,11 @@ async def until_left(host: Host, connections: int) -> None:
     await until(lambda: len(host.server._connections["engine"]) == connections)
 
 
-@asynccontextmanager
-async def engine(host: Host, name: str = "engine") -> AsyncIterator[tuple[Peer, list[Peer]]]:
-    """An engine of two ranks, in this process."""
-    async with host.peer() as scheduler, host.peer() as worker0, host.peer() as worker1:
-        await scheduler.greet(engine=name)
-        for rank, worker in enumerate((worker0, worker1)):
-            await worker.greet("worker", rank, engine=name, client=1 + rank)
-        yield scheduler, [worker0, worker1]
-        for worker in (worker0, worker1):
-            with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-                await worker.send(Leave())
-
-
 async def test_scheduler_that_leaves_does_not_keep_others_from_storing(tmp_path: Path) -> None:
     async with (
         open_host(tmp_path) as host,
-        engine(host) as (scheduler, _),
-        engine(host, "other") as (other, _),
+        host.engine() as (scheduler, _),
+        host.engine("other") as (other, _),
     ):
         epoch = host.server.epoch
         first = await ask(scheduler)
@@ -92,7 +77,7 @@ async def test_scheduler_that_leaves_does_not_keep_others_from_storing(tmp_path:
 
 
 async def test_scheduler_that_returns_keeps_what_workers_may_fill(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, engine(host) as (scheduler, workers):
+    async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
         reserved = await ask(scheduler)
         async with host.peer() as again:  # Before the end of the first connection is noticed.
             await again.greet(epoch=host.server.epoch, seen=max(reserved.leases))
@@ -113,8 +98,8 @@ async def test_worker_that_leaves_after_another_rank_has_committed(
     """Its commit may be lost with its connection."""
     async with (
         open_host(tmp_path) as host,
-        engine(host) as (scheduler, workers),
-        engine(host, "other") as (other, _),
+        host.engine() as (scheduler, workers),
+        host.engine("other") as (other, _),
     ):
         reserved = await ask(scheduler)
         await workers[0].send(Commit(reserved.leases))
@@ -139,7 +124,7 @@ async def test_worker_that_leaves_after_another_rank_has_committed(
 
 
 async def test_replaced_connection_is_not_heard_any_more(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, engine(host) as (scheduler, workers):
+    async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
         reserved = await ask(scheduler)
         async with host.peer() as again:
             await again.greet("worker", 1, epoch=host.server.epoch, holding=reserved.leases, client=2)
@@ -154,7 +139,7 @@ async def test_replaced_connection_is_not_heard_any_more(tmp_path: Path) -> None
 
 async def test_another_process_does_not_free_what_the_first_may_write_to(tmp_path: Path) -> None:
     """Such as a worker that was restarted while the one before is stopped."""
-    async with open_host(tmp_path) as host, engine(host) as (scheduler, workers):
+    async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
         await ask(scheduler)
         await workers[1].stream.aclose()
         await until_left(host, 2)
@@ -177,7 +162,7 @@ async def test_another_process_does_not_free_what_the_first_may_write_to(tmp_pat
 async def test_lookup_in_flight_ends_with_its_scheduler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_memory: int, noticed: bool
 ) -> None:
-    async with open_host(tmp_path) as host, engine(host) as (scheduler, workers):
+    async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
         await store(scheduler, workers, KEYS)
         cache = host.server.cache
         assert await cache.drain(5)
@@ -211,7 +196,7 @@ import sys, time
 from pathlib import Path
 from kvtier.bridge import protocol
 from kvtier.bridge.client import WorkerBridge
-from tests.bridge.conftest import hello
+from tests.rigs.bridges import hello
 worker = WorkerBridge(hello("worker"), Path(sys.argv[1]))
 worker.connect()
 print("connected", flush=True)
@@ -256,7 +241,6 @@ def test_memory_is_kept_until_the_process_of_a_disconnected_engine_exits(
 ) -> None:
     socket = tmp_path / "socket"
     start()
-    wait_until(lambda: is_serving(socket))
     process = worker_process("drop")
     scheduler = SchedulerBridge(real_hello("scheduler", "engine"), socket)
     other = SchedulerBridge(real_hello("scheduler", "other"), socket)
@@ -283,7 +267,6 @@ def test_memory_is_kept_until_the_process_of_a_disconnected_engine_exits(
 def test_worker_refuses_reservations_from_before_it_has_returned(tmp_path: Path, start: Start) -> None:
     socket = tmp_path / "socket"
     start()
-    wait_until(lambda: is_serving(socket))
     worker, scheduler = (
         WorkerBridge(real_hello("worker", "engine"), socket),
         SchedulerBridge(real_hello("scheduler", "engine"), socket),

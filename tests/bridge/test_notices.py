@@ -18,10 +18,9 @@ from kvtier.bridge.client import SchedulerBridge
 from kvtier.bridge.notices import MAX_CHARACTERS, MAX_NOTICES, Notices
 from kvtier.bridge.protocol import Notice, decode_from_cache
 from kvtier.rpc.frames import FrameReader, encode
+from tests.rigs.bridges import KEYS, hello, store
+from tests.rigs.scripted_engine import open_host
 from tests.rigs.waiting import until, wait_until
-
-from .conftest import KEYS, hello, is_serving, store
-from .scripted import open_host
 
 Start = Callable[..., subprocess.Popen[str]]
 logger = logging.getLogger("kvtier.test_notices")
@@ -112,7 +111,6 @@ def test_slow_tier_is_named_in_both_logs(
     config["tiers"][1]["deadline"] = "1us"
     file.write_text(yaml.safe_dump(config))
     process = start()
-    wait_until(lambda: is_serving(tmp_path / "socket"), 60)
     with caplog.at_level(logging.WARNING, "vllm.kvtier"):
         scheduler, _ = store(tmp_path / "socket", KEYS)
 

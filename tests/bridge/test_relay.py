@@ -19,8 +19,7 @@ from kvtier.peers import backend, dialing, kv_transfer, server
 from kvtier.peers.staging import buffers
 from kvtier.rpc.frames import Ping, Pong, Refused
 from kvtier.testing.servers import free_port
-
-from .scripted import KEYS, LAYOUT, NAMESPACE, TOKENS, Host, Peer, open_host, store
+from tests.rigs.scripted_engine import KEYS, LAYOUT, NAMESPACE, TOKENS, Host, Peer, open_host, store
 
 pytestmark = pytest.mark.anyio
 

@@ -15,9 +15,8 @@ import pytest
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.pipeline.query import Query
+from tests.rigs.bridges import CHUNK_TOKENS, KEYS, LAYOUT, hello, store
 from tests.rigs.waiting import wait_until
-
-from .conftest import CHUNK_TOKENS, KEYS, LAYOUT, hello, is_serving, store
 
 Start = Callable[..., subprocess.Popen[str]]
 PAUSES = [
@@ -32,7 +31,6 @@ PAUSES = [
 
 def test_sigterm_writes_everything_before_exit(tmp_path: Path, start: Start) -> None:
     process = start()
-    wait_until(lambda: is_serving(tmp_path / "socket"))
     store(tmp_path / "socket", KEYS)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
@@ -41,7 +39,6 @@ def test_sigterm_writes_everything_before_exit(tmp_path: Path, start: Start) -> 
     lines = process.stderr.read().splitlines()
     assert [line for line in lines if " INFO kvtier: " not in line] == [], "it exits without a warning"
     start()
-    wait_until(lambda: is_serving(tmp_path / "socket"))
     report = status(tmp_path / "socket")
     assert report["tiers"][1]["chunks"] == len(KEYS)
 
@@ -49,7 +46,6 @@ def test_sigterm_writes_everything_before_exit(tmp_path: Path, start: Start) -> 
 @pytest.mark.parametrize("pause", PAUSES)
 def test_sigkill_during_writes_leaves_only_whole_chunks(tmp_path: Path, start: Start, pause: float) -> None:
     process = start()
-    wait_until(lambda: is_serving(tmp_path / "socket"))
     scheduler, worker = store(tmp_path / "socket", KEYS)
     time.sleep(pause)
     process.kill()
@@ -57,7 +53,6 @@ def test_sigkill_during_writes_leaves_only_whole_chunks(tmp_path: Path, start: S
     scheduler.close()
     worker.close()
     restarted = start()
-    wait_until(lambda: is_serving(tmp_path / "socket"))
     report = status(tmp_path / "socket")
     files = list((tmp_path / "ssd").rglob("*.kv"))
     assert report["tiers"][1]["chunks"] == len(files)
@@ -86,7 +81,6 @@ def test_sigkill_during_writes_leaves_only_whole_chunks(tmp_path: Path, start: S
 
 def test_second_process_on_one_socket_names_the_first(tmp_path: Path, start: Start) -> None:
     first = start()
-    wait_until(lambda: is_serving(tmp_path / "socket"))
     second = start()
     _, message = second.communicate(timeout=60)
     assert second.returncode != 0
@@ -112,7 +106,6 @@ def test_path_that_is_not_a_socket_is_not_removed(tmp_path: Path, start: Start, 
 
 def test_killed_engine_leaks_nothing(tmp_path: Path, start: Start) -> None:
     start()
-    wait_until(lambda: is_serving(tmp_path / "socket"))
     pid = os.fork()
     if pid == 0:
         store(tmp_path / "socket", KEYS[:3])

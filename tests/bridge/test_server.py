@@ -39,8 +39,17 @@ from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import ChunkKey, chunk_keys, join_keys, split_keys
 from kvtier.rpc.frames import Ping, Pong, Refused, encode
 from kvtier.tiers import batches
-
-from .scripted import CHUNK_TOKENS, KEYS, LAYOUT, NAMESPACE, ROOT, TOKENS, Peer, open_host, store
+from tests.rigs.scripted_engine import (
+    CHUNK_TOKENS,
+    KEYS,
+    LAYOUT,
+    NAMESPACE,
+    ROOT,
+    TOKENS,
+    Peer,
+    open_host,
+    store,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -60,25 +69,17 @@ async def test_instance_tracks_models_of_its_engines(tmp_path: Path) -> None:
 
 
 async def test_chunks_are_found_once_every_rank_has_committed(tmp_path: Path) -> None:
-    async with (
-        open_host(tmp_path) as host,
-        host.peer() as scheduler,
-        host.peer() as worker0,
-        host.peer() as worker1,
-    ):
-        await scheduler.greet()
-        await worker0.greet("worker", 0)
-        await worker1.greet("worker", 1)
-        leases = await store(scheduler, [worker0], KEYS)
+    async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
+        leases = await store(scheduler, workers[:1], KEYS)
         assert all(leases)
         assert await scheduler.request(Lookup(5, join_keys(KEYS), TOKENS)) == Found(5, [], [], [], 0)
-        await worker1.send(Commit(leases))
-        await worker1.status()
+        await workers[1].send(Commit(leases))
+        await workers[1].status()
         found = await scheduler.request(Lookup(6, join_keys(KEYS), TOKENS))
         assert isinstance(found, Found)
         assert (len(found.leases), found.fetching, set(found.sources)) == (6, 0, {0})
-        assert bytes(worker0.arena.view(found.offsets[2] + HEADER_BYTES, 32)) == KEYS[2]
-        assert await worker0.request(Confirm(7, found.leases)) == Confirmed(7, held=True)
+        assert bytes(workers[0].arena.view(found.offsets[2] + HEADER_BYTES, 32)) == KEYS[2]
+        assert await workers[0].request(Confirm(7, found.leases)) == Confirmed(7, held=True)
         await scheduler.send(Cancel(6))
         assert await scheduler.request(Confirm(8, found.leases[:1])) == Confirmed(8, held=False)
         assert (await scheduler.status())["engines"] == [
@@ -87,16 +88,8 @@ async def test_chunks_are_found_once_every_rank_has_committed(tmp_path: Path) ->
 
 
 async def test_chunks_on_disk_are_promoted_and_reported(tmp_path: Path) -> None:
-    async with (
-        open_host(tmp_path) as host,
-        host.peer() as scheduler,
-        host.peer() as worker0,
-        host.peer() as worker1,
-    ):
-        await scheduler.greet()
-        await worker0.greet("worker", 0)
-        await worker1.greet("worker", 1)
-        await store(scheduler, [worker0, worker1], KEYS)
+    async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
+        await store(scheduler, workers, KEYS)
         cache = host.server.cache
         assert await cache.drain(5)
         assert await cache.move(KEYS[2:], "ram", "ssd") == 4
@@ -106,7 +99,7 @@ async def test_chunks_on_disk_are_promoted_and_reported(tmp_path: Path) -> None:
         final = await scheduler.receive()
         assert isinstance(final, Found)
         assert (final.ticket, len(final.leases), final.fetching, set(final.sources)) == (1, 4, 0, {1})
-        assert bytes(worker0.arena.view(final.offsets[0] + HEADER_BYTES, 32)) == KEYS[2]
+        assert bytes(workers[0].arena.view(final.offsets[0] + HEADER_BYTES, 32)) == KEYS[2]
 
 
 async def test_engine_is_notified_of_each_arrived_batch(
@@ -114,16 +107,8 @@ async def test_engine_is_notified_of_each_arrived_batch(
 ) -> None:
     monkeypatch.setattr(batches, "BATCH_BYTES", 1)
     monkeypatch.setattr(batches, "IN_FLIGHT", 1)
-    async with (
-        open_host(tmp_path) as host,
-        host.peer() as scheduler,
-        host.peer() as worker0,
-        host.peer() as worker1,
-    ):
-        await scheduler.greet()
-        await worker0.greet("worker", 0)
-        await worker1.greet("worker", 1)
-        await store(scheduler, [worker0, worker1], KEYS)
+    async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
+        await store(scheduler, workers, KEYS)
         assert await host.server.cache.drain(5)
         assert await host.server.cache.move(KEYS, "ram", "ssd") == 6
         answers = [await scheduler.request(Lookup(1, join_keys(KEYS), TOKENS))]
@@ -138,16 +123,8 @@ async def test_lookup_is_cancelled_at_any_time(tmp_path: Path, monkeypatch: pyte
     """While chunks are in flight, or when all have arrived."""
     monkeypatch.setattr(batches, "BATCH_BYTES", 1)
     monkeypatch.setattr(batches, "IN_FLIGHT", 1)
-    async with (
-        open_host(tmp_path) as host,
-        host.peer() as scheduler,
-        host.peer() as worker0,
-        host.peer() as worker1,
-    ):
-        await scheduler.greet()
-        await worker0.greet("worker", 0)
-        await worker1.greet("worker", 1)
-        await store(scheduler, [worker0, worker1], KEYS)
+    async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
+        await store(scheduler, workers, KEYS)
         assert await host.server.cache.drain(5)
         assert await host.server.cache.move(KEYS[1:], "ram", "ssd") == 5
         answer = await scheduler.request(Lookup(1, join_keys(KEYS), TOKENS))
@@ -170,14 +147,11 @@ async def test_lookup_is_cancelled_at_any_time(tmp_path: Path, monkeypatch: pyte
 
 async def test_disconnected_engine_leaks_nothing(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
-        async with host.peer() as scheduler, host.peer() as worker0, host.peer() as worker1:
-            await scheduler.greet()
-            await worker0.greet("worker", 0)
-            await worker1.greet("worker", 1)
-            await store(scheduler, [worker0, worker1], KEYS[:3])
-            await store(scheduler, [worker0], KEYS[3:])
+        async with host.engine() as (scheduler, workers):
+            await store(scheduler, workers, KEYS[:3])
+            await store(scheduler, workers[:1], KEYS[3:])
             await scheduler.request(Lookup(5, join_keys(KEYS), TOKENS))
-            for worker in (worker0, worker1):  # This process lives on.
+            for worker in workers:  # This process lives on.
                 await worker.send(Leave())
         await host.wait_until_idle()
         assert host.server.cache.catalog.count(0) == 3
@@ -225,16 +199,8 @@ async def test_reservations_of_known_chunks_or_beyond_capacity_are_refused(tmp_p
 
 
 async def test_clear_removes_one_namespace(tmp_path: Path) -> None:
-    async with (
-        open_host(tmp_path) as host,
-        host.peer() as scheduler,
-        host.peer() as worker0,
-        host.peer() as worker1,
-    ):
-        await scheduler.greet()
-        await worker0.greet("worker", 0)
-        await worker1.greet("worker", 1)
-        await store(scheduler, [worker0, worker1], KEYS)
+    async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
+        await store(scheduler, workers, KEYS)
         await host.server.cache.drain(5)
         assert await scheduler.request(Clear(1)) == Cleared(1, 6)
         assert await scheduler.request(Lookup(2, join_keys(KEYS), TOKENS)) == Found(2, [], [], [], 0)
@@ -253,17 +219,9 @@ async def held_until(
 
 
 async def test_tiers_of_watched_chunks_are_reported(tmp_path: Path) -> None:
-    async with (
-        open_host(tmp_path) as host,
-        host.peer() as scheduler,
-        host.peer() as worker0,
-        host.peer() as worker1,
-    ):
-        await scheduler.greet()
-        await worker0.greet("worker", 0)
-        await worker1.greet("worker", 1)
+    async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
         await scheduler.send(Watch(join_keys(KEYS[:2])))
-        await store(scheduler, [worker0, worker1], KEYS)
+        await store(scheduler, workers, KEYS)
         both = dict.fromkeys(KEYS[:2], 0b11)
         assert await held_until(scheduler, lambda held: held == both) == both
         # What is held already is reported as well, and a chunk that nobody watches is not.
@@ -281,16 +239,8 @@ async def test_tiers_of_watched_chunks_are_reported(tmp_path: Path) -> None:
 
 async def test_chunks_are_reported_in_the_order_in_which_they_are_watched(tmp_path: Path) -> None:
     """Routers ignore a block whose parent they do not know."""
-    async with (
-        open_host(tmp_path) as host,
-        host.peer() as scheduler,
-        host.peer() as worker0,
-        host.peer() as worker1,
-    ):
-        await scheduler.greet()
-        await worker0.greet("worker", 0)
-        await worker1.greet("worker", 1)
-        await store(scheduler, [worker0, worker1], KEYS)
+    async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
+        await store(scheduler, workers, KEYS)
         await scheduler.send(Watch(join_keys(KEYS)))
         message = await scheduler.receive()
         assert isinstance(message, Held)

@@ -24,9 +24,8 @@ from kvtier.bridge.spawn import CacheProcess, default_address
 from kvtier.concurrency import placement
 from kvtier.concurrency.placement import Placement
 from kvtier.errors import ChannelError
+from tests.rigs.bridges import hello, is_serving
 from tests.rigs.waiting import wait_until
-
-from .conftest import hello, is_serving
 
 BIND = 2
 """MPOL_BIND of set_mempolicy(2)."""

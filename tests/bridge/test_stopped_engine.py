@@ -14,13 +14,12 @@ from kvtier.bridge.client import status
 from kvtier.bridge.protocol import Confirm, Confirmed, Found, Lookup, Reserve, Reserved, Run
 from kvtier.memory.keys import chunk_keys, join_keys, root_key
 from kvtier.plugins import Plugins
+from tests.rigs.bridges import CHUNK_TOKENS as REAL_CHUNK_TOKENS
+from tests.rigs.bridges import ROOT as REAL_ROOT
+from tests.rigs.bridges import Start, store
+from tests.rigs.scripted_engine import CHUNK_TOKENS, NAMESPACE, open_host
+from tests.rigs.scripted_engine import store as store_scripted
 from tests.rigs.waiting import wait_until
-
-from .conftest import CHUNK_TOKENS as REAL_CHUNK_TOKENS
-from .conftest import ROOT as REAL_ROOT
-from .conftest import Start, is_serving, store
-from .scripted import CHUNK_TOKENS, NAMESPACE, open_host
-from .scripted import store as store_scripted
 
 Plugins.load([])
 
@@ -29,7 +28,7 @@ import os, signal, sys
 from pathlib import Path
 import msgspec
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
-from tests.bridge.conftest import CHUNK_TOKENS, ROOT, hello, reserve
+from tests.rigs.bridges import CHUNK_TOKENS, ROOT, hello, reserve
 from kvtier.memory.keys import chunk_keys
 roles = [msgspec.structs.replace(hello(role), engine="stopped") for role in ("worker", "scheduler")]
 worker, scheduler = WorkerBridge(roles[0], Path(sys.argv[1])), SchedulerBridge(roles[1], Path(sys.argv[1]))
@@ -46,7 +45,6 @@ os.kill(os.getpid(), signal.SIGSTOP)
 def test_stopped_engine_does_not_keep_others_from_storing(tmp_path: Path, start: Start) -> None:
     socket = tmp_path / "socket"
     start()
-    wait_until(lambda: is_serving(socket))
     process = subprocess.Popen(
         [sys.executable, "-c", STOPPED, str(socket)],
         stdout=subprocess.PIPE,
@@ -78,16 +76,11 @@ async def test_stopped_engine_keeps_only_memory_that_it_may_write_to(
     keys = list(chunk_keys(root_key(NAMESPACE), range(CHUNK_TOKENS * 700), CHUNK_TOKENS))
     async with (
         open_host(tmp_path, reserve_share=1) as host,
-        host.peer() as stopped,
-        host.peer() as worker0,
-        host.peer() as worker1,
+        host.engine() as (stopped, workers),
         host.peer() as other,
     ):
-        await stopped.greet()
-        await worker0.greet("worker", 0)
-        await worker1.greet("worker", 1)
         await other.greet(engine="other")
-        await store_scripted(stopped, [worker0, worker1], keys[:40])
+        await store_scripted(stopped, workers, keys[:40])
         await host.server.cache.drain(30)
         found = await stopped.request(Lookup(1, join_keys(keys[:40]), 40 * CHUNK_TOKENS))
         assert isinstance(found, Found)
@@ -107,4 +100,4 @@ async def test_stopped_engine_keeps_only_memory_that_it_may_write_to(
         monkeypatch.setattr(server, "STOPPED_SECONDS", 0.0)
         await others()
         assert await others() > 0
-        assert await worker0.request(Confirm(1, found.leases)) == Confirmed(1, held=False)
+        assert await workers[0].request(Confirm(1, found.leases)) == Confirmed(1, held=False)

@@ -14,8 +14,7 @@ import pytest
 from kvtier.bridge.protocol import KVTransfer, KVTransferResult
 from kvtier.memory.keys import join_keys
 from kvtier.plugins import Plugins
-
-from .scripted import KEYS, ROOT, TOKENS, Peer, open_host
+from tests.rigs.scripted_engine import KEYS, ROOT, TOKENS, Peer, open_host
 
 pytestmark = pytest.mark.anyio
 

@@ -26,11 +26,10 @@ from kvtier.bridge.protocol import (
 from kvtier.memory.keys import chunk_keys, join_keys, root_key
 from kvtier.memory.layout import has_weights, namespace
 from kvtier.rpc.frames import Refused
+from tests.rigs.bridges import hello
+from tests.rigs.scripted_engine import CHUNK_TOKENS, LAYOUT, TOKENS, Host, Peer, open_host
+from tests.rigs.scripted_server import ScriptedCache
 from tests.rigs.waiting import wait_until
-
-from .conftest import hello
-from .scripted import CHUNK_TOKENS, LAYOUT, TOKENS, Host, Peer, open_host
-from .scripted_cache import ScriptedCache
 
 
 def weights(weights_id: str, model: str = "llama") -> Weights:

@@ -17,9 +17,8 @@ from kvtier.instance import Instance
 from kvtier.observability.whatif.report import Report
 from kvtier.rpc.frames import Refused, describe_mismatch, encode
 from kvtier.rpc.listener import listening
+from tests.rigs.scripted_engine import open_host
 from tests.rigs.whatif_reports import REPORT
-
-from .scripted import open_host
 
 pytestmark = pytest.mark.anyio
 

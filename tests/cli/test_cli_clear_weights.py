@@ -11,7 +11,7 @@ from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.memory.keys import chunk_keys, root_key
 from kvtier.memory.layout import namespace
-from tests.bridge.conftest import CHUNK_TOKENS, LAYOUT, hello, is_serving, reserve
+from tests.rigs.bridges import CHUNK_TOKENS, LAYOUT, hello, is_serving, reserve
 from tests.rigs.waiting import wait_until
 
 from .conftest import Kvtier, fork

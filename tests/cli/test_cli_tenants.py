@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bridge.conftest import KEYS, is_serving
-from tests.bridge.conftest import store as store_chunks
+from tests.rigs.bridges import KEYS, is_serving
+from tests.rigs.bridges import store as store_chunks
 from tests.rigs.waiting import wait_until
 
 from .conftest import Kvtier, fork

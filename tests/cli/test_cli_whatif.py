@@ -13,7 +13,7 @@ from kvtier.bridge.protocol import WhatIfAnswer
 from kvtier.observability.whatif.report import Report
 from kvtier.observability.whatif.sentences import DISABLED, NOTHING_OBSERVED, UNRELIABLE, basis, findings
 from kvtier.pipeline.query import Query
-from tests.bridge.conftest import CHUNK_TOKENS, KEYS, is_serving, store
+from tests.rigs.bridges import CHUNK_TOKENS, KEYS, is_serving, store
 from tests.rigs.waiting import wait_until
 from tests.rigs.whatif_reports import GIB, REPORT
 

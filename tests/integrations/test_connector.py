@@ -26,7 +26,7 @@ from kvtier.integrations.vllm.bridges import Bridges, engine_model
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job, StepMetadata
 from kvtier.rpc.client import UNRESPONSIVE_SECONDS
-from tests.bridge.conftest import Start, hello, is_serving, start
+from tests.rigs.bridges import Start, hello, is_serving, start
 from tests.rigs.waiting import wait_until
 
 __all__ = ["start"]

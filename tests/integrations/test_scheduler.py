@@ -42,8 +42,8 @@ from kvtier.memory.keys import BLOCK_HASH_BYTES, split_keys, state_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc.client import UnixConnection
 from kvtier.tiers.throughput import MIN_SAMPLES
-from tests.bridge.scripted_cache import ScriptedCache
 from tests.rigs import stepping
+from tests.rigs.scripted_server import ScriptedCache
 from tests.rigs.stepping import CHUNK_TOKENS, Engine, make_request
 from tests.rigs.waiting import wait_until
 

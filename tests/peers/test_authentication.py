@@ -23,10 +23,9 @@ from kvtier.rpc.handshake import OPENING_BYTES, PROOF_BYTES, Handshake
 from kvtier.settings.peer import PeerSettings
 from kvtier.testing.backend import make_key
 from tests.rigs.authority import Authority
+from tests.rigs.peer_server import SECRET, RawClient, serving
 from tests.rigs.waiting import until
 from tests.rpc.test_handshake import feed_all
-
-from .serving import SECRET, RawClient, serving
 
 pytestmark = pytest.mark.anyio
 

@@ -21,9 +21,8 @@ from kvtier.testing.backend import blank, is_poisoned, make_key, poison
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.tiers.breaker import CircuitBreaker
 from tests.rigs.composed_backends import tier_over
+from tests.rigs.scripted_peer import CHUNK, ScriptedPeer, reading_from, value
 from tests.rigs.waiting import until
-
-from .scripted import CHUNK, ScriptedPeer, reading_from, value
 
 pytestmark = pytest.mark.anyio
 

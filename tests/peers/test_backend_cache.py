@@ -16,9 +16,9 @@ from kvtier.pipeline.query import Expected, Query
 from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
 from kvtier.testing.backend import blank, make_key, noise
+from tests.rigs.scripted_peer import ScriptedPeer, reading_from
 from tests.rigs.waiting import until
 
-from .scripted import ScriptedPeer, reading_from
 from .test_backend import Trio, connected, keys_of
 
 pytestmark = pytest.mark.anyio

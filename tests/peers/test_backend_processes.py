@@ -24,9 +24,9 @@ from kvtier.rpc.authentication import Credentials
 from kvtier.settings import TierSettings
 from kvtier.testing.backend import blank, is_poisoned, make_key, poison, same
 from kvtier.transports.base import Access, RemoteSpan
+from tests.rigs.instance_process import InstanceProcess, payload_of, settings_of
 from tests.rigs.waiting import until
 
-from .peer_process import PeerProcess, payload_of, settings_of
 from .test_backend import connected, keys_of
 from .test_client import sockets
 
@@ -47,7 +47,7 @@ class NoGrants:
 
 @asynccontextmanager
 async def reading_from(
-    *processes: PeerProcess, deadline: float = 60.0, **peer: Any
+    *processes: InstanceProcess, deadline: float = 60.0, **peer: Any
 ) -> AsyncIterator[PeersBackend]:
     """Open a backend as an instance does, but without tiers. Check on exit that no socket is leaked."""
     sockets_before = sockets()
@@ -79,7 +79,7 @@ async def reading_from(
 
 
 @asynccontextmanager
-async def started(*processes: PeerProcess) -> AsyncIterator[None]:
+async def started(*processes: InstanceProcess) -> AsyncIterator[None]:
     try:
         for process in processes:
             await process.start()
@@ -115,7 +115,7 @@ async def assert_stained(items: Sequence[GetItem]) -> None:
     assert await to_thread.run_sync(lambda: all(is_poisoned(view) for _, view in items))
 
 
-async def until_nothing_granted(process: PeerProcess) -> None:
+async def until_nothing_granted(process: InstanceProcess) -> None:
     with anyio.fail_after(30):
         while (status := await process.status())["serving"]["grants"] or (
             status["arena"]["leases"] != len(process.numbers)  # A thread may still be reading the last chunk.
@@ -125,7 +125,7 @@ async def until_nothing_granted(process: PeerProcess) -> None:
 
 
 async def test_chunks_are_read_intact_and_released() -> None:
-    process = PeerProcess(range(20))
+    process = InstanceProcess(range(20))
     async with started(process), reading_from(process) as backend:
         await connected(backend)
         assert await backend.contains(keys_of(range(25))) == [True] * 20 + [False] * 5
@@ -138,7 +138,7 @@ async def test_chunks_are_read_intact_and_released() -> None:
 
 async def test_chunks_on_disk_are_promoted_before_read(tmp_path: Path) -> None:
     """More chunks than the peer's memory holds: some are ready, the others are promoted first."""
-    process = PeerProcess(range(30), 1 << 20, folder=str(tmp_path), share=0.9)
+    process = InstanceProcess(range(30), 1 << 20, folder=str(tmp_path), share=0.9)
     async with started(process), reading_from(process) as backend:
         await connected(backend)
         for start in range(0, 30, 5):
@@ -151,7 +151,7 @@ async def test_chunks_on_disk_are_promoted_before_read(tmp_path: Path) -> None:
 
 
 async def test_read_from_killed_peer_is_rerouted() -> None:
-    first, second = PeerProcess(range(8), BIG), PeerProcess(range(8), BIG)
+    first, second = InstanceProcess(range(8), BIG), InstanceProcess(range(8), BIG)
     async with started(first, second), reading_from(first, second) as backend:
         await connected(backend)
         assert await backend.held_prefix(keys_of(range(8))) == 8
@@ -177,7 +177,7 @@ async def test_read_from_killed_peer_is_rerouted() -> None:
 
 async def test_read_from_only_peer_fails_fast_when_killed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "kvtier")
-    process = PeerProcess(range(16), BIG)
+    process = InstanceProcess(range(16), BIG)
     async with started(process), reading_from(process, deadline=60.0) as backend:
         await connected(backend)
         items = await blanks(range(16), BIG)
@@ -209,7 +209,7 @@ async def test_read_from_only_peer_fails_fast_when_killed(caplog: pytest.LogCapt
 
 
 async def test_peer_killed_during_lookup_is_a_miss() -> None:
-    process = PeerProcess(range(4))
+    process = InstanceProcess(range(4))
     async with started(process), reading_from(process, timeout=60.0) as backend:
         await connected(backend)
         process.signal(signal.SIGSTOP)
@@ -229,7 +229,7 @@ async def test_peer_killed_during_lookup_is_a_miss() -> None:
 
 
 async def test_stopped_peer_times_out_and_reconnects() -> None:
-    process = PeerProcess(range(4))
+    process = InstanceProcess(range(4))
     async with started(process), reading_from(process, timeout=0.1, deadline=60.0) as backend:
         await connected(backend)
         await until(lambda: backend.status()[0]["round_trip_seconds"])
@@ -249,7 +249,7 @@ async def test_stopped_peer_times_out_and_reconnects() -> None:
         await assert_intact(items, SMALL)
 
 
-async def stop_during_read(process: PeerProcess, backend: PeersBackend) -> list[GetItem]:
+async def stop_during_read(process: InstanceProcess, backend: PeersBackend) -> list[GetItem]:
     """Stop a peer during a read. Return the items, or none if the read completed before."""
     items = await blanks(range(16), BIG)
     outcomes: list[Outcome] = []
@@ -267,7 +267,7 @@ async def stop_during_read(process: PeerProcess, backend: PeersBackend) -> list[
 
 
 async def test_read_from_stopped_peer_fails_and_writes_nothing_later() -> None:
-    process = PeerProcess(range(16), BIG)
+    process = InstanceProcess(range(16), BIG)
     async with started(process), reading_from(process, deadline=2.0) as backend:
         await connected(backend)
         assert await backend.held_prefix(keys_of(range(16))) == 16
@@ -286,7 +286,7 @@ async def test_read_from_stopped_peer_fails_and_writes_nothing_later() -> None:
 
 
 async def test_expired_lease_is_requested_again() -> None:
-    process = PeerProcess(range(4), lease=0.4)
+    process = InstanceProcess(range(4), lease=0.4)
     async with started(process), reading_from(process) as backend:
         await connected(backend)
         assert await backend.held_prefix(keys_of(range(4))) == 4
@@ -298,7 +298,7 @@ async def test_expired_lease_is_requested_again() -> None:
 
 
 async def test_concurrent_gets_with_a_quarter_cancelled() -> None:
-    process = PeerProcess(range(64), 1 << 20, lease=2.0)
+    process = InstanceProcess(range(64), 1 << 20, lease=2.0)
     async with started(process), reading_from(process) as backend:
         await connected(backend)
         batches = [await blanks([number], 1 << 20) for number in range(64)]
@@ -320,7 +320,7 @@ async def test_concurrent_gets_with_a_quarter_cancelled() -> None:
 
 
 async def test_three_peers_share_load_and_one_may_exit() -> None:
-    processes = [PeerProcess(range(60), 1 << 20) for _ in range(3)]
+    processes = [InstanceProcess(range(60), 1 << 20) for _ in range(3)]
     async with started(*processes), reading_from(*processes) as backend:
         await connected(backend)
         for client in backend.clients:
@@ -343,7 +343,7 @@ async def test_three_peers_share_load_and_one_may_exit() -> None:
 
 
 async def test_wrong_secret_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    process = PeerProcess(range(4))
+    process = InstanceProcess(range(4))
     async with started(process), reading_from(process, secret="another that is long enough") as backend:
         await until(lambda: backend.status()[0]["state"] == "not connected")
         for _ in range(20):

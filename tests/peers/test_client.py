@@ -36,9 +36,9 @@ from kvtier.settings.peer import PeerSettings
 from kvtier.testing.cancelling import Through, cancelled_at
 from tests.rigs.authority import Authority
 from tests.rigs.open_files import open_files
+from tests.rigs.scripted_peer import NoAuthentication, ScriptedPeer, reading_from
 from tests.rigs.waiting import until
 
-from .scripted import NoAuthentication, ScriptedPeer, reading_from
 from .test_backend import assert_intact, blanks, connected, keys_of
 
 pytestmark = pytest.mark.anyio

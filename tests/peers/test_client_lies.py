@@ -22,8 +22,7 @@ from kvtier.rpc.frames import encode
 from kvtier.rpc.wire import SocketWire
 from kvtier.testing.backend import make_key
 from kvtier.tiers.sealer import Sealer
-
-from .scripted import MemoryTransport, NoAuthentication
+from tests.rigs.scripted_peer import MemoryTransport, NoAuthentication
 
 pytestmark = pytest.mark.anyio
 

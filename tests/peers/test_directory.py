@@ -14,9 +14,9 @@ from kvtier.backends.base import Outcome
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.backend import MAX_HOLDERS, MAX_HOLDERS_ASKED, DirectoryClient, PeersBackend
 from kvtier.peers.protocol import Hello
+from tests.rigs.scripted_peer import ScriptedPeer, reading_from
 from tests.rigs.waiting import until
 
-from .scripted import ScriptedPeer, reading_from
 from .test_backend import assert_intact, blanks, connected, keys_of
 from .test_client import sockets
 from .test_temporary import temporary_addresses, until_released

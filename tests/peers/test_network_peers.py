@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.rigs import instance_process
 from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess
 from tests.rigs.network import Host, Network
 from tests.rigs.waiting import wait_until
 
-PROGRAM = "tests.peers.network_process"
 PORT = 8200
 MIB = 1 << 20
 PAYLOAD = 1_000_000
@@ -30,7 +30,7 @@ class Instances:
 
     def __init__(self, network: Network, kind: str, deadline: str, timeout: str) -> None:
         self.network = network
-        self.all = [HostProcess(host, PROGRAM) for host in network.hosts]
+        self.all = [HostProcess(host, instance_process.MODULE) for host in network.hosts]
         self.before = [instance.call("resources") for instance in self.all]
         addresses = [f"{host.address}:{PORT}" for host in network.hosts]
         transport = {"type": kind, "deadline": deadline, **KINDS[kind]}
@@ -41,7 +41,7 @@ class Instances:
             )
 
     def store(self, holder: int, start: int = 0) -> None:
-        self.all[holder].call("store", start=start, count=COUNT, payload=PAYLOAD)
+        self.all[holder].call("store", numbers=list(range(start, start + COUNT)), payload=PAYLOAD)
 
     def fetch(self, reader: int, start: int = 0) -> int:
         """Return the number of leading chunks of the prompt that are fetched from peers."""
@@ -159,7 +159,7 @@ def test_push_over_slow_and_lossy_network(kind: str) -> None:
         network, (near, far) = instances.network, instances.all
         network.delay(0.02)
         network.loss(0.02)
-        near.call("transfer_kv", to=f"{far.host.address}:{PORT}", start=0, count=COUNT)
+        near.call("transfer_kv", to=f"{far.host.address}:{PORT}", numbers=list(range(COUNT)))
         far.send("await_pushed", start=0, count=COUNT, seconds=TIMEOUT_SECONDS)
         instances.store(holder=0)
         assert near.call("finish", seconds=TIMEOUT_SECONDS) == COUNT
@@ -175,7 +175,7 @@ def test_partition_during_push(kind: str) -> None:
         wait_until(lambda: instances.states(reader=0) == ["connected"])
         instances.store(holder=0)
         network.cut_after(8 * MIB)
-        near.call("transfer_kv", to=to, start=0, count=COUNT)
+        near.call("transfer_kv", to=to, numbers=list(range(COUNT)))
         far.send("await_pushed", start=0, count=COUNT, seconds=2.0)
         wait_until(lambda: network.is_cut)
         ready, seconds = far.result()
@@ -185,7 +185,7 @@ def test_partition_during_push(kind: str) -> None:
         network.heal()
 
         def pushed() -> bool:
-            near.call("transfer_kv", to=to, start=0, count=COUNT)
+            near.call("transfer_kv", to=to, numbers=list(range(COUNT)))
             leading: int = near.call("finish", seconds=10.0)
             return leading == COUNT
 

@@ -16,9 +16,8 @@ from kvtier.peers.push import PushOutcome
 from kvtier.peers.source import Read, Source
 from kvtier.pipeline.query import Expected, Query
 from kvtier.testing.backend import make_key
+from tests.rigs.pushing import CHUNK, Host, hosts, keys_of
 from tests.rigs.waiting import until
-
-from .pushing import CHUNK, Host, hosts, keys_of
 
 pytestmark = pytest.mark.anyio
 

@@ -16,9 +16,8 @@ from kvtier.rpc.calls import Call
 from kvtier.rpc.frames import Reply
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.tiers.sealer import Sealer
+from tests.rigs.pushing import Host, hosts, keys_of
 from tests.rigs.waiting import until
-
-from .pushing import Host, hosts, keys_of
 
 pytestmark = pytest.mark.anyio
 

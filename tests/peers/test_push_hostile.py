@@ -30,9 +30,8 @@ from kvtier.pipeline.query import Query
 from kvtier.rpc.frames import Message, Refused
 from kvtier.testing.backend import make_key, noise
 from kvtier.transports.base import Access, RemoteSpan
+from tests.rigs.peer_server import CHUNK, PAYLOAD, NoTransport, RawClient, ServedCache, serving
 from tests.rigs.waiting import until
-
-from .serving import CHUNK, PAYLOAD, NoTransport, RawClient, ServedCache, serving
 
 pytestmark = pytest.mark.anyio
 

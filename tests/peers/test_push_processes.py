@@ -10,11 +10,10 @@ import pytest
 
 from kvtier.peers.kv_transfer import KVTransfer
 from kvtier.peers.push import PushOutcome
+from tests.rigs.instance_process import InstanceProcess
+from tests.rigs.pushing import Host, hosts, keys_of
 from tests.rigs.waiting import until
 
-from .peer_process import PeerProcess
-from .push_process import PushProcess
-from .pushing import Host, hosts, keys_of
 from .test_backend_processes import started
 
 pytestmark = pytest.mark.anyio
@@ -25,6 +24,11 @@ FITS = 256 * MIB // 24_576
 """Capacity in chunks of the size that :func:`hosts` counts in."""
 
 
+def pushing(kind: str, blocks_after: int | None = None) -> InstanceProcess:
+    """A process that pushes chunks of 2 MiB, and blocks in the middle of the batch after so many."""
+    return InstanceProcess(payload=2 * MIB, capacity=256 * MIB, blocks_after=blocks_after, transport=kind)
+
+
 async def until_half_written(receiver: Host) -> None:
     """Wait until some chunks are committed and others half written."""
     await until(lambda: receiver.counts.get("committed") and receiver.reserving["reservations"] > 1)
@@ -33,7 +37,7 @@ async def until_half_written(receiver: Host) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 async def test_sender_killed_during_push(kind: str) -> None:
     async with hosts(kind, FITS) as (receiver,):
-        async with PushProcess(kind, 2 * MIB, blocks_after=1) as pusher:
+        async with pushing(kind, blocks_after=1) as pusher:
             await pusher.transfer_kv(receiver.address, range(1, 61))
             found = receiver.look_up(range(1, 61))
             await pusher.compute(range(1, 51))
@@ -46,7 +50,7 @@ async def test_sender_killed_during_push(kind: str) -> None:
         assert held[:arrived] == list(range(1, arrived + 1))
         assert arrived + 1 not in held
         # What it left does not hinder the next sender.
-        async with PushProcess(kind, 2 * MIB) as next_pusher:
+        async with pushing(kind) as next_pusher:
             await next_pusher.compute(range(1, 61))
             await next_pusher.transfer_kv(receiver.address, range(1, 61))
             assert await next_pusher.finish() == 60
@@ -56,7 +60,7 @@ async def test_sender_killed_during_push(kind: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 async def test_sender_stopped_until_its_lease_expires(kind: str) -> None:
     async with (
-        PushProcess(kind, 2 * MIB, blocks_after=1) as pusher,
+        pushing(kind, blocks_after=1) as pusher,
         hosts(kind, FITS, kv_transfer={"reserve": 3}) as (receiver,),
     ):
         await pusher.transfer_kv(receiver.address, range(1, 61))
@@ -75,7 +79,7 @@ async def test_sender_stopped_until_its_lease_expires(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 async def test_receiver_killed_during_push_and_restarted(kind: str) -> None:
-    target = PeerProcess([], payload=100 * MIB, transport={"type": kind, "deadline": 5})
+    target = InstanceProcess(payload=100 * MIB, transport={"type": kind, "deadline": 5})
     async with started(target), hosts(kind, FITS) as (sender,):
         transfer = sender.instance.transfer_kv(target.address, keys_of(range(1, 61)))
         await sender.compute_many(range(1, 51), 2 * MIB)
@@ -92,7 +96,7 @@ async def test_receiver_killed_during_push_and_restarted(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 async def test_receiver_stopped_and_resumed_during_push(kind: str) -> None:
-    target = PeerProcess([], payload=100 * MIB, transport=kind)
+    target = InstanceProcess(payload=100 * MIB, transport=kind)
     async with started(target), hosts(kind, FITS) as (sender,):
         transfer = sender.instance.transfer_kv(target.address, keys_of(range(1, 51)))
         await sender.compute_many(range(1, 41), 2 * MIB)
@@ -107,7 +111,7 @@ async def test_receiver_stopped_and_resumed_during_push(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 async def test_receiver_stopped_for_good_during_push(kind: str) -> None:
-    target = PeerProcess([], payload=100 * MIB, transport={"type": kind, "deadline": 2})
+    target = InstanceProcess(payload=100 * MIB, transport={"type": kind, "deadline": 2})
     async with started(target), hosts(kind, FITS) as (sender,):
         transfer = sender.instance.transfer_kv(target.address, keys_of(range(1, 51)))
         await sender.compute_many(range(1, 41), 2 * MIB)
@@ -125,7 +129,7 @@ async def test_receiver_stopped_for_good_during_push(kind: str) -> None:
 async def test_late_nixl_write_never_reaches_reused_memory() -> None:
     """The writer is stopped when its lease expires; its memory is reused only after it is cut off."""
     async with hosts("nixl", FITS, kv_transfer={"reserve": 1}) as (receiver,):
-        async with PushProcess("nixl", 2 * MIB, blocks_after=1) as pusher:
+        async with pushing("nixl", blocks_after=1) as pusher:
             await pusher.transfer_kv(receiver.address, range(1, 61))
             await pusher.compute(range(1, 51))
             await until_half_written(receiver)
@@ -148,7 +152,7 @@ def clients_of(host: Host) -> Any:
     return host.instance._kv_transfers.peers.clients
 
 
-async def until_nothing_reserved(target: PeerProcess) -> None:
+async def until_nothing_reserved(target: InstanceProcess) -> None:
     with anyio.fail_after(30):
         while True:
             serving = (await target.status())["serving"]

@@ -22,9 +22,8 @@ from kvtier.peers.protocol import (
 from kvtier.rpc.authentication import receive_exactly
 from kvtier.rpc.frames import Ping, Pong, Refused, encode
 from kvtier.testing.backend import make_key
+from tests.rigs.peer_server import EchoTransport, RawClient, serving
 from tests.rigs.waiting import until
-
-from .serving import EchoTransport, RawClient, serving
 
 pytestmark = pytest.mark.anyio
 

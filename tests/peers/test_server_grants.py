@@ -27,9 +27,8 @@ from kvtier.rpc.frames import Ping, Pong, Refused
 from kvtier.testing.backend import make_key
 from kvtier.testing.faults import SlowBackend
 from kvtier.transports.base import Access, RemoteSpan
+from tests.rigs.peer_server import CHUNK, RawClient, ServedCache, serving
 from tests.rigs.waiting import until
-
-from .serving import CHUNK, RawClient, ServedCache, serving
 
 pytestmark = pytest.mark.anyio
 

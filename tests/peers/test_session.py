@@ -33,8 +33,7 @@ from kvtier.peers.protocol import (
 )
 from kvtier.rpc.frames import FrameReader, Message, Ping, Pong, encode
 from kvtier.testing.backend import make_key
-
-from .conversing import HELD, ClientMessage, SessionHarness
+from tests.rigs.peer_session import HELD, ClientMessage, SessionHarness
 
 pytestmark = pytest.mark.anyio
 

@@ -15,9 +15,9 @@ from kvtier.peers.backend import PeersBackend, TemporaryPeer
 from kvtier.peers.protocol import Granted, Lookup
 from kvtier.rpc.frames import Message, Refused
 from kvtier.testing.cancelling import Through, cancelled_at
+from tests.rigs.scripted_peer import ScriptedPeer, reading_from
 from tests.rigs.waiting import until
 
-from .scripted import ScriptedPeer, reading_from
 from .test_backend import assert_intact, blanks, connected, keys_of
 from .test_client import sockets
 

@@ -28,9 +28,9 @@ from kvtier.plugins import Plugins
 from kvtier.rpc.authentication import Credentials
 from kvtier.settings import TierSettings
 from kvtier.testing.backend import make_key, same
+from tests.rigs.instance_process import SECRET, InstanceProcess, payload_of
 from tests.rigs.waiting import until
 
-from .peer_process import SECRET, PeerProcess, payload_of
 from .test_backend import keys_of
 from .test_backend_processes import started, until_nothing_granted
 from .test_client import sockets
@@ -85,7 +85,7 @@ class Reader:
         expected = Expected(NAMESPACE, [object_bytes(payload)] * len(numbers))
         return self.cache.gather(keys_of(numbers), expected, tier)
 
-    async def fetch(self, process: PeerProcess, gathering: Gathering) -> None:
+    async def fetch(self, process: InstanceProcess, gathering: Gathering) -> None:
         pool = self.cache.tiers[-1]
         async with self.backend.temporary_peer(process.address) as peer:
             await gathering.run(ChunkProvider(pool, peer.lease, process.address))
@@ -144,7 +144,7 @@ async def reader(kind: str, *, folder: Path | None = None, idle: float = 60.0) -
 
 
 async def test_fetch_from_unconfigured_instance(any_kind: str, tmp_path: Path) -> None:
-    process = PeerProcess(range(30), transport=any_kind)
+    process = InstanceProcess(range(30), transport=any_kind)
     async with started(process), reader(any_kind, folder=tmp_path, idle=0.5) as here:
         idle_resources = open_resources()
         first, second = here.gathering(range(10), "ram", SMALL), here.gathering(range(10, 30), "ssd", SMALL)
@@ -164,7 +164,7 @@ async def test_fetch_from_unconfigured_instance(any_kind: str, tmp_path: Path) -
 async def test_incomplete_holder_provides_what_it_holds(kind: str, tmp_path: Path) -> None:
     """Also from disk, and beyond what its memory can lease at once."""
     held = [*range(20), *range(25, 40)]
-    process = PeerProcess(held, 1 << 20, folder=str(tmp_path), share=0.5, transport=kind)
+    process = InstanceProcess(held, 1 << 20, folder=str(tmp_path), share=0.5, transport=kind)
     async with started(process), reader(kind) as here:
         gathering = here.gathering(range(40), "ram", 1 << 20)
         await here.fetch(process, gathering)
@@ -178,7 +178,7 @@ async def test_incomplete_holder_provides_what_it_holds(kind: str, tmp_path: Pat
 
 
 async def test_instance_killed_during_fetch(kind: str) -> None:
-    process = PeerProcess(range(40), BIG, transport=kind)
+    process = InstanceProcess(range(40), BIG, transport=kind)
     async with started(process), reader(kind) as here:
         gathering = here.gathering(range(40), "ram", BIG)
         errors: list[PeerError] = []
@@ -207,7 +207,7 @@ async def test_instance_killed_during_fetch(kind: str) -> None:
 
 
 async def test_fetch_cancelled_while_instance_is_stopped(kind: str) -> None:
-    process = PeerProcess(range(40), BIG, transport=kind)
+    process = InstanceProcess(range(40), BIG, transport=kind)
     async with started(process), reader(kind) as here:
         gathering = here.gathering(range(40), "ram", BIG)
         async with anyio.create_task_group() as tasks:
@@ -229,7 +229,7 @@ async def test_fetch_cancelled_while_instance_is_stopped(kind: str) -> None:
 
 
 async def test_lookup_finds_holders_of_the_directory(kind: str) -> None:
-    first, second = PeerProcess(range(20), transport=kind), PeerProcess(range(15, 35), transport=kind)
+    first, second = InstanceProcess(range(20), transport=kind), InstanceProcess(range(15, 35), transport=kind)
     async with started(first, second), reader(kind) as here:
         directory = ScriptedDirectory((first.address, 20), (second.address, 1))
         here.backend.set_directory(directory)

@@ -120,7 +120,7 @@ class InstanceProcess:
 
     async def transfer_kv(self, to: str, numbers: Sequence[int]) -> None:
         """Start a KV transfer, and return once it is announced."""
-        await self._call("transfer_kv", to=to, numbers=list(numbers))
+        await self._call("transfer_kv", to=to, numbers=list(numbers), waits=True)
 
     async def resume(self) -> None:
         """Unblock the writes."""
@@ -209,10 +209,11 @@ class Commands(LeakCheck):
         await cache.clear(keys)
         return ready, seconds
 
-    async def transfer_kv(self, to: str, numbers: Sequence[int]) -> None:
-        """Start the KV transfer of a prompt, and return once it is announced or has failed."""
+    async def transfer_kv(self, to: str, numbers: Sequence[int], *, waits: bool = False) -> None:
+        """Start the KV transfer of a prompt; with ``waits``, return once it is announced or has failed."""
         self._transfer = self._instance.transfer_kv(to, [make_key(number) for number in numbers])
-        await self._transfer.announced.wait()
+        if waits:
+            await self._transfer.announced.wait()
 
     async def resume(self) -> None:
         self._resume.set()

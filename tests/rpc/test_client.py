@@ -22,9 +22,9 @@ from kvtier.rpc.client import Client, UnixConnection
 from kvtier.rpc.frames import Pong, Refused
 from kvtier.rpc.wire import MAX_UNSENT_BYTES
 from tests.rigs.open_files import open_files
+from tests.rigs.scripted_server import ScriptedServer
 from tests.rigs.waiting import wait_until
 from tests.rpc.endpoints import Answer, Ask, Hello, Note, Welcome, decode
-from tests.rpc.scripted_server import ScriptedServer
 
 VERSION = 3
 

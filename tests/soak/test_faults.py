@@ -33,7 +33,7 @@ from soak.pressure import held_by_engines, reserve_too_much
 from soak.recovery import Recovery
 from soak.schedule import Fault, Phase, Turn
 from soak.stack import DISK_BYTES
-from tests.bridge import scripted
+from tests.rigs import scripted_engine as scripted
 from tests.rigs.waiting import until
 
 Plugins.load([])

@@ -21,7 +21,7 @@ import pytest
 from kvtier.peers.staging.push import REFUSED_SECONDS
 from kvtier.testing.servers import free_port
 from tests.rigs.cache_process import MIB, CacheProcess, is_idle
-from tests.staging.side import CHUNKS, PAGES, Result, Side, side
+from tests.rigs.staging_engine import CHUNKS, PAGES, Result, Side, side
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("nixl")

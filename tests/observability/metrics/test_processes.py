@@ -16,9 +16,9 @@ import yaml
 
 from kvtier.bridge.client import SchedulerBridge, status
 from kvtier.bridge.spawn import CacheProcess, default_address
-from tests.bridge.conftest import CHUNK_TOKENS as BRIDGE_CHUNK_TOKENS
-from tests.bridge.conftest import KEYS, LAYOUT, _close_bridges, hello, is_serving, start, store
 from tests.observability.metrics.scraping import Scrape, settings
+from tests.rigs.bridges import CHUNK_TOKENS as BRIDGE_CHUNK_TOKENS
+from tests.rigs.bridges import KEYS, LAYOUT, _close_bridges, hello, is_serving, start, store
 from tests.rigs.waiting import wait_until
 
 Start = Callable[..., subprocess.Popen[str]]

@@ -15,7 +15,7 @@ from kvtier.memory.header import object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.recording.reader import TraceRequest, read_recording
 from kvtier.pipeline.query import Query
-from tests.bridge.conftest import CHUNK_TOKENS, KEYS, LAYOUT, Start, _close_bridges, is_serving, start, store
+from tests.rigs.bridges import CHUNK_TOKENS, KEYS, LAYOUT, Start, _close_bridges, start, store
 from tests.rigs.waiting import wait_until
 
 __all__ = ["_close_bridges", "start"]
@@ -38,7 +38,6 @@ def recorded(tmp_path: Path) -> dict[str, Any]:
 def test_lookups_of_engines_are_recorded_once(tmp_path: Path, start: Start) -> None:
     path = tmp_path / "traffic"
     process = start("--record", str(path))
-    wait_until(lambda: is_serving(tmp_path / "socket"))
     scheduler, _ = store(tmp_path / "socket", KEYS[:3])
     look_up(scheduler, KEYS, len(KEYS) * CHUNK_TOKENS, hints=HINTS)
     look_up(scheduler, KEYS[:3], 2 * CHUNK_TOKENS + 5)
@@ -63,7 +62,6 @@ def test_lookups_of_engines_are_recorded_once(tmp_path: Path, start: Start) -> N
 def test_killed_process_leaves_a_readable_file(tmp_path: Path, start: Start) -> None:
     path = tmp_path / "traffic"
     process = start("--record", str(path))
-    wait_until(lambda: is_serving(tmp_path / "socket"))
     scheduler, _ = store(tmp_path / "socket", KEYS[:1])
     look_up(scheduler, KEYS, len(KEYS) * CHUNK_TOKENS)
     wait_until(lambda: recorded(tmp_path)["recorded"] == 1)
@@ -75,7 +73,6 @@ def test_killed_process_leaves_a_readable_file(tmp_path: Path, start: Start) -> 
     assert 1 <= len(requests) <= 101
     assert all(request.chunks == requests[0].chunks for request in requests)
     start("--record", str(path))
-    wait_until(lambda: is_serving(tmp_path / "socket"))
     assert list(read_recording(path)) == []
     assert list(read_recording(tmp_path / "traffic.1")) == requests
 
@@ -83,7 +80,6 @@ def test_killed_process_leaves_a_readable_file(tmp_path: Path, start: Start) -> 
 def test_rest_is_written_at_exit(tmp_path: Path, start: Start) -> None:
     path = tmp_path / "traffic"
     process = start("--record", str(path))
-    wait_until(lambda: is_serving(tmp_path / "socket"))
     scheduler, _ = store(tmp_path / "socket", KEYS[:1])
     for _ in range(50):
         look_up(scheduler, KEYS, len(KEYS) * CHUNK_TOKENS)
@@ -109,5 +105,4 @@ def test_unusable_file_is_one_error(tmp_path: Path, start: Start, obstacle: str)
 
 def test_nothing_is_recorded_by_default(tmp_path: Path, start: Start) -> None:
     start()
-    wait_until(lambda: is_serving(tmp_path / "socket"))
     assert "recording" not in status(tmp_path / "socket")

@@ -24,9 +24,8 @@ from kvtier.rpc.frames import Message
 from kvtier.rpc.wire import SocketWire
 from kvtier.settings.peer import PeerSettings
 from kvtier.testing.backend import make_key
+from tests.rigs.peer_server import BUILT_IN, CHUNK, PAYLOAD, NoTransport, RawClient
 from tests.rigs.waiting import until
-
-from .serving import BUILT_IN, CHUNK, PAYLOAD, NoTransport, RawClient
 
 HELD = [make_key(number) for number in range(1, 6)]
 ClientMessage = Message | bytes | Callable[[int], Message]

@@ -20,9 +20,8 @@ from kvtier.pipeline.found import FoundChunk, Lookup
 from kvtier.pipeline.query import Expected, Query
 from kvtier.plugins import Plugins
 from kvtier.testing.backend import make_key, same
+from tests.rigs.instance_process import SECRET, payload_of, store
 from tests.rigs.waiting import until
-
-from .peer_process import SECRET, payload_of, store
 
 PAYLOAD = 20_000
 CHUNK = object_bytes(PAYLOAD)

@@ -20,7 +20,7 @@ from kvtier.bridge.protocol import Hello, Role, Run
 from kvtier.memory.keys import ChunkKey, chunk_key, chunk_keys, encode_tokens, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.pipeline.query import Query
-from tests.bridge.conftest import wait_for_reply
+from tests.rigs.bridges import wait_for_reply
 from tests.rigs.forks import forks
 
 CHUNK = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -12,7 +12,7 @@ from anyio.abc import UNIXSocketStream
 
 from kvtier import Settings
 from kvtier.bridge import protocol
-from kvtier.bridge.protocol import Commit, Hello, Reserve, Reserved, Run, Status, StatusReport, Welcome
+from kvtier.bridge.protocol import Commit, Hello, Leave, Reserve, Reserved, Run, Status, StatusReport, Welcome
 from kvtier.bridge.server import BridgeServer
 from kvtier.instance import Instance
 from kvtier.memory.arena import ArenaMap
@@ -90,6 +90,18 @@ class Host:
     async def peer(self) -> AsyncIterator[Peer]:
         async with await anyio.connect_unix(self.path) as stream:
             yield Peer(stream)
+
+    @asynccontextmanager
+    async def engine(self, name: str = "engine") -> AsyncIterator[tuple[Peer, list[Peer]]]:
+        """Connect the scheduler and workers of an engine of two ranks, which write to nothing at the end."""
+        async with self.peer() as scheduler, self.peer() as worker0, self.peer() as worker1:
+            await scheduler.greet(engine=name)
+            for rank, worker in enumerate((worker0, worker1)):
+                await worker.greet("worker", rank, engine=name, client=1 + rank)
+            yield scheduler, [worker0, worker1]
+            for worker in (worker0, worker1):
+                with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                    await worker.send(Leave())
 
     async def wait_until_idle(self) -> None:
         """Wait until all engines are disconnected, and only the chunks of the first tier are leased."""
