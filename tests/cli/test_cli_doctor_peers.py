@@ -98,7 +98,7 @@ def test_errors_are_described(serve: Serve, doctor: Doctor) -> None:
         checks = doctor(address, other_secret, no_listener, no_answer)
     assert checks[f"peer {address}"]["status"] == "ok"
     errors = {name: check["found"] for name, check in checks.items() if check["status"] == "fail"}
-    assert "the peer.secret differs" in errors[f"peer {other_secret}"]
+    assert "its peer.secret differs" in errors[f"peer {other_secret}"]
     assert "Connection refused" in errors[f"peer {no_listener}"]
     assert "in time" in errors[f"peer {no_answer}"]
 

@@ -24,8 +24,8 @@ from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.source import Read, Source
-from kvtier.pipeline.discover import Expected
 from kvtier.pipeline.found import Lookup
+from kvtier.pipeline.query import Expected, Query
 from kvtier.testing.backend import make_key, noise, same
 from tests.rigs.forks import Forked, python
 from tests.rigs.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck, serve_commands
@@ -202,7 +202,7 @@ class Commands(LeakCheck):
         cache = self._instance.cache
         keys = [make_key(number) for number in range(start, start + count)]
         started = time.monotonic()
-        found = cache.look_up(keys, Expected(NAMESPACE, [object_bytes(payload)] * count))
+        found = cache.look_up(Query(keys), Expected(NAMESPACE, [object_bytes(payload)] * count))
         await found.settle(None)
         seconds = time.monotonic() - started
         ready = _release_intact(found)
@@ -228,7 +228,8 @@ class Commands(LeakCheck):
         """Like :meth:`fetch`, for pushed chunks, which are kept."""
         cache = self._instance.cache
         started = time.monotonic()
-        found = cache.look_up([make_key(number) for number in range(start, start + count)], expect=seconds)
+        keys = [make_key(number) for number in range(start, start + count)]
+        found = cache.look_up(Query(keys, expect_seconds=seconds, expect_chunks=count))
         await cache.settle(found)
         taken = time.monotonic() - started
         return _release_intact(found), taken
@@ -239,7 +240,7 @@ class Commands(LeakCheck):
     async def is_idle(self) -> bool:
         """Wait until no chunk is pending and only READY chunks are leased. Return ``False`` on a timeout."""
         cache = self._instance.cache
-        catalog = cache.hierarchy.catalog
+        catalog = cache.catalog
         with anyio.move_on_after(LEAK_TIMEOUT_SECONDS):
             while (
                 cache.pending_bytes

@@ -254,7 +254,10 @@ def test_overflow_of_buffers_goes_through_first_tier() -> None:
         assert (result.confirmed, result.intact, len(result.sources)) == (True, True, ALL)
         assert set(result.sources) == {"staging", "ram"}
         pair.wait_until_idle()
-        assert pair.prefill_cache.log.read_text().count("instead of staging buffers: its staging buffer") == 1
+        assert (
+            pair.prefill_cache.log.read_text().count("instead of staging buffers: the peer's staging buffer")
+            == 1
+        )
 
 
 @pytest.mark.slow
