@@ -99,6 +99,7 @@ class Tenants:
 
         def create(columns: ChunkColumns) -> EvictionPolicy:
             of_group = [quotas.get(name, Quota()) for name in self.names]
+            # A single order would have to pass by the chunks of tenants within their share, maybe millions.
             policies = [make(quota.max)(columns) for quota in of_group]
             tier = TenantPolicies(self, policies, of_group, room, columns)
             self.tiers.append(tier)

@@ -159,7 +159,9 @@ def arc(sequence: Sequence[int], capacity: int) -> int:
         pytest.param(ours(SievePolicy), theirs(libcachesim.Sieve), id="sieve"),
     ],
 )
-def test_same_hits(counted: Counter, expected: Counter, sequence: str, capacity: int) -> None:
+def test_policy_has_the_hits_of_the_reference(
+    counted: Counter, expected: Counter, sequence: str, capacity: int
+) -> None:
     assert counted(SEQUENCES[sequence], capacity) == expected(SEQUENCES[sequence], capacity)
 
 
@@ -250,7 +252,7 @@ def sized(one: int) -> int:
         pytest.param(ours(GdsfPolicy, sized, depth=10**9), theirs(libcachesim.GDSF, sized), 0.04, id="gdsf"),
     ],
 )
-def test_similar_hits(
+def test_policy_has_about_the_hits_of_the_reference(
     counted: Counter, expected: Counter, tolerance: float, sequence: str, capacity: int
 ) -> None:
     hits = expected(SEQUENCES[sequence], capacity)

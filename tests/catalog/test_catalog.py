@@ -50,7 +50,7 @@ def store(catalog: Catalog, keys: list[ChunkKey], tier: int, state: State = READ
 # States.
 
 
-def test_chunk_states(catalog: Catalog) -> None:
+def test_chunk_is_absent_pending_ready_and_absent_again(catalog: Catalog) -> None:
     assert (A in catalog, catalog.state(A, RAM), len(catalog)) == (False, ABSENT, 0)
     catalog.add(A, RAM, LENGTH, PENDING)
     assert (A in catalog, catalog.state(A, RAM), len(catalog)) == (True, PENDING, 1)
@@ -321,7 +321,7 @@ def test_row_of_a_removed_parent_is_not_reused(catalog: Catalog) -> None:
 # Hints.
 
 
-def test_hints_are_columns(catalog: Catalog) -> None:
+def test_hints_of_a_request_are_those_of_its_chunks(catalog: Catalog) -> None:
     now = time.monotonic()
     store(catalog, [A], RAM)
     hints = ChunkHints(tenant="a", priority=3, retention=60, resume=5, recompute=0.5)
@@ -529,7 +529,7 @@ def test_remove_all_is_all_or_nothing(catalog: Catalog, keys: list[ChunkKey]) ->
     assert list(catalog.victims(RAM)) == []
 
 
-def test_empty_batches(catalog: Catalog) -> None:
+def test_empty_batches_change_nothing(catalog: Catalog) -> None:
     catalog.add_chain([], RAM, [], READY)
     catalog.remove_all([], RAM)
     assert len(catalog) == 0

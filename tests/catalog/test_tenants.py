@@ -164,7 +164,9 @@ steps = st.builds(
 @pytest.mark.parametrize("policy", kvtier_eviction_policies().values())
 @settings(max_examples=25, deadline=None)
 @given(st.lists(steps, min_size=5, max_size=40))
-def test_invariants(policy: type[EvictionPolicy], history: list[Step]) -> None:
+def test_shares_maxima_and_order_hold_whatever_happens(
+    policy: type[EvictionPolicy], history: list[Step]
+) -> None:
     shared = Shared(policy=policy)
     catalog = shared.catalog
     order: list[ChunkKey] = []
@@ -275,7 +277,7 @@ def test_chunk_that_waited_for_a_child_stays_if_its_tenant_is_within_its_share_b
     assert shared.catalog.victims(0, 4 * LENGTH) == [own[0], child, *others[:1]]
 
 
-def test_salts_and_aliases() -> None:
+def test_salts_have_names_that_do_not_reveal_them_and_may_be_aliases() -> None:
     name = tenant_of_salt("a secret")
     assert name.startswith("salt-")
     assert (len(name), "secret" in name) == (13, False)
@@ -310,7 +312,7 @@ def test_a_search_without_eviction_changes_no_order() -> None:
     assert shared.catalog.victims(0, 8 * LENGTH) == first
 
 
-def test_reach() -> None:
+def test_search_takes_only_chunks_within_its_scope() -> None:
     shared = Shared({"a": Quota(0.5)})
     shared.store("a", 50)
     assert len(shared.catalog.victims(0)) == 50  # Nobody is above a share, so there is no one better.
@@ -321,7 +323,7 @@ def test_reach() -> None:
     assert not shared.catalog.victims(0)  # Those of `a` stay while others are above their share.
 
 
-def test_too_many_tenants() -> None:
+def test_more_tenants_than_the_limit_are_an_error() -> None:
     with pytest.raises(ValueError, match="at most 64"):
         Tenants({str(number): str(number) for number in range(65)})
 

@@ -143,7 +143,7 @@ def test_ranges_of_a_file_are_read_in_parallel(tmp_path: Path, monkeypatch: pyte
     assert enough.is_set()
 
 
-def test_malformed_header(tmp_path: Path) -> None:
+def test_file_with_a_malformed_header_has_a_fingerprint(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     for content in (b"", b"1234", b"\xff" * 8 + bytes(3 << 20), struct.pack("<Q", 10) + bytes(3 << 20)):
         file.write_bytes(content)
@@ -151,7 +151,7 @@ def test_malformed_header(tmp_path: Path) -> None:
         assert fingerprint(tmp_path, files, 0)
 
 
-def test_files_that_are_missing_or_changing(folder: Path, tmp_path: Path) -> None:
+def test_files_that_are_missing_or_changing_are_an_error(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         signature(tmp_path / "none", lambda _: True)
     with pytest.raises(FileNotFoundError, match="0 files"):

@@ -248,7 +248,7 @@ def test_small_arena_is_allocated_immediately() -> None:
         assert allocated_bytes(arena.fd) == MIB
 
 
-def test_descriptors_above_1023() -> None:
+def test_descriptors_above_1023_are_polled() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     read, write = os.pipe()

@@ -161,7 +161,7 @@ def test_window_of_one_stores_no_full_blocks() -> None:
         (223, 64, range(4, 7)),
     ],
 )
-def test_window_edges(tokens: int, window: int, stored: range) -> None:
+def test_blocks_that_a_window_sees_are_stored(tokens: int, window: int, stored: range) -> None:
     assert GroupLayout(32, (1,), window).blocks(tokens) == stored
 
 

@@ -155,7 +155,7 @@ def test_leases_moved_into_a_batch_are_released(arena: Arena) -> None:
     assert arena.leases == 0
 
 
-def test_empty_batch() -> None:
+def test_empty_batch_holds_nothing() -> None:
     for make in (Leases.of, Leases.sharing):
         together = make([])
         together.release_all()

@@ -235,6 +235,7 @@ class AdaptivePolicy(EvictionPolicy):
             else:
                 request.chunks[key] = length
         while last in self._open or len(self._open) >= OPEN_REQUESTS:
+            # Whole requests: the part that this tier happened to hold would look like a prompt of its own.
             # In the order of their begin: policies are judged by what was used between two uses of a chunk.
             self._observe(self._open.pop(next(iter(self._open))))
         self._open[last] = request

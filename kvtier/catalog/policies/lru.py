@@ -35,6 +35,7 @@ class LruPolicy(EvictionPolicy):
             unlinked = array("i", [_ABSENT]) * (highest + 1 - len(self._warmer))
             self._warmer += unlinked
             self._colder += unlinked
+        # Just colder than the parent: so the catalog never has to defer a chunk until its children leave.
         parent = self._parents[rows[0]]
         if native.available():
             native.core.lru_link_chain(self._warmer, self._colder, rows, parent)

@@ -130,6 +130,7 @@ class ResumePolicy(EvictionPolicy):
 
     def missed(self, keys: Sequence[ChunkKey], now: float) -> None:
         """Recognise a prompt as a whole, before its parts are stored."""
+        # The first part of a long prompt looks like a short one, and lacks the chunk that identifies a visit.
         self._incoming.expect(keys, self._visits.ghosts)
 
     def _revisit(self, rows: Sequence[int], now: float) -> None:
@@ -186,6 +187,7 @@ class ResumePolicy(EvictionPolicy):
 
     def declined(self, prompt: IncomingPrompt) -> None:
         """Remember a prompt that was not stored, or not to its end: it may come back like those that were."""
+        # Otherwise a kind of prompt that is never stored would never be known to come back.
         self._settle(prompt.now)
         visits, count = self._visits, len(prompt.keys)
         rest = self._incoming.rest(prompt.keys, prompt.parent_key, visits.ghosts)

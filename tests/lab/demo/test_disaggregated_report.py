@@ -47,7 +47,7 @@ def test_each_problem_is_described(changes: dict[str, object], problem: str) -> 
     assert problems(dataclasses.replace(GOOD, **changes)) == [problem]  # type: ignore[arg-type]
 
 
-def test_table() -> None:
+def test_table_compares_both_ways() -> None:
     console = Console(file=io.StringIO(), width=140)
     console.print(table(GOOD))
     shown = console.file.getvalue()

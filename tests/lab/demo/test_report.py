@@ -31,18 +31,18 @@ def test_warm_run_from_another_tier() -> None:
     ]
 
 
-def test_different_tokens() -> None:
+def test_different_tokens_are_a_problem() -> None:
     wrong = dataclasses.replace(FROM_DISK, tokens=[1, 2, 4])
     assert problems([*RUNS[:2], Run("disk", wrong, "disk")], 768) == [
         "disk: its tokens differ from the cold run's"
     ]
 
 
-def test_cold_run_with_hits() -> None:
+def test_hits_of_the_cold_run_are_a_problem() -> None:
     assert problems([Run("cold", FROM_MEMORY), *RUNS[1:]], 768) == ["cold: 768 tokens hit, 0 expected"]
 
 
-def test_table() -> None:
+def test_table_compares_each_run_with_the_cold_one() -> None:
     console = Console(file=io.StringIO(), width=140)
     console.print(table([*RUNS[:2], Run("disk", dataclasses.replace(FROM_DISK, tokens=[]), "disk")]))
     shown = console.file.getvalue()

@@ -37,7 +37,7 @@ def test_it_is_the_best_of_all_choices(prompts: list[list[int]], capacity: int) 
     assert belady_hits(trace, capacity, next_uses(trace)) == most_hits(prompts, capacity)
 
 
-def test_next_uses() -> None:
+def test_next_use_is_the_request_that_asks_for_the_chunk_again() -> None:
     trace = trace_of([1, 2], [3], [2, 3])
     assert list(next_uses(trace)) == [3, 2, 2, 3, 3]
 

@@ -65,7 +65,7 @@ def test_tiers_of_a_settings_file(kvtier: Kvtier, trace: Path, tmp_path: Path) -
     assert not (tmp_path / "unused").exists(), "a simulation opens no tier"
 
 
-def test_plot(kvtier: Kvtier, trace: Path, tmp_path: Path) -> None:
+def test_plot_is_saved_as_png(kvtier: Kvtier, trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     target = tmp_path / "rates.png"
     assert kvtier("simulate", trace, "--plot", target).status == 0

@@ -28,7 +28,7 @@ def written(path: Path, *lines: str) -> Path:
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
-def test_mooncake(tmp_path: Path, suffix: str) -> None:
+def test_traces_of_mooncake_are_read_compressed_or_not(tmp_path: Path, suffix: str) -> None:
     content = mooncake_line(500, [1, 2, 3], session="s") + "\n" + mooncake_line(1500, [1, 2, 9])
     path = tmp_path / f"trace.jsonl{suffix}"
     path.write_bytes(PACK[suffix](content.encode()))

@@ -248,7 +248,7 @@ def test_missing_file_is_an_error(tmp_path: Path) -> None:
         list(read_recording(tmp_path / "traffic"))
 
 
-def test_is_recording(tmp_path: Path) -> None:
+def test_recordings_are_distinguished_from_other_files_by_their_first_bytes(tmp_path: Path) -> None:
     path = tmp_path / "traffic"
     write(path)
     assert is_recording(path)

@@ -46,7 +46,7 @@ def test_today_is_a_point_of_every_curve() -> None:
     assert known_points(replace(SSD, points=[])) == [Point(1000 * GIB, 0.6)]
 
 
-def test_gained_fast_hits() -> None:
+def test_hits_gained_in_faster_tiers_are_known_within_the_curve() -> None:
     assert gained_fast(RAM, 150 * GIB) == pytest.approx(0.07)
     assert gained_fast(RAM, 500 * GIB) is None, "beyond the curve"
     assert gained_fast(SSD, 2000 * GIB) is None, "not known for the capacity of today"
