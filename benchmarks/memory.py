@@ -111,9 +111,7 @@ async def adopting(
 
     async def adopt() -> None:
         leases = memory.arena.allocate_all(size, len(keys))
-        memory.begin(headers, leases)
-        for key, lease in zip(keys, leases, strict=True):
-            memory.adopt(key, lease)
+        memory.adopt(memory.begin(headers, leases))
 
     def empty() -> None:
         memory.drop(keys if len(catalog) else [])

@@ -30,7 +30,7 @@ from kvtier.events import Prefetch, Report
 from kvtier.http import serving
 from kvtier.observability.metrics import CacheMetrics, application
 from kvtier.testing.backend import make_key
-from kvtier.tiers.router import FIRST, Transfer
+from kvtier.tiers.planner import FIRST, Transfer
 
 CHUNK_BYTES = 4096
 FEW_CHUNKS = 1000

@@ -28,27 +28,25 @@ from kvtier.memory.host import check_memory
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout, has_weights
 from kvtier.model import ModelCache
-from kvtier.pipeline.base import Hierarchy
-from kvtier.pipeline.boundaries import Boundaries
+from kvtier.pipeline.allocate import Allocator
 from kvtier.pipeline.clear import Cleared, ClearStage
 from kvtier.pipeline.discover import DiscoverStage
 from kvtier.pipeline.evict import EvictStage
 from kvtier.pipeline.expect import ExpectStage
-from kvtier.pipeline.forget import ForgetStage
 from kvtier.pipeline.found import Lookup, ReportProgress, Staged
-from kvtier.pipeline.gather import Gathering, GatherStage
-from kvtier.pipeline.held import HeldStage
-from kvtier.pipeline.look_up import LookUpStage
-from kvtier.pipeline.move import MoveStage
-from kvtier.pipeline.prefetch import PrefetchStage
+from kvtier.pipeline.held import HeldStage, TtlExpiry
+from kvtier.pipeline.hierarchy import Hierarchy
+from kvtier.pipeline.look_up import Boundaries, LookUpStage
+from kvtier.pipeline.move import Gathering, MoveStage
 from kvtier.pipeline.query import Expected, Query
-from kvtier.pipeline.store import Reservation, StoreStage
-from kvtier.pipeline.worth import Worth
+from kvtier.pipeline.read import Reader
+from kvtier.pipeline.store import StoreStage
+from kvtier.pipeline.write import Writer
 from kvtier.plugins import Plugins, is_memory
 from kvtier.settings import Settings, TierSettings, load_settings
-from kvtier.tiers.encoder import Encoder, Layouts
-from kvtier.tiers.host_memory import HostMemory
-from kvtier.tiers.router import Router
+from kvtier.tiers.encoded_seal import Encoder, Layouts
+from kvtier.tiers.host_memory import HostMemory, Reservation
+from kvtier.tiers.planner import TransferPlanner
 from kvtier.tiers.sealer import Sealer
 from kvtier.tiers.tenants import configured_tenants, shared_policy, tenants_status
 from kvtier.tiers.tier import Tier
@@ -96,27 +94,33 @@ class TieredCache:
         """Logs an unexpected miss, at most once a minute per kind."""
         quarter = hierarchy.memory.arena.capacity // 4
         queue_bytes = {tier.index: tier.settings.queue or quarter for tier in hierarchy.lower}
-        self._evicting = EvictStage(hierarchy)
-        self._holding = HeldStage(hierarchy, self._evicting)
-        self._storing = StoreStage(hierarchy, self._evicting, queue_bytes)
-        self._prefetching = PrefetchStage(hierarchy, self._evicting)
-        self._discovering = DiscoverStage(hierarchy)
-        self._boundaries = Boundaries(hierarchy, self._discovering)
+        # In the order in which they use each other.
+        self._allocator = Allocator(hierarchy)
+        self._reader = Reader(hierarchy, self._allocator)
+        self._writer = Writer(hierarchy, self._reader, queue_bytes)
+        self._evicting = EvictStage(hierarchy, self._allocator, self._writer)
+        self._storing = StoreStage(hierarchy, self._allocator, self._writer)
+        self._holding = HeldStage(hierarchy, self._writer)
+        self._expiry = TtlExpiry(hierarchy)
+        self._clearing = ClearStage(hierarchy, self._writer)
+        discovering = DiscoverStage(hierarchy)
+        self._moving = MoveStage(
+            hierarchy, self._allocator, self._reader, self._writer, discovering, self._clearing
+        )
+        self._boundaries = Boundaries(hierarchy, discovering)
         self.expecting = ExpectStage(hierarchy)
         """Chunks that peers push into the first tier, reported by the code that receives them."""
-        self._forgetting = ForgetStage(hierarchy)
-        self._clearing = ClearStage(hierarchy, self._evicting)
-        self._moving = MoveStage(hierarchy, self._evicting, self._prefetching)
-        self._gathering = GatherStage(hierarchy, self._evicting, self._moving, self._discovering)
         self._looking_up = LookUpStage(
             hierarchy,
             settings.prefetch,
-            self._prefetching,
-            self._discovering,
+            self._reader,
+            discovering,
             self.expecting,
             self._boundaries,
             self._storing,
         )
+        self.load_or_compute = self._looking_up.load_or_compute
+        """Decides what is loaded and what is computed."""
         self._finished = self._closed = False
         self._observe_lookup: ObserveLookup | None = None
         self._observe_model: ObserveModel | None = None
@@ -163,8 +167,8 @@ class TieredCache:
                 Tier(index, tier, backend, catalog, tasks, memory.sealer, encoders[index])
                 for index, (tier, backend) in enumerate(media[1:], 1)
             ]
-            router, observers = Router(catalog, [memory, *lower]), list(plugins.observers(settings))
-            cache = cls(settings, Hierarchy(memory, lower, catalog, router, tasks, observers, layouts))
+            planner, observers = TransferPlanner(catalog, [memory, *lower]), list(plugins.observers(settings))
+            cache = cls(settings, Hierarchy(memory, lower, catalog, planner, tasks, observers, layouts))
             await cache._start(tasks)
             try:
                 yield cache
@@ -181,17 +185,12 @@ class TieredCache:
                 await tier.capabilities.registration.register(self.arena)
             await self._holding.load(tier)
         tasks.start_soon(self._evicting.run)
-        tasks.start_soon(self._forgetting.run)
+        tasks.start_soon(self._expiry.run)
         for tier in self.lower:
-            tasks.start_soon(self._storing.run, tier.index)
+            tasks.start_soon(self._writer.run, tier.index)
             tasks.start_soon(tier.contact)
             tasks.start_soon(self._holding.find_unseen, tier)
             tasks.start_soon(self._holding.forget_lost, tier)
-
-    @property
-    def worth(self) -> Worth:
-        """What is loaded and what is computed."""
-        return self._looking_up.worth
 
     @property
     def arena(self) -> Arena:
@@ -335,19 +334,19 @@ class TieredCache:
         self._storing.commit(reservations, pushed=pushed)
 
     def abandon(self, reservations: Sequence[Reservation]) -> None:
-        """Give up reservations whose chunks will not be filled."""
+        """Cancel reservations whose chunks will not be filled, and free their memory."""
         self._storing.abandon(reservations)
 
-    def void(self, reservations: Sequence[Reservation]) -> None:
-        """Give up reservations whose memory may still be written to: the caller releases their leases."""
-        self._storing.void(reservations)
+    def cancel(self, reservations: Sequence[Reservation]) -> None:
+        """Cancel reservations whose memory may still be written to: the caller releases their leases."""
+        self._storing.cancel(reservations)
 
     def pin(self, keys: Sequence[ChunkKey], seconds: float | None = None) -> int:
         """Protect the held prefix of ``keys`` from eviction. Return its length in chunks."""
         self._check_open()
         held = keys[: len(self.catalog.prefix(keys))]
         self.catalog.pin(held, None if seconds is None else time.monotonic() + seconds)
-        if self._hierarchy.router.admission.selective:
+        if self._hierarchy.planner.admission.selective:
             self._storing.admit(held)
         return len(held)
 
@@ -370,7 +369,7 @@ class TieredCache:
     async def move(self, keys: Sequence[ChunkKey], source: str, target: str, *, copy: bool = False) -> int:
         """Move chunks between tiers. Return how many of them ``target`` holds afterwards."""
         self._check_open()
-        move = Move(keys=keys, source=self._index(source), target=self._index(target), copy=copy)
+        move = Move(keys=keys, source=self.index_of(source), target=self.index_of(target), copy=copy)
         return await self._moving.execute(move)
 
     def gather(self, keys: Sequence[ChunkKey], expected: Expected, target: str) -> Gathering:
@@ -379,7 +378,7 @@ class TieredCache:
         It starts with :meth:`Gathering.run`. The other tiers keep their chunks.
         """
         self._check_open()
-        return self._gathering.begin(keys, expected, self._index(target))
+        return self._moving.gather(keys, expected, self.index_of(target))
 
     async def clear(
         self,
@@ -397,7 +396,7 @@ class TieredCache:
         """
         self._check_open()
         every = self.tiers
-        chosen = [tier.index for tier in every] if tiers is None else [self._index(name) for name in tiers]
+        chosen = [tier.index for tier in every] if tiers is None else [self.index_of(name) for name in tiers]
         if keys is not None:
             return await self._clearing.clear(keys, chosen)
         if tiers is None:
@@ -421,7 +420,7 @@ class TieredCache:
     @property
     def pending_bytes(self) -> int:
         """Bytes still to be written to lower tiers."""
-        return self._storing.pending_bytes + self._evicting.demoting_bytes
+        return self._writer.pending_bytes
 
     async def drain(self, seconds: float, progress: Progress | None = None) -> bool:
         """Wait up to ``seconds`` until all queued chunks are written. Return whether they are."""
@@ -448,7 +447,8 @@ class TieredCache:
                 self.settings.drain_timeout,
             )
 
-    def _index(self, name: str) -> int:
+    def index_of(self, name: str) -> int:
+        """Return the index of a tier. Raises :class:`SettingsError` if there is none of this name."""
         for tier in self.tiers:
             if tier.name == name:
                 return tier.index
@@ -461,7 +461,7 @@ class TieredCache:
             "tiers": [tier.status() for tier in self.tiers],
             "tenants": tenants_status(self.tiers),
             "arena": {"used_bytes": self.arena.used, "leases": self.arena.leases},
-            "flights": len(self._prefetching.flights),
+            "flights": len(self._reader.flights),
             "pushed": {"announced": self.expecting.announced, "waiting": self.expecting.waiting},
             "pending_bytes": self.pending_bytes,
             "pinned_chunks": self.catalog.pinned,

@@ -1,7 +1,7 @@
 """The four events that move chunks, and the reports that observers receive.
 
-An event is a batch of keys with a priority. The :class:`~kvtier.tiers.router.Router` plans it and a pipeline
-stage executes it. Observers receive one :class:`Report` per transfer, not per chunk.
+The :class:`~kvtier.tiers.planner.TransferPlanner` plans an event and a pipeline stage executes it. Observers
+receive one :class:`Report` per transfer, not per chunk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A batch of keys to move, in prefix order if they belong to one prompt."""
+    """What the pipeline is asked to do with a batch of keys, in prefix order if they are of one prompt."""
 
     keys: Sequence[ChunkKey]
     priority: Priority = Priority.BACKGROUND

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvtier.catalog.eviction import EvictionPolicy, MakePolicy
     from kvtier.events import Observer
     from kvtier.tiers.codec import Codec
-    from kvtier.tiers.encoder import Codecs
+    from kvtier.tiers.encoded_seal import Codecs
     from kvtier.transports.base import Transport, TransportSettings
 
 GROUP = "kvtier"
@@ -166,7 +166,7 @@ class Plugins:
 
         Raises a :class:`pydantic.ValidationError` if the codec's settings are invalid.
         """
-        from kvtier.tiers.encoder import Codecs
+        from kvtier.tiers.encoded_seal import Codecs
 
         if not isinstance(tier, LocalTierSettings) or tier.codec["type"] == IDENTITY:
             return None

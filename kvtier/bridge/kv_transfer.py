@@ -14,7 +14,7 @@ from kvtier.errors import PeerError, ProtocolError
 from kvtier.logs import ChangedWarnings
 from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.memory.layout import ChunkLayout
-from kvtier.tiers.router import FIRST
+from kvtier.tiers.planner import FIRST
 
 if TYPE_CHECKING:
     from kvtier.peers.kv_transfer import KVTransfer as Transfer

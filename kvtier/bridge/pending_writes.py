@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from kvtier.cache import TieredCache
-from kvtier.pipeline.store import Reservation
+from kvtier.tiers.host_memory import Reservation
 
 if TYPE_CHECKING:
     from kvtier.peers.staging.push import StagedWrite
@@ -119,7 +119,7 @@ class PendingWrites:
     def void(self, writes: Sequence[PendingWrite]) -> None:
         """Let others store these chunks. Their memory is kept until all ranks have finished."""
         fresh = [write for write in writes if not write.void]
-        self._cache.void([write.reservation for write in fresh if write.staged is None])
+        self._cache.cancel([write.reservation for write in fresh if write.staged is None])
         for write in fresh:
             write.void = True
 

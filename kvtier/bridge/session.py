@@ -232,7 +232,7 @@ class EngineSession:
         if lookup.partial is not None:
             tokens = self._likely_tokens(lookup.partial.blocks, lookup.chunks[-1].lease.length)
             found = structs.replace(found, last_tokens=tokens, likely_blocks=lookup.partial.equal)
-        return structs.replace(found, coming=lookup.coming())
+        return structs.replace(found, coming=lookup.pending_sources())
 
     def _likely_tokens(self, blocks: int, length: int) -> int:
         """Return a number of tokens for which a chunk has the same blocks, before its header has arrived.

@@ -228,13 +228,13 @@ class CacheMetrics(Collector):
         yield _counter("tier_corrupt_chunks", text, by_tier(lambda tier: tier.corrupt), "tier")
 
     def _of_counts(self, tiers: Sequence[Level]) -> Iterator[Metric]:
-        counts, worth = self._cache.counts, self._cache.worth
+        counts, waits = self._cache.counts, self._cache.load_or_compute
         for key, name, text in COUNTS:
             yield _counter(name, text, counts[key])
         text = "Expected duration of waits for chunks, where it was known."
-        yield _counter("expected_wait_seconds", text, worth.expected_seconds)
+        yield _counter("expected_wait_seconds", text, waits.expected_seconds)
         text = "Duration of the waits whose duration was expected."
-        yield _counter("actual_wait_seconds", text, worth.actual_seconds)
+        yield _counter("actual_wait_seconds", text, waits.actual_seconds)
         text = "Tokens that lookups found, by the tier that held them."
         hits = [((tier.name,), counts[f"hit_tokens_{tier.name}"]) for tier in tiers]
         yield _counter("lookup_hit_tokens", text, hits, "tier")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from kvtier.memory.slices import Lease, Slices
 from kvtier.peers.protocol import NO_GRANT
-from kvtier.pipeline.store import Reservation
 from kvtier.settings.peer import PeerSettings
+from kvtier.tiers.host_memory import Reservation
 from kvtier.transports.base import Access, RemoteSpan
 
 MAX_SLICES = 1 << 18

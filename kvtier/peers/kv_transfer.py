@@ -41,7 +41,7 @@ from kvtier.peers.staging.push import StagedChunks
 from kvtier.peers.targets import Targets, UnnamedTarget
 from kvtier.settings.peer import split_address
 from kvtier.tiers.level import ChunkBytes
-from kvtier.tiers.router import FIRST
+from kvtier.tiers.planner import FIRST
 from kvtier.units import format_size
 
 

@@ -15,7 +15,7 @@ from kvtier.memory.slices import Lease
 from kvtier.peers.grants import Grant
 from kvtier.pipeline.found import FoundChunk
 from kvtier.pipeline.query import Query
-from kvtier.tiers.router import FIRST
+from kvtier.tiers.planner import FIRST
 from kvtier.units import MIB
 
 KEYS_PER_STEP = 512

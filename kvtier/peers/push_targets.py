@@ -11,7 +11,7 @@ from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.grants import GrantBook
-from kvtier.pipeline.store import Reservation
+from kvtier.tiers.host_memory import Reservation
 
 VERIFY_THREADS = 2
 """Threads that compute checksums, shared by all peers."""

@@ -34,7 +34,7 @@ from kvtier.peers.protocol import (
 )
 from kvtier.peers.push_targets import ArenaTarget, PushTarget
 from kvtier.peers.staging.buffers import Stagings
-from kvtier.pipeline.store import Reservation
+from kvtier.tiers.host_memory import Reservation
 from kvtier.transports.base import Access
 
 MAX_ANNOUNCEMENTS = 1024

@@ -1,1 +1,1 @@
-"""Stages that execute the four events, one each, on a shared :class:`~kvtier.pipeline.base.Hierarchy`."""
+"""Stages that execute the four events, on a shared :class:`~kvtier.pipeline.hierarchy.Hierarchy`."""

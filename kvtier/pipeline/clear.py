@@ -9,9 +9,11 @@ import anyio.lowlevel
 
 from kvtier.catalog.catalog import State
 from kvtier.catalog.eviction import RemovalReason
+from kvtier.events import Evict
 from kvtier.memory.keys import ChunkKey
-from kvtier.pipeline.base import Hierarchy
-from kvtier.pipeline.evict import EvictStage
+from kvtier.pipeline.hierarchy import Hierarchy
+from kvtier.pipeline.write import Writer
+from kvtier.tiers.planner import Transfer
 
 ROWS_PER_STEP = 2048
 """Catalog rows to process before yielding to the event loop."""
@@ -28,9 +30,10 @@ class Cleared(NamedTuple):
 class ClearStage:
     """Clears tiers in steps, to avoid blocking the event loop."""
 
-    def __init__(self, hierarchy: Hierarchy, evicting: EvictStage) -> None:
+    def __init__(self, hierarchy: Hierarchy, writer: Writer) -> None:
         self._hierarchy = hierarchy
-        self._evicting = evicting
+        self._writer = writer
+        hierarchy.memory.sealer.on_corrupt = self._drop_corrupt
 
     async def clear(self, keys: Sequence[ChunkKey], tiers: Sequence[int]) -> Cleared:
         """Remove ``keys`` from ``tiers``. The order of :attr:`Cleared.keys` is undefined."""
@@ -44,7 +47,7 @@ class ClearStage:
             freed += sum(catalog.length(key) for key in ready)
             removed.update(ready)
             catalog.begin_generation(self._leaving(present, tier, others))
-            await self._evicting.remove(ready, tier, RemovalReason.CLEARED)
+            await self.remove(ready, tier, RemovalReason.CLEARED)
         return Cleared(list(removed), len(removed), freed)
 
     def _leaving(self, keys: Sequence[ChunkKey], tier: int, others: int) -> list[ChunkKey]:
@@ -74,3 +77,20 @@ class ClearStage:
                 freed += cleared.bytes
             await anyio.lowlevel.checkpoint()
         return Cleared([], chunks, freed)
+
+    async def remove(self, keys: Sequence[ChunkKey], tier: int, reason: RemovalReason) -> None:
+        """Remove READY chunks from one tier for another reason than eviction."""
+        if tier == self._hierarchy.memory.index:
+            self._drop(keys, reason)
+        else:
+            await self._writer.delete(Evict(keys=keys, tier=tier), Transfer(tier, None, keys), reason)
+
+    def _drop(self, keys: Sequence[ChunkKey], reason: RemovalReason) -> None:
+        memory = self._hierarchy.memory
+        memory.drop(keys, reason)
+        self._hierarchy.changed(memory.index, removed=keys)
+
+    def _drop_corrupt(self, key: ChunkKey, chunk: memoryview) -> None:
+        """Drop a chunk whose header is corrupt, if ``chunk`` is the copy in memory."""
+        if self._hierarchy.memory.holds_at(key, chunk):
+            self._drop([key], RemovalReason.LOST)

@@ -9,7 +9,7 @@ from itertools import cycle, pairwise
 from kvtier.catalog.catalog import State
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.memory.keys import ChunkKey
-from kvtier.pipeline.base import Hierarchy
+from kvtier.pipeline.hierarchy import Hierarchy
 from kvtier.pipeline.query import Expected
 from kvtier.tiers.tier import Tier
 

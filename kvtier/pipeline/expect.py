@@ -14,7 +14,7 @@ import anyio
 from kvtier.catalog.catalog import State
 from kvtier.events import Observer
 from kvtier.memory.keys import ChunkKey
-from kvtier.pipeline.base import Hierarchy
+from kvtier.pipeline.hierarchy import Hierarchy
 
 UNANNOUNCED_SECONDS = 2.0
 """How long a lookup waits for a chunk that has not been announced."""

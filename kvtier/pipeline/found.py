@@ -15,9 +15,9 @@ from kvtier.concurrency.tasks import wait_for_event
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease, Leases
 from kvtier.pipeline.expect import Expectation
-from kvtier.pipeline.prefetch import Flight
 from kvtier.pipeline.query import Query
-from kvtier.tiers.router import FIRST
+from kvtier.pipeline.read import Flight
+from kvtier.tiers.planner import FIRST
 
 COMPUTE_TIMES = 2.0
 """A request waits for its next chunk at most this many times as long as it would compute all missing ones."""
@@ -241,7 +241,7 @@ class Lookup:
             return seconds
         return min(seconds, MIN_TIMEOUT_SECONDS + COMPUTE_TIMES * self.compute * self._waiting)
 
-    def coming(self) -> list[tuple[int, int]]:
+    def pending_sources(self) -> list[tuple[int, int]]:
         """Return the sources of the chunks that were not taken, in prefix order: each tier, and how many."""
         return [(source, sum(1 for _ in run)) for source, run in groupby(c.source for c in self.chunks)]
 

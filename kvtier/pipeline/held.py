@@ -1,10 +1,11 @@
-"""Held: add what the media hold to the catalog when they are opened, and what they could not list, later."""
+"""Held: keep the catalog up to date with what the media hold, lose and let expire by themselves."""
 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Iterator
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import anyio
@@ -15,10 +16,12 @@ from kvtier.catalog.catalog import State
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.catalog.partial_matches import block_tags_of
 from kvtier.concurrency.breaker import Backoff
+from kvtier.events import Observer
 from kvtier.memory.header import ChunkHeader, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey, split_keys
-from kvtier.pipeline.base import Hierarchy
-from kvtier.pipeline.evict import EvictStage
+from kvtier.pipeline.hierarchy import Hierarchy
+from kvtier.pipeline.write import Writer
+from kvtier.tiers.level import MAX_TRACKED_CHUNKS
 from kvtier.tiers.tier import Tier
 from kvtier.units import format_size
 
@@ -28,14 +31,16 @@ SLICE_ROWS = 8192
 """Rows of the catalog, or chunks, that are gone through in one turn of the event loop."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 60.0, 3600.0
 """Back-off between scans of what a medium could not list."""
+EXPIRY_SECONDS = 1.0
+"""Maximum delay between the expiry of a chunk and its removal from the catalog."""
 
 
 class HeldStage:
     """Finds the chunks in media that can list them."""
 
-    def __init__(self, hierarchy: Hierarchy, evicting: EvictStage) -> None:
+    def __init__(self, hierarchy: Hierarchy, writer: Writer) -> None:
         self._hierarchy = hierarchy
-        self._evicting = evicting
+        self._writer = writer
         self._loading: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)
 
     async def load(self, tier: Tier) -> list[ChunkKey]:
@@ -63,7 +68,7 @@ class HeldStage:
         if found:
             length = sum(map(catalog.length, found))
             logger.info("tier %s: found %d existing chunks (%s)", tier.name, len(found), format_size(length))
-        await self._evicting.make_room(index, 0)
+        await self._writer.make_room(index, 0)
         return found
 
     async def forget_lost(self, tier: Tier) -> None:
@@ -129,3 +134,45 @@ def parents_first(held: list[HeldChunk]) -> Iterator[HeldChunk]:
             chain.append(waiting.pop(key))
             key = chain[-1].header.parent
         yield from reversed(chain)
+
+
+class TtlExpiry(Observer):
+    """Removes chunks of tiers with a TTL from the catalog when they expire.
+
+    Without this, the tiers above would drop an expired chunk on eviction instead of writing it again.
+    """
+
+    def __init__(self, hierarchy: Hierarchy) -> None:
+        self._hierarchy = hierarchy
+        self._ttl = {tier.index: ttl for tier in hierarchy.lower if (ttl := _ttl(tier)) is not None}
+        self._due: dict[int, deque[tuple[float, ChunkKey]]] = {tier: deque() for tier in self._ttl}
+        if self._ttl:
+            hierarchy.observers.append(self)
+
+    def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
+        """Record when the stored chunks expire."""
+        if tier in self._due:
+            until = time.monotonic() + self._ttl[tier]
+            self._due[tier].extend((until, key) for key in stored)
+
+    async def run(self) -> None:
+        """Remove expired chunks while the cache is open."""
+        pause = min([EXPIRY_SECONDS, *(ttl / 4 for ttl in self._ttl.values())])
+        while self._ttl:
+            await anyio.sleep(pause)
+            for tier in self._due:
+                self._expire(tier)
+
+    def _expire(self, tier: int) -> None:
+        catalog, due, now = self._hierarchy.catalog, self._due[tier], time.monotonic()
+        removed = []
+        while due and (due[0][0] <= now or len(due) > MAX_TRACKED_CHUNKS):
+            _, key = due.popleft()
+            if catalog.state(key, tier) is State.READY:
+                removed.append(key)
+                catalog.remove(key, tier, RemovalReason.EXPIRED)
+        self._hierarchy.changed(tier, removed=removed)
+
+
+def _ttl(tier: Tier) -> float | None:
+    return None if tier.capabilities.ttl is None else tier.capabilities.ttl.ttl

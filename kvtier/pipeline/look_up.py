@@ -10,20 +10,82 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from kvtier.catalog.catalog import ALL_TIERS
 from kvtier.events import Prefetch, Priority
-from kvtier.memory.keys import ChunkKey
-from kvtier.pipeline.base import Hierarchy
-from kvtier.pipeline.boundaries import Boundaries, Boundary
+from kvtier.memory.keys import ChunkKey, state_key
 from kvtier.pipeline.discover import DiscoverStage
 from kvtier.pipeline.expect import Expectation, ExpectStage
 from kvtier.pipeline.found import FoundChunk, Lookup, ReportProgress
-from kvtier.pipeline.prefetch import PrefetchStage
+from kvtier.pipeline.hierarchy import Hierarchy
+from kvtier.pipeline.load_or_compute import LoadOrCompute
 from kvtier.pipeline.query import Expected
+from kvtier.pipeline.read import Reader
 from kvtier.pipeline.store import StoreStage
-from kvtier.pipeline.worth import Worth
 from kvtier.settings import PrefetchSettings
+
+MAX_WALK = 4096
+"""Chunks to look at for superseded states."""
+
+
+class Boundary(NamedTuple):
+    """Where a prompt can be continued."""
+
+    needed: list[ChunkKey]
+    """The chunks before it, and the state there; empty if there is none."""
+    chunks: int
+    """The leading chunks that are held. If there are more, prompts branch there, and no state is stored."""
+
+
+class Boundaries:
+    """Finds the last boundary of a prompt.
+
+    It is after whole chunks, and only where the state at the end of the last one is stored as well. States
+    are stored at few chunks, so the longest prefix of chunks is of no use by itself.
+    """
+
+    def __init__(self, hierarchy: Hierarchy, discovering: DiscoverStage) -> None:
+        self._hierarchy = hierarchy
+        self._discovering = discovering
+
+    def last(self, keys: Sequence[ChunkKey]) -> Boundary:
+        """Return the last boundary of a prompt. Takes about 1 µs for each chunk that is held after it."""
+        catalog = self._hierarchy.catalog
+        chunks = len(catalog.prefix(keys))
+        for count in range(chunks, 0, -1):
+            state = state_key(keys[count - 1])
+            if catalog.fastest(state) >= 0:
+                return Boundary([*keys[:count], state], chunks)
+        return Boundary([], chunks)
+
+    def superseded(self, chunk: ChunkKey) -> list[ChunkKey]:
+        """Return the states before the end of ``chunk`` that only served to reach it.
+
+        Where prompts branch, a state stays, and so do those before. Takes about 2 µs for each chunk.
+        """
+        catalog = self._hierarchy.catalog
+        states: list[ChunkKey] = []
+        before = catalog.parent(chunk)
+        for _ in range(MAX_WALK):
+            if before is None:
+                break
+            state = state_key(before)
+            held = catalog.fastest(state) >= 0
+            if catalog.children(before) > 1 + held:
+                break
+            if held:
+                states.append(state)
+            before = catalog.parent(before)
+        return states
+
+    async def ask(self, keys: Sequence[ChunkKey], expected: Expected, state_bytes: int) -> None:
+        """Query the shared pools for chunks, then for states after the last boundary held. Adds both."""
+        known = await self._discovering.ask(keys, expected)
+        after = max(0, len(self.last(keys).needed) - 1)
+        chunks = keys[after:known]
+        states = Expected(expected.namespace, [state_bytes] * len(chunks), chunks)
+        await self._discovering.ask_each([state_key(chunk) for chunk in chunks], states)
 
 
 class LookUpStage:
@@ -33,7 +95,7 @@ class LookUpStage:
         self,
         hierarchy: Hierarchy,
         settings: PrefetchSettings,
-        prefetching: PrefetchStage,
+        reader: Reader,
         discovering: DiscoverStage,
         expecting: ExpectStage,
         boundaries: Boundaries,
@@ -41,7 +103,7 @@ class LookUpStage:
     ) -> None:
         self._hierarchy = hierarchy
         self._settings = settings
-        self._prefetching = prefetching
+        self._reader = reader
         self._discovering = discovering
         self._expecting = expecting
         self._boundaries = boundaries
@@ -49,8 +111,7 @@ class LookUpStage:
         self._local = sum(1 << tier.index for tier in hierarchy.tiers if not tier.shared)
         self._adaptive = settings.adaptive and settings.policy == "timeout"
         """Whether the time of computing a chunk is used; else it counts as unknown."""
-        self.worth = Worth(hierarchy, prefetching)
-        """What to load and what to compute."""
+        self.load_or_compute = LoadOrCompute(hierarchy, reader)
 
     def prefix(self, found: Lookup, expected: Expected | None) -> None:
         """Add the longest held prefix. See :meth:`kvtier.TieredCache.look_up`."""
@@ -107,7 +168,7 @@ class LookUpStage:
         await found.settle(deadline, progress)
         missing = total - found.total
         if found.expected and not missing:
-            self.worth.ended(found.expected, time.monotonic() - found.began_at)
+            self.load_or_compute.ended(found.expected, time.monotonic() - found.began_at)
         if deadline is not None and time.monotonic() - started >= deadline and missing > 0:
             message = "prefetch.deadline of %g s exceeded: %d of %d chunks did not arrive and are recomputed"
             self._hierarchy.warn("deadline", message, deadline, missing, total)
@@ -135,7 +196,7 @@ class LookUpStage:
         rows, sources = hierarchy.catalog.prefix_rows(keys, among)
         known = len(rows)
         if found.compute and sources.count(memory.index) < known:
-            worth, found.expected = self.worth.decide(
+            worth, found.expected = self.load_or_compute.decide(
                 keys[:known], sources, among, found.compute, whole=whole
             )
             rows, sources = rows[:worth], sources[:worth]
@@ -148,7 +209,7 @@ class LookUpStage:
         if in_memory and not found.count:
             return self._extend_from_memory(found, held, rows, among) and len(held) == known
         if not in_memory:
-            self._prefetching.start(Prefetch(keys=held, priority=Priority.REQUESTED, among=among))
+            self._reader.start(Prefetch(keys=held, priority=Priority.REQUESTED, among=among))
         first = found.total
         chunks: list[FoundChunk] = []
         for key, source in zip(held, sources, strict=True):
@@ -209,7 +270,7 @@ class LookUpStage:
         if source == self._hierarchy.memory.index:
             lease = self._hierarchy.memory.lease(key)
             return None if lease is None else FoundChunk(key, lease)
-        flight = self._prefetching.flights.get(key)
+        flight = self._reader.flights.get(key)
         # Avoid a deadlock of two hosts that fetch the same chunk from each other.
         if flight is None or not among >> flight.source & 1:
             return None
@@ -280,4 +341,4 @@ class LookUpStage:
     def _bring_up(self, keys: Sequence[ChunkKey]) -> None:
         """Load chunks for the next request, because this one no longer waits."""
         if self._settings.policy == "best_effort":
-            self._prefetching.start(Prefetch(keys=keys, priority=Priority.AHEAD))
+            self._reader.start(Prefetch(keys=keys, priority=Priority.AHEAD))

@@ -1,113 +1,44 @@
-"""Store: reserve a chunk in the arena, commit it once the engine has filled it, write it to lower tiers.
+"""Store: reserve a chunk in the arena, commit it once the engine has filled it, queue it for lower tiers.
 
 Never makes an engine wait. If the arena or a tier's queue has no room, the chunk is dropped and counted.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
 
-import anyio
 from anyio.lowlevel import checkpoint
 
 from kvtier.catalog.eviction import IncomingPrompt
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.tenants import EvictionScope
-from kvtier.events import Event, Evict, Store
+from kvtier.events import Evict, Store
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease, Leases
-from kvtier.pipeline.base import Hierarchy
-from kvtier.pipeline.evict import EvictStage
-from kvtier.pipeline.room import may_decline
-from kvtier.tiers.batches import batch_size, concurrently
-from kvtier.tiers.host_memory import chains_of
-from kvtier.tiers.level import ChunkBytes
-from kvtier.tiers.router import Transfer
+from kvtier.pipeline.allocate import Allocator
+from kvtier.pipeline.hierarchy import Hierarchy
+from kvtier.pipeline.write import Writer
+from kvtier.tiers.host_memory import Reservation, chains_of
+from kvtier.tiers.level import may_decline
 from kvtier.units import format_size
 
-
-@dataclass(slots=True)
-class Reservation:
-    """Memory in the arena for one chunk that an engine is about to fill."""
-
-    header: ChunkHeader
-    lease: Lease
-    generation: int = 0
-    """The chunk's generation in the catalog; see :class:`ChunkBytes`."""
-
-
-MAX_OVERFLOW_KEYS = 100_000
 MAX_DECLINED = 4096
-"""Chunks to remember because what continues them is declined as well."""
+"""Chunks to remember because what extends them is declined as well."""
 ADMITTED_AT_ONCE = 64
 """Chunks to queue before other tasks run. About 0.3 ms."""
 
 
-@dataclass
-class WriteQueue:
-    """Chunks that are queued for one tier. Bounded, because they keep the arena's memory leased.
-
-    Chunks beyond the bound go to ``overflow`` by key, and are written later if memory still holds them.
-    """
-
-    capacity_bytes: int
-    overflow: deque[ChunkKey] = field(default_factory=deque)
-    chunks: deque[tuple[Event, ChunkBytes]] = field(default_factory=deque)
-    queued_bytes: int = 0
-    writing_bytes: int = 0
-    wake: anyio.Event = field(default_factory=anyio.Event)
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes that are queued or being written."""
-        return self.queued_bytes + self.writing_bytes
-
-    def offer(self, event: Event, chunk: ChunkBytes) -> bool:
-        """Queue a chunk and take over its lease, or return ``False`` if the queue is full."""
-        if self.queued_bytes + chunk.lease.length > self.capacity_bytes:
-            return False
-        self.push(event, chunk)
-        return True
-
-    def push(self, event: Event, chunk: ChunkBytes) -> None:
-        """Queue a chunk and take over its lease, regardless of the capacity."""
-        self.chunks.append((event, chunk))
-        self.queued_bytes += chunk.lease.length
-        self.wake.set()
-
-    def take(self) -> tuple[Event, list[ChunkBytes]]:
-        """Remove and return the first batch, which counts as being written."""
-        event = self.chunks[0][0]
-        size = batch_size(chunk.lease.length for _, chunk in self.chunks)
-        batch = [self.chunks.popleft()[1] for _ in range(size)]
-        taken = sum(chunk.lease.length for chunk in batch)
-        self.queued_bytes -= taken
-        self.writing_bytes += taken
-        return event, batch
-
-    async def wait(self) -> None:
-        """Wait until there are chunks."""
-        while not self.chunks:
-            if self.wake.is_set():
-                self.wake = anyio.Event()
-            await self.wake.wait()
-
-
 class StoreStage:
-    """Accepts chunks from engines and writes them to lower tiers."""
+    """Accepts chunks from engines."""
 
-    def __init__(self, hierarchy: Hierarchy, evicting: EvictStage, queue_bytes: Mapping[int, int]) -> None:
-        """``queue_bytes``: capacity of the write queue of each lower tier, by its index."""
+    def __init__(self, hierarchy: Hierarchy, allocator: Allocator, writer: Writer) -> None:
         self._hierarchy = hierarchy
         self._memory = hierarchy.memory
-        self._evicting = evicting
+        self._allocator = allocator
+        self._writer = writer
         self._declined: dict[ChunkKey, None] = {}
-        """The last chunks of declined prompts, the oldest first: what continues them would be useless."""
-        self._queues = {tier: WriteQueue(capacity) for tier, capacity in queue_bytes.items()}
+        """The last chunks of declined prompts, the oldest first: what extends them would be useless."""
 
     def reserve_all(
         self,
@@ -134,15 +65,15 @@ class StoreStage:
             taken, leases, left = self._allocate_unless_declined(missing, hints)
         else:
             lengths = [object_bytes(header.payload_bytes) for header in missing]
-            leases, left = self._evicting.allocate_all(lengths), iter(())
+            leases, left = self._allocator.allocate_all(lengths), iter(())
             taken = list(range(len(leases)))
             if len(leases) < len(absent):
                 self._count_dropped(lengths[len(leases) :])
         reservations: list[Reservation | None] = [None] * len(headers)
         hints = [hints[at] for at in taken] if hints else []
-        generations = self._memory.begin([missing[at] for at in taken], leases, hints)
-        for at, lease, generation in zip(taken, leases, generations, strict=True):
-            reservations[absent[at]] = Reservation(missing[at], lease, generation)
+        begun = self._memory.begin([missing[at] for at in taken], leases, hints)
+        for at, reservation in zip(taken, begun, strict=True):
+            reservations[absent[at]] = reservation
         for rest in left:
             hierarchy.catalog.decline(self._memory.index, rest)
         return reservations
@@ -164,9 +95,9 @@ class StoreStage:
             return self._hierarchy.catalog.incoming_prompt(keys[run], lengths[run], parents[at], hints[at])
 
         for start, stop in chains_of(keys, parents, hints):
-            found, declined = list[Lease](), self._continues_declined(parents[start])
+            found, declined = list[Lease](), self._extends_declined(parents[start])
             if not declined:
-                found, declined = self._evicting.allocate_for(prompt_of(slice(start, stop)))
+                found, declined = self._allocator.allocate_for(prompt_of(slice(start, stop)))
             fits = start + len(found)
             taken += range(start, fits)
             leases += found
@@ -185,8 +116,8 @@ class StoreStage:
                 del self._declined[next(iter(self._declined))]
         return taken, leases, map(prompt_of, left)
 
-    def _continues_declined(self, parent: ChunkKey) -> bool:
-        """Whether a chunk was declined, and is not held: those that continue it would be useless."""
+    def _extends_declined(self, parent: ChunkKey) -> bool:
+        """Whether a chunk was declined, and is not held: those that extend it would be useless."""
         return parent in self._declined and parent not in self._hierarchy.catalog
 
     def _count_dropped(self, lengths: Sequence[int]) -> None:
@@ -196,16 +127,15 @@ class StoreStage:
         message = "tier %s: no room to store %s (%d chunks); they are not cached"
         hierarchy.warn("store", message, self._memory.name, format_size(sum(lengths)), len(lengths))
 
-    def void(self, reservations: Sequence[Reservation]) -> None:
-        """Abort reservations that will not be filled. Their memory stays leased."""
-        if not reservations:
-            return
-        self._hierarchy.abort([reservation.header.key for reservation in reservations], self._memory.index)
-        self._hierarchy.counts["store_aborted"] += len(reservations)
+    def cancel(self, reservations: Sequence[Reservation]) -> None:
+        """Cancel reservations that will not be filled. Their memory stays leased."""
+        if reservations:
+            self._memory.abort([reservation.key for reservation in reservations])
+            self._hierarchy.counts["store_aborted"] += len(reservations)
 
     def abandon(self, reservations: Sequence[Reservation]) -> None:
-        """Abort reservations that will not be filled, and free their memory."""
-        self.void(reservations)
+        """Cancel reservations that will not be filled, and free their memory."""
+        self.cancel(reservations)
         Leases.of([reservation.lease for reservation in reservations]).release_all()
 
     def commit(self, reservations: Sequence[Reservation], *, pushed: bool = False) -> None:
@@ -213,16 +143,16 @@ class StoreStage:
 
         ``pushed``: by a peer, for a request that will look them up.
         """
-        chunks = [ChunkBytes(filled.header.key, filled.lease, filled.generation) for filled in reservations]
-        self._hierarchy.adopt(chunks)
-        self._hierarchy.counts["stored"] += len(chunks)
-        router, event = self._hierarchy.router, Store(keys=[chunk.key for chunk in chunks])
-        (router.admission.pushed if pushed else router.admission.stored)(event.keys)
-        self._queue(event, router.store(event))
+        hierarchy, planner = self._hierarchy, self._hierarchy.planner
+        hierarchy.changed(self._memory.index, stored=self._memory.adopt(reservations))
+        hierarchy.counts["stored"] += len(reservations)
+        event = Store(keys=[reservation.key for reservation in reservations])
+        (planner.admission.pushed if pushed else planner.admission.stored)(event.keys)
+        self._writer.queue(planner.store(event))
 
     def used(self, rows: Sequence[int]) -> None:
         """Count a use of chunks, given their rows. Queue those that lower tiers admit only now."""
-        if again := self._hierarchy.router.admission.used(rows):
+        if again := self._hierarchy.planner.admission.used(rows):
             self.admit(self._hierarchy.catalog.columns.keys_of(again))
 
     def admit(self, keys: Sequence[ChunkKey]) -> None:
@@ -232,49 +162,8 @@ class StoreStage:
     async def _queue_later(self, keys: Sequence[ChunkKey]) -> None:
         for start in range(0, len(keys), ADMITTED_AT_ONCE):
             event = Store(keys=keys[start : start + ADMITTED_AT_ONCE])
-            self._queue(event, self._hierarchy.router.store_later(event))
+            self._writer.queue(self._hierarchy.planner.store_later(event))
             await checkpoint()
-
-    def _queue(self, event: Store, plan: Sequence[Transfer]) -> None:
-        """Queue chunks of the first tier for lower ones."""
-        for transfer in plan:
-            if transfer.target is not None:
-                self._offer(transfer.target, event, transfer.keys)
-
-    def _offer(self, tier: int, event: Event, keys: Sequence[ChunkKey]) -> None:
-        queue, name = self._queues[tier], self._hierarchy.name(tier)
-        for chunk in self._memory.lease_ready(keys):
-            if queue.offer(event, chunk):
-                continue
-            chunk.lease.release()
-            if len(queue.overflow) < MAX_OVERFLOW_KEYS:
-                queue.overflow.append(chunk.key)
-                self._hierarchy.counts["write_deferred"] += 1
-            else:
-                self._hierarchy.counts["write_dropped"] += 1
-                message = "tier %s: write backlog is full (%d chunks); further chunks are dropped"
-                self._hierarchy.warn(f"dropped {name}", message, name, MAX_OVERFLOW_KEYS)
-
-    def _refill(self, queue: WriteQueue) -> None:
-        """Move chunks from the overflow to an empty queue."""
-        event = Store(keys=())
-        while queue.overflow and queue.queued_bytes < queue.capacity_bytes // 2:
-            for chunk in self._memory.lease_ready([queue.overflow.popleft()]):
-                queue.push(event, chunk)
-
-    async def run(self, tier: int) -> None:
-        """Write the chunks queued for one tier, while the cache is open."""
-        await concurrently(partial(self._write_queued, tier, self._queues[tier]))
-
-    async def _write_queued(self, tier: int, queue: WriteQueue) -> None:
-        while True:
-            await queue.wait()
-            event, chunks = queue.take()
-            length = sum(chunk.lease.length for chunk in chunks)
-            await self._evicting.write(event, tier, chunks)
-            queue.writing_bytes -= length
-            if not queue.chunks:
-                self._refill(queue)
 
     def flush(self) -> None:
         """Queue chunks that only memory holds, warmest first. For shutdown, after the last commit.
@@ -283,15 +172,8 @@ class StoreStage:
         """
         hierarchy, memory = self._hierarchy, self._memory
         coldest = hierarchy.catalog.victims(memory.index, scope=EvictionScope.ANY)
-        event = Evict(keys=coldest[::-1], tier=memory.index)
-        for transfer in hierarchy.router.evict(event):
+        plan = hierarchy.planner.evict(Evict(keys=coldest[::-1], tier=memory.index))
+        for transfer in plan:
             if not transfer.admitted:
                 hierarchy.counts["not_admitted"] += len(transfer.keys)
-            if transfer.target is not None:
-                for chunk in memory.lease_ready(transfer.keys):
-                    self._queues[transfer.target].push(event, chunk)
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes that are not written to all their tiers yet."""
-        return sum(queue.pending_bytes for queue in self._queues.values())
+        self._writer.queue(plan, bounded=False)

@@ -1,18 +1,139 @@
-"""The seal of a tier with a codec: objects are encoded into scratch memory, and their length varies."""
+"""The seal of a tier with a codec: objects are encoded in scratch memory, and their length varies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import NamedTuple
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.catalog.catalog import Catalog
 from kvtier.concurrency.threads import spread
-from kvtier.memory.header import ChunkHeader
+from kvtier.errors import CorruptChunk
+from kvtier.logs import RateLimitedLog
+from kvtier.memory.header import HEADER_BYTES, IDENTITY, ChunkHeader, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
-from kvtier.tiers.encoder import Encoder
+from kvtier.memory.layout import ChunkLayout
+from kvtier.tiers.codec import Codec
 from kvtier.tiers.seal import PARTS_AT_ONCE, Seal
 from kvtier.tiers.sealer import Sealer
+
+logger = logging.getLogger("kvtier")
+
+KEPT_BUFFERS = 4
+"""Buffers to keep for reuse, so that their pages are not faulted in again for each batch."""
+
+MAX_LAYOUTS = 1024
+
+
+class Layouts:
+    """The layouts of the models whose engines have connected, by namespace."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[bytes, ChunkLayout] = {}
+
+    def add(self, namespace: bytes, layout: ChunkLayout) -> None:
+        """Remember a layout. Beyond :data:`MAX_LAYOUTS`, the oldest is forgotten."""
+        self._layouts[namespace] = layout
+        if len(self._layouts) > MAX_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+
+    def get(self, namespace: bytes) -> ChunkLayout | None:
+        """Return the layout of a namespace, if it is known."""
+        return self._layouts.get(namespace)
+
+
+class Codecs(NamedTuple):
+    """The codec of a tier, and all codecs that its chunks may have been encoded with."""
+
+    own: Codec
+    known: Mapping[int, Codec]
+    """By code. Chunks of earlier settings may have another codec than the tier's."""
+
+
+class Encoder:
+    """Encodes and decodes in worker threads; :meth:`scratch` is for the event loop only."""
+
+    def __init__(self, codecs: Codecs, layouts: Layouts, *, checksum: bool) -> None:
+        self._codec = codecs.own
+        self._known = {**codecs.known, codecs.own.code: codecs.own}
+        self._layouts = layouts
+        self._checksum = checksum
+        self._kept: list[memoryview] = []
+        self._warn = RateLimitedLog(logger)
+
+    def knows(self, code: int) -> bool:
+        """Whether payloads with this code can be decoded."""
+        return code == IDENTITY or code in self._known
+
+    def max_bytes(self, header: ChunkHeader) -> int:
+        """Return the upper bound of the encoded size of a chunk object."""
+        layout = self._layouts.get(header.namespace)
+        return object_bytes(self._codec.max_encoded_bytes(layout, header.payload_bytes))
+
+    def encode(self, header: ChunkHeader, chunk: memoryview, target: memoryview) -> memoryview | None:
+        """Encode and seal a chunk object. Return the part of ``target`` to store.
+
+        ``None`` if it would not be smaller, or cannot be encoded: it is then stored as it is.
+        """
+        layout, payload = self._layouts.get(header.namespace), _payload(chunk, header.payload_bytes)
+        try:
+            stored_bytes = self._codec.encode(layout, payload, target[HEADER_BYTES:])
+        except Exception as error:
+            self._warn("codec %d cannot encode a chunk: %r; storing it as it is", self._codec.code, error)
+            return None
+        if not 0 <= stored_bytes <= len(target) - HEADER_BYTES:
+            self._warn("codec %d exceeds its bound; storing chunks as they are", self._codec.code)
+            return None
+        if object_bytes(stored_bytes) >= len(chunk):
+            return None
+        stored = target[: object_bytes(stored_bytes)]
+        padding = stored[HEADER_BYTES + stored_bytes :]
+        padding[:] = bytes(len(padding))
+        StoredHeader.seal(stored, header, self._codec.code, stored_bytes, checksum=self._checksum)
+        return stored
+
+    def decode(self, key: ChunkKey, stored: memoryview, target: memoryview) -> None:
+        """Verify a stored chunk object and decode it into ``target``. Raises :class:`CorruptChunk`."""
+        found = StoredHeader.verify(stored, key)
+        header, codec = found.chunk, self._known.get(found.codec)
+        if object_bytes(header.payload_bytes) != len(target):
+            raise CorruptChunk("has a payload of {} bytes", header.payload_bytes)
+        if codec is None:
+            raise CorruptChunk("is encoded by codec {}, which is not installed", found.codec)
+        payload = _payload(target, header.payload_bytes)
+        try:
+            layout = self._layouts.get(header.namespace)
+            codec.decode(layout, _payload(stored, found.stored_bytes), payload)
+        except Exception as error:
+            raise CorruptChunk("cannot be decoded: {!r}", error) from error
+        target[:HEADER_BYTES] = header.packed()
+
+    @contextmanager
+    def scratch(self, lengths: Sequence[int]) -> Iterator[list[memoryview]]:
+        """Yield page-aligned memory for each length, for the duration of the block."""
+        total = sum(lengths)
+        buffer = next((kept for kept in self._kept if len(kept) >= total), None)
+        if buffer is None:
+            memory = mmap.mmap(-1, max(total, mmap.PAGESIZE))
+            memory.madvise(mmap.MADV_DONTDUMP)
+            buffer = memoryview(memory)
+        else:
+            self._kept.remove(buffer)
+        ends = [0]
+        for length in lengths:
+            ends.append(ends[-1] + length)
+        try:
+            yield [buffer[start:stop] for start, stop in pairwise(ends)]
+        finally:
+            self._kept = [buffer, *self._kept][:KEPT_BUFFERS]
+
+
+def _payload(chunk: memoryview, length: int) -> memoryview:
+    return chunk[HEADER_BYTES : HEADER_BYTES + length]
 
 
 class StoredLengths:

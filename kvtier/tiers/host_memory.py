@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
 
@@ -16,13 +17,28 @@ from kvtier.catalog.eviction import IncomingPrompt, RemovalReason
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.tenants import EvictionScope
 from kvtier.memory.arena import Arena, address_of
-from kvtier.memory.header import ChunkHeader, write_headers
+from kvtier.memory.header import ChunkHeader, parent_and_block_tags, write_headers
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease, Leases
 from kvtier.settings import TierSettings
 from kvtier.tiers.level import ChunkBytes, Level
-from kvtier.tiers.router import FIRST
+from kvtier.tiers.planner import FIRST
 from kvtier.tiers.sealer import Sealer
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Memory in the arena for one chunk that an engine, a peer or a program fills."""
+
+    header: ChunkHeader
+    lease: Lease
+    generation: int = 0
+    """The chunk's generation in the catalog; see :class:`ChunkBytes`."""
+
+    @property
+    def key(self) -> ChunkKey:
+        """The key of the chunk."""
+        return self.header.key
 
 
 class HostMemory(Level):
@@ -63,10 +79,10 @@ class HostMemory(Level):
         headers: Sequence[ChunkHeader],
         leases: Sequence[Lease],
         hints: Sequence[ChunkHints | None] = (),
-    ) -> list[int]:
+    ) -> list[Reservation]:
         """Write the headers of ABSENT chunks of one namespace, and make them PENDING, parents first.
 
-        Return their generations. ``hints``: those of each chunk, or none at all.
+        ``hints``: those of each chunk, or none at all.
         """
         if not headers:
             return []
@@ -83,7 +99,7 @@ class HostMemory(Level):
                 rows.append(catalog.add(keys[start], self.index, lengths[start], *place))
             else:
                 rows += catalog.add_chain(keys[run], self.index, lengths[run], *place)
-        return catalog.generations(rows)
+        return list(map(Reservation, headers, leases, catalog.generations(rows)))
 
     def begin_copies(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Make chunks PENDING that other tiers hold, and that will be read with their headers.
@@ -92,9 +108,20 @@ class HostMemory(Level):
         """
         return self._catalog.generations(self._catalog.add_copies(keys, self.index))
 
-    def adopt(self, key: ChunkKey, lease: Lease) -> None:
-        """Make a PENDING chunk READY. Takes over the lease on its slice."""
-        self._leases[self._catalog.set_ready(key, self.index)] = lease
+    def adopt(self, chunks: Sequence[ChunkBytes] | Sequence[Reservation]) -> list[ChunkKey]:
+        """Make filled chunks READY unless they were cleared meanwhile; return them. Takes over the leases."""
+        catalog, stored = self._catalog, []
+        for chunk in chunks:
+            key, lease = chunk.key, chunk.lease
+            if catalog.generation(key) != chunk.generation:
+                self.abort([key])
+                lease.release()
+                continue
+            if not catalog.partial_matches.has(key):
+                catalog.partial_matches.set(key, *parent_and_block_tags(lease.view))
+            self._leases[catalog.set_ready(key, self.index)] = lease
+            stored.append(key)
+        return stored
 
     def abort(self, keys: Sequence[ChunkKey]) -> None:
         """Remove PENDING chunks that did not arrive. Their leases belong to the caller."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtier.catalog.catalog import Catalog
-from kvtier.catalog.tenants import TenantPolicies
+from kvtier.catalog.eviction import IncomingPrompt
+from kvtier.catalog.tenants import EvictionScope, TenantPolicies
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.settings import LocalTierSettings, TierSettings
+from kvtier.tiers.batches import BATCH_BYTES
 
 MAX_TRACKED_CHUNKS = 1_000_000
 """Chunks of a shared pool tracked in the catalog, about 200 MB. Others are queried on demand."""
@@ -65,7 +68,7 @@ class Level:
         return self._local is None
 
     @property
-    def keeps(self) -> bool:
+    def is_durable(self) -> bool:
         """Whether chunks here are retained reliably. False for a shared pool that this host never writes."""
         return not self.shared or self.write != "never"
 
@@ -141,14 +144,37 @@ class Level:
         """The bytes to evict because tenants hold more than they may."""
         return 0 if self.tenants is None else self.tenants.excess_bytes()
 
+    def over_limit(self) -> list[ChunkKey]:
+        """Return the coldest chunks of a shared pool that the catalog has no room for."""
+        surplus = max(0, self.count - MAX_TRACKED_CHUNKS) if self.shared else 0
+        return self._catalog.victims(self.index, limit=surplus) if surplus else []
+
+    def victims_for(
+        self,
+        incoming: int,
+        is_leased: Callable[[int], bool] | None = None,
+        prompt: IncomingPrompt | None = None,
+    ) -> list[ChunkKey]:
+        """Return the coldest chunks, to be evicted until ``incoming`` more bytes fit.
+
+        ``is_leased``: whether the chunk in a row of the catalog must stay. ``prompt``: what the room is for,
+        see :meth:`Catalog.victims`. Then there is no watermark: what may be declined must not find room
+        anyway.
+        """
+        excess = self.excess_bytes(incoming) if prompt is None else self.missing_bytes(incoming)
+        if not excess:
+            return []
+        needed = min(excess, incoming + BATCH_BYTES)
+        return self._catalog.victims(self.index, needed, is_leased, prompt=prompt)
+
+    def victims_over_maximum(self, incoming: int) -> list[ChunkKey]:
+        """Return the coldest chunks of tenants beyond their maximum: ``incoming`` bytes and a batch more."""
+        over = min(self.over_maximum_bytes, incoming + BATCH_BYTES)
+        return self._catalog.victims(self.index, over, scope=EvictionScope.OVER_MAXIMUM) if over else []
+
     def fits(self, length: int) -> bool:
         """Whether ``length`` more bytes fit into the capacity."""
         return not self.missing_bytes(length)
-
-    @property
-    def surplus_chunks(self) -> int:
-        """Number of chunks of a shared pool to drop from the catalog."""
-        return max(0, self.count - MAX_TRACKED_CHUNKS) if self.shared else 0
 
     def status(self) -> dict[str, object]:
         """Return the state for display and tests."""
@@ -162,3 +188,8 @@ class Level:
             "eviction": self.eviction,
             "eviction_in_use": self.eviction_in_use,
         }
+
+
+def may_decline(tiers: Sequence[Level]) -> bool:
+    """Whether the first tier may decline new chunks. Not above others, which get them through it."""
+    return len(tiers) == 1 and tiers[0].declines

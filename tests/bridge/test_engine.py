@@ -34,7 +34,7 @@ from kvtier.plugins import Plugins
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import encode_body
 from kvtier.rpc.wire import Wire
-from kvtier.tiers.router import FIRST
+from kvtier.tiers.planner import FIRST
 
 pytestmark = pytest.mark.anyio
 

@@ -12,8 +12,8 @@ from kvtier import Settings
 from kvtier.catalog.catalog import State
 from kvtier.errors import ChannelClosed
 from kvtier.memory.keys import ChunkKey
-from kvtier.pipeline import gather as gather_module
-from kvtier.pipeline.gather import ChunkProvider, Gathering
+from kvtier.pipeline import move as move_module
+from kvtier.pipeline.move import ChunkProvider, Gathering
 from kvtier.pipeline.query import Expected
 from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.testing.faults import Fault
@@ -29,7 +29,7 @@ Prompt = Callable[..., list[int]]
 
 @pytest.fixture(autouse=True)
 def _short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_module, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 0.2)
 
 
 def gathering(harness: CacheHarness, tokens: list[int], target: str) -> Gathering:

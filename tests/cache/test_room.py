@@ -31,7 +31,7 @@ async def test_only_the_first_in_the_order_are_dropped_and_the_others_stay_in_it
         order = catalog.victims(0)
         assert len(order) == CHUNKS
         for left in range(CHUNKS - 3, 0, -3):
-            leases = cache._evicting.allocate_all([CHUNK_OBJECT_BYTES] * 3)
+            leases = cache._allocator.allocate_all([CHUNK_OBJECT_BYTES] * 3)
             assert len(leases) == 3
             assert catalog.victims(0) == order[CHUNKS - left :]
             for lease in leases:

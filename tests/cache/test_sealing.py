@@ -79,7 +79,7 @@ def headers(cache: TieredCache, keys: list[ChunkKey]) -> list[bytes]:
 
 def held(cache: TieredCache, keys: list[ChunkKey], tier: str) -> list[int]:
     """Return the numbers of the chunks that are READY in a tier."""
-    index = cache._index(tier)
+    index = cache.index_of(tier)
     return [at for at, key in enumerate(keys) if index in cache.catalog.tiers(key)]
 
 
@@ -118,7 +118,7 @@ async def test_chunks_are_not_written_before_they_are_sealed(
         for tier in ("ssd", "pool", "spare"):
             assert held(cache, keys, tier) == [0, 1, 2, 3]
         assert hashing.count == 4
-        spare_backend = cache.tiers[cache._index("spare")].backend
+        spare_backend = cache.tiers[cache.index_of("spare")].backend
         for key in keys:
             view = memoryview(bytearray(CHUNK_OBJECT_BYTES))
             assert list(await spare_backend.get([(key, view)])) == [Outcome.OK]
@@ -157,7 +157,7 @@ async def test_corrupt_chunk_affects_no_other_on_demotion(settings: MakeSettings
         corrupt(cache, first[1])
         for seed in (1, 2, 3):
             with anyio.fail_after(10):
-                while not (leases := cache._evicting.allocate_all([CHUNK_OBJECT_BYTES] * 4))[3:]:
+                while not (leases := cache._allocator.allocate_all([CHUNK_OBJECT_BYTES] * 4))[3:]:
                     Leases.of(leases).release_all()
                     await anyio.sleep(0.01)
             Leases.of(leases).release_all()
@@ -210,6 +210,6 @@ async def test_cleared_chunk_is_not_written(settings: MakeSettings, prompt: Prom
         assert await cache.drain(10)
         chunks = cache.memory.lease_ready(keys)
         await cache.clear(keys[:1])
-        outcomes = await cache._evicting.write(Store(keys=keys), 1, chunks)
+        outcomes = await cache._writer.write(Store(keys=keys), 1, chunks)
         assert list(outcomes) == [Outcome.MISS, Outcome.OK]
         assert held(cache, keys, "ssd") == [1]

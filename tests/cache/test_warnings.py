@@ -130,7 +130,7 @@ async def test_full_tier(settings: MakeSettings, prompt: Prompt, log: Log) -> No
 async def test_full_write_queue(
     settings: MakeSettings, prompt: Prompt, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.pipeline.store.MAX_OVERFLOW_KEYS", 1)
+    monkeypatch.setattr("kvtier.pipeline.write.MAX_OVERFLOW_KEYS", 1)
     async with TieredCache.open(settings(disk={"queue": CHUNK_OBJECT_BYTES}), plugins=BUILT_IN) as cache:
         store(cache, prompt(1024))
         assert log("tier ssd: write backlog is full (1 chunks); further chunks are dropped")

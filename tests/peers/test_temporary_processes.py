@@ -22,7 +22,7 @@ from kvtier.memory.header import HEADER_BYTES, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.grants import GrantBook
-from kvtier.pipeline.gather import ChunkProvider, Gathering
+from kvtier.pipeline.move import ChunkProvider, Gathering
 from kvtier.pipeline.query import Expected, Query
 from kvtier.plugins import Plugins
 from kvtier.rpc.authentication import Credentials

@@ -12,10 +12,9 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
 from kvtier.testing.faults import WrapperBackend
 from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.deletions import Deletions
 from kvtier.tiers.seal import Seal
 from kvtier.tiers.sealer import Sealer
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.tier import Deletions, Tier
 
 
 class SealedSuite:

@@ -18,9 +18,8 @@ from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.catalog.tenants import Quota, Tenants
 from kvtier.events import Evict, Store
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
-from kvtier.tiers.admission import Admission
-from kvtier.tiers.doorkeeper import PARTS, Doorkeeper
-from kvtier.tiers.router import FIRST, Router
+from kvtier.tiers.admission import PARTS, Admission, Doorkeeper
+from kvtier.tiers.planner import FIRST, TransferPlanner
 
 LENGTH = 1 << 20
 DISK, POOL = 1, 2
@@ -37,7 +36,7 @@ class FakeTier:
     write: str = "through"
     capacity: int | None = 64 * LENGTH
     available: bool = True
-    keeps: bool = True
+    is_durable: bool = True
     used_bytes: int = 0
     count: int = 0
 
@@ -57,7 +56,7 @@ class AdmissionSetup:
         self.tiers = [FakeTier(), FakeTier(admit, write), *([pool] if pool else [])]
         self.clock = Clock()
         self.catalog = Catalog([LruPolicy.factory() for _ in self.tiers], clock=self.clock.read)
-        self.router = Router(self.catalog, self.tiers, self.clock.read)
+        self.planner = TransferPlanner(self.catalog, self.tiers, self.clock.read)
 
     def store(
         self, keys: Sequence[ChunkKey], parent: ChunkKey | None = None, **hints: float
@@ -66,18 +65,18 @@ class AdmissionSetup:
         given_hints = ChunkHints(**hints) if hints else None  # type: ignore[arg-type]
         lengths = [LENGTH] * len(keys)
         self.catalog.add_chain(keys, FIRST, lengths, State.READY, parent, hints=given_hints)
-        self.router.admission.stored(keys)
-        return self.to(DISK, self.router.store(Store(keys=keys)))
+        self.planner.admission.stored(keys)
+        return self.to(DISK, self.planner.store(Store(keys=keys)))
 
     def use(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
         """Look chunks up. Return what is written to disk."""
         rows = [row for key in keys if (row := self.catalog.row(key)) is not None]
-        again = self.catalog.columns.keys_of(self.router.admission.used(rows))
-        return self.to(DISK, self.router.store_later(Store(keys=again)))
+        again = self.catalog.columns.keys_of(self.planner.admission.used(rows))
+        return self.to(DISK, self.planner.store_later(Store(keys=again)))
 
     def evict(self, keys: Sequence[ChunkKey], target: int = DISK) -> set[ChunkKey]:
         """Evict chunks from memory. Return what is written to a tier; nothing arrives there."""
-        demoted = self.to(target, self.router.evict(Evict(keys=keys, tier=FIRST)))
+        demoted = self.to(target, self.planner.evict(Evict(keys=keys, tier=FIRST)))
         self.catalog.remove_all(keys, FIRST)
         return demoted
 
@@ -91,7 +90,7 @@ def test_every_chunk_is_admitted_on_first_use() -> None:
     assert setup.store(KEYS[:3]) == set(KEYS[:3])
     assert setup.use(KEYS[:3]) == set(), "their write was planned when they were stored"
     assert setup.evict(KEYS[:3]) == set(KEYS[:3])
-    assert not setup.router.admission.selective
+    assert not setup.planner.admission.selective
 
 
 @pytest.mark.parametrize("admit", ["second_use", "expected"])
@@ -114,7 +113,7 @@ def test_chunks_used_once_are_not_demoted() -> None:
     setup = AdmissionSetup("second_use", "on_evict")
     setup.store(KEYS[:4])
     assert setup.use(KEYS[:2]) == set(), "this tier is only written on eviction"
-    [demoted, dropped] = setup.router.evict(Evict(keys=KEYS[:4], tier=FIRST))
+    [demoted, dropped] = setup.planner.evict(Evict(keys=KEYS[:4], tier=FIRST))
     assert (demoted.target, demoted.keys, demoted.admitted) == (DISK, KEYS[:2], True)
     assert (dropped.target, dropped.keys, dropped.admitted) == (None, KEYS[2:4], False)
 
@@ -123,7 +122,7 @@ def test_next_tier_takes_what_the_first_one_does_not_admit() -> None:
     setup = AdmissionSetup("second_use", "on_evict", FakeTier(write="on_evict"))
     setup.store(KEYS[:4])
     setup.use(KEYS[:1])
-    plan = setup.router.evict(Evict(keys=KEYS[:4], tier=FIRST))
+    plan = setup.planner.evict(Evict(keys=KEYS[:4], tier=FIRST))
     assert {transfer.target: transfer.keys for transfer in plan} == {DISK: KEYS[:1], POOL: KEYS[1:4]}
 
 
@@ -131,8 +130,8 @@ def test_write_through_pool_is_not_written_again_on_the_second_use() -> None:
     setup = AdmissionSetup("second_use", pool=FakeTier())
     setup.store(KEYS[:2])
     rows = [row for key in KEYS[:2] if (row := setup.catalog.row(key)) is not None]
-    again = setup.catalog.columns.keys_of(setup.router.admission.used(rows))
-    assert [transfer.target for transfer in setup.router.store_later(Store(keys=again))] == [DISK]
+    again = setup.catalog.columns.keys_of(setup.planner.admission.used(rows))
+    assert [transfer.target for transfer in setup.planner.store_later(Store(keys=again))] == [DISK]
 
 
 @pytest.mark.parametrize(
@@ -162,10 +161,10 @@ def test_pinned_chunks_are_expected_until_the_pin_ends() -> None:
     setup = AdmissionSetup("expected")
     setup.store(KEYS[:2])
     setup.catalog.pin(KEYS[:2], setup.clock.now + 5)
-    plan = setup.router.store_later(Store(keys=KEYS[:2]))
+    plan = setup.planner.store_later(Store(keys=KEYS[:2]))
     assert setup.to(DISK, plan) == set(KEYS[:2])
     setup.clock.now += 6
-    assert setup.router.store_later(Store(keys=KEYS[:2])) == []
+    assert setup.planner.store_later(Store(keys=KEYS[:2])) == []
 
 
 class ExpectsEven(LruPolicy):
@@ -230,12 +229,12 @@ def test_chunk_without_an_admitted_parent_is_not_written() -> None:
 def test_lookup_for_which_chunks_were_pushed_is_their_first_use() -> None:
     setup = AdmissionSetup("second_use")
     setup.catalog.add_chain(KEYS[:2], FIRST, [LENGTH] * 2, State.READY)
-    setup.router.admission.pushed(KEYS[:2])
+    setup.planner.admission.pushed(KEYS[:2])
     assert setup.use(KEYS[:2]) == set()
     assert setup.use(KEYS[:2]) == set(KEYS[:2])
     setup.evict(KEYS[:2])
     setup.catalog.add_chain(KEYS[:2], FIRST, [LENGTH] * 2, State.READY)
-    setup.router.admission.pushed(KEYS[:2])
+    setup.planner.admission.pushed(KEYS[:2])
     assert setup.use(KEYS[:2]) == set(KEYS[:2]), "they were used before they were pushed again"
 
 
@@ -318,7 +317,7 @@ def test_admission_takes_a_byte_for_each_row() -> None:
     for start in range(0, 2000, 100):
         setup.store(KEYS[start : start + 100])
         setup.evict(KEYS[start : start + 100][::-1])
-    assert len(setup.router.admission._uses) == 100
+    assert len(setup.planner.admission._uses) == 100
 
 
 def test_nothing_is_tracked_if_all_tiers_admit_every_chunk() -> None:

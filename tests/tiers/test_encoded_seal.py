@@ -15,8 +15,7 @@ from kvtier.testing.backend import blank, make_key
 from kvtier.testing.codec import CodecConformance
 from kvtier.testing.faults import Fault, FaultyBackend
 from kvtier.tiers.codec import Codec, CodecSettings, IdentityCodec
-from kvtier.tiers.encoded_seal import EncodedSeal
-from kvtier.tiers.encoder import Codecs, Encoder, Layouts
+from kvtier.tiers.encoded_seal import Codecs, EncodedSeal, Encoder, Layouts
 from kvtier.tiers.sealer import Sealer
 from tests.rigs.chunks import (
     MISS,
@@ -245,7 +244,7 @@ async def test_scan_accepts_what_the_tier_can_read(tmp_path) -> None:
 
 
 def test_layouts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.tiers.encoder.MAX_LAYOUTS", 2)
+    monkeypatch.setattr("kvtier.tiers.encoded_seal.MAX_LAYOUTS", 2)
     layouts, layout = Layouts(), ChunkLayout(16, ())
     for space in (b"a", b"b", b"c"):
         layouts.add(space, layout)

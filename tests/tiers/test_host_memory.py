@@ -14,7 +14,7 @@ from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
 from kvtier.memory.slices import Lease
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.noise import noise
-from kvtier.tiers.host_memory import HostMemory
+from kvtier.tiers.host_memory import HostMemory, Reservation
 from kvtier.tiers.sealer import Sealer
 
 CAPACITY = 4 << 20
@@ -37,20 +37,18 @@ def memory(request: pytest.FixtureRequest) -> Iterator[HostMemory]:
     assert memory.arena.leases == 0
 
 
-def begin(memory: HostMemory, keys: list[ChunkKey], seed: bytes = b"1") -> list[Lease]:
+def begin(memory: HostMemory, keys: list[ChunkKey], seed: bytes = b"1") -> list[Reservation]:
     """Reserve and fill slices for consecutive chunks."""
     parents = {key: parent for parent, key in zip([ROOT, *KEYS], KEYS, strict=False)}
     headers = [ChunkHeader(key, parents[key], bytes(32), PAYLOAD) for key in keys]
     leases = memory.arena.allocate_all(object_bytes(PAYLOAD), len(keys))
-    memory.begin(headers, leases)
     for lease in leases:
         lease.view[HEADER_BYTES : HEADER_BYTES + PAYLOAD] = noise(seed, PAYLOAD)
-    return leases
+    return memory.begin(headers, leases)
 
 
 def store(memory: HostMemory, keys: list[ChunkKey], seed: bytes = b"1") -> None:
-    for key, lease in zip(keys, begin(memory, keys, seed), strict=True):
-        memory.adopt(key, lease)
+    assert memory.adopt(begin(memory, keys, seed)) == keys
 
 
 def payload(lease: Lease) -> bytes:
@@ -64,11 +62,11 @@ def test_chunk_is_adopted_without_a_copy(memory: HostMemory) -> None:
     (given,) = begin(memory, [key])
     assert memory.state(key) is State.PENDING
     assert memory.lease(key) is None
-    memory.adopt(key, given)
+    memory.adopt([given])
     assert memory.state(key) is State.READY
     assert memory.is_idle(key)
     lease = memory.lease(key)
-    assert lease.offset == given.offset
+    assert lease.offset == given.lease.offset
     assert not memory.is_idle(key)
     assert ChunkHeader.read(lease.view, key)[0].parent == ROOT
     memory.drop([key])
@@ -109,7 +107,7 @@ def test_leases_end_at_the_first_chunk_that_is_not_ready(memory: HostMemory) -> 
         chunk.lease.release()
     leases.release_all()
     memory.abort(KEYS[2:3])
-    pending.release()
+    pending.lease.release()
     assert memory.absent(KEYS) == [2]
     assert memory.arena.leases == 5
 
@@ -121,8 +119,8 @@ def test_capacity_in_use_includes_pending_chunks(memory: HostMemory) -> None:
     assert memory.excess_bytes(0) == 0
     assert memory.excess_bytes(CAPACITY) > 0
     memory.abort(KEYS[2:4])
-    for lease in pending:
-        lease.release()
+    for reservation in pending:
+        reservation.lease.release()
     assert memory.count == 2
 
 
@@ -132,5 +130,5 @@ def test_prompts_that_share_no_chunk_are_reserved_together(memory: HostMemory) -
     store(memory, [KEYS[4], KEYS[5], KEYS[2], KEYS[3]])
     assert memory._catalog.victims(0) == [KEYS[3], KEYS[2], KEYS[5], KEYS[4]]
     memory.abort(KEYS[:2])
-    for lease in pending:
-        lease.release()
+    for reservation in pending:
+        reservation.lease.release()

@@ -25,7 +25,7 @@ from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.controller.registry import Registry
 from kvtier.fleet.member.protocol import MAX_KEYS, Delete, Fetch, Progress
 from kvtier.memory.keys import ChunkKey, join_keys
-from kvtier.tiers.router import FIRST
+from kvtier.tiers.planner import FIRST
 
 Progressed = Callable[[Progress], None]
 

@@ -27,7 +27,7 @@ from kvtier.fleet.member.tokenizing import Tokenizers
 from kvtier.memory.keys import ChunkKey, join_keys, split_keys
 from kvtier.peers.backend import PeersBackend
 from kvtier.pipeline.clear import Cleared
-from kvtier.pipeline.gather import ChunkProvider
+from kvtier.pipeline.move import ChunkProvider
 from kvtier.pipeline.query import Expected
 from kvtier.tiers.level import Level
 from kvtier.tiers.tier import Tier

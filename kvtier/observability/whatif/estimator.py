@@ -20,7 +20,7 @@ from kvtier.observability.whatif.estimate import Estimate
 from kvtier.observability.whatif.report import Report
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings
-from kvtier.tiers.router import FIRST
+from kvtier.tiers.planner import FIRST
 
 logger = logging.getLogger("kvtier")
 

@@ -1,8 +1,9 @@
 """The decisions of a cache, without bytes and without waiting.
 
 The same classes decide as in ``kvtier/pipeline``: the catalog with its eviction policies, the watermarks
-of :class:`~kvtier.tiers.level.Level` and the plans of :class:`~kvtier.tiers.router.Router`. Only the
-execution of a plan differs: it takes no time and never fails. Each method names the stage that it replaces.
+of :class:`~kvtier.tiers.level.Level` and the plans of :class:`~kvtier.tiers.planner.TransferPlanner`. Only
+the execution of a plan differs: it takes no time and never fails. Each method names the stage that it
+replaces.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import SettingsError
 from kvtier.events import Evict, Prefetch, Store
 from kvtier.memory.keys import ChunkKey
-from kvtier.pipeline.room import may_decline, surplus_of, victims_for, victims_over_maximum
-from kvtier.pipeline.worth import worth_loading
+from kvtier.pipeline.load_or_compute import worth_loading
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings, TierSettings
-from kvtier.tiers.level import Level
-from kvtier.tiers.router import FIRST, Router, Transfer
+from kvtier.tiers.level import Level, may_decline
+from kvtier.tiers.planner import FIRST, Transfer, TransferPlanner
 from kvtier.tiers.tenants import configured_tenants, shared_policy
 
 
@@ -45,7 +45,7 @@ class SimulatedCache:
             for index, (settings, gb_s) in enumerate(zip(tiers.settings, tiers.gb_s, strict=True))
         ]
         self._has_tenants = self.tiers[FIRST].tenants is not None
-        self._router = Router(self.catalog, self.tiers, self._clock.read)
+        self._planner = TransferPlanner(self.catalog, self.tiers, self._clock.read)
         self._leased: set[int] = set()
         """Rows of the prefix that the current request loads. They stay where they are until it is served."""
         count = len(self.tiers)
@@ -74,7 +74,7 @@ class SimulatedCache:
             self._store(keys, found, hints)
         if self._has_tenants:
             for tier in range(len(self.tiers)):
-                while over := victims_over_maximum(self.catalog, self.tiers[tier], 0):
+                while over := self.tiers[tier].victims_over_maximum(0):
                     self._evict(tier, over)
         return found
 
@@ -103,16 +103,16 @@ class SimulatedCache:
                 self.hits[tier] += sources.count(tier, 0, found)
         else:
             self.hits[FIRST] += found
-        if again := self._router.admission.used(rows):
+        if again := self._planner.admission.used(rows):
             source_of = dict(zip(rows, sources, strict=True))
             held = self.catalog.columns.keys_of(row for row in again if source_of[row] == FIRST)
-            self._execute(self._router.store_later(Store(keys=held)))
+            self._execute(self._planner.store_later(Store(keys=held)))
         self.read[FIRST] += found
         self.loaded[FIRST] += found
         return found
 
     def _arrivals(self, sources: bytes) -> list[float]:
-        """Return in how many seconds each chunk would be in memory, as ``Worth`` does from measurements."""
+        """Return in how many seconds each chunk would be in memory, which ``LoadOrCompute`` measures."""
         one = [tier.cost(self._chunk_bytes) for tier in self.tiers]
         waits = [0.0] * len(self.tiers)
         arrivals = []
@@ -123,11 +123,11 @@ class SimulatedCache:
         return arrivals
 
     def _prefetch(self, keys: Sequence[ChunkKey], sources: bytes) -> int:
-        """Do what :class:`~kvtier.pipeline.prefetch.PrefetchStage` does: promote chunks while there is room.
+        """Do what :class:`~kvtier.pipeline.read.Reader` does: promote chunks while there is room.
 
         Return how many leading chunks are in memory then.
         """
-        for transfer in self._router.prefetch(Prefetch(keys=keys)):
+        for transfer in self._planner.prefetch(Prefetch(keys=keys)):
             self._make_room(FIRST, len(transfer.keys))
             promoted = transfer.keys[: self._fitting(FIRST, len(transfer.keys))]
             self._add_copies(promoted, FIRST)
@@ -155,8 +155,8 @@ class SimulatedCache:
         self.written[FIRST] += len(absent)
         if len(self.tiers) > 1 and absent:
             event = Store(keys=[missing[at] for at in absent])
-            self._router.admission.stored(event.keys)
-            self._execute(self._router.store(event))
+            self._planner.admission.stored(event.keys)
+            self._execute(self._planner.store(event))
 
     def _incoming_prompt(
         self, keys: Sequence[ChunkKey], found: int, absent: Sequence[int], hints: ChunkHints | None
@@ -175,7 +175,7 @@ class SimulatedCache:
             self._write(transfer.target, transfer.keys)
 
     def _write(self, target: int, keys: Sequence[ChunkKey]) -> int:
-        """Do what ``EvictStage.write`` does: write chunks to a lower tier, as far as they fit."""
+        """Do what ``Writer.write`` does: write chunks to a lower tier, as far as they fit."""
         self._make_room(target, len(keys))
         absent = [keys[at] for at in self.catalog.absent(keys, target)]
         absent = absent[: self._fitting(target, len(absent))]
@@ -183,17 +183,17 @@ class SimulatedCache:
         return len(absent)
 
     def _make_room(self, tier: int, incoming: int, prompt: IncomingPrompt | None = None) -> None:
-        """Do what ``EvictStage.make_room`` does, in the first tier as well: its eviction is never late."""
-        catalog, level = self.catalog, self.tiers[tier]
-        if surplus := surplus_of(catalog, level):
-            catalog.remove_all(surplus, tier)
+        """Do what ``Writer.make_room`` does, in the first tier as well: its eviction is never late."""
+        level = self.tiers[tier]
+        if over := level.over_limit():
+            self.catalog.remove_all(over, tier)
         leased = self._leased.__contains__ if self._leased else None
-        if victims := victims_for(catalog, level, incoming * self._chunk_bytes, leased, prompt):
+        if victims := level.victims_for(incoming * self._chunk_bytes, leased, prompt):
             self._evict(tier, victims)
 
     def _evict(self, tier: int, victims: Sequence[ChunkKey]) -> None:
-        """Drop or demote chunks, as the router plans it."""
-        for transfer in self._router.evict(Evict(keys=victims, tier=tier)):
+        """Drop or demote chunks, as the planner plans it."""
+        for transfer in self._planner.evict(Evict(keys=victims, tier=tier)):
             if transfer.target is not None:
                 self.demoted += self._write(transfer.target, transfer.keys)
                 if tier != FIRST:

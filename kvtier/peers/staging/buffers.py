@@ -40,8 +40,8 @@ from kvtier.memory.slices import Lease, Slices
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.push_targets import PushTarget, Written
 from kvtier.peers.remote_leases import RemoteLease
-from kvtier.pipeline.store import Reservation
 from kvtier.settings import Settings
+from kvtier.tiers.host_memory import Reservation
 from kvtier.transports.base import Access
 from kvtier.transports.nixl.link import ARENA_BYTES, Endpoint
 from kvtier.transports.nixl.process import Batch, NixlProcess, Part, Region

@@ -18,7 +18,7 @@ from kvtier.peers.protocol import Stage, Staged
 from kvtier.peers.push import Pusher, PushOutcome, RemoteRoom
 from kvtier.peers.remote_leases import RemoteLease
 from kvtier.peers.staging.buffers import PeerStaging, Staging
-from kvtier.pipeline.store import Reservation
+from kvtier.tiers.host_memory import Reservation
 from kvtier.tiers.level import ChunkBytes
 from kvtier.transports.nixl.link import Endpoint
 

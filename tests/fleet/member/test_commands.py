@@ -24,7 +24,7 @@ from kvtier.fleet.member.protocol import (
     Unpin,
 )
 from kvtier.memory.keys import join_keys, split_keys
-from kvtier.pipeline import gather as gather_module
+from kvtier.pipeline import move as move_module
 from kvtier.pipeline.query import Query
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
@@ -39,7 +39,7 @@ FETCHES = {"secret": SECRET}
 
 @pytest.fixture(autouse=True)
 def _short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_module, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 0.5)
 
 
 # Delete.
@@ -159,7 +159,7 @@ async def test_invalid_command_fails_with_a_reason(kind: str, open_node: OpenNod
 async def test_duplicate_ticket_ends_the_connection(
     open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gather_module, "TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 60.0)
     async with controlling() as controller, open_node(controller, ram=8, ssd=128) as one:
         conversation = await controller.up_to_date()
         ticket = await conversation.start_command(fetch(await one.store(12), RAM))
@@ -171,7 +171,7 @@ async def test_duplicate_ticket_ends_the_connection(
 async def test_too_many_commands_at_once_are_refused(
     open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gather_module, "TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 60.0)
     monkeypatch.setattr(session_module, "MAX_COMMANDS", 2)
     async with controlling() as controller, open_node(controller, ram=8, ssd=128) as one:
         conversation = await controller.up_to_date()

@@ -10,7 +10,7 @@ import pytest
 from kvtier.fleet.member import session as session_module
 from kvtier.fleet.member.protocol import Cancel, Failed
 from kvtier.memory.keys import ChunkKey, split_keys
-from kvtier.pipeline import gather as gather_module
+from kvtier.pipeline import move as move_module
 from kvtier.pipeline.query import Query
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
@@ -26,7 +26,7 @@ FETCHES = {"secret": SECRET}
 
 @pytest.fixture(autouse=True)
 def _short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_module, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 0.5)
 
 
 # Fetch within one instance.
@@ -287,7 +287,7 @@ async def half_of_memory_in_use(node: Node, keys: list[ChunkKey]) -> AsyncIterat
 
 
 async def test_fetch_ends_at_its_deadline(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_module, "TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 60.0)
     async with controlling() as controller, open_node(controller, ram=16, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(12)
@@ -298,7 +298,7 @@ async def test_fetch_ends_at_its_deadline(open_node: OpenNode, monkeypatch: pyte
 
 
 async def test_fetch_is_cancelled_and_answered(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_module, "TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 60.0)
     monkeypatch.setattr(session_module, "PROGRESS_SECONDS", 0.02)
     async with controlling() as controller, open_node(controller, ram=16, ssd=128) as one:
         conversation = await controller.up_to_date()
@@ -328,7 +328,7 @@ async def test_fetch_cancelled_immediately_is_answered(open_node: OpenNode) -> N
 
 
 async def test_commands_end_with_the_connection(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_module, "TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 60.0)
     async with controlling() as controller, open_node(controller, ram=8, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(12)

@@ -21,7 +21,7 @@ from kvtier.observability.whatif.estimate import Estimate
 from kvtier.observability.whatif.estimator import HALVINGS, MAX_BEHIND_SECONDS, MAX_PENDING_BYTES, Estimator
 from kvtier.pipeline.query import Query
 from kvtier.settings import DEFAULT_EVICTION
-from kvtier.tiers.router import FIRST
+from kvtier.tiers.planner import FIRST
 from tests.observability.whatif.observing import PLUGINS, chats, estimate_of, settings_of
 from tests.rigs.waiting import until
 

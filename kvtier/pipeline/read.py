@@ -1,9 +1,14 @@
-"""Prefetch: promote chunks into the arena, in prefix order, with one shared read per chunk."""
+"""Read: the one way out of a tier below memory.
+
+Chunks that a request waits for are promoted: :meth:`Reader.start` begins one shared flight per chunk, in
+prefix order, and each flight allocates, is read and settled, or is read again from the next tier. Chunks on
+the way to another tier are copied into the arena without becoming part of it: :meth:`Reader.lease`.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -11,15 +16,16 @@ from itertools import takewhile
 import anyio
 
 from kvtier.backends.base import Outcome
+from kvtier.catalog.catalog import State
 from kvtier.catalog.eviction import RemovalReason
-from kvtier.events import Prefetch
+from kvtier.events import Event, Prefetch, Priority
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
-from kvtier.pipeline.base import Hierarchy
-from kvtier.pipeline.evict import EvictStage
+from kvtier.pipeline.allocate import Allocator
+from kvtier.pipeline.hierarchy import Hierarchy
 from kvtier.tiers.batches import BATCH_BYTES, batch_limit, batch_size, concurrently
 from kvtier.tiers.level import ChunkBytes
-from kvtier.tiers.router import Transfer
+from kvtier.tiers.planner import Transfer
 from kvtier.tiers.throughput import Throughput
 from kvtier.units import format_size
 
@@ -75,12 +81,16 @@ class Read:
     """Whether no chunk has arrived, and the read has failed or is still pending."""
 
 
-class PrefetchStage:
-    """Starts and ends flights."""
+Allocate = Callable[[int], Lease | None]
+"""Allocates bytes in the arena; ``None`` if there is no room."""
 
-    def __init__(self, hierarchy: Hierarchy, evicting: EvictStage) -> None:
+
+class Reader:
+    """Reads from the tiers below memory."""
+
+    def __init__(self, hierarchy: Hierarchy, allocator: Allocator) -> None:
         self._hierarchy = hierarchy
-        self._evicting = evicting
+        self._allocator = allocator
         self.flights: dict[ChunkKey, Flight] = {}
         self._throughputs = [Throughput(BATCH_BYTES) for _ in hierarchy.tiers]
 
@@ -90,7 +100,7 @@ class PrefetchStage:
 
     def start(self, event: Prefetch) -> None:
         """Start to read the chunks of lower tiers, in prefix order, while there is room. Does not wait."""
-        for transfer in self._hierarchy.router.prefetch(event):
+        for transfer in self._hierarchy.planner.prefetch(event):
             flights = self._begin(transfer, event.among)
             if flights:
                 self._hierarchy.tasks.start_soon(self._run, event, flights)
@@ -99,11 +109,11 @@ class PrefetchStage:
 
     def _begin(self, transfer: Transfer, among: int) -> list[Flight]:
         catalog, memory = self._hierarchy.catalog, self._hierarchy.memory
-        leases = self._evicting.allocate_all([catalog.length(key) for key in transfer.keys])
+        leases = self._allocator.allocate_all([catalog.length(key) for key in transfer.keys])
         if missing := len(transfer.keys) - len(leases):
             self._hierarchy.counts["prefetch_no_room"] += 1
             message = "tier %s: no room to load %d chunks from tier %s; counted as misses"
-            source = self._hierarchy.name(transfer.source)
+            source = self._hierarchy.tiers[transfer.source].name
             self._hierarchy.warn("prefetch", message, memory.name, missing, source)
         keys = transfer.keys[: len(leases)]
         begun = zip(keys, leases, memory.begin_copies(keys), strict=True)
@@ -111,6 +121,14 @@ class PrefetchStage:
         self.flights.update(zip(keys, flights, strict=True))
         self._throughputs[transfer.source].begin(_total_bytes(flights))
         return flights
+
+    async def promote(self, keys: Sequence[ChunkKey]) -> None:
+        """Promote chunks into memory, and wait until they have arrived or failed."""
+        self.start(Prefetch(keys=keys, priority=Priority.AHEAD))
+        flights = [self.flights[key] for key in keys if key in self.flights]
+        for flight in flights:
+            if not flight.ended:  # Waiting for an event that is set takes a turn of the event loop.
+                await flight.done.wait()
 
     async def _run(self, event: Prefetch, flights: Sequence[Flight]) -> None:
         """Read one run of chunks, batch by batch, so that the first arrive first."""
@@ -161,11 +179,10 @@ class PrefetchStage:
             if outcome is Outcome.OK:
                 flight.arrived = True
                 arrived.append(ChunkBytes(flight.key, chunk.lease.share(), flight.generation))
-            elif outcome is Outcome.MISS and read.source in hierarchy.catalog.tiers(flight.key):
+            elif outcome is Outcome.MISS:
                 missing.append(flight.key)
-        hierarchy.catalog.remove_all(missing, read.source, RemovalReason.LOST)
-        hierarchy.adopt(arrived)
-        hierarchy.changed(read.source, removed=missing)
+        hierarchy.changed(hierarchy.memory.index, stored=hierarchy.memory.adopt(arrived))
+        self._remove(missing, read.source)
         read.settled = True
         read.failed = not arrived and Outcome.FAILED in outcomes
         if read.abandoned:
@@ -216,7 +233,7 @@ class PrefetchStage:
         """Return for each flight the cheapest tier that has not been tried, and is not ``but``."""
         keys = [flight.key for flight in flights]
         others = ~(0 if but is None else 1 << but)
-        return self._hierarchy.router.sources(keys, [flight.untried & others for flight in flights])
+        return self._hierarchy.planner.sources(keys, [flight.untried & others for flight in flights])
 
     def _fail(self, flights: Iterable[Flight]) -> None:
         """End flights that no tier can serve. No tier may still use their memory."""
@@ -225,8 +242,7 @@ class PrefetchStage:
         self._end(flights)
 
     def _abort(self, flights: Sequence[Flight]) -> None:
-        missing = [flight.key for flight in flights if not flight.arrived]
-        self._hierarchy.abort(missing, self._hierarchy.memory.index)
+        self._hierarchy.memory.abort([flight.key for flight in flights if not flight.arrived])
 
     def _end(self, flights: Sequence[Flight]) -> None:
         """Wake the waiters of flights that have arrived or failed."""
@@ -237,6 +253,48 @@ class PrefetchStage:
         for flight in flights:
             self.flights.pop(flight.key, None)
             flight.end()
+
+    # On the way to another tier.
+
+    async def lease(
+        self, event: Event, source: int, keys: Sequence[ChunkKey], allocate: Allocate | None = None
+    ) -> list[ChunkBytes]:
+        """Return leases on chunks of any tier, to be written to another one.
+
+        Chunks of a lower tier are copied into the arena, outside the catalog. Omits chunks that fail, and
+        keys that the tier does not hold: they may have been removed meanwhile.
+        """
+        hierarchy, allocate = self._hierarchy, allocate or self._allocator.allocate
+        if source == hierarchy.memory.index:
+            return hierarchy.memory.lease_ready(keys)
+        catalog = hierarchy.catalog
+        held = [key for key in keys if catalog.state(key, source) is State.READY]
+        room = ((key, allocate(catalog.length(key))) for key in held)
+        chunks = [ChunkBytes(key, lease, catalog.generation(key)) for key, lease in room if lease is not None]
+        mine = [chunk._replace(lease=chunk.lease.share()) for chunk in chunks]
+        transfer = Transfer(source, hierarchy.memory.index, [chunk.key for chunk in chunks])
+        outcomes: Sequence[Outcome] = [Outcome.FAILED] * len(mine)
+        try:
+            with hierarchy.reporting(event, transfer) as reported:
+                tier = hierarchy.tier(source)
+                outcomes = await tier.get(chunks, partial(self._settle_copies, source), event.priority)
+                reported += outcomes
+        finally:
+            for chunk, outcome in zip(mine, outcomes, strict=True):
+                if outcome is not Outcome.OK:
+                    chunk.lease.release()
+        return [chunk for chunk, outcome in zip(mine, outcomes, strict=True) if outcome is Outcome.OK]
+
+    def _settle_copies(self, source: int, chunks: Sequence[ChunkBytes], outcomes: Sequence[Outcome]) -> None:
+        results = zip(chunks, outcomes, strict=True)
+        self._remove([chunk.key for chunk, outcome in results if outcome is Outcome.MISS], source)
+
+    def _remove(self, missing: Sequence[ChunkKey], source: int) -> None:
+        """Remove from the catalog the chunks that a tier turned out not to hold."""
+        catalog = self._hierarchy.catalog
+        lost = [key for key in missing if source in catalog.tiers(key)]
+        catalog.remove_all(lost, source, RemovalReason.LOST)
+        self._hierarchy.changed(source, removed=lost)
 
 
 def _total_bytes(flights: Sequence[Flight]) -> int:

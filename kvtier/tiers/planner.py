@@ -30,8 +30,8 @@ class Transfer:
     """``False`` to drop chunks that would be written to a lower tier, if one admitted them."""
 
 
-class Router:
-    """Planner for one hierarchy of tiers."""
+class TransferPlanner:
+    """Plans which chunks move between the tiers of one cache."""
 
     def __init__(
         self, catalog: Catalog, tiers: Sequence[Level], clock: Callable[[], float] = time.monotonic
@@ -40,7 +40,7 @@ class Router:
         self._catalog = catalog
         self._tiers = tiers
         self.admission = Admission(catalog, tiers, clock)
-        """Which chunks lower tiers admit. Whoever stores or uses chunks has to tell it."""
+        """Which chunks lower tiers admit. Callers report every store and use."""
 
     def store(self, event: Store) -> list[Transfer]:
         """Write new chunks to every lower write-through tier that admits them and does not have them."""
@@ -104,7 +104,7 @@ class Router:
         targets = [below for below in self._below(event.tier) if self._accepts(below)]
         if not targets:
             return [Transfer(event.tier, None, event.keys)] if event.keys else []
-        keepers = sum(1 << below for below in self._below(event.tier) if self._tiers[below].keeps)
+        keepers = sum(1 << below for below in self._below(event.tier) if self._tiers[below].is_durable)
         drop: list[ChunkKey] = []
         left: list[ChunkKey] = []
         for key, (ready, _) in zip(event.keys, self._catalog.places(event.keys), strict=True):

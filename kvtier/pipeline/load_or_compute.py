@@ -15,8 +15,8 @@ from itertools import accumulate
 from kvtier.events import Prefetch
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
-from kvtier.pipeline.base import Hierarchy
-from kvtier.pipeline.prefetch import PrefetchStage
+from kvtier.pipeline.hierarchy import Hierarchy
+from kvtier.pipeline.read import Reader
 
 logger = logging.getLogger("kvtier")
 
@@ -43,12 +43,12 @@ def worth_loading(arrivals: Sequence[float], compute: float, *, whole: bool = Fa
     return best if clearly else count
 
 
-class Worth:
+class LoadOrCompute:
     """Decides with what is known of the tiers. Moves nothing."""
 
-    def __init__(self, hierarchy: Hierarchy, prefetching: PrefetchStage) -> None:
+    def __init__(self, hierarchy: Hierarchy, reader: Reader) -> None:
         self._hierarchy = hierarchy
-        self._prefetching = prefetching
+        self._reader = reader
         self._log = RateLimitedLog(logger, level=logging.INFO)
         self.expected_seconds = 0.0
         """What was expected of the waits that have ended, as far as it was known."""
@@ -85,8 +85,8 @@ class Worth:
 
     def _arrivals(self, keys: Sequence[ChunkKey], sources: Sequence[int], among: int) -> list[float | None]:
         """Return in how many seconds each chunk will be in memory; ``None`` if unknown."""
-        hierarchy, prefetching = self._hierarchy, self._prefetching
-        plan = hierarchy.router.prefetch(Prefetch(keys=keys, among=among))
+        hierarchy, reader = self._hierarchy, self._reader
+        plan = hierarchy.planner.prefetch(Prefetch(keys=keys, among=among))
         planned = {key: transfer.source for transfer in plan for key in transfer.keys}
         begun: dict[int, int] = {}
         found: list[float | None] = []
@@ -97,7 +97,7 @@ class Worth:
             tier = planned.get(key)
             if tier is not None:
                 begun[tier] = begun.get(tier, 0) + hierarchy.catalog.length(key)
-            elif (flight := prefetching.flights.get(key)) is not None:
+            elif (flight := reader.flights.get(key)) is not None:
                 tier = flight.source
-            found.append(None if tier is None else prefetching.expected(tier, begun.get(tier, 0)))
+            found.append(None if tier is None else reader.expected(tier, begun.get(tier, 0)))
         return found

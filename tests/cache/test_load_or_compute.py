@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvtier.catalog.catalog import ALL_TIERS
 from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.load_or_compute import CLEARLY_EARLIER, MIN_GAIN_SECONDS, worth_loading
 from kvtier.pipeline.query import Query
-from kvtier.pipeline.worth import CLEARLY_EARLIER, MIN_GAIN_SECONDS, worth_loading
 from kvtier.tiers.throughput import MIN_SAMPLES
 from tests.rigs.faulty_sources import CacheHarness, MakeSettings, opened
 
@@ -85,7 +85,7 @@ def test_examples(arrivals: list[float], compute: float, loaded: int) -> None:
 
 def set_speed(harness: CacheHarness, tier: str, chunks_per_second: float) -> None:
     """Set the measured throughput of a tier."""
-    throughput = harness.cache._prefetching._throughputs[harness.tier(tier).index]
+    throughput = harness.cache._reader._throughputs[harness.tier(tier).index]
     for _ in range(MIN_SAMPLES):
         throughput.record(64 * CHUNK_OBJECT_BYTES, 64 / chunks_per_second)
 
@@ -157,7 +157,7 @@ async def test_state_is_loaded_with_all_chunks_before_it_or_computed(
         keys = await half_in_memory(harness, prompt(2048))
         set_speed(harness, "near", 1.0)
         _, sources = harness.cache.catalog.prefix_rows(keys)
-        decide = partial(harness.cache.worth.decide, keys, sources, ALL_TIERS)
+        decide = partial(harness.cache.load_or_compute.decide, keys, sources, ALL_TIERS)
         assert decide(0.1, whole=False) == (4, 0.0)
         assert decide(0.1, whole=True) == (0, 0.0)
         assert decide(2.0, whole=True)[0] == 8
@@ -205,9 +205,9 @@ async def test_wait_is_compared_with_what_was_expected(settings: MakeSettings, p
         assert lookup.expected == pytest.approx(4 / 64, rel=0.6)
         await harness.cache.settle(lookup)
         lookup.release()
-        worth = harness.cache.worth
-        assert worth.expected_seconds == lookup.expected
-        assert worth.actual_seconds > 0
+        deciding = harness.cache.load_or_compute
+        assert deciding.expected_seconds == lookup.expected
+        assert deciding.actual_seconds > 0
 
 
 @pytest.mark.anyio

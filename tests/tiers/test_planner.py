@@ -13,7 +13,7 @@ from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.events import Evict, Prefetch
 from kvtier.memory.keys import chunk_keys, root_key
-from kvtier.tiers.router import FIRST, Router
+from kvtier.tiers.planner import FIRST, TransferPlanner
 
 LENGTH = 1 << 20
 PROMPT = chunk_keys(root_key(bytes(32)), range(128), 1)
@@ -28,7 +28,7 @@ class FakeTier:
     write: str = "through"
     admit: str = "first_use"
     available: bool = True
-    keeps: bool = True
+    is_durable: bool = True
     queries: int = 0
 
     def cost(self, length: int) -> float | None:
@@ -42,7 +42,7 @@ class RouterSetup:
     def __init__(self) -> None:
         self.tiers = [FakeTier() for _ in range(4)]
         self.catalog = Catalog([LruPolicy.factory() for _ in self.tiers])
-        self.router = Router(self.catalog, self.tiers)
+        self.planner = TransferPlanner(self.catalog, self.tiers)
 
     def hold(self, *tiers: int, chunks: range = range(128), state: State = State.READY) -> None:
         for at in chunks:
@@ -55,7 +55,7 @@ class RouterSetup:
 
     def runs(self, among: int = 0xFF) -> list[tuple[int, int]]:
         """Return the plan for the whole prompt: source and number of chunks of each run."""
-        plan = self.router.prefetch(Prefetch(keys=PROMPT, among=among))
+        plan = self.planner.prefetch(Prefetch(keys=PROMPT, among=among))
         assert all(transfer.target == FIRST for transfer in plan)
         return [(transfer.source, len(transfer.keys)) for transfer in plan]
 
@@ -159,10 +159,10 @@ def test_next_source_is_the_cheapest_remaining(setup: RouterSetup) -> None:
     setup.hold(POOL, chunks=range(3, 4))
     keys = PROMPT[:5]
     everywhere = 0b1110
-    assert setup.router.sources(keys, [everywhere] * 5) == [PEERS, PEERS, PEERS, POOL, None]
+    assert setup.planner.sources(keys, [everywhere] * 5) == [PEERS, PEERS, PEERS, POOL, None]
     untried = [everywhere ^ 1 << PEERS, 1 << SSD, 0, everywhere ^ 1 << POOL, everywhere]
-    assert setup.router.sources(keys, untried) == [POOL, SSD, None, None, None]
-    assert setup.router.sources([], []) == []
+    assert setup.planner.sources(keys, untried) == [POOL, SSD, None, None, None]
+    assert setup.planner.sources([], []) == []
 
 
 @given(
@@ -181,7 +181,7 @@ def test_every_plan_is_complete_in_order_and_from_holders(
         setup.hold(*tiers, chunks=range(at, at + 1))
     sources = [{tier for tier in tiers if tier == RAM or setup.tiers[tier].available} for tiers in held]
     prefix_length = next((at for at, tiers in enumerate(sources) if not tiers), len(held))
-    plan = setup.router.prefetch(Prefetch(keys=PROMPT[: len(held)]))
+    plan = setup.planner.prefetch(Prefetch(keys=PROMPT[: len(held)]))
     planned = [(key, transfer.source) for transfer in plan for key in transfer.keys]
     assert [key for key, _ in planned] == [
         PROMPT[at] for at in range(prefix_length) if RAM not in sources[at]
@@ -198,12 +198,12 @@ def test_every_plan_is_complete_in_order_and_from_holders(
 
 def evicted(setup: RouterSetup, tier: int = RAM) -> dict[int | None, list[int]]:
     """Return the chunks of the prompt by their demotion target when evicted."""
-    plan = setup.router.evict(Evict(keys=PROMPT[:3], tier=tier))
+    plan = setup.planner.evict(Evict(keys=PROMPT[:3], tier=tier))
     return {transfer.target: [PROMPT.index(key) for key in transfer.keys] for transfer in plan}
 
 
 def test_chunks_held_only_by_peers_are_demoted(setup: RouterSetup) -> None:
-    setup.tiers[PEERS].keeps = False
+    setup.tiers[PEERS].is_durable = False
     setup.tiers[PEERS].write = "never"
     setup.hold(RAM, chunks=range(3))
     setup.hold(PEERS, chunks=range(2))
@@ -217,6 +217,6 @@ def test_chunks_held_only_by_peers_are_demoted(setup: RouterSetup) -> None:
 def test_chunks_without_a_demotion_target_are_dropped(setup: RouterSetup) -> None:
     for tier in setup.tiers:
         tier.write = "never"
-    setup.tiers[PEERS].keeps = False
+    setup.tiers[PEERS].is_durable = False
     setup.hold(RAM, PEERS, chunks=range(3))
     assert evicted(setup) == {None: [0, 1, 2]}
