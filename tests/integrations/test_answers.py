@@ -31,7 +31,7 @@ from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job
-from kvtier.integrations.vllm.multi_part import MultiPartSchedulerSide
+from kvtier.integrations.vllm.multi_part import SchedulerSides
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.memory.keys import BLOCK_HASH_BYTES, ChunkKey, split_keys
@@ -303,9 +303,7 @@ class EngineModel:
         self.layout = layout
         self.parts = [Part(random, layout) for _ in range(parts)]
         sides = [part.side for part in self.parts]
-        self.side: Any = sides[0]
-        if parts > 1:
-            self.side = MultiPartSchedulerSide(sides, chunk_tokens=CHUNK, has_states=layout.has_states)
+        self.sides = SchedulerSides(sides, chunk_tokens=CHUNK, has_states=layout.has_states)
         self.requests: dict[str, Running] = {}
         self.lag = random.randint(0, 1)
         """How many steps late it learns of the results of a step: with asynchronous scheduling, one."""
@@ -326,7 +324,8 @@ class EngineModel:
         request = make_request(self.random.randint(1, MAX_TOKENS), shared_prefix_boundary=0)
         self.requests[request.request_id] = Running(request)
         with self.asking(request):
-            self.side.on_new_request(request)
+            for side in self.sides.sides:
+                side.on_new_request(request)
 
     @contextmanager
     def asking(self, request: Any) -> Iterator[None]:
@@ -368,7 +367,7 @@ class EngineModel:
                 boundary_state_offloads=self.offers(scheduled),
             ),
         )
-        metadata = self.side.build_metadata(output)
+        metadata: Any = self.sides.build_metadata(output)  # type: ignore[arg-type]
         self.compute(scheduled)
         steps = metadata.steps if len(self.parts) > 1 else [metadata]
         for part, step in zip(self.parts, steps, strict=True):
@@ -447,14 +446,15 @@ class EngineModel:
         unit = CHUNK if self.layout.has_states else BLOCK
         local = self.random.choice((0, self.random.randint(0, (request.num_tokens - 1) // unit) * unit))
         with self.asking(request):
-            tokens, _ = self.side.matched_tokens(request, local)
+            tokens, _ = self.sides.matched_tokens(request, local)
         if tokens is None or self.random.random() < 0.2:
             return
         stop = local + tokens
         assert local <= stop <= request.num_tokens
         running.tables, running.local = self.allocate(request.num_tokens), local
         blocks = SimpleNamespace(get_block_ids=lambda: running.tables)
-        self.side.allocated(request, blocks, tokens)  # type: ignore[arg-type]
+        for side in self.sides.sides:
+            side.allocated(request, blocks, tokens)  # type: ignore[arg-type]
         if tokens:
             running.promised = stop
         elif self.has_foreign_loads():
@@ -528,8 +528,9 @@ class EngineModel:
                 part.check(self.requests[name])
                 self.loaded += 1
         output = KVConnectorOutput(finished_recving=done, failed_recving=failed, invalid_block_ids=invalid)
-        self.side.update_from_output(output)
-        list(self.side.events())
+        self.sides.update_from_output(output)
+        for side in self.sides.sides:
+            list(side.events())
         for name in done:
             running = self.requests[name]
             if running.aborted:
@@ -542,7 +543,7 @@ class EngineModel:
     def finish(self, running: Running, status: RequestStatus) -> None:
         name = running.request.request_id
         running.request.status = status
-        self.side.finished(running.request, running.tables or tuple([] for _ in self.layout.groups))
+        self.sides.finished(running.request, running.tables or tuple([] for _ in self.layout.groups))
         if running.promised:  # vLLM keeps the blocks until the load is reported.
             running.aborted = True
         else:
@@ -562,7 +563,8 @@ class EngineModel:
         for cache in caches:
             assert not cache.leases
             assert not cache.reserved
-        self.side.close()
+        for side in self.sides.sides:
+            side.close()
 
 
 class _Later:

@@ -12,12 +12,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.vllm.connector import KVTierConnector
 from kvtier.integrations.vllm.layout import ModelLayout
-from kvtier.integrations.vllm.multi_part import (
-    MultiPartSchedulerSide,
-    PartMetadata,
-    other_parts,
-    part_metadata,
-)
+from kvtier.integrations.vllm.multi_part import PartMetadata, SchedulerSides, other_parts, part_metadata
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 
 LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
@@ -51,9 +46,9 @@ class Side:
         return lambda *arguments: (self.calls.append(name), self.arguments.append(arguments))
 
 
-def parted(*sides: Side, has_states: bool = False) -> MultiPartSchedulerSide:
+def combined(*sides: Side, has_states: bool = False) -> SchedulerSides:
     every: Any = sides
-    return MultiPartSchedulerSide(every, chunk_tokens=64, has_states=has_states)
+    return SchedulerSides(every, chunk_tokens=64, has_states=has_states)
 
 
 @pytest.mark.parametrize(
@@ -73,23 +68,23 @@ def test_hit_is_what_all_parts_have(
 ) -> None:
     """A state at the end of one hit says nothing about a shorter one."""
     sides = [Side(tokens) for tokens in found]
-    assert parted(*sides, has_states=has_states).matched_tokens(REQUEST, 0) == answer
+    assert combined(*sides, has_states=has_states).matched_tokens(REQUEST, 0) == answer
 
 
 def test_parts_load_again_what_all_of_them_have() -> None:
     sides = Side(), Side()
     sides[1].short = {"request"}
     output = KVConnectorOutput(finished_recving={"request"}, failed_recving={"request"})
-    parted(*sides).update_from_output(output)
+    combined(*sides).update_from_output(output)
     assert [side.arguments for side in sides] == [[(output, {"request"})]] * 2
 
 
 def test_all_workers_report_a_request_of_which_one_part_has_to_save() -> None:
     sides = Side(1, holds=True), Side(2), Side(3)
-    assert parted(*sides).finished(REQUEST, ([],)) == (True, {"by": 1})
+    assert combined(*sides).finished(REQUEST, ([],)) == (True, {"by": 1})
     assert [side.reported for side in sides] == [[], [REQUEST], [REQUEST]]
     idle = Side(), Side()
-    assert parted(*idle).finished(REQUEST, ([],)) == (False, {"by": 0})
+    assert combined(*idle).finished(REQUEST, ([],)) == (False, {"by": 0})
     assert not any(side.reported for side in idle)
 
 
@@ -97,19 +92,23 @@ def test_all_workers_report_a_request_of_which_one_part_has_to_save() -> None:
     ("call", "arguments"),
     [
         ("on_new_request", [REQUEST]),
-        ("allocated", [REQUEST, None, 64]),
-        ("update_from_output", [KVConnectorOutput()]),
-        ("bind", [None]),
-        ("reset", []),
+        ("update_state_after_alloc", [REQUEST, None, 64]),
+        ("update_connector_output", [KVConnectorOutput()]),
+        ("bind_gpu_block_pool", [None]),
+        ("reset_cache", []),
         ("set_weight_version", ["step-2"]),
-        ("take_stats", []),
-        ("close", []),
+        ("get_kv_connector_stats", []),
+        ("take_events", []),
+        ("shutdown", []),
     ],
 )
 def test_every_part_is_called(call: str, arguments: list[Any]) -> None:
     sides = Side(), Side(), Side()
-    getattr(parted(*sides), call)(*arguments)
-    assert [side.calls for side in sides] == [[call]] * 3
+    connector = object.__new__(KVTierConnector)
+    connector._scheduler, connector._worker = combined(*sides), None
+    connector._log = SimpleNamespace(flush=lambda: None)  # type: ignore[assignment]
+    getattr(connector, call)(*arguments)
+    assert [len(side.calls) for side in sides] == [1] * 3
 
 
 def model(parts: int) -> ModelLayout:
@@ -144,14 +143,15 @@ def test_parts_are_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     connector._model = model(2)
     first: Any = Side()
     first.epoch = 7
-    connector._scheduler = first
+    connector._scheduler = combined(first)
     workers: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {
         (0, 0): worker(0, 7),
         (1, 0): worker(1, 7),
     }
     connector.set_xfer_handshake_metadata_pp_aware(workers)
     side = connector._scheduler
-    assert isinstance(side, MultiPartSchedulerSide)
+    assert side is not None
+    assert len(side.sides) == 2
     connector.set_xfer_handshake_metadata_pp_aware(workers)
     assert connector._scheduler is side
     assert len(opened) == 1

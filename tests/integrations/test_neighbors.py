@@ -24,7 +24,7 @@ from kvtier.integrations.vllm.foreign_loads import MAX_STEPS_IN_FLIGHT, ForeignL
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.lookups import Lookups
 from kvtier.integrations.vllm.metrics import TransferPromMetrics
-from kvtier.integrations.vllm.multi_part import PartMetadata, other_parts
+from kvtier.integrations.vllm.multi_part import PartMetadata, SchedulerSides, other_parts
 from kvtier.integrations.vllm.patches import recompute_failed_loads
 from kvtier.integrations.vllm.request import RequestState
 from kvtier.integrations.vllm.scheduler import SchedulerSide
@@ -87,7 +87,7 @@ def side(bridge: Any = None) -> SchedulerSide:
 
 def connector(bridge: Any = None) -> KVTierConnector:
     made = object.__new__(KVTierConnector)
-    made._scheduler = side(bridge)
+    made._scheduler = SchedulerSides([side(bridge)], chunk_tokens=32, has_states=False)
     return made
 
 
@@ -172,7 +172,7 @@ def test_no_hints_end_the_engine(params: Any, salt: str | None, tokens: int) -> 
     assert not held
     hinted = isinstance(params, dict) and "kvtier" in params
     assert answer == ({"kvtier": {"peer": None}} if hinted else None)
-    assert not any(each._scheduler._requests for each in both._connectors)
+    assert not any(each._scheduler.first._requests for each in both._connectors)
 
 
 @pytest.mark.parametrize("fields", [{"cache_salt": "\ud800"}, {"cache_salt": 7}])
@@ -229,7 +229,7 @@ def test_only_loads_of_others_fail_a_request(policy: str, monkeypatch: pytest.Mo
     recompute_failed_loads()
     recompute_failed_loads()
     ours = connector()
-    monkeypatch.setattr(ours._scheduler, "loads", lambda name: name == "ours")
+    monkeypatch.setattr(ours._scheduler.first, "loads", lambda name: name == "ours")
     scheduler = object.__new__(Scheduler)
     scheduler.connector = multi(object(), ours)
     scheduler.recompute_kv_load_failures = policy == "recompute"

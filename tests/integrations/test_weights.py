@@ -383,8 +383,7 @@ def test_load_fails_if_its_adapter_is_loaded_again(engine: Engine, cache: Cache,
     cache.send(Found(cache.receive(Lookup).ticket, [1, 2], [4096, 8192], [0, 0], 0))
     wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (2 * CHUNK_TOKENS, True))
     engine.scheduler.allocated(request, engine._blocks([1, 2, 3, 4]), 2 * CHUNK_TOKENS)
-    for known in engine.scheduler.adapters:
-        known.loads(LoRARequest("adapter", 1, lora.lora_path, load_inplace=True))
+    engine.scheduler.adapters.loads(LoRARequest("adapter", 1, lora.lora_path, load_inplace=True))
     engine.step(0)
     worker: Any = engine.worker
     assert [job.failure for job in worker.loads] == ["its adapter was loaded again"]

@@ -168,8 +168,7 @@ def store_if_remote(this: KVTierConnector, request: Any) -> None:
     """Store the prompt of a request that another engine has prefilled. No test reads the chunks' content."""
     if not request.kv_transfer_params.get("do_remote_prefill"):
         return
-    side, model = this._scheduler, this._model
-    assert side is not None
+    side, model = this._sides.first, this._model
     tokens, chunk = request.num_tokens, model.layout.chunk_tokens
     state = side._track(request, side._kv_transfers.hints(request), None)
     keys = join_keys([*state.extend(tokens), *filter(None, [state.tail_key(tokens)])])

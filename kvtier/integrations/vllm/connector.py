@@ -7,7 +7,7 @@ All loads are asynchronous, and limited to chunks that have been verified in hos
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -38,7 +38,7 @@ from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
 from kvtier.integrations.vllm.multi_part import (
     MultiPartMetadata,
-    MultiPartSchedulerSide,
+    SchedulerSides,
     other_parts,
     part_metadata,
 )
@@ -82,7 +82,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         events = vllm_config.kv_events_config
         self._publishes_events = events is not None and events.enable_kv_cache_events
         self._bridges = Bridges(settings, text(transfer.engine_id))
-        self._scheduler: SchedulerSide | MultiPartSchedulerSide | None = None
+        self._scheduler: SchedulerSides | None = None
         self._worker: WorkerSide | None = None
         self._pool: BlockPool | None = None
         self._spins = vllm_config.parallel_config.world_size > 1
@@ -97,7 +97,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._reports_part = self._model.parts > 1 or (self._spins and backend not in ("mp", "uni"))
         if role is KVConnectorRole.SCHEDULER:
             self._identities.log(vllm_config, weights_id)
-            self._scheduler = self._open_part(self._model)
+            self._scheduler = self._combined([self._open_part(self._model)])
             recompute_failed_loads()
             follow_engine()
             finish_before_resets()
@@ -121,6 +121,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 confirm_timeout=timeout,
                 writes_before_hooks=writes_before_hooks(vllm_config, kv_cache_config),
             )
+
+    def _combined(self, sides: Sequence[SchedulerSide]) -> SchedulerSides:
+        layout = self._model.layout
+        return SchedulerSides(sides, chunk_tokens=layout.chunk_tokens, has_states=layout.has_states)
 
     def _open_part(self, model: ModelLayout, to: str = "") -> SchedulerSide:
         """Return the scheduler's side of a part of the engine, whose cache process may be at an address."""
@@ -161,35 +165,37 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Called before the first request, by vLLM's scheduler."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._publishes_events:
-            self._scheduler_side.publish_events(kv_cache_manager)
+            self._sides.first.publish_events(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
         """Start to look up a new request."""
-        self._scheduler_side.on_new_request(request)
+        for side in self._sides.sides:
+            side.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens of a request can be loaded, and whether the load is asynchronous."""
-        return self._scheduler_side.matched_tokens(request, num_computed_tokens)
+        return self._sides.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Plan the load of a request that has been allocated blocks."""
-        self._scheduler_side.allocated(request, blocks, num_external_tokens)
+        for side in self._sides.sides:
+            side.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Return the tokens of a hit by vLLM's source types."""
-        return hit_sources(self._scheduler_side.hits_by_medium(request))
+        return hit_sources(self._sides.first.hits_by_medium(request))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the loads and saves of this step for the workers."""
-        return self._scheduler_side.build_metadata(scheduler_output)
+        return self._sides.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Process the results of the workers."""
-        self._scheduler_side.update_from_output(connector_output)
+        self._sides.update_from_output(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Process the end of a request of a model with one KV-cache group."""
@@ -199,54 +205,55 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Process the end of a request."""
-        return self._scheduler_side.finished(request, block_ids)
+        return self._sides.finished(request, block_ids)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the KV events since the last call."""
-        return self._scheduler_side.events()
+        events = [side.events() for side in self._sides.sides]
+        return events[0]
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Keep vLLM's block pool, to know whether it holds blocks of earlier weights."""
         self._pool = gpu_block_pool
-        self._scheduler_side.bind(gpu_block_pool)
+        for side in self._sides.sides:
+            side.bind(gpu_block_pool)
 
     def reset_cache(self) -> bool | None:
         """Use nothing that was stored so far: the weights have changed, or will before the next step."""
-        self._scheduler_side.reset()
+        for side in self._sides.sides:
+            side.reset()
         return True
 
     def loads_request(self, request_id: str) -> bool:
         """Return whether a request waits for a load from here. Not a hook: see ``patches.py``."""
-        return self._scheduler_side.loads(request_id)
+        return self._sides.first.loads(request_id)  # A load begins in every part.
 
     def set_weight_version(self, version: str) -> None:
         """Use the chunks of the weights that the engine has now. Not a hook: see ``patches.py``."""
-        self._scheduler_side.set_weight_version(text(version))
+        for side in self._sides.sides:
+            side.set_weight_version(text(version))
 
     def adapter_loads(self, lora: LoRARequest) -> None:
         """Note that the engine loads an adapter. Not a hook: see ``adapters.py``."""
-        for adapters in self._scheduler_side.adapters:
-            adapters.loads(lora)
+        for side in self._sides.sides:
+            side.adapters.loads(lora)
 
     def adapter_removed(self, number: int) -> None:
         """Note that the engine has removed an adapter."""
-        for adapters in self._scheduler_side.adapters:
-            adapters.removes(number)
+        for side in self._sides.sides:
+            side.adapters.removes(number)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Open the other parts of the engine. Blocks until their cache processes answer, up to 5 s each."""
-        first = self._scheduler_side
-        if isinstance(first, MultiPartSchedulerSide):  # vLLM 0.33 calls this again when it wakes up.
+        first = self._sides.first
+        if len(self._sides.sides) > 1:  # vLLM 0.33 calls this again when it wakes up.
             return
         others = other_parts(self._model, metadata.values(), first.epoch)
-        if others:
-            sides = [first, *(self._open_part(model, address) for model, address in others)]
-            layout = self._model.layout
-            self._scheduler = MultiPartSchedulerSide(
-                sides, chunk_tokens=layout.chunk_tokens, has_states=layout.has_states
-            )
+        self._scheduler = self._combined(
+            [first, *(self._open_part(model, address) for model, address in others)]
+        )
 
     # Worker hooks.
 
@@ -312,8 +319,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         """Return the counts since the last call."""
-        side = self._scheduler or self._worker
-        return None if side is None else side.take_stats()
+        if self._worker is not None:
+            return self._worker.take_stats()
+        stats = [side.take_stats() for side in self._scheduler.sides] if self._scheduler else [None]
+        return stats[0]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
@@ -333,13 +342,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Shut down with the engine."""
-        side = self._scheduler or self._worker
-        if side is not None:
+        sides = self._scheduler.sides if self._scheduler else [self._worker] if self._worker else []
+        for side in sides:
             side.close()
         self._log.flush()
 
     @property
-    def _scheduler_side(self) -> SchedulerSide | MultiPartSchedulerSide:
+    def _sides(self) -> SchedulerSides:
         assert self._scheduler is not None, "scheduler hook called in a worker"
         return self._scheduler
 

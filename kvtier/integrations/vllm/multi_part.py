@@ -1,4 +1,4 @@
-"""Engines of several parts: what their workers report, and one :class:`SchedulerSide` for each part.
+"""Engines of several parts: what their workers report, and how the answers of all parts are combined.
 
 A prefix is loaded as far as every part has it. Parts store, lose and evict their chunks independently; one
 whose cache process cannot be reached only makes prompts miss.
@@ -22,22 +22,17 @@ from kvtier.errors import UnsupportedEngine
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.lookups import ASK_AGAIN, NOTHING
 from kvtier.integrations.vllm.metadata import StepMetadata
-from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.saves import Blocks
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.memory.layout import ChunkLayout
 from kvtier.settings.peer import join_address, split_address
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from kvtier.bridge.client import WorkerBridge
-    from kvtier.integrations.vllm.adapters import Adapters
 
 logger = logging.getLogger("vllm.kvtier")
 
@@ -122,27 +117,28 @@ class MultiPartMetadata(KVConnectorMetadata):  # type: ignore[misc]
     steps: list[StepMetadata] = field(default_factory=list)
 
 
-class MultiPartSchedulerSide:
-    """The hooks of :class:`SchedulerSide`, for all parts. Not thread-safe. Blocks as each of them does."""
+class SchedulerSides:
+    """The scheduler's sides of the parts of an engine, where their answers are combined. Not thread-safe.
+
+    Blocks as each of them does. Most engines have one part.
+    """
 
     def __init__(self, sides: Sequence[SchedulerSide], *, chunk_tokens: int, has_states: bool) -> None:
         """``sides``: by number of their part; the first one reports events and metrics for all."""
-        self._sides = sides
+        self.sides = sides
         self._chunk_tokens = chunk_tokens
         self._has_states = has_states
 
-    def publish_events(self, manager: KVCacheManager) -> None:
-        """Publish what the first part holds; others usually hold the same."""
-        self._sides[0].publish_events(manager)
-
-    def on_new_request(self, request: Request) -> None:
-        """See :class:`SchedulerSide`."""
-        for side in self._sides:
-            side.on_new_request(request)
+    @property
+    def first(self) -> SchedulerSide:
+        """The side of the first part, which reports for all: others usually hold the same."""
+        return self.sides[0]
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens that all parts can load; ``None`` while an answer is pending."""
-        found = [side.matched_tokens(request, local_tokens)[0] for side in self._sides]
+        if len(self.sides) == 1:
+            return self.first.matched_tokens(request, local_tokens)
+        found = [side.matched_tokens(request, local_tokens)[0] for side in self.sides]
         counts = [tokens for tokens in found if tokens is not None]
         if len(counts) < len(found):
             return ASK_AGAIN
@@ -154,72 +150,25 @@ class MultiPartSchedulerSide:
             tokens -= (local_tokens + tokens) % self._chunk_tokens
         return (tokens, True) if tokens > 0 else NOTHING
 
-    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """See :class:`SchedulerSide`."""
-        for side in self._sides:
-            side.allocated(request, blocks, external_tokens)
-
-    def hits_by_medium(self, request: Request) -> dict[str, int]:
-        """See :class:`SchedulerSide`."""
-        return self._sides[0].hits_by_medium(request)
-
-    def build_metadata(self, output: SchedulerOutput) -> MultiPartMetadata:
-        """Return the loads and saves of the next step, by part."""
-        return MultiPartMetadata([side.build_metadata(output) for side in self._sides])
+    def build_metadata(self, output: SchedulerOutput) -> StepMetadata | MultiPartMetadata:
+        """Return the loads and saves of the next step; by part, if there are several."""
+        steps = [side.build_metadata(output) for side in self.sides]
+        return steps[0] if len(steps) == 1 else MultiPartMetadata(steps)
 
     def update_from_output(self, output: KVConnectorOutput) -> None:
-        """See :class:`SchedulerSide`."""
+        """Release the leases of loads that the workers have finished."""
         # Another part has the chunks that one lacks, and loads fewer of them again.
-        short = set().union(*(side.short_loads(output) for side in self._sides))
-        for side in self._sides:
+        short = set().union(*(side.short_loads(output) for side in self.sides))
+        for side in self.sides:
             side.update_from_output(output, short)
 
     def finished(self, request: Request, block_ids: Blocks) -> tuple[bool, dict[str, Any] | None]:
-        """See :class:`SchedulerSide`. The blocks are kept until the last save of every part."""
-        answers = [side.finished(request, block_ids) for side in self._sides]
+        """Plan the remaining saves of a finished request. vLLM keeps its blocks until those of every part."""
+        answers = [side.finished(request, block_ids) for side in self.sides]
         held = any(holds for holds, _ in answers)
         if held:
             # vLLM waits for a report of every worker.
-            for side, (holds, _) in zip(self._sides, answers, strict=True):
+            for side, (holds, _) in zip(self.sides, answers, strict=True):
                 if not holds:
                     side.report(request)
         return held, answers[0][1]
-
-    def bind(self, pool: BlockPool) -> None:
-        """See :class:`SchedulerSide`."""
-        for side in self._sides:
-            side.bind(pool)
-
-    @property
-    def adapters(self) -> Sequence[Adapters]:
-        """What is known of the engine's LoRA adapters, for each part."""
-        return [adapters for side in self._sides for adapters in side.adapters]
-
-    def reset(self) -> None:
-        """See :class:`SchedulerSide`. Blocks as long for each part."""
-        for side in self._sides:
-            side.reset()
-
-    def set_weight_version(self, version: str) -> None:
-        """See :class:`SchedulerSide`."""
-        for side in self._sides:
-            side.set_weight_version(version)
-
-    def loads(self, request_id: str) -> bool:
-        """See :class:`SchedulerSide`. A load that begins does so in every part."""
-        return self._sides[0].loads(request_id)
-
-    def events(self) -> Iterable[KVCacheEvent]:
-        """See :class:`SchedulerSide`."""
-        events = [side.events() for side in self._sides]
-        return events[0]
-
-    def take_stats(self) -> TransferStats | None:
-        """See :class:`SchedulerSide`."""
-        stats = [side.take_stats() for side in self._sides]
-        return stats[0]
-
-    def close(self) -> None:
-        """See :class:`SchedulerSide`."""
-        for side in self._sides:
-            side.close()

@@ -7,7 +7,7 @@ process is late or unresponsive. In the worst case, the prompt is computed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bridge.client import SchedulerBridge
@@ -84,7 +84,8 @@ class SchedulerSide:
             settings, layout, bridge, self._kv_transfers, self._stats, whole_blocks=whole_blocks
         )
         self._requests: dict[str, RequestState] = {}
-        self._adapters = Adapters(bridge)
+        self.adapters = Adapters(bridge)
+        """What is known of the engine's LoRA adapters."""
         self._loads = Loads(model, bridge)
         self._foreign_loads = ForeignLoads(self._layout.groups[0].block_tokens)
         self._saves = Saves(
@@ -113,7 +114,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """Look up the whole prompt, so that chunks on disk are prefetched while the request is queued."""
-        adapter = self._adapters.admit(request, 0, self._wait_left(LOOKUP_WAIT_SECONDS))
+        adapter = self.adapters.admit(request, 0, self._wait_left(LOOKUP_WAIT_SECONDS))
         unknown = request.lora_request is not None and adapter is None
         if unknown or not cacheable(request, numbered=self._numbered) or self._weights.is_mixed():
             return
@@ -138,11 +139,11 @@ class SchedulerSide:
     def _admit_again(self, request: Request, local_tokens: int) -> bool:
         """Return whether a request can use the chunks of its adapter, which may have changed since."""
         state = self._requests.get(request.request_id)
-        if state is None and not self._adapters.is_pending(request.request_id):
+        if state is None and not self.adapters.is_pending(request.request_id):
             return False
-        adapter = self._adapters.admit(request, local_tokens, self._wait_left(LOOKUP_WAIT_SECONDS))
+        adapter = self.adapters.admit(request, local_tokens, self._wait_left(LOOKUP_WAIT_SECONDS))
         if state is not None and adapter is not state.adapter:
-            if self._adapters.is_pending(request.request_id):
+            if self.adapters.is_pending(request.request_id):
                 return False
             self._give_up(self._requests.pop(request.request_id))
             state = None
@@ -161,7 +162,7 @@ class SchedulerSide:
         """Return how many tokens beyond ``local_tokens`` can be loaded; ``None`` while that is pending."""
         loading = request.request_id in self._loads
         if request.lora_request is not None and not loading and not self._admit_again(request, local_tokens):
-            return ASK_AGAIN if self._adapters.is_pending(request.request_id) else NOTHING
+            return ASK_AGAIN if self.adapters.is_pending(request.request_id) else NOTHING
         state = self._requests.get(request.request_id)
         if state is None or loading:
             return NOTHING
@@ -310,7 +311,7 @@ class SchedulerSide:
         Return whether vLLM must keep its blocks until then, and the ``kv_transfer_params`` of its answer.
         """
         state = self._requests.pop(request.request_id, None)
-        self._adapters.finish(request.request_id)
+        self.adapters.finish(request.request_id)
         if state is None:
             return False, self._kv_transfers.answer(request, 0)
         self._lookups.cancel(state)
@@ -340,12 +341,7 @@ class SchedulerSide:
     def bind(self, pool: BlockPool) -> None:
         """Set vLLM's block pool."""
         self._weights.bind(pool)
-        self._adapters.bind(pool)
-
-    @property
-    def adapters(self) -> Sequence[Adapters]:
-        """What is known of the engine's LoRA adapters."""
-        return (self._adapters,)
+        self.adapters.bind(pool)
 
     def reset(self) -> None:
         """Use nothing that was stored so far, unless this is the reset after :meth:`set_weight_version`.

@@ -194,7 +194,7 @@ class _Host:
         from kvtier.integrations.vllm.compat import connectors
 
         ours = [each for each in connectors(self._core.scheduler) if hasattr(each, "loads_request")]
-        found["waited"] = sum(each._scheduler._bridge.waited for each in ours)
+        found["waited"] = sum(each._scheduler.first._bridge.waited for each in ours)
         return found
 
     def _close(self, number: int) -> bool:
