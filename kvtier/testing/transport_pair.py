@@ -19,14 +19,7 @@ from kvtier.memory.slices import Lease
 from kvtier.testing.backend import same
 from kvtier.testing.relay import Relay
 from kvtier.testing.transport_process import OtherProcess
-from kvtier.testing.transport_side import (
-    MIB,
-    Certificate,
-    Side,
-    dial_nowhere,
-    dial_to,
-    pattern,
-)
+from kvtier.testing.transport_side import MIB, Certificate, Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Link, RemoteSpan, Transport
 
 KIB = 1 << 10

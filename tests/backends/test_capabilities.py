@@ -13,14 +13,7 @@ from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.faults import FaultyBackend, SlowBackend, WrapperBackend
 from kvtier.tiers.breaker import CircuitBreaker
-from tests.rigs.chunks import (
-    OK,
-    blanks,
-    chunks,
-    disk,
-    memory,
-    opened,
-)
+from tests.rigs.chunks import OK, blanks, chunks, disk, memory, opened
 from tests.rigs.composed_backends import SealedBackend, tier_over
 
 pytestmark = pytest.mark.anyio

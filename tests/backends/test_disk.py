@@ -24,16 +24,7 @@ from kvtier.concurrency.threads import WORKER_NAME, WorkerThreads
 from kvtier.errors import IncompleteScan, TierError
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import blank, make_key, noise, same
-from tests.rigs.chunks import (
-    FAILED,
-    FULL,
-    MISS,
-    OK,
-    chunks,
-    disk,
-    disk_engines,
-    opened,
-)
+from tests.rigs.chunks import FAILED, FULL, MISS, OK, chunks, disk, disk_engines, opened
 from tests.rigs.composed_backends import SealedBackend
 from tests.rigs.waiting import until
 

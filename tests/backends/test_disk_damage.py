@@ -18,17 +18,7 @@ from kvtier.backends.disk.backend import lock_holder, object_path
 from kvtier.memory.header import HEADER_BYTES, object_bytes
 from kvtier.testing.backend import blank, make_key, noise
 from tests.backends.writer import KEYS
-from tests.rigs.chunks import (
-    FAILED,
-    FULL,
-    MISS,
-    OK,
-    blanks,
-    chunks,
-    disk,
-    disk_engines,
-    opened,
-)
+from tests.rigs.chunks import FAILED, FULL, MISS, OK, blanks, chunks, disk, disk_engines, opened
 from tests.rigs.composed_backends import SealedBackend
 from tests.rigs.forks import python
 from tests.rigs.small_disk import mounted

@@ -17,15 +17,7 @@ from kvtier.backends.disk.backend import object_path
 from kvtier.errors import TierError
 from kvtier.memory.arena import Arena
 from kvtier.testing.backend import blank, make_key, noise, same
-from tests.rigs.chunks import (
-    FAILED,
-    MISS,
-    OK,
-    chunks,
-    disk,
-    disk_engines,
-    opened,
-)
+from tests.rigs.chunks import FAILED, MISS, OK, chunks, disk, disk_engines, opened
 from tests.rigs.composed_backends import SealedBackend
 from tests.rigs.open_files import open_files
 

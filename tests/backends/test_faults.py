@@ -7,16 +7,7 @@ import pytest
 
 from kvtier.testing.backend import make_key
 from kvtier.testing.faults import Fault, FaultyBackend, SlowBackend
-from tests.rigs.chunks import (
-    FAILED,
-    FULL,
-    MISS,
-    OK,
-    blanks,
-    chunks,
-    memory,
-    opened,
-)
+from tests.rigs.chunks import FAILED, FULL, MISS, OK, blanks, chunks, memory, opened
 
 pytestmark = pytest.mark.anyio
 

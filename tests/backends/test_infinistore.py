@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from kvtier.backends.base import Backend
 from kvtier.backends.infinistore import InfiniStoreBackend, InfiniStoreSettings
+from kvtier.backends.infinistore import backend as infinistore
 from kvtier.backends.infinistore.protocol import Drain, InfiniStoreConnection
 from kvtier.concurrency.sockets.connection import Deadline
 from kvtier.errors import TierError
@@ -25,14 +26,7 @@ from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance, blank, make_key, noise, same
 from kvtier.testing.servers import free_port
-from tests.rigs.chunks import (
-    FAILED,
-    FULL,
-    MISS,
-    OK,
-    blanks,
-    chunks,
-)
+from tests.rigs.chunks import FAILED, FULL, MISS, OK, blanks, chunks
 from tests.rigs.composed_backends import SealedBackend, SealedSuite
 from tests.rigs.open_files import open_files
 from tests.rigs.servers.infinistore import HOST, InfiniStoreServer
@@ -298,14 +292,15 @@ def test_drain_reads_an_abandoned_value_to_its_end(server: InfiniStoreServer) ->
     assert descriptors() == before
 
 
-async def test_drain_closes_connections_to_a_paused_server(server: InfiniStoreServer) -> None:
+async def test_connections_to_a_paused_server_are_closed_after_a_while(
+    server: InfiniStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infinistore, "CLOSE_SECONDS", 0.0)
     before = descriptors()
     async with opened(server, deadline=DEADLINE_SECONDS) as backend:
         assert list(await backend.put(chunks([1]))) == [OK]
         server.pause()
         assert list(await backend.get(blanks([1]))) == [FAILED]
-        drain = backend._drain
-        await anyio.to_thread.run_sync(drain.close, 0.0)
     server.kill()
     assert descriptors() == before
 

@@ -15,12 +15,7 @@ import pytest
 from kvtier.backends.infinistore import InfiniStoreBackend, InfiniStoreSettings
 from kvtier.memory.arena import Arena
 from kvtier.testing.backend import make_key, noise, same
-from tests.rigs.chunks import (
-    FAILED,
-    FULL,
-    MISS,
-    OK,
-)
+from tests.rigs.chunks import FAILED, FULL, MISS, OK
 from tests.rigs.servers.infinistore import InfiniStoreServer
 
 pytestmark = pytest.mark.anyio

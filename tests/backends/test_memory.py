@@ -16,12 +16,7 @@ from kvtier.backends.cpu import HugePageBackend, HugePageSettings
 from kvtier.errors import ArenaError, TierError
 from kvtier.memory.arena import Arena
 from kvtier.testing.backend import blank, make_key, noise
-from tests.rigs.chunks import (
-    FULL,
-    OK,
-    memory,
-    opened,
-)
+from tests.rigs.chunks import FULL, OK, memory, opened
 
 pytestmark = pytest.mark.anyio
 

@@ -23,12 +23,7 @@ from kvtier.backends.mooncake.client import address_of
 from kvtier.errors import TierError
 from kvtier.memory.arena import Arena
 from kvtier.testing.backend import blank, is_poisoned, make_key, noise, poison, same
-from tests.rigs.chunks import (
-    FAILED,
-    FULL,
-    MISS,
-    OK,
-)
+from tests.rigs.chunks import FAILED, FULL, MISS, OK
 from tests.rigs.open_files import open_files
 from tests.rigs.servers.mooncake import HOST, MooncakeServer
 

@@ -113,7 +113,8 @@ async def test_cancelled_waiter_does_not_block_others() -> None:
             await settle()
             assert log.holding == ["r1", "r2"]
             scope.cancel()
-    assert not locks._queues
+    async with locks.held([A, B, C], exclusive=True):  # At once: nothing is locked.
+        pass
 
 
 async def test_waiting_for_a_key_times_out() -> None:
@@ -124,7 +125,8 @@ async def test_waiting_for_a_key_times_out() -> None:
                 pass
         async with locks.held([B], exclusive=True):
             pass
-    assert not locks._queues
+    async with locks.held([A, B, C], exclusive=True):  # At once: nothing is locked.
+        pass
 
 
 async def test_waiting_for_a_thread_times_out() -> None:

@@ -11,14 +11,7 @@ import pytest
 from kvtier.errors import PeerError
 from kvtier.peers import server as server_module
 from kvtier.peers import session as session_module
-from kvtier.peers.protocol import (
-    VERSION,
-    Await,
-    Contains,
-    Hello,
-    Lookup,
-    Welcome,
-)
+from kvtier.peers.protocol import VERSION, Await, Contains, Hello, Lookup, Welcome
 from kvtier.rpc.authentication import receive_exactly
 from kvtier.rpc.frames import Ping, Pong, Refused, encode
 from kvtier.testing.backend import make_key

@@ -42,15 +42,7 @@ from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Ping, Pong, Refused, enc
 from kvtier.settings import TierSettings
 from kvtier.settings.peer import PeerSettings
 from kvtier.testing.backend import make_key, noise
-from kvtier.transports.base import (
-    Dial,
-    Grants,
-    Link,
-    ReadItem,
-    RemoteSpan,
-    Transport,
-    WriteItem,
-)
+from kvtier.transports.base import Dial, Grants, Link, ReadItem, RemoteSpan, Transport, WriteItem
 
 CHUNK = 5000
 TIMEOUT = 20.0

@@ -14,17 +14,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import make_key
 from kvtier.testing.faults import Fault, FaultyBackend, SlowBackend
 from kvtier.tiers.breaker import BreakerState, CircuitBreaker
-from tests.rigs.chunks import (
-    FAILED,
-    FULL,
-    MISS,
-    OK,
-    blanks,
-    chunks,
-    disk,
-    memory,
-    opened,
-)
+from tests.rigs.chunks import FAILED, FULL, MISS, OK, blanks, chunks, disk, memory, opened
 from tests.rigs.composed_backends import TierBackend
 
 pytestmark = pytest.mark.anyio

@@ -17,16 +17,7 @@ from kvtier.testing.faults import Fault, FaultyBackend
 from kvtier.tiers.codec import Codec, CodecSettings, IdentityCodec
 from kvtier.tiers.encoded_seal import Codecs, EncodedSeal, Encoder, Layouts
 from kvtier.tiers.sealer import Sealer
-from tests.rigs.chunks import (
-    MISS,
-    OK,
-    blanks,
-    chunk,
-    chunks,
-    disk,
-    memory,
-    opened,
-)
+from tests.rigs.chunks import MISS, OK, blanks, chunk, chunks, disk, memory, opened
 from tests.rigs.mapped import flags_at
 
 pytestmark = pytest.mark.anyio

@@ -13,17 +13,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import blank, make_key
 from kvtier.testing.faults import Fault, FaultyBackend, WrapperBackend
 from kvtier.tiers.batches import in_batches
-from tests.rigs.chunks import (
-    FAILED,
-    MISS,
-    OK,
-    blanks,
-    chunk,
-    chunks,
-    disk,
-    memory,
-    opened,
-)
+from tests.rigs.chunks import FAILED, MISS, OK, blanks, chunk, chunks, disk, memory, opened
 from tests.rigs.composed_backends import SealedBackend, TierBackend
 
 pytestmark = pytest.mark.anyio

@@ -13,15 +13,7 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader, is_sealed
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import make_key
 from kvtier.tiers.sealer import Sealer
-from tests.rigs.chunks import (
-    MISS,
-    OK,
-    blanks,
-    chunk,
-    chunks,
-    memory,
-    opened,
-)
+from tests.rigs.chunks import MISS, OK, blanks, chunk, chunks, memory, opened
 from tests.rigs.composed_backends import SealedBackend
 from tests.rigs.hashing import Hashing
 

@@ -288,7 +288,7 @@ sleepers = []
 thread = Thread(target=lambda: sleepers.append(network.hosts[1].popen(["sleep", "1000"])))
 thread.start()
 thread.join()
-print(network._relay.pid, sleepers[0].pid, flush=True)
+print(network.switch.pid, sleepers[0].pid, flush=True)
 time.sleep(1000)
 """
 
@@ -305,11 +305,11 @@ def test_killed_test_leaks_no_processes() -> None:
         wait_until_exited(pid)
 
 
-def test_dead_relay_process_is_reported() -> None:
+def test_dead_switch_is_reported() -> None:
     with Network() as network:
         sleeper = network.hosts[0].popen(SLEEP)
-        network._relay.kill()
-        network._relay.wait()
+        network.switch.kill()
+        network.switch.wait()
         with pytest.raises(NetworkError, match="exited"):
             network.cut()
         sleeper.kill()

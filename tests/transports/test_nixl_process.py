@@ -67,7 +67,22 @@ Start = Callable[..., Awaitable[NixlProcess]]
 
 
 @pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+def spawned(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Return the processes that have been started, in order."""
+    found: list[subprocess.Popen[bytes]] = []
+
+    def spawn(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        found.append(processes.start(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(process, "processes", SimpleNamespace(start=spawn, python=processes.python))
+    return found
+
+
+@pytest.fixture
+async def start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawned: list[subprocess.Popen[bytes]]
+) -> AsyncIterator[Start]:
     """Start processes of a stand-in. Check that neither a process nor a task is left."""
     script = tmp_path / "worker.py"
     monkeypatch.setattr(process, "worker", SimpleNamespace(__file__=str(script)))
@@ -89,8 +104,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     yield start
     for nixl_process in started:
         await nixl_process.end()
-        assert nixl_process._process is not None
-        assert nixl_process._process.returncode is not None
+    assert all(each.returncode is not None for each in spawned)
     assert len(asyncio.all_tasks()) == tasks
     executor.close()
     os.close(memory)
@@ -179,15 +193,17 @@ async def test_cancelled_wait_ends_the_process_of_a_transfer_that_does_not_end(
     assert batch.results == [LOST]
 
 
-async def test_killed_process_ends_requests_and_transfers(start: Start) -> None:
+async def test_killed_process_ends_requests_and_transfers(
+    start: Start, spawned: list[subprocess.Popen[bytes]]
+) -> None:
     nixl_process = await start()
     await nixl_process.add_peer("slow", 4096, b"metadata")
     batch = nixl_process.transfer("slow", [parts()] * 2, write=True)
-    assert nixl_process._process is not None
-    nixl_process._process.send_signal(signal.SIGSTOP)
+    (child,) = spawned
+    child.send_signal(signal.SIGSTOP)
     adding = asyncio.ensure_future(nixl_process.add_peer("peer", 4096, b"metadata"))
     await asyncio.sleep(0)
-    nixl_process._process.send_signal(signal.SIGKILL)
+    child.send_signal(signal.SIGKILL)
     with anyio.fail_after(TIMEOUT_SECONDS):
         with pytest.raises(NixlProcessEnded, match="the NIXL process was killed by signal 9"):
             await adding

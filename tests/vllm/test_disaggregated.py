@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtier.testing.servers import free_port
-from tests.rigs.cache_process import (
-    CHUNK,
-    MIB,
-    CacheProcess,
-    ForkedCacheProcess,
-    is_idle,
-)
+from tests.rigs.cache_process import CHUNK, MIB, CacheProcess, ForkedCacheProcess, is_idle
 from tests.rigs.vllm.engine import Answer, Engine, Engines
 from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import Oracle

@@ -14,12 +14,7 @@ from typing import Any
 import pytest
 
 from kvtier.testing.servers import free_port
-from tests.rigs.cache_process import (
-    CHUNK,
-    MIB,
-    TIMEOUT_SECONDS,
-    CacheProcess,
-)
+from tests.rigs.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
 from tests.rigs.servers import RedisServer
 from tests.rigs.vllm import models
 from tests.rigs.vllm.engine import Answer, Engine

@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.testing.servers import free_port
-from tests.rigs.cache_process import (
-    CHUNK,
-    MIB,
-    TIMEOUT_SECONDS,
-    CacheProcess,
-)
+from tests.rigs.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
 from tests.rigs.vllm.engine import Engine
 from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine

@@ -14,13 +14,7 @@ import pytest
 
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.servers import Server
-from tests.rigs.cache_process import (
-    CHUNK,
-    MIB,
-    TIMEOUT_SECONDS,
-    CacheProcess,
-    ForkedCacheProcess,
-)
+from tests.rigs.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess, ForkedCacheProcess
 from tests.rigs.servers import SERVERS
 from tests.rigs.vllm.engine import Engine, Engines
 from tests.rigs.vllm.models import prompt

@@ -18,12 +18,7 @@ from kvtier.bridge.watched import GATHER_SECONDS
 from kvtier.cli.inspect_files import list_chunks
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
-from tests.rigs.cache_process import (
-    CHUNK,
-    MIB,
-    TIMEOUT_SECONDS,
-    CacheProcess,
-)
+from tests.rigs.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
 from tests.rigs.router_index import RouterIndex
 from tests.rigs.vllm.engine import ARGUMENTS, Engine
 from tests.rigs.vllm.models import prompt

@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.cache_process import (
-    CHUNK,
-    TIMEOUT_SECONDS,
-    CacheProcess,
-    StartedCacheProcess,
-    is_idle,
-)
+from tests.rigs.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess, StartedCacheProcess, is_idle
 from tests.rigs.vllm import models
 from tests.rigs.vllm.engine import Answer, Engine, Engines
 from tests.rigs.vllm.models import prompt

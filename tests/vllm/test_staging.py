@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.cache_process import (
-    CHUNK,
-    MIB,
-    CacheProcess,
-    is_idle,
-)
+from tests.rigs.cache_process import CHUNK, MIB, CacheProcess, is_idle
 from tests.rigs.vllm.engine import Engines
 from tests.vllm.conftest import Oracle
 from tests.vllm.test_disaggregated import (

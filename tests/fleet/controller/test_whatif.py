@@ -18,12 +18,7 @@ from kvtier.observability.whatif.sentences import NOTHING_REPORTED, basis, findi
 from kvtier.rpc.frames import encode_body
 from tests.fleet.controller.controlling import RunningController
 from tests.fleet.controller.registering import TIERS, RunningRegistry
-from tests.rigs.whatif_reports import (
-    GIB,
-    RAM,
-    REPORT,
-    SSD,
-)
+from tests.rigs.whatif_reports import GIB, RAM, REPORT, SSD
 
 pytestmark = pytest.mark.anyio
 

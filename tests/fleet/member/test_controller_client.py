@@ -12,14 +12,7 @@ import pytest
 from kvtier import __version__
 from kvtier.fleet.member import session as session_module
 from kvtier.fleet.member.controller_client import ControllerClient
-from kvtier.fleet.member.protocol import (
-    MAX_KEYS,
-    VERSION,
-    HeldBy,
-    Hello,
-    TierDescription,
-    Welcome,
-)
+from kvtier.fleet.member.protocol import MAX_KEYS, VERSION, HeldBy, Hello, TierDescription, Welcome
 from kvtier.fleet.member.served_models import EngineModel, TokenizerSource
 from kvtier.memory.keys import split_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout

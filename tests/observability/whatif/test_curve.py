@@ -16,12 +16,7 @@ from kvtier.observability.whatif.report import (
     known_points,
     point_at,
 )
-from tests.rigs.whatif_reports import (
-    GIB,
-    RAM,
-    REPORT,
-    SSD,
-)
+from tests.rigs.whatif_reports import GIB, RAM, REPORT, SSD
 
 
 def test_points_are_exact_and_between_them_is_a_straight_line() -> None:

@@ -9,12 +9,7 @@ from msgspec.structs import replace
 
 from kvtier.observability.whatif.report import Change, Point
 from kvtier.observability.whatif.sentences import MAX_CHANGES, basis, excess, findings, hit_rates, sentence
-from tests.rigs.whatif_reports import (
-    GIB,
-    RAM,
-    REPORT,
-    SSD,
-)
+from tests.rigs.whatif_reports import GIB, RAM, REPORT, SSD
 
 
 def test_findings_are_the_useful_changes_and_the_tiers_that_are_too_large() -> None:

@@ -14,11 +14,6 @@
 
 from __future__ import annotations
 
-from tests.rigs.network.network import (
-    Counts,
-    Host,
-    Network,
-    NetworkError,
-)
+from tests.rigs.network.network import Counts, Host, Network, NetworkError
 
 __all__ = ["Counts", "Host", "Network", "NetworkError"]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 
 from kvtier.errors import KVTierError
 from tests.rigs.forks import ROOT, Forked, run_module
-from tests.rigs.network import namespaces, relay
+from tests.rigs.network import namespaces, switch
 
 
 class NetworkError(KVTierError):
@@ -46,10 +46,10 @@ class Counts(NamedTuple):
 class Host:
     """One host, with a loopback device, and the device :attr:`device` with the address :attr:`address`."""
 
-    device = relay.DEVICE
+    device = switch.DEVICE
 
     def __init__(self, number: int, namespace: int) -> None:
-        self.address = relay.address(number)
+        self.address = switch.address(number)
         self.number = number
         self._namespace = namespace
         self._processes: list[subprocess.Popen[Any] | Forked] = []
@@ -114,20 +114,20 @@ class Network:
 
     def __init__(self, hosts: int = 2, *, seed: int = 0) -> None:
         """Create the network. ``seed`` determines which packets are lost. Raises :class:`NetworkError`."""
-        if not 1 <= hosts <= relay.MAX_HOSTS:
-            raise NetworkError(f"{hosts} hosts: a network has 1 to {relay.MAX_HOSTS}")
+        if not 1 <= hosts <= switch.MAX_HOSTS:
+            raise NetworkError(f"{hosts} hosts: a network has 1 to {switch.MAX_HOSTS}")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             arguments = [theirs.fileno(), os.getpid(), hosts, seed]
             # In a new session, so that Ctrl+C interrupts only the test, which then closes the network.
-            self._relay = subprocess.Popen(
-                [sys.executable, "-c", f"from {relay.__name__} import main; main()", *map(str, arguments)],
+            self.switch = subprocess.Popen(
+                [sys.executable, "-c", f"from {switch.__name__} import main; main()", *map(str, arguments)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 cwd=ROOT,
             )
-        message, descriptors, _, _ = socket.recv_fds(self._control, relay.MAX_MESSAGE_BYTES, hosts)
+        message, descriptors, _, _ = socket.recv_fds(self._control, switch.MAX_MESSAGE_BYTES, hosts)
         self.hosts = tuple(Host(number, descriptor) for number, descriptor in enumerate(descriptors, 1))
         """All hosts, in a fixed order."""
         try:
@@ -166,7 +166,7 @@ class Network:
         for host in self.hosts:
             host.kill()
         self._control.close()
-        self._relay.wait()
+        self.switch.wait()
         for host in self.hosts:
             host.close()
 
@@ -210,7 +210,7 @@ class Network:
         message = b""
         with suppress(OSError):
             self._control.send(json.dumps(request).encode())
-            message = self._control.recv(relay.MAX_MESSAGE_BYTES)
+            message = self._control.recv(switch.MAX_MESSAGE_BYTES)
         self._state = self._read(message)
 
     def _read(self, message: bytes) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class _Port:
             subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
 
 
-class Relay:
+class Switch:
     """A single-threaded loop that forwards packets until its control socket is closed."""
 
     def __init__(self, control: socket.socket, hosts: int, seed: int) -> None:
@@ -260,14 +260,14 @@ def main() -> None:
     # In addition to the closed socket, which a forked child of the test may keep open.
     namespaces.signal_at_parents_death(signal.SIGTERM)
     try:
-        relay = Relay(control, hosts=int(sys.argv[3]), seed=int(sys.argv[4]))
+        switch = Switch(control, hosts=int(sys.argv[3]), seed=int(sys.argv[4]))
     except (OSError, subprocess.CalledProcessError) as error:
         output = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
         control.send(json.dumps({"error": f"{error} {output}".strip()}).encode())
         return
-    inside = [port.namespace for port in relay.ports]
+    inside = [port.namespace for port in switch.ports]
     try:
-        relay.answer(inside)
-        relay.run()
+        switch.answer(inside)
+        switch.run()
     finally:
         kill_all_in(inside, spared=parent)
