@@ -106,7 +106,7 @@ def measure(count: int, seconds: float) -> dict[str, str]:
             failed = len(log.read_text().splitlines())
             figures["connections lost meanwhile"] = str(failed)
             os.kill(controller.process, signal.SIGKILL)
-            time.sleep(seconds)  # Instances wait longer the longer it is gone.
+            time.sleep(seconds)  # The back-off of the instances grows with its absence.
             with controller_process(port, state) as again:
                 figures[f"killed for {seconds:.0f} s: all back after, s"] = f"{wait_for(port, count):.1f}"
                 figures["CPU seconds for that"] = f"{again.cpu_seconds():.1f}"

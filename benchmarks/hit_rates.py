@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
     parser.add_argument("--capacity", default=CAPACITIES, help="default: %(default)s")
     parser.add_argument("--policy", help="default: all that are built in")
-    parser.add_argument("--limit", type=int, help="read only so many requests of each trace")
+    parser.add_argument("--limit", type=int, help="read at most this many requests of each trace")
     given = parse(parser, capacity="50%,100%")
     policies = given.policy.split(",") if given.policy else built_in()
     capacities = parse_capacities(given.capacity)

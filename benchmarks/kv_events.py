@@ -84,7 +84,7 @@ def prompt(number: int, chunks: int) -> RequestState:
 def step_times(
     name: str, events: KVEvents, bridge: Bridge, reports: Mapping[ChunkKey, int]
 ) -> tuple[object, ...]:
-    """Take steps until nothing is left to do, with a report in each; return a row with their times."""
+    """Run steps, with a report in each, until all changes are published; return a row with their times."""
     seconds: list[float] = []
     left = iter(reports.items())
     while True:

@@ -10,7 +10,7 @@
 A request with ``cache: off`` costs what it would cost without kvtier, so both sides of a pair use the same
 process, memory and machine, one right after the other, in alternating order. All prompts are unique. Each
 round measures the first token of one prompt, and then a few concurrent requests. The conditions, an idle
-machine and one with a spinning process per core, take turns.
+machine and one with a spinning process per core, alternate.
 
 The first table is the speed with the cache relative to that without it: the median over the pairs, and the
 ratio of the sums, which contains rare stalls as well. The second one is what the speed should be by what is

@@ -77,7 +77,7 @@ def proxy_process(
     command += [sys.executable, "-m", "kvtier", "proxy", "--listen", "127.0.0.1:0"]
     command += ["--max-requests", str(requests)]
     command += ["--decode", f"http://127.0.0.1:{engine}", "--prefill", f"http://127.0.0.1:{prefiller}"]
-    # A file, because a pipe that nobody reads would block the proxy once it is full.
+    # A file, because a pipe without a reader would block the proxy once it is full.
     with tempfile.NamedTemporaryFile(prefix="kvtier-bench-") as log:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
         try:

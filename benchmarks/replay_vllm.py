@@ -79,7 +79,7 @@ ENGINE = (
 
 
 class Session(msgspec.Struct):
-    """What tells to which session a row of a trace belongs."""
+    """The fields of a row of a trace that identify its session."""
 
     hash_ids: list[int]
     session: msgspec.Raw = msgspec.Raw()

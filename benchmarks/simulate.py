@@ -32,7 +32,7 @@ CHUNKS = 100
 NEW = 10
 """Chunks of a request, and how many of them no request had before."""
 TURNS = 20
-"""After so many requests a conversation ends, and another one begins."""
+"""Requests of a conversation, after which another one begins."""
 CONVERSATIONS = 0.002
 """How many are active at any time, per request of the trace."""
 AIM_CHUNKS = 100_000_000

@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--percent", type=float, default=5.0, help="capacity; default: %(default)s")
     parser.add_argument("--policy", default="lru,adaptive", help="of the cache; default: %(default)s")
     parser.add_argument("--sample-chunks", type=int, default=8192, help="default: %(default)s")
-    parser.add_argument("--limit", type=int, help="read only so many requests of each trace")
+    parser.add_argument("--limit", type=int, help="read at most this many requests of each trace")
     given = parse(parser, policy="lru", percent=50.0)
     tasks = [
         Task(path, given.limit, policy, given.percent, given.sample_chunks)

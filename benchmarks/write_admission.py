@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--memory", default=MEMORY, help="one capacity; default: %(default)s")
     parser.add_argument("--disk", default=DISKS, help="default: %(default)s")
     parser.add_argument("--policy", default="lru", help="of both tiers; default: %(default)s")
-    parser.add_argument("--limit", type=int, help="read only so many requests of each trace")
+    parser.add_argument("--limit", type=int, help="read at most this many requests of each trace")
     given = parse(parser, memory="50%", disk="100%")
     [memory] = parse_capacities(given.memory)
     tasks = [

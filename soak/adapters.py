@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 VERSIONS = 3
-"""Number of versions, which take turns: chunks of a version are hits again when it comes back."""
+"""Number of versions, which alternate: chunks of a version are hits again when it is used again."""
 ENGINE: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 1}
 """Arguments of every engine. Without an adapter, its answers are those of an engine without these."""
 

@@ -25,7 +25,7 @@ def record(folder: Path, role: str, path: Path, connected: socket.socket) -> Non
 def cut(folder: Path, pid: int, role: str, path: Path) -> int | None:
     """Shut down the last connection of a process to ``path`` as ``role``.
 
-    Return what identifies the connection; ``None`` if there is none.
+    Return what identifies the connection; ``None`` without one.
     """
     with suppress(OSError):  # It has exited, or not connected yet.
         lines = _file(folder, pid).read_text().splitlines()

@@ -156,7 +156,7 @@ class Recovery:
         return f"the controller has {pins}" if pins else ""
 
     def _beyond_capacity(self) -> str:
-        """Return the first disk with more chunks than it may have; empty if there is none."""
+        """Return the first disk with more chunks than it may have, or an empty text."""
         for host in self._stack.hosts:
             if (used := host.disk.used()) > DISK_BYTES:
                 return f"cache-{host.number}'s chunks take {used} of {DISK_BYTES} bytes on disk"

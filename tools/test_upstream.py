@@ -3,7 +3,7 @@
     python tools/test_upstream.py -k lifecycle
 
 They are in the source distribution of the installed version, which is downloaded once. In ``tests/upstream``,
-``injection.py`` puts kvtier in, and ``list.yaml`` names the files and tests that say nothing about it. Any
+``injection.py`` puts kvtier in, and ``list.yaml`` names the files and tests that do not apply to it. Any
 other test must pass and use kvtier, and none of the list may. Prints a table. The arguments are pytest's.
 """
 
