@@ -39,14 +39,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cache_process import is_ready
 from benchmarks.common import filled, parse, show
-from benchmarks.look_up import is_ready, look_up
+from benchmarks.look_up import look_up
 from kvtier.bridge import protocol
 from kvtier.bridge.client import LookupState, SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello, Role, Run
@@ -57,6 +58,7 @@ from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.pipeline.query import Query
 from kvtier.units import parse_size
 from tests.rigs.loads import LEAVE_BYTES, MIB, available_bytes, fragmented, saturated, writing
+from tests.rigs.waiting import wait_until
 
 CHUNK_TOKENS, CHUNKS = 256, 128
 NAMESPACE = b"\1" * 32
@@ -173,7 +175,7 @@ class Bench:
                 assert slot is not None, "no room for the chunks"
                 worker.arena.view(slot.offset + HEADER_BYTES, payload)[:] = content
                 worker.commit([slot.lease])
-            wait_until(lambda: status(self._socket)["counts"].get("put_ok", 0) >= CHUNKS)
+            wait_until(lambda: status(self._socket)["counts"].get("put_ok", 0) >= CHUNKS, LIMIT_SECONDS)
 
     def measure(self, condition: str) -> Measurements:
         """Run one turn."""
@@ -298,7 +300,7 @@ class Bench:
         command = [*prefix, sys.executable, "-m", "benchmarks.busy_process", *arguments]
         process = subprocess.Popen(command, start_new_session=True)
         try:
-            wait_until(partial(self._is_ready, process))
+            wait_until(partial(self._is_ready, process), LIMIT_SECONDS)
             yield process
             process.terminate()
             process.wait(LIMIT_SECONDS)
@@ -336,14 +338,6 @@ def reserve(scheduler: SchedulerBridge, keys: Sequence[ChunkKey]) -> list[Any]:
     if call is None or call.result is None:
         raise SystemExit("the cache process did not answer")
     return [slot for (slot,) in call.result]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"timed out after {LIMIT_SECONDS:.0f} s")
-        time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""The cache process of a benchmark's vLLM: the one that vLLM starts, or ``kvtier serve``."""
+"""Cache processes of benchmarks: ``kvtier serve``, or the one that vLLM starts."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,33 @@ from kvtier.lab.demo.server import POLL_SECONDS, Server, start_cache
 
 READY_SECONDS = 60
 STOP_SECONDS = 60
+
+
+@contextmanager
+def serving(
+    socket: Path,
+    variables: Mapping[str, str],
+    program: Sequence[str] = ("-m", "kvtier", "serve", "--log-level", "WARNING"),
+) -> Iterator[None]:
+    """Run ``kvtier serve``, or another Python program that does the same, until the end of the block."""
+    environment = {**os.environ, **variables, "KVTIER_SOCKET": str(socket)}
+    process = subprocess.Popen([sys.executable, *program], env=environment)
+    try:
+        while not is_ready(socket):
+            assert process.poll() is None, "the cache process did not start"
+            time.sleep(POLL_SECONDS)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def is_ready(socket: Path) -> bool:
+    """Whether a cache process serves a socket."""
+    try:
+        return bool(status(socket))
+    except ChannelError:
+        return False
 
 
 class CacheProcess:

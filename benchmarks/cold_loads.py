@@ -21,8 +21,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -31,8 +29,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.cache_process import serving
 from benchmarks.common import parse, reserve, show
-from benchmarks.look_up import is_ready
 from kvtier.bridge.client import status
 from kvtier.integrations.vllm.request import request_root
 from kvtier.memory.keys import chunk_keys
@@ -124,17 +122,10 @@ class Prompts:
 @contextmanager
 def cache_process(socket: Path, bytes_per_second: float, **settings: object) -> Iterator[None]:
     """Run a cache process whose disks and peers deliver at most as fast as given; 0 does not throttle."""
-    environment = {**os.environ, "KVTIER_SOCKET": str(socket)}
-    environment |= {f"KVTIER_{name.upper()}": json.dumps(value) for name, value in settings.items()}
-    program = Path(__file__).with_name("throttled_serve.py")
-    process = subprocess.Popen([sys.executable, str(program), str(bytes_per_second)], env=environment)
-    try:
-        while not is_ready(socket):
-            time.sleep(0.02)
+    variables = {f"KVTIER_{name.upper()}": json.dumps(value) for name, value in settings.items()}
+    program = str(Path(__file__).with_name("throttled_serve.py"))
+    with serving(socket, variables, [program, str(bytes_per_second)]):
         yield
-    finally:
-        process.terminate()
-        process.wait()
 
 
 class Engine:

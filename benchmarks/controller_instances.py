@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks.common import parse, show
 from benchmarks.controller_process import PROMPT_TOKENS
 from benchmarks.proxy_processes import Measured
+from tests.rigs.waiting import wait_until
 
 TIMEOUT_SECONDS = 300.0
 SECONDS = 10.0
@@ -61,7 +62,7 @@ def controller_process(port: int, state: Path) -> Iterator[Measured]:
     command += ["--state", str(state), "--log-level", "WARNING"]
     with subprocess.Popen(command) as process:
         try:
-            wait_until(lambda: get(port, "/healthz") is not None)
+            wait_until(lambda: get(port, "/healthz") is not None, TIMEOUT_SECONDS)
             yield Measured(process.pid)
         finally:
             process.kill()
@@ -113,22 +114,15 @@ def measure(count: int, seconds: float) -> dict[str, str]:
     return figures
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def wait_for(port: int, count: int) -> float:
     """Return the seconds until all instances have reported what they hold."""
     began = time.monotonic()
-    wait_until(lambda: json.loads(get(port, "/healthz") or b"{}").get("instances") == count)
+    wait_until(lambda: json.loads(get(port, "/healthz") or b"{}").get("instances") == count, TIMEOUT_SECONDS)
     wait_until(
         lambda: all(
             found["up_to_date"] for found in json.loads(get(port, "/instances") or b"{}")["instances"]
-        )
+        ),
+        TIMEOUT_SECONDS,
     )
     return time.monotonic() - began
 

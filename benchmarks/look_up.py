@@ -24,8 +24,6 @@ import os
 import random
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,12 +33,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from benchmarks.cache_process import serving
 from benchmarks.common import confirm, parse, reserve, show
 from kvtier.bridge import protocol
 from kvtier.bridge.client import LookupState, SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
-from kvtier.errors import ChannelError
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, block_hashes, chunk_keys, encode_tokens, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.pipeline.query import Query
@@ -250,33 +248,11 @@ def cache_process(
         path = Path(folder, "socket")
         eviction = {"eviction": policy} if policy else {}
         tiers = json.dumps([{"name": "ram", "type": "cpu", "capacity": "256MiB", **eviction}, *pools])
-        environment = {
-            **os.environ,
-            "KVTIER_TIERS": tiers,
-            "KVTIER_SOCKET": str(path),
-        }
+        variables = {"KVTIER_TIERS": tiers}
         if listen:
-            environment |= {
-                "KVTIER_PEER__LISTEN": listen,
-                "KVTIER_PEER__SECRET": "sixteen or more characters",
-            }
-        command = [sys.executable, "-m", "kvtier", "serve", "--log-level", "WARNING"]
-        process = subprocess.Popen(command, env=environment)
-        try:
-            while not is_ready(path):
-                assert process.poll() is None, "the cache process did not start"
-                time.sleep(0.05)
+            variables |= {"KVTIER_PEER__LISTEN": listen, "KVTIER_PEER__SECRET": "sixteen or more characters"}
+        with serving(path, variables):
             yield path
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def is_ready(path: Path) -> bool:
-    try:
-        return bool(status(path))
-    except ChannelError:
-        return False
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.cache_process import is_ready
 from benchmarks.common import parse, show
-from benchmarks.look_up import is_ready
 from kvtier.bridge.client import status
 from tests.rigs.stepping import CHUNK_TOKENS, Engine, StepTime, make_request
 

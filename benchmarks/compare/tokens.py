@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.cache_process import is_ready
 from benchmarks.common import reserve
 from benchmarks.compare.pairs import Pair
 from benchmarks.compare.tiers import LMCACHE
-from benchmarks.look_up import is_ready
 from benchmarks.peer import run_script
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
