@@ -366,10 +366,12 @@ class Catalog:
         self.pins.add((key for key in keys if key in self), until)
 
     def superseded(self, key: ChunkKey, *, whole: bool) -> list[ChunkKey]:
-        """Return the chunks of :meth:`PartialMatchIndex.superseded` that are not pinned."""
+        """Return the chunks of :meth:`PartialMatchIndex.superseded_by` that are not pinned."""
         now, pins = self._clock(), self.pins
         return [
-            other for other in self.partial_matches.superseded(key, whole=whole) if not pins.holds(other, now)
+            other
+            for other in self.partial_matches.superseded_by(key, whole=whole)
+            if not pins.holds(other, now)
         ]
 
     def used(self, tier: int) -> int:

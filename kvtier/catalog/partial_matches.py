@@ -54,63 +54,6 @@ class PartialMatch(NamedTuple):
     """How many tags it has: one for each whole block, or for several (``ChunkLayout.granularity``)."""
 
 
-class PartialMatchIndex:
-    """Finds a chunk that begins like a prompt, or that another one makes useless, among those in any tier."""
-
-    def __init__(
-        self, columns: ChunkColumns, rows: Rows, ready: Sequence[int], pending: Sequence[int]
-    ) -> None:
-        """``ready`` and ``pending``: the catalog's masks of tiers."""
-        self._columns = columns
-        self._rows = rows
-        self._ready, self._pending = ready, pending
-        self._branches = BranchIndex(columns.parents)
-
-    def __bool__(self) -> bool:
-        """Whether tags were ever recorded."""
-        return bool(self._branches)
-
-    def set(self, key: ChunkKey, parent: ChunkKey, block_tags: bytes) -> None:
-        """Record the tags of a chunk; ignored if it is in no tier."""
-        row = self._rows.find(key)
-        if row != NO_ROW and self._ready[row] | self._pending[row]:
-            self._branches.add(row, parent, block_tags)
-
-    def remove(self, row: int) -> None:
-        """Forget a row; ignored if it is not known. Call it before its parent changes."""
-        self._branches.remove(row)
-
-    def remove_all(self, rows: Sequence[int]) -> None:
-        """Forget rows, as :meth:`remove`."""
-        self._branches.remove_all(rows)
-
-    def has(self, key: ChunkKey) -> bool:
-        """Return whether the tags of a chunk are known."""
-        row = self._rows.find(key)
-        return row != NO_ROW and self._branches.has(row)
-
-    def like(self, parent: ChunkKey, block_tags: bytes) -> PartialMatch | None:
-        """Return the chunk after ``parent`` that shares most leading tags, if any does."""
-        above = self._rows.find(parent)
-        row, shared = self._branches.best(parent if above == NO_ROW else above, block_tags)
-        return PartialMatch(self._columns.key(row), shared, self._branches.count(row)) if shared else None
-
-    def superseded(self, key: ChunkKey, *, whole: bool) -> list[ChunkKey]:
-        """Return the shorter chunks that a chunk makes useless.
-
-        A chunk that is not ``whole`` also supersedes others of the same blocks, and itself if a longer one
-        begins with its blocks.
-        """
-        row = self._rows.find(key)
-        if row == NO_ROW:
-            return []
-        if not whole and self._branches.is_superseded(row):
-            rows = [row]
-        else:
-            rows = self._branches.superseded(row, equal=not whole)
-        return self._columns.keys_of(rows)
-
-
 class BranchIndex:
     """The children of each chunk, sorted by their tags.
 
@@ -249,6 +192,48 @@ class BranchIndex:
             self._counts += bytes(missing)
             self._block_tags += bytes(missing * MAX_BLOCK_HASHES)
             self._only += array("i", [_NONE]) * missing
+
+
+class PartialMatchIndex(BranchIndex):
+    """Finds chunks by key that begin like a prompt, or that another one makes useless, in any tier."""
+
+    def __init__(
+        self, columns: ChunkColumns, rows: Rows, ready: Sequence[int], pending: Sequence[int]
+    ) -> None:
+        """``ready`` and ``pending``: the catalog's masks of tiers."""
+        super().__init__(columns.parents)
+        self._columns = columns
+        self._find = rows.find
+        self._ready, self._pending = ready, pending
+
+    def set(self, key: ChunkKey, parent: ChunkKey, block_tags: bytes) -> None:
+        """Record the tags of a chunk; ignored if it is in no tier."""
+        row = self._find(key)
+        if row != NO_ROW and self._ready[row] | self._pending[row]:
+            self.add(row, parent, block_tags)
+
+    def knows(self, key: ChunkKey) -> bool:
+        """Return whether the tags of a chunk are known."""
+        row = self._find(key)
+        return row != NO_ROW and self.has(row)
+
+    def like(self, parent: ChunkKey, block_tags: bytes) -> PartialMatch | None:
+        """Return the chunk after ``parent`` that shares most leading tags, if any does."""
+        above = self._find(parent)
+        row, shared = self.best(parent if above == NO_ROW else above, block_tags)
+        return PartialMatch(self._columns.key(row), shared, self.count(row)) if shared else None
+
+    def superseded_by(self, key: ChunkKey, *, whole: bool) -> list[ChunkKey]:
+        """Return the shorter chunks that a chunk makes useless.
+
+        A chunk that is not ``whole`` also supersedes others of the same blocks, and itself if a longer one
+        begins with its blocks.
+        """
+        row = self._find(key)
+        if row == NO_ROW:
+            return []
+        is_useless = not whole and self.is_superseded(row)
+        return self._columns.keys_of([row] if is_useless else self.superseded(row, equal=not whole))
 
 
 def _equal(block_tags: bytes, others: bytes) -> int:

@@ -117,7 +117,7 @@ class HostMemory(Level):
                 self.abort([key])
                 lease.release()
                 continue
-            if not catalog.partial_matches.has(key):
+            if not catalog.partial_matches.knows(key):
                 catalog.partial_matches.set(key, *parent_and_block_tags(lease.view))
             self._leases[catalog.set_ready(key, self.index)] = lease
             stored.append(key)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from kvtier.concurrency.threads import let_others_run
 from kvtier.observability.whatif.miniature import Miniature, evicted_to
 from kvtier.observability.whatif.report import Change, Point, TierCurve
@@ -65,7 +67,7 @@ def answers_of(estimate: Estimate, seconds: float) -> tuple[list[TierCurve], lis
             changes.append(Change(tier.name, None, policy, rate, rate - today, None))
     day = _gpu_seconds_a_day(estimate, seconds)
     if day is not None:
-        changes = [_replaced(change, change.gained * day) for change in changes]
+        changes = [replace(change, gpu_seconds_a_day=change.gained * day) for change in changes]
     changes.sort(key=lambda change: -change.gained)
     return curves, changes
 
@@ -149,9 +151,3 @@ def _gpu_seconds_a_day(estimate: Estimate, seconds: float) -> float | None:
     """Return the prefill of a day if nothing was found; ``None`` if it is not known how fast it is."""
     speed = estimate.prefill_tokens_per_second
     return estimate.totals.tokens / seconds * DAY / speed if speed and seconds > 0 else None
-
-
-def _replaced(change: Change, gpu_seconds: float) -> Change:
-    return Change(
-        change.tier, change.capacity_bytes, change.policy, change.hit_rate, change.gained, gpu_seconds
-    )

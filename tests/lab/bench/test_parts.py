@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from kvtier.lab.bench.raw_resp import LogIn, RawRESP
 from kvtier.lab.bench.report import remarks_of, table_of
 from kvtier.lab.bench.rows import Extent, Row, Samples, percentile, ratios, rotated
 from kvtier.lab.bench.run import describe_error
-from kvtier.lab.bench.sides import BenchFailed
+from kvtier.lab.bench.sides import BenchFailed, Chunk, Side
 from kvtier.memory.arena import Arena
 from tests.rigs.chunks import DictBackend
 from tests.rigs.servers.redis import RedisServer
@@ -81,16 +82,21 @@ def test_errors_are_described_for_the_user() -> None:
     assert "install the package that provides it" in describe_error(missing)
 
 
-async def test_raw_files_return_what_they_were_given_and_are_deleted(tmp_path: Path) -> None:
-    arena = Arena.create(1 << 20)
-    chunks = make_chunks(arena, random_keys(3), 8192)
-    side, keys = RawFiles(tmp_path, 2), [key for key, _ in chunks]
+async def put_and_get(side: Side, chunks: Sequence[Chunk]) -> None:
+    """Put chunks, and get them back into cleared views."""
     content = [bytes(view) for _, view in chunks]
     await side.put(chunks)
     for _, view in chunks:
         view[:] = bytes(len(view))
     await side.get(chunks)
     assert [bytes(view) for _, view in chunks] == content
+
+
+async def test_raw_files_return_what_they_were_given_and_are_deleted(tmp_path: Path) -> None:
+    arena = Arena.create(1 << 20)
+    chunks = make_chunks(arena, random_keys(3), 8192)
+    side, keys = RawFiles(tmp_path, 2), [key for key, _ in chunks]
+    await put_and_get(side, chunks)
     await side.forget(keys)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(FileNotFoundError):
@@ -106,12 +112,7 @@ async def test_raw_resp_logs_in_and_deletes_its_keys(tmp_path: Path) -> None:
     chunks = make_chunks(arena, random_keys(3), 8192)
     with RedisServer(tmp_path, password="secret") as server:
         side = RawRESP(("127.0.0.1", server.port), 2, LogIn(None, "secret", 3))
-        content = [bytes(view) for _, view in chunks]
-        await side.put(chunks)
-        for _, view in chunks:
-            view[:] = bytes(len(view))
-        await side.get(chunks)
-        assert [bytes(view) for _, view in chunks] == content
+        await put_and_get(side, chunks)
         assert server.command("DBSIZE") == 0, "the keys are in database 3"
         await side.forget([key for key, _ in chunks])
         server.command("SWAPDB", "0", "3")

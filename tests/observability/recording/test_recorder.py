@@ -12,7 +12,6 @@ import anyio
 import pytest
 
 from kvtier.catalog.hints import ChunkHints
-from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import SettingsError
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.observability.recording import recorder as recorder_module
@@ -123,11 +122,19 @@ def fail_to_start(self: RecordingFile, batch: Sequence[LookedUp]) -> None:
     raise RuntimeError("can't start new thread")
 
 
+def fail_by_a_defect(self: RecordingFile, batch: Sequence[LookedUp]) -> None:
+    raise ValueError("a defect")
+
+
 @pytest.mark.parametrize(
     ("fail", "reason"),
-    [(fail_to_write, "Input/output error"), (fail_to_start, "can't start new thread")],
+    [
+        (fail_to_write, "Input/output error"),
+        (fail_to_start, "can't start new thread"),
+        (fail_by_a_defect, "a defect"),
+    ],
 )
-async def test_failing_disk_ends_the_recording_with_one_warning(
+async def test_any_error_of_the_writer_only_ends_the_recording_with_one_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -139,7 +146,7 @@ async def test_failing_disk_ends_the_recording_with_one_warning(
         record(recorder)
         await until(lambda: stopped(recorder))
         record(recorder)
-    assert recorder.status()["stopped"] == reason
+    assert (recorder.status()["stopped"], recorder.status()["dropped"]) == (reason, 2)
     warning = f"recording to {tmp_path / 'traffic'} has stopped, serving goes on: {reason}"
     assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == [warning]
 
@@ -178,20 +185,3 @@ async def test_lookup_that_could_not_be_read_back_is_dropped(
         record(recorder)
     assert len(list(read_recording(path))) == recorder.status()["recorded"] == 1
     assert recorder.status()["dropped"] == 1
-
-
-async def test_any_error_of_the_writer_only_ends_the_recording(tmp_path: Path) -> None:
-    file = RecordingFile.open(RecordingSettings(path=tmp_path / "traffic"))
-
-    def fail(batch: Sequence[LookedUp]) -> None:
-        raise ValueError("a defect")
-
-    file.write = fail  # type: ignore[method-assign]
-    recorder = Recorder(file)
-    async with open_tasks() as tasks:
-        tasks.start_soon(recorder.run)
-        record(recorder)
-        await until(lambda: stopped(recorder))
-        record(recorder)
-        await recorder.close()
-    assert (recorder.status()["stopped"], recorder.status()["dropped"]) == ("a defect", 2)
