@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 
 from kvtier.bridge import protocol
 from kvtier.bridge.kv_transfer import EngineKVTransfers
-from kvtier.bridge.pending_writes import WriterProcess
+from kvtier.bridge.leases import WriterProcess
 from kvtier.bridge.session import NO_LEASE, EngineSession
 from kvtier.bridge.watched import WatchedChunks
 from kvtier.errors import ChannelClosed, PeerError, ProtocolError, SettingsError
@@ -177,7 +177,7 @@ class Connection:
                 if NO_LEASE in reserved.leases:
                     self._server.reclaim_stopped()
             case protocol.Confirm():
-                self.send(protocol.Confirmed(message.ticket, engine.holds(message.leases)))
+                self.send(protocol.Confirmed(message.ticket, engine.reads.holds(message.leases)))
             case protocol.UseWeights():
                 self._server.use_weights(engine, message.weights)
             case protocol.Commit():
@@ -190,7 +190,7 @@ class Connection:
             case protocol.Leave():
                 engine.writes.worker_writes(self.rank, self._client)
             case protocol.Cancel():
-                engine.cancel(message.ticket)
+                engine.reads.cancel(message.ticket)
             case protocol.RequestStaging():
                 self._server.stage(self, engine, self.rank, message)
             case protocol.OpenedStaging():

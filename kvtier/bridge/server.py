@@ -22,8 +22,8 @@ from anyio.abc import TaskGroup
 from kvtier.bridge import protocol
 from kvtier.bridge.connection import Connection
 from kvtier.bridge.kv_transfer import EngineKVTransfers
+from kvtier.bridge.leases import WriterProcess
 from kvtier.bridge.notices import Notices
-from kvtier.bridge.pending_writes import WriterProcess
 from kvtier.bridge.session import EngineSession
 from kvtier.concurrency.placement import Placement
 from kvtier.concurrency.tasks import open_tasks

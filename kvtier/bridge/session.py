@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from kvtier.bridge.pending_writes import PendingWrite, PendingWrites
+from kvtier.bridge.leases import PendingWrite, PendingWrites, ReadLeases, Ticket
 from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Found, Hello, Reserve, Reserved, Run, Weights
 from kvtier.bridge.protocol import Lookup as LookupRequest
 from kvtier.cache import TieredCache
@@ -30,34 +29,6 @@ if TYPE_CHECKING:
     from kvtier.peers.staging.buffers import EngineStaging, Staging
 
 NO_LEASE = 0
-
-
-@dataclass(slots=True, eq=False)
-class Grant:
-    """Leases in one memory that were granted together, under consecutive numbers."""
-
-    ticket: Ticket
-    numbers: list[int]
-    chunks: Ready
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A lookup with leases that the engine still holds."""
-
-    number: int
-    held: int = 0
-    """Number of its leases that the engine holds."""
-    grants: list[Grant] = field(default_factory=list)
-    pending: Lookup | None = None
-    """The part that has not been reported to the engine yet."""
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        """Stop waiting for the pending part."""
-        self.cancelled = True
-        if self.pending is not None:
-            self.pending.release()
 
 
 class EngineSession:
@@ -87,9 +58,7 @@ class EngineSession:
         self._cache = cache
         self._numbers = numbers
         self._recorder = recorder
-        self._granted: dict[int, Grant] = {}
-        """By the number of each lease that the engine holds."""
-        self._tickets: dict[int, Ticket] = {}
+        self.reads = ReadLeases(numbers)
         self.writes = PendingWrites(cache, hello.layout.ranks)
         self.absent_ranks: set[int] = set()
         """Ranks that have left and not returned. They never fill what is reserved meanwhile."""
@@ -128,7 +97,7 @@ class EngineSession:
             found = self._cache.look_up_state(query, expected, self._state_bytes)
         else:
             found = self._cache.look_up(query, expected, staged=self._buffers)
-        ticket = self._tickets[request.ticket] = Ticket(request.ticket)
+        ticket = self.reads.begin(request.ticket)
         answer = self._grant(ticket, found, fetching=found.in_flight)
         if not found.in_flight:
             return answer, None
@@ -158,17 +127,15 @@ class EngineSession:
 
     def progress(self, number: int, found: Lookup) -> Found | None:
         """Return what has arrived since the last answer of a lookup, or ``None`` if it was cancelled."""
-        ticket = self._tickets.get(number)
-        if ticket is None or ticket.cancelled:
-            return None
-        return self._grant(ticket, found, fetching=found.in_flight)
+        ticket = self.reads.find(number)
+        return None if ticket is None else self._grant(ticket, found, fetching=found.in_flight)
 
     def fetched(self, number: int, found: Lookup) -> Found | None:
         """Return the final answer of a lookup, or ``None`` if it was cancelled."""
-        ticket = self._tickets.get(number)
-        if ticket is None or ticket.cancelled:
+        ticket = self.reads.find(number)
+        if ticket is None:
             found.release()
-            self._tickets.pop(number, None)
+            self.reads.forget(number)
             return None
         ticket.pending = None
         return self._grant(ticket, found, fetching=0)
@@ -176,10 +143,7 @@ class EngineSession:
     def give_up(self, number: int, found: Lookup) -> None:
         """End the part of a lookup that is in flight: no connection is left to report its arrival to."""
         found.release()
-        ticket = self._tickets.get(number)
-        if ticket is not None and ticket.pending is found:
-            ticket.pending = None
-            self._forget_if_empty(ticket)
+        self.reads.end_pending(number, found)
 
     def _grant(self, ticket: Ticket, lookup: Lookup, *, fetching: int) -> Found:
         """Grant leases on what is ready now."""
@@ -193,17 +157,12 @@ class EngineSession:
         elif lookup.partial:
             found, lookup.partial = self._with_block_hashes(found, ready), None
         for chunks in ready:
-            count = len(chunks.leases)
-            numbers = list(islice(self._numbers, count))
-            grant = Grant(ticket, numbers, chunks)
-            self._granted.update(dict.fromkeys(numbers, grant))
-            ticket.grants.append(grant)
-            ticket.held += count
-            found.leases.extend(numbers)
+            found.leases.extend(self.reads.grant(ticket, chunks))
             found.offsets.extend(chunks.leases.offsets)
-            found.sources.extend(chunks.sources if chunks.staged is None else repeat(staging_source, count))
+            sources = chunks.sources
+            found.sources.extend(sources if chunks.staged is None else repeat(staging_source, len(sources)))
         if not fetching:
-            self._forget_if_empty(ticket)
+            self.reads.forget_if_empty(ticket)
         return found
 
     def _with_block_hashes(self, found: Found, ready: Sequence[Ready]) -> Found:
@@ -247,50 +206,6 @@ class EngineSession:
                     return tokens
         return layout.chunk_tokens
 
-    def cancel(self, number: int) -> None:
-        """End a lookup and every lease that it was granted."""
-        ticket = self._tickets.get(number)
-        if ticket is not None:
-            ticket.cancel()
-            for grant in tuple(ticket.grants):
-                self.release(grant.numbers)
-
-    def release(self, leases: Sequence[int]) -> None:
-        """Release leases; numbers that the engine does not hold are ignored."""
-        grants = [self._granted.pop(number, None) for number in leases]
-        first = next(iter(grants), None)
-        if first is not None and leases == first.numbers and grants.count(first) == len(grants):
-            # The common case: a whole grant at once.
-            first.chunks.release_all()
-            self._returned(first, len(grants))
-            return
-        for number, grant in zip(leases, grants, strict=True):
-            if grant is not None:
-                grant.chunks.release(number - grant.numbers[0])
-                self._returned(grant, 1)
-
-    def _returned(self, grant: Grant, count: int) -> None:
-        grant.ticket.held -= count
-        self._forget_if_empty(grant.ticket)
-
-    def _forget_if_empty(self, ticket: Ticket) -> None:
-        if ticket.held or (ticket.pending is not None and not ticket.cancelled):
-            return
-        ticket.grants.clear()  # Grants refer to the ticket: break the cycle, so that no GC run is needed.
-        if self._tickets.get(ticket.number) is ticket:  # The engine may have reused its number.
-            del self._tickets[ticket.number]
-
-    def holds(self, leases: Sequence[int]) -> bool:
-        """Return whether all of these leases are still held and their memory is still valid."""
-        grants = set(map(self._granted.get, leases))
-        return all(grant is not None and grant.chunks.valid for grant in grants)
-
-    def keep_only(self, leases: Sequence[int]) -> None:
-        """End every lookup, and every lease not in ``leases``: a new scheduler has taken over."""
-        for ticket in self._tickets.values():
-            ticket.cancel()
-        self.release(tuple(self._granted.keys() - set(leases)))
-
     # Connections.
 
     def scheduler_joined(self, holding: Sequence[int], seen: int | None) -> None:
@@ -298,7 +213,7 @@ class EngineSession:
 
         ``seen``: the last reservation that it was granted; ``None`` for another process.
         """
-        self.keep_only(holding)
+        self.reads.keep_only(holding)
         if seen is not None:
             self.writes.abandon_after(seen)
 
@@ -369,13 +284,13 @@ class EngineSession:
 
         Others may store its chunks. Its loads fail when it confirms them.
         """
-        self.keep_only(())
+        self.reads.keep_only(())
         self.writes.void_all()
 
     @property
     def idle(self) -> bool:
         """Whether it holds neither leases nor reservations that are not void."""
-        return not self._granted and self.writes.all_void
+        return not len(self.reads) and self.writes.all_void
 
     def _headers(self, run: Run) -> list[ChunkHeader]:
         keys = split_keys(run.keys)
@@ -421,19 +336,19 @@ class EngineSession:
 
     def close(self) -> None:
         """Release everything that no process may write to: the engine has disconnected."""
-        self.keep_only(())
+        self.reads.keep_only(())
         self.writes.close()
         self.absent_ranks.clear()
-        self._tickets.clear()
+        self.reads.clear()
 
     def status(self) -> dict[str, object]:
         """Return what the engine holds."""
         return {
             "name": self.name,
             "weights_id": self.weights.id,
-            "leases": len(self._granted),
+            "leases": len(self.reads),
             "reservations": len(self.writes),
-            "tickets": len(self._tickets),
+            "tickets": self.reads.tickets,
         }
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.bridge import pending_writes, protocol
+from kvtier.bridge import leases, protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
-from kvtier.bridge.pending_writes import WriterProcess
+from kvtier.bridge.leases import WriterProcess
 from kvtier.bridge.protocol import Commit, Hello, Leave, Reserve, Reserved, Run
 from kvtier.memory.keys import join_keys
 from kvtier.plugins import Plugins
@@ -94,7 +94,7 @@ def no_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(pending_writes, "SO_PEERPIDFD", 0x7FFF)
+    monkeypatch.setattr(leases, "SO_PEERPIDFD", 0x7FFF)
     monkeypatch.setattr(os, "pidfd_open", fail)
 
 

@@ -95,13 +95,13 @@ async def test_leases_are_released_singly_and_in_bulk() -> None:
         assert len({*first.leases, *second.leases}) == 24
         assert first.offsets == second.offsets
         assert cache.arena.leases == 36
-        engine.release(first.leases[3:5])
-        assert engine.holds(first.leases[:3] + first.leases[5:])
-        assert not engine.holds(first.leases[3:4])
-        engine.release(first.leases)
-        engine.release(first.leases)
+        engine.reads.release(first.leases[3:5])
+        assert engine.reads.holds(first.leases[:3] + first.leases[5:])
+        assert not engine.reads.holds(first.leases[3:4])
+        engine.reads.release(first.leases)
+        engine.reads.release(first.leases)
         assert cache.arena.leases == 24
-        engine.release(second.leases)
+        engine.reads.release(second.leases)
         assert engine.status()["tickets"] == 0
         assert cache.arena.leases == 12
 
@@ -110,11 +110,11 @@ async def test_unknown_lease_numbers_are_ignored() -> None:
     async with engine_of() as (engine, cache):
         store(engine, KEYS)
         found = look_up(engine, 1, KEYS)
-        engine.release([0, -1, 10**18, found.leases[0], found.leases[0]])
+        engine.reads.release([0, -1, 10**18, found.leases[0], found.leases[0]])
         assert cache.arena.leases == 12 + 11
-        assert not engine.holds([found.leases[0]])
-        engine.cancel(1)
-        engine.cancel(1)
+        assert not engine.reads.holds([found.leases[0]])
+        engine.reads.cancel(1)
+        engine.reads.cancel(1)
         assert cache.arena.leases == 12
 
 
@@ -122,10 +122,10 @@ async def test_reused_ticket_is_a_new_lookup() -> None:
     async with engine_of() as (engine, cache):
         store(engine, KEYS)
         first, second = look_up(engine, 1, KEYS), look_up(engine, 1, KEYS[:3])
-        engine.release(first.leases)
+        engine.reads.release(first.leases)
         assert (cache.arena.leases, engine.status()["tickets"]) == (15, 1)
-        engine.cancel(1)
-        assert not engine.holds(second.leases[:1])
+        engine.reads.cancel(1)
+        assert not engine.reads.holds(second.leases[:1])
         assert (cache.arena.leases, engine.status()["tickets"]) == (12, 0)
 
 
@@ -142,25 +142,25 @@ async def test_random_operations_match_a_model() -> None:
             operation = rng.randrange(6)
             if operation == 0:
                 released = set(rng.sample(all_leases, rng.randint(0, len(all_leases))))
-                engine.release(rng.sample(sorted(released), len(released)))
+                engine.reads.release(rng.sample(sorted(released), len(released)))
             elif operation == 1:
                 released = set(found.leases)
-                engine.release(found.leases)
+                engine.reads.release(found.leases)
             elif operation == 2:
                 released = set(all_leases) - set(retained := rng.sample(all_leases, len(all_leases) // 2))
-                engine.keep_only(retained)
+                engine.reads.keep_only(retained)
             elif operation == 3:
                 cancelled = rng.choice(sorted(held))
                 released = held[cancelled]
-                engine.cancel(cancelled)
+                engine.reads.cancel(cancelled)
             else:
                 released = set()
             held = {number: remaining for number, leases in held.items() if (remaining := leases - released)}
             status = engine.status()
             assert status["tickets"] == len(held)
             assert status["leases"] == sum(map(len, held.values()))
-            assert engine.holds([lease for leases in held.values() for lease in leases])
-            assert not any(engine.holds([lease]) for lease in released)
+            assert engine.reads.holds([lease for leases in held.values() for lease in leases])
+            assert not any(engine.reads.holds([lease]) for lease in released)
             assert cache.arena.leases == 12 + sum(map(len, held.values()))
 
 
@@ -170,9 +170,9 @@ async def test_memory_is_freed_with_the_last_lease() -> None:
         found = look_up(engine, 1, KEYS)
         await cache.clear(KEYS)
         assert cache.arena.used == 12 * OBJECT_BYTES
-        engine.release(found.leases[:5])
+        engine.reads.release(found.leases[:5])
         assert cache.arena.used == 7 * OBJECT_BYTES
-        engine.release(found.leases[5:])
+        engine.reads.release(found.leases[5:])
         assert (cache.arena.used, cache.arena.fragments) == (0, 1)
 
 
@@ -209,9 +209,9 @@ async def test_arena_and_buffer_leases_interleave_and_are_released_together() ->
         assert found.sources == [FIRST] * 3 + [1] * 3 + [FIRST] * 6
         assert found.staging == 7
         assert found.offsets[3:6] == [0, 4096, 8192]
-        assert engine.holds(found.leases)
+        assert engine.reads.holds(found.leases)
         assert (cache.arena.leases, buffer.slices.leases) == (18, 6)
-        engine.release(found.leases)
+        engine.reads.release(found.leases)
         assert (cache.arena.leases, cache.arena.used) == (9, 9 * OBJECT_BYTES)
         assert (buffer.slices.leases, buffer.slices.used, buffer.slices.fragments) == (0, 0, 1)
         assert engine.status()["tickets"] == 0
@@ -222,13 +222,13 @@ async def test_staged_chunk_is_removed_when_its_lease_is_released() -> None:
     async with engine_of() as (engine, _):
         buffer = Buffer(engine, KEYS)
         first, second = look_up(engine, 1, KEYS), look_up(engine, 2, KEYS)
-        engine.release(first.leases[2:4])
+        engine.reads.release(first.leases[2:4])
         assert sorted(buffer.chunks) == sorted(KEYS[:2] + KEYS[4:])
-        assert engine.holds(second.leases)
+        assert engine.reads.holds(second.leases)
         assert len(look_up(engine, 3, KEYS).leases) == 2
-        engine.cancel(1)
+        engine.reads.cancel(1)
         assert (buffer.chunks, buffer.slices.leases) == ({}, 12 + 2)
-        engine.keep_only(())
+        engine.reads.keep_only(())
         assert (buffer.slices.leases, buffer.slices.used) == (0, 0)
 
 
@@ -237,12 +237,12 @@ async def test_leases_do_not_outlive_their_buffer() -> None:
         store(engine, KEYS[:3])
         buffer = Buffer(engine, KEYS[3:6])
         found = look_up(engine, 1, KEYS[:6])
-        assert engine.holds(found.leases)
+        assert engine.reads.holds(found.leases)
         buffer.closed = True
-        assert engine.holds(found.leases[:3])
-        assert not engine.holds(found.leases[3:4])
-        assert not engine.holds(found.leases)
-        engine.release(found.leases)
+        assert engine.reads.holds(found.leases[:3])
+        assert not engine.reads.holds(found.leases[3:4])
+        assert not engine.reads.holds(found.leases)
+        engine.reads.release(found.leases)
 
 
 # Reservations.
@@ -392,7 +392,7 @@ async def test_memory_of_a_plugin_can_be_the_first_tier() -> None:
         store(engine, KEYS)
         found = look_up(engine, 1, KEYS)
         assert found.offsets == look_up(engine, 2, KEYS).offsets
-        assert engine.holds(found.leases)
+        assert engine.reads.holds(found.leases)
         assert cache.arena.leases == 36
 
 

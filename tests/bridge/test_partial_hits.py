@@ -63,7 +63,7 @@ def look_up(engine: EngineSession, tokens: list[int]) -> Found:
     request = Lookup(1, join_keys(keys_of(tokens)), len(tokens), root=ROOT, marks=marks)
     found, pending = engine.look_up(request)
     assert pending is None
-    engine.release(found.leases)
+    engine.reads.release(found.leases)
     return found
 
 

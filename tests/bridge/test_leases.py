@@ -1,4 +1,4 @@
-"""Reservations of an engine against a model: memory is leased as long as a process may write to it."""
+"""Reservations of an engine, against a model: memory is leased as long as a process may write to it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.bridge.pending_writes import PendingWrite, PendingWrites
+from kvtier.bridge.leases import PendingWrite, PendingWrites
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.slices import PAGE_BYTES, Slices
-from kvtier.pipeline.store import Reservation
 from kvtier.testing.backend import make_key
+from kvtier.tiers.host_memory import Reservation
 
 RANKS = 2
 ranks = st.integers(0, RANKS - 1)

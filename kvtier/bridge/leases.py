@@ -1,4 +1,8 @@
-"""Reservations of one engine, and the ranks that may still write to them."""
+"""What one engine holds of the memory: leases to read, and reservations that its ranks may write to.
+
+Neither expires, as an engine may be slow. Why peers have another table: see
+``docs/decisions/0029-two-tables-of-leases.md``.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,144 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import anyio
 
 from kvtier.cache import TieredCache
+from kvtier.pipeline.found import Lookup, Ready
 from kvtier.tiers.host_memory import Reservation
 
 if TYPE_CHECKING:
     from kvtier.peers.staging.push import StagedWrite
+
+
+@dataclass(slots=True, eq=False)
+class ReadGrant:
+    """Leases in one memory that were granted together, under consecutive numbers."""
+
+    ticket: Ticket
+    numbers: list[int]
+    chunks: Ready
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A lookup with leases that the engine still holds."""
+
+    number: int
+    held: int = 0
+    """Number of its leases that the engine holds."""
+    grants: list[ReadGrant] = field(default_factory=list)
+    pending: Lookup | None = None
+    """The part that has not been reported to the engine yet."""
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        """Stop waiting for the pending part."""
+        self.cancelled = True
+        if self.pending is not None:
+            self.pending.release()
+
+
+class ReadLeases:
+    """Leases of one engine to read, by numbers that no other lease of this process has."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self._numbers = numbers
+        self._granted: dict[int, ReadGrant] = {}
+        """By the number of each lease that the engine holds."""
+        self._tickets: dict[int, Ticket] = {}
+
+    def __len__(self) -> int:
+        return len(self._granted)
+
+    @property
+    def tickets(self) -> int:
+        """Number of lookups that hold leases or are in flight."""
+        return len(self._tickets)
+
+    def begin(self, number: int) -> Ticket:
+        """Begin a lookup, to which leases are granted later."""
+        ticket = self._tickets[number] = Ticket(number)
+        return ticket
+
+    def find(self, number: int) -> Ticket | None:
+        """Return a lookup that was not cancelled."""
+        ticket = self._tickets.get(number)
+        return None if ticket is None or ticket.cancelled else ticket
+
+    def grant(self, ticket: Ticket, chunks: Ready) -> list[int]:
+        """Take over leases, and return the number of each."""
+        numbers = list(islice(self._numbers, len(chunks.leases)))
+        grant = ReadGrant(ticket, numbers, chunks)
+        self._granted.update(dict.fromkeys(numbers, grant))
+        ticket.grants.append(grant)
+        ticket.held += len(numbers)
+        return numbers
+
+    def end_pending(self, number: int, found: Lookup) -> None:
+        """Note that the pending part of a lookup was released."""
+        ticket = self._tickets.get(number)
+        if ticket is not None and ticket.pending is found:
+            ticket.pending = None
+            self.forget_if_empty(ticket)
+
+    def forget(self, number: int) -> None:
+        """Forget a cancelled lookup, whose leases have ended."""
+        self._tickets.pop(number, None)
+
+    def cancel(self, number: int) -> None:
+        """End a lookup and every lease that it was granted."""
+        ticket = self._tickets.get(number)
+        if ticket is not None:
+            ticket.cancel()
+            for grant in tuple(ticket.grants):
+                self.release(grant.numbers)
+
+    def release(self, leases: Sequence[int]) -> None:
+        """Release leases; numbers that the engine does not hold are ignored."""
+        grants = [self._granted.pop(number, None) for number in leases]
+        first = next(iter(grants), None)
+        if first is not None and leases == first.numbers and grants.count(first) == len(grants):
+            # The common case: a whole grant at once.
+            first.chunks.release_all()
+            self._returned(first, len(grants))
+            return
+        for number, grant in zip(leases, grants, strict=True):
+            if grant is not None:
+                grant.chunks.release(number - grant.numbers[0])
+                self._returned(grant, 1)
+
+    def _returned(self, grant: ReadGrant, count: int) -> None:
+        grant.ticket.held -= count
+        self.forget_if_empty(grant.ticket)
+
+    def forget_if_empty(self, ticket: Ticket) -> None:
+        """Forget a lookup without leases and without a pending part."""
+        if ticket.held or (ticket.pending is not None and not ticket.cancelled):
+            return
+        ticket.grants.clear()  # Grants refer to the ticket: break the cycle, so that no GC run is needed.
+        if self._tickets.get(ticket.number) is ticket:  # The engine may have reused its number.
+            del self._tickets[ticket.number]
+
+    def holds(self, leases: Sequence[int]) -> bool:
+        """Return whether all of these leases are still held and their memory is still valid."""
+        grants = set(map(self._granted.get, leases))
+        return all(grant is not None and grant.chunks.valid for grant in grants)
+
+    def keep_only(self, leases: Sequence[int]) -> None:
+        """End every lookup, and every lease not in ``leases``: a new scheduler has taken over."""
+        for ticket in self._tickets.values():
+            ticket.cancel()
+        self.release(tuple(self._granted.keys() - set(leases)))
+
+    def clear(self) -> None:
+        """Forget all lookups, whose leases have ended."""
+        self._tickets.clear()
 
 
 @dataclass(slots=True)
