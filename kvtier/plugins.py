@@ -23,6 +23,7 @@ from kvtier.errors import KVTierError, PluginError, SettingsError
 from kvtier.hookmarkers import PROJECT
 from kvtier.settings import LocalTierSettings, Settings, TierSettings
 from kvtier.settings.errors import explain
+from kvtier.settings.model import load_valid
 from kvtier.settings.sources import suggestion
 from kvtier.settings.tenants import tenants_of_tier
 from kvtier.settings.values import valid_choice
@@ -397,3 +398,26 @@ def _resolve(key: str, find: Callable[[str], Found], name: str, settings: Settin
         return find(name)
     except SettingsError as error:
         raise SettingsError(f"{settings.at(key)}: {error}") from error
+
+
+class Loaded(NamedTuple):
+    """Settings and plugins. Where they have problems, defaults and the built-in plugins take their place."""
+
+    settings: Settings
+    plugins: Plugins
+    tiers: list[TierSettings]
+    """Empty if one of them has a problem."""
+    problems: list[str]
+
+
+def load_all(file: Path | None) -> Loaded:
+    """Read the settings, load the plugins, and check the tiers and the transport. Blocks. Never raises."""
+    settings, problems = load_valid(file=file)
+    plugins, tiers = Plugins.load([]), list[TierSettings]()
+    with collected(problems):
+        plugins = Plugins.load(settings.plugins)
+    with collected(problems):
+        plugins.transport_settings(settings)
+    with collected(problems):
+        tiers = plugins.tier_settings(settings)
+    return Loaded(settings, plugins, tiers, problems)

@@ -1,4 +1,4 @@
-"""The command line, with one module per command. Slow imports are deferred until they are used."""
+"""The command line, with one module per group of commands. Slow imports are deferred until they are used."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ from rich.markup import escape
 
 from kvtier.cli import (
     bench,
-    clear_weights,
+    cache_process,
     config,
     controller_commands,
     doctor,
     inspect,
-    plugins,
-    serve,
     services,
     simulate,
-    status,
-    tenants,
     whatif,
 )
 from kvtier.cli.options import epilog
@@ -48,19 +44,19 @@ def make_app() -> typer.Typer:
     app.callback()(_root)
     if find_spec(DEMO_MODULE) is not None:
         app.command("demo")(import_module(DEMO_MODULE).demo)
-    app.command()(serve.serve)
+    app.command()(services.serve)
     app.command(epilog=epilog(*services.CONTROLLER_EXAMPLES))(services.controller)
     app.command(epilog=epilog(*services.PROXY_EXAMPLES))(services.proxy)
-    app.command()(status.status)
-    app.command()(tenants.tenants)
+    app.command()(cache_process.status)
+    app.command()(cache_process.tenants)
     app.command(epilog=epilog(*whatif.EXAMPLES))(whatif.whatif)
-    app.command(epilog=epilog(*clear_weights.EXAMPLES))(clear_weights.clear_weights)
+    app.command(epilog=epilog(*cache_process.CLEAR_WEIGHTS_EXAMPLES))(cache_process.clear_weights)
     app.command()(doctor.doctor)
     app.command(epilog=bench.EXAMPLES)(bench.bench)
     app.command(epilog=simulate.EXAMPLES)(simulate.simulate)
     app.add_typer(config.app)
     app.add_typer(inspect.app)
-    app.command("plugins")(plugins.plugins)
+    app.command("plugins")(config.plugins)
     for command, examples in controller_commands.COMMANDS:
         app.command(epilog=examples, rich_help_panel=CONTROLLER_PANEL)(command)
     return app

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +15,13 @@ import typer
 from rich.markup import escape
 
 from kvtier.cli.options import parse_chunk_size, select
-from kvtier.cli.terminal import AsJson, ConfigFile, messages, output, print_json
+from kvtier.cli.terminal import AsJson, ConfigFile, messages, output, print_json, table
 from kvtier.concurrency.processes import exit_on_signals
+from kvtier.errors import LayoutError
+from kvtier.units import format_size, parse_size
 
 if TYPE_CHECKING:
+    from kvtier.integrations.vllm.sizes import ModelSizes
     from kvtier.lab.bench.rows import Extent, Row
     from kvtier.lab.bench.turns import Advance
     from kvtier.plugins import Plugins
@@ -38,6 +42,8 @@ Examples:
 TRANSPORT = "transport"
 SPARE_BYTES = 64 << 20
 """Additional memory of the interpreter and client libraries."""
+
+PROMPTS = (1_024, 8_192, 32_768)
 
 
 class Target(NamedTuple):
@@ -125,7 +131,7 @@ def bench(
 
 
 def _describe(model: str, json_file: Path | None, *, as_json: bool) -> None:
-    from kvtier.cli.bench_model import describe_model
+    from kvtier.cli.bench import describe_model
 
     described = describe_model(model, shown=not as_json)
     if as_json:
@@ -155,7 +161,6 @@ def _tiers(settings: Settings, plugins: Plugins) -> Iterator[list[TierSettings]]
     from tempfile import TemporaryDirectory
 
     from kvtier.backends.disk.backend import DiskSettings
-    from kvtier.units import parse_size
 
     tiers = plugins.tier_settings(settings)
     if settings.origin("tiers").kind != "default":
@@ -212,7 +217,6 @@ def _measure_all(targets: list[Target], extent: Extent) -> list[Row]:
 
     from kvtier.lab.bench.tiers import steps_of
     from kvtier.memory.host import available_bytes
-    from kvtier.units import format_size
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     rows = []
@@ -233,3 +237,43 @@ def _measure_all(targets: list[Target], extent: Extent) -> list[Row]:
                 rows.append(target.measure(extent, advance))
             bar.update(task, completed=(index + 1) * steps_of(extent), refresh=True)
     return rows
+
+
+def describe_model(model: str, *, shown: bool) -> dict[str, object]:
+    """Return what a model stores, for JSON, and print it if ``shown``. Raises :class:`LayoutError`."""
+    sizes = _sizes(model)
+    if shown:
+        _print(model, sizes)
+    prompts = {
+        tokens: {"stored": sizes.stored(tokens), "per_token": sizes.per_token(tokens)} for tokens in PROMPTS
+    }
+    return {"model": model, **sizes._asdict(), "prompts": prompts}
+
+
+def _print(model: str, sizes: ModelSizes) -> None:
+    from kvtier.memory.layout import CHUNK_TOKENS
+
+    layers = ", ".join(f"{count} {kind}" for kind, count in sizes.layers.items())
+    output().print(f"{model}: {layers}", soft_wrap=True)
+    output().print(f"a chunk of {CHUNK_TOKENS} tokens takes {format_size(sizes.chunk)}")
+    if sizes.state:
+        output().print(f"a state takes {format_size(sizes.state)}; a prompt stores two")
+    result = table("prompt", "stored", "per reusable token")
+    for tokens in PROMPTS:
+        stored, each = format_size(sizes.stored(tokens)), format_size(round(sizes.per_token(tokens)))
+        result.add_row(f"{tokens:,}", stored, each)
+    output().print(result)
+
+
+def _sizes(model: str) -> ModelSizes:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        from kvtier.integrations.vllm.sizes import model_sizes
+    except ImportError as error:
+        raise typer.BadParameter(f"--model needs vLLM, which cannot be imported: {error}") from error
+    try:
+        return model_sizes(model)
+    except LayoutError:
+        raise
+    except Exception as error:  # Whatever vLLM raises for a model that it cannot describe.
+        raise LayoutError(f"vLLM cannot describe {model}: {error}") from error

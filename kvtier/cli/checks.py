@@ -3,40 +3,56 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import mmap
 import os
 import platform
 import resource
+import shlex
 import shutil
+import stat
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from shutil import which
+from typing import Literal, NamedTuple
 
 from kvtier import native
-from kvtier.cli.check import Check
-from kvtier.cli.checks_disk import check_direct_io, check_disk_room
-from kvtier.cli.checks_environment import VLLMCommand, check_lmcache_variables, check_temporary_folder
-from kvtier.cli.loading import load_all
 from kvtier.concurrency.placement import list_format, memory_placement
 from kvtier.errors import ArenaError
 from kvtier.integrations.versions import RANGE, REQUIREMENT, support
 from kvtier.memory.arena import HUGE_PAGE_BYTES, MIN_PREPARED_BYTES, Arena, has_strict_overcommit
 from kvtier.memory.host import available_bytes, huge_page_bytes, memory_info
-from kvtier.plugins import BUILT_IN, Plugins, is_memory
-from kvtier.settings import LocalTierSettings, Settings, TierSettings
+from kvtier.plugins import BUILT_IN, Plugins, is_memory, load_all
+from kvtier.settings import SOCKET_PATH_BYTES, LocalTierSettings, Settings, TierSettings
 from kvtier.units import format_size
 
 OLDEST_PYTHON = (3, 11)
 SMALL_SHM_BYTES = 1 << 30
 SHM = "/dev/shm"  # noqa: S108 - not for temporary files
-
 _IO_URING_SETUP = 425
 """The system call's number, the same on every architecture (io_uring_setup(2))."""
 _IO_URING_PARAMS_BYTES = 120
+VLLM_SUFFIX_BYTES = 37
+"""What vLLM adds to the path of the temporary folder for a socket: a slash and a UUID."""
+COMMAND_SECONDS = 60.0
+SERVER = "python -m vllm.entrypoints.openai.api_server"
+"""vLLM's server without its command."""
+_OTHER = "or set another `path`"
+
+
+class Check(NamedTuple):
+    """The result of a check, and its remedy."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    found: str
+    remedy: str = ""
 
 
 class Requirements(NamedTuple):
@@ -290,3 +306,187 @@ def check_vllm(version: str | None) -> Check:
     if supported == "newer":
         return Check("vLLM", "warn", f"{version}; the connector was tested with {RANGE}")
     return Check("vLLM", "ok", version)
+
+
+def check_temporary_folder(variables: Mapping[str, str] = os.environ) -> Check:
+    """Check that sockets fit into the temporary folder, and that it is the one that ``TMPDIR`` names."""
+    name = "TMPDIR"
+    folder = tempfile.gettempdir()
+    named = variables.get(name, "")
+    if named and Path(named).absolute() != Path(folder):
+        found = f"{named} is not a folder that can be written; {folder} is used instead"
+        return Check(name, "warn", found, f"mkdir -p {named}, or unset {name}")
+    taken = len(os.fsencode(folder)) + VLLM_SUFFIX_BYTES
+    if taken > SOCKET_PATH_BYTES:
+        found = (
+            f"{folder} is too long: vLLM's sockets in it have {taken} bytes, at most {SOCKET_PATH_BYTES} work"
+        )
+        return Check(name, "warn", found, f"export {name}=/tmp")
+    return Check(name, "ok", folder)
+
+
+def check_lmcache_variables(variables: Mapping[str, str] = os.environ) -> Check:
+    """Check that no variables of LMCache are set, which kvtier does not read."""
+    name = "LMCACHE_*"
+    found = sorted(variable for variable in variables if variable.startswith("LMCACHE_"))
+    if found:
+        remedy = f"use the settings of docs/settings.md, and unset {' '.join(found)}"
+        return Check(name, "warn", f"{', '.join(found)}: set without effect on kvtier", remedy)
+    return Check(name, "ok", "none set")
+
+
+class VLLMCommand:
+    """The ``vllm`` command, started with ``--version`` to see whether it can: that takes seconds."""
+
+    def __init__(self) -> None:
+        own = str(Path(sys.executable).parent)
+        self.path = which("vllm", path=os.pathsep.join((own, os.environ.get("PATH", ""))))
+        self._error: OSError | None = None
+        self._process: subprocess.Popen[str] | None = None
+        if self.path is None:
+            return
+        try:
+            self._process = subprocess.Popen(
+                [self.path, "--version"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
+        except OSError as error:  # Its interpreter does not exist, for example.
+            self._error = error
+
+    def check(self) -> Check:
+        """Wait for the command, and return whether it has started. Blocking."""
+        name = "vllm command"
+        remedy = f"start `{SERVER}` instead, or reinstall vLLM"
+        if self._error is not None:
+            return Check(name, "warn", f"{self.path} cannot be started: {self._error.strerror}", remedy)
+        if self._process is None:
+            return Check(name, "warn", "not found", f"start `{SERVER}`, or add its folder to PATH")
+        try:
+            output, _ = self._process.communicate(timeout=COMMAND_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            return Check(name, "warn", f"{self.path} --version does not end", remedy)
+        last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no output")
+        if self._process.returncode:
+            return Check(name, "warn", f"{self.path} cannot start: {last[:300]}", remedy)
+        return Check(name, "ok", f"{self.path}, {last[:100]}")
+
+
+def check_direct_io(name: str, path: Path) -> Check:
+    """Check that a folder, or its nearest existing parent, can be written with O_DIRECT."""
+    name = f"disk of {name}"
+    if obstacle := find_obstacle(path):
+        return Check(name, "fail", *obstacle)
+    folder = nearest_folder(path)
+    where = str(path) if folder == path else f"{path} (to be created in {folder})"
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".kvtier-doctor-") as file:
+            try:
+                descriptor = os.open(file.name, os.O_WRONLY | os.O_DIRECT)
+            except OSError:
+                found = f"{where} can be written, but not with O_DIRECT"
+                return Check(
+                    name,
+                    "warn",
+                    found,
+                    "use a local file system such as ext4 or xfs; this one works, but slower",
+                )
+            try:
+                with mmap.mmap(-1, mmap.PAGESIZE) as page:
+                    os.write(descriptor, page)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        return Check(name, "fail", f"{where} cannot be written: {error.strerror}", remedy_of(error, path))
+    return Check(name, "ok", f"{where} can be written with O_DIRECT")
+
+
+def check_disk_room(tier: LocalTierSettings, path: Path) -> Check:
+    """Check that the disk has room for the tier's capacity, less what it holds already."""
+    from kvtier.backends.disk.backend import walk
+
+    folder = nearest_folder(path)
+    name = f"room for tier {tier.name}"
+    errors: list[OSError] = []
+    try:
+        files = walk(path, lambda _, error: errors.append(error)) if _is_folder(path) else ()
+        held = sum(map(_bytes_of, files))
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        errors.append(error)
+    if errors:
+        first = errors[0]
+        remedy = "make all of the folder readable for this user: what cannot be read counts as used"
+        if first.errno not in (errno.EACCES, errno.EPERM):
+            remedy = remedy_of(first, Path(first.filename or path))
+        return Check(name, "warn", str(first), remedy)
+    found = f"{format_size(free)} free and {format_size(held)} held, capacity {format_size(tier.capacity)}"
+    if free + held < tier.capacity:
+        return Check(
+            name, "warn", found, "lower the tier's capacity, or free disk space: writes to a full disk fail"
+        )
+    return Check(name, "ok", found)
+
+
+def _bytes_of(file: Path) -> int:
+    """Return the size of a chunk; 0 if a running cache process has removed it meanwhile."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return the folder itself, or its nearest existing parent."""
+    return next((folder for folder in (path, *path.parents) if _is_folder(folder)), Path("/"))
+
+
+def find_obstacle(path: Path) -> tuple[str, str] | None:
+    """Return what keeps ``path`` from being a folder, and the remedy. ``None``: it is one, or can be made."""
+    for part in reversed((path, *path.parents)):
+        try:
+            if stat.S_ISDIR(part.stat().st_mode):
+                continue
+        except FileNotFoundError:
+            if not part.is_symlink():
+                return None
+            return f"{part} is a link to nothing", f"rm {_quoted(part)}, {_OTHER}"
+        except OSError as error:
+            return f"{part} cannot be used: {error.strerror}", remedy_of(error, part)
+        return f"{part} is not a folder", f"move it away: mv {_quoted(part)} {_quoted(part)}.old, {_OTHER}"
+    return None
+
+
+def remedy_of(error: OSError, path: Path) -> str:
+    """Return the remedy for a folder that cannot be written because of ``error``."""
+    if error.errno == errno.EROFS:
+        return f"mount -o remount,rw {_quoted(_mount_point(path))}, {_OTHER}"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"mkdir -p {_quoted(path)} && chown {os.getuid()} {_quoted(path)}, {_OTHER}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"free disk space and inodes: df -h -i {_quoted(nearest_folder(path))}, {_OTHER}"
+    if error.errno == errno.ELOOP:
+        return f"it leads to itself: rm {_quoted(path)}, {_OTHER}"
+    if error.errno == errno.ENAMETOOLONG:
+        return "set a shorter `path`"
+    if error.errno in (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN):
+        return f"check the medium and its mount (dmesg), {_OTHER}"
+    return "set another `path`"
+
+
+def _is_folder(path: Path) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112 - pathlib raises for some names
+
+
+def _mount_point(path: Path) -> Path:
+    folder = nearest_folder(path)
+    return next(part for part in (folder, *folder.parents) if part.is_mount() or part == part.parent)
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from kvtier.backends.base import Outcome
-from kvtier.cli.check import Check
+from kvtier.cli.checks import Check
 from kvtier.concurrency.sockets.connection import Connection, Deadline
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import KVTierError, PeerError

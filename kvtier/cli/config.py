@@ -1,4 +1,4 @@
-"""``kvtier config``: show, check and describe the settings."""
+"""``kvtier config``: show, check and describe the settings. ``kvtier plugins``: list the loaded plugins."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check(config: ConfigFile = None) -> None:
 
     Paths and servers are not opened; use `kvtier doctor` to check them.
     """
-    from kvtier.cli.loading import load_all
+    from kvtier.plugins import load_all
 
     _, _, tiers, problems = load_all(config)
     if problems:
@@ -113,3 +113,26 @@ def _dumped(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, str]
 
 def _source(origin: Origin) -> str:
     return f"{origin.kind} {origin.where}".rstrip()
+
+
+def plugins(config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """List the loaded plugins, their sources and what they provide.
+
+    The setting `plugins` limits which installed plugins are loaded.
+    """
+    from kvtier.plugins import Plugins
+    from kvtier.settings import load_settings
+
+    loaded = Plugins.load(load_settings(file=config).plugins).loaded()
+    if as_json:
+        print_json([plugin._asdict() for plugin in loaded])
+        return
+    rows = table("name", "from", "hooks", "provides")
+    for plugin in loaded:
+        rows.add_row(
+            escape(plugin.name),
+            escape(plugin.source),
+            ", ".join(plugin.hooks),
+            escape(", ".join(plugin.provides)),
+        )
+    output().print(rows)

@@ -15,8 +15,7 @@ from kvtier.cli.options import parse_chunk_size, select
 from kvtier.cli.terminal import AsJson, ConfigFile, messages, output, print_json, table
 
 if TYPE_CHECKING:
-    from kvtier.cli.check import Check
-    from kvtier.cli.checks import Requirements
+    from kvtier.cli.checks import Check, Requirements
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 DEFAULT_SIZE = "4MiB"

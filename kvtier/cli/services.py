@@ -1,4 +1,4 @@
-"""``kvtier controller`` and ``kvtier proxy``. Their options are the fields of their settings."""
+"""``kvtier serve``, ``controller`` and ``proxy``. The last two have an option per field of their settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from inspect import Parameter
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 from pydantic import BeforeValidator, SecretStr
@@ -22,6 +22,16 @@ from kvtier.settings.command import CommandSettings
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL = option("log_level", str, default="INFO", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")
+
+CONTROLLER_EXAMPLES = (
+    "kvtier controller",
+    "kvtier controller --listen 0.0.0.0:9000 --token-file /etc/kvtier/controller-token",
+)
+PROXY_EXAMPLES = (
+    "kvtier proxy --prefill http://localhost:8100 --decode http://localhost:8200",
+    "kvtier proxy --listen 0.0.0.0:9000 --prefill http://gpu-1:8000 --prefill http://gpu-2:8000 "
+    "--decode http://gpu-3:8000=10.0.0.3:55555",
+)
 
 
 def service_command(model: type[CommandSettings]) -> Callable[[Command], Command]:
@@ -109,12 +119,41 @@ def proxy(given: dict[str, Any]) -> None:
     typer.echo(statistics.report())
 
 
-CONTROLLER_EXAMPLES = (
-    "kvtier controller",
-    "kvtier controller --listen 0.0.0.0:9000 --token-file /etc/kvtier/controller-token",
-)
-PROXY_EXAMPLES = (
-    "kvtier proxy --prefill http://localhost:8100 --decode http://localhost:8200",
-    "kvtier proxy --listen 0.0.0.0:9000 --prefill http://gpu-1:8000 --prefill http://gpu-2:8000 "
-    "--decode http://gpu-3:8000=10.0.0.3:55555",
-)
+def serve(
+    config: ConfigFile = None,
+    socket: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Unix socket to serve on, instead of the one in the settings."),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Record the lookups of engines, without their tokens: see docs/recording.md."
+        ),
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")
+    ] = None,
+) -> None:
+    """Run a cache process: hold chunks in the configured tiers, and serve this host's engines.
+
+    Set `socket` in the settings of your engines to its socket. Stop it with Ctrl-C or SIGTERM: it then
+    finishes pending writes, for at most `drain_timeout`; a second signal stops it at once.
+    """
+    from kvtier.settings import load_settings
+
+    overrides: dict[str, Any] = {}
+    if socket is not None:
+        overrides["socket"] = socket
+    if record is not None:
+        overrides["recording"] = {"path": record}
+    if log_level is not None:
+        overrides["log_level"] = log_level
+    settings = load_settings(overrides, file=config)
+    set_up_logging(settings.log_level)
+
+    import anyio
+
+    from kvtier.bridge.serve import serve as serve_engines
+
+    anyio.run(partial(serve_engines, settings, socket=settings.socket))

@@ -17,7 +17,7 @@ from anyio.from_thread import start_blocking_portal
 
 from kvtier.backends.disk.backend import object_path
 from kvtier.backends.disk.folder import ObjectFolder
-from kvtier.cli import checks_environment, main
+from kvtier.cli import checks, main
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from tests.rigs.forks import Forked, python
@@ -39,7 +39,7 @@ Kvtier = Callable[..., Result]
 @pytest.fixture(autouse=True)
 def _quick_vllm_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real one takes seconds to print its version. Commands in their own process start it."""
-    monkeypatch.setattr(checks_environment, "which", lambda *_, **__: "/bin/true")
+    monkeypatch.setattr(checks, "which", lambda *_, **__: "/bin/true")
 
 
 @pytest.fixture(autouse=True)

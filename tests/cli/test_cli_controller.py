@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from kvtier.cli import controller_client, controller_follow
+from kvtier.cli import controller_client, controller_output
 from kvtier.testing.servers import free_port
 
 from .conftest import Kvtier, spawn
@@ -180,7 +180,7 @@ def test_move_shows_progress_on_a_terminal(
     screen = io.StringIO()
     monkeypatch.setenv("TERM", "xterm")  # A "dumb" terminal shows no progress.
     console = Console(file=screen, force_terminal=True, width=100)
-    monkeypatch.setattr(controller_follow, "messages", lambda: console)
+    monkeypatch.setattr(controller_output, "messages", lambda: console)
     running = {**EVENT, "state": "running", "chunks_done": 1, "bytes_done": 1024, "ended_at": None}
     stub.respond("GET /events/e1", running, running, EVENT)
     kvtier("move", "a/ram", "b/ram", "--tokens", "[1]")

@@ -10,7 +10,7 @@ import pytest
 
 # Imported early: the first command would import these slowly and block the event loop.
 import kvtier.cli.controller_client
-import kvtier.cli.controller_follow  # noqa: F401
+import kvtier.cli.controller_output  # noqa: F401
 
 from .conftest import Kvtier
 from .fleet import CHUNK_TOKENS, MODEL, Fleet, fleet

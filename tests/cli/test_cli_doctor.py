@@ -17,8 +17,8 @@ import pytest
 
 from kvtier.backends.cpu import HugePageSettings
 from kvtier.backends.disk.backend import DiskSettings
-from kvtier.cli import checks, checks_disk, checks_environment
-from kvtier.cli.check import Check
+from kvtier.cli import checks
+from kvtier.cli.checks import Check
 from kvtier.memory import arena
 
 from .conftest import Kvtier, store
@@ -128,14 +128,14 @@ def test_vllm_is_found_under_both_package_names(
 
 
 def test_writable_disk_path(tmp_path: Path) -> None:
-    check = checks_disk.check_direct_io("tier ssd", tmp_path)
+    check = checks.check_direct_io("tier ssd", tmp_path)
     assert check.status in ("ok", "warn")
     assert str(tmp_path) in check.found
     assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_disk_path_is_not_created(tmp_path: Path) -> None:
-    check = checks_disk.check_direct_io("tier ssd", tmp_path / "a" / "b")
+    check = checks.check_direct_io("tier ssd", tmp_path / "a" / "b")
     assert f"{tmp_path}/a/b (to be created in {tmp_path})" in check.found
     assert list(tmp_path.iterdir()) == []
 
@@ -155,8 +155,8 @@ def test_remedy_of_a_path_that_cannot_be_a_folder(path: str, found: str, remedy:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
-    check = checks_disk.check_direct_io("tier ssd", tmp_path / path)
-    assert checks_disk.check_disk_room(disk(tmp_path / path), tmp_path / path).name == "room for tier ssd"
+    check = checks.check_direct_io("tier ssd", tmp_path / path)
+    assert checks.check_disk_room(disk(tmp_path / path), tmp_path / path).name == "room for tier ssd"
     assert check.status == "fail"
     assert found.replace("{}", str(tmp_path)) in check.found
     assert remedy.replace("{}", str(tmp_path)) in check.remedy
@@ -178,8 +178,8 @@ def test_remedy_of_a_folder_that_cannot_be_written(
     def refuse(**_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(checks_disk.tempfile, "NamedTemporaryFile", refuse)
-    check = checks_disk.check_direct_io("tier ssd", tmp_path / "a b")
+    monkeypatch.setattr(checks.tempfile, "NamedTemporaryFile", refuse)
+    check = checks.check_direct_io("tier ssd", tmp_path / "a b")
     assert (check.status, os.strerror(number) in check.found) == ("fail", True)
     assert remedy.replace("{}", str(tmp_path)) in check.remedy
     assert check.remedy.endswith("or set another `path`")
@@ -194,23 +194,19 @@ def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.Monke
         return open_file(path, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    check = checks_disk.check_direct_io("tier ssd", tmp_path)
+    check = checks.check_direct_io("tier ssd", tmp_path)
     assert check.status == "warn"
     assert "not with O_DIRECT" in check.found
 
 
 def test_disk_room_includes_the_chunks_of_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store(tmp_path / "disk", 1)
-    monkeypatch.setattr(checks_disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=MEBIBYTE))
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=MEBIBYTE))
+    assert checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE + 8192), tmp_path / "disk").status == "ok"
     assert (
-        checks_disk.check_disk_room(disk(tmp_path / "disk", MEBIBYTE + 8192), tmp_path / "disk").status
-        == "ok"
+        checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE + 8193), tmp_path / "disk").status == "warn"
     )
-    assert (
-        checks_disk.check_disk_room(disk(tmp_path / "disk", MEBIBYTE + 8193), tmp_path / "disk").status
-        == "warn"
-    )
-    room = checks_disk.check_disk_room
+    room = checks.check_disk_room
     assert room(disk(tmp_path / "disk", MEBIBYTE + 8192), tmp_path / "disk").status == "ok"
     assert room(disk(tmp_path / "disk", MEBIBYTE + 8193), tmp_path / "disk").status == "warn"
     assert room(disk(tmp_path / "new", MEBIBYTE), tmp_path / "new").status == "ok"
@@ -226,7 +222,7 @@ def test_disk_room_beside_a_chunk_that_is_evicted(tmp_path: Path, monkeypatch: p
         return real(path, **named)
 
     monkeypatch.setattr(Path, "stat", stat)
-    assert checks_disk.check_disk_room(disk(tmp_path / "disk", MEBIBYTE), tmp_path / "disk").status == "ok"
+    assert checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE), tmp_path / "disk").status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -245,7 +241,7 @@ def test_disk_room_with_a_folder_that_cannot_be_listed(
         raise OSError(code, os.strerror(code), str(path))
 
     monkeypatch.setattr(os, "scandir", scandir)
-    check = checks_disk.check_disk_room(disk(tmp_path / "disk", MEBIBYTE), tmp_path / "disk")
+    check = checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE), tmp_path / "disk")
     assert check.status == "warn"
     assert os.strerror(code) in check.found
     assert remedy in str(check.remedy)
@@ -297,18 +293,18 @@ def test_torch_is_not_imported_if_not_installed(monkeypatch: pytest.MonkeyPatch)
 def test_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = "/" + "x" * 69
     monkeypatch.setattr(tempfile, "tempdir", folder)
-    assert checks_environment.check_temporary_folder({"TMPDIR": folder}).status == "ok"
-    check = checks_environment.check_temporary_folder({"TMPDIR": "/nowhere"})
+    assert checks.check_temporary_folder({"TMPDIR": folder}).status == "ok"
+    check = checks.check_temporary_folder({"TMPDIR": "/nowhere"})
     assert (check.status, check.remedy) == ("warn", "mkdir -p /nowhere, or unset TMPDIR")
     monkeypatch.setattr(tempfile, "tempdir", f"{folder}y")
-    check = checks_environment.check_temporary_folder({})
+    check = checks.check_temporary_folder({})
     assert (check.status, check.remedy) == ("warn", "export TMPDIR=/tmp")
     assert "vLLM's sockets in it have 108 bytes, at most 107 work" in check.found
 
 
 def test_variables_of_lmcache() -> None:
-    assert checks_environment.check_lmcache_variables({"KVTIER_LINGER": "1s"}).status == "ok"
-    check = checks_environment.check_lmcache_variables({"LMCACHE_B": "1", "LMCACHE_A": "1", "HOME": "/"})
+    assert checks.check_lmcache_variables({"KVTIER_LINGER": "1s"}).status == "ok"
+    check = checks.check_lmcache_variables({"LMCACHE_B": "1", "LMCACHE_A": "1", "HOME": "/"})
     assert (check.status, check.found) == ("warn", "LMCACHE_A, LMCACHE_B: set without effect on kvtier")
     assert check.remedy.endswith("unset LMCACHE_A LMCACHE_B")
 
@@ -330,15 +326,15 @@ def test_variables_of_lmcache() -> None:
 def test_vllm_command(
     script: str | None, status: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks_environment, "which", shutil.which)
+    monkeypatch.setattr(checks, "which", shutil.which)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     if script is not None:
         (tmp_path / "vllm").write_text(script)
         (tmp_path / "vllm").chmod(0o755)
         if "sleep" in script:
-            monkeypatch.setattr(checks_environment, "COMMAND_SECONDS", 0.1)
-    check = checks_environment.VLLMCommand().check()
+            monkeypatch.setattr(checks, "COMMAND_SECONDS", 0.1)
+    check = checks.VLLMCommand().check()
     assert check.status == status
     assert found in check.found
     assert (status == "ok") == ("python -m vllm.entrypoints.openai.api_server" not in check.remedy)
@@ -374,7 +370,7 @@ def test_broken_torch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_gpu_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the GPU check, which imports torch into the test process, and vLLM's command: both take long."""
-    monkeypatch.setattr(checks_environment, "which", lambda *_, **__: None)
+    monkeypatch.setattr(checks, "which", lambda *_, **__: None)
     monkeypatch.setattr(checks, "check_gpu", lambda: Check("GPU", "warn", "not asked for"))
 
 

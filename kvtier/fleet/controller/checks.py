@@ -47,30 +47,32 @@ def check_hello(hello: Hello) -> None:
             "'.', '_' and '-', starting with a letter or digit"
         )
     optional = [text for text in (hello.peer, hello.transport) if text is not None]
-    _check_texts("its description", [hello.kvtier, hello.host, *optional])
+    _check_texts("the description of the instance", [hello.kvtier, hello.host, *optional])
     if hello.peer is not None:
         _check_address(hello.peer)
-    _check_counts("its process", [hello.process])
+    _check_counts("the process of the instance", [hello.process])
     _check_tiers(hello.tiers)
 
 
 def check_heartbeat(heartbeat: Heartbeat, tiers: int) -> None:
     """Check a heartbeat of an instance that has ``tiers`` tiers."""
     if len(heartbeat.tiers) != tiers:
-        raise RefusedInstance(f"its heartbeat has {len(heartbeat.tiers)} tiers, but it registered {tiers}")
+        raise RefusedInstance(
+            f"the instance's heartbeat has {len(heartbeat.tiers)} tiers, but it registered {tiers}"
+        )
     counts = [
         count for tier in heartbeat.tiers for count in (tier.used, tier.chunks, tier.found, tier.hit_tokens)
     ]
     counts += [heartbeat.looked_up, heartbeat.looked_up_tokens, heartbeat.leases, heartbeat.pending_bytes]
-    _check_counts("its heartbeat", counts)
+    _check_counts("the instance's heartbeat", counts)
     if len(heartbeat.engines) > MAX_ENGINES:
-        raise RefusedInstance(f"it has {len(heartbeat.engines)} engines, more than {MAX_ENGINES}")
-    _check_texts("its engines", heartbeat.engines)
+        raise RefusedInstance(f"the instance has {len(heartbeat.engines)} engines, more than {MAX_ENGINES}")
+    _check_texts("the instance's engines", heartbeat.engines)
 
 
 def check_what_if(report: WhatIfReport, tiers: Sequence[str]) -> None:
     """Check an estimate of an instance that has these ``tiers``."""
-    where = "its estimate"
+    where = "the instance's estimate"
     curves, changes = report.tiers, report.changes
     known = [curve.tier for curve in curves]
     if len(set(known)) < len(known) or not set(known).union(change.tier for change in changes) <= set(tiers):
@@ -115,34 +117,36 @@ def check_what_if(report: WhatIfReport, tiers: Sequence[str]) -> None:
 def check_models(models: Sequence[Model]) -> None:
     """Check the models that an instance serves, including their layouts."""
     if len(models) > MAX_MODELS:
-        raise RefusedInstance(f"it serves {len(models)} models, more than {MAX_MODELS}")
+        raise RefusedInstance(f"the instance serves {len(models)} models, more than {MAX_MODELS}")
     for model in models:
         if not 0 < len(model.names) <= MAX_NAMES:
-            raise RefusedInstance(f"one of its models has {len(model.names)} names, not 1 to {MAX_NAMES}")
-        _check_texts("its models", model.names)
+            raise RefusedInstance(
+                f"one of the instance's models has {len(model.names)} names, not 1 to {MAX_NAMES}"
+            )
+        _check_texts("the instance's models", model.names)
         if len(model.namespace) != KEY_BYTES:
             raise RefusedInstance(
                 f"the namespace of {model.names[0]!r} has {len(model.namespace)} bytes, not {KEY_BYTES}"
             )
         if not _is_valid(model.layout):
-            raise RefusedInstance(f"the layout of its model {model.names[0]!r} is invalid")
+            raise RefusedInstance(f"the layout of the instance's model {model.names[0]!r} is invalid")
 
 
 def _check_tiers(tiers: Sequence[TierDescription]) -> None:
     if not 0 < len(tiers) <= MAX_TIERS:
-        raise RefusedInstance(f"it has {len(tiers)} tiers, not 1 to {MAX_TIERS}")
+        raise RefusedInstance(f"the instance has {len(tiers)} tiers, not 1 to {MAX_TIERS}")
     names = [tier.name for tier in tiers]
-    _check_texts("its tiers", [*names, *(tier.type for tier in tiers)])
+    _check_texts("the instance's tiers", [*names, *(tier.type for tier in tiers)])
     if len(set(names)) < len(names):
-        raise RefusedInstance("two of its tiers have the same name")
-    _check_counts("its tiers", [tier.capacity for tier in tiers if tier.capacity is not None])
+        raise RefusedInstance("two of the instance's tiers have the same name")
+    _check_counts("the instance's tiers", [tier.capacity for tier in tiers if tier.capacity is not None])
 
 
 def _check_address(peer: str) -> None:
     try:
         split_address(peer)
     except ValueError as error:
-        raise RefusedInstance(f"its peer address: {error}") from error
+        raise RefusedInstance(f"the instance's peer address: {error}") from error
 
 
 def _check_texts(where: str, texts: Iterable[str]) -> None:

@@ -108,7 +108,7 @@ class _Handler:
                 member.endpoint.send(registry.held_by(member, message, _split(message.keys)))
             case WhoServes():
                 if len(message.addresses) > MAX_ADDRESSES:
-                    raise ProtocolError(f"it asks for more than {MAX_ADDRESSES} addresses at once")
+                    raise ProtocolError(f"the instance asks for more than {MAX_ADDRESSES} addresses at once")
                 member.endpoint.send(registry.served_at(message))
             case Heartbeat():
                 registry.update_heartbeat(member, message)
@@ -126,7 +126,9 @@ class _Handler:
     async def _index(self, changed: Changed) -> None:
         member, registry = self._member, self._registry
         if not 0 <= changed.tier < len(member.places):
-            raise ProtocolError(f"it reports on tier {changed.tier}, but has {len(member.places)} tiers")
+            raise ProtocolError(
+                f"the instance reports on tier {changed.tier}, but has {len(member.places)} tiers"
+            )
         removed, stored = _split(changed.removed), _split(changed.stored)
         steps: list[tuple[Callable[[Member, int, Sequence[ChunkKey]], None], list[ChunkKey]]] = [
             (registry.removed, removed),
@@ -154,5 +156,5 @@ def _decode(body: bytes) -> FromInstance:
 def _split(joined: bytes) -> list[ChunkKey]:
     keys = split_keys(joined)
     if len(keys) > MAX_KEYS:
-        raise ProtocolError(f"it names {len(keys)} chunks in one message, more than {MAX_KEYS}")
+        raise ProtocolError(f"the instance names {len(keys)} chunks in one message, more than {MAX_KEYS}")
     return keys

@@ -94,7 +94,8 @@ class Session:
         welcome = await self._endpoint.greet(hello, Welcome, VERSION, GREETING_SECONDS)
         if not 0 < welcome.heartbeat < welcome.idle_timeout <= MAX_IDLE_TIMEOUT_SECONDS:
             raise ProtocolError(
-                f"its heartbeat of {welcome.heartbeat} s does not fit its timeout of {welcome.idle_timeout} s"
+                f"the controller's heartbeat of {welcome.heartbeat} s does not fit its timeout of "
+                f"{welcome.idle_timeout} s"
             )
         return welcome
 
@@ -176,7 +177,7 @@ class Session:
     async def _keep_alive(self, welcome: Welcome) -> None:
         timeouts = Timeouts(welcome.heartbeat, welcome.idle_timeout, welcome.idle_timeout)
         await KeepAlive(self._endpoint, timeouts).run()
-        raise ChannelClosed(f"it has not answered for {welcome.idle_timeout:g} s")
+        raise ChannelClosed(f"the controller has not answered for {welcome.idle_timeout:g} s")
 
     def _heartbeat(self) -> Heartbeat:
         cache = self._cache
@@ -221,7 +222,7 @@ class Session:
 
     def _begin(self, command: Command) -> None:
         if command.ticket in self._running:
-            raise ProtocolError(f"it gives ticket {command.ticket} to two commands at once")
+            raise ProtocolError(f"the controller gives ticket {command.ticket} to two commands at once")
         if len(self._running) >= MAX_COMMANDS:
             reason = f"this instance is busy with {MAX_COMMANDS} commands already"
             self._endpoint.send(Failed(command.ticket, reason))

@@ -134,7 +134,7 @@ class Directory:
             with anyio.fail_after(REFRESH_SECONDS):
                 answer = await self._client.get("/instances")
                 if answer.status_code != 200:
-                    self._back_off(f"it answered /instances with {answer.status_code}")
+                    self._back_off(f"the controller answered /instances with {answer.status_code}")
                     return
                 instances = msgspec.json.decode(answer.content, type=_Instances).instances
                 by_name = {instance.instance: await _peer_addresses(instance) for instance in instances}

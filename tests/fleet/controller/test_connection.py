@@ -309,7 +309,7 @@ async def test_instance_of_another_version_is_refused(running: RunningRegistry) 
 async def test_refused_registration_has_a_reason(running: RunningRegistry) -> None:
     async with running.instance() as instance:
         await instance.send(hello("one", tiers=TIERS * 6))
-        assert await instance.refusal() == "it has 18 tiers, not 1 to 16"
+        assert await instance.refusal() == "the instance has 18 tiers, not 1 to 16"
 
 
 async def test_oversized_frame_is_not_read(running: RunningRegistry) -> None:
