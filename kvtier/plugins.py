@@ -282,7 +282,7 @@ class Plugins:
             )
         for name, find in (("eviction", self.eviction), ("codec", self.codec)) if is_local else ():
             choice = valid_choice(raw.get(name, backend.settings_type.model_fields[name].default))
-            if choice is None:  # The tier's own validation says so.
+            if choice is None:  # The tier's own validation reports it.
                 continue
             with collected(problems):
                 self._component(f"{key}.{name}", choice, find, settings)

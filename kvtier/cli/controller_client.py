@@ -73,7 +73,7 @@ class Controller:
         return self._answer(EventsAnswer, "GET", "/events", {"limit": limit})
 
     def event(self, event_id: str, *, wait: float | None = None) -> EventAnswer:
-        """Return an event. With ``wait``, once it has ended or after so many seconds."""
+        """Return an event. With ``wait``, once it has ended, or after ``wait`` seconds."""
         return self._answer(EventAnswer, "GET", f"/events/{quote(event_id, safe='')}", {"wait": wait})
 
     def pins(self, instance: str | None, limit: int) -> PinsAnswer:

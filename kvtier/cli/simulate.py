@@ -87,10 +87,13 @@ def simulate(
         typer.Option(metavar="FILE", help="Take speeds of tiers from a file of `kvtier bench --output`."),
     ] = None,
     windows: Annotated[
-        int, typer.Option(min=0, max=1000, help="Also show the hit rate in so many equal parts of the time.")
+        int,
+        typer.Option(
+            metavar="N", min=0, max=1000, help="Also show the hit rate in N equal parts of the time."
+        ),
     ] = 0,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Read only so many requests of each trace.")
+        int | None, typer.Option(metavar="N", min=1, help="Read only the first N requests of each trace.")
     ] = None,
     as_json: AsJson = False,
     json_file: Annotated[

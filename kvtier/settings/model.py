@@ -474,7 +474,7 @@ def load_valid(
         problems.append(explain(error, Settings, origins.at))
         wrong = {details["loc"][0] for details in error.errors(include_url=False)}
         settings = Settings(**{name: value for name, value in values.items() if name not in wrong})
-        if "tenants" in wrong:  # What a tier says of them cannot be checked.
+        if "tenants" in wrong:  # The tiers' own part of them cannot be checked.
             for tier in settings.tiers:
                 tier.pop("tenants", None)
     settings._origins = origins

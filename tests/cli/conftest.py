@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import typer.main
@@ -20,7 +21,9 @@ from kvtier.backends.disk.folder import ObjectFolder
 from kvtier.cli import checks, main
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
+from tests.rigs.bridges import CHUNK_TOKENS, is_serving
 from tests.rigs.forks import Forked, python
+from tests.rigs.waiting import wait_until
 
 PAYLOAD_BYTES = 5000
 
@@ -80,6 +83,28 @@ def fork(*arguments: object, **variables: str) -> Forked:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+
+
+class Running(NamedTuple):
+    """A cache process."""
+
+    pid: int
+    socket: Path
+    config: Path
+
+
+@contextmanager
+def cache_process(folder: Path, **settings: Any) -> Iterator[Running]:
+    """Run ``kvtier serve`` in a forked process for the duration of the block."""
+    socket, config = folder / "kv.sock", folder / "kvtier.yaml"
+    config.write_text(json.dumps({"socket": str(socket), "chunk_tokens": CHUNK_TOKENS, **settings}))  # YAML.
+    process = fork("serve", "--config", config)
+    try:
+        wait_until(lambda: is_serving(socket))
+        yield Running(process.pid, socket, config)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def spawn(*arguments: object, **variables: str) -> subprocess.Popen[str]:

@@ -13,11 +13,11 @@ from kvtier.bridge.protocol import WhatIfAnswer
 from kvtier.observability.whatif.report import Report
 from kvtier.observability.whatif.sentences import DISABLED, NOTHING_OBSERVED, UNRELIABLE, basis, findings
 from kvtier.pipeline.query import Query
-from tests.rigs.bridges import CHUNK_TOKENS, KEYS, is_serving, store
+from tests.rigs.bridges import CHUNK_TOKENS, KEYS, store
 from tests.rigs.waiting import wait_until
 from tests.rigs.whatif_reports import GIB, REPORT
 
-from .conftest import Kvtier, fork
+from .conftest import Kvtier, cache_process
 
 
 @pytest.fixture
@@ -117,30 +117,16 @@ def test_no_report(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch, enabled: boo
     assert kvtier("whatif", "--tier", "ram", "--json") == (0, "null\n", "")
 
 
-def test_no_cache_process(kvtier: Kvtier, tmp_path: Path) -> None:
-    result = kvtier("whatif", "--socket", tmp_path / "kv.sock")
-    assert (result.status, result.output) == (1, "")
-    assert "start one with `kvtier serve`" in result.errors
-
-
 def test_real_cache_process(kvtier: Kvtier, tmp_path: Path) -> None:
-    socket, config = tmp_path / "kv.sock", tmp_path / "kvtier.yaml"
-    tiers = [{"name": "ram", "type": "cpu", "capacity": "8MiB"}]
-    config.write_text(json.dumps({"socket": str(socket), "tiers": tiers, "chunk_tokens": CHUNK_TOKENS}))
-    process = fork("serve", "--config", config)
-    try:
-        wait_until(lambda: is_serving(socket))
-        assert kvtier("whatif", "--socket", socket).output == f"{NOTHING_OBSERVED}\n"
-        scheduler, worker = store(socket, KEYS[:4])
+    with cache_process(tmp_path, tiers=[{"name": "ram", "type": "cpu", "capacity": "8MiB"}]) as running:
+        assert kvtier("whatif", "--socket", running.socket).output == f"{NOTHING_OBSERVED}\n"
+        scheduler, worker = store(running.socket, KEYS[:4])
         ticket = scheduler.look_up(Query(KEYS[:8], 8 * CHUNK_TOKENS))
         assert ticket is not None
-        wait_until(lambda: client.what_if(socket).report is not None)
-        report = json.loads(kvtier("whatif", "--config", config, "--json").output)
+        wait_until(lambda: client.what_if(running.socket).report is not None)
+        report = json.loads(kvtier("whatif", "--config", running.config, "--json").output)
         scheduler.close()
         worker.close()
-    finally:
-        process.kill()
-        process.communicate()
     assert not report["stopped"], "then it may have observed nothing"
     assert (report["chunks"], report["measured_hit_rate"]) == (8, 0.5)
     assert [(curve["tier"], curve["capacity_bytes"]) for curve in report["tiers"]] == [("ram", 8 << 20)]

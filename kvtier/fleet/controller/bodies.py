@@ -50,7 +50,7 @@ _DURATION = Duration.__metadata__[-1].json_schema  # type: ignore[attr-defined]
 
 
 _BEGIN_OF_TOKENS = re.compile(rb'"tokens"[ \t\r\n]*:[ \t\r\n]*\[')
-_decode_ids = msgspec.json.Decoder(list[TokenID]).decode
+decode_ids = msgspec.json.Decoder(list[TokenID]).decode
 
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -310,7 +310,7 @@ class Bodies:
 
 def _append(ids: array[int], text: bytearray) -> None:
     try:
-        decoded = _decode_ids(b"[%b]" % bytes(text))
+        decoded = decode_ids(b"[%b]" % bytes(text))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HTTPException(422, _describe(error, len(ids))) from None
     if not decoded:

@@ -113,7 +113,8 @@ class EventLog:
         """In the order of their end."""
         self._ends: dict[str, anyio.Event] = {}
         """Set at the end of an event; unfinished events only."""
-        self._listeners: set[Listener] = set()
+        self.listeners: set[Listener] = set()
+        """Those that :meth:`subscribe` has added."""
         self.counts: Counter[tuple[Kind, EventState]] = Counter()
         """Transitions into each state since the controller started."""
         self.seconds: defaultdict[Kind, float] = defaultdict(float)
@@ -220,11 +221,11 @@ class EventLog:
     @contextmanager
     def subscribe(self, listener: Listener) -> Iterator[None]:
         """Call ``listener`` on every change and progress within the block. It must not block."""
-        self._listeners.add(listener)
+        self.listeners.add(listener)
         try:
             yield
         finally:
-            self._listeners.discard(listener)
+            self.listeners.discard(listener)
 
     def _end(self, event: Event, state: EventState) -> None:
         event.state, event.ended_at = state, self._clock()
@@ -239,7 +240,7 @@ class EventLog:
         self._notify(event)
 
     def _notify(self, event: Event) -> None:
-        for listener in tuple(self._listeners):
+        for listener in tuple(self.listeners):
             listener(event)
 
     def _save(self, event: Event) -> None:

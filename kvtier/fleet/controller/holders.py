@@ -171,7 +171,7 @@ class Holders:
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self.dropped_keys = 0
-        """How often a key was dropped for lack of room."""
+        """How often a key was dropped because the index was full."""
         self._max_row = -(-max_keys // ROWS)
         self._rows: list[dict[ChunkKey, int]] = [{} for _ in range(ROWS)]
         self._sets = HolderSets()

@@ -3,9 +3,9 @@
 Only the outer object is decoded. Values stay raw bytes, so that every field passes through unchanged, whether
 the proxy knows it or not.
 
-The hint ``cache`` says how long to keep a prompt, and its worth. A client gives it in ``kv_transfer_params``,
-or with fields of other APIs: Anthropic's ``cache_control`` in a message, a part of it, the system prompt or a
-tool, and ``priority``, which vLLM adds to OpenAI's API.
+The hint ``cache`` tells how long to keep a prompt, and its priority. A client gives it in
+``kv_transfer_params``, or with fields of other APIs: Anthropic's ``cache_control`` in a message, a part of
+it, the system prompt or a tool, and ``priority``, which vLLM adds to OpenAI's API.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def cache_hint(fields: Mapping[str, msgspec.Raw], given: msgspec.Raw | None) -> 
 
 
 def _given(raw: msgspec.Raw | None) -> dict[str, Any]:
-    """Return what a client's own hint says. Of an invalid one, only the mode: it may be ``off``."""
+    """Return a client's own hint. Of an invalid one, only the mode: it may be ``off``."""
     if raw is None:
         return {}
     value = decoded(raw)
@@ -284,7 +284,7 @@ def _priority(raw: msgspec.Raw | None) -> int:
 
 
 def decoded(raw: msgspec.Raw | bytes | None) -> object:
-    """Return a decoded value; ``None`` if there is none or it is malformed."""
+    """Return a decoded value; ``None`` if it is missing or malformed."""
     try:
         return None if raw is None else _values.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

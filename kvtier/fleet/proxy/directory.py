@@ -91,7 +91,7 @@ class Directory:
         """Refresh periodically which engine belongs to which instance. Runs until cancelled."""
         async with self._client:
             while True:
-                await self._refresh_instances()
+                await self.refresh()
                 await anyio.sleep(REFRESH_SECONDS)
 
     async def look_up(self, body: Body, tokenizer: Upstream | None, headers: Headers) -> Held | None:
@@ -129,7 +129,8 @@ class Directory:
         prompt = body.fields["prompt"]
         return {**request, ("prompt" if bytes(prompt)[:1] == b'"' else "tokens"): prompt}
 
-    async def _refresh_instances(self) -> None:
+    async def refresh(self) -> None:
+        """Find out which engine belongs to which instance. Without an answer, all stay as they are."""
         try:
             with anyio.fail_after(REFRESH_SECONDS):
                 answer = await self._client.get("/instances")

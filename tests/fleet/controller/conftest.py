@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.fleet.controller.controlling import RunningController, running_controller
-from tests.fleet.controller.registering import RunningRegistry, running_registry
+from tests.rigs.waiting import until
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser
 
 
 @pytest.fixture(scope="module")
-async def module_registry() -> AsyncIterator[RunningRegistry]:
-    """A registry behind a real server, shared by a module because it takes a while to stop."""
-    async with running_registry(heartbeat=2.0, idle_timeout=60.0) as running:
+async def module_controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningController]:
+    """A controller shared by a module, because it takes a while to stop."""
+    async with running_controller(tmp_path_factory.mktemp("controller")) as running:
         yield running
 
 
 @pytest.fixture
-async def running(module_registry: RunningRegistry) -> AsyncIterator[RunningRegistry]:
-    """The registry of the module, without instances at the start of each test."""
-    yield module_registry
-    registry = module_registry.registry
+async def running(module_controller: RunningController) -> AsyncIterator[RunningController]:
+    """The controller of the module, without instances at the start of each test."""
+    yield module_controller
+    registry = module_controller.registry
     for member in list(registry.members.values()):
         registry.leave(member, "the test is over")
-    await module_registry.wait_until(lambda: len(registry.holders) == 0)
+    await until(lambda: len(registry.holders) == 0)
 
 
 @pytest.fixture(scope="module")

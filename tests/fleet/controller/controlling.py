@@ -1,7 +1,8 @@
-"""A complete controller in the test process, and scripted instances that execute its commands."""
+"""A complete controller in the test process, and instances whose messages a test chooses or scripts."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,14 +12,18 @@ import anyio
 import httpx
 import msgspec
 from anyio.abc import TaskGroup
-from websockets.asyncio.client import connect
+from blake3 import blake3
+from starlette.websockets import WebSocket
+from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
+from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.controller.serve import Controller, run_controller
 from kvtier.fleet.controller.settings import ServiceSettings
 from kvtier.fleet.member.protocol import (
     CONNECT_PATH,
+    VERSION,
     Cancel,
     Changed,
     Command,
@@ -27,29 +32,41 @@ from kvtier.fleet.member.protocol import (
     Done,
     Failed,
     Fetch,
+    FromController,
+    Heartbeat,
+    Hello,
     Model,
     Pin,
     Progress,
     Serves,
+    TierDescription,
+    TierState,
     Tokenize,
     Unpin,
     UpToDate,
     Welcome,
     decode_from_controller,
+    decode_from_instance,
 )
-from kvtier.memory.keys import ChunkKey, join_keys, split_keys
-from kvtier.rpc.frames import Ping, Pong
-from tests.fleet.controller.registering import (
-    DISK,
-    MODEL,
-    RAM,
-    TIERS,
-    TIMEOUT_SECONDS,
-    RegisteringInstance,
-    heartbeat,
-)
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
+from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.rpc.endpoint import Endpoint
+from kvtier.rpc.frames import Message, Ping, Pong, Refused, encode_body
+from kvtier.rpc.websocket import ServerWire
 from tests.rigs.waiting import until
 
+TIMEOUT_SECONDS = 60.0
+"""Upper bound for whatever a test waits for."""
+RAM, DISK, POOL = 0, 1, 2
+TIERS = [
+    TierDescription("ram", "cpu", 1 << 30, False),
+    TierDescription("ssd", "disk", 1 << 40, False),
+    TierDescription("pool", "redis", None, True),
+]
+LAYOUT = ChunkLayout(256, (GroupLayout(32, (1024, 1024)),))
+MODEL = Model(["meta/llama", "llama"], namespace("meta/llama", LAYOUT), LAYOUT, True)
+
+_incarnations = itertools.count(1)
 CHUNK = MODEL.layout.chunk_tokens
 TOKENS = list(range(4 * CHUNK + 44))
 """Four whole chunks and a partial one."""
@@ -60,6 +77,81 @@ LENGTHS = list(PromptChunks.of(MODEL, TOKENS).lengths)
 WHOLE = 4 * CHUNK
 A_TO_B = {"old_position": ["a", "ram"], "new_position": ["b", "ram"], "tokens": TOKENS}
 B_TO_A = {"old_position": ["b", "ram"], "new_position": ["a", "ram"], "tokens": TOKENS}
+
+
+def keys_of(name: str, count: int) -> list[ChunkKey]:
+    """Return ``count`` keys, distinct for each name."""
+    return split_keys(blake3(name.encode()).digest(KEY_BYTES * count))
+
+
+def hello(instance: str = "one", **changes: Any) -> Hello:
+    fields: dict[str, Any] = {
+        "version": VERSION,
+        "instance": instance,
+        "incarnation": next(_incarnations),
+        "kvtier": "0.1.0",
+        "host": "test-host",
+        "process": 4242,
+        "peer": f"{instance}:8200",
+        "transport": "tcp",
+        "tiers": TIERS,
+    }
+    return Hello(**{**fields, **changes})
+
+
+def heartbeat(used: int = 0, looked_up: int = 0, found: int = 0) -> Heartbeat:
+    """Return a heartbeat. All chunks that were looked up and found have one token."""
+    tiers = [TierState(used, used // 4096, True, found, found)] * len(TIERS)
+    return Heartbeat(tiers, looked_up, ["engine"], 0, 0, looked_up)
+
+
+def unconnected() -> Endpoint:
+    """Return an endpoint that queues what is sent to it."""
+    websocket = WebSocket({"type": "websocket"}, None, None)  # type: ignore[arg-type]
+    return Endpoint(ServerWire(websocket), decode_from_instance)
+
+
+class RegisteringInstance:
+    """The instance's end of one connection."""
+
+    def __init__(self, websocket: ClientConnection) -> None:
+        self.websocket = websocket
+
+    async def send(self, *messages: Message) -> None:
+        for message in messages:
+            await self.websocket.send(encode_body(message))
+
+    async def receive(self) -> FromController:
+        with anyio.fail_after(TIMEOUT_SECONDS):
+            body = await self.websocket.recv()
+        assert isinstance(body, bytes)
+        return decode_from_controller(body)
+
+    async def register(self, instance: str = "one", **changes: Any) -> Welcome:
+        await self.send(hello(instance, **changes))
+        answer = await self.receive()
+        assert isinstance(answer, Welcome), answer
+        return answer
+
+    async def report(
+        self, stored: Sequence[ChunkKey], tier: int = RAM, removed: Sequence[ChunkKey] = ()
+    ) -> None:
+        await self.send(Changed(tier, join_keys(stored), join_keys(removed)))
+
+    async def refusal(self) -> str:
+        """Return the reason of the controller's refusal, once it has closed the connection."""
+        while not isinstance(answer := await self.receive(), Refused):
+            pass
+        await self.wait_closed()
+        return answer.reason
+
+    async def wait_closed(self) -> None:
+        with anyio.fail_after(TIMEOUT_SECONDS):
+            try:
+                while True:
+                    await self.websocket.recv()
+            except ConnectionClosed:
+                return
 
 
 class Gate:
@@ -85,10 +177,8 @@ class Network:
 class ScriptedInstance(RegisteringInstance):
     """Tracks keys by tier, and applies the controller's commands to them."""
 
-    name: str
-    network: Network
-
-    def set_up(self, name: str, network: Network) -> None:
+    def __init__(self, websocket: ClientConnection, name: str, network: Network) -> None:
+        super().__init__(websocket)
         self.name = name
         self.network = network
         self.held: list[dict[ChunkKey, None]] = [{}, {}, {}]
@@ -140,13 +230,13 @@ class ScriptedInstance(RegisteringInstance):
                 return await self._fetch(command)
             case Delete():
                 keys = [key for key in split_keys(command.keys) if key in self.held[command.tier]]
-                await self._remove(command.tier, keys)
+                await self.remove(command.tier, keys)
                 return Done(command.ticket, join_keys(keys), len(keys), 100 * len(keys))
             case DeleteAll():
                 tiers = range(len(self.held)) if command.tier is None else [command.tier]
                 removed = {key for tier in tiers for key in self.held[tier]}
                 for tier in tiers:
-                    await self._remove(tier, list(self.held[tier]))
+                    await self.remove(tier, list(self.held[tier]))
                 return Done(command.ticket, b"", len(removed), 100 * len(removed))
             case Pin():
                 keys = [key for key in split_keys(command.keys) if any(key in held for held in self.held)]
@@ -182,7 +272,7 @@ class ScriptedInstance(RegisteringInstance):
         held = [key for key in keys if key in self.held[command.tier]]
         return Done(command.ticket, join_keys(held), len(held), 100 * fetched, reason)
 
-    async def _remove(self, tier: int, keys: Sequence[ChunkKey]) -> None:
+    async def remove(self, tier: int, keys: Sequence[ChunkKey]) -> None:
         for key in keys:
             self.held[tier].pop(key, None)
         await self.send(Changed(tier, b"", join_keys(keys)))
@@ -203,6 +293,10 @@ class RunningController:
     def url(self) -> str:
         host, port = self.controller.address
         return f"http://{host}:{port}"
+
+    @property
+    def port(self) -> int:
+        return self.controller.address[1]
 
     async def post(self, path: str, **body: Any) -> Any:
         """Send a POST that succeeds, and return the response."""
@@ -243,6 +337,35 @@ class RunningController:
     async def wait_until(self, condition: Callable[[], object]) -> None:
         await until(lambda: condition())
 
+    def member(self, name: str = "one") -> Member:
+        return self.registry.find(name)
+
+    @asynccontextmanager
+    async def connect(self, name: str | None = None, **changes: Any) -> AsyncIterator[RegisteringInstance]:
+        """Connect an instance, and register it if it has a name."""
+        async with self._connection() as websocket:
+            instance = RegisteringInstance(websocket)
+            if name is not None:
+                await instance.register(name, **changes)
+            yield instance
+
+    @asynccontextmanager
+    async def holding(
+        self,
+        name: str,
+        keys: Sequence[ChunkKey],
+        tier: int = RAM,
+        state: Heartbeat | None = None,
+        **changes: Any,
+    ) -> AsyncIterator[RegisteringInstance]:
+        """Connect an instance that serves a model, and has reported the chunks that it holds."""
+        async with self.connect(name, **changes) as instance:
+            await instance.send(Serves([MODEL]))
+            await instance.report(keys, tier)
+            await instance.send(UpToDate(), state or heartbeat())
+            await until(lambda: self.member(name).heartbeat)
+            yield instance
+
     @asynccontextmanager
     async def instance(
         self,
@@ -254,31 +377,29 @@ class RunningController:
         **changes: Any,
     ) -> AsyncIterator[ScriptedInstance]:
         """Run a scripted instance that has registered and reported everything that it holds."""
-        headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
-        url = self.url.replace("http", "ws") + CONNECT_PATH
-        async with (
-            connect(
-                url, additional_headers=headers, compression=None, proxy=None, close_timeout=1
-            ) as websocket,
-            anyio.create_task_group() as tasks,
-        ):
-            instance = ScriptedInstance(websocket)
-            instance.set_up(name, self.network)
-            welcome = await instance.register(name, **changes)
-            assert isinstance(welcome, Welcome)
+        async with self._connection() as websocket, anyio.create_task_group() as tasks:
+            instance = ScriptedInstance(websocket, name, self.network)
+            await instance.register(name, **changes)
             tasks.start_soon(instance.run, tasks)
             await instance.send(Serves(list(models)))
             await instance.store(RAM, ram)
             await instance.store(DISK, disk)
             states = heartbeat().tiers[: len(changes.get("tiers", TIERS))]
             await instance.send(UpToDate(), msgspec.structs.replace(heartbeat(), tiers=states))
-            await self.wait_until(
-                lambda: name in self.registry.members and self.registry.find(name).heartbeat
-            )
+            await until(lambda: name in self.registry.members and self.member(name).heartbeat)
             try:
                 yield instance
             finally:
                 tasks.cancel_scope.cancel()
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[ClientConnection]:
+        headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        url = self.url.replace("http", "ws") + CONNECT_PATH
+        async with connect(
+            url, additional_headers=headers, compression=None, proxy=None, close_timeout=1
+        ) as websocket:
+            yield websocket
 
 
 @asynccontextmanager

@@ -76,7 +76,7 @@ class Node:
         self.instance = instance
         self.cache = instance.cache
         self.model: ModelCache = self.cache.model(MODEL, token_bytes=TOKEN_BYTES)
-        instance.served.add("engine", self.model._namespace, self.model._layout, EngineModel([MODEL]))
+        instance.served.add("engine", self.model.namespace, self.model.layout, EngineModel([MODEL]))
 
     async def store(self, tokens: Sequence[int]) -> None:
         """Store into memory, like an engine."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,24 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from starlette.requests import HTTPConnection
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from kvtier.fleet.controller import bodies, stream
 from kvtier.fleet.controller.answers import EventAnswer, InstancesAnswer
-from kvtier.fleet.controller.app import INTERNAL_ERROR
+from kvtier.fleet.controller.app import INTERNAL_ERROR, WRONG_TOKEN, Authenticator
 from kvtier.fleet.member.protocol import CONNECT_PATH
-from tests.fleet.controller.controlling import A_TO_B, KEYS, Gate, RunningController, running_controller
-from tests.fleet.controller.registering import MODEL, TIMEOUT_SECONDS, heartbeat
+from tests.fleet.controller.controlling import (
+    A_TO_B,
+    KEYS,
+    MODEL,
+    TIMEOUT_SECONDS,
+    Gate,
+    RunningController,
+    heartbeat,
+    running_controller,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -286,7 +295,7 @@ async def test_stream_sends_changes_immediately(
             assert event == await controller.get(f"/events/{accepted['event_id']}")
         while (await listener.wait_for("instances"))["instances"]:
             pass
-    await controller.wait_until(lambda: not controller.events._listeners)
+    await controller.wait_until(lambda: not controller.events.listeners)
 
 
 async def test_stream_sends_keepalives(
@@ -308,12 +317,12 @@ async def test_slow_reader_is_disconnected_and_its_queue_is_bounded(
     host, port = controller.controller.address
     async with await anyio.connect_tcp(host, port) as reader:
         await reader.send(b"GET /stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await controller.wait_until(lambda: controller.events._listeners)
-        [listener] = controller.events._listeners
+        await controller.wait_until(lambda: controller.events.listeners)
+        [listener] = controller.events.listeners
         event = controller.events.create("move", model="x" * 60_000)
         others = [controller.events.create("pin", model="x" * 60_000) for _ in range(200)]
         with anyio.fail_after(TIMEOUT_SECONDS):
-            while controller.events._listeners:
+            while controller.events.listeners:
                 for other in (event, *others):
                     controller.events.progress(other, 0, 0)
                 assert len(listener.__self__._changed) <= 50
@@ -328,6 +337,57 @@ async def test_number_of_readers_is_limited(
     async with listening(controller):
         answer = await controller.client.get("/stream")
         assert answer.status_code == 503
-    await controller.wait_until(lambda: not controller.events._listeners)
+    await controller.wait_until(lambda: not controller.events.listeners)
     async with listening(controller):
         pass
+
+
+def connection_with(headers: Mapping[str, str]) -> HTTPConnection:
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    return HTTPConnection({"type": "http", "headers": raw, "path": "/clear", "query_string": b""})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:9000", "localhost:9000", "[::1]:9000", "localhost", "127.8.8.8"])
+def test_without_a_token_this_host_has_access(host: str) -> None:
+    assert Authenticator(None).refusal(connection_with({"Host": host})) is None
+    assert Authenticator(None).refusal(connection_with({"Host": host, "Origin": f"http://{host}"})) is None
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "127.0.0.1:9000", "Origin": "http://evil.example"},
+        {"Host": "127.0.0.1:9000", "Origin": "http://127.0.0.1:8080"},
+        {"Host": "127.0.0.1:9000", "Origin": "null"},
+        {"Host": "evil.example"},
+        {"Host": "evil.example:9000", "Origin": "http://evil.example:9000"},
+        {"Host": "127.0.0.1.evil.example"},
+        {"Host": "[::1"},
+        {"Host": ""},
+        {},
+    ],
+)
+def test_without_a_token_other_sites_have_no_access(headers: dict[str, str]) -> None:
+    refusal = Authenticator(None).refusal(connection_with(headers))
+    assert refusal is not None
+    assert refusal.status_code == 403
+    assert "--token-file" in refusal.detail
+
+
+@pytest.mark.parametrize("authorization", ["Bearer right", "bearer right", "Bearer  right "])
+def test_token_grants_access_from_anywhere(authorization: str) -> None:
+    headers = {"Host": "evil.example", "Origin": "http://elsewhere.example", "Authorization": authorization}
+    assert Authenticator("right").refusal(connection_with(headers)) is None
+
+
+@pytest.mark.parametrize(
+    "authorization", ["", "right", "Bearer", "Bearer wrong", "Basic right", "Bearer r\xefght"]
+)
+def test_wrong_token_is_refused(authorization: str) -> None:
+    refusal = Authenticator("right").refusal(
+        connection_with({"Host": "localhost", "Authorization": authorization})
+    )
+    assert refusal is not None
+    assert refusal.status_code == 401
+    assert refusal.detail == WRONG_TOKEN
+    assert refusal.headers == {"WWW-Authenticate": "Bearer"}

@@ -95,8 +95,8 @@ class Slices:
 async def test_ids_are_decoded_in_slices_between_which_others_are_served(
     controller: RunningController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slices = Slices(bodies._decode_ids)
-    monkeypatch.setattr(bodies, "_decode_ids", slices)
+    slices = Slices(bodies.decode_ids)
+    monkeypatch.setattr(bodies, "decode_ids", slices)
     answered_at: list[int] = []
 
     async def check_health() -> None:
@@ -121,8 +121,8 @@ async def test_ids_are_decoded_in_slices_between_which_others_are_served(
 async def test_nothing_is_decoded_after_the_first_error(
     controller: RunningController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slices = Slices(bodies._decode_ids)
-    monkeypatch.setattr(bodies, "_decode_ids", slices)
+    slices = Slices(bodies.decode_ids)
+    monkeypatch.setattr(bodies, "decode_ids", slices)
     for body in ('{"tokens": ["x", IDS]}', "{UNKNOWN}", '{"tokens": [1], UNKNOWN}'):
         slices.sizes.clear()
         answer = await controller.client.post("/lookup", content=filled(body))

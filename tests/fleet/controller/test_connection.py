@@ -35,16 +35,16 @@ from kvtier.fleet.member.protocol import (
 from kvtier.memory.keys import KEY_BYTES, join_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc.frames import MAX_FRAME_BYTES, Ping, Pong, Refused, encode_body
-from tests.fleet.controller.registering import (
+from tests.fleet.controller.controlling import (
     DISK,
     MODEL,
     RAM,
     TIERS,
-    RunningRegistry,
+    RunningController,
     heartbeat,
     hello,
     keys_of,
-    running_registry,
+    running_controller,
     unconnected,
 )
 
@@ -53,9 +53,9 @@ pytestmark = pytest.mark.anyio
 KEYS = keys_of("prompt", 5)
 
 
-async def test_instance_registers_reports_its_chunks_and_disconnects(running: RunningRegistry) -> None:
+async def test_instance_registers_reports_its_chunks_and_disconnects(running: RunningController) -> None:
     registered = running.registry
-    async with running.instance() as instance:
+    async with running.connect() as instance:
         welcome = await instance.register("one")
         assert (welcome.heartbeat, welcome.idle_timeout) == (2.0, 60.0)
         member = running.member()
@@ -80,9 +80,9 @@ async def test_instance_registers_reports_its_chunks_and_disconnects(running: Ru
     assert registered.models.find("llama") == [MODEL], "known although no instance serves it now"
 
 
-async def test_messages_of_the_maximum_number_of_keys(running: RunningRegistry) -> None:
+async def test_messages_of_the_maximum_number_of_keys(running: RunningController) -> None:
     many, others = keys_of("many", MAX_KEYS), keys_of("others", MAX_KEYS)
-    async with running.instance("one") as instance:
+    async with running.connect("one") as instance:
         await instance.report(many, RAM)
         await instance.report(others, RAM, removed=many)
         await instance.send(WhoHolds(1, join_keys(many)))
@@ -91,24 +91,24 @@ async def test_messages_of_the_maximum_number_of_keys(running: RunningRegistry) 
         assert running.registry.holders.prefixes(many) == {}
 
 
-async def test_restarted_controller_receives_all_reports_again() -> None:
-    async with running_registry() as before, before.instance_holding("one", KEYS) as instance:
+async def test_restarted_controller_receives_all_reports_again(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as before, before.holding("one", KEYS) as instance:
         port = before.port
         assert before.registry.holders.prefixes(KEYS)
     assert not before.registry.members
     await instance.wait_closed()
-    async with running_registry(port) as after:
+    async with running_controller(tmp_path, listen=f"127.0.0.1:{port}") as after:
         assert after.registry.holders.prefixes(KEYS) == {}
-        async with after.instance_holding("one", KEYS):
+        async with after.holding("one", KEYS):
             assert after.registry.holders.prefixes(KEYS) == {after.member().places[RAM]: 5}
 
 
-async def test_unresponsive_instance_is_disconnected() -> None:
-    async with running_registry(heartbeat=0.05, idle_timeout=0.3) as running:
-        async with running.instance_holding("one", KEYS) as instance:
+async def test_unresponsive_instance_is_disconnected(tmp_path: Path) -> None:
+    async with running_controller(tmp_path, heartbeat=0.05, instance_timeout=0.3) as running:
+        async with running.holding("one", KEYS) as instance:
             assert await instance.refusal() == "no message for 0.3 s"
         assert not running.registry.members
-        async with running.instance("one") as instance:
+        async with running.connect("one") as instance:
             for _ in range(10):
                 await anyio.sleep(0.05)
                 await instance.send(heartbeat())
@@ -116,18 +116,18 @@ async def test_unresponsive_instance_is_disconnected() -> None:
 
 
 async def test_connection_without_hello_is_closed(
-    running: RunningRegistry, monkeypatch: pytest.MonkeyPatch
+    running: RunningController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HELLO_SECONDS", 0.1)
-    async with running.instance() as instance:
+    async with running.connect() as instance:
         assert await instance.refusal() == "no message within 0.1 s"
 
 
 # Duplicate ids.
 
 
-async def test_second_instance_with_the_same_id_is_refused(running: RunningRegistry) -> None:
-    async with running.instance("one", host="first-host", process=11) as first, running.instance() as second:
+async def test_second_instance_with_the_same_id_is_refused(running: RunningController) -> None:
+    async with running.connect("one", host="first-host", process=11) as first, running.connect() as second:
         await second.send(hello("one"))
         ping = await first.receive()
         assert isinstance(ping, Ping)
@@ -138,8 +138,8 @@ async def test_second_instance_with_the_same_id_is_refused(running: RunningRegis
         assert running.member().hello.process == 11
 
 
-async def test_any_message_answers_the_ping(running: RunningRegistry) -> None:
-    async with running.instance("one") as first, running.instance() as second:
+async def test_any_message_answers_the_ping(running: RunningController) -> None:
+    async with running.connect("one") as first, running.connect() as second:
         await second.send(hello("one"))
         await first.receive()
         await first.send(heartbeat())
@@ -147,12 +147,12 @@ async def test_any_message_answers_the_ping(running: RunningRegistry) -> None:
 
 
 async def test_unresponsive_instance_is_replaced(
-    running: RunningRegistry, monkeypatch: pytest.MonkeyPatch
+    running: RunningController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "PING_SECONDS", 0.1)
     async with (
-        running.instance_holding("one", KEYS, process=11) as first,
-        running.instance("one", process=12),
+        running.holding("one", KEYS, process=11) as first,
+        running.connect("one", process=12),
     ):
         assert running.member().hello.process == 12
         assert running.registry.holders.prefixes(KEYS) == {}
@@ -163,10 +163,10 @@ async def test_unresponsive_instance_is_replaced(
         assert len(running.registry.members) == 1
 
 
-async def test_reconnected_instance_replaces_its_old_connection(running: RunningRegistry) -> None:
+async def test_reconnected_instance_replaces_its_old_connection(running: RunningController) -> None:
     async with (
-        running.instance_holding("one", KEYS, incarnation=5) as first,
-        running.instance("one", incarnation=5),
+        running.holding("one", KEYS, incarnation=5) as first,
+        running.connect("one", incarnation=5),
     ):
         assert await first.refusal() == "it has reconnected"
         assert running.registry.holders.prefixes(KEYS) == {}
@@ -174,14 +174,14 @@ async def test_reconnected_instance_replaces_its_old_connection(running: Running
 
 
 async def test_one_of_many_concurrent_duplicates_is_registered(
-    running: RunningRegistry, monkeypatch: pytest.MonkeyPatch
+    running: RunningController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Long enough for an answer on the busiest machine; the unresponsive instance costs as much.
     monkeypatch.setattr(registry, "PING_SECONDS", 2.0)
     answers: list[str] = []
 
     async def register(*, task_status: TaskStatus[None]) -> None:
-        async with running.instance() as instance:
+        async with running.connect() as instance:
             await instance.send(hello("one"))
             task_status.started()
             answers.append(type(await instance.receive()).__name__)
@@ -190,7 +190,7 @@ async def test_one_of_many_concurrent_duplicates_is_registered(
                     await instance.websocket.recv()
                     await instance.send(heartbeat())
 
-    async with running.instance("one") as unresponsive, anyio.create_task_group() as tasks:
+    async with running.connect("one") as unresponsive, anyio.create_task_group() as tasks:
         for _ in range(5):
             await tasks.start(register)
         await unresponsive.wait_closed()
@@ -200,13 +200,13 @@ async def test_one_of_many_concurrent_duplicates_is_registered(
         tasks.cancel_scope.cancel()
 
 
-async def test_one_message_answers_all_pings(running: RunningRegistry) -> None:
+async def test_one_message_answers_all_pings(running: RunningController) -> None:
     answers: list[bool] = []
 
     async def ask() -> None:
         answers.append(await running.member().responds(60.0))
 
-    async with running.instance("one") as instance, anyio.create_task_group() as tasks:
+    async with running.connect("one") as instance, anyio.create_task_group() as tasks:
         for _ in range(3):
             tasks.start_soon(ask)
             await instance.receive()
@@ -273,9 +273,9 @@ INVALID_MESSAGES = {
 
 
 @pytest.mark.parametrize("name", INVALID_MESSAGES)
-async def test_invalid_message_ends_only_that_connection(running: RunningRegistry, name: str) -> None:
+async def test_invalid_message_ends_only_that_connection(running: RunningController, name: str) -> None:
     body, reason = INVALID_MESSAGES[name]
-    async with running.instance_holding("well", KEYS) as well, running.instance_holding("bad", KEYS) as bad:
+    async with running.holding("well", KEYS) as well, running.holding("bad", KEYS) as bad:
         await bad.websocket.send(body)
         assert reason in await bad.refusal()
         assert list(running.registry.members) == ["well"]
@@ -284,36 +284,36 @@ async def test_invalid_message_ends_only_that_connection(running: RunningRegistr
         assert await well.receive() == HeldBy(1, [], [])
 
 
-async def test_text_is_refused(running: RunningRegistry) -> None:
-    async with running.instance() as instance:
+async def test_text_is_refused(running: RunningController) -> None:
+    async with running.connect() as instance:
         await instance.websocket.send("hello")
         assert "sends text" in await instance.refusal()
 
 
 @pytest.mark.parametrize("message", [heartbeat(), UpToDate(), Changed(RAM, join_keys(KEYS), b"")])
-async def test_messages_before_hello_are_refused(running: RunningRegistry, message: Any) -> None:
-    async with running.instance() as instance:
+async def test_messages_before_hello_are_refused(running: RunningController, message: Any) -> None:
+    async with running.connect() as instance:
         await instance.send(message)
         assert await instance.refusal() == f"the first message is {type(message).__name__}, not Hello"
         assert not running.registry.members
 
 
-async def test_instance_of_another_version_is_refused(running: RunningRegistry) -> None:
-    async with running.instance() as instance:
+async def test_instance_of_another_version_is_refused(running: RunningController) -> None:
+    async with running.connect() as instance:
         await instance.send(hello("one", version=99))
         reason = f"the client speaks protocol version 99 and the server version {VERSION}: install"
         assert reason in await instance.refusal()
         assert not running.registry.members
 
 
-async def test_refused_registration_has_a_reason(running: RunningRegistry) -> None:
-    async with running.instance() as instance:
+async def test_refused_registration_has_a_reason(running: RunningController) -> None:
+    async with running.connect() as instance:
         await instance.send(hello("one", tiers=TIERS * 6))
         assert await instance.refusal() == "the instance has 18 tiers, not 1 to 16"
 
 
-async def test_oversized_frame_is_not_read(running: RunningRegistry) -> None:
-    async with running.instance("one") as instance:
+async def test_oversized_frame_is_not_read(running: RunningController) -> None:
+    async with running.connect("one") as instance:
         with suppress(ConnectionClosed):
             await instance.websocket.send(bytes(2 * MAX_FRAME_BYTES))
         await instance.wait_closed()
@@ -323,10 +323,10 @@ async def test_oversized_frame_is_not_read(running: RunningRegistry) -> None:
 # Instances that read nothing.
 
 
-async def test_instance_that_reads_nothing_is_disconnected() -> None:
+async def test_instance_that_reads_nothing_is_disconnected(tmp_path: Path) -> None:
     async with (
-        running_registry(heartbeat=0.1, idle_timeout=0.5) as running,
-        running.instance("stalled") as stalled,
+        running_controller(tmp_path, heartbeat=0.1, instance_timeout=0.5) as running,
+        running.connect("stalled") as stalled,
     ):
         for number in range(8):  # So that WhoHolds has a long answer.
             message = hello(f"holder-{number}", peer="h" * 240 + ":8200")
@@ -349,9 +349,9 @@ async def test_instance_that_reads_nothing_is_disconnected() -> None:
         stalled.websocket.transport.abort()
 
 
-async def test_send_queue_is_bounded(running: RunningRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_send_queue_is_bounded(running: RunningController, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "MAX_UNSENT_BYTES", 1 << 20)
-    async with running.instance("stalled") as stalled:
+    async with running.connect("stalled") as stalled:
         member = running.member("stalled")
         stalled.websocket.transport.pause_reading()
         sent = 0
@@ -366,11 +366,13 @@ async def test_send_queue_is_bounded(running: RunningRegistry, monkeypatch: pyte
         stalled.websocket.transport.abort()
 
 
-async def test_socket_of_an_instance_that_reads_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_socket_of_an_instance_that_reads_nothing_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http, "UNREAD_SECONDS", 1.0)
     async with (
-        running_registry(heartbeat=0.1, idle_timeout=0.5) as running,
-        running.instance("stalled") as stalled,
+        running_controller(tmp_path, heartbeat=0.1, instance_timeout=0.5) as running,
+        running.connect("stalled") as stalled,
     ):
         stalled.websocket.transport.pause_reading()
         member = running.member("stalled")

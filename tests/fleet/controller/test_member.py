@@ -9,7 +9,7 @@ from anyio.abc import TaskGroup
 from kvtier.errors import ControllerError
 from kvtier.fleet.controller import member as member_module
 from kvtier.fleet.controller.errors import CommandFailed, MemberGone
-from kvtier.fleet.controller.member import Member
+from kvtier.fleet.controller.member import STEP_SECONDS, WINDOW_SECONDS, HitWindow, Member
 from kvtier.fleet.member.protocol import (
     Cancel,
     Command,
@@ -18,13 +18,21 @@ from kvtier.fleet.member.protocol import (
     Done,
     Failed,
     Fetch,
+    Heartbeat,
     Pin,
     Progress,
     Tokenize,
     Unpin,
 )
 from kvtier.memory.keys import join_keys
-from tests.fleet.controller.registering import MODEL, RAM, RegisteringInstance, RunningRegistry, keys_of
+from tests.fleet.controller.controlling import (
+    MODEL,
+    RAM,
+    RegisteringInstance,
+    RunningController,
+    heartbeat,
+    keys_of,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -70,8 +78,8 @@ def _fields(command: Command) -> list[object]:
     return [getattr(command, name) for name in command.__struct_fields__]
 
 
-async def test_command_is_executed(running: RunningRegistry) -> None:
-    async with running.instance("one") as instance, anyio.create_task_group() as tasks:
+async def test_command_is_executed(running: RunningController) -> None:
+    async with running.connect("one") as instance, anyio.create_task_group() as tasks:
         waiting = RunningCommand(tasks, running.member(), fetch(0))
         received = await instance.receive()
         assert received == fetch(received.ticket)  # type: ignore[union-attr]
@@ -82,8 +90,8 @@ async def test_command_is_executed(running: RunningRegistry) -> None:
         assert waiting.progress == [(1, 4096), (3, 12288)]
 
 
-async def test_commands_are_answered_in_any_order(running: RunningRegistry) -> None:
-    async with running.instance("one") as instance, anyio.create_task_group() as tasks:
+async def test_commands_are_answered_in_any_order(running: RunningController) -> None:
+    async with running.connect("one") as instance, anyio.create_task_group() as tasks:
         commands: list[Command] = [
             Delete(0, RAM, JOINED),
             DeleteAll(0, None),
@@ -109,8 +117,8 @@ async def test_commands_are_answered_in_any_order(running: RunningRegistry) -> N
         ]
 
 
-async def test_abandoned_command_is_cancelled(running: RunningRegistry) -> None:
-    async with running.instance("one") as instance, anyio.create_task_group() as tasks:
+async def test_abandoned_command_is_cancelled(running: RunningController) -> None:
+    async with running.connect("one") as instance, anyio.create_task_group() as tasks:
         waiting = RunningCommand(tasks, running.member(), fetch(0))
         await instance.receive()
         waiting.scope.cancel()
@@ -124,9 +132,9 @@ async def test_abandoned_command_is_cancelled(running: RunningRegistry) -> None:
         assert not waiting.progress
 
 
-async def test_commands_fail_when_the_connection_ends(running: RunningRegistry) -> None:
+async def test_commands_fail_when_the_connection_ends(running: RunningController) -> None:
     async with anyio.create_task_group() as tasks:
-        async with running.instance("one") as instance:
+        async with running.connect("one") as instance:
             member = running.member()
             waiting = RunningCommand(tasks, member, fetch(0))
             await instance.receive()
@@ -151,9 +159,9 @@ async def test_commands_fail_when_the_connection_ends(running: RunningRegistry) 
     ],
 )
 async def test_invalid_answer_ends_the_connection(
-    running: RunningRegistry, answer: Done | Progress, reason: str
+    running: RunningController, answer: Done | Progress, reason: str
 ) -> None:
-    async with running.instance("one") as instance, anyio.create_task_group() as tasks:
+    async with running.connect("one") as instance, anyio.create_task_group() as tasks:
         waiting = RunningCommand(tasks, running.member(), fetch(0))
         await instance.receive()
         await instance.send(answer)
@@ -162,10 +170,10 @@ async def test_invalid_answer_ends_the_connection(
 
 
 async def test_number_of_concurrent_commands_is_limited(
-    running: RunningRegistry, monkeypatch: pytest.MonkeyPatch
+    running: RunningController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member_module, "MAX_COMMANDS", 2)
-    async with running.instance("one") as instance, anyio.create_task_group() as tasks:
+    async with running.connect("one") as instance, anyio.create_task_group() as tasks:
         waiting = [RunningCommand(tasks, running.member(), fetch(0)) for _ in range(3)]
         refused = await waiting[2].result()
         assert isinstance(refused, CommandFailed)
@@ -178,16 +186,16 @@ async def test_number_of_concurrent_commands_is_limited(
         assert isinstance(await waiting[1].result(), CommandFailed)
 
 
-async def test_too_long_command_is_not_sent(running: RunningRegistry) -> None:
-    async with running.instance("one"):
+async def test_too_long_command_is_not_sent(running: RunningController) -> None:
+    async with running.connect("one"):
         with pytest.raises(CommandFailed, match="request fewer chunks at once"):
             await running.member().execute(lambda ticket: Delete(ticket, RAM, bytes(5 << 20)))
         assert running.member().closed_reason is None
 
 
-async def test_reasons_of_an_instance_are_truncated(running: RunningRegistry) -> None:
+async def test_reasons_of_an_instance_are_truncated(running: RunningController) -> None:
     async with (
-        running.instance("one") as instance,
+        running.connect("one") as instance,
         anyio.create_task_group() as tasks,
     ):
         first, second = (RunningCommand(tasks, running.member(), fetch(0)) for _ in range(2))
@@ -203,3 +211,47 @@ async def send_reasons(instance: RegisteringInstance, reason: str) -> None:
     await instance.receive()
     await instance.receive()
     await instance.send(Done(1, b"", 0, 0, reason=reason), Failed(2, reason))
+
+
+def counters(looked_up: int, found: int) -> Heartbeat:
+    return heartbeat(looked_up=looked_up, found=found)
+
+
+def test_window() -> None:
+    window = HitWindow()
+    assert window.hits().rate is None
+    window.add(counters(1000, 300), 0.0)
+    assert window.hits().rate is None, "what the process counted before is older"
+    window.add(counters(1030, 301), 100.0)
+    assert (window.hits().looked_up, window.hits().rate) == (30, 3 / 30)
+    window.add(counters(1130, 331), 250.0)
+    assert (window.hits().looked_up, window.hits().rate) == (130, 93 / 130)
+    window.add(counters(1130, 331), 100.0 + WINDOW_SECONDS)
+    assert (window.hits().looked_up, window.hits().rate) == (100, 90 / 100)
+    window.add(counters(1130, 331), 250.0 + WINDOW_SECONDS)
+    assert window.hits().rate is None, "no lookup in the last five minutes"
+
+
+def test_number_of_reports_is_bounded() -> None:
+    window = HitWindow()
+    for number in range(100_000):
+        window.add(counters(number, 0), number / 100)
+    assert len(window._reports) <= 1.1 * WINDOW_SECONDS / STEP_SECONDS
+    assert window.hits().looked_up == pytest.approx(100 * WINDOW_SECONDS, abs=200)
+
+
+@pytest.mark.anyio
+async def test_restarted_instance_has_no_hit_rate_of_its_former_process(
+    controller: RunningController,
+) -> None:
+    async with controller.instance("a") as one:
+        await one.send(heartbeat(looked_up=100, found=30))
+        await controller.wait_until(lambda: controller.registry.find("a").hit_window.hits().looked_up)
+        described = await controller.get("/instances/a")
+        assert (described["hit_rate"], described["looked_up_tokens"]) == (0.9, 100)
+        assert [tier["hit_rate"] for tier in described["tiers"]] == [0.3, 0.3, 0.3], "its part in each tier"
+    await controller.wait_until(lambda: not controller.registry.members)
+    async with controller.instance("a") as one:
+        described = await controller.get("/instances/a")
+        assert (described["hit_rate"], described["looked_up_tokens"]) == (None, 0)
+        assert [tier["hit_rate"] for tier in described["tiers"]] == [None] * 3

@@ -15,6 +15,7 @@ from tests.fleet.controller.holding import (
     BUILT_IN,
     CHUNK_TOKENS,
     TIMEOUT_SECONDS,
+    TOKEN_BYTES,
     Node,
     open_node,
     prompt,
@@ -282,3 +283,17 @@ async def test_duplicate_id_and_wrong_token_are_refused_with_a_reason(tmp_path: 
                             await anyio.sleep(0.01)
                     assert message in refused
             assert list(controller.registry.members) == ["a"]
+
+
+async def test_models_of_programs_are_known(controller: RunningController) -> None:
+    tokens = prompt(4)
+    settings = settings_of("program", controller.url, ram=16, token=controller.token)
+    async with Instance.open(settings, plugins=BUILT_IN) as instance:
+        model = instance.cache.model("my-model", token_bytes=TOKEN_BYTES)
+        await model.store(tokens, rows(tokens))
+        await controller.wait_until(lambda: len(controller.registry.holders) == 4)
+        await controller.wait_until(controller.registry.models.all)
+        (found,) = (await controller.get("/instances"))["instances"]
+        assert (found["models"], found["engines"]) == (["my-model"], [])
+        held = await controller.held(model="my-model", tokens=tokens)
+        assert held == {"program": {"ram": len(tokens)}}

@@ -15,12 +15,12 @@ from tests.fleet.controller.controlling import (
     A_TO_B,
     B_TO_A,
     KEYS,
+    RAM,
     TOKENS,
     Gate,
     RunningController,
     running_controller,
 )
-from tests.fleet.controller.registering import RAM
 
 pytestmark = pytest.mark.anyio
 

@@ -7,8 +7,8 @@ amounts of data that a real one does not produce.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,25 @@ from typing import Any
 import httpx
 import pytest
 from playwright.async_api import Browser, expect
-from websockets.asyncio.client import connect
 
 from kvtier.fleet.controller.app import PAGE_FILES
 from kvtier.fleet.controller.prompts import PromptChunks
-from kvtier.fleet.controller.serve import Controller, run_controller
-from kvtier.fleet.controller.settings import ServiceSettings
-from kvtier.fleet.member.protocol import CONNECT_PATH, Delete, Done, Failed, Fetch, Progress, Serves, UpToDate
+from kvtier.fleet.member.protocol import Delete, Done, Failed, Fetch, Progress
 from kvtier.memory.keys import ChunkKey, split_keys
 from tests.cli.fleet import CHUNK_TOKENS, fleet
+from tests.fleet.controller import controlling
 from tests.fleet.controller.browser import scripted, visiting
-from tests.fleet.controller.registering import DISK, MODEL, RAM, RegisteringInstance, heartbeat
+from tests.fleet.controller.controlling import (
+    CHUNK,
+    DISK,
+    MODEL,
+    RAM,
+    RegisteringInstance,
+    RunningController,
+    heartbeat,
+    running_controller,
+)
 from tests.fleet.controller.scripted import RESULT, event, tier
-from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -42,42 +48,23 @@ RAM_1 = ["decode-1", "ram"]
 AT_RAM_1 = {"instance": "decode-1", "tier": "ram"}
 
 
-@asynccontextmanager
-async def real(folder: Path, port: int = 0, **settings: Any) -> AsyncIterator[tuple[Controller, str]]:
-    """Run a real controller, and yield it with its URL."""
-    values = {"listen": f"127.0.0.1:{port}", "state": folder / "state.sqlite", **settings}
-    async with run_controller(ServiceSettings.of(**values)) as controller:
-        yield controller, f"http://127.0.0.1:{controller.address[1]}"
-
-
-@asynccontextmanager
-async def registered(
-    controller: Controller,
-    name: str = "decode-1",
-    keys: Sequence[ChunkKey] = (),
-    place: int = RAM,
-    token: str | None = None,
-) -> AsyncIterator[RegisteringInstance]:
-    """Connect an instance that has reported a model and the chunks that it holds."""
-    url = f"ws://127.0.0.1:{controller.address[1]}{CONNECT_PATH}"
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    async with connect(url, compression=None, proxy=None, additional_headers=headers) as websocket:
-        one = RegisteringInstance(websocket)
-        await one.register(name)
-        await one.send(Serves([MODEL]))
-        await one.report(keys, place)
-        await one.send(UpToDate(), heartbeat(used=1 << 29, looked_up=10, found=2))
-        await until(lambda: controller.registry.find(name).heartbeat is not None)
-        yield one
-
-
 KEYS = list(PromptChunks.of(MODEL, TOKENS).keys)[:4]
 """Keys of the whole chunks."""
 
 
+def registered(
+    controller: RunningController, name: str = "decode-1", keys: Sequence[ChunkKey] = (), tier: int = RAM
+) -> AbstractAsyncContextManager[RegisteringInstance]:
+    """Connect an instance that has reported a model and the chunks that it holds."""
+    return controller.holding(name, keys, tier, heartbeat(used=1 << 29, looked_up=10, found=2))
+
+
 async def test_instances_connect_and_disconnect(browser: Browser, tmp_path: Path) -> None:
-    async with real(tmp_path) as (controller, url), visiting(browser, url, clock=True) as page:
-        await expect(page.page.locator("#register")).to_contain_text(f"url: {url}\n  instance_id:")
+    async with (
+        running_controller(tmp_path) as controller,
+        visiting(browser, controller.url, clock=True) as page,
+    ):
+        await expect(page.page.locator("#register")).to_contain_text(f"url: {controller.url}\n  instance_id:")
         async with registered(controller) as one:
             card = page.card("decode-1")
             await expect(card).to_contain_text("up to date")
@@ -101,10 +88,10 @@ async def test_instances_connect_and_disconnect(browser: Browser, tmp_path: Path
 
 async def test_move(browser: Browser, tmp_path: Path) -> None:
     async with (
-        real(tmp_path) as (controller, url),
+        running_controller(tmp_path) as controller,
         registered(controller, "one", KEYS) as one,
         registered(controller, "two") as two,
-        visiting(browser, url) as page,
+        visiting(browser, controller.url) as page,
     ):
         await expect(page.cards).to_have_count(2)
         await page.look_up(TEXT, tokens=True)
@@ -164,10 +151,10 @@ async def test_real_instances(browser: Browser, tmp_path: Path) -> None:
 
 async def test_failed_move(browser: Browser, tmp_path: Path) -> None:
     async with (
-        real(tmp_path) as (controller, url),
+        running_controller(tmp_path) as controller,
         registered(controller, "one", KEYS, DISK),
         registered(controller, "two") as two,
-        visiting(browser, url) as page,
+        visiting(browser, controller.url) as page,
     ):
         await page.look_up(TEXT, tokens=True)
         await page.button("Move").click()
@@ -244,9 +231,9 @@ async def test_clear_asks_for_confirmation(browser: Browser) -> None:
 
 async def test_token(browser: Browser, tmp_path: Path) -> None:
     async with (
-        real(tmp_path, token=TOKEN) as (controller, url),
-        visiting(browser, url) as page,
-        registered(controller, token=TOKEN),
+        running_controller(tmp_path, token=TOKEN) as controller,
+        visiting(browser, controller.url) as page,
+        registered(controller),
     ):
         dialog = page.page.get_by_role("dialog")
         await expect(page.page.get_by_label("Token", exact=True)).to_be_focused()
@@ -269,8 +256,8 @@ async def test_token(browser: Browser, tmp_path: Path) -> None:
 
 async def test_controller_restart(browser: Browser, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
-        async with real(tmp_path) as (controller, url), registered(controller):
-            page = await stack.enter_async_context(visiting(browser, url))
+        async with running_controller(tmp_path) as controller, registered(controller):
+            page = await stack.enter_async_context(visiting(browser, controller.url))
             await expect(page.card("decode-1")).to_contain_text("up to date")
             await page.look_up(TEXT, tokens=True)
             await expect(page.found).to_contain_text("No instance holds any of it.")
@@ -278,7 +265,10 @@ async def test_controller_restart(browser: Browser, tmp_path: Path) -> None:
         await expect(page.page.locator("#banner")).to_contain_text("The data shown is from")
         await page.button("Look up").click()
         await expect(page.look_up_outcome).to_have_text("The controller cannot be reached.")
-        async with real(tmp_path, controller.address[1]) as (controller, url), registered(controller):
+        async with (
+            running_controller(tmp_path, listen=f"127.0.0.1:{controller.port}") as controller,
+            registered(controller),
+        ):
             await page.wait_until_live()
             await expect(page.page.locator("#banner")).to_be_hidden()
             await expect(page.card("decode-1")).to_contain_text("up to date")
@@ -344,7 +334,7 @@ async def test_invalid_token_ids(browser: Browser) -> None:
 
 
 async def test_errors_of_the_controller(browser: Browser, tmp_path: Path) -> None:
-    async with real(tmp_path) as (controller, url), visiting(browser, url) as page:
+    async with running_controller(tmp_path) as controller, visiting(browser, controller.url) as page:
         await page.wait_until_live()
         await page.look_up("1", tokens=True)
         await expect(page.look_up_outcome).to_have_text(
@@ -392,8 +382,8 @@ async def test_keyboard_only(browser: Browser) -> None:
 
 async def test_files_are_served_with_their_headers(tmp_path: Path) -> None:
     async with (
-        real(tmp_path, token=TOKEN) as (_, url),
-        httpx.AsyncClient(base_url=url, verify=False) as client,
+        running_controller(tmp_path, token=TOKEN) as controller,
+        httpx.AsyncClient(base_url=controller.url, verify=False) as client,
     ):
         for path in PAGE_FILES.iterdir():
             at = "/" if path.name == "index.html" else f"/page/{path.name}"
@@ -416,3 +406,25 @@ async def test_files_are_served_with_their_headers(tmp_path: Path) -> None:
 async def test_wrong_browser_clock(browser: Browser) -> None:
     async with scripted(browser, at=datetime.now(UTC) + timedelta(hours=2)) as (_, page):
         await expect(page.card("decode-1")).to_contain_text(re.compile(r"heartbeat \d+\ss ago"))
+
+
+async def test_pins_and_what_a_move_does_to_them(browser: Browser, controller: RunningController) -> None:
+    async with (
+        controller.instance("decode-1", ram=controlling.KEYS) as one,
+        controller.instance("decode-2"),
+        visiting(browser, controller.url) as page,
+    ):
+        pins = page.card("decode-1").locator(".pins")
+        await expect(page.card("decode-1")).to_contain_text("up to date")
+        await expect(pins).to_be_hidden()
+        for ttl in ({}, {"ttl": "10m", "tokens": controlling.TOKENS[:CHUNK]}):
+            prompt = {"tokens": controlling.TOKENS} | ttl
+            await controller.done("/pin", instance="decode-1", tier="ram", **prompt)
+        await one.send(heartbeat())
+        lines = [re.compile(r"1 chunk, until [\d -]*\d\d:\d\d:\d\d$"), "5 chunks, until unpinned"]
+        await expect(pins.locator("li")).to_have_text(lines)
+        positions = {"old_position": ["decode-1", "ram"], "new_position": ["decode-2", "ram"]}
+        await controller.done("/move", **positions, tokens=controlling.TOKENS)
+        await one.send(heartbeat())
+        await expect(page.events.first).to_contain_text("5 of its pinned chunks unpinned.")
+        await expect(pins).to_be_hidden()

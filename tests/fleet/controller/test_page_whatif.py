@@ -12,8 +12,9 @@ from playwright.async_api import Browser, expect
 from kvtier.fleet.member.protocol import WhatIf
 from kvtier.observability.whatif.sentences import basis, findings
 from tests.fleet.controller.browser import scripted, visiting
+from tests.fleet.controller.controlling import running_controller
 from tests.fleet.controller.scripted import instance, what_if
-from tests.fleet.controller.test_page import real, registered
+from tests.fleet.controller.test_page import registered
 from tests.rigs.waiting import until
 from tests.rigs.whatif_reports import REPORT
 
@@ -22,9 +23,9 @@ pytestmark = pytest.mark.anyio
 
 async def test_findings_and_curves_of_a_real_controller(browser: Browser, tmp_path: Path) -> None:
     async with (
-        real(tmp_path) as (controller, url),
+        running_controller(tmp_path) as controller,
         registered(controller) as one,
-        visiting(browser, url) as page,
+        visiting(browser, controller.url) as page,
     ):
         section = page.card("decode-1").locator("details")
         await expect(page.card("decode-1")).to_contain_text("up to date")

@@ -11,14 +11,16 @@ from tests.fleet.controller.controlling import (
     A_TO_B,
     B_TO_A,
     CHUNK,
+    DISK,
     KEYS,
+    RAM,
     TOKENS,
     WHOLE,
     Gate,
     RunningController,
+    keys_of,
     tokens_of,
 )
-from tests.fleet.controller.registering import DISK, RAM, keys_of
 
 pytestmark = pytest.mark.anyio
 
@@ -142,7 +144,7 @@ async def test_pins_are_listed(controller: RunningController) -> None:
         assert (await controller.get("/instances/a"))["pinned"] == 5
         metrics = (await controller.client.get("/metrics")).text
         assert 'kvtier_controller_pinned_chunks{instance="a"} 5.0' in metrics
-        await b._remove(RAM, KEYS)
+        await b.remove(RAM, KEYS)
         await controller.wait_until(
             lambda: not controller.registry.holders.count(controller.registry.find("b").places[RAM])
         )

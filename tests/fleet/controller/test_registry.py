@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -10,32 +11,44 @@ import pytest
 from kvtier.fleet.controller import registry as registry_module
 from kvtier.fleet.controller.answers import Sample, TierSample
 from kvtier.fleet.controller.checks import MAX_TIERS
-from kvtier.fleet.controller.errors import RefusedInstance, UnknownName
+from kvtier.fleet.controller.errors import (
+    AmbiguousModel,
+    RefusedInstance,
+    UnknownModel,
+    UnknownName,
+    WrongPrompt,
+)
 from kvtier.fleet.controller.member import Member
-from kvtier.fleet.controller.registry import RETENTION_SECONDS, History, Registry
+from kvtier.fleet.controller.prompts import PromptChunks
+from kvtier.fleet.controller.registry import MAX_MODELS, RETENTION_SECONDS, History, Models, Registry
 from kvtier.fleet.member.protocol import (
     HeldBy,
     Hello,
     Lost,
+    Model,
     ServedAt,
     TierDescription,
     UpToDate,
     WhoHolds,
     WhoServes,
 )
-from kvtier.memory.keys import join_keys
-from tests.fleet.controller.registering import (
+from kvtier.memory.header import object_bytes
+from kvtier.memory.keys import chunk_keys, join_keys, root_key
+from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
+from tests.fleet.controller.controlling import (
     DISK,
+    LAYOUT,
+    MODEL,
     POOL,
     RAM,
     TIERS,
     TIMEOUT_SECONDS,
     RegisteringInstance,
-    RunningRegistry,
+    RunningController,
     heartbeat,
     hello,
     keys_of,
-    running_registry,
+    running_controller,
     unconnected,
 )
 
@@ -90,14 +103,14 @@ async def test_places_of_disconnected_instances_are_reused() -> None:
     assert list(registry.members) == ["two"]
 
 
-async def test_instance_receives_the_other_holders_of_a_prompt(running: RunningRegistry) -> None:
+async def test_instance_receives_the_other_holders_of_a_prompt(running: RunningController) -> None:
     async with (
-        running.instance_holding("few", KEYS[:2]),
-        running.instance_holding("most", KEYS[:6], tier=DISK) as most,
-        running.instance_holding("no_listener", KEYS, peer=None),
-        running.instance_holding("pool", KEYS, tier=POOL),
-        running.instance_holding("later", KEYS[1:]),
-        running.instance_holding("asker", KEYS) as asker,
+        running.holding("few", KEYS[:2]),
+        running.holding("most", KEYS[:6], tier=DISK) as most,
+        running.holding("no_listener", KEYS, peer=None),
+        running.holding("pool", KEYS, tier=POOL),
+        running.holding("later", KEYS[1:]),
+        running.holding("asker", KEYS) as asker,
     ):
         assert await who_holds(asker) == {"most:8200": 6, "few:8200": 2}
         await most.report(KEYS[6:], RAM)
@@ -113,36 +126,36 @@ async def test_instance_receives_the_other_holders_of_a_prompt(running: RunningR
         assert (await who_holds(most))["asker:8200"] == 10
         assert await who_holds(asker) == {"most:8200": 3, "few:8200": 2}, "whether it is up to date or not"
     await running.wait_until(lambda: not running.registry.members)
-    async with running.instance("asker") as asker:
+    async with running.connect("asker") as asker:
         assert await who_holds(asker) == {}
 
 
-async def test_addresses_of_registered_instances_are_known(running: RunningRegistry) -> None:
+async def test_addresses_of_registered_instances_are_known(running: RunningController) -> None:
     async with (
-        running.instance_holding("Most", KEYS),
-        running.instance_holding("no_listener", KEYS, peer=None),
-        running.instance("asker") as asker,
+        running.holding("Most", KEYS),
+        running.holding("no_listener", KEYS, peer=None),
+        running.connect("asker") as asker,
     ):
         asked = ["169.254.169.254:80", "test-host:8200", "most:8200", "most:8201", "no_listener:8200"]
         await asker.send(WhoServes(3, asked))
         assert await asker.receive() == ServedAt(3, ["test-host:8200", "most:8200"])
-    async with running.instance("asker") as asker:
+    async with running.connect("asker") as asker:
         await running.wait_until(lambda: list(running.registry.members) == ["asker"])
         await asker.send(WhoServes(4, asked))
         assert await asker.receive() == ServedAt(4, ["test-host:8200"]), "another instance on that host"
 
 
-async def test_number_of_holders_in_an_answer_is_limited(running: RunningRegistry) -> None:
+async def test_number_of_holders_in_an_answer_is_limited(running: RunningController) -> None:
     registry = running.registry
     for number in range(20):
         member = await admit(registry, f"holder-{number}")
         registry.stored(member, RAM, KEYS[: number // 2])
-    async with running.instance("asker") as asker:
+    async with running.connect("asker") as asker:
         found = await who_holds(asker)
     assert sorted(found.values(), reverse=True) == [9, 9, 8, 8, 7, 7, 6, 6]
 
 
-async def test_changes_wake_watchers(running: RunningRegistry) -> None:
+async def test_changes_wake_watchers(running: RunningController) -> None:
     watch = running.registry.watch()
 
     async def changes() -> bool:
@@ -150,7 +163,7 @@ async def test_changes_wake_watchers(running: RunningRegistry) -> None:
             await watch.changed()
         return not scope.cancelled_caught
 
-    async with running.instance("one") as instance:
+    async with running.connect("one") as instance:
         assert await changes()
         await instance.send(UpToDate())
         assert await changes()
@@ -163,14 +176,14 @@ async def test_changes_wake_watchers(running: RunningRegistry) -> None:
     assert await changes()
 
 
-def _used(running: RunningRegistry) -> int | None:
+def _used(running: RunningController) -> int | None:
     latest = running.member().heartbeat
     return None if latest is None else latest.tiers[RAM].used
 
 
-async def test_heartbeats_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heartbeats_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "SAMPLE_SECONDS", 0.01)
-    async with running_registry() as running, running.instance("one") as instance:
+    async with running_controller(tmp_path) as running, running.connect("one") as instance:
         member = running.member()
         assert running.registry.history(member) == ()
         await instance.send(heartbeat(), heartbeat(used=4096, looked_up=10, found=3))
@@ -249,3 +262,86 @@ async def test_invalid_hello_is_refused(changes: dict[str, Any], reason: str) ->
     with pytest.raises(RefusedInstance, match=reason):
         await registry.admit(message, unconnected())
     assert not registry.members
+
+
+OTHER_LAYOUT = ChunkLayout(128, (GroupLayout(32, (64,)),), ranks=2)
+
+
+def model(*names: str, layout: ChunkLayout = LAYOUT) -> Model:
+    return Model(list(names), namespace(names[0], layout), layout, False)
+
+
+def test_model_is_found_by_each_of_its_names() -> None:
+    models = Models()
+    qwen = model("qwen")
+    models.add([MODEL, qwen])
+    assert models.find("llama") == models.find("meta/llama") == [MODEL]
+    assert models.find("qwen") == [qwen]
+
+
+def test_name_with_several_layouts() -> None:
+    models = Models()
+    both = [model("llama"), model("llama", layout=OTHER_LAYOUT)]
+    models.add(both)
+    assert models.find("llama") == both
+    assert models.find(None) == both, "the only model"
+    assert models.find("llama", both[1:]) == both[1:]
+
+
+def test_unknown_and_ambiguous_models_are_reported_with_the_known_names() -> None:
+    models = Models()
+    with pytest.raises(UnknownModel, match="no model is known yet: no engine has connected"):
+        models.find(None)
+    models.add([MODEL, model("qwen")])
+    with pytest.raises(UnknownModel, match="no model 'gpt'; known: llama, meta/llama, qwen") as unknown:
+        models.find("gpt")
+    assert unknown.value.known == ["llama", "meta/llama", "qwen"]
+    with pytest.raises(AmbiguousModel, match="meta/llama, qwen") as ambiguous:
+        models.find(None)
+    assert ambiguous.value.known == ["meta/llama", "qwen"]
+    assert models.find(None, [MODEL]) == [MODEL]
+    with pytest.raises(UnknownModel):
+        models.find("qwen", [MODEL])
+
+
+def test_names_from_several_engines_are_merged() -> None:
+    models = Models()
+    models.add([model("llama", "chat")])
+    models.add([model("llama", "assistant")])
+    (found,) = models.find("chat")
+    assert found.names == ["llama", "assistant", "chat"]
+
+
+def test_number_of_models_is_limited() -> None:
+    models = Models()
+    models.add([MODEL])
+    models.add(model(f"model {number}") for number in range(MAX_MODELS - 1))
+    models.add([MODEL])
+    models.add([model("one more")])
+    assert len(models.all()) == MAX_MODELS
+    assert models.find("llama") == [MODEL], "it was reported recently"
+    with pytest.raises(UnknownModel):
+        models.find("model 0")
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 1000, 1024])
+def test_prompt_is_split_into_chunks_like_in_an_engine(count: int) -> None:
+    tokens = list(range(count))
+    prompt = PromptChunks.of(MODEL, tokens, "tenant")
+    root = root_key(MODEL.namespace, "tenant")
+    assert prompt.keys == chunk_keys(root, tokens, 256, tail=True)
+    assert len(prompt.keys) == len(prompt.tokens) == len(prompt.lengths) == -(-count // 256)
+    assert prompt.leading_tokens(len(prompt.keys)) == sum(prompt.tokens) == count
+    assert prompt.leading_tokens(1) == min(count, 256)
+    assert list(prompt.lengths) == [object_bytes(LAYOUT.payload_bytes(tokens)) for tokens in prompt.tokens]
+
+
+@pytest.mark.parametrize("tokens", [[-1], [1 << 32], ["1"], [1.5], [None]])
+def test_invalid_token_ids_are_refused(tokens: list[int]) -> None:
+    with pytest.raises(WrongPrompt, match="must be integers from 0 to 4294967295"):
+        PromptChunks.of(MODEL, tokens)
+
+
+def test_invalid_salt_is_refused() -> None:
+    with pytest.raises(WrongPrompt):
+        PromptChunks.of(MODEL, [1], "\ud800")

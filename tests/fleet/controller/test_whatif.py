@@ -16,9 +16,13 @@ from kvtier.fleet.member.protocol import WhatIf
 from kvtier.observability.whatif.report import Change, Point, Report
 from kvtier.observability.whatif.sentences import NOTHING_REPORTED, basis, findings
 from kvtier.rpc.frames import encode_body
-from tests.fleet.controller.controlling import RunningController
-from tests.fleet.controller.registering import TIERS, RunningRegistry
-from tests.rigs.whatif_reports import GIB, RAM, REPORT, SSD
+from tests.fleet.controller.controlling import TIERS, RunningController
+from tests.rigs.whatif_reports import (
+    GIB,
+    RAM,
+    REPORT,
+    SSD,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -97,15 +101,15 @@ INVALID = {
 
 
 @pytest.mark.parametrize("name", INVALID)
-async def test_invalid_report_ends_only_that_connection(running: RunningRegistry, name: str) -> None:
+async def test_invalid_report_ends_only_that_connection(running: RunningController, name: str) -> None:
     report, reason = INVALID[name]
-    async with running.instance("well"), running.instance("bad") as bad:
+    async with running.connect("well"), running.connect("bad") as bad:
         await bad.send(WhatIf(report))
         assert reason in await bad.refusal()
         assert list(running.registry.members) == ["well"]
 
 
-async def test_largest_report_fits_in_a_message(running: RunningRegistry) -> None:
+async def test_largest_report_fits_in_a_message(running: RunningController) -> None:
     tier = TIERS[0]
     names = [f"tier-{n}" for n in range(16)]
     points = [Point((1 << 60) + n, 1 / (n + 3), 1 / 7) for n in range(MAX_POINTS)]
@@ -115,6 +119,6 @@ async def test_largest_report_fits_in_a_message(running: RunningRegistry) -> Non
     curves = [replace(RAM, tier=name, points=points) for name in names]
     report = replace(REPORT, tiers=curves, changes=changes)
     assert len(encode_body(WhatIf(report))) < MAX_SMALL_BYTES
-    async with running.instance("one", tiers=[replace(tier, name=name) for name in names]) as one:
+    async with running.connect("one", tiers=[replace(tier, name=name) for name in names]) as one:
         await one.send(WhatIf(report))
         await running.wait_until(lambda: running.member().what_if == report)

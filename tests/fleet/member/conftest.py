@@ -16,9 +16,9 @@ from kvtier.catalog.catalog import State
 from kvtier.fleet.member.protocol import Command, Fetch
 from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
-from kvtier.memory.keys import ChunkKey, join_keys
+from kvtier.memory.keys import ChunkKey, join_keys, root_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
-from tests.fleet.member.controlling import BUILT_IN, TOKEN, Controller
+from tests.fleet.member.scripted_controller import BUILT_IN, TOKEN, ScriptedController
 
 # Imported before the event loop runs: the imports would block it for too long.
 import kvtier.fleet.member.controller_client  # isort: skip
@@ -52,8 +52,8 @@ class Node:
         values = rows(tokens)
         payload = CHUNK_TOKENS * TOKEN_BYTES
         for index, key in enumerate(keys):
-            parent = keys[index - 1] if index else self.model._root
-            header = ChunkHeader(key, parent, self.model._namespace, payload)
+            parent = keys[index - 1] if index else root_key(self.model.namespace)
+            header = ChunkHeader(key, parent, self.model.namespace, payload)
             while self.cache.catalog.state(key, 0) is State.ABSENT:
                 reservation = self.cache.reserve(header)
                 if reservation is not None:
@@ -111,7 +111,13 @@ def open_node(tmp_path: Path) -> OpenNode:
 
     @asynccontextmanager
     async def open_(
-        controller: Controller | str, /, *, name: str = "one", ram: int = 64, ssd: int = 0, **more: Any
+        controller: ScriptedController | str,
+        /,
+        *,
+        name: str = "one",
+        ram: int = 64,
+        ssd: int = 0,
+        **more: Any,
     ) -> AsyncIterator[Node]:
         tiers: list[dict[str, Any]] = [{"name": "ram", "type": "cpu", "capacity": ram * CHUNK_OBJECT_BYTES}]
         disk = more.pop("disk", {})
@@ -143,7 +149,7 @@ def fetch(
     seconds: float | None = None,
     length: int = CHUNK_OBJECT_BYTES,
 ) -> Callable[[int], Command]:
-    namespace = bytes(32) if node is None else node.model._namespace
+    namespace = bytes(32) if node is None else node.model.namespace
     lengths = [length] * len(keys)
     return lambda ticket: Fetch(ticket, tier, peer, namespace, join_keys(keys), lengths, seconds)
 

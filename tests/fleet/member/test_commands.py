@@ -29,7 +29,7 @@ from kvtier.pipeline.query import Query
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 from tests.fleet.member.conftest import SECRET, OpenNode, fetch
-from tests.fleet.member.controlling import controlling
+from tests.fleet.member.scripted_controller import scripted_controller
 from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -46,7 +46,7 @@ def _short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_delete_removes_from_one_tier_and_returns_the_removed_keys(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(4)
         joined = join_keys([*keys[:3], make_key(99)])
@@ -62,7 +62,7 @@ async def test_delete_removes_from_one_tier_and_returns_the_removed_keys(open_no
 
 
 async def test_chunks_deleted_while_leased_stay_intact(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller) as one:
+    async with scripted_controller() as controller, open_node(controller) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(4)
         found = one.cache.look_up(Query(keys))
@@ -75,7 +75,7 @@ async def test_chunks_deleted_while_leased_stay_intact(open_node: OpenNode) -> N
 
 
 async def test_delete_all_of_one_tier_or_of_all(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, ssd=128, peer=FETCHES) as one:
+    async with scripted_controller() as controller, open_node(controller, ssd=128, peer=FETCHES) as one:
         conversation = await controller.up_to_date()
         await one.store(4)
         done = await conversation.done(lambda ticket: DeleteAll(ticket, RAM))
@@ -86,14 +86,14 @@ async def test_delete_all_of_one_tier_or_of_all(open_node: OpenNode) -> None:
         assert one.held() == {}
         assert {tier for tier, held in conversation.held.items() if held} == set()
         namespaces = one.cache.catalog.namespaces
-        assert not namespaces.is_reset(one.model._namespace), "deleting chunks does not invalidate the model"
+        assert not namespaces.is_reset(one.model.namespace), "deleting chunks does not invalidate the model"
 
 
 # Pin.
 
 
 async def test_pinned_chunks_stay_until_they_are_unpinned(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, ram=16) as one:
+    async with scripted_controller() as controller, open_node(controller, ram=16) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(4)
         joined = join_keys([*keys, make_key(99)])
@@ -111,7 +111,7 @@ async def test_pinned_chunks_stay_until_they_are_unpinned(open_node: OpenNode) -
 
 
 async def test_pin_expires(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller) as one:
+    async with scripted_controller() as controller, open_node(controller) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(2)
         await conversation.done(lambda ticket: Pin(ticket, join_keys(keys), 60.0))
@@ -150,7 +150,7 @@ MALFORMED: dict[str, tuple[Callable[[int], Command], str]] = {
 @pytest.mark.parametrize("kind", MALFORMED)
 async def test_invalid_command_fails_with_a_reason(kind: str, open_node: OpenNode) -> None:
     make, reason = MALFORMED[kind]
-    async with controlling() as controller, open_node(controller, peer=FETCHES):
+    async with scripted_controller() as controller, open_node(controller, peer=FETCHES):
         conversation = await controller.up_to_date()
         assert reason in await conversation.failed(make)
         assert (await conversation.done(lambda ticket: Unpin(ticket, b""))).chunks == 0
@@ -160,7 +160,7 @@ async def test_duplicate_ticket_ends_the_connection(
     open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 60.0)
-    async with controlling() as controller, open_node(controller, ram=8, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, ram=8, ssd=128) as one:
         conversation = await controller.up_to_date()
         ticket = await conversation.start_command(fetch(await one.store(12), RAM))
         await conversation.send(Unpin(ticket, b""))
@@ -173,7 +173,7 @@ async def test_too_many_commands_at_once_are_refused(
 ) -> None:
     monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 60.0)
     monkeypatch.setattr(session_module, "MAX_COMMANDS", 2)
-    async with controlling() as controller, open_node(controller, ram=8, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, ram=8, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(12)
         tickets = [await conversation.start_command(fetch(keys, RAM)) for _ in range(3)]
@@ -187,7 +187,7 @@ async def test_too_many_commands_at_once_are_refused(
 
 async def test_commands_are_read_while_the_controller_reads_nothing(open_node: OpenNode) -> None:
     """Or both sides might wait for the other to read."""
-    async with controlling(idle_timeout=60.0) as controller, open_node(controller) as one:
+    async with scripted_controller(idle_timeout=60.0) as controller, open_node(controller) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(2)
         conversation.socket.transport.pause_reading()
@@ -203,7 +203,7 @@ async def test_commands_are_read_while_the_controller_reads_nothing(open_node: O
 async def test_exception_in_one_command_does_not_affect_others(
     open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with controlling() as controller, open_node(controller) as one:
+    async with scripted_controller() as controller, open_node(controller) as one:
         conversation = await controller.up_to_date()
         monkeypatch.setattr(one.cache, "unpin", partial(one.cache.unpin, "no such argument"))
         assert "TypeError" in await conversation.failed(lambda ticket: Unpin(ticket, make_key(1)))
@@ -215,7 +215,7 @@ async def test_exception_in_one_command_does_not_affect_others(
 
 async def test_fetches_and_deletes_race_with_stores_and_retrievals(open_node: OpenNode) -> None:
     """Reports equal what the tiers hold, nothing stays pending, and no lease is left."""
-    async with controlling() as controller, open_node(controller, ram=24, ssd=64) as one:
+    async with scripted_controller() as controller, open_node(controller, ram=24, ssd=64) as one:
         conversation = await controller.up_to_date()
         prompts = [await one.store(6, seed=seed) for seed in range(6)]
 

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from kvtier import __version__
+from kvtier.fleet.member import session
 from kvtier.fleet.member import session as session_module
 from kvtier.fleet.member.controller_client import ControllerClient
-from kvtier.fleet.member.protocol import MAX_KEYS, VERSION, HeldBy, Hello, TierDescription, Welcome
+from kvtier.fleet.member.protocol import (
+    MAX_KEYS,
+    VERSION,
+    HeldBy,
+    Hello,
+    TierDescription,
+    Welcome,
+    WhatIf,
+)
 from kvtier.fleet.member.served_models import EngineModel, TokenizerSource
+from kvtier.instance import Instance
 from kvtier.memory.keys import split_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.observability.whatif.report import Report
 from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Refused
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 from tests.fleet.member.conftest import SECRET, Node, OpenNode
-from tests.fleet.member.controlling import Controller, Conversation, controlling
+from tests.fleet.member.scripted_controller import Conversation, ScriptedController, scripted_controller
 from tests.rigs.waiting import until
+from tests.rigs.whatif_reports import REPORT
 
 pytestmark = pytest.mark.anyio
 LAYOUT = ChunkLayout(256, (GroupLayout(16, (1024,)),))
@@ -29,7 +43,7 @@ LAYOUT = ChunkLayout(256, (GroupLayout(16, (1024,)),))
 
 async def test_hello_describes_the_instance(open_node: OpenNode) -> None:
     peer = {"listen": "0.0.0.0:0", "secret": SECRET}
-    async with controlling() as controller, open_node(controller, ssd=128, peer=peer) as one:
+    async with scripted_controller() as controller, open_node(controller, ssd=128, peer=peer) as one:
         conversation = await controller.up_to_date()
         hello = conversation.hello
         assert hello is not None
@@ -72,7 +86,7 @@ async def test_hello_names_the_configured_host_unless_it_is_a_wildcard(
     listen: str, address: str, open_node: OpenNode
 ) -> None:
     async with (
-        controlling() as controller,
+        scripted_controller() as controller,
         open_node(controller, peer={"listen": listen, "secret": SECRET}) as one,
     ):
         hello = (await controller.conversation()).hello
@@ -82,14 +96,14 @@ async def test_hello_names_the_configured_host_unless_it_is_a_wildcard(
 
 
 async def test_instance_without_a_listener_reports_no_address(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller):
+    async with scripted_controller() as controller, open_node(controller):
         hello = (await controller.conversation()).hello
         assert hello is not None
         assert (hello.peer, hello.transport) == (None, None)
 
 
 async def test_models_are_reported_when_engines_connect(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller) as one:
+    async with scripted_controller() as controller, open_node(controller) as one:
         conversation = await controller.up_to_date()
         served = one.instance.served
         served.add("engine-1", b"n" * 32, LAYOUT, None)
@@ -106,7 +120,7 @@ async def test_models_are_reported_when_engines_connect(open_node: OpenNode) -> 
 
 
 async def test_models_of_programs_are_reported_once(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller) as one:
+    async with scripted_controller() as controller, open_node(controller) as one:
         conversation = await controller.up_to_date()
         qwen = one.cache.model("qwen", token_bytes=32)
         await until(lambda: [model.names for model in conversation.models] == [["llama"], ["qwen"]])
@@ -119,7 +133,7 @@ async def test_models_of_programs_are_reported_once(open_node: OpenNode) -> None
 
 
 async def test_heartbeats_report_the_tiers(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, ssd=128) as one:
         conversation = await controller.up_to_date()
         await one.store(4)
         assert await one.is_intact(4)
@@ -132,7 +146,7 @@ async def test_heartbeats_report_the_tiers(open_node: OpenNode) -> None:
 
 
 async def test_absent_controller_costs_nothing(open_node: OpenNode, caplog: pytest.LogCaptureFixture) -> None:
-    controller = Controller()
+    controller = ScriptedController()
     await controller.start()
     await controller.kill()
     with caplog.at_level(logging.INFO, "kvtier"):
@@ -154,7 +168,7 @@ async def test_absent_controller_costs_nothing(open_node: OpenNode, caplog: pyte
 
 
 async def test_instance_reconnects_after_the_controller_was_killed(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, ssd=128) as one:
         keys = await one.store(4)
         first = await controller.up_to_date()
         await until(lambda: first.held == one.held())
@@ -170,7 +184,7 @@ async def test_instance_reconnects_after_the_controller_was_killed(open_node: Op
 async def test_wrong_token_is_refused_and_reported(
     open_node: OpenNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with controlling() as controller:
+    async with scripted_controller() as controller:
         controller.token = "another one"
         async with open_node(controller) as one:
             await until(lambda: one.status["refused"])
@@ -184,7 +198,7 @@ async def test_wrong_token_is_refused_and_reported(
 
 
 async def test_url_of_another_server_is_reported(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller.url + "/elsewhere") as one:
+    async with scripted_controller() as controller, open_node(controller.url + "/elsewhere") as one:
         await until(lambda: "HTTP 404" in one.status["last_error"])
 
 
@@ -193,7 +207,7 @@ async def test_duplicate_instance_id_is_reported(open_node: OpenNode) -> None:
         await conversation.send(Refused("instance id 'one' is taken by process 7\non host b"))
         return False
 
-    async with controlling() as controller:
+    async with scripted_controller() as controller:
         controller.greeting = refuse
         async with open_node(controller) as one:
             await until(lambda: one.status["refused"])
@@ -223,7 +237,7 @@ async def test_malformed_greeting_ends_only_the_connection(kind: str, open_node:
         await conversation.socket.wait_closed()
         return False
 
-    async with controlling() as controller:
+    async with scripted_controller() as controller:
         controller.greeting = send_malformed_greeting
         async with open_node(controller) as one:
             await until(lambda: one.status["last_error"])
@@ -243,7 +257,7 @@ MALFORMED_LATER: dict[str, Message | bytes | str] = {
 
 @pytest.mark.parametrize("kind", MALFORMED_LATER)
 async def test_malformed_message_ends_only_the_connection(kind: str, open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller) as one:
+    async with scripted_controller() as controller, open_node(controller) as one:
         conversation = await controller.up_to_date()
         await conversation.send(MALFORMED_LATER[kind])
         await conversation.socket.wait_closed()
@@ -253,7 +267,7 @@ async def test_malformed_message_ends_only_the_connection(kind: str, open_node: 
 
 
 async def test_unresponsive_controller_is_disconnected_and_reconnected(open_node: OpenNode) -> None:
-    async with controlling(idle_timeout=0.3) as controller, open_node(controller) as one:
+    async with scripted_controller(idle_timeout=0.3) as controller, open_node(controller) as one:
         conversation = await controller.up_to_date()
         conversation.socket.transport.pause_reading()
         again = await controller.up_to_date(1)
@@ -263,7 +277,7 @@ async def test_unresponsive_controller_is_disconnected_and_reconnected(open_node
 
 
 async def test_idle_controller_stays_connected(open_node: OpenNode) -> None:
-    async with controlling(idle_timeout=0.3) as controller, open_node(controller) as one:
+    async with scripted_controller(idle_timeout=0.3) as controller, open_node(controller) as one:
         conversation = await controller.up_to_date()
         await until(lambda: conversation.pings > 15)  # At least three times its idle timeout.
         assert one.status["lost"] == 0
@@ -274,7 +288,7 @@ async def test_missing_welcome_does_not_block_the_instance(open_node: OpenNode) 
         await conversation.socket.wait_closed()
         return False
 
-    async with controlling() as controller:
+    async with scripted_controller() as controller:
         controller.greeting = wait
         async with open_node(controller) as one:
             await until(lambda: controller.attempts)
@@ -283,7 +297,7 @@ async def test_missing_welcome_does_not_block_the_instance(open_node: OpenNode) 
 
 
 async def test_instance_closes_while_the_controller_is_unresponsive(open_node: OpenNode) -> None:
-    async with controlling() as controller:
+    async with scripted_controller() as controller:
         with anyio.fail_after(30):
             async with open_node(controller):
                 conversation = await controller.up_to_date()
@@ -292,7 +306,7 @@ async def test_instance_closes_while_the_controller_is_unresponsive(open_node: O
 
 
 async def test_instance_closes_the_connection_normally(open_node: OpenNode) -> None:
-    async with controlling() as controller:
+    async with scripted_controller() as controller:
         async with open_node(controller):
             conversation = await controller.up_to_date()
         await conversation.socket.wait_closed()
@@ -303,7 +317,7 @@ async def test_instance_closes_the_connection_normally(open_node: OpenNode) -> N
 
 
 async def test_who_holds_is_answered(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller) as one:
+    async with scripted_controller() as controller, open_node(controller) as one:
         conversation = await controller.up_to_date()
         conversation.holders = (["b:1", "[::1]:2"], [5, 3])
         keys = [make_key(number) for number in range(6)]
@@ -312,7 +326,7 @@ async def test_who_holds_is_answered(open_node: OpenNode) -> None:
 
 
 async def test_who_holds_times_out_without_an_answer(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, peer={"timeout": "50ms"}) as one:
+    async with scripted_controller() as controller, open_node(controller, peer={"timeout": "50ms"}) as one:
         conversation = await controller.up_to_date()
         conversation.holders = None
         with anyio.fail_after(30):
@@ -327,7 +341,7 @@ async def test_who_holds_times_out_without_an_answer(open_node: OpenNode) -> Non
 
 
 async def test_malformed_holders_end_only_the_connection(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, peer={"timeout": "10s"}) as one:
+    async with scripted_controller() as controller, open_node(controller, peer={"timeout": "10s"}) as one:
         conversation = await controller.up_to_date()
         conversation.holders = (["a:1"], [])
         assert await client_of(one).who_holds([make_key(1)]) == []
@@ -337,7 +351,7 @@ async def test_malformed_holders_end_only_the_connection(open_node: OpenNode) ->
 
 
 async def test_who_holds_sends_at_most_max_keys(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, peer={"timeout": "10s"}) as one:
+    async with scripted_controller() as controller, open_node(controller, peer={"timeout": "10s"}) as one:
         conversation = await controller.up_to_date()
         keys = [make_key(number % 100) for number in range(MAX_KEYS + 1)]
         await client_of(one).who_holds(keys)
@@ -346,7 +360,7 @@ async def test_who_holds_sends_at_most_max_keys(open_node: OpenNode) -> None:
 
 async def test_concurrent_questions_are_bounded(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "MAX_QUESTIONS", 2)
-    async with controlling() as controller, open_node(controller, peer={"timeout": "10s"}) as one:
+    async with scripted_controller() as controller, open_node(controller, peer={"timeout": "10s"}) as one:
         conversation = await controller.up_to_date()
         conversation.holders = None
         async with anyio.create_task_group() as tasks:
@@ -359,7 +373,7 @@ async def test_concurrent_questions_are_bounded(open_node: OpenNode, monkeypatch
 
 async def test_lookup_finds_chunks_through_the_controller(open_node: OpenNode) -> None:
     async with (
-        controlling() as controller,
+        scripted_controller() as controller,
         open_node(controller, peer={"secret": SECRET, "timeout": "10s"}, prefetch={"policy": "wait"}) as one,
         open_node(controller, name="two", peer={"listen": "127.0.0.1:0", "secret": SECRET}) as two,
     ):
@@ -381,3 +395,58 @@ async def until_answered(node: Node, answer: list[tuple[str, int]]) -> None:
     with anyio.fail_after(60):
         while await client_of(node).who_holds([make_key(1)]) != answer:
             await anyio.sleep(0.005)
+
+
+async def test_report_is_sent_when_there_is_one_and_when_it_changes(
+    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[Report | None] = [None]
+    monkeypatch.setattr(Instance, "what_if", lambda _: known[-1])
+    monkeypatch.setattr(session, "WHAT_IF_SECONDS", 0.01)
+    async with scripted_controller() as controller, open_node(controller):
+        conversation = await controller.up_to_date()
+        later = replace(REPORT, sampled=REPORT.sampled + 1)
+        for report in (REPORT, later):
+            seen = len(conversation.heartbeats)
+            known.append(report)
+            await until(lambda report=report: conversation.what_ifs[-1:] == [WhatIf(report)])
+            await until(lambda seen=seen: len(conversation.heartbeats) > seen + 2)
+        assert conversation.what_ifs == [WhatIf(REPORT), WhatIf(later)]
+
+
+async def test_changes_are_reported_at_an_interval(
+    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count(1)
+    monkeypatch.setattr(Instance, "what_if", lambda _: replace(REPORT, sampled=next(calls)))
+    monkeypatch.setattr(session, "WHAT_IF_SECONDS", 600.0)
+    async with scripted_controller() as controller, open_node(controller):
+        conversation = await controller.up_to_date()
+        await until(lambda: len(conversation.heartbeats) > 5)
+        assert [message.report.sampled for message in conversation.what_ifs] == [1]
+
+
+async def test_new_connection_gets_the_report_again(
+    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Instance, "what_if", lambda _: REPORT)
+    async with scripted_controller() as controller, open_node(controller):
+        first = await controller.up_to_date()
+        await until(lambda: first.what_ifs)
+        await controller.kill()
+        await controller.start()
+        second = await controller.up_to_date(1)
+        await until(lambda: second.what_ifs)
+        assert first.what_ifs == second.what_ifs == [WhatIf(REPORT)]
+
+
+async def test_reason_of_a_stopped_estimate_is_printable_and_short(
+    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Instance, "what_if", lambda _: replace(REPORT, stopped="ValueError: \n" * 100))
+    async with scripted_controller() as controller, open_node(controller):
+        conversation = await controller.up_to_date()
+        await until(lambda: conversation.what_ifs)
+    (message,) = conversation.what_ifs
+    assert message.report.stopped.startswith("ValueError: ?ValueError")
+    assert len(message.report.stopped) == 256

@@ -15,7 +15,7 @@ from kvtier.pipeline.query import Query
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 from tests.fleet.member.conftest import SECRET, Node, OpenNode, address_of, fetch
-from tests.fleet.member.controlling import Controller, Conversation, controlling
+from tests.fleet.member.scripted_controller import Conversation, ScriptedController, scripted_controller
 from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +33,7 @@ def _short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_fetch_copies_from_disk_to_memory_and_back(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(4)
         await one.cache.clear(keys, tiers=["ram"])
@@ -50,7 +50,7 @@ async def test_fetch_copies_from_disk_to_memory_and_back(open_node: OpenNode) ->
 
 
 async def test_fetch_again_transfers_nothing(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(4)
         done = await conversation.done(fetch(keys, SSD))
@@ -59,7 +59,7 @@ async def test_fetch_again_transfers_nothing(open_node: OpenNode) -> None:
 
 
 async def test_fetch_ends_at_the_first_missing_chunk(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(4)
         await one.cache.clear(keys, tiers=["ram"])
@@ -70,7 +70,7 @@ async def test_fetch_ends_at_the_first_missing_chunk(open_node: OpenNode) -> Non
 
 
 async def test_fetch_into_full_memory_evicts_others_but_not_fetched_chunks(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, ram=8, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, ram=8, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(12, seed=1)
         await one.store(6, seed=2)
@@ -81,7 +81,7 @@ async def test_fetch_into_full_memory_evicts_others_but_not_fetched_chunks(open_
 
 
 async def test_fetch_into_leased_memory_names_the_tier(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, ram=8, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, ram=8, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(4, seed=1)
         others = await one.store(8, seed=2)
@@ -96,7 +96,7 @@ async def test_fetch_into_leased_memory_names_the_tier(open_node: OpenNode) -> N
 
 async def test_fetch_into_a_small_disk_keeps_the_first_chunks(open_node: OpenNode) -> None:
     async with (
-        controlling() as controller,
+        scripted_controller() as controller,
         open_node(controller, ram=64, ssd=10, disk={"write": "never"}) as one,
     ):
         conversation = await controller.up_to_date()
@@ -111,7 +111,7 @@ async def test_fetch_into_a_small_disk_keeps_the_first_chunks(open_node: OpenNod
 async def test_fetch_waits_for_pending_evictions(open_node: OpenNode) -> None:
     """All cold chunks have yet to be written to disk."""
     disk = {"write": "on_evict"}
-    async with controlling() as controller, open_node(controller, ram=8, ssd=128, disk=disk) as one:
+    async with scripted_controller() as controller, open_node(controller, ram=8, ssd=128, disk=disk) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(6, seed=1)
         await conversation.done(fetch(keys, SSD))
@@ -126,7 +126,7 @@ async def test_fetch_waits_for_pending_evictions(open_node: OpenNode) -> None:
 # Fetch from another instance.
 
 
-async def both_conversations(controller: Controller) -> tuple[Conversation, Conversation]:
+async def both_conversations(controller: ScriptedController) -> tuple[Conversation, Conversation]:
     """Return the conversations of the instances ``one`` and ``two``."""
     await controller.up_to_date(0)
     await controller.up_to_date(1)
@@ -136,7 +136,7 @@ async def both_conversations(controller: Controller) -> tuple[Conversation, Conv
 
 async def test_fetch_from_a_peer_into_memory_and_onto_disk(open_node: OpenNode) -> None:
     async with (
-        controlling() as controller,
+        scripted_controller() as controller,
         open_node(controller, peer=FETCHES, ssd=128, disk={"write": "never"}) as one,
         open_node(controller, name="two", peer=SERVES, ssd=128) as two,
     ):
@@ -159,7 +159,7 @@ async def test_fetch_from_a_peer_into_memory_and_onto_disk(open_node: OpenNode) 
 
 async def test_fetch_reads_only_missing_chunks_from_a_peer(open_node: OpenNode) -> None:
     async with (
-        controlling() as controller,
+        scripted_controller() as controller,
         open_node(controller, peer=FETCHES, ssd=128) as one,
         open_node(controller, name="two", peer=SERVES) as two,
     ):
@@ -177,7 +177,7 @@ async def test_fetch_reads_only_missing_chunks_from_a_peer(open_node: OpenNode) 
 
 async def test_fetch_of_a_chunk_that_the_peer_has_evicted(open_node: OpenNode) -> None:
     async with (
-        controlling() as controller,
+        scripted_controller() as controller,
         open_node(controller, peer=FETCHES) as one,
         open_node(controller, name="two", peer=SERVES) as two,
     ):
@@ -192,7 +192,7 @@ async def test_fetch_of_a_chunk_that_the_peer_has_evicted(open_node: OpenNode) -
 
 
 async def test_fetch_from_an_unreachable_peer(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, peer=FETCHES, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, peer=FETCHES, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(4)
         await one.cache.clear(keys, tiers=["ram"])
@@ -205,7 +205,7 @@ async def test_fetch_from_an_unreachable_peer(open_node: OpenNode) -> None:
 
 async def test_fetch_from_a_peer_with_another_secret(open_node: OpenNode) -> None:
     async with (
-        controlling() as controller,
+        scripted_controller() as controller,
         open_node(controller, peer={"secret": "another secret than theirs"}) as one,
         open_node(controller, name="two", peer=SERVES) as two,
     ):
@@ -218,7 +218,7 @@ async def test_fetch_from_a_peer_with_another_secret(open_node: OpenNode) -> Non
 
 
 async def test_fetch_by_an_instance_without_peer_settings(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller) as one:
+    async with scripted_controller() as controller, open_node(controller) as one:
         conversation = await controller.up_to_date()
         done = await conversation.done(fetch([make_key(1)], RAM, "127.0.0.1:1", node=one))
         assert done.reason == "this instance cannot fetch from others: set peer.secret or peer.tls"
@@ -227,7 +227,7 @@ async def test_fetch_by_an_instance_without_peer_settings(open_node: OpenNode) -
 async def test_fetch_of_more_than_fits_into_memory_on_either_side(open_node: OpenNode) -> None:
     """Both have memory for a few chunks: they are fetched in batches, and promoted chunks are evicted."""
     async with (
-        controlling() as controller,
+        scripted_controller() as controller,
         open_node(controller, peer=FETCHES, ram=8, ssd=256, disk={"write": "never"}) as one,
         open_node(controller, name="two", peer=SERVES, ram=8, ssd=256) as two,
     ):
@@ -242,7 +242,7 @@ async def test_fetch_of_more_than_fits_into_memory_on_either_side(open_node: Ope
 
 async def test_chunks_of_a_reset_model_are_not_fetched_from_others(open_node: OpenNode) -> None:
     async with (
-        controlling() as controller,
+        scripted_controller() as controller,
         open_node(controller, peer=FETCHES) as one,
         open_node(controller, name="two", peer=SERVES) as two,
     ):
@@ -257,7 +257,7 @@ async def test_chunks_of_a_reset_model_are_not_fetched_from_others(open_node: Op
 
 
 async def test_peer_ends_during_a_fetch(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, peer=FETCHES, ram=256) as one:
+    async with scripted_controller() as controller, open_node(controller, peer=FETCHES, ram=256) as one:
         async with open_node(controller, name="two", peer=SERVES, ram=256) as two:
             conversation, _ = await both_conversations(controller)
             keys = await two.store(200)
@@ -288,7 +288,7 @@ async def half_of_memory_in_use(node: Node, keys: list[ChunkKey]) -> AsyncIterat
 
 async def test_fetch_ends_at_its_deadline(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 60.0)
-    async with controlling() as controller, open_node(controller, ram=16, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, ram=16, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(12)
         async with half_of_memory_in_use(one, keys):
@@ -300,7 +300,7 @@ async def test_fetch_ends_at_its_deadline(open_node: OpenNode, monkeypatch: pyte
 async def test_fetch_is_cancelled_and_answered(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 60.0)
     monkeypatch.setattr(session_module, "PROGRESS_SECONDS", 0.02)
-    async with controlling() as controller, open_node(controller, ram=16, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, ram=16, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(12)
         async with half_of_memory_in_use(one, keys):
@@ -318,7 +318,7 @@ async def test_fetch_is_cancelled_and_answered(open_node: OpenNode, monkeypatch:
 
 
 async def test_fetch_cancelled_immediately_is_answered(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(4)
         await one.cache.clear(keys, tiers=["ram"])
@@ -329,7 +329,7 @@ async def test_fetch_cancelled_immediately_is_answered(open_node: OpenNode) -> N
 
 async def test_commands_end_with_the_connection(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 60.0)
-    async with controlling() as controller, open_node(controller, ram=8, ssd=128) as one:
+    async with scripted_controller() as controller, open_node(controller, ram=8, ssd=128) as one:
         conversation = await controller.up_to_date()
         keys = await one.store(12)
         await conversation.start_command(fetch(keys, RAM))

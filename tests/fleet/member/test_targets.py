@@ -10,7 +10,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.peers import targets as targets_module
 from kvtier.peers.kv_transfer import KVTransferResult
 from tests.fleet.member.conftest import SECRET, Node, OpenNode, address_of
-from tests.fleet.member.controlling import Controller, controlling
+from tests.fleet.member.scripted_controller import ScriptedController, scripted_controller
 
 import kvtier.peers.kv_transfer  # noqa: F401 # isort: skip
 from tests.rigs.waiting import until
@@ -24,7 +24,7 @@ async def transfer(node: Node, to: str, keys: list[ChunkKey]) -> KVTransferResul
     return await node.instance.transfer_kv(to, keys, hinted=True).finish(60)
 
 
-def name(controller: Controller, *addresses: str) -> None:
+def name(controller: ScriptedController, *addresses: str) -> None:
     """Let the controller know instances at these addresses."""
     for conversation in controller.conversations:
         conversation.served = list(addresses)
@@ -32,7 +32,7 @@ def name(controller: Controller, *addresses: str) -> None:
 
 async def test_instances_that_the_controller_names_are_connected_to(open_node: OpenNode) -> None:
     async with (
-        controlling() as controller,
+        scripted_controller() as controller,
         open_node(controller, peer=SERVES) as one,
         open_node(controller, name="two", peer=SERVES) as two,
     ):
@@ -45,7 +45,7 @@ async def test_instances_that_the_controller_names_are_connected_to(open_node: O
 async def test_name_of_an_instance_that_the_controller_knows_by_its_address(open_node: OpenNode) -> None:
     """A proxy names the host of an engine as its own settings do."""
     async with (
-        controlling() as controller,
+        scripted_controller() as controller,
         open_node(controller, peer=SERVES) as one,
         open_node(controller, name="two", peer=SERVES) as two,
     ):
@@ -62,7 +62,7 @@ async def test_other_addresses_are_not_connected_to(open_node: OpenNode, host: s
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         stranger.setblocking(False)
         async with (
-            controlling() as controller,
+            scripted_controller() as controller,
             open_node(controller, peer=SERVES) as one,
             open_node(controller, name="two", peer=SERVES) as two,
         ):
@@ -82,7 +82,7 @@ async def test_confirmed_address_is_used_while_the_controller_is_down(
     open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (
-        controlling() as controller,
+        scripted_controller() as controller,
         open_node(controller, peer=SERVES) as one,
         open_node(controller, name="two", peer=SERVES) as two,
     ):

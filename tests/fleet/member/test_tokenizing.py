@@ -23,7 +23,7 @@ from kvtier.lab.demo import model as demo_model
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc.frames import MAX_FRAME_BYTES
 from tests.fleet.member.conftest import OpenNode
-from tests.fleet.member.controlling import controlling
+from tests.fleet.member.scripted_controller import scripted_controller
 from tests.rigs.waiting import until
 
 if find_spec("transformers") is None:
@@ -206,7 +206,7 @@ async def test_missing_tokenizer_is_reported(served: ServedModels, tmp_path: Pat
 
 @pytest.mark.usefixtures("fast")
 async def test_tokenize_command_returns_tokens(open_node: OpenNode) -> None:
-    async with controlling() as controller, open_node(controller) as one:
+    async with scripted_controller() as controller, open_node(controller) as one:
         conversation = await controller.up_to_date()
         one.instance.served.add("engine", PLAIN, LAYOUT, EngineModel(["m"], TokenizerSource("/models/m")))
         done = await conversation.done(lambda ticket: Tokenize(ticket, PLAIN, "Hello world you"))

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.fleet.proxy.upstream import Role
-from tests.fleet.controller.controlling import KEYS, TOKENS, running_controller
-from tests.fleet.controller.registering import MODEL
+from tests.fleet.controller.controlling import KEYS, MODEL, TOKENS, running_controller
 
 from .conftest import Cluster, running
 from .stub import Stub, hangs, responds
@@ -35,7 +34,7 @@ async def decoders_with_holdings(folder: Path, held: int, **settings: Any) -> As
         ):
             directory = cluster.proxy.directory
             assert directory is not None
-            await directory._refresh_instances()
+            await directory.refresh()
             assert (first.instance, second.instance) == ("first", "second")
             yield cluster
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -345,3 +348,26 @@ async def test_many_connections_to_one_engine(cluster: Cluster) -> None:
         for behaviour in slow:
             behaviour.send(None)
     assert cluster.outcomes == {"ok": 50}
+
+
+@pytest.fixture
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep open what only the garbage collector would close."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+async def test_connection_cancelled_while_connecting_is_closed() -> None:
+    connections, delays = Connections(None), random.Random(1)
+    async with Stub().serving() as stub:
+        cancelled = 0
+        for _ in range(400):
+            with anyio.move_on_after(delays.uniform(0.0001, 0.002)) as scope:
+                async with connections.exchange(httpx.Request("GET", f"{stub.url}/health"), 5.0) as response:
+                    await response.aread()
+            cancelled += scope.cancelled_caught
+            await connections.aclose()
+        assert cancelled
+        await stub.wait_until(lambda: not stub.connections)

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.instance import Instance
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES
-from tests.fleet.member.controlling import TOKEN, controlling
+from tests.fleet.member.scripted_controller import TOKEN, scripted_controller
 from tests.observability.metrics.scraping import BUILT_IN, Scrape, ScrapedCache, serving_metrics, settings
 
 # Imported here, because these imports take longer than the loop watch allows.
@@ -74,7 +74,7 @@ async def test_peer_metrics_of_both_sides(tmp_path: Path) -> None:
 
 
 async def test_controller_metrics_exist_only_with_a_controller(tmp_path: Path) -> None:
-    async with controlling() as controller:
+    async with scripted_controller() as controller:
         controller_settings = {"url": controller.url, "instance_id": "one", "token": TOKEN}
         async with instance(tmp_path / "one", controller=controller_settings) as (_, scraped):
             scrape = await wait_until(scraped, lambda scrape: scrape("agent_up_to_date") == 1)

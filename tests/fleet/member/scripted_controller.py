@@ -143,7 +143,7 @@ class Conversation:
                 raise AssertionError(message)
 
 
-class Controller:
+class ScriptedController:
     """Accepts instances, with one conversation per connection. Can be killed and restarted."""
 
     def __init__(self, heartbeat: float = 0.05, idle_timeout: float = 5.0) -> None:
@@ -216,8 +216,8 @@ class Controller:
 
 
 @asynccontextmanager
-async def controlling(**options: Any) -> AsyncIterator[Controller]:
-    controller = Controller(**options)
+async def scripted_controller(**options: Any) -> AsyncIterator[ScriptedController]:
+    controller = ScriptedController(**options)
     await controller.start()
     try:
         yield controller
