@@ -2,7 +2,7 @@
 
 ::
 
-    python -m benchmarks.copies                   # needs 9 GiB of memory
+    python -m benchmarks.copies                   # needs 3 GiB of memory
     python -m benchmarks.copies --small           # smoke test with some megabytes
 
 A load copies the pages of a prompt from the arena into the engine's KV memory; a save copies them back. The
@@ -48,7 +48,7 @@ LAYOUTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the connector's copies with memcpy.")
     parser.add_argument("--runs", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--gib", type=float, default=4, help="maximum amount to copy; default: %(default)s")
+    parser.add_argument("--gib", type=float, default=1, help="maximum amount to copy; default: %(default)s")
     options = parse(parser, runs=1)
     max_bytes = 16 << 20 if options.small else int(options.gib * (1 << 30))
     runs = options.runs

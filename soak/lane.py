@@ -155,7 +155,7 @@ class Lane:
             self._restart(self._kill_seconds)
             self._kill_seconds = None
             self._killed.set()
-        self._collect_answers()
+        self.collect_answers()
         now = self._record.now
         self._abort_due(now)
         if self._replacement is not None:
@@ -185,14 +185,14 @@ class Lane:
         self.open()
         self._record.count("engines restarted")
         for request in list(self._pending.values()):
-            self._send(request.turn._replace(abort_after=None))
+            self.send(request.turn._replace(abort_after=None))
 
     def _send_due(self, now: float) -> None:
         idle = [turns for user, turns in self._waiting.items() if user not in self._pending and turns]
         for waiting in sorted(idle, key=lambda turns: turns[0].at):
             if waiting[0].at > now or not self._fits(waiting[0]):
                 return
-            self._send(waiting.popleft())
+            self.send(waiting.popleft())
 
     def _fits(self, turn: Turn) -> bool:
         """Return whether a request may run with the pending ones.
@@ -218,7 +218,8 @@ class Lane:
     def _question(self, turn: Turn) -> Question:
         return self._oracle.question(turn.conversation, turn.exchange, self._version)
 
-    def _send(self, turn: Turn) -> None:
+    def send(self, turn: Turn) -> None:
+        """Send the request of a turn to the engine."""
         question = self._question(turn)
         params = {"kvtier": {"kv_transfer": {"to": self._unlisted}}} if turn.hinted else None
         number = self.engine.submit(
@@ -245,7 +246,8 @@ class Lane:
                 self.engine.abort(request.number)
                 self._record.count("aborted")
 
-    def _collect_answers(self) -> None:
+    def collect_answers(self) -> None:
+        """Check the answers that have ended, and report requests that are stuck."""
         for user, request in list(self._pending.items()):
             if self.engine.finished(request.number):
                 del self._pending[user]
@@ -268,7 +270,7 @@ class Lane:
             self._record.find("failed request", f"engine {self.number}, {turn}: {error}")
             return
         if answer.reason == "abort":
-            self._send(turn._replace(abort_after=None))
+            self.send(turn._replace(abort_after=None))
             return
         self.check(request.question, answer, str(turn))
 

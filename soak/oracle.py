@@ -57,7 +57,7 @@ class Oracle:
         self._engines = engines
         self._model = model
         self._versions = versions
-        self._questions: dict[tuple[int, int, int | None], Question] = {}
+        self.questions: dict[tuple[int, int, int | None], Question] = {}
 
     def prepare(self, conversations: Sequence[Conversation], progress: Callable[[], None]) -> None:
         """Compute the answers to all exchanges of all conversations in sequence. Blocks; 1 s each."""
@@ -89,19 +89,19 @@ class Oracle:
         for index, exchange in enumerate(conversation.exchanges):
             tokens = tokens + text(exchange.text)
             answer = engine.generate(tokens, exchange.new_tokens, lora=self._lora(version)).tokens
-            self._questions[number, index, version] = Question(tokens, answer, version)
+            self.questions[number, index, version] = Question(tokens, answer, version)
             tokens = tokens + answer
             progress()
 
     @property
     def conversations(self) -> int:
         """Number of prepared conversations."""
-        return len({conversation for conversation, _, _ in self._questions})
+        return len({conversation for conversation, _, _ in self.questions})
 
     def question(self, conversation: int, exchange: int, version: int = 0) -> Question:
         """Return a prepared prompt with its answer, of this version if the conversation uses the adapter."""
-        plain = self._questions.get((conversation, exchange, None))
-        return plain or self._questions[conversation, exchange, version]
+        plain = self.questions.get((conversation, exchange, None))
+        return plain or self.questions[conversation, exchange, version]
 
     def gaps(self, mismatches: Sequence[tuple[Question, Mismatch]]) -> list[float]:
         """Return how much lower each wrong token's log-probability is than the expected one's.

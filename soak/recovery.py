@@ -43,7 +43,7 @@ class Recovery:
 
     def prepare(self, probes: Sequence[int]) -> None:
         """Use everything once, and record the open descriptors and tasks."""
-        self._wait_for(self._is_back, "start")
+        self.wait_for(self._is_back, "start")
         self._probe(probes)
         self._check_idle()
         self._before = [self._open(host) for host in self._stack.hosts]
@@ -53,12 +53,12 @@ class Recovery:
         for name, pid in self._stack.pids().items():
             if pid is None or not is_running(pid):
                 self._record.find("dead process", f"{name} is not running")
-        self._wait_for(self._is_back, "recover")
+        self.wait_for(self._is_back, "recover")
         self._probe(probes)
-        self._wait_for(self._tiers, "be available")
-        self._wait_for(self._pins, "be without pins")
-        self._check_unlisted()
-        self._wait_for(self._beyond_capacity, "keep its capacity")
+        self.wait_for(self._tiers, "be available")
+        self.wait_for(self.pins_left, "be without pins")
+        self.check_unlisted()
+        self.wait_for(self.beyond_capacity, "keep its capacity")
         for suspect in [suspect for lane in self._lanes for suspect in lane.suspects]:
             for lane in (*self._lanes, *self._lanes):
                 lane.retry(suspect)
@@ -101,7 +101,8 @@ class Recovery:
         status = host.cache.status()
         return Open(leaks.descriptors(status["pid"]), status["tasks"])
 
-    def _wait_for(self, missing: Callable[[], str], what: str) -> None:
+    def wait_for(self, missing: Callable[[], str], what: str) -> None:
+        """Wait until ``missing`` returns an empty text; otherwise report that it failed to do ``what``."""
         deadline = time.monotonic() + RECOVERY_SECONDS
         while why := missing():
             if time.monotonic() > deadline:
@@ -137,7 +138,7 @@ class Recovery:
                     return f"cache-{host.number}'s tier {tier['name']}: {tier}"
         return ""
 
-    def _check_unlisted(self) -> None:
+    def check_unlisted(self) -> None:
         """Report connections to the address that requests have named, and if none was refused."""
         if connections := self._stack.unlisted.accepted:
             what = f"{connections} connections to an address that only requests have named"
@@ -146,7 +147,7 @@ class Recovery:
         if not any(address in host.cache.log.read_text(errors="replace") for host in self._stack.hosts):
             self._record.find("fault without effect", "no cache process has refused a connection")
 
-    def _pins(self) -> str:
+    def pins_left(self) -> str:
         """Return what is pinned; empty if nothing is."""
         try:
             answer = httpx.get(f"{self._stack.controller.url}/pins", timeout=5.0, trust_env=False)
@@ -155,7 +156,7 @@ class Recovery:
         pins = answer.json()["pins"]
         return f"the controller has {pins}" if pins else ""
 
-    def _beyond_capacity(self) -> str:
+    def beyond_capacity(self) -> str:
         """Return the first disk with more chunks than it may have, or an empty text."""
         for host in self._stack.hosts:
             if (used := host.disk.used()) > DISK_BYTES:
@@ -167,9 +168,9 @@ class Recovery:
         for number, conversation in enumerate(probes):
             own = self._lanes[number % len(self._lanes)]
             other = self._lanes[1 - number % len(self._lanes)]
-            self._wait_for(partial(self._ask, own, conversation), f"hit on engine {own.number}")
+            self.wait_for(partial(self._ask, own, conversation), f"hit on engine {own.number}")
             what = f"hit on engine {other.number} what engine {own.number} has stored"
-            self._wait_for(partial(self._ask, other, conversation), what)
+            self.wait_for(partial(self._ask, other, conversation), what)
 
     def _ask(self, lane: Lane, conversation: int) -> str:
         question = self._oracle.question(conversation, 0)

@@ -46,7 +46,7 @@ RESERVED = {"engines": [{"leases": 0}], "reservations": {"bytes": 800, "void_byt
 @pytest.fixture
 def oracle(tmp_path: Path) -> Oracle:
     known = Oracle(None, tmp_path)  # type: ignore[arg-type]
-    known._questions = {(number, 0, None): Question([number] * 9, [1]) for number in range(8)}
+    known.questions = {(number, 0, None): Question([number] * 9, [1]) for number in range(8)}
     return known
 
 
@@ -121,15 +121,15 @@ def test_request_of_a_stopped_engine_is_not_stuck(oracle: Oracle, stopped: str) 
             lane.pauses += [(sent + 1.0, sent + 0.8 * STUCK_SECONDS), (now - 0.9 * STUCK_SECONDS, now)]
         case "too-short":
             lane.pauses.append((sent - 1000.0, sent + 0.1 * STUCK_SECONDS))
-    lane._collect_answers()
+    lane.collect_answers()
     assert record.found == ({"stuck request": 1} if stopped in ("never", "too-short") else {})
 
 
 def test_hinted_request_names_an_unlisted_address(oracle: Oracle) -> None:
     record = Record()
     lane = make_lane(oracle, record)
-    lane._send(TURN)
-    lane._send(TURN._replace(hinted=True))
+    lane.send(TURN)
+    lane.send(TURN._replace(hinted=True))
     hint = {"kvtier": {"kv_transfer": {"to": "127.0.0.1:9"}}}
     assert lane.engine.params == [None, hint]  # type: ignore[attr-defined]
     assert record.counts["requests that name an unlisted address"] == 1
@@ -141,16 +141,16 @@ def test_connection_to_an_unlisted_address_is_a_finding(tmp_path: Path) -> None:
         log = tmp_path / "log"
         log.write_text(f"KV transfer to 127.0.0.1:{relay.port} refused: ...")
         stack: Any = SimpleNamespace(unlisted=relay, hosts=[SimpleNamespace(cache=SimpleNamespace(log=log))])
-        Recovery(stack, [], None, record)._check_unlisted()  # type: ignore[arg-type]
+        Recovery(stack, [], None, record).check_unlisted()  # type: ignore[arg-type]
         assert not record.found
         socket.create_connection(("127.0.0.1", relay.port)).close()
         while not relay.accepted:
             time.sleep(0.001)
-        Recovery(stack, [], None, record)._check_unlisted()  # type: ignore[arg-type]
+        Recovery(stack, [], None, record).check_unlisted()  # type: ignore[arg-type]
         assert record.found == {"connection to an unlisted address": 1}
         log.write_text("")
         relay.accepted = 0
-        Recovery(stack, [], None, record)._check_unlisted()  # type: ignore[arg-type]
+        Recovery(stack, [], None, record).check_unlisted()  # type: ignore[arg-type]
     assert record.found == {"connection to an unlisted address": 1, "fault without effect": 1}
 
 
@@ -253,7 +253,7 @@ def test_disk_beyond_its_capacity_is_a_finding(tmp_path: Path, monkeypatch: pyte
     for length, findings in ((DISK_BYTES, 0), (DISK_BYTES + 1, 1)):
         with (disk.tier / "a.kv").open("wb") as file:
             file.truncate(length)
-        check._wait_for(check._beyond_capacity, "keep its capacity")
+        check.wait_for(check.beyond_capacity, "keep its capacity")
         assert record.found.total() == findings
 
 
@@ -333,8 +333,8 @@ def test_pin_that_is_left_is_a_finding(controller: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(recovery, "RECOVERY_SECONDS", 0.0)
     record = Record()
     check = Recovery(SimpleNamespace(controller=SimpleNamespace(url=controller)), [], None, record)  # type: ignore[arg-type]
-    check._wait_for(check._pins, "be without pins")
+    check.wait_for(check.pins_left, "be without pins")
     assert not record.found
     FakeController.pins = [{"instance": "instance-0"}]
-    check._wait_for(check._pins, "be without pins")
+    check.wait_for(check.pins_left, "be without pins")
     assert record.found == {"failed recovery": 1}

@@ -240,7 +240,7 @@ def test_finding_lists_concurrent_faults(tmp_path: Path) -> None:
 def test_oracle_counts_conversations() -> None:
     conversation = Conversation(Piece(0, 10), (Exchange(Piece(100, 5), 3),))
     oracle = NoEngine(None, Path())  # type: ignore[arg-type]
-    oracle._questions[0, 0, None] = Question([1] * 15, [2, 3, 4])
+    oracle.questions[0, 0, None] = Question([1] * 15, [2, 3, 4])
     assert oracle.conversations == 1
     assert len(oracle.question(0, 0).answer) == conversation.exchanges[0].new_tokens
 
