@@ -7,7 +7,6 @@ from typing import Generic
 
 import pytest
 
-from kvtier import native
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import IncomingPrompt
 from kvtier.catalog.hints import ChunkHints
@@ -164,13 +163,9 @@ def test_next_part_of_a_prompt_does_not_replace_the_parts_before_it() -> None:
     assert len(tier.catalog.prefix(prompt_of(1, 16))) == 8
 
 
-@pytest.mark.parametrize("is_native", [True, False])
-def test_beginning_does_not_leave_before_what_is_worth_more(
-    is_native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("implementation")
+def test_beginning_does_not_leave_before_what_is_worth_more() -> None:
     """The order ends before the chunks that continue it: without it, they could no longer be hit."""
-    if not is_native:
-        monkeypatch.setattr(native, "available", lambda: False)
     tier = tier_of(10)
     beginning, rest = prompt_of(1, 1), prompt_of(2, 9)
     tier.ask(beginning, ChunkHints(priority=-100))

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import native
 from kvtier.lab.simulation.belady import REPORT_REQUESTS, belady_hits, next_uses
 from tests.lab.simulation.making import trace_of
+from tests.rigs.cores import with_each_core
 
 PROMPTS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), min_size=1, max_size=7)
 
@@ -57,19 +57,17 @@ def test_native_optimum_equals_the_python_one(
 ) -> None:
     trace = trace_of([0], *prompts)
     trace.order = array("I", chance.sample(range(len(trace)), len(trace)))
-    results = []
-    for available in (native.available(), False):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native, "available", lambda now=available: now)
-            uses = next_uses(trace)
-            results.append((uses, belady_hits(trace, capacity, uses)))
-    assert results[0] == results[1]
+
+    def compute() -> tuple[array[int], int]:
+        uses = next_uses(trace)
+        return uses, belady_hits(trace, capacity, uses)
+
+    fast, slow = with_each_core(compute)
+    assert fast == slow
 
 
-@pytest.mark.parametrize("available", [True, False], ids=["native", "python"])
-def test_progress_is_reported(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not available:
-        monkeypatch.setattr(native, "available", lambda: False)
+@pytest.mark.usefixtures("implementation")
+def test_progress_is_reported() -> None:
     trace = trace_of(*([turn % 2] for turn in range(2 * REPORT_REQUESTS + 1)))
     steps: list[int] = []
     assert belady_hits(trace, 1, next_uses(trace), steps.append) == REPORT_REQUESTS
