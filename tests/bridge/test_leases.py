@@ -21,9 +21,9 @@ pick = st.randoms(use_true_random=False)
 
 
 class NoCatalog:
-    """The part of a cache that is told of void chunks."""
+    """The part of a cache that is told of chunks that will not be complete."""
 
-    def void(self, reservations: Any) -> None:
+    def cancel(self, reservations: Any) -> None:
         """Forget nothing: the model does not look up."""
 
 
