@@ -43,7 +43,7 @@ class LookupState:
     offsets: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     fetching: int = 0
-    coming: list[int] = field(default_factory=list)
+    pending_sources: list[int] = field(default_factory=list)
     """The sources of the chunks in flight. Each of them may still fail."""
     needed: int = 0
     """With states: how many leases there must be. With fewer, all are useless."""
@@ -75,12 +75,12 @@ class LookupState:
     @property
     def located(self) -> bool:
         """Whether it is known which chunks are held. Chunks in flight may still fail."""
-        return self.answered and len(self.coming) == self.fetching
+        return self.answered and len(self.pending_sources) == self.fetching
 
     @property
     def total(self) -> int:
         """The number of leases, including those of chunks in flight."""
-        return len(self.leases) + len(self.coming)
+        return len(self.leases) + len(self.pending_sources)
 
 
 SERVER = "the cache process"
@@ -239,7 +239,7 @@ class SchedulerBridge(Bridge):
         lookup.offsets += found.offsets
         lookup.sources += found.sources
         lookup.fetching = found.fetching
-        lookup.coming = [source for source, count in found.coming for _ in range(count)]
+        lookup.pending_sources = [source for source, count in found.pending_sources for _ in range(count)]
         lookup.needed = found.needed
         lookup.staging = found.staging
         lookup.held = found.held

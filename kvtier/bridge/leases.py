@@ -161,7 +161,7 @@ class PendingWrite:
     """Bit mask of the ranks that have stopped writing to it."""
     void: bool = False
     """Whether a rank did not fill its slice. If it is in the arena, it is not in the catalog then."""
-    continued: bytes = b""
+    extends: bytes = b""
     """See :class:`~kvtier.bridge.protocol.Run`."""
 
     @property

@@ -177,7 +177,7 @@ class Found(Reply, frozen=True, array_like=True, tag=11):
     """The key before that chunk, to compare with the prompt's. Empty before the final answer."""
     likely_blocks: int = 0
     """How many of them are expected to be equal, and never more are, before the final answer."""
-    coming: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    pending_sources: list[tuple[int, int]] = msgspec.field(default_factory=list)
     """The sources of the chunks in flight, in prefix order: each tier, and the number of its chunks.
 
     Their number is at most ``fetching``; the others are being located. Each of them may still fail.
@@ -209,8 +209,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     hints: ChunkHints | None = None
     block_hashes: bytes = b""
     """Those of all whole blocks, one after the other."""
-    continued: bytes = b""
-    """For a state: the last chunk of the hit that the request continued. It supersedes states before that."""
+    extends: bytes = b""
+    """For a state: the last chunk of the hit that it extends. It supersedes states before that."""
     awaited: bool = False
     """Whether a decode instance waits for the chunks, which are stored whatever they are worth."""
 

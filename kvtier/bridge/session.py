@@ -191,7 +191,7 @@ class EngineSession:
         if lookup.partial is not None:
             tokens = self._likely_tokens(lookup.partial.blocks, lookup.chunks[-1].lease.length)
             found = structs.replace(found, last_tokens=tokens, likely_blocks=lookup.partial.equal)
-        return structs.replace(found, coming=lookup.pending_sources())
+        return structs.replace(found, pending_sources=lookup.pending_sources())
 
     def _likely_tokens(self, blocks: int, length: int) -> int:
         """Return a number of tokens for which a chunk has the same blocks, before its header has arrived.
@@ -246,11 +246,11 @@ class EngineSession:
             else:
                 chunks = islice(reserved, len(headers))
                 writes += [None if chunk is None else PendingWrite(chunk) for chunk in chunks]
-        continued = iter([run.continued for run in request.runs for _ in range(len(run.keys) // KEY_BYTES)])
+        extends = iter([run.extends for run in request.runs for _ in range(len(run.keys) // KEY_BYTES)])
         leases, offsets = [NO_LEASE] * len(writes), [0] * len(writes)
-        for index, (write, chunk) in enumerate(zip(writes, continued, strict=True)):
+        for index, (write, chunk) in enumerate(zip(writes, extends, strict=True)):
             if write is not None:
-                write.continued = chunk
+                write.extends = chunk
                 leases[index] = number = next(self._numbers)
                 offsets[index] = write.reservation.lease.offset
                 self.writes.add(number, write)
@@ -327,8 +327,8 @@ class EngineSession:
         self._cache.commit([write.reservation for write in complete])
         for write in complete:
             header = write.reservation.header
-            if write.continued:
-                self._cache.supersede_states(ChunkKey(write.continued))
+            if write.extends:
+                self._cache.supersede_states(ChunkKey(write.extends))
             if header.block_hashes:
                 whole = len(header.block_hashes) == self._hashes_bytes
                 self._cache.supersede_tails(header.key, whole=whole)

@@ -116,7 +116,9 @@ async def test_engine_is_notified_of_each_arrived_batch(
             answers.append(await scheduler.receive())
         assert [answer.fetching for answer in answers] == [6, 5, 4, 3, 2, 1, 0]
         assert [len(answer.leases) for answer in answers] == [0] + [1] * 6, "each is granted as it arrives"
-        assert [answer.coming for answer in answers] == [[(1, count)] for count in (6, 5, 4, 3, 2, 1)] + [[]]
+        assert [answer.pending_sources for answer in answers] == [
+            [(1, count)] for count in (6, 5, 4, 3, 2, 1)
+        ] + [[]]
 
 
 async def test_lookup_is_cancelled_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

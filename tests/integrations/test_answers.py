@@ -172,7 +172,13 @@ class CacheModel:
         located = fetching if self.random.random() < 0.9 else self.random.randint(0, fetching)
         offsets, sources = [0] * len(leases), [0] * len(leases)
         return Found(
-            ticket, leases, offsets, sources, fetching, coming=[(1, located)] if located else [], **more
+            ticket,
+            leases,
+            offsets,
+            sources,
+            fetching,
+            pending_sources=[(1, located)] if located else [],
+            **more,
         )
 
 

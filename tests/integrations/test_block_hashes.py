@@ -120,7 +120,7 @@ def test_a_hit_never_exceeds_the_prompt(chunks: int, final: bool) -> None:
     state.extend(len(TOKENS))
     lookup = found(chunks, CHUNK, block_hashes(other(CHUNK), BLOCK), state.parent(1))
     if not final:
-        lookup.fetching, lookup.coming, lookup.likely_blocks = 1, [1], 1000
+        lookup.fetching, lookup.pending_sources, lookup.likely_blocks = 1, [1], 1000
     assert hit_of(lookup, state, LAYOUT).tokens <= len(TOKENS)
 
 

@@ -553,7 +553,7 @@ class Streamed:
     def find(self, leases: list[int], fetching: int, **more: Any) -> None:
         """Receive an answer to the lookup; the other chunks of it are in flight from the disk."""
         known = len(self.lookup.leases) + len(leases)
-        more = {"coming": [(1, fetching)] if fetching else [], **more}
+        more = {"pending_sources": [(1, fetching)] if fetching else [], **more}
         offsets = [4096 * lease for lease in leases]
         self.cache.send(Found(self.ticket, leases, offsets, [0] * len(leases), fetching, **more))
         bridge = self.engine.bridges[0]
@@ -614,11 +614,13 @@ def test_blocks_of_each_job_are_those_of_its_chunks(streamed: Streamed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("leases", "coming"), [([], [(1, 4)]), ([1], [(1, 2)])], ids=["nothing arrived", "not located"]
+    ("leases", "pending_sources"), [([], [(1, 4)]), ([1], [(1, 2)])], ids=["nothing arrived", "not located"]
 )
-def test_load_does_not_begin(streamed: Streamed, leases: list[int], coming: list[tuple[int, int]]) -> None:
+def test_load_does_not_begin(
+    streamed: Streamed, leases: list[int], pending_sources: list[tuple[int, int]]
+) -> None:
     """Before a chunk can be copied, or before it is known how many are held."""
-    streamed.find(leases, 4 - len(leases), coming=coming)
+    streamed.find(leases, 4 - len(leases), pending_sources=pending_sources)
     assert streamed.matched() == (None, False)
     streamed.find([2], 2)
     assert streamed.matched() == ((len(leases) + 3) * CHUNK_TOKENS, True)
@@ -989,7 +991,7 @@ def test_after_a_hit_room_is_requested_for_states_that_continue_it(
     engine.step(0)
     assert sorted(cache.receive(Abandon).leases) == early
     runs = cache.receive(Reserve).runs
-    assert {run.continued for run in runs} == {split_keys(look_up.keys)[1]}
+    assert {run.extends for run in runs} == {split_keys(look_up.keys)[1]}
 
 
 def test_lookup_reports_how_long_the_prompt_takes_to_compute(

@@ -50,7 +50,7 @@ MAX_ADAPTERS = 16384
 def files_of(path: str) -> tuple[Path, Signature]:
     """Return the folder from which vLLM loads an adapter, and the states of its files.
 
-    An adapter of a hub must have been downloaded. Raises ``OSError`` or ``ValueError`` if there are none.
+    An adapter of a hub must have been downloaded. Raises ``OSError`` or ``ValueError`` if it has no files.
     """
     folder = Path(path).expanduser()
     if not folder.is_absolute() and not folder.exists():
@@ -61,7 +61,7 @@ def files_of(path: str) -> tuple[Path, Signature]:
 
 
 def format_of(lora: LoRARequest) -> str:
-    """Return how vLLM reads the weights of an adapter, if not as usual: its files do not say that."""
+    """Return how vLLM reads the weights of an adapter, if not as usual, which its files do not state."""
     return "3d" if getattr(lora, "is_3d_lora_weight", False) else ""
 
 

@@ -1,6 +1,6 @@
 """Open the bridges from an engine's scheduler and workers to the cache process of their host.
 
-Their greeting also says which model the engine serves, for clients of the controller.
+Their greeting also names the model that the engine serves, for clients of the controller.
 """
 
 from __future__ import annotations

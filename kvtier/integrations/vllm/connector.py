@@ -275,7 +275,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker_side.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """Let go of the KV memory before vLLM sleeps. Called by vLLM 0.33 and newer."""
+        """Release the KV memory before vLLM sleeps. Called by vLLM 0.33 and newer."""
         self._worker_side.unregister()
 
     def restore_kv_caches(self) -> None:

@@ -43,9 +43,9 @@ class ChunkCopy:
     staging: int = 0
 
     def copied(self, layout: ChunkLayout) -> tuple[int, int]:
-        """Return the tokens that are copied, which are fewer than the chunk's if pages are left out.
+        """Return the number of tokens that are copied, and the bytes of each rank.
 
-        And the bytes of each rank.
+        Without the pages that are not loaded, these are fewer tokens than the chunk has.
         """
         tokens = size = 0
         for group, ids in zip(layout.groups, self.blocks, strict=True):
@@ -93,7 +93,7 @@ class PageCopies(ABC):
         """
 
     def hold(self, ticket: int) -> None:  # noqa: B027 - has a default on purpose
-        """Let work queued on the engine's stream from now on wait for a copy. Does not block.
+        """Have work that is queued on the engine's stream from now on wait for a copy. Does not block.
 
         To be called before work is queued that changes pages of a save.
         """

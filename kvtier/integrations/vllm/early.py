@@ -78,7 +78,7 @@ class States:
         return chunks >= self._last(state) - 1 or chunks in (state.lookup.branch, shared)
 
     def _last(self, state: RequestState) -> int:
-        """Return the chunks before the last boundary of a prompt, after which a token is left to compute."""
+        """Return the number of chunks before the last boundary of a prompt that leaves a token to compute."""
         return int(state.request.num_prompt_tokens - 1) // self._chunk_tokens
 
     def _blocks(self, by_group: Mapping[int, int]) -> tuple[list[int], ...] | None:
@@ -145,7 +145,7 @@ class Early:
     def scheduled(self, running: Iterable[tuple[RequestState, bool]]) -> None:
         """Plan to reserve room for what the next step of these requests leaves.
 
-        For states in their first step as well, of which each request's second item tells.
+        ``running``: requests, each with whether this is its first step: then for its states as well.
         """
         for state, first in running:
             if first and self._states is not None:

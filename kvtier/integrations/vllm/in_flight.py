@@ -79,7 +79,7 @@ class CopiesInFlight:
         return True
 
     def protect(self, written: Collection[int]) -> None:
-        """Let the engine's stream wait for the saves that read blocks which the next step may change.
+        """Have the engine's stream wait for the saves that read blocks which the next step may change.
 
         Those are ``written``, and the blocks of states.
         """

@@ -171,8 +171,8 @@ class EngineBlocks:
     def describe(self, request: Request, start: int, tokens: int) -> bytes | None:
         """Return the encoded event of the whole blocks among ``tokens`` tokens from ``start`` on.
 
-        ``None`` if there are none, or if they are not hashed yet. Encoded, it takes 2 KB for 256 tokens, a
-        fifth of what the objects take.
+        ``None`` without a whole block, or if they are not hashed yet. Encoded, it takes 2 KB for 256 tokens:
+        a fifth of what the objects take.
         """
         first, last = start // self._block_tokens, (start + tokens) // self._block_tokens
         if first == last:

@@ -74,11 +74,11 @@ class Loads:
         self._loads[state.request.request_id] = load
 
     def fail(self, state: RequestState, reason: str) -> None:
-        """Let a load that cannot begin fail: the engine waits for it."""
+        """Report a load that cannot begin as failed: the engine waits for it."""
         self._loads[state.request.request_id] = Load(state, self._bridge.epoch, failure=reason)
 
     def fail_all(self, reason: str) -> None:
-        """Let all loads fail, and release their leases."""
+        """Report all loads as failed, and release their leases."""
         for load in self._loads.values():
             load.failure = reason
             self._bridge.cancel(load.ticket)

@@ -1,4 +1,4 @@
-"""What is stored of a prompt: look it up, and tell how far the answer can be used, and from which chunks."""
+"""Look up what is stored of a prompt, and decide how far the answer can be used, and from which chunks."""
 
 from __future__ import annotations
 

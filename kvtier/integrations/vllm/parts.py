@@ -105,7 +105,7 @@ def part_of(vllm_config: VllmConfig, rank: int) -> Part:
     if shape.ranks % shape.hosts:
         raise LayoutError(f"{shape.ranks} ranks on {shape.hosts} hosts: kvtier needs as many on each host")
     if shape.hosts > 1 and shape.pcp > 1 and shape.dcp == 1:
-        # vLLM hands over the metadata of one of several such ranks only.
+        # vLLM passes on the metadata of one of several such ranks only.
         raise LayoutError(
             f"prefill_context_parallel_size is {shape.pcp} on {shape.hosts} hosts: kvtier supports that with "
             "decode_context_parallel_size above 1, or on one host"

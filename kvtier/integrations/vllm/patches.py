@@ -1,4 +1,4 @@
-"""Methods of vLLM that the connector wraps, for what no hook of vLLM's interface tells or decides.
+"""Methods of vLLM that the connector wraps, for what no hook of vLLM's interface reports or decides.
 
 Adapters wrap one more, in workers: :func:`~kvtier.integrations.vllm.adapters.follow_loads`.
 """

@@ -55,7 +55,7 @@ NO_HIT = Hit(0, 0)
 
 @dataclass(slots=True)
 class LookupProgress:
-    """How far the lookup of a prompt has come. Written by ``lookups.py`` only."""
+    """The state of a prompt's lookup. Written by ``lookups.py`` only."""
 
     ticket: int | None = None
     """Ticket of a lookup whose result has not been used yet."""

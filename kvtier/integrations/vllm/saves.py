@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvtier.integrations.vllm.metrics import TransferStats
 
 MAX_KEPT_SHARE = 2
-"""Finished requests keep at most one in so many of the engine's blocks, unless one alone has more."""
+"""Finished requests keep at most one in :data:`MAX_KEPT_SHARE` of the blocks, unless one alone has more."""
 MAX_BACKLOG_BYTES, MAX_BACKLOG_CHUNKS = 64 * MIB, 128
 """Limits of what one step stores of earlier steps: the backlog of an outage would block it for 1 s."""
 
@@ -83,13 +83,13 @@ class Save:
     """Whether room is reserved in advance: what to store does not exist yet."""
     fresh: bool = True
     """Whether what to store exists since this step, if it is not :attr:`in_advance`."""
-    continued: bytes = b""
-    """For a state: the last chunk of the hit that the request continued."""
-    void: bool = False
+    extends: bytes = b""
+    """For a state: the last chunk of the hit that it extends."""
+    cancelled: bool = False
     epoch: int = 0
     """The cache process that the reservation was requested from."""
     connection: int = 0
-    """Over which of the connections: reservations are void when it is lost."""
+    """Over which of the connections: reservations are cancelled when it is lost."""
     slots: list[Slots] | None = None
     """The granted room, for each of :attr:`runs`."""
 
@@ -109,7 +109,7 @@ class Save:
             self.sizes[-1],
             hints=state.chunk_hints,
             block_hashes=state.block_hashes(start, start + sum(self.sizes)),
-            continued=self.continued,
+            extends=self.extends,
             awaited=state.transfer.ticket is not None,
         )
         return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
@@ -291,7 +291,7 @@ class Saves:
         if self._find_expected(state, chunks, is_state=True) is None:
             save = self._new_save(state, chunks, state_key(state.parent(chunks)), STATE_TOKENS)
             save.is_state, save.in_advance, save.kv_transfer = True, True, 0
-            save.continued = state.parent(state.lookup.hit_chunks) if state.lookup.hit_chunks else b""
+            save.extends = state.parent(state.lookup.hit_chunks) if state.lookup.hit_chunks else b""
             self._expected[state.request.request_id, chunks, True] = save
 
     def expect_chunk(self, state: RequestState, chunk: int) -> None:
@@ -307,7 +307,7 @@ class Saves:
             self._bridge.await_reply(self._requested[-1][0], wait)
         asked = [save for call, saves in self._requested if not call.settled for save in saves]
         return any(
-            save.in_advance and save.state is state and not save.void for save in self._planned + asked
+            save.in_advance and save.state is state and not save.cancelled for save in self._planned + asked
         )
 
     def plan_state(self, state: RequestState, chunks: int, blocks: tuple[list[int], ...]) -> None:
@@ -319,7 +319,7 @@ class Saves:
 
     def _find_expected(self, state: RequestState, chunks: int, *, is_state: bool = False) -> Save | None:
         save = self._expected.get((state.request.request_id, chunks, is_state))
-        valid = save is not None and not save.void and save.preemptions == state.request.num_preemptions
+        valid = save is not None and not save.cancelled and save.preemptions == state.request.num_preemptions
         return save if valid else None
 
     def _take_expected(self, state: RequestState, chunks: int, *, is_state: bool = False) -> Save | None:
@@ -353,8 +353,8 @@ class Saves:
         request_id = state.request.request_id
         for key, save in list(self._expected.items()):
             if key[0] == request_id and (save.is_state or held is None or save.first < held):
-                self._expected.pop(key).void = True
-        self._abandon_void()
+                self._expected.pop(key).cancelled = True
+        self._abandon_cancelled()
 
     def finish(self, state: RequestState, computed: int, blocks: Blocks) -> bool:
         """Plan the remaining chunks of a finished request.
@@ -383,7 +383,7 @@ class Saves:
             return False
         count = sum(len(ids) - ids.count(NULL_BLOCK) for ids in blocks)
         if self._kept and sum(self._kept.values()) + count > self._max_kept:
-            left = sum(len(save.keys) for save in self._pending() if save.state is state and not save.void)
+            left = sum(len(save.keys) for save in self._pending() if save.state is state)
             self._stats.add("not_stored_chunks", left)
             self.drop(state)
             return False
@@ -405,16 +405,16 @@ class Saves:
         """Cancel the pending saves of a request, or of all requests."""
         for save in [*self._pending(), *self._expected.values()]:
             if state is None or save.state is state:
-                save.void = True
-        self._expected = {key: save for key, save in self._expected.items() if not save.void}
-        self._abandon_void()
+                save.cancelled = True
+        self._expected = {key: save for key, save in self._expected.items() if not save.cancelled}
+        self._abandon_cancelled()
 
-    def _abandon_void(self) -> None:
+    def _abandon_cancelled(self) -> None:
         """Abandon room that was granted and will not be used. At once: there may be no further step."""
         for save in self._granted:
-            if save.void:
+            if save.cancelled:
                 self._abandon(save, save.leases)
-        self._granted = [save for save in self._granted if not save.void]
+        self._granted = [save for save in self._granted if not save.cancelled]
         self._bridge.abandon(self._unusable)
         self._unusable = []
 
@@ -424,14 +424,15 @@ class Saves:
         Room that is of no use by then has to be given back in a step, which an idle engine takes only for
         requests whose blocks are kept.
         """
-        left = {id(save.state) for save in self._pending() if not save.void}
+        left = {id(save.state) for save in self._pending()}
         if self._bridge.responsive:
             left.update(id(save.state) for _, saves in self._requested for save in saves)
         return left
 
     def _pending(self) -> list[Save]:
-        requested = [save for _, saves in self._requested for save in saves]
-        return [*self._planned, *requested, *self._granted]
+        """Return the saves that are planned, requested or granted."""
+        requested = chain.from_iterable(saves for _, saves in self._requested)
+        return [save for save in (*self._planned, *requested, *self._granted) if not save.cancelled]
 
     # A step.
 
@@ -443,18 +444,18 @@ class Saves:
         # Answers to the last step first: room that is abandoned here can be reserved for others at once.
         jobs = self._use_answers(blocks_of)
         self.request()
-        awaited = [call for call, saves in self._requested if any(map(self._hurries, saves))]
+        awaited = [call for call, saves in self._requested if any(map(self._needs_answer_now, saves))]
         if awaited and self._bridge.await_reply(awaited[-1], wait) is not None:
             jobs += self._use_answers(blocks_of)
         for save in self._pending():
             save.fresh = save.in_advance
             if save.state_blocks is not None:  # The next step may overwrite its blocks.
-                save.void = True
+                save.cancelled = True
         return jobs + self._last_jobs()
 
-    def _hurries(self, save: Save) -> bool:
+    def _needs_answer_now(self, save: Save) -> bool:
         """Return whether the next step is too late for a save: its blocks may be lost, or a peer waits."""
-        if save.void or save.in_advance or not save.fresh:
+        if save.cancelled or save.in_advance or not save.fresh:
             return False
         return self._loses_blocks or save.state_blocks is not None or save.state.transfer.ticket is not None
 
@@ -475,7 +476,7 @@ class Saves:
         """Request room for what is planned, if that is :attr:`possible`. Does not block."""
         if not self._bridge.responsive:
             self._fail(self._planned)
-        saves = self._planned = [save for save in self._planned if not save.void]
+        saves = self._planned = [save for save in self._planned if not save.cancelled]
         if not saves or not self.possible:
             return
         self._planned, call = [], self._bridge.reserve([run for save in saves for run in save.runs])
@@ -504,16 +505,16 @@ class Saves:
     def _fail(self, saves: Sequence[Save]) -> None:
         """Cancel saves for which there will be no room, so that those in advance are planned again."""
         for save in saves:
-            save.void = True
+            save.cancelled = True
 
     def _job(self, save: Save, blocks_of: BlocksOf) -> Job | None:
         """Return the copies into the granted room; ``None`` if there is nothing to copy in this step."""
         state, slots = save.state, save.slots or []
-        if not save.void and state.request.num_preemptions != save.preemptions:
+        if not save.cancelled and state.request.num_preemptions != save.preemptions:
             self._plan_again(save)
             return None
-        if save.void or (save.epoch, save.connection) != (self._bridge.epoch, self._bridge.connections):
-            save.void = True
+        if save.cancelled or (save.epoch, save.connection) != (self._bridge.epoch, self._bridge.connections):
+            save.cancelled = True
             self._abandon(save, save.leases)
             return None
         blocks: Blocks | None
@@ -555,7 +556,7 @@ class Saves:
 
     def _plan_again(self, save: Save) -> None:
         """Have chunks stored once they have been computed again: vLLM counts fewer tokens as computed."""
-        save.void = True
+        save.cancelled = True
         self._abandon(save, save.leases)
         if not save.is_state:
             save.state.saving.next_chunk = min(save.state.saving.next_chunk, save.first)

@@ -99,7 +99,7 @@ class SchedulerSide:
 
     @property
     def epoch(self) -> int:
-        """The connected cache process; 0 if there is none."""
+        """The connected cache process; 0 if it is not connected."""
         return self._bridge.epoch
 
     def publish_events(self, manager: KVCacheManager) -> None:
@@ -215,7 +215,7 @@ class SchedulerSide:
         welcome = self._bridge.welcome
         assert welcome is not None
         # By name: when the load is done, another cache process may be connected, with other tiers.
-        sources = [*lookup.sources, *lookup.coming][: hit.chunks]
+        sources = [*lookup.sources, *lookup.pending_sources][: hit.chunks]
         tiers = [(welcome.tiers[at], welcome.media[at]) for at in sources]
         self._lookups.note_hits(state, tiers, external_tokens)
         if not self._model.part:  # The first part of the engine reports for all.
@@ -332,7 +332,7 @@ class SchedulerSide:
         return held, self._kv_transfers.answer(request, transferred)
 
     def report(self, request: Request) -> None:
-        """Let the workers report a finished request that has nothing to save here, but in another part."""
+        """Have the workers report a finished request of which only another part has chunks to save."""
         root = request_root(self._weights.current.namespace, request)
         self._saves.hold(RequestState(request, root, self._layout.chunk_tokens))
 

@@ -38,7 +38,7 @@ class ModelSizes(NamedTuple):
     """All states after one token; 0 for a model without them."""
 
     def stored(self, tokens: int) -> int:
-        """Return what is stored of a prompt of so many tokens: whole chunks, and states."""
+        """Return the bytes that are stored of a prompt of ``tokens`` tokens: whole chunks, and states."""
         states = STATES_PER_PROMPT * self.state if tokens >= CHUNK_TOKENS else 0
         return tokens // CHUNK_TOKENS * self.chunk + states
 

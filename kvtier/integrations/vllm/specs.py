@@ -39,7 +39,7 @@ class Needs(NamedTuple):
     """What a hit needs of a group."""
 
     window: int = 0
-    """Only the blocks of so many tokens before its end; 0 for all."""
+    """Only the blocks of the last ``window`` tokens before its end; 0 for all."""
     state: bool = False
     """Only the state at its end."""
 

@@ -143,7 +143,7 @@ class WorkerSide:
         return CopiesInFlight(copies, self._layout, blocks, writes_before_hooks=before_hooks)
 
     def protect(self, written: Collection[int]) -> None:
-        """Let the engine's stream wait for the saves that read blocks which the next step may change.
+        """Have the engine's stream wait for the saves that read blocks which the next step may change.
 
         Those are ``written``, and the blocks of states. Does not block.
         """
@@ -246,10 +246,10 @@ class WorkerSide:
         """Copy the chunks that this rank writes. The others commit them as well, and need not wait."""
         allowed = self._bridge.fill([chunk.lease for chunk in chunks])
         if not all(allowed):
-            void = [chunk for chunk, may in zip(chunks, allowed, strict=True) if not may]
-            batch.chunks = [chunk for chunk in batch.chunks if chunk not in void]
-            chunks = [chunk for chunk in chunks if chunk not in void]
-            self._stats.add("not_stored_chunks", sum(not chunk.staging for chunk in void))
+            refused = [chunk for chunk, may in zip(chunks, allowed, strict=True) if not may]
+            batch.chunks = [chunk for chunk in batch.chunks if chunk not in refused]
+            chunks = [chunk for chunk in chunks if chunk not in refused]
+            self._stats.add("not_stored_chunks", sum(not chunk.staging for chunk in refused))
         chunks = [chunk for chunk in chunks if self._writes(chunk)]
         if not self._copies.save(memory, chunks, batch.tickets):
             batch.lost += chunks
