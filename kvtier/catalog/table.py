@@ -21,6 +21,9 @@ FASTEST = [(mask & -mask).bit_length() - 1 for mask in range(1 << MAX_TIERS)]
 NO_ROW = -1
 """In place of a row: the chunk has none."""
 _NO_TIER = 255
+ROWS_A_BLOCK = 4096
+"""Rows to add to all columns at once."""
+_BITS = (1 << 32) - 1
 
 
 class TableColumns:
@@ -253,10 +256,6 @@ def _fastest_of(among: int) -> bytes:
     return bytes(FASTEST[mask & among] % 256 for mask in range(1 << MAX_TIERS))
 
 
-ROWS_A_BLOCK = 4096
-"""Rows to add to all columns at once."""
-
-
 class Rows:
     """Gives rows to chunks, and reuses those of removed chunks."""
 
@@ -338,11 +337,12 @@ class Rows:
             numbers.frombytes(bytes(ROWS_A_BLOCK * numbers.itemsize))
 
 
-_BITS = (1 << 32) - 1
-
-
 class Namespaces:
-    """Numbers are dense, and never reused."""
+    """The namespaces of chunks by number, and the generation of each. Numbers are dense, and never reused.
+
+    Clearing chunks begins a new generation of their namespace. Each chunk has the generation in which it was
+    stored or last cleared. A copy, read or query is outdated if this has changed since it began.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {b"": 0}

@@ -48,6 +48,8 @@ PASS_SECONDS = 10.0
 MIN_GHOSTS = 4096
 EXPECTED_CHANCE = 0.5
 """Prompts that return more often than this are expected to."""
+MAX_PROMPTS = 1024
+"""Those that were looked up longest ago are forgotten: most of them were not stored."""
 
 
 class ResumeSettings(PolicySettings):
@@ -401,10 +403,6 @@ def _ring_of(kind: int, priority: int, resume: float, retention: float) -> int:
     return (level * KINDS + kind) * AGES
 
 
-MAX_PROMPTS = 1024
-"""Those that were looked up longest ago are forgotten: most of them were not stored."""
-
-
 class Rest(NamedTuple):
     """The chunks of a prompt that are still to be stored, counted from the next one on."""
 
@@ -418,7 +416,11 @@ class Rest(NamedTuple):
 
 
 class UnfinishedPrompts:
-    """The rest of each prompt, by the key of its next chunk or, behind a part, of the chunk before."""
+    """The rest of each prompt, by the key of its next chunk or, behind a part, of the chunk before.
+
+    An engine computes a long prompt in several steps, and stores a part after each. But its worth depends on
+    its whole length, and an earlier visit of it is recognised by one of its last chunks.
+    """
 
     def __init__(self) -> None:
         self._rests: dict[int, Rest] = {}

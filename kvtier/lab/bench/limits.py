@@ -28,6 +28,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
 
 RAW_FOLDER = "raw"
+TITLE = "client library"
 
 
 def limit_of(tier: TierSettings, backend: Backend, arena: Arena, length: int) -> Side | None:
@@ -189,9 +190,6 @@ def read_file(path: Path, view: memoryview) -> None:
         os.close(descriptor)
     if moved != len(view):
         raise BenchFailed(f"short read of {moved} bytes")
-
-
-TITLE = "client library"
 
 
 class InfiniStoreLibrary(InThreads):

@@ -23,6 +23,8 @@ DASH = "—"
 AIM = 0.95
 """Ratio to the limit below which a cell is highlighted. Noise alone can cause that."""
 COLUMNS = ("limit", "put GB/s", "ratio", "p50 / p99 ms", "get GB/s", "ratio", "p50 / p99 ms", "lookups/s")
+COLOURS = {"put": "#3366aa", "get": "#dd8833"}
+BAR = 0.38
 
 
 def table_of(rows: Sequence[Row], extent: Extent) -> Table:
@@ -84,10 +86,6 @@ def _ratio(direction: Direction) -> str:
 
 def _milliseconds(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-COLOURS = {"put": "#3366aa", "get": "#dd8833"}
-BAR = 0.38
 
 
 def expect_matplotlib() -> None:

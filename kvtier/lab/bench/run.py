@@ -22,6 +22,8 @@ CLEAN_UP_SECONDS = 30.0
 """Timeout for the clean-up after Ctrl-C."""
 
 AnswerT = TypeVar("AnswerT")
+GRACE_SECONDS = 1.0
+"""Extra time after the deadline, in which the call can time out itself, with a better error message."""
 
 
 def run(work: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
@@ -78,10 +80,6 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error) or type(error).__name__
     return f"{type(error).__name__}: {error}"
-
-
-GRACE_SECONDS = 1.0
-"""Extra time after the deadline, in which the call can time out itself, with a better error message."""
 
 
 async def within(seconds: float, doing: str, call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:

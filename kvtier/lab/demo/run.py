@@ -38,6 +38,8 @@ from kvtier.testing.servers import free_port
 
 NEW_TOKENS = 32
 STORED_SECONDS = 60.0
+TIERS = {"device": "vLLM itself", "host": "memory", "disk": "disk", "p2p": "another host"}
+"""Display names for vLLM's cache sources."""
 
 
 def run_demo(options: Options, console: Console) -> bool:
@@ -170,10 +172,6 @@ class _Demo:
         with self.steps.step("killing vLLM (kill -9)"):
             assert self.vllm is not None
             self.vllm.kill()
-
-
-TIERS = {"device": "vLLM itself", "host": "memory", "disk": "disk", "p2p": "another host"}
-"""Display names for vLLM's cache sources."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,12 @@ MODEL_NAME = "kvtier-demo/llama-100m"
 """The name of the generated model, as on a hub. No folder may have it: vLLM prefers folders."""
 GENERATED_MODEL_ARGUMENTS = ("--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.3")
 """The generated model needs 2 GB; vLLM refuses to start unless all memory that it may use is free."""
+MAX_LINES = 12
+"""Lines shown per log, the first ones."""
+MAX_CHARACTERS = 400
+"""Characters shown per line."""
+_WARNING = re.compile(r"\b(?:WARNING|ERROR)\b")
+_KVTIER = re.compile(r"kvtier|cache process|\btier \w+:")
 
 
 @dataclass(frozen=True)
@@ -172,14 +178,6 @@ def conclude(problems: Sequence[str], work: Work, console: Console, kept: str) -
             console.print(escape(line), highlight=False, soft_wrap=True)
     if work.keep:
         console.print(f"{kept}: {escape(str(work.folder))}", highlight=False, soft_wrap=True)
-
-
-MAX_LINES = 12
-"""Lines shown per log, the first ones."""
-MAX_CHARACTERS = 400
-"""Characters shown per line."""
-_WARNING = re.compile(r"\b(?:WARNING|ERROR)\b")
-_KVTIER = re.compile(r"kvtier|cache process|\btier \w+:")
 
 
 def causes(folder: Path) -> list[str]:

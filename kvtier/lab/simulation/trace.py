@@ -20,6 +20,9 @@ from kvtier.lab.simulation.traces.lines import TraceError
 from kvtier.memory.keys import KEY_BYTES, TOKEN_BYTES, ChunkKey, split_keys
 from kvtier.observability.recording.reader import TraceRequest
 
+MAX_VACANT = 4
+"""Numbers are ids as they are in the trace, if the highest is below this multiple of their count."""
+
 
 @dataclass(slots=True)
 class Trace:
@@ -109,10 +112,6 @@ def _chunk_tokens(ends: array[int], tokens: array[int]) -> int:
     """Return the least tokens of a chunk with which every prompt fits into its chunks."""
     prompts = zip(chain((0,), ends), ends, tokens, strict=False)
     return max(1, max(-(-count // max(1, stop - start)) for start, stop, count in prompts))
-
-
-MAX_VACANT = 4
-"""Numbers are ids as they are in the trace, if the highest is below this multiple of their count."""
 
 
 def number_chunks(ids: array[int], ends: array[int]) -> tuple[array[int], int, int]:

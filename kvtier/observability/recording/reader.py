@@ -35,6 +35,9 @@ logger = logging.getLogger("kvtier")
 
 _header_decoder = msgspec.msgpack.Decoder(Header)
 _record_decoder = msgspec.msgpack.Decoder(Record)
+CORRUPT = (gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+"""What reading a corrupt file raises. One that was cut off raises ``EOFError``."""
+_GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\0"
 
 
 def is_recording(source: Path | bytes) -> bool:
@@ -190,12 +193,6 @@ class _Part:
     @property
     def _place(self) -> str:
         return f"record {self._record}" if self._record else "the header"
-
-
-CORRUPT = (gzip.BadGzipFile, zlib.error, lzma.LZMAError)
-"""What reading a corrupt file raises. One that was cut off raises ``EOFError``."""
-
-_GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\0"
 
 
 def expanded(raw: BinaryIO) -> BinaryIO:

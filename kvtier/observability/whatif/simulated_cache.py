@@ -26,6 +26,12 @@ from kvtier.tiers.level import Level, may_decline
 from kvtier.tiers.planner import FIRST, Transfer, TransferPlanner
 from kvtier.tiers.tenants import configured_tenants, shared_policy
 
+GB = 1e9
+MEMORY_GB_S, DISK_GB_S, OTHER_GB_S = 20.0, 3.0, 1.0
+DEFAULT_GB_S = {"cpu": MEMORY_GB_S, "hugepage": MEMORY_GB_S, "disk": DISK_GB_S}
+"""What common media read, by tier type. All others: :data:`OTHER_GB_S`."""
+ONE_TIER = "ram"
+
 
 class SimulatedCache:
     """Serves one request after the other. All chunks have one size. Counts are numbers of chunks."""
@@ -226,13 +232,6 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
         (positions[start], positions[stop - 1] + 1)
         for start, stop in zip([0, *breaks], [*breaks, len(positions)], strict=True)
     ]
-
-
-GB = 1e9
-MEMORY_GB_S, DISK_GB_S, OTHER_GB_S = 20.0, 3.0, 1.0
-DEFAULT_GB_S = {"cpu": MEMORY_GB_S, "hugepage": MEMORY_GB_S, "disk": DISK_GB_S}
-"""What common media read, by tier type. All others: :data:`OTHER_GB_S`."""
-ONE_TIER = "ram"
 
 
 @dataclass(frozen=True, slots=True)

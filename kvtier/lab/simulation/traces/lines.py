@@ -18,6 +18,9 @@ MAX_LINE_BYTES = 64 << 20
 """A longer one is not a request. It would be read into memory as a whole."""
 
 RowT = TypeVar("RowT")
+Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+Time = Annotated[float, msgspec.Meta(ge=0, lt=1 << 48)]
+_ID_BYTES = 8
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -56,12 +59,6 @@ def decode_lines(path: Path, row: type[RowT]) -> Iterator[tuple[int, RowT]]:
             yield number, decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise TraceError(f"{path}: line {number}: {error}") from error
-
-
-Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
-Time = Annotated[float, msgspec.Meta(ge=0, lt=1 << 48)]
-
-_ID_BYTES = 8
 
 
 def blocks_per_chunk(path: Path, chunk_tokens: int, block_tokens: int) -> int:
