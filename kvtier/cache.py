@@ -378,7 +378,7 @@ class TieredCache:
         It starts with :meth:`Gathering.run`. The other tiers keep their chunks.
         """
         self._check_open()
-        return self._moving.gather(keys, expected, self.index_of(target))
+        return Gathering(self._moving, keys, expected, self.index_of(target))
 
     async def clear(
         self,

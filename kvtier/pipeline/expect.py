@@ -129,7 +129,7 @@ class ExpectStage(Observer):
         for key in keys:
             self._ended.pop(key, None)
             self._announced[key] = self._announced.get(key, 0) + 1
-            self._wake(key)
+            self.wake(key)
 
     def withdraw(self, keys: Iterable[ChunkKey]) -> None:
         """Undo an announcement, after the push has ended or failed."""
@@ -149,11 +149,7 @@ class ExpectStage(Observer):
         for key in list(islice(self._ended, max(0, excess))):
             del self._ended[key]
         for key in withdrawn:
-            self._wake(key)
-
-    def arrived(self, key: ChunkKey) -> None:
-        """Wake the lookups that wait for a chunk that has arrived outside the first tier."""
-        self._wake(key)
+            self.wake(key)
 
     def begin(self, keys: Sequence[ChunkKey], take: Take) -> Expectation:
         """Start to wait for chunks, in order. The result may be finished already."""
@@ -178,8 +174,9 @@ class ExpectStage(Observer):
         """Let the waiting lookups take stored chunks immediately, before these can be evicted."""
         if tier == self._memory.index and self._waiting:
             for key in stored:
-                self._wake(key)
+                self.wake(key)
 
-    def _wake(self, key: ChunkKey) -> None:
+    def wake(self, key: ChunkKey) -> None:
+        """Let the lookups whose next chunk this is look for it, also outside the first tier."""
         for expectation in list(self._waiting.get(key, ())):
             expectation.advance()

@@ -50,7 +50,7 @@ class ChunkProvider:
 
 
 class MoveStage:
-    """Executes moves between tiers of this host, and creates gatherings."""
+    """Executes moves between tiers of this host."""
 
     def __init__(
         self,
@@ -85,16 +85,12 @@ class MoveStage:
             await self._clearing.remove(moved, event.source, RemovalReason.MOVED)
         return len(held)
 
-    def gather(self, keys: Sequence[ChunkKey], expected: Expected, target: int) -> Gathering:
-        """Return a gathering for chunks of one prompt, in prefix order. Start it with ``run``."""
-        return Gathering(self, keys, expected, target)
-
 
 class Gathering:
     """Copies one prompt into one tier, batch by batch, from the first chunk on.
 
     Stops at the first chunk that is not found or finds no room, because later chunks are useless without it.
-    Therefore later chunks never evict earlier ones.
+    Therefore later chunks never evict earlier ones. Starts with :meth:`run`.
     """
 
     def __init__(self, stage: MoveStage, keys: Sequence[ChunkKey], expected: Expected, target: int) -> None:

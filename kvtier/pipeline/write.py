@@ -88,7 +88,6 @@ class Writer:
         self._reader = reader
         self._queues = {tier: WriteQueue(capacity) for tier, capacity in queue_bytes.items()}
         self._making_room: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)
-        """Held from the eviction in a lower tier until the chunks for which it made room count there."""
         self._copying_bytes = 0
 
     @property
@@ -154,6 +153,7 @@ class Writer:
         """
         hierarchy = self._hierarchy
         try:
+            # Until the chunks are in the catalog, other writes would take the room that was made for them.
             async with self._making_room[target]:
                 await self.make_room(target, sum(chunk.lease.length for chunk in chunks))
                 outcomes, absent = self._begin(target, chunks)

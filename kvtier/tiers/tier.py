@@ -213,29 +213,27 @@ class Tier(Level):
 
     async def held_prefix(self, keys: Sequence[ChunkKey]) -> int:
         """Query how many leading keys the medium holds; 0 if the deadline passes."""
-        held = 0
-
-        async def run() -> None:
-            nonlocal held
-            held = await self.count_prefix(keys)
-
-        action = f"looking up {len(keys)} chunks"
-        ended = self._wait_for(self._start(run), self.settings.deadline, action, "counted as misses")
-        return held if await ended else 0
+        return await self._query(self.count_prefix, keys, 0)
 
     async def held(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Query which keys the medium holds; none if the deadline passes."""
-        if not keys:
-            return []
-        held: Sequence[bool] = [False] * len(keys)
+        return await self._query(self.contains, keys, [False] * len(keys)) if keys else []
+
+    async def _query(
+        self,
+        query: Callable[[Sequence[ChunkKey]], Awaitable[ResultT]],
+        keys: Sequence[ChunkKey],
+        default: ResultT,
+    ) -> ResultT:
+        answer = default
 
         async def run() -> None:
-            nonlocal held
-            held = await self.contains(keys)
+            nonlocal answer
+            answer = await query(keys)
 
         action = f"looking up {len(keys)} objects"
         ended = self._wait_for(self._start(run), self.settings.deadline, action, "counted as misses")
-        return held if await ended else [False] * len(keys)
+        return answer if await ended else default
 
     async def put(
         self, chunks: Sequence[ChunkBytes], settle: Settle, priority: Priority

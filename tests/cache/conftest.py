@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvtier import Settings
+from kvtier import Settings, TieredCache
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 
 Plugins.load([])  # Importing the built-in plugins takes longer than the loop watch allows.
@@ -18,6 +20,8 @@ TOKEN_BYTES = 64
 CHUNK_TOKENS = 256
 CHUNK_OBJECT_BYTES = 20_480
 """256 tokens of 64 bytes and a header, rounded up to whole pages."""
+Prompt = Callable[..., list[int]]
+MakeSettings = Callable[..., Settings]
 
 
 def rows(tokens: list[int], token_bytes: int = TOKEN_BYTES) -> bytearray:
@@ -28,6 +32,22 @@ def rows(tokens: list[int], token_bytes: int = TOKEN_BYTES) -> bytearray:
         state = (state * 31 + token + 1) % (1 << 64)
         out += state.to_bytes(8, "little") * (token_bytes // 8)
     return out
+
+
+def store(cache: TieredCache, tokens: list[int]) -> list[ChunkKey]:
+    """Store a prompt without yielding to the loop: it is READY in memory and not yet written anywhere."""
+    model = cache.model("llama", token_bytes=TOKEN_BYTES)
+    keys, filling = model.keys(tokens), rows(tokens)
+    parent, reservations = ChunkKey(bytes(32)), []
+    size = CHUNK_TOKENS * TOKEN_BYTES
+    for at, key in enumerate(keys):
+        reservation = cache.reserve(ChunkHeader(key, parent, bytes(32), size))
+        assert reservation is not None
+        reservation.lease.view[HEADER_BYTES : HEADER_BYTES + size] = filling[at * size : (at + 1) * size]
+        reservations.append(reservation)
+        parent = key
+    cache.commit(reservations)
+    return keys
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +32,9 @@ from tests.rigs.faulty_sources import BUILT_IN
 from tests.rigs.small_disk import mounted
 from tests.rigs.waiting import until
 
-from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
+from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, MakeSettings, Prompt, rows
 
 pytestmark = pytest.mark.anyio
-MakeSettings = Callable[..., Settings]
-Prompt = Callable[..., list[int]]
 DISK = 1
 
 

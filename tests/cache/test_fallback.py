@@ -16,10 +16,9 @@ from kvtier.tiers.slots import Slots
 from tests.rigs.faulty_sources import MakeSettings, Source, opened, set_costs
 from tests.rigs.waiting import until
 
-from .conftest import CHUNK_OBJECT_BYTES, rows
+from .conftest import CHUNK_OBJECT_BYTES, Prompt, rows
 
 pytestmark = pytest.mark.anyio
-Prompt = Callable[..., list[int]]
 
 
 BreakSource = Callable[[Source, Sequence[ChunkKey]], None]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import pytest
 
-from kvtier import ModelCache, Settings, TieredCache, hookimpl
+from kvtier import ModelCache, TieredCache, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
@@ -17,11 +17,9 @@ from kvtier.settings import LocalTierSettings
 from kvtier.tiers.batches import IN_FLIGHT
 from tests.rigs.waiting import until
 
-from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
+from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, MakeSettings, Prompt, rows
 
 pytestmark = pytest.mark.anyio
-Prompt = Callable[..., list[int]]
-MakeSettings = Callable[..., Settings]
 
 
 class ScriptedBackend(Backend):

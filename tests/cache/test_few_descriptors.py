@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
 
 import anyio
 import pytest
 
-from kvtier import ModelCache, Settings, TieredCache
+from kvtier import ModelCache, TieredCache
 from kvtier.native import available
 from tests.rigs.faulty_sources import BUILT_IN
 from tests.rigs.open_files import no_free_descriptors
 
-from .conftest import TOKEN_BYTES, rows
+from .conftest import TOKEN_BYTES, MakeSettings, Prompt, rows
 
 ENGINES = ["threads", "uring"] if available() else ["threads"]
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("io", ENGINES)]
-Prompt = Callable[..., list[int]]
-MakeSettings = Callable[..., Settings]
 
 
 async def store(model: ModelCache, tokens: list[int]) -> None:

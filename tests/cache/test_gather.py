@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import anyio
 import anyio.lowlevel
 import pytest
 
-from kvtier import Settings
 from kvtier.catalog.catalog import State
 from kvtier.errors import ChannelClosed
 from kvtier.memory.keys import ChunkKey
@@ -20,11 +19,9 @@ from kvtier.testing.faults import Fault
 from tests.rigs.faulty_sources import CacheHarness, opened
 from tests.rigs.waiting import until
 
-from .conftest import CHUNK_OBJECT_BYTES
+from .conftest import CHUNK_OBJECT_BYTES, MakeSettings, Prompt
 
 pytestmark = pytest.mark.anyio
-MakeSettings = Callable[..., Settings]
-Prompt = Callable[..., list[int]]
 
 
 @pytest.fixture(autouse=True)

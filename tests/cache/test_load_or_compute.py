@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 
 import anyio
@@ -18,9 +17,8 @@ from kvtier.pipeline.query import Query
 from kvtier.tiers.throughput import MIN_SAMPLES
 from tests.rigs.faulty_sources import CacheHarness, MakeSettings, opened
 
-from .conftest import CHUNK_OBJECT_BYTES, rows
+from .conftest import CHUNK_OBJECT_BYTES, Prompt, rows
 
-Prompt = Callable[..., list[int]]
 ARRIVALS = st.lists(st.floats(0, 100), max_size=12).map(sorted)
 COMPUTE = st.floats(0, 10)
 

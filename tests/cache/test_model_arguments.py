@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier import KVTierError, LayoutError, Settings, TieredCache
+from kvtier import KVTierError, LayoutError, TieredCache
 from kvtier.pipeline.query import Query
 
-from .conftest import TOKEN_BYTES, rows
+from .conftest import TOKEN_BYTES, MakeSettings, Prompt, rows
 
 pytestmark = pytest.mark.anyio
-Prompt = Callable[..., list[int]]
-MakeSettings = Callable[..., Settings]
 
 TOKENS = 300
 LENGTH = TOKENS * TOKEN_BYTES

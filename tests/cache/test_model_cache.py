@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,11 +18,9 @@ from kvtier.memory.keys import block_hashes
 from kvtier.pipeline.query import Query
 from tests.rigs.waiting import until
 
-from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
+from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, MakeSettings, Prompt, rows
 
 pytestmark = pytest.mark.anyio
-Prompt = Callable[..., list[int]]
-MakeSettings = Callable[..., Settings]
 
 
 @asynccontextmanager

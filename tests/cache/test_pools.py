@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvtier import ModelCache, Settings, TieredCache, hookimpl
+from kvtier import ModelCache, TieredCache, hookimpl
 from kvtier.backends.base import Backend
 from kvtier.errors import TierError
 from kvtier.memory.keys import ChunkKey
@@ -20,11 +20,9 @@ from kvtier.settings import TierSettings
 from tests.rigs.chunks import DictBackend
 from tests.rigs.waiting import until
 
-from .conftest import TOKEN_BYTES, rows
+from .conftest import TOKEN_BYTES, MakeSettings, Prompt, rows
 
 pytestmark = pytest.mark.anyio
-Prompt = Callable[..., list[int]]
-MakeSettings = Callable[..., Settings]
 
 
 class SharedSettings(TierSettings):

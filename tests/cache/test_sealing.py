@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,11 +21,9 @@ from tests.rigs.faulty_sources import BUILT_IN
 from tests.rigs.hashing import Hashing
 from tests.rigs.waiting import until
 
-from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
+from .conftest import CHUNK_OBJECT_BYTES, MakeSettings, Prompt, store
 
 pytestmark = pytest.mark.anyio
-Prompt = Callable[..., list[int]]
-MakeSettings = Callable[..., Settings]
 
 
 @pytest.fixture
@@ -50,22 +48,6 @@ def corrupt(cache: TieredCache, key: ChunkKey, at: int = 30) -> None:
     assert lease is not None
     lease.view[at] ^= 1
     lease.release()
-
-
-def store(cache: TieredCache, tokens: list[int]) -> list[ChunkKey]:
-    """Store a prompt without yielding to the loop: it is READY in memory and not yet written anywhere."""
-    model = cache.model("llama", token_bytes=TOKEN_BYTES)
-    keys, filling = model.keys(tokens), rows(tokens)
-    parent, reservations = ChunkKey(bytes(32)), []
-    size = CHUNK_TOKENS * TOKEN_BYTES
-    for at, key in enumerate(keys):
-        reservation = cache.reserve(ChunkHeader(key, parent, bytes(32), size))
-        assert reservation is not None
-        reservation.lease.view[HEADER_BYTES : HEADER_BYTES + size] = filling[at * size : (at + 1) * size]
-        reservations.append(reservation)
-        parent = key
-    cache.commit(reservations)
-    return keys
 
 
 def headers(cache: TieredCache, keys: list[ChunkKey]) -> list[bytes]:

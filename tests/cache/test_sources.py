@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from kvtier.pipeline.query import Query
@@ -12,10 +10,9 @@ from kvtier.tiers.costs import HALF_LIFE_SECONDS, ReadCost
 from tests.rigs.faulty_sources import CacheHarness, MakeSettings, opened, set_costs
 from tests.rigs.waiting import until
 
-from .conftest import CHUNK_OBJECT_BYTES, rows
+from .conftest import CHUNK_OBJECT_BYTES, Prompt, rows
 
 pytestmark = pytest.mark.anyio
-Prompt = Callable[..., list[int]]
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kvtier
-from kvtier import KVTierError, Settings, SettingsError, sync
+from kvtier import KVTierError, SettingsError, sync
 from kvtier import model as model_module
 
-from .conftest import TOKEN_BYTES, rows
-
-Prompt = Callable[..., list[int]]
-MakeSettings = Callable[..., Settings]
+from .conftest import TOKEN_BYTES, MakeSettings, Prompt, rows
 
 
 def methods(kind: type[object]) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from tests.rigs.faulty_sources import BUILT_IN
 from tests.rigs.small_disk import mounted
 from tests.rigs.waiting import until
 
-from .conftest import CHUNK_OBJECT_BYTES
-from .test_sealing import store
+from .conftest import CHUNK_OBJECT_BYTES, store
 
 pytestmark = pytest.mark.anyio
 

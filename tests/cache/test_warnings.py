@@ -8,19 +8,16 @@ from collections.abc import Callable, Iterator
 import anyio
 import pytest
 
-from kvtier import Settings, TieredCache
+from kvtier import TieredCache
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.query import Query
 from kvtier.testing.faults import Fault
 from tests.rigs.faulty_sources import BUILT_IN, opened
 
-from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES
-from .test_sealing import store
+from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, MakeSettings, Prompt, store
 
 pytestmark = pytest.mark.anyio
-Prompt = Callable[..., list[int]]
-MakeSettings = Callable[..., Settings]
 Log = Callable[[str], list[str]]
 
 

@@ -168,7 +168,7 @@ class Staging(PushTarget):
                 reservation.lease.release()
                 continue
             self._ready[key] = reservation.lease, time.monotonic()
-            self._cache.expecting.arrived(key)
+            self._cache.expecting.wake(key)
 
     def offset_of(self, reservation: Reservation) -> int:
         """Return the offset of the slice; it has no header."""
