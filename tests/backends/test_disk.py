@@ -23,8 +23,8 @@ from kvtier.backends.disk.folder import ObjectFolder
 from kvtier.concurrency.threads import WORKER_NAME, WorkerThreads
 from kvtier.errors import IncompleteScan, TierError
 from kvtier.memory.keys import ChunkKey
-from kvtier.testing.backend import blank, make_key, noise, same
-from tests.rigs.chunks import FAILED, FULL, MISS, OK, chunks, disk, disk_engines, opened
+from kvtier.testing.backend import blank, make_key, same
+from tests.rigs.chunks import FAILED, FULL, MISS, OK, chunks, disk, disk_engines, filled, opened
 from tests.rigs.composed_backends import SealedBackend
 from tests.rigs.waiting import until
 
@@ -35,12 +35,6 @@ PAGE = 4096
 
 def files(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
-
-
-def filled(length: int, seed: bytes = b"") -> memoryview:
-    view = blank(length)
-    view[:] = noise(seed, length)
-    return view
 
 
 @pytest.fixture(params=disk_engines())

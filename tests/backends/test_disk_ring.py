@@ -17,7 +17,7 @@ from kvtier.backends.disk.backend import object_path
 from kvtier.errors import TierError
 from kvtier.memory.arena import Arena
 from kvtier.testing.backend import blank, make_key, noise, same
-from tests.rigs.chunks import FAILED, MISS, OK, chunks, disk, disk_engines, opened
+from tests.rigs.chunks import FAILED, MISS, OK, chunks, disk, disk_engines, filled, opened
 from tests.rigs.composed_backends import SealedBackend
 from tests.rigs.open_files import open_files
 
@@ -26,12 +26,6 @@ pytestmark = pytest.mark.anyio
 PAGE = 4096
 
 needs_ring = pytest.mark.skipif("uring" not in disk_engines(), reason="no io_uring here")
-
-
-def filled(length: int, seed: bytes = b"") -> memoryview:
-    view = blank(length)
-    view[:] = noise(seed, length)
-    return view
 
 
 def refuse(number: int):

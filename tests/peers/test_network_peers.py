@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.rigs import instance_process
-from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess
+from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess, transport_on_hosts
 from tests.rigs.network import Host, Network
 from tests.rigs.waiting import wait_until
 
@@ -72,12 +71,7 @@ class Instances:
 
 @pytest.fixture(params=list(KINDS))
 def kind(request: pytest.FixtureRequest) -> str:
-    if reason := Network.missing():
-        pytest.skip(reason)
-    name: str = request.param
-    if name == "nixl" and importlib.util.find_spec("nixl") is None:
-        pytest.skip("nixl is not installed: pip install kvtier[nixl]")
-    return name
+    return transport_on_hosts(request.param)
 
 
 @contextmanager

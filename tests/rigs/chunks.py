@@ -44,6 +44,12 @@ def memory(capacity: int = 16 << 20) -> CpuBackend:
     return CpuBackend(LocalTierSettings(name="ram", type="cpu", capacity=capacity))
 
 
+def filled(length: int, seed: bytes = b"") -> memoryview:
+    view = blank(length)
+    view[:] = noise(seed, length)
+    return view
+
+
 class DictBackend(Backend):
     """Chunks in a dictionary, the simplest backend that meets the contract."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import json
 import os
 import select
@@ -19,8 +20,9 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import pytest
 
-from tests.rigs.network import Host
+from tests.rigs.network import Host, Network
 
 TIMEOUT_SECONDS = 60.0
 LEAK_TIMEOUT_SECONDS = 30.0
@@ -64,6 +66,15 @@ class HostProcess:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+def transport_on_hosts(name: str) -> str:
+    """Return the name of a transport. Skips the test if it or a network of hosts cannot be used here."""
+    if reason := Network.missing():
+        pytest.skip(reason)
+    if name == "nixl" and importlib.util.find_spec("nixl") is None:
+        pytest.skip("nixl is not installed: pip install kvtier[nixl]")
+    return name
 
 
 class LeakCheck:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess
+from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess, transport_on_hosts
 from tests.rigs.network import Network
 from tests.rigs.waiting import wait_until
 
@@ -93,12 +92,7 @@ class Pair:
 
 @pytest.fixture(params=list(KINDS), scope="module")
 def kind(request: pytest.FixtureRequest) -> str:
-    if reason := Network.missing():
-        pytest.skip(reason)
-    name: str = request.param
-    if name == "nixl" and importlib.util.find_spec("nixl") is None:
-        pytest.skip("nixl is not installed: pip install kvtier[nixl]")
-    return name
+    return transport_on_hosts(request.param)
 
 
 @contextmanager

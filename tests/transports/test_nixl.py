@@ -20,6 +20,7 @@ from kvtier.backends.base import Outcome
 from kvtier.concurrency.sockets.connection import Connection, Deadline
 from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena
+from kvtier.memory.slices import Lease
 from kvtier.testing.transport_process import OtherProcess
 from kvtier.testing.transport_side import Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan
@@ -222,13 +223,17 @@ async def test_read_from_stopped_peer_fails_and_writes_nothing_later(peer: Other
             assert await link.read([(span, lease.view)]) == [Outcome.FAILED]
             assert time.monotonic() - start < 30
             poison(lease.view)
-        (small,) = await peer.grant([4096], seed=8)
-        with anyio.fail_after(30):
-            # The serving process may have been killed, and restarts.
-            while await link.read([(small, memoryview(bytearray(4096)))]) != [Outcome.OK]:
-                await asyncio.sleep(0.05)
-        assert is_poisoned(lease.view)
-        lease.release()
+        await assert_readable_again(peer, link, lease)
+
+
+async def assert_readable_again(peer: OtherProcess, link: Link, unused: Lease) -> None:
+    """Wait for the peer, whose serving process may be restarting. Nothing was written to unused memory."""
+    (small,) = await peer.grant([4096], seed=8)
+    with anyio.fail_after(30):
+        while await link.read([(small, memoryview(bytearray(4096)))]) != [Outcome.OK]:
+            await asyncio.sleep(0.05)
+    assert is_poisoned(unused.view)
+    unused.release()
 
 
 async def test_cancelled_read_from_stopped_peer(peer: OtherProcess) -> None:
@@ -246,12 +251,7 @@ async def test_cancelled_read_from_stopped_peer(peer: OtherProcess) -> None:
                 await reading
             assert time.monotonic() - start < 30, "it waited for the deadline"
             poison(lease.view)
-        (small,) = await peer.grant([4096], seed=8)
-        with anyio.fail_after(30):
-            while await link.read([(small, memoryview(bytearray(4096)))]) != [Outcome.OK]:
-                await asyncio.sleep(0.05)
-        assert is_poisoned(lease.view)
-        lease.release()
+        await assert_readable_again(peer, link, lease)
 
 
 async def test_64_reads_with_a_quarter_cancelled(peer: OtherProcess) -> None:

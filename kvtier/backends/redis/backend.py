@@ -131,7 +131,7 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
         except ControlFailed as failed:
             raise TierError(*describe_control_failure(failed)) from failed
         except TimeoutError as error:
-            raise TierError(f"no answer within {seconds:g} s") from error
+            raise TierError(f"the pool does not answer within {seconds:g} s") from error
         for endpoint, info in answers:
             if info["role"] != "master":
                 raise TierError(*describe_refusal(ErrorReply("READONLY", ""), endpoint))

@@ -168,14 +168,14 @@ class Dialer(Generic[ConnectionT]):
             with fail_after(deadline.remaining()):
                 found = await getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except TimeoutError:  # anyio raises it without a message.
-            raise TimeoutError("timed out resolving its name") from None
+            raise TimeoutError("timed out resolving the host name") from None
         except UnicodeError as error:
-            raise OSError("its name is not a valid host name") from error
+            raise OSError("the host name is invalid") from error
         self._addresses = tuple(Address(family, address) for family, _, _, _, address in found)
 
     def connect(self, deadline: Deadline) -> ConnectionT:
         """Open a connection that is ready for use. Blocks. Raises ``OSError``."""
-        failure = OSError("its name has no address")
+        failure = OSError("the host name has no address")
         for address in self._addresses:
             try:
                 return self._connect_to(address, deadline)
