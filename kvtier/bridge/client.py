@@ -114,10 +114,6 @@ class Bridge(Client[Welcome]):
         """Identifies the cache process that is, or was last, connected."""
         return 0 if self.welcome is None else self.welcome.epoch
 
-    def expect_answers_within(self, seconds: float) -> None:
-        """Set how long the cache process may not answer until it counts as unresponsive. 1 s by default."""
-        self._health.limit = seconds
-
     def _make_hello(self) -> Hello:
         return msgspec.structs.replace(self._hello, epoch=self.last_epoch)
 

@@ -86,6 +86,8 @@ class GrantBook:
         """Bytes that may be granted at once."""
         self.granted_bytes = 0
         """Bytes granted; a slice with several grants counts once."""
+        self.slices = 0
+        """Slices granted, once for each grant; at most :data:`MAX_SLICES`."""
         self.granted = 0
         """Grants since start."""
         self.expired = 0
@@ -101,7 +103,6 @@ class GrantBook:
         self._order: dict[Access, dict[int, Grant]] = {access: {} for access in Access}
         """Those that have not expired, in order of expiry: all grants of one access last equally long."""
         self._owned: dict[Hashable, set[int]] = {}
-        self._slices = 0
         self._refcounts: dict[int, int] = {}
         """Number of grants of the slice at an offset."""
 
@@ -227,7 +228,7 @@ class GrantBook:
         """Count leading leases as granted, up to the limits. Return how many."""
         refcounts, granted, limit = self._refcounts, self.granted_bytes, self.limit
         count = 0
-        for lease in leases[: MAX_SLICES - self._slices]:
+        for lease in leases[: MAX_SLICES - self.slices]:
             offset = lease.offset
             refcount = refcounts.get(offset, 0)
             if not refcount:
@@ -237,11 +238,11 @@ class GrantBook:
             refcounts[offset] = refcount + 1
             count += 1
         self.granted_bytes = granted
-        self._slices += count
+        self.slices += count
         return count
 
     def _uncount(self, lease: Lease) -> None:
-        self._slices -= 1
+        self.slices -= 1
         refcount = self._refcounts[lease.offset] - 1
         if refcount:
             self._refcounts[lease.offset] = refcount

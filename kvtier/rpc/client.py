@@ -275,6 +275,10 @@ class Client(ABC, Generic[VersionedT]):
     def _receive(self, message: Any) -> None:  # noqa: ANN401 - a message of the protocol
         """Called for each message, before a reply settles its call. Raises :class:`ProtocolError`."""
 
+    def expect_answers_within(self, seconds: float) -> None:
+        """Set how long the server may not answer until it counts as unresponsive. 1 s by default."""
+        self._health.limit = seconds
+
     # Connection.
 
     def connect(self) -> None:

@@ -182,13 +182,13 @@ async def test_lookup_in_flight_ends_with_its_scheduler(
         async with host.peer() as again:
             await again.greet(epoch=host.server.epoch, holding=found.leases, seen=0)
             with anyio.fail_after(30):
-                while (status := host.server._engines["engine"].status())["tickets"] != bool(in_memory):
+                while (status := host.engine_status())["tickets"] != bool(in_memory):
                     await anyio.sleep(0.005)
             assert status["leases"] == in_memory, "blocks may still be copied from them"
             async with host.peer() as later:
                 await later.greet(epoch=host.server.epoch, seen=0)
                 await later.status()
-                assert host.server._engines["engine"].status()["tickets"] == 0
+                assert host.engine_status()["tickets"] == 0
 
 
 WORKER = """

@@ -57,7 +57,7 @@ pytestmark = pytest.mark.anyio
 async def test_instance_tracks_models_of_its_engines(tmp_path: Path) -> None:
     model = EngineModel(["llama"], TokenizerSource("/models/llama"))
     async with open_host(tmp_path) as host:
-        served = host.server._instance.served
+        served = host.instance.served
         async with host.peer() as worker, host.peer() as scheduler:
             await worker.greet("worker")
             assert (served.engines, served.models) == (["engine"], [])

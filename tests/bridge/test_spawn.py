@@ -260,7 +260,7 @@ def test_running_engine_does_not_wait_for_restart(
     process = CacheProcess(settings, default_address(settings))
     scheduler = SchedulerBridge(hello("scheduler"), default_address(settings), process.start_in_background)
     assert not scheduler.ready()
-    scheduler._retry_at = 0.0
+    scheduler.retry_now()
     assert not scheduler.ready()
     assert not started.is_set()
     may_start.set()

@@ -100,8 +100,8 @@ async def test_chunks_belong_to_the_weights_at_the_time_of_their_reservation(tmp
         assert len(catalog.keys(0, STARTUP.namespace)) == 6
         await store(host, FIRST, engine)
         assert len(catalog.keys(0, FIRST.namespace)) == 6
-        assert host.server._instance.served.refusal(FIRST.namespace) == ""
-        assert "other weights" in host.server._instance.served.refusal(SECOND.namespace)
+        assert host.instance.served.refusal(FIRST.namespace) == ""
+        assert "other weights" in host.instance.served.refusal(SECOND.namespace)
 
 
 @pytest.mark.anyio
@@ -113,10 +113,10 @@ async def test_reconnecting_scheduler_keeps_its_weights_and_workers_need_not_kno
             await worker.greet("worker", namespace=STARTUP.namespace)
             async with host.peer() as engine:
                 await engine.greet(namespace=STARTUP.namespace, weights=FIRST)
-                assert host.server._engines["engine"].weights == FIRST
+                assert host.engine_status()["weights_id"] == FIRST.id
                 async with host.peer() as other:
                     await other.greet("worker", 1, namespace=STARTUP.namespace)
-                    assert host.server._engines["engine"].weights == FIRST
+                    assert host.engine_status()["weights_id"] == FIRST.id
         async with host.peer() as another_model, host.peer() as engine:
             await engine.greet(namespace=STARTUP.namespace)
             refused = await another_model.request(

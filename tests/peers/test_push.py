@@ -27,8 +27,7 @@ BOTH = ["tcp", pytest.param("nixl", marks=pytest.mark.slow)]
 
 def control_socket(host: Host) -> socket.socket:
     """Return the socket of its only push connection."""
-    assert host.instance._kv_transfers is not None
-    (client,) = host.instance._kv_transfers.peers.clients
+    (client,) = host.peers.clients
     assert client.source is not None
     return client.source.endpoint._wire.frames.socket  # type: ignore[attr-defined]
 
@@ -301,8 +300,7 @@ async def test_receiver_refuses_push_of_reset_namespace() -> None:
 async def test_chunk_cleared_during_push_is_not_kept() -> None:
     async with hosts("tcp", 16, 16) as (sender, receiver):
         sender.compute([1])
-        assert sender.instance._kv_transfers is not None
-        async with sender.instance._kv_transfers.peers.checkout(receiver.address) as source:
+        async with sender.peers.checkout(receiver.address) as source:
             write = source.write
 
             async def clear_first(writes: list[Read]) -> Any:
@@ -363,26 +361,26 @@ async def test_chunk_computed_by_receiver_is_held_once_committed() -> None:
 
 
 async def test_chunks_queued_for_push_are_not_evicted() -> None:
-    async with hosts("tcp", 8, 64) as (sender, receiver):
-        assert sender.instance._kv_transfers is not None
-        async with sender.instance._kv_transfers.peers.checkout(receiver.address) as source:
-            for _ in range(8):
-                await source.pushing.acquire()
-            transfer = sender.transfer_kv(receiver, range(1, 4))
-            sender.compute(range(1, 4))
-            for number in range(101, 121):
-                sender.compute([number])
-            assert sender.held(range(1, 4)) == [1, 2, 3]
-            for _ in range(8):
-                source.pushing.release()
-            assert (await transfer.finish()).leading == 3
+    async with (
+        hosts("tcp", 8, 64) as (sender, receiver),
+        sender.peers.checkout(receiver.address) as source,
+    ):
+        for _ in range(8):
+            await source.pushing.acquire()
+        transfer = sender.transfer_kv(receiver, range(1, 4))
+        sender.compute(range(1, 4))
+        for number in range(101, 121):
+            sender.compute([number])
+        assert sender.held(range(1, 4)) == [1, 2, 3]
+        for _ in range(8):
+            source.pushing.release()
+        assert (await transfer.finish()).leading == 3
 
 
 async def test_leases_of_queued_chunks_are_bounded() -> None:
     """Beyond a share of memory, queued chunks are not leased, and not pushed if evicted in the meantime."""
     async with hosts("tcp", 8, 64) as (sender, receiver):
-        assert sender.instance._kv_transfers is not None
-        async with sender.instance._kv_transfers.peers.checkout(receiver.address) as source:
+        async with sender.peers.checkout(receiver.address) as source:
             for _ in range(8):
                 await source.pushing.acquire()
             transfer = sender.transfer_kv(receiver, range(1, 31))

@@ -43,10 +43,9 @@ async def until_empty(receiver: Host) -> None:
 @pytest.mark.parametrize("through", ["scope", "task"])
 async def test_push_cancelled_at_every_await(pair: Pair, through: Through) -> None:
     sender, receiver = pair
-    assert sender.instance._kv_transfers is not None
-    async with sender.instance._kv_transfers.peers.checkout(receiver.address) as source:
+    async with sender.peers.checkout(receiver.address) as source:
         target = Pusher(source, Sealer())
-        await source._open_link()
+        await source.prepare()
         for lag in (0, 1, 3):
             step = 1
             while True:
@@ -83,8 +82,7 @@ async def test_push_cancelled_while_its_reservation_arrives(
         settle(call, reply)
 
     monkeypatch.setattr(Call, "settle", cancel_and_settle)
-    assert sender.instance._kv_transfers is not None
-    async with sender.instance._kv_transfers.peers.checkout(receiver.address) as source:
+    async with sender.peers.checkout(receiver.address) as source:
         found = sender.cache.look_up(Query(keys_of(range(1, COUNT + 1))))
         chunks = sender.cache.memory.lease_ready([chunk.key for chunk in found.chunks])
         found.release()

@@ -103,7 +103,7 @@ async def test_receiver_stopped_and_resumed_during_push(kind: str) -> None:
         await until(lambda: pushed(transfer) >= 4)
         target.signal(signal.SIGSTOP)
         await sender.compute_many(range(41, 51), 2 * MIB)
-        await until(lambda: any(client.source is None for client in clients_of(sender)))
+        await until(lambda: any(client.source is None for client in sender.peers.clients))
         target.signal(signal.SIGCONT)
         assert (await transfer.finish(60)).leading == 50
         await until_nothing_reserved(target)
@@ -145,11 +145,6 @@ async def test_late_nixl_write_never_reaches_reused_memory() -> None:
 
 def pushed(transfer: KVTransfer) -> int:
     return list(transfer.result.outcomes.values()).count(PushOutcome.OK)
-
-
-def clients_of(host: Host) -> Any:
-    assert host.instance._kv_transfers is not None
-    return host.instance._kv_transfers.peers.clients
 
 
 async def until_nothing_reserved(target: InstanceProcess) -> None:

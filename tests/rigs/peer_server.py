@@ -227,8 +227,7 @@ class ServedCache:
         assert not self.cache.expecting.waiting
         assert self.grants.open == 0
         assert self.grants.granted_bytes == 0
-        assert not self.grants._refcounts
-        assert not self.grants._slices
+        assert self.grants.slices == 0
 
 
 async def _connect(raw: socket.socket, address: tuple[str, int]) -> None:

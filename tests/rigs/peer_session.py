@@ -112,9 +112,9 @@ class SessionHarness:
         grants, cache = self.grants, self.cache
         assert grants.open == 0
         assert grants.granted_bytes == 0
-        assert not grants._owned
+        assert grants.slices == 0
         assert self.reservations.reserved_bytes == 0
-        assert not self.reservations.status()["reservations"]
-        assert not self.reservations._announced
+        status = self.reservations.status()
+        assert (status["reservations"], status["announcements"]) == (0, 0)
         assert not cache.expecting.announced
         await until(lambda: cache.arena.leases == cache.catalog.count(0))

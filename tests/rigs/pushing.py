@@ -15,6 +15,7 @@ from kvtier import Settings
 from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
+from kvtier.peers.backend import PeersBackend
 from kvtier.peers.kv_transfer import KVTransfer
 from kvtier.pipeline.found import FoundChunk, Lookup
 from kvtier.pipeline.query import Expected, Query
@@ -58,6 +59,12 @@ class Host:
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         self.cache = instance.cache
+
+    @property
+    def peers(self) -> PeersBackend:
+        """The connections that KV transfers push over."""
+        assert self.instance._kv_transfers is not None
+        return self.instance._kv_transfers.peers
 
     @property
     def address(self) -> str:

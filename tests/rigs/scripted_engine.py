@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 from anyio.abc import UNIXSocketStream
@@ -82,9 +83,16 @@ class Peer:
 class Host:
     """The bridge server of a cache process on a socket."""
 
-    def __init__(self, path: Path, server: BridgeServer) -> None:
+    def __init__(self, path: Path, instance: Instance) -> None:
         self.path = path
-        self.server = server
+        self.instance = instance
+        self.server = BridgeServer(instance)
+
+    def engine_status(self, name: str = "engine") -> dict[str, Any]:
+        """Return what a connected engine holds."""
+        engines: Any = self.server.status()["engines"]
+        (status,) = (engine for engine in engines if engine["name"] == name)
+        return dict(status)
 
     @asynccontextmanager
     async def peer(self) -> AsyncIterator[Peer]:
@@ -121,9 +129,9 @@ async def open_host(tmp_path: Path, **more: object) -> AsyncIterator[Host]:
     ]
     settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=tiers, **more)  # type: ignore[arg-type]
     async with Instance.open(settings) as instance:
-        server = BridgeServer(instance)
-        async with listening(tmp_path / "socket", server.handle):
-            yield Host(tmp_path / "socket", server)
+        host = Host(tmp_path / "socket", instance)
+        async with listening(host.path, host.server.handle):
+            yield host
 
 
 async def store(scheduler: Peer, workers: list[Peer], keys: list[ChunkKey]) -> list[int]:

@@ -338,7 +338,7 @@ def test_unresponsive_server_gets_no_requests_until_it_answers(
     caller: Caller, server: ScriptedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    caller._health.limit = 0.05
+    caller.expect_answers_within(0.05)
     caller.update()
     assert caller.accepts_requests
     call = caller.ask("hello")
