@@ -131,7 +131,7 @@ def start(engine: Engine, cache: Cache, request: Any, *, hit: int = 0) -> Lookup
     expected = (hit * CHUNK_TOKENS, True) if hit else (0, False)
     wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == expected)
     engine.admit(request)
-    engine.scheduler.allocated(request, engine._blocks(engine.tables[request.request_id]), expected[0])
+    engine.scheduler.allocated(request, engine.blocks(engine.tables[request.request_id]), expected[0])
     request.num_computed_tokens = expected[0]
     return look_up
 
@@ -496,7 +496,7 @@ def test_fewer_tokens_than_were_found(engine: Engine, cache: Cache) -> None:
     cache.send(Found(look_up.ticket, [1, 2, 3, 4], [0, 4096, 8192, 12288], [0] * 4, 0))
     found = 4 * CHUNK_TOKENS
     wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (found, True))
-    engine.scheduler.allocated(request, engine._blocks([0] * 64), 2 * CHUNK_TOKENS)
+    engine.scheduler.allocated(request, engine.blocks([0] * 64), 2 * CHUNK_TOKENS)
     engine.step()
     [load] = engine.worker.loads  # type: ignore[attr-defined]
     assert load.leases == [1, 2]
@@ -510,7 +510,7 @@ def test_later_lookups_of_a_request_are_marked(engine: Engine, cache: Cache) -> 
     first = cache.receive(Lookup)
     cache.send(Found(first.ticket, [], [], [], 0))
     wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (0, False))
-    engine.scheduler.allocated(request, engine._blocks([]), 0)
+    engine.scheduler.allocated(request, engine.blocks([]), 0)
     request.num_preemptions = 1
     engine.scheduler.matched_tokens(request, 0)
     again = cache.receive(Lookup)
@@ -525,7 +525,7 @@ def test_load_that_lost_its_cache_process_fails(engine: Engine, cache: Cache) ->
     cache.send(Found(look_up.ticket, [1, 2], [0, 4096], [0] * 2, 0))
     wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (2 * CHUNK_TOKENS, True))
     engine.bridges[0]._drop()
-    engine.scheduler.allocated(request, engine._blocks([0] * 64), 2 * CHUNK_TOKENS)
+    engine.scheduler.allocated(request, engine.blocks([0] * 64), 2 * CHUNK_TOKENS)
     engine.step()
     [load] = engine.worker.loads  # type: ignore[attr-defined]
     assert (load.request_id, load.failure, load.chunks) == (request.request_id, LOST, [])
@@ -570,7 +570,7 @@ class Streamed:
         self.allocate(tokens)
 
     def allocate(self, tokens: int) -> None:
-        self.engine.scheduler.allocated(self.request, self.engine._blocks(list(range(1, 65))), tokens)
+        self.engine.scheduler.allocated(self.request, self.engine.blocks(list(range(1, 65))), tokens)
 
     def sent(self) -> list[tuple[list[int], bool]]:
         """Run a step, and return the jobs that the workers receive: their leases, and if more follow."""
@@ -665,7 +665,9 @@ def test_chunk_that_is_lost_before_the_allocation_fails_the_load(streamed: Strea
     assert streamed.sent() == [([1, 2], False)]
     assert cache.nothing_received()
     finish_load(streamed.engine, streamed.request)
-    counts = streamed.engine.scheduler._stats.data
+    stats = streamed.engine.scheduler.take_stats()
+    assert stats is not None
+    counts = stats.data
     assert counts["hit_tokens/ram"] == 2 * CHUNK_TOKENS, "of the load that has succeeded"
     assert "failed_loads" not in counts, "nothing that was found is computed"
 
@@ -972,7 +974,9 @@ def test_hit_is_counted_after_the_cache_process_was_replaced(streamed: Streamed)
     bridge.welcome = msgspec.structs.replace(bridge.welcome, tiers=[], media=[])
     finish_load(streamed.engine, streamed.request)
     scheduler = streamed.engine.scheduler
-    assert scheduler._stats.data["hit_tokens/ram"] == 4 * CHUNK_TOKENS
+    stats = scheduler.take_stats()
+    assert stats is not None
+    assert stats.data["hit_tokens/ram"] == 4 * CHUNK_TOKENS
     assert scheduler.hits_by_medium(streamed.request) == {"cpu": 4 * CHUNK_TOKENS}
 
 
@@ -1036,7 +1040,7 @@ def test_reading_request_stores_nothing(engine: Engine, cache: Cache) -> None:
     look_up = cache.receive(Lookup)
     cache.send(Found(look_up.ticket, [1], [0], [0], 0))
     wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (CHUNK_TOKENS, True))
-    engine.scheduler.allocated(request, engine._blocks([0] * 64), CHUNK_TOKENS)
+    engine.scheduler.allocated(request, engine.blocks([0] * 64), CHUNK_TOKENS)
     engine.admit(request)
     request.num_computed_tokens = CHUNK_TOKENS
     engine.step()

@@ -90,7 +90,7 @@ def start(engine: Engine, cache: Cache) -> Any:
     engine.scheduler.on_new_request(request)
     cache.send(Found(cache.receive(Lookup).ticket, [], [], [], 0))
     wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (0, False))
-    engine.scheduler.allocated(request, engine._blocks([]), 0)
+    engine.scheduler.allocated(request, engine.blocks([]), 0)
     engine.admit(request)
     engine.step(0)
     return request
@@ -102,7 +102,7 @@ def load(engine: Engine, cache: Cache) -> Any:
     engine.scheduler.on_new_request(request)
     cache.send(Found(cache.receive(Lookup).ticket, [1, 2], [4096, 8192], [0, 0], 0))
     wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (2 * CHUNK_TOKENS, True))
-    engine.scheduler.allocated(request, engine._blocks([1, 2, 3, 4]), 2 * CHUNK_TOKENS)
+    engine.scheduler.allocated(request, engine.blocks([1, 2, 3, 4]), 2 * CHUNK_TOKENS)
     return request
 
 
@@ -186,7 +186,7 @@ def test_running_requests_store_nothing_more(engine: Engine, cache: Cache, pool:
     assert cache.nothing_received()
     pool.cached = 0
     engine.scheduler.on_new_request(last := make_request(TOKENS))
-    used = engine.scheduler._weights.current.id
+    used = engine.scheduler.weights.current.id
     assert cache.receive(Lookup).keys == keys(engine, last, used, 4)
 
 
@@ -228,7 +228,7 @@ def test_load_in_flight_fails(engine: Engine, cache: Cache, pool: Pool) -> None:
 
 def test_unnamed_weights_are_removed_and_replaced_by_unknown_ones(engine: Engine, cache: Cache) -> None:
     """Also if the cache process does not answer: the namespace is another one in any case."""
-    names = {engine.scheduler._weights.current.id}
+    names = {engine.scheduler.weights.current.id}
     for _ in range(3):
         used = reset(engine, cache).weights
         assert used.id.startswith("unknown-")
@@ -260,7 +260,7 @@ def test_id_may_be_set_before_the_reset(engine: Engine, cache: Cache, pool: Pool
     pool.cached = 0
     engine.scheduler.reset()
     assert cache.nothing_received()
-    assert engine.scheduler._weights.current.id == "step-1"
+    assert engine.scheduler.weights.current.id == "step-1"
     engine.scheduler.reset()
     assert cache.receive(UseWeights).weights.id.startswith("unknown-")
 
@@ -287,7 +287,7 @@ def test_reset_while_the_cache_process_is_gone(engine: Engine, cache: Cache) -> 
     cache.disconnect()
     wait_until(lambda: (engine.step(0), not engine.bridges[0].connected)[1])
     engine.scheduler.reset()
-    used = engine.scheduler._weights.current
+    used = engine.scheduler.weights.current
     assert used.id.startswith("unknown-")
     assert engine.bridges[0]._make_hello().weights == used
 
@@ -382,7 +382,7 @@ def test_load_fails_if_its_adapter_is_loaded_again(engine: Engine, cache: Cache,
     ask_until_tracked(engine, request)
     cache.send(Found(cache.receive(Lookup).ticket, [1, 2], [4096, 8192], [0, 0], 0))
     wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (2 * CHUNK_TOKENS, True))
-    engine.scheduler.allocated(request, engine._blocks([1, 2, 3, 4]), 2 * CHUNK_TOKENS)
+    engine.scheduler.allocated(request, engine.blocks([1, 2, 3, 4]), 2 * CHUNK_TOKENS)
     engine.scheduler.adapters.loads(LoRARequest("adapter", 1, lora.lora_path, load_inplace=True))
     engine.step(0)
     worker: Any = engine.worker

@@ -149,7 +149,7 @@ class Engine(Sides):
         """Start a request that is computed from its first token on."""
         self.scheduler.on_new_request(request)
         self.scheduler.matched_tokens(request, 0)
-        self.scheduler.allocated(request, self._blocks([]), 0)
+        self.scheduler.allocated(request, self.blocks([]), 0)
         self.admit(request)
 
     def admit(self, request: Request) -> None:
@@ -198,7 +198,7 @@ class Engine(Sides):
             if tokens is None:
                 waiting.append(request)
             else:
-                self.scheduler.allocated(request, self._blocks([]), 0)
+                self.scheduler.allocated(request, self.blocks([]), 0)
                 request.status = RequestStatus.FINISHED_ABORTED
                 self.scheduler.finished(request, ([],))
         self.waiting = waiting
@@ -210,7 +210,8 @@ class Engine(Sides):
         return self.scheduler.finished(request, self.table(request))[0]
 
     @staticmethod
-    def _blocks(ids: list[int]) -> SimpleNamespace:
+    def blocks(ids: list[int]) -> SimpleNamespace:
+        """Return what vLLM passes as the blocks of a request."""
         return SimpleNamespace(get_block_ids=lambda: (ids,))
 
 

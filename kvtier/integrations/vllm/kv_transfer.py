@@ -31,6 +31,8 @@ logger = logging.getLogger("vllm.kvtier")
 MAX_CHARACTERS = 200
 """Maximum length of client input quoted in a warning."""
 
+RULED_OUT = (("kv_transfer", "decode", ("off", "read")), ("expect", "prefill", ("off", "write")))
+"""Each hint, with the role of an engine and the modes of the hint ``cache`` that rule it out."""
 ROLES: dict[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 
@@ -96,24 +98,16 @@ class KVTransfers:
                 name,
             )
             hints = msgspec.structs.replace(hints, kv_transfer=None, expect=None)
-        if hints.kv_transfer is not None and (reason := self._cannot_push(hints)):
-            self._warn("request %s: ignoring hint `kv_transfer`, as %s", name, reason)
-            hints = msgspec.structs.replace(hints, kv_transfer=None)
-        if hints.expect is not None and (reason := self._cannot_expect(hints)):
-            self._warn("request %s: ignoring hint `expect`, as %s", name, reason)
-            hints = msgspec.structs.replace(hints, expect=None)
+        # A chunk is pushed from the memory that it is stored in, and loaded from where it arrives.
+        for hint, role, modes in RULED_OUT:
+            if getattr(hints, hint) is None or (self._role != role and hints.mode not in modes):
+                continue
+            reason = f"its hint `cache` is {hints.mode}"
+            if self._role == role:
+                reason = f"this engine's `role` is {role}"
+            self._warn("request %s: ignoring hint `%s`, as %s", name, hint, reason)
+            hints = msgspec.structs.replace(hints, **{hint: None})
         return hints
-
-    def _cannot_push(self, hints: Hints) -> str:
-        if self._role == "decode":
-            return "this engine's `role` is decode"
-        # A chunk is pushed from the memory that it is stored in.
-        return f"its hint `cache` is {hints.mode}" if hints.mode in ("off", "read") else ""
-
-    def _cannot_expect(self, hints: Hints) -> str:
-        if self._role == "prefill":
-            return "this engine's `role` is prefill"
-        return f"its hint `cache` is {hints.mode}" if hints.mode in ("off", "write") else ""
 
     def wants_tail(self, state: RequestState) -> bool:
         """Return whether to store and look up the prompt's partial last chunk regardless of the settings."""

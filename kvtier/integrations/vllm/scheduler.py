@@ -72,7 +72,8 @@ class SchedulerSide:
         self._model = model
         self._layout = layout = model.layout
         self._bridge = bridge
-        self._weights = weights
+        self.weights = weights
+        """The weights that the engine has."""
         self._lookahead = lookahead
         self._deferred = deferred
         self._numbered = numbered
@@ -116,7 +117,7 @@ class SchedulerSide:
         """Look up the whole prompt, so that chunks on disk are prefetched while the request is queued."""
         adapter = self.adapters.admit(request, 0, self._wait_left(LOOKUP_WAIT_SECONDS))
         unknown = request.lora_request is not None and adapter is None
-        if unknown or not cacheable(request, numbered=self._numbered) or self._weights.is_mixed():
+        if unknown or not cacheable(request, numbered=self._numbered) or self.weights.is_mixed():
             return
         try:
             self._begin(request, adapter)
@@ -152,7 +153,7 @@ class SchedulerSide:
         return adapter is not None
 
     def _track(self, request: Request, hints: Hints, adapter: Adapter | None) -> RequestState:
-        root = request_root(self._weights.current.namespace, request, adapter.identity if adapter else "")
+        root = request_root(self.weights.current.namespace, request, adapter.identity if adapter else "")
         sizes = self._layout.chunk_tokens, self._lookahead, self._layout.granularity
         state = RequestState(request, root, *sizes, hints=hints, adapter=adapter)
         self._requests[request.request_id] = state
@@ -333,14 +334,14 @@ class SchedulerSide:
 
     def report(self, request: Request) -> None:
         """Have the workers report a finished request of which only another part has chunks to save."""
-        root = request_root(self._weights.current.namespace, request)
+        root = request_root(self.weights.current.namespace, request)
         self._saves.hold(RequestState(request, root, self._layout.chunk_tokens))
 
     # Weights.
 
     def bind(self, pool: BlockPool) -> None:
         """Set vLLM's block pool."""
-        self._weights.bind(pool)
+        self.weights.bind(pool)
         self.adapters.bind(pool)
 
     def reset(self) -> None:
@@ -349,12 +350,12 @@ class SchedulerSide:
         Removes the chunks of weights without an id, because no engine can know whether they are still valid.
         Blocks up to :data:`CLEAR_SECONDS` for that; nothing depends on its success.
         """
-        if self._weights.is_reset_of_last_change():
+        if self.weights.is_reset_of_last_change():
             return
         removed: int | None = 0
-        if not self._weights.named:
+        if not self.weights.named:
             removed = self._bridge.clear(CLEAR_SECONDS)
-        self._weights.forget()
+        self.weights.forget()
         self._weights_changed()
         logger.info(
             "reset: %s; no chunk is shared with other engines until vLLM's weight_version is set",
@@ -363,9 +364,9 @@ class SchedulerSide:
 
     def set_weight_version(self, version: str) -> None:
         """Use the chunks of the weights that vLLM's ``weight_version`` names."""
-        if self._weights.name(version):
+        if self.weights.name(version):
             self._weights_changed()
-            self._weights.log(version)
+            self.weights.log(version)
 
     def _weights_changed(self) -> None:
         """Start all requests again with the keys of the new weights, or none if some have KV of earlier ones.
@@ -377,10 +378,10 @@ class SchedulerSide:
             self._give_up(state)
         self._saves.drop()
         self._loads.fail_all("the weights have changed")
-        self._bridge.use_weights(self._weights.current)
+        self._bridge.use_weights(self.weights.current)
         if self._events is not None:
             self._events.forget_all()
-        if not self._weights.is_mixed():
+        if not self.weights.is_mixed():
             for state in requests.values():
                 self._track(state.request, state.hints, state.adapter)
 
