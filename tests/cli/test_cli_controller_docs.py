@@ -14,9 +14,9 @@ import pytest
 import typer
 
 from kvtier.cli import make_app
+from tests.rigs.fleet import MODEL, fleet
 
 from .conftest import Kvtier
-from .fleet import MODEL, fleet
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "controller.md"

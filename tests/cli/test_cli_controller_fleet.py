@@ -11,9 +11,9 @@ import pytest
 # Imported early: the first command would import these slowly and block the event loop.
 import kvtier.cli.controller_client
 import kvtier.cli.controller_output  # noqa: F401
+from tests.rigs.fleet import CHUNK_TOKENS, MODEL, Fleet, fleet
 
 from .conftest import Kvtier
-from .fleet import CHUNK_TOKENS, MODEL, Fleet, fleet
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.async_api import Browser, ConsoleMessage, Locator, Page, Request, async_playwright, expect
 
-from tests.fleet.controller.scripted import ScriptedController, instance
+from tests.fleet.controller.scripted_api import ScriptedAPI, instance
 
 REMEDY = "Chromium is not installed: apt-get install chromium"
 ARGUMENTS = [
@@ -115,9 +115,9 @@ async def visiting(
 
 
 @asynccontextmanager
-async def scripted(browser: Browser, **visit: Any) -> AsyncIterator[tuple[ScriptedController, Visit]]:
+async def scripted(browser: Browser, **visit: Any) -> AsyncIterator[tuple[ScriptedAPI, Visit]]:
     """Run a scripted controller and its page. One of its two instances holds a part of every prompt."""
-    controller = ScriptedController()
+    controller = ScriptedAPI()
     controller.instances = [instance("decode-1"), instance("decode-2")]
     found = {"decode-1": {"ram": 1024}}
     controller.answers["lookup"] = 200, {"model": "llama", "num_tokens": 1100, "instances": found}

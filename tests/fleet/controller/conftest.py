@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fleet.controller.controlling import RunningController, running_controller
+from tests.rigs.running_controller import RunningController, running_controller
 from tests.rigs.waiting import until
 
 if TYPE_CHECKING:

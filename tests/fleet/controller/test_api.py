@@ -19,7 +19,7 @@ from kvtier.fleet.controller import bodies, stream
 from kvtier.fleet.controller.answers import EventAnswer, InstancesAnswer
 from kvtier.fleet.controller.app import INTERNAL_ERROR, WRONG_TOKEN, Authenticator
 from kvtier.fleet.member.protocol import CONNECT_PATH
-from tests.fleet.controller.controlling import (
+from tests.rigs.running_controller import (
     A_TO_B,
     KEYS,
     MODEL,

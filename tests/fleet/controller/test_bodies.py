@@ -11,7 +11,7 @@ import pytest
 from kvtier.fleet.controller import bodies
 from kvtier.fleet.controller.answers import LookupAnswer
 from kvtier.fleet.controller.prompts import PromptQuery
-from tests.fleet.controller.controlling import RunningController
+from tests.rigs.running_controller import RunningController
 
 pytestmark = pytest.mark.anyio
 

@@ -35,7 +35,7 @@ from kvtier.fleet.member.protocol import (
 from kvtier.memory.keys import KEY_BYTES, join_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc.frames import MAX_FRAME_BYTES, Ping, Pong, Refused, encode_body
-from tests.fleet.controller.controlling import (
+from tests.rigs.running_controller import (
     DISK,
     MODEL,
     RAM,

@@ -16,8 +16,8 @@ import pytest
 
 from kvtier.testing.relay import Relay
 from kvtier.testing.servers import free_port
-from tests.fleet.controller.holding import CHUNK_BYTES, CHUNK_TOKENS, TIMEOUT_SECONDS, prompt
-from tests.fleet.controller.instance_process import InstanceProcess
+from tests.fleet.controller.node_process import NodeProcess
+from tests.fleet.controller.nodes import CHUNK_BYTES, CHUNK_TOKENS, TIMEOUT_SECONDS, prompt
 from tests.rigs.forks import Forked, python
 from tests.rigs.waiting import wait_until
 
@@ -90,8 +90,8 @@ class Cluster:
         url = self.controller.url
         listen = f"127.0.0.1:{port}"
         disk = {"disk": str(folder / "a")}
-        self.a = InstanceProcess("a", url, ram=24, listen=listen, advertise=relay.port, **disk)
-        self.b = InstanceProcess("b", url, ram=24)
+        self.a = NodeProcess("a", url, ram=24, listen=listen, advertise=relay.port, **disk)
+        self.b = NodeProcess("b", url, ram=24)
 
     def start(self) -> None:
         self.controller.start()

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvtier.fleet.controller import holders as holders_module
 from kvtier.fleet.controller.holders import ROWS, SETS_PER_SLICE, Holders
 from kvtier.memory.keys import ChunkKey
-from tests.fleet.controller.controlling import keys_of
+from tests.rigs.running_controller import keys_of
 
 PLACES = st.integers(0, 3)
 KEYS = keys_of("all", 12)

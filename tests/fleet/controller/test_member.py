@@ -25,7 +25,7 @@ from kvtier.fleet.member.protocol import (
     Unpin,
 )
 from kvtier.memory.keys import join_keys
-from tests.fleet.controller.controlling import (
+from tests.rigs.running_controller import (
     MODEL,
     RAM,
     RegisteringInstance,

@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from kvtier.memory.keys import split_keys
-from tests.fleet.controller.holding import TIMEOUT_SECONDS, prompt
-from tests.fleet.controller.instance_process import InstanceProcess
+from tests.fleet.controller.node_process import NodeProcess
+from tests.fleet.controller.nodes import TIMEOUT_SECONDS, prompt
 from tests.fleet.controller.test_faults import Controller
 from tests.rigs.waiting import wait_until
 
@@ -42,9 +42,7 @@ class Fleet:
         self.state = folder / "state.sqlite"
         self.controller = Controller(folder)
         self.instances = {
-            name: InstanceProcess(
-                name, self.controller.url, ram=PROMPTS * CHUNKS // 2, disk=str(folder / name)
-            )
+            name: NodeProcess(name, self.controller.url, ram=PROMPTS * CHUNKS // 2, disk=str(folder / name))
             for name in "ab"
         }
         self._turns = {name: threading.Lock() for name in self.instances}
@@ -189,5 +187,5 @@ def test_operations_while_an_instance_is_killed(fleet: Fleet, seed: int) -> None
         fleet.kill("b")
         wait_until(lambda: fleet.results.total() > 60)
         fleet.restart("b")
-    fleet.check_failures([*SHORTFALLS, "disconnected", "'b'", "it closed the connection"])
+    fleet.check_failures([*SHORTFALLS, "disconnected", "'b'", "closed the connection"])
     fleet.check("b")

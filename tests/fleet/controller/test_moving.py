@@ -10,8 +10,7 @@ import pytest
 
 from kvtier.instance import Instance
 from kvtier.testing.servers import free_port
-from tests.fleet.controller.controlling import RunningController, running_controller
-from tests.fleet.controller.holding import (
+from tests.fleet.controller.nodes import (
     BUILT_IN,
     CHUNK_TOKENS,
     TIMEOUT_SECONDS,
@@ -22,6 +21,7 @@ from tests.fleet.controller.holding import (
     rows,
     settings_of,
 )
+from tests.rigs.running_controller import RunningController, running_controller
 from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio

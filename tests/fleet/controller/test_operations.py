@@ -14,7 +14,7 @@ from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.member.protocol import Changed, Command, Delete, Fetch, Model, TierDescription, Tokenize
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
-from tests.fleet.controller.controlling import (
+from tests.rigs.running_controller import (
     A_TO_B,
     B_TO_A,
     CHUNK,

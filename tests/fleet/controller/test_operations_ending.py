@@ -11,7 +11,7 @@ import pytest
 from kvtier.fleet.controller import operation
 from kvtier.fleet.controller.prompts import PromptQuery
 from kvtier.fleet.member.protocol import Command, Delete
-from tests.fleet.controller.controlling import (
+from tests.rigs.running_controller import (
     A_TO_B,
     B_TO_A,
     KEYS,

@@ -21,10 +21,11 @@ from kvtier.fleet.controller.app import PAGE_FILES
 from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.member.protocol import Delete, Done, Failed, Fetch, Progress
 from kvtier.memory.keys import ChunkKey, split_keys
-from tests.cli.fleet import CHUNK_TOKENS, fleet
-from tests.fleet.controller import controlling
 from tests.fleet.controller.browser import scripted, visiting
-from tests.fleet.controller.controlling import (
+from tests.fleet.controller.scripted_api import RESULT, event, tier
+from tests.rigs import running_controller as rig
+from tests.rigs.fleet import CHUNK_TOKENS, fleet
+from tests.rigs.running_controller import (
     CHUNK,
     DISK,
     MODEL,
@@ -34,7 +35,6 @@ from tests.fleet.controller.controlling import (
     heartbeat,
     running_controller,
 )
-from tests.fleet.controller.scripted import RESULT, event, tier
 
 pytestmark = pytest.mark.anyio
 
@@ -410,21 +410,21 @@ async def test_wrong_browser_clock(browser: Browser) -> None:
 
 async def test_pins_and_what_a_move_does_to_them(browser: Browser, controller: RunningController) -> None:
     async with (
-        controller.instance("decode-1", ram=controlling.KEYS) as one,
+        controller.instance("decode-1", ram=rig.KEYS) as one,
         controller.instance("decode-2"),
         visiting(browser, controller.url) as page,
     ):
         pins = page.card("decode-1").locator(".pins")
         await expect(page.card("decode-1")).to_contain_text("up to date")
         await expect(pins).to_be_hidden()
-        for ttl in ({}, {"ttl": "10m", "tokens": controlling.TOKENS[:CHUNK]}):
-            prompt = {"tokens": controlling.TOKENS} | ttl
+        for ttl in ({}, {"ttl": "10m", "tokens": rig.TOKENS[:CHUNK]}):
+            prompt = {"tokens": rig.TOKENS} | ttl
             await controller.done("/pin", instance="decode-1", tier="ram", **prompt)
         await one.send(heartbeat())
         lines = [re.compile(r"1 chunk, until [\d -]*\d\d:\d\d:\d\d$"), "5 chunks, until unpinned"]
         await expect(pins.locator("li")).to_have_text(lines)
         positions = {"old_position": ["decode-1", "ram"], "new_position": ["decode-2", "ram"]}
-        await controller.done("/move", **positions, tokens=controlling.TOKENS)
+        await controller.done("/move", **positions, tokens=rig.TOKENS)
         await one.send(heartbeat())
         await expect(page.events.first).to_contain_text("5 of its pinned chunks unpinned.")
         await expect(pins).to_be_hidden()

@@ -15,7 +15,7 @@ from scikit_build_core.build import build_wheel
 
 from kvtier.fleet.controller.app import PAGE_FILES
 from tests.fleet.controller.browser import Visit, scripted, visiting
-from tests.fleet.controller.scripted import ScriptedController, event, instance, tier, what_if
+from tests.fleet.controller.scripted_api import ScriptedAPI, event, instance, tier, what_if
 
 pytestmark = pytest.mark.anyio
 
@@ -137,7 +137,7 @@ async def test_controls_have_accessible_names(full_page: Visit) -> None:
 
 
 async def test_charts(browser: Browser) -> None:
-    controller = ScriptedController()
+    controller = ScriptedAPI()
     now = time.time()
     ram = tier("ram", "cpu", 100, 80, found=30)
     controller.instances = [instance("one", ram, tier("pool", "redis", None, 0, found=0), hit_rate=0.75)]
@@ -178,7 +178,7 @@ async def test_charts(browser: Browser) -> None:
 
 async def test_charts_after_a_disconnection(browser: Browser) -> None:
     """A disconnected instance has no current values. The page keeps samples that the controller has lost."""
-    controller = ScriptedController()
+    controller = ScriptedAPI()
     now = time.time()
     connected = instance("one", tier("ram", "cpu", 100, 80), hit_rate=0.75)
     old = [

@@ -12,9 +12,9 @@ from playwright.async_api import Browser, expect
 from kvtier.fleet.member.protocol import WhatIf
 from kvtier.observability.whatif.sentences import basis, findings
 from tests.fleet.controller.browser import scripted, visiting
-from tests.fleet.controller.controlling import running_controller
-from tests.fleet.controller.scripted import instance, what_if
+from tests.fleet.controller.scripted_api import instance, what_if
 from tests.fleet.controller.test_page import registered
+from tests.rigs.running_controller import running_controller
 from tests.rigs.waiting import until
 from tests.rigs.whatif_reports import REPORT
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.fleet.member.protocol import Command, Delete, Lost, Pin
 from kvtier.memory.keys import split_keys
-from tests.fleet.controller.controlling import (
+from tests.rigs.running_controller import (
     A_TO_B,
     B_TO_A,
     CHUNK,

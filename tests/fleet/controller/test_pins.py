@@ -10,7 +10,7 @@ import pytest
 from kvtier.fleet.controller.errors import TooManyPins
 from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.state import State
-from tests.fleet.controller.controlling import keys_of
+from tests.rigs.running_controller import keys_of
 
 KEYS = keys_of("prompt", 6)
 

@@ -35,7 +35,7 @@ from kvtier.fleet.member.protocol import (
 from kvtier.memory.header import object_bytes
 from kvtier.memory.keys import chunk_keys, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
-from tests.fleet.controller.controlling import (
+from tests.rigs.running_controller import (
     DISK,
     LAYOUT,
     MODEL,

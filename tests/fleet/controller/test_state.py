@@ -12,7 +12,7 @@ from kvtier.errors import ControllerError
 from kvtier.fleet.controller.events import EventLog
 from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.state import State
-from tests.fleet.controller.controlling import keys_of, running_controller
+from tests.rigs.running_controller import keys_of, running_controller
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from kvtier.fleet.member.protocol import WhatIf
 from kvtier.observability.whatif.report import Change, Point, Report
 from kvtier.observability.whatif.sentences import NOTHING_REPORTED, basis, findings
 from kvtier.rpc.frames import encode_body
-from tests.fleet.controller.controlling import TIERS, RunningController
+from tests.rigs.running_controller import TIERS, RunningController
 from tests.rigs.whatif_reports import (
     GIB,
     RAM,

@@ -18,7 +18,7 @@ from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey, join_keys, root_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
-from tests.fleet.member.scripted_controller import BUILT_IN, TOKEN, ScriptedController
+from tests.rigs.scripted_controller import BUILT_IN, TOKEN, ScriptedController
 
 # Imported before the event loop runs: the imports would block it for too long.
 import kvtier.fleet.member.controller_client  # isort: skip

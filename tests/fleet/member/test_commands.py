@@ -29,7 +29,7 @@ from kvtier.pipeline.query import Query
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 from tests.fleet.member.conftest import SECRET, OpenNode, fetch
-from tests.fleet.member.scripted_controller import scripted_controller
+from tests.rigs.scripted_controller import scripted_controller
 from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio

@@ -33,7 +33,7 @@ from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Refused
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 from tests.fleet.member.conftest import SECRET, Node, OpenNode
-from tests.fleet.member.scripted_controller import Conversation, ScriptedController, scripted_controller
+from tests.rigs.scripted_controller import Conversation, ScriptedController, scripted_controller
 from tests.rigs.waiting import until
 from tests.rigs.whatif_reports import REPORT
 

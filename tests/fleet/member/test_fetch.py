@@ -15,7 +15,7 @@ from kvtier.pipeline.query import Query
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
 from tests.fleet.member.conftest import SECRET, Node, OpenNode, address_of, fetch
-from tests.fleet.member.scripted_controller import Conversation, ScriptedController, scripted_controller
+from tests.rigs.scripted_controller import Conversation, ScriptedController, scripted_controller
 from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio

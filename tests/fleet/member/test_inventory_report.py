@@ -22,7 +22,7 @@ from kvtier.memory.arena import Arena
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, split_keys
 from kvtier.rpc.frames import Message
 from kvtier.testing.backend import make_key
-from tests.fleet.member.scripted_controller import BUILT_IN
+from tests.rigs.scripted_controller import BUILT_IN
 from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio

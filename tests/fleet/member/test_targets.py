@@ -10,7 +10,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.peers import targets as targets_module
 from kvtier.peers.kv_transfer import KVTransferResult
 from tests.fleet.member.conftest import SECRET, Node, OpenNode, address_of
-from tests.fleet.member.scripted_controller import ScriptedController, scripted_controller
+from tests.rigs.scripted_controller import ScriptedController, scripted_controller
 
 import kvtier.peers.kv_transfer  # noqa: F401 # isort: skip
 from tests.rigs.waiting import until

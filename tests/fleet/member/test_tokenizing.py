@@ -23,7 +23,7 @@ from kvtier.lab.demo import model as demo_model
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc.frames import MAX_FRAME_BYTES
 from tests.fleet.member.conftest import OpenNode
-from tests.fleet.member.scripted_controller import scripted_controller
+from tests.rigs.scripted_controller import scripted_controller
 from tests.rigs.waiting import until
 
 if find_spec("transformers") is None:

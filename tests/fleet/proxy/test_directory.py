@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.fleet.proxy.upstream import Role
-from tests.fleet.controller.controlling import KEYS, MODEL, TOKENS, running_controller
+from tests.rigs.running_controller import KEYS, MODEL, TOKENS, running_controller
 
 from .conftest import Cluster, running
 from .stub import Stub, hangs, responds

@@ -11,8 +11,8 @@ import pytest
 
 from kvtier.instance import Instance
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES
-from tests.fleet.member.scripted_controller import TOKEN, scripted_controller
 from tests.observability.metrics.scraping import BUILT_IN, Scrape, ScrapedCache, serving_metrics, settings
+from tests.rigs.scripted_controller import TOKEN, scripted_controller
 
 # Imported here, because these imports take longer than the loop watch allows.
 import kvtier.fleet.member.controller_client  # isort: skip

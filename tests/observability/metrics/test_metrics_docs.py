@@ -17,8 +17,8 @@ import yaml
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.fleet.controller.controlling import running_controller
 from tests.observability.metrics.scraping import scraped_cache, settings
+from tests.rigs.running_controller import running_controller
 from tools.metrics_reference import pages
 
 pytestmark = pytest.mark.anyio

@@ -27,9 +27,8 @@ from kvtier.instance import Instance
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.plugins import Plugins
 from kvtier.settings import load_settings
+from tests.cli.conftest import Kvtier, Result
 from tests.rigs.waiting import until
-
-from .conftest import Kvtier, Result
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 CHUNK_TOKENS = 16

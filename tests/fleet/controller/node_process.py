@@ -18,11 +18,11 @@ import anyio.to_thread
 
 from kvtier.fleet.member.controller_client import Serving
 from kvtier.instance import Instance
-from tests.fleet.controller.holding import BUILT_IN, TOKEN_BYTES, Node, prompt, rows, settings_of
+from tests.fleet.controller.nodes import BUILT_IN, TOKEN_BYTES, Node, prompt, rows, settings_of
 from tests.rigs.forks import Forked, python
 
 
-class InstanceProcess:
+class NodeProcess:
     """The process of an instance. Calls block."""
 
     def __init__(self, name: str, url: str, *, advertise: int | None = None, **settings: Any) -> None:
@@ -32,7 +32,7 @@ class InstanceProcess:
 
     def start(self) -> None:
         """Start the process, or restart it on the same port."""
-        program = "tests.fleet.controller.instance_process"
+        program = "tests.fleet.controller.node_process"
         self._process = python(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._call(self._settings)
 

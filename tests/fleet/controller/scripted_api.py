@@ -88,7 +88,7 @@ def what_if(name: str, basis: list[str], findings: list[str]) -> dict[str, Any]:
     return {"what_if_at": time.time(), "basis": basis, "findings": findings, "report": {"tiers": [curve]}}
 
 
-class ScriptedController:
+class ScriptedAPI:
     """The test may change its data at any time; :meth:`publish` sends it to the page."""
 
     def __init__(self, token: str | None = None) -> None:
