@@ -27,6 +27,7 @@ SECRET_BITS = 256
 COMMAND = "openssl rand -hex 32"
 GUESSABLE = "it has less than 32 random bytes, so a server that gets a proof of it may guess it"
 GUESSABLE_REMEDY = f"set the output of `{COMMAND}` on all instances"
+WILDCARDS = frozenset(("0.0.0.0", "::", "*"))  # noqa: S104 - compared, not bound
 _ALPHABETS = (
     string.digits,
     string.hexdigits[:16],
@@ -55,6 +56,15 @@ def split_address(address: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """Return ``HOST:PORT``, or ``[HOST]:PORT`` for an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def reached_from_elsewhere(listen: str, host: str) -> str:
+    """Return a listen address as other hosts reach it: ``host`` takes the place of a wildcard.
+
+    Raises ``ValueError`` if it is not an address.
+    """
+    bound, port = split_address(listen)
+    return join_address(host if bound in WILDCARDS else bound, port)
 
 
 def is_loopback(host: str) -> bool:

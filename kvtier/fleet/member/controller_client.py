@@ -35,7 +35,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.rpc.frames import MAX_FRAME_BYTES
 from kvtier.settings import Settings
-from kvtier.settings.peer import join_address, split_address
+from kvtier.settings.peer import join_address, reached_from_elsewhere, split_address
 from kvtier.version import __version__
 
 logger = logging.getLogger("kvtier")
@@ -45,7 +45,6 @@ CLOSE_SECONDS = 0.5
 """Timeout of the closing handshake."""
 STEADY_SECONDS = 5.0
 """A connection that lasted longer than this resets the back-off."""
-WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - nothing listens there
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ class Serving:
     def address(self, local_host: str) -> str:
         """Return ``HOST:PORT``; the host is ``local_host`` if the settings have a wildcard."""
         host, _ = split_address(self.listen)
-        host = local_host if host in WILDCARDS else host
-        return join_address(host, self.port)
+        return reached_from_elsewhere(join_address(host, self.port), local_host)
 
 
 class ControllerClient:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -61,6 +62,9 @@ MAX_COMMANDS = 1024
 MAX_REASON_CHARACTERS = 1000
 MAX_QUESTIONS = 256
 """Maximum number of concurrent ``WhoHolds`` and ``WhoServes``. Further ones are not sent."""
+
+ReplyT = TypeVar("ReplyT", HeldBy, ServedAt)
+AnswerT = TypeVar("AnswerT")
 
 
 class Session:
@@ -120,27 +124,29 @@ class Session:
 
         Raises ``ChannelError``.
         """
-        if self._questions >= MAX_QUESTIONS:
-            return None
         asked = list(addresses[:MAX_ADDRESSES])
-        self._questions += 1
-        try:
-            call = self._endpoint.call(
-                lambda ticket: WhoServes(ticket, asked), ServedAt, lambda answer, _wanted: answer.peers
-            )
-            return [address for address in await call.reply() if address in asked]
-        finally:
-            self._questions -= 1
+        served = await self._ask(
+            lambda ticket: WhoServes(ticket, asked), ServedAt, lambda answer, _wanted: answer.peers
+        )
+        return None if served is None else [address for address in served if address in asked]
 
     async def who_holds(self, keys: Sequence[ChunkKey]) -> list[tuple[str, int]]:
         """Return the holders of leading ``keys``; none if too many callers wait. Raises ``ChannelError``."""
-        if self._questions >= MAX_QUESTIONS:
-            return []
         joined = join_keys(keys[:MAX_KEYS])
+        return await self._ask(lambda ticket: WhoHolds(ticket, joined), HeldBy, _holders) or []
+
+    async def _ask(
+        self,
+        question: Callable[[int], WhoHolds | WhoServes],
+        kind: type[ReplyT],
+        settle: Callable[[ReplyT, bool], AnswerT],
+    ) -> AnswerT | None:
+        """Ask the controller. Return ``None`` if too many questions are open. Raises ``ChannelError``."""
+        if self._questions >= MAX_QUESTIONS:
+            return None
         self._questions += 1
         try:
-            call = self._endpoint.call(lambda ticket: WhoHolds(ticket, joined), HeldBy, _holders)
-            return await call.reply()
+            return await self._endpoint.call(question, kind, settle).reply()
         finally:
             self._questions -= 1
 

@@ -13,7 +13,7 @@ import msgspec
 from kvtier.fleet.proxy.body import response_params
 from kvtier.fleet.proxy.client import Refused
 from kvtier.fleet.proxy.upstream import Role, State, Upstream, describe_transport_error
-from kvtier.settings.peer import join_address, split_address
+from kvtier.settings.peer import reached_from_elsewhere
 
 if TYPE_CHECKING:
     from kvtier.fleet.proxy.settings import ProxySettings
@@ -28,7 +28,6 @@ PROBE_AGAIN_SECONDS = 30.0
 PROBE = "What is the address of this engine?"
 """Several tokens: a first request of one token ends vLLM 0.32 in bfloat16 on CPUs with AMX."""
 MAX_ANSWER_BYTES = 4 << 20
-WILDCARDS = frozenset(("0.0.0.0", "::", "*"))  # noqa: S104 - compared, not bound
 
 
 class _Model(msgspec.Struct):
@@ -171,12 +170,7 @@ def reachable_address(peer: str | None, upstream: Upstream) -> str | None:
 
     A wildcard address is replaced by the host of the engine's URL.
     """
-    if peer is None:
-        return None
     try:
-        host, port = split_address(peer)
+        return None if peer is None else reached_from_elsewhere(peer, upstream.host)
     except ValueError:
         return None
-    if host in WILDCARDS:
-        host = upstream.host
-    return join_address(host, port)

@@ -15,9 +15,9 @@ import httpx
 import msgspec
 
 from kvtier.fleet.proxy.body import CHAT_PATH, Body
-from kvtier.fleet.proxy.checks import WILDCARDS, read_body
+from kvtier.fleet.proxy.checks import read_body
 from kvtier.fleet.proxy.connections import verification
-from kvtier.settings.peer import split_address
+from kvtier.settings.peer import reached_from_elsewhere, split_address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -170,13 +170,11 @@ async def _tokenize(body: Body, upstream: Upstream, headers: Headers) -> msgspec
 
 async def _peer_addresses(instance: _Instance) -> set[tuple[str, int]]:
     """Return all resolved addresses at which peers may reach an instance."""
-    if instance.peer is None:
-        return set()
     try:
-        host, port = split_address(instance.peer)
+        peer = None if instance.peer is None else reached_from_elsewhere(instance.peer, instance.host)
     except ValueError:
         return set()
-    return await _resolve(f"{instance.host}:{port}" if host in WILDCARDS else instance.peer)
+    return await _resolve(peer)
 
 
 async def _resolve(address: str | None) -> set[tuple[str, int]]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pydantic import SecretStr, field_validator, model_validator
 
 from kvtier.settings.command import CommandSettings, Token, option
-from kvtier.settings.peer import Address, split_address
+from kvtier.settings.peer import WILDCARDS, Address, split_address
 from kvtier.units import GIB, KIB, MIB, Duration, Size
 
 DEFAULT_LISTEN = "127.0.0.1:9000"
@@ -53,7 +53,7 @@ def engine_url(text: str) -> str:
 def peer_address(text: str) -> str:
     """Return ``text``. Raises ``ValueError`` if it is not an address that a peer can connect to."""
     host, port = split_address(text)
-    if host in {"0.0.0.0", "::", "*"} or not port:  # noqa: S104 - compared, not bound
+    if host in WILDCARDS or not port:
         raise ValueError(f"{text!r} cannot be connected to: write the address at which prefillers reach it")
     return text
 
