@@ -448,7 +448,7 @@ class TieredCache:
             )
 
     def index_of(self, name: str) -> int:
-        """Return the index of a tier. Raises :class:`SettingsError` if there is none of this name."""
+        """Return the index of a tier. Raises :class:`SettingsError` if no tier has this name."""
         for tier in self.tiers:
             if tier.name == name:
                 return tier.index

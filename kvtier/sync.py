@@ -66,7 +66,7 @@ class _Loop:
         return call.result()
 
     def close(self) -> None:
-        """Refuse new calls, and wait for those of other threads, and for one that Ctrl-C has left."""
+        """Refuse new calls, and wait for those of other threads, and for one that Ctrl-C has interrupted."""
         with self._lock:
             self._closed = True
         wait(self._calls.copy())

@@ -28,7 +28,7 @@ from kvtier.units import format_size
 logger = logging.getLogger("kvtier")
 
 SLICE_ROWS = 8192
-"""Rows of the catalog, or chunks, that are gone through in one turn of the event loop."""
+"""Rows of the catalog, or chunks, to process before yielding to the event loop."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 60.0, 3600.0
 """Back-off between scans of what a medium could not list."""
 EXPIRY_SECONDS = 1.0

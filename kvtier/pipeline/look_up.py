@@ -33,7 +33,7 @@ class Boundary(NamedTuple):
     """Where a prompt can be continued."""
 
     needed: list[ChunkKey]
-    """The chunks before it, and the state there; empty if there is none."""
+    """The chunks before it, and the state there; empty if no state is stored."""
     chunks: int
     """The leading chunks that are held. If there are more, prompts branch there, and no state is stored."""
 
@@ -157,7 +157,7 @@ class LookUpStage:
             self._hierarchy.counts["lookup_tokens"] += found.tokens
 
     async def settle(self, found: Lookup, progress: ReportProgress | None) -> None:
-        """Wait for what is in flight, as the settings say; drop the rest."""
+        """Wait for what is in flight, according to ``prefetch.policy``; drop the rest."""
         if found.pushed is not None:
             await found.pushed.ended.wait()
         if self._settings.policy == "best_effort":
@@ -339,6 +339,6 @@ class LookUpStage:
             found.answered.set()
 
     def _bring_up(self, keys: Sequence[ChunkKey]) -> None:
-        """Load chunks for the next request, because this one no longer waits."""
+        """Load chunks for the next request, because this one has stopped waiting."""
         if self._settings.policy == "best_effort":
             self._reader.start(Prefetch(keys=keys, priority=Priority.AHEAD))

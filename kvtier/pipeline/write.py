@@ -182,7 +182,7 @@ class Writer:
         await self._evict_over_maximum(tier, incoming)
 
     async def _evict_over_maximum(self, tier: int, incoming: int) -> None:
-        """Evict chunks of tenants who hold more in a lower tier than they may."""
+        """Evict chunks of tenants that exceed their maximum in a lower tier."""
         keys = self._hierarchy.tiers[tier].victims_over_maximum(incoming)
         await self._evict(Evict(keys=keys, tier=tier))
 

@@ -152,7 +152,7 @@ class Admission:
         return verdicts
 
     def _expectation(self) -> Callable[[int], bool]:
-        """Return what tells whether the use of the chunk in a row is expected now."""
+        """Return a function: whether a use of the chunk in a row is expected now."""
         catalog, columns, now = self._catalog, self._columns, self._clock()
         hints, pins, policy = columns.hints, catalog.pins, catalog.policies[0]
 

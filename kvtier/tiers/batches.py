@@ -17,9 +17,9 @@ from kvtier.units import MIB
 BATCH_BYTES = 16 * MIB
 """Large enough to keep any medium busy, small enough to end soon. A tier's deadline applies to as much."""
 BATCH_SECONDS = 0.04
-"""A faster medium reads more in one call, for so many seconds: a call takes the event loop 1 to 2 ms."""
+"""Duration of a call that reads from a faster medium, as each call takes the event loop 1 to 2 ms."""
 MAX_GROWTH = 4
-"""At most so many times :data:`BATCH_BYTES`."""
+"""A call reads at most this multiple of :data:`BATCH_BYTES`."""
 IN_FLIGHT = 2
 """Batches of one transfer in flight. More are not faster on any medium, and halve the throughput of some."""
 

@@ -21,7 +21,7 @@ def tenant_names(settings: Settings) -> dict[str, str]:
 
 
 def configured_tenants(settings: Settings) -> Tenants | None:
-    """Return who shares the local tiers; ``None`` if no tenant is configured."""
+    """Return the tenants that share the local tiers; ``None`` if no tenant is configured."""
     return Tenants(tenant_names(settings)) if settings.tenants else None
 
 

@@ -10,8 +10,10 @@ from kvtier.memory.keys import ChunkKey, chunk_keys, root_key, state_key
 from kvtier.pipeline.found import Lookup
 from kvtier.pipeline.query import Expected, Query
 from kvtier.testing.noise import noise
-from tests.rigs.faulty_sources import CacheHarness, MakeSettings, opened
+from tests.rigs.faulty_sources import CacheHarness, opened
 from tests.rigs.waiting import until
+
+from .conftest import MakeSettings
 
 pytestmark = pytest.mark.anyio
 

@@ -13,10 +13,10 @@ from kvtier.pipeline.query import Query
 from kvtier.testing.faults import Fault
 from kvtier.tiers import batches
 from kvtier.tiers.slots import Slots
-from tests.rigs.faulty_sources import MakeSettings, Source, opened, set_costs
+from tests.rigs.faulty_sources import Source, opened, set_costs
 from tests.rigs.waiting import until
 
-from .conftest import CHUNK_OBJECT_BYTES, Prompt, rows
+from .conftest import CHUNK_OBJECT_BYTES, MakeSettings, Prompt, rows
 
 pytestmark = pytest.mark.anyio
 

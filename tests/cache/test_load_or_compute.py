@@ -15,9 +15,9 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.load_or_compute import CLEARLY_EARLIER, MIN_GAIN_SECONDS, worth_loading
 from kvtier.pipeline.query import Query
 from kvtier.tiers.throughput import MIN_SAMPLES
-from tests.rigs.faulty_sources import CacheHarness, MakeSettings, opened
+from tests.rigs.faulty_sources import CacheHarness, opened
 
-from .conftest import CHUNK_OBJECT_BYTES, Prompt, rows
+from .conftest import CHUNK_OBJECT_BYTES, MakeSettings, Prompt, rows
 
 ARRIVALS = st.lists(st.floats(0, 100), max_size=12).map(sorted)
 COMPUTE = st.floats(0, 10)

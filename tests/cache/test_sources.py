@@ -7,10 +7,10 @@ import pytest
 from kvtier.pipeline.query import Query
 from kvtier.testing.faults import Fault
 from kvtier.tiers.costs import HALF_LIFE_SECONDS, ReadCost
-from tests.rigs.faulty_sources import CacheHarness, MakeSettings, opened, set_costs
+from tests.rigs.faulty_sources import CacheHarness, opened, set_costs
 from tests.rigs.waiting import until
 
-from .conftest import CHUNK_OBJECT_BYTES, Prompt, rows
+from .conftest import CHUNK_OBJECT_BYTES, MakeSettings, Prompt, rows
 
 pytestmark = pytest.mark.anyio
 

@@ -8,9 +8,8 @@ import pytest
 
 from kvtier import ChunkHints, TieredCache
 from kvtier.catalog.tenants import Usage, tenant_of_salt
-from tests.rigs.faulty_sources import MakeSettings
 
-from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
+from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, MakeSettings, rows
 
 pytestmark = pytest.mark.anyio
 

@@ -1,37 +1,38 @@
-"""A test cache with shared sources that fail, hang and lose chunks on demand."""
+"""A test cache with tiers that fail, hang and lose chunks on demand."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier import ModelCache, Settings, TieredCache
+from kvtier import ModelCache, TieredCache
 from kvtier.backends.base import Backend
 from kvtier.catalog.catalog import State
 from kvtier.events import Prefetch, Report
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
-from kvtier.settings import TierSettings
+from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.testing.faults import FaultyBackend, SlowBackend
 from kvtier.tiers.costs import ReadCost
 from kvtier.tiers.tier import Tier
-from tests.cache.conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, rows
+from tests.cache.conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, MakeSettings, rows
 from tests.rigs.chunks import DictBackend
 from tests.rigs.waiting import until
 
-MakeSettings = Callable[..., Settings]
 BUILT_IN = Plugins.load([])
 """Loaded at import, because importing every backend takes longer than the loop watch allows."""
 
 
 @dataclass
 class Source:
-    """A shared tier: a dictionary behind a wrapper that fails and one that hangs, on demand."""
+    """A tier: a dictionary behind a wrapper that fails and one that hangs, on demand."""
 
     name: str
+    shared: bool = True
+    """Whether it is a pool that this cache never writes; else it belongs to it, and is written through."""
     pool: DictBackend = field(default_factory=DictBackend)
 
     def __post_init__(self) -> None:
@@ -40,12 +41,13 @@ class Source:
 
     @property
     def tier(self) -> tuple[TierSettings, Backend]:
-        settings = TierSettings(name=self.name, type="shelf", write="never", deadline=60)
-        return settings, self.delays
+        if self.shared:
+            return TierSettings(name=self.name, type="shelf", write="never", deadline=60), self.delays
+        return LocalTierSettings(name=self.name, type="shelf", capacity=2**30, deadline=60), self.delays
 
 
 class CacheHarness:
-    """An open cache with a memory tier, optionally a disk tier, and shared sources."""
+    """An open cache with a memory tier, optionally a disk tier, and sources."""
 
     def __init__(self, cache: TieredCache, sources: Sequence[Source]) -> None:
         self.cache = cache
@@ -138,10 +140,10 @@ class CacheHarness:
 
 @asynccontextmanager
 async def opened(
-    settings: MakeSettings, *names: str, ssd: int = 0, **more: Any
+    settings: MakeSettings, *names: str, ssd: int = 0, shared: bool = True, **more: Any
 ) -> AsyncIterator[CacheHarness]:
-    """Open a cache with a memory tier and shared sources. At the end, check for leaked leases."""
-    sources = [Source(name) for name in names]
+    """Open a cache with a memory tier and sources. At the end, check for leaked leases."""
+    sources = [Source(name, shared) for name in names]
     configured = settings(ssd=ssd, **more)
     pools = [source.tier for source in sources]
     async with TieredCache.open(configured, plugins=BUILT_IN, pools=pools) as cache:
