@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.rigs.redis_pool import Start
 from tests.rigs.servers.redis import RedisServer
 from tests.rigs.servers.valkey import ValkeyServer
-
-from .redis_pool import Start
 
 
 @pytest.fixture(params=[RedisServer, ValkeyServer], ids=["redis", "valkey"])

@@ -17,9 +17,9 @@ from kvtier.backends.base import StoredObject
 from kvtier.backends.disk.backend import lock_holder, object_path
 from kvtier.memory.header import HEADER_BYTES, object_bytes
 from kvtier.testing.backend import blank, make_key, noise
-from tests.backends.writer import KEYS
 from tests.rigs.chunks import FAILED, FULL, MISS, OK, blanks, chunks, disk, disk_engines, opened
 from tests.rigs.composed_backends import SealedBackend
+from tests.rigs.disk_writer import KEYS
 from tests.rigs.forks import python
 from tests.rigs.small_disk import mounted
 
@@ -41,7 +41,7 @@ def killed(tmp_path: Path, io: str, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path / "ssd"
     delays = random.Random(request.node.name)
     for _ in range(3):
-        process = python("tests.backends.writer", str(folder), io, stdout=subprocess.PIPE)
+        process = python("tests.rigs.disk_writer", str(folder), io, stdout=subprocess.PIPE)
         assert process.stdout is not None
         with process.stdout:
             assert process.stdout.readline(), "the writer exited before its first write"

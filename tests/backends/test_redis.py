@@ -13,10 +13,9 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
 from tests.rigs.certificates import make_certificate
 from tests.rigs.composed_backends import SealedBackend, SealedSuite
+from tests.rigs.redis_pool import backend_on
 from tests.rigs.servers.redis import RedisServer
 from tests.rigs.servers.valkey import ValkeyServer
-
-from .redis_pool import backend_on
 
 
 class TestRedis(BackendConformance):

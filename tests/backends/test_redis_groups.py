@@ -16,12 +16,23 @@ from kvtier.errors import TierError
 from kvtier.testing.backend import make_key, noise, same
 from kvtier.testing.servers import free_port
 from tests.rigs.certificates import make_certificate
+from tests.rigs.redis_groups import Cluster, Sentinels
+from tests.rigs.redis_pool import (
+    FAILED,
+    KEYS,
+    MIB,
+    MISS,
+    OK,
+    assert_works,
+    buffers,
+    info,
+    opened,
+    values,
+    warnings,
+)
 from tests.rigs.servers.redis import HOST, RedisServer
 from tests.rigs.servers.valkey import ValkeyServer
 from tests.rigs.waiting import wait_until
-
-from .redis_groups import Cluster, Sentinels
-from .redis_pool import FAILED, KEYS, MIB, MISS, OK, assert_works, buffers, info, opened, values, warnings
 
 pytestmark = [pytest.mark.anyio, pytest.mark.loop_may_block("starts and queries servers")]
 

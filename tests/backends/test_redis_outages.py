@@ -19,9 +19,7 @@ from kvtier.backends.redis.settings import Endpoint
 from kvtier.errors import TierError
 from kvtier.testing.backend import is_poisoned, make_key, poison
 from tests.rigs.open_files import open_files
-from tests.rigs.servers.redis import RedisServer
-
-from .redis_pool import (
+from tests.rigs.redis_pool import (
     FAILED,
     FULL,
     KEYS,
@@ -37,6 +35,7 @@ from .redis_pool import (
     values,
     warnings,
 )
+from tests.rigs.servers.redis import RedisServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.loop_may_block("starts, pauses and queries servers")]
 

@@ -13,10 +13,7 @@ import pytest
 from kvtier.backends.redis import RedisBackend, RedisSettings
 from kvtier.errors import TierError
 from kvtier.testing.servers import free_port
-from tests.rigs.servers.redis import HOST, RedisServer
-from tests.rigs.waiting import wait_until
-
-from .redis_pool import (
+from tests.rigs.redis_pool import (
     FAILED,
     KEYS,
     MISS,
@@ -29,6 +26,8 @@ from .redis_pool import (
     values,
     warnings,
 )
+from tests.rigs.servers.redis import HOST, RedisServer
+from tests.rigs.waiting import wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.loop_may_block("starts servers")]
 

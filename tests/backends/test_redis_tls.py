@@ -16,9 +16,17 @@ import pytest
 from kvtier.backends.redis import RedisBackend
 from kvtier.errors import TierError
 from tests.rigs.certificates import expire, make_certificate
+from tests.rigs.redis_pool import (
+    FAILED,
+    KEYS,
+    assert_unreachable,
+    assert_works,
+    backend_on,
+    opened,
+    values,
+    warnings,
+)
 from tests.rigs.servers.redis import HOST, RedisServer, TLSFiles
-
-from .redis_pool import FAILED, KEYS, assert_unreachable, assert_works, backend_on, opened, values, warnings
 
 pytestmark = [
     pytest.mark.anyio,

@@ -13,7 +13,7 @@ from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess, transport_on_hosts
 from tests.rigs.network import Network
 from tests.rigs.waiting import wait_until
 
-PROGRAM = "tests.transports.network_process"
+PROGRAM = "tests.rigs.transport_host"
 MIB = 1 << 20
 KINDS: dict[str, dict[str, Any]] = {
     "tcp": {},

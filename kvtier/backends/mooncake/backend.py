@@ -22,12 +22,13 @@ from kvtier.memory.arena import Arena, address_of
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
 
-ResultT = TypeVar("ResultT")
 logger = logging.getLogger("kvtier")
 
 LOOKUP_THREADS = 2
 """Separate from the transfer threads, so that lookups do not wait for transfers."""
 PROBE_BYTES = 64
+
+ResultT = TypeVar("ResultT")
 
 
 class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):

@@ -23,19 +23,22 @@ from kvtier.backends.mooncake.settings import MooncakeSettings
 from kvtier.errors import TierError
 from kvtier.memory.arena import address_of
 
-TIMEOUT_SHARE = 0.9
-"""The library's timeout as a share of the tier's deadline, so that its error arrives in time."""
-LANES = "16"
-"""Maximum connections of the library to one peer. A hanging transfer occupies one."""
-_set_here: dict[str, str] = {}
 logger = logging.getLogger("kvtier")
 
 Store: TypeAlias = Any
 """``mooncake.store.MooncakeDistributedStore``, which is untyped."""
+
+TIMEOUT_SHARE = 0.9
+"""The library's timeout as a share of the tier's deadline, so that its error arrives in time."""
+LANES = "16"
+"""Maximum connections of the library to one peer. A hanging transfer occupies one."""
 TRUSTED_SECONDS = 1.0
 """For this long after its last reply, the master is assumed to be reachable."""
 KEYS_PER_CALL = 8
 """Larger calls are no faster, and each key of a call may cost a timeout."""
+
+_set_here: dict[str, str] = {}
+"""The environment variables that this process has set."""
 
 
 class Code(IntEnum):

@@ -23,15 +23,11 @@ from kvtier.transports.base import Dial, Link, ReadItem, RemoteSpan, WriteItem
 from kvtier.transports.nixl.process import NixlProcess, Part
 from kvtier.transports.nixl.protocol import DONE, Opened
 
-ENDPOINT_VERSION = 1
-
-_MAGIC = "kvtier-nixl"
-ARENA_BYTES = 16
-MAX_METADATA_BYTES = 1 << 20
-_MAX_NAME_CHARACTERS = 64
-_MAX_ADDRESS = 1 << 63
 logger = logging.getLogger("kvtier")
 
+ENDPOINT_VERSION = 1
+ARENA_BYTES = 16
+MAX_METADATA_BYTES = 1 << 20
 TRANSFER_BYTES = 64 << 20
 """Maximum size of one transfer. A cancelled call still waits for its running transfers."""
 TRANSFER_PARTS = 1024
@@ -39,6 +35,10 @@ ATTEMPTS = 3
 """Maximum number of attempts of a call, each over a new connection."""
 PAUSE_SECONDS = 0.3
 """Back-off before the second attempt if the peer has no agent; doubled for each further one."""
+
+_MAGIC = "kvtier-nixl"
+_MAX_NAME_CHARACTERS = 64
+_MAX_ADDRESS = 1 << 63
 _LENGTH = struct.Struct("<I")
 _MAX_ENDPOINT_BYTES = MAX_METADATA_BYTES + 4096
 

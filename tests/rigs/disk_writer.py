@@ -1,4 +1,4 @@
-"""Write chunks to a disk tier until killed: ``python -m tests.backends.writer DIR uring``."""
+"""Write chunks to a disk tier until killed: ``python -m tests.rigs.disk_writer DIR uring``."""
 
 from __future__ import annotations
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from kvtier.backends.redis.topology import SLOTS
 from kvtier.testing.servers import free_port
+from tests.rigs.redis_pool import execute, info
 from tests.rigs.servers.redis import HOST, RedisServer, TLSFiles
 from tests.rigs.waiting import wait_until
-
-from .redis_pool import execute, info
 
 
 def _make_folder(folder: Path) -> Path:
