@@ -1,14 +1,13 @@
 """An instance that is registered with a controller, and runs commands until its standard input ends.
 
-The first line of JSON contains its settings and the bytes per token, each further line a command:
-``[name, number]``. The answer to each line is a number.
+Its arguments are its settings as JSON, and the bytes per token. Each line of JSON is a command, ``[name,
+number]``, whose answer is a number.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from benchmarks.commands import CommandProcess
 from benchmarks.common import filled
 from benchmarks.peers_process import opened
 from kvtier.backends.base import Outcome
@@ -38,25 +38,9 @@ def prompt(chunks: int) -> list[int]:
 @contextmanager
 def instance_process(settings: dict[str, Any], token_bytes: int) -> Iterator[Call]:
     """Run an instance; yield a function that runs a command in it."""
-    command = [sys.executable, "-m", __name__]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    stdin, stdout = process.stdin, process.stdout
-
-    def call(*request: object) -> float:
-        stdin.write(json.dumps(request) + "\n")
-        stdin.flush()
-        line = stdout.readline()
-        if not line:
-            raise SystemExit(f"an instance exited with code {process.wait()}")
-        return float(line)
-
-    try:
-        call(settings, token_bytes)
-        yield call
-    finally:
-        process.communicate()
+    command = [sys.executable, "-m", __name__, json.dumps(settings), str(token_bytes)]
+    with CommandProcess("an instance", command) as process:
+        yield process.ask
 
 
 class Commands:
@@ -116,9 +100,8 @@ async def main() -> None:
     # Output of libraries goes to standard error, so that it is not read as an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    settings, token_bytes = json.loads(sys.stdin.readline())
-    async with opened(settings) as instance:
-        commands = Commands(instance, token_bytes)
+    async with opened(json.loads(sys.argv[1])) as instance:
+        commands = Commands(instance, int(sys.argv[2]))
         answer = 0.0
         while True:
             print(answer, file=answers, flush=True)
