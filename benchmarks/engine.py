@@ -34,8 +34,7 @@ from kvtier.lab.demo.work import GENERATED_MODEL_ARGUMENTS
 from kvtier.testing.servers import free_port
 
 AT_ONCE = 8
-PROMPT_TOKENS, NEW_TOKENS = 768, 16
-LONG_TOKENS = 4096
+NEW_TOKENS = 16
 VOCABULARY = 4000
 READY_SECONDS = 600
 
@@ -45,40 +44,41 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--cost-only", action="store_true", help="do not measure the gain")
     parser.add_argument("--serve", action="store_true", help="run kvtier serve; by default, vLLM starts it")
-    options = parse(parser, rounds=1)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a long prompt; default: %(default)s")
+    options = parse(parser, rounds=1, tokens=1024)
     with (
         tempfile.TemporaryDirectory() as folder,
-        servers(Path(folder), serve=options.serve) as (plain, kvtier, cache),
+        servers(Path(folder), options.tokens, serve=options.serve) as (plain, kvtier, cache),
     ):
-        cost(plain, kvtier, options.rounds)
+        cost(plain, kvtier, options.tokens * 3 // 16, options.rounds)
         if not options.cost_only:
-            gain(kvtier, cache, max(1, options.rounds // 2))
+            gain(kvtier, cache, options.tokens, max(1, options.rounds // 2))
 
 
-def cost(plain: Client, kvtier: Client, rounds: int) -> None:
-    """Compare the server with kvtier with the one without, with requests that never hit."""
+def cost(plain: Client, kvtier: Client, tokens: int, rounds: int) -> None:
+    """Compare the servers with requests of ``tokens`` tokens that never hit."""
     seconds: dict[str, list[float]] = {"plain": [], "kvtier": []}
     clients = {"plain": plain, "kvtier": kvtier}
     seeds = random.Random(1)
     for turn in range(-1, rounds):
         # Alternate which one goes first.
         for name in sorted(clients, reverse=turn % 2 == 0):
-            prompts = [fresh_prompt(seeds.random(), PROMPT_TOKENS) for _ in range(AT_ONCE)]
+            prompts = [fresh_prompt(seeds.random(), tokens) for _ in range(AT_ONCE)]
             started = time.perf_counter()
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 list(pool.map(lambda prompt, name=name: clients[name].complete(prompt, NEW_TOKENS), prompts))
             if turn >= 0:
                 seconds[name].append(time.perf_counter() - started)
-    tokens = AT_ONCE * (PROMPT_TOKENS + NEW_TOKENS)
+    total = AT_ONCE * (tokens + NEW_TOKENS)
     ratios = [base / own for base, own in zip(seconds["plain"], seconds["kvtier"], strict=True)]
     show(
-        f"never hit: {AT_ONCE} at once, {PROMPT_TOKENS} tokens in, {NEW_TOKENS} out, {rounds} pairs",
+        f"never hit: {AT_ONCE} at once, {tokens} tokens in, {NEW_TOKENS} out, {rounds} pairs",
         ("server", "tokens/s", "ratio to plain", "lowest", "highest"),
         [
-            ("plain vLLM", tokens / statistics.median(seconds["plain"]), 1.0, 1.0, 1.0),
+            ("plain vLLM", total / statistics.median(seconds["plain"]), 1.0, 1.0, 1.0),
             (
                 "with kvtier",
-                tokens / statistics.median(seconds["kvtier"]),
+                total / statistics.median(seconds["kvtier"]),
                 statistics.median(ratios),
                 min(ratios),
                 max(ratios),
@@ -87,16 +87,16 @@ def cost(plain: Client, kvtier: Client, rounds: int) -> None:
     )
 
 
-def gain(client: Client, cache: CacheProcess, rounds: int) -> None:
+def gain(client: Client, cache: CacheProcess, tokens: int, rounds: int) -> None:
     """Measure the time to first token of a long prompt."""
     ttft: dict[str, list[float]] = {"cold": [], "memory": [], "disk": []}
     for turn in range(rounds):
-        prompt = fresh_prompt(1000 + turn, LONG_TOKENS)
+        prompt = fresh_prompt(1000 + turn, tokens)
         cold = client.complete(prompt, 4)
         wait_until_stored(cache)
         client.reset_prefix_cache()
         memory = client.complete(prompt, 4)
-        evict_from_memory(client, cache, turn)
+        evict_from_memory(client, cache, tokens, turn)
         client.reset_prefix_cache()
         disk = client.complete(prompt, 4)
         assert cold.tokens == memory.tokens == disk.tokens, "tokens differ"
@@ -107,7 +107,7 @@ def gain(client: Client, cache: CacheProcess, rounds: int) -> None:
             ttft[name].append(answer.ttft)
     cold_seconds = statistics.median(ttft["cold"])
     show(
-        f"time to first token of {LONG_TOKENS:,} tokens, {rounds} prompts",
+        f"time to first token of {tokens:,} tokens, {rounds} prompts",
         ("from", "median ms", "speed-up"),
         [
             (name, statistics.median(seconds) * 1e3, cold_seconds / statistics.median(seconds))
@@ -116,10 +116,10 @@ def gain(client: Client, cache: CacheProcess, rounds: int) -> None:
     )
 
 
-def evict_from_memory(client: Client, cache: CacheProcess, turn: int) -> None:
+def evict_from_memory(client: Client, cache: CacheProcess, tokens: int, turn: int) -> None:
     """Store other prompts until the first tier has evicted the measured one."""
     for number in range(3):
-        client.complete(fresh_prompt(5000 + 10 * turn + number, LONG_TOKENS), 1)
+        client.complete(fresh_prompt(5000 + 10 * turn + number, tokens), 1)
         wait_until_stored(cache)
 
 
@@ -135,15 +135,15 @@ def fresh_prompt(seed: float, tokens: int) -> list[int]:
 
 
 @contextmanager
-def servers(folder: Path, *, serve: bool) -> Iterator[tuple[Client, Client, CacheProcess]]:
-    """Start a plain vLLM and one with kvtier, whose first tier holds two long prompts."""
+def servers(folder: Path, tokens: int, *, serve: bool) -> Iterator[tuple[Client, Client, CacheProcess]]:
+    """Start a plain vLLM and one with kvtier, whose first tier holds two prompts of ``tokens`` tokens."""
     # By default, the second of two servers is bound to other cores than the first.
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(os.cpu_count()))
     model = folder / "model"
     make_model(model)
     settings = {
         "tiers": [
-            {"name": "ram", "type": "cpu", "capacity": "256MiB"},
+            {"name": "ram", "type": "cpu", "capacity": tokens << 16},
             {"name": "ssd", "type": "disk", "path": str(folder / "disk"), "capacity": "16GiB"},
         ],
         "prefetch": {"policy": "wait"},
@@ -162,7 +162,7 @@ def servers(folder: Path, *, serve: bool) -> Iterator[tuple[Client, Client, Cach
                 port=port,
                 config=None,
                 log=folder / f"{name}.log",
-                max_tokens=LONG_TOKENS + 64,
+                max_tokens=tokens + 64,
                 arguments=[*GENERATED_MODEL_ARGUMENTS, "--dtype", "float32"],
                 connector=name == "kvtier",
                 variables=cache.variables,

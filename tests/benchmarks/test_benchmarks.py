@@ -19,7 +19,7 @@ from tests.rigs.servers import RedisServer
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
-LIMIT_SECONDS = 280
+LIMIT_SECONDS, ENGINES_SECONDS = 280, 900
 LMCACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
 
 NAMES = sorted(
@@ -87,7 +87,7 @@ def run(name: str, folder: Path, *options: str) -> list[Table]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "BENCHMARK_TABLES": str(file)},
         capture_output=True,
         text=True,
-        timeout=LIMIT_SECONDS,
+        timeout=ENGINES_SECONDS if name in ENGINES else LIMIT_SECONDS,
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -97,7 +97,9 @@ def run(name: str, folder: Path, *options: str) -> list[Table]:
 def marked(name: str) -> object:
     met, reason = NEEDS.get(name, (True, ""))
     marks = [pytest.mark.skipif(not met, reason=reason)]
-    marks += [pytest.mark.slow] * (name in SLOW) + [pytest.mark.vllm] * (name in ENGINES)
+    marks += [pytest.mark.slow] * (name in SLOW)
+    if name in ENGINES:
+        marks += [pytest.mark.vllm, pytest.mark.timeout(ENGINES_SECONDS + 20)]
     return pytest.param(name, marks=marks)
 
 
