@@ -17,7 +17,7 @@ from kvtier.units import format_size, parse_duration
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from kvtier.cli.controller_client import Controller
+    from kvtier.cli.controller_api import ControllerAPI
 
 DEFAULT_URL = "http://127.0.0.1:9000"
 MAX_FILE_BYTES = 64 << 20
@@ -66,7 +66,7 @@ Where = Annotated[str, typer.Argument(metavar="WHERE", help="The tier that holds
 class Call(NamedTuple):
     """What the shared options of a controller command specify."""
 
-    client: Controller
+    client: ControllerAPI
     prompt: dict[str, Any]
     """Fields of a request; empty without a prompt."""
     wait: bool
@@ -113,9 +113,9 @@ def controller_command(
 
 
 @contextmanager
-def _controller(url: str | None, token_file: Path | None, config: Path | None) -> Iterator[Controller]:
+def _controller(url: str | None, token_file: Path | None, config: Path | None) -> Iterator[ControllerAPI]:
     """Yield a client of the controller given by options and settings. Raises: SettingsError."""
-    from kvtier.cli.controller_client import Controller
+    from kvtier.cli.controller_api import ControllerAPI
     from kvtier.settings import load_settings
 
     given: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def _controller(url: str | None, token_file: Path | None, config: Path | None) -
         given["token"] = read_secret(token_file, "--token-file")
     settings = load_settings({"controller": given}, file=config).controller
     token = settings.token.get_secret_value() if settings.token is not None else None
-    with Controller(settings.url or DEFAULT_URL, token) as client:
+    with ControllerAPI(settings.url or DEFAULT_URL, token) as client:
         yield client
 
 

@@ -27,7 +27,7 @@ from kvtier.fleet.controller.answers import (
 from kvtier.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from kvtier.cli.controller_client import Controller
+    from kvtier.cli.controller_api import ControllerAPI
     from kvtier.fleet.controller.answers import Accepted
 
 COLOURS = {"queued": "dim", "running": "yellow", "done": "green", "failed": "red"}
@@ -247,7 +247,7 @@ def _time(timestamp: float | None) -> str:
     return datetime.fromtimestamp(timestamp, UTC).astimezone().isoformat(" ", timespec="seconds")
 
 
-def print_outcome(controller: Controller, accepted: Accepted, *, wait: bool, as_json: bool) -> None:
+def print_outcome(controller: ControllerAPI, accepted: Accepted, *, wait: bool, as_json: bool) -> None:
     """Wait for an operation and print its result, or without ``wait`` only print its id.
 
     Raises: ControllerError: the operation failed.
@@ -266,7 +266,7 @@ def print_outcome(controller: Controller, accepted: Accepted, *, wait: bool, as_
         output().print(escape(accepted.event_id))
 
 
-def follow(controller: Controller, event_id: str) -> EventAnswer:
+def follow(controller: ControllerAPI, event_id: str) -> EventAnswer:
     """Wait for the end of an event. Ctrl-C stops waiting, but not the operation."""
     console = messages()
     columns = (
@@ -309,7 +309,7 @@ def print_result(event: EventAnswer, *, as_json: bool) -> None:
         raise ControllerError(f"{event.kind} {event.event_id} failed: {event.error or 'no reason was given'}")
 
 
-def stream(controller: Controller, *, as_json: bool) -> None:
+def stream(controller: ControllerAPI, *, as_json: bool) -> None:
     """Print all changes of events until Ctrl-C. Raises: ControllerError: the stream has ended."""
     try:
         for event in controller.stream():

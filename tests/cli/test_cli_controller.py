@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from kvtier.cli import controller_client, controller_output
+from kvtier.cli import controller_api, controller_output
 from kvtier.testing.servers import free_port
 
 from .conftest import Kvtier, spawn
@@ -244,7 +244,7 @@ def test_ctrl_c_does_not_end_the_operation(stub: Stub) -> None:
 
 
 def test_controller_lost_during_a_move(kvtier: Kvtier, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller_client, "TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr(controller_api, "TIMEOUT_SECONDS", 0.0)
     stub.respond("GET /events/e1", {**EVENT, "state": "running"}, None)
     result = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]")
     assert (result.status, result.output) == (1, "")
@@ -340,7 +340,7 @@ def test_all_events_are_followed(kvtier: Kvtier, stub: Stub) -> None:
 
 @by_name
 def test_unreachable_controller(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
-    monkeypatch.setattr(controller_client, "TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr(controller_api, "TIMEOUT_SECONDS", 0.0)
     url = f"http://127.0.0.1:{free_port()}"
     result = kvtier(*command, "--url", url)
     assert (result.status, result.output) == (1, "")
@@ -424,7 +424,7 @@ def test_connection_is_retried_while_the_controller_starts(
                 late = stack.enter_context(Stub(port).serving())
                 late.respond("POST /move", ACCEPTED)
 
-        monkeypatch.setattr(controller_client.time, "sleep", sleep)
+        monkeypatch.setattr(controller_api.time, "sleep", sleep)
         move = ["move", "a/ram", "b/ram", "--tokens", "[1]", "--no-wait"]
         result = kvtier(*move, "--url", f"http://127.0.0.1:{port}")
     assert (result.output, len(slept)) == ("e1\n", 2)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import anyio.to_thread
 import pytest
 
-# Imported early: the first command would import these slowly and block the event loop.
-import kvtier.cli.controller_client
+import kvtier.cli.controller_api
 import kvtier.cli.controller_output  # noqa: F401
+from kvtier.cli.controller_api import ControllerAPI
+from kvtier.errors import KVTierError
+from kvtier.http import serving
+from tests.rigs.certificates import make_certificate
 from tests.rigs.fleet import CHUNK_TOKENS, MODEL, Fleet, fleet
+from tests.test_http import hello
 
 from .conftest import Kvtier
 
@@ -136,3 +142,18 @@ async def test_token(tmp_path: Path, kvtier: Kvtier) -> None:
         assert "requires a token" in (await running.run("instances")).errors
         listed = await running.json("instances", "--token-file", tmp_path / "token")
         assert listed == {"instances": []}
+
+
+@pytest.mark.parametrize("scheme", ["https", "HTTPS"])
+async def test_certificate_of_another_authority_is_refused(scheme: str, tmp_path: Path) -> None:
+    files = make_certificate(tmp_path / "own")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files.certificate, files.key)
+
+    def ask() -> None:
+        with ControllerAPI(f"{scheme}://{host}:{port}") as controller:
+            controller.events(1)
+
+    async with serving(hello, "127.0.0.1:0", ssl=context) as (host, port):
+        with pytest.raises(KVTierError, match="CERTIFICATE_VERIFY_FAILED"):
+            await anyio.to_thread.run_sync(ask)

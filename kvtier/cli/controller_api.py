@@ -1,7 +1,8 @@
-"""HTTP client of the controller. Calls block until the response has arrived, and raise ``ControllerError``.
+"""Client of the controller's HTTP API. Calls block until the response has arrived.
 
-To bridge a restart of the controller, refused connections are retried for ``TIMEOUT_SECONDS``, and so are GET
-requests whose response was cut off. Other requests are not retried once sent, as they may have taken effect.
+Errors are raised as ``ControllerError``. To bridge a restart of the controller, refused connections are
+retried for ``TIMEOUT_SECONDS``, and so are GET requests whose response was cut off. Other requests are not
+retried once sent, as they may have taken effect.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ STREAM_SECONDS = 30.0
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 
-class Controller:
-    """A client of the controller at ``url``, authenticated with ``token``."""
+class ControllerAPI:
+    """The HTTP API of the controller at ``url``, authenticated with ``token``."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
         self._url = url
@@ -54,7 +55,7 @@ class Controller:
             trust_env=False,
         )
 
-    def __enter__(self) -> Controller:
+    def __enter__(self) -> ControllerAPI:
         return self
 
     def __exit__(self, *_error: object) -> None:
