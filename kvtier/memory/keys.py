@@ -159,7 +159,7 @@ def split_keys(joined: bytes) -> list[ChunkKey]:
     """Split the keys of a message. Raises :class:`ProtocolError` if the length is no multiple of a key's."""
     if len(joined) % KEY_BYTES:
         raise ProtocolError(
-            f"it sends malformed keys: {len(joined)} bytes are not a whole number of {KEY_BYTES}-byte keys"
+            f"malformed keys: {len(joined)} bytes are not a whole number of {KEY_BYTES}-byte keys"
         )
     if native.available():
         return cast("list[ChunkKey]", native.core.split_keys(joined))

@@ -86,7 +86,9 @@ class BackendSide(Side):
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:
         """Look up which keys are held. All are."""
         seconds, held = await timed(lambda: self._backend.contains(keys))
-        return expect(seconds, all(held), f"it holds {sum(held)} of {len(keys)} chunks that were stored")
+        return expect(
+            seconds, all(held), f"the backend holds {sum(held)} of {len(keys)} chunks that were stored"
+        )
 
     async def prefix(self, keys: Sequence[ChunkKey]) -> float | None:
         """Look up how many leading keys are held, which is all. ``None`` if the backend has no such call."""
@@ -94,7 +96,9 @@ class BackendSide(Side):
         if backend is None:
             return None
         seconds, held = await timed(lambda: backend.held_prefix(keys))
-        return expect(seconds, held == len(keys), f"it holds {held} of {len(keys)} chunks that were stored")
+        return expect(
+            seconds, held == len(keys), f"the backend holds {held} of {len(keys)} chunks that were stored"
+        )
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
         """See :meth:`Side.forget`."""
@@ -170,9 +174,9 @@ def expect(seconds: float, ok: bool, error: object) -> float:
 
 def expect_ok(action: str, seconds: float, outcomes: Sequence[Outcome], count: int) -> float:
     """Return ``seconds`` if all chunks were moved. Raises :class:`BenchFailed`."""
-    expect(0, len(outcomes) == count, f"it returned {len(outcomes)} outcomes for {count} chunks")
+    expect(0, len(outcomes) == count, f"the medium returned {len(outcomes)} outcomes for {count} chunks")
     failures = ", ".join(sorted({outcome.value for outcome in outcomes} - {Outcome.OK.value}))
-    return expect(seconds, not failures, f"it did not {action} all chunks: {failures}")
+    return expect(seconds, not failures, f"the medium did not {action} all chunks: {failures}")
 
 
 class BenchFailed(KVTierError):

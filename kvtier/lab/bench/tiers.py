@@ -69,7 +69,7 @@ async def measure_tier(
         await stack.enter_async_context(_opened(backend, arena))
         check, remark = backend.capabilities().check, ""
         if check is not None:
-            remark = await within(OPENING_SECONDS, "checking it", check.check)
+            remark = await within(OPENING_SECONDS, "checking the backend", check.check)
         own = BackendSide(backend, seal)
         sides: dict[str, Side] = {KVTIER: own}
         limit = limit_of(tier, backend, arena, extent.length)
@@ -90,7 +90,7 @@ async def measure_tier(
 @asynccontextmanager
 async def _opened(backend: Backend, arena: Arena) -> AsyncIterator[None]:
     """Open a backend and register the arena; close it when the block exits, unless a call is stuck in it."""
-    await within(OPENING_SECONDS, "opening it", backend.open)
+    await within(OPENING_SECONDS, "opening the backend", backend.open)
     try:
         registration = backend.capabilities().registration
         if registration is not None:
@@ -100,9 +100,9 @@ async def _opened(backend: Backend, arena: Arena) -> AsyncIterator[None]:
         raise
     except BaseException:
         with CancelScope(shield=True), suppress(Exception):  # Keep the first error.
-            await within(OPENING_SECONDS, "closing it", backend.close)
+            await within(OPENING_SECONDS, "closing the backend", backend.close)
         raise
-    await within(OPENING_SECONDS, "closing it", backend.close)
+    await within(OPENING_SECONDS, "closing the backend", backend.close)
 
 
 @asynccontextmanager
@@ -145,6 +145,8 @@ async def _verify_deleted(backend: Backend, keys: Sequence[ChunkKey], deadline: 
     until = time.monotonic() + deadline
     while any(await within(deadline, "looking up", lambda: backend.contains(keys))):
         if time.monotonic() > until:
-            raise BenchFailed(f"it still holds chunks {format_duration(deadline)} after they were deleted")
+            raise BenchFailed(
+                f"the backend still holds chunks {format_duration(deadline)} after they were deleted"
+            )
         await anyio.sleep(DELETING_PAUSE_SECONDS)
         await within(deadline, "deleting", lambda: backend.delete(keys))

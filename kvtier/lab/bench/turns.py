@@ -71,7 +71,7 @@ class Turns:
             if not side.fills:
                 put_stamps(batch, stamps)
             elif not have_stamps(batch, stamps):
-                raise BenchFailed("it returned other bytes than were stored")
+                raise BenchFailed("the medium returned other bytes than were stored")
         await within(deadline, "deleting", lambda: side.forget([key for key, _ in chunks]))
         return puts, gets
 
@@ -110,7 +110,7 @@ def _wait_until_stopped(process: int) -> None:
         if state in "ZX":
             raise BenchFailed(f"helper process {process} has exited")
         if perf_counter() > deadline:
-            raise BenchFailed(f"helper process {process} does not stop: it is in state {state}")
+            raise BenchFailed(f"helper process {process} does not stop: its state is {state}")
 
 
 def _state_of(process: int) -> str:

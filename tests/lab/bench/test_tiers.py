@@ -66,10 +66,10 @@ def test_disk_without_direct_io_has_no_limit(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (Fault.FAIL, "it did not store all chunks: failed"),
-        (Fault.FULL, "it did not store all chunks: full"),
-        (Fault.FLIP, "it did not return all chunks: miss"),
-        (Fault.FORGET, "it did not return all chunks: miss"),
+        (Fault.FAIL, "the medium did not store all chunks: failed"),
+        (Fault.FULL, "the medium did not store all chunks: full"),
+        (Fault.FLIP, "the medium did not return all chunks: miss"),
+        (Fault.FORGET, "the medium did not return all chunks: miss"),
     ],
 )
 def test_backend_faults_are_reported(fault: Fault, message: str) -> None:
@@ -89,7 +89,7 @@ class FindsNothing(DictBackend):
 
 def test_lookup_that_finds_nothing() -> None:
     held: dict[ChunkKey, bytes] = {}
-    with pytest.raises(BenchFailed, match="it holds 0 of 128 chunks"):
+    with pytest.raises(BenchFailed, match="the backend holds 0 of 128 chunks"):
         measure(FindsNothing(held))
     assert held == {}
 
