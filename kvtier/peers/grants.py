@@ -231,7 +231,7 @@ class GrantBook:
         for lease in leases[: MAX_SLICES - self.slices]:
             offset = lease.offset
             refcount = refcounts.get(offset, 0)
-            if not refcount:
+            if not refcount:  # A slice that is granted already occupies no more memory.
                 if granted + lease.length > limit:
                     break
                 granted += lease.length

@@ -312,7 +312,7 @@ class KVTransfer:
             self._notify()
 
     def _settle(self, batch: Sequence[ChunkBytes], outcomes: Sequence[PushOutcome]) -> None:
-        if not outcomes:
+        if not outcomes:  # The connection has ended; the next one begins where this one stopped.
             self._queue.extendleft(chunk.key for chunk in reversed(batch))
             return
         retry = []

@@ -216,6 +216,7 @@ class _Push:
         if room.leases:
             await self._fill({left[at]: lease for at, lease in room.leases.items()})
         elif not room.held:
+            # The outcome unless there is room before FULL_SECONDS have passed.
             for index in self._sealed:
                 self._outcomes[index] = PushOutcome.FULL
         return room

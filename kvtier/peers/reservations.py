@@ -142,6 +142,7 @@ class Reservations:
             return Reserved(request.ticket, NO_GRANT, [], [], 0.0, [], [], "")
         left = target.room
         for at, header in enumerate(headers):
+            # A key that the request lists twice has room once.
             state = State.PENDING if header.key in absent else self._state(target, header)
             if state is not State.ABSENT:
                 (held if state is State.READY else pending).append(at)
@@ -304,6 +305,7 @@ class Reservations:
     async def _verify(self, target: PushTarget, filled: dict[int, Reservation], request: Commit) -> set[int]:
         """Return the reservations that match their checksums and whose writes have ended."""
         backoff = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
+        # A write that was in flight when the grant ended has a lease of its own, and may still change bytes.
         with anyio.move_on_after(STRAGGLER_SECONDS):
             while not all(reservation.lease.is_exclusive for reservation in filled.values()):  # noqa: ASYNC110
                 await anyio.sleep(backoff.next())

@@ -156,6 +156,7 @@ class PeerServer:
         Raises :class:`RefusedHandshake` and ``OSError``, after closing the connection.
         """
         scope = CancelScope()
+        # Connections that never authenticate would otherwise keep peers out.
         if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
             oldest = next(iter(self._unauthenticated))
             del self._unauthenticated[oldest]

@@ -264,6 +264,7 @@ class Source:
             raise ProtocolError("the peer's grant lists chunks that were not requested")
         if prefix and count and max(granted.positions) >= count:
             raise ProtocolError("the peer's grant has a gap in the prefix")
+        # The grant began after the request was sent, on a clock that is not known here: it ends no earlier.
         ends = sent_at + self._usable_seconds
         leases = []
         for number, (position, offset, length) in enumerate(
