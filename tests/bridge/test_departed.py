@@ -7,13 +7,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
+from anyio import to_thread
 
 from kvtier.bridge import leases, protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
@@ -27,59 +25,13 @@ from tests.rigs.bridges import Start, reserve
 from tests.rigs.bridges import hello as real_hello
 from tests.rigs.scripted_engine import CHUNK_TOKENS, KEYS, LAYOUT, NAMESPACE, Host, open_host
 from tests.rigs.waiting import until, wait_until
+from tests.rigs.worker_process import WorkerProcess
 
 from .test_lost_connections import ask, reservations, until_left
 
 pytestmark = pytest.mark.anyio
 
 Plugins.load([])
-
-WORKER = """
-import socket, sys
-from kvtier.bridge import protocol
-from kvtier.rpc.frames import encode
-from tests.rigs.scripted_engine import LAYOUT, NAMESPACE
-rank = int(sys.argv[2])
-with socket.socket(socket.AF_UNIX) as connected:
-    connected.connect(sys.argv[1])
-    hello = protocol.Hello(protocol.VERSION, "engine", "worker", rank, LAYOUT, NAMESPACE, client=1 + rank)
-    connected.sendall(encode(hello))
-    connected.recv(65536)
-    print("connected", flush=True)
-    sys.stdin.readline()
-print("disconnected", flush=True)
-sys.stdin.readline()
-"""
-
-
-@contextmanager
-def worker_process(host: Host, rank: int) -> Iterator[subprocess.Popen[str]]:
-    """A worker, which disconnects and lives on when it is sent a line."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, str(host.path), str(rank)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-async def prints(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdout is not None
-    with anyio.fail_after(60):
-        assert await anyio.to_thread.run_sync(process.stdout.readline) == line + "\n"
-
-
-async def disconnect(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-    await prints(process, "disconnected")
 
 
 async def until_free(host: Host) -> None:
@@ -107,13 +59,14 @@ async def test_all_memory_of_an_engine_is_free_when_its_processes_have_exited(
     if not pidfds:
         no_pidfds(monkeypatch)
     async with open_host(tmp_path) as host, host.peer() as scheduler, host.peer() as worker0:
-        with worker_process(host, 1) as process:
-            await prints(process, "connected")
+        hello = Hello(protocol.VERSION, "engine", "worker", 1, LAYOUT, NAMESPACE, client=2)
+        with WorkerProcess(host.path, hello) as process:
+            await to_thread.run_sync(process.await_connected)
             await scheduler.greet()
             if not without:
                 await worker0.greet("worker", 0, client=1)
             await ask(scheduler)
-            await disconnect(process)
+            await to_thread.run_sync(process.disconnect)
             await until_left(host, 2 - without)
             later = await scheduler.request(Reserve(2, [Run(KEYS[1], join_keys(KEYS[2:4]), CHUNK_TOKENS)]))
             assert isinstance(later, Reserved)

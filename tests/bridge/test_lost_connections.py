@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from tests.rigs.bridges import ROOT as REAL_ROOT
 from tests.rigs.bridges import Start, reserve
 from tests.rigs.scripted_engine import CHUNK_TOKENS, KEYS, ROOT, Host, Peer, open_host, store
 from tests.rigs.waiting import until, wait_until
+from tests.rigs.worker_process import WorkerProcess
 
 pytestmark = pytest.mark.anyio
 
@@ -191,73 +190,32 @@ async def test_lookup_in_flight_ends_with_its_scheduler(
                 assert host.engine_status()["tickets"] == 0
 
 
-WORKER = """
-import sys, time
-from pathlib import Path
-from kvtier.bridge import protocol
-from kvtier.bridge.client import WorkerBridge
-from tests.rigs.bridges import hello
-worker = WorkerBridge(hello("worker"), Path(sys.argv[1]))
-worker.connect()
-print("connected", flush=True)
-if sys.argv[2] == "drop":
-    sys.stdin.readline()
-    worker._drop()
-    print("dropped", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.fixture
-def worker_process(tmp_path: Path) -> Any:
-    """Start a process with the worker of an engine."""
-    started: list[subprocess.Popen[str]] = []
-
-    def run(mode: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(tmp_path / "socket"), mode],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "connected\n"
-        return process
-
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
 def real_hello(role: protocol.Role, engine: str) -> Hello:
     return Hello(protocol.VERSION, engine, role, 0, REAL_LAYOUT, REAL_NAMESPACE)
 
 
 def test_memory_is_kept_until_the_process_of_a_disconnected_engine_exits(
-    tmp_path: Path, start: Start, worker_process: Any
+    tmp_path: Path, start: Start
 ) -> None:
     socket = tmp_path / "socket"
     start()
-    process = worker_process("drop")
-    scheduler = SchedulerBridge(real_hello("scheduler", "engine"), socket)
-    other = SchedulerBridge(real_hello("scheduler", "other"), socket)
-    scheduler.connect()
-    other.connect()
-    slots = reserve(scheduler, REAL_ROOT, list(REAL_KEYS[:4]))
-    offsets = {slot.offset for slot in slots if slot is not None}
-    assert len(offsets) == 4
-    process.stdin.write("\n")
-    process.stdin.flush()
-    assert process.stdout.readline() == "dropped\n"
-    scheduler.close()
-    wait_until(lambda: [engine["name"] for engine in status(socket)["engines"]] == ["other"])
-    assert status(socket)["reservations"]["departed_engines"] == 1
-    again = reserve(other, REAL_ROOT, list(REAL_KEYS[:4]))
-    assert all(slot is not None and slot.offset not in offsets for slot in again), "others store the chunks"
-    process.kill()
+    with WorkerProcess(socket, real_hello("worker", "engine")) as process:
+        process.await_connected()
+        scheduler = SchedulerBridge(real_hello("scheduler", "engine"), socket)
+        other = SchedulerBridge(real_hello("scheduler", "other"), socket)
+        scheduler.connect()
+        other.connect()
+        slots = reserve(scheduler, REAL_ROOT, list(REAL_KEYS[:4]))
+        offsets = {slot.offset for slot in slots if slot is not None}
+        assert len(offsets) == 4
+        process.disconnect()
+        scheduler.close()
+        wait_until(lambda: [engine["name"] for engine in status(socket)["engines"]] == ["other"])
+        assert status(socket)["reservations"]["departed_engines"] == 1
+        again = reserve(other, REAL_ROOT, list(REAL_KEYS[:4]))
+        assert all(slot is not None and slot.offset not in offsets for slot in again), (
+            "others store the chunks"
+        )
     wait_until(lambda: status(socket)["reservations"]["departed_engines"] == 0)
     other.abandon([slot.lease for slot in again if slot is not None])
     wait_until(lambda: status(socket)["arena"]["leases"] == 0)
