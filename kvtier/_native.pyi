@@ -41,7 +41,9 @@ def exchange(
     unread: bytearray,
     seconds: float,
 ) -> tuple[int, int, int]:
-    """Execute the operations over a connected, blocking socket: see :mod:`kvtier.sockets.conversation`.
+    """Execute the operations over a connected, blocking socket.
+
+    They are a conversation of :mod:`kvtier.concurrency.sockets.connection`.
 
     Returns the number of completed operations, the bytes transferred of the next one, and an error number, or
     0: ``ETIMEDOUT`` after ``seconds``, ``ESHUTDOWN`` if the other side has closed the connection. Unexpected
@@ -275,7 +277,10 @@ def exchange_now(
     """Like :func:`exchange`, without waiting: ``EAGAIN`` if the socket is not ready. Keeps the GIL."""
 
 class Pump:
-    """Runs :func:`exchange` in at most ``max_threads`` native threads: see :mod:`kvtier.sockets.pump`."""
+    """Runs :func:`exchange` in at most ``max_threads`` native threads.
+
+    Used by :class:`kvtier.concurrency.sockets.executor.IoExecutor`.
+    """
 
     def __init__(self, max_threads: int) -> None:
         """Raises ``RuntimeError`` if no file descriptor is available."""

@@ -53,7 +53,7 @@ class Access(NamedTuple):
 
 
 class Node:
-    """One server, with separate pools for chunks and for lookups, so that lookups never wait for a chunk."""
+    """One server. Lookups have a connection of their own, so that they never wait for a chunk."""
 
     def __init__(self, endpoint: Endpoint, access: Access) -> None:
         self.endpoint = endpoint

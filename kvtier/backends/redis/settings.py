@@ -84,7 +84,10 @@ def parse_url(url: str, scheme: str) -> PoolURL:
         return _unix(authority, slash + path, query)
     transport, _, kind = full_scheme.partition("+")
     if not separator or transport not in (scheme, scheme + "s") or kind not in ("", "sentinel", "cluster"):
-        raise ValueError(f"use {scheme}://HOST:PORT, or one of the other forms: {forms(scheme)}")
+        raise ValueError(
+            f"use {scheme}://HOST:PORT, or one of the other forms: {scheme}s:// for TLS, unix:///PATH?db=0, "
+            f"{scheme}+sentinel://HOST:PORT,HOST:PORT/SERVICE/0, {scheme}+cluster://HOST:PORT,HOST:PORT"
+        )
     if query:
         raise ValueError("only a unix:// URL may contain `?`: every other option is a setting")
     tls = transport == scheme + "s"
@@ -102,14 +105,6 @@ def parse_url(url: str, scheme: str) -> PoolURL:
     if len(endpoints) > 1:
         raise ValueError(f"it lists several servers: use {scheme}+sentinel:// or {scheme}+cluster://")
     return PoolURL("single", tls, endpoints, database=_database(path))
-
-
-def forms(scheme: str) -> str:
-    """Return the URL forms other than the plain one, for messages and documentation."""
-    return (
-        f"{scheme}s:// for TLS, unix:///PATH?db=0, {scheme}+sentinel://HOST:PORT,HOST:PORT/SERVICE/0, "
-        f"{scheme}+cluster://HOST:PORT,HOST:PORT"
-    )
 
 
 def _unix(authority: str, path: str, query: str) -> PoolURL:
