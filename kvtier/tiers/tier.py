@@ -239,13 +239,17 @@ class Tier(Level):
         self, chunks: Sequence[ChunkBytes], settle: Settle, priority: Priority
     ) -> Sequence[Outcome]:
         """Write a batch of chunk objects. Takes over their leases. All are ``FAILED`` after the deadline."""
-        return await self._run_batch(self._put, chunks, settle, priority, "writing", "counted as failed")
+        return await self._run_batch(
+            self.write_items, chunks, settle, priority, "writing", "counted as failed"
+        )
 
     async def get(
         self, chunks: Sequence[ChunkBytes], settle: Settle, priority: Priority
     ) -> Sequence[Outcome]:
         """Read a batch of chunk objects into the leased memory. Takes over the leases."""
-        return await self._run_batch(self._get, chunks, settle, priority, "reading", "counted as misses")
+        return await self._run_batch(
+            self.read_items, chunks, settle, priority, "reading", "counted as misses"
+        )
 
     async def delete(self, keys: Sequence[ChunkKey], reason: RemovalReason) -> None:
         """Remove chunks from catalog and backend. Their bytes count as used until the backend call ends."""
@@ -278,11 +282,22 @@ class Tier(Level):
 
     async def write_items(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Seal and store chunk objects; all are ``FAILED`` while the breaker is open. See :class:`Seal`."""
-        return await self._call(self._seal_and_put, items, default=Outcome.FAILED)
+        outcomes = await self._call(self._seal_and_put, items, default=Outcome.FAILED)
+        results = zip(items, outcomes, strict=True)
+        self._refused_bytes = sum(len(view) for (_, view), outcome in results if outcome is Outcome.FULL)
+        return outcomes
 
     async def read_items(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Read and verify chunk objects; all are ``FAILED`` while the breaker is open. See :class:`Seal`."""
-        return await self._call(self.seal.get, items, default=Outcome.FAILED)
+        started = time.monotonic()  # Time in the queue is no cost of the medium.
+        outcomes = await self._call(self.seal.get, items, default=Outcome.FAILED)
+        seconds = time.monotonic() - started
+        results = zip(items, outcomes, strict=True)
+        read_bytes = sum(len(view) for (_, view), outcome in results if outcome is Outcome.OK)
+        self.reading.succeeded(read_bytes, seconds)
+        if Outcome.FAILED in outcomes:
+            self.reading.failed()
+        return outcomes
 
     async def remove(self, keys: Sequence[ChunkKey]) -> None:
         """Delete keys from the medium, now or before the next call that reaches it."""
@@ -346,25 +361,6 @@ class Tier(Level):
             return await self.backend.contains(keys)
         held = await self.capabilities.prefix.held_prefix(keys)
         return [index < held for index in range(len(keys))]
-
-    async def _put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        """Write a batch, and record how many bytes the medium rejected as full."""
-        outcomes = await self.write_items(items)
-        results = zip(items, outcomes, strict=True)
-        self._refused_bytes = sum(len(view) for (_, view), outcome in results if outcome is Outcome.FULL)
-        return outcomes
-
-    async def _get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        """Read a batch and update the read cost. Time spent in the queue is not included."""
-        started = time.monotonic()
-        outcomes = await self.read_items(items)
-        seconds = time.monotonic() - started
-        results = zip(items, outcomes, strict=True)
-        read_bytes = sum(len(view) for (_, view), outcome in results if outcome is Outcome.OK)
-        self.reading.succeeded(read_bytes, seconds)
-        if Outcome.FAILED in outcomes:
-            self.reading.failed()
-        return outcomes
 
     async def _run_batch(
         self,

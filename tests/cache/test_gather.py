@@ -31,7 +31,7 @@ def _short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gathering(harness: CacheHarness, tokens: list[int], target: str) -> Gathering:
     keys = harness.model.keys(tokens)
-    expected = Expected(harness.model._namespace, [CHUNK_OBJECT_BYTES] * len(keys))
+    expected = Expected(harness.model.namespace, [CHUNK_OBJECT_BYTES] * len(keys))
     return harness.cache.gather(keys, expected, target)
 
 

@@ -317,7 +317,7 @@ async def test_clear_of_one_tier_keeps_the_others(settings: MakeSettings, prompt
         assert (await cache.clear(keys[:3], tiers=["ram"])).chunks == 0
         assert (await cache.clear(tiers=["ssd"])).chunks == 8
         assert (catalog.count(0), catalog.count(1)) == (5, 0)
-        assert not cache.catalog.namespaces.is_reset(model._namespace)
+        assert not cache.catalog.namespaces.is_reset(model.namespace)
 
 
 async def test_leased_chunks_survive_a_clear(settings: MakeSettings, prompt: Prompt) -> None:
