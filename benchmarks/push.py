@@ -40,7 +40,7 @@ from kvtier.peers.protocol import MAX_RESERVED
 from kvtier.peers.push import Pusher
 from kvtier.peers.remote_leases import RemoteLease
 from kvtier.peers.source import Source
-from kvtier.pipeline.found import Lookup
+from kvtier.pipeline.found import FoundPrefix
 from kvtier.pipeline.query import Query
 from kvtier.testing.servers import free_port
 
@@ -187,7 +187,7 @@ class Pushes:
         await self._instance.cache.clear(chunks.keys)
         return meter.cost
 
-    async def _reserve(self, source: Source, found: Lookup) -> list[RemoteLease]:
+    async def _reserve(self, source: Source, found: FoundPrefix) -> list[RemoteLease]:
         target = Pusher(source, self._instance.cache.memory.sealer)
         headers = [ChunkHeader.parse(chunk.lease.view) for chunk in found.chunks]
         remotes: list[RemoteLease] = []

@@ -33,7 +33,7 @@ from kvtier.pipeline.clear import Cleared, ClearStage
 from kvtier.pipeline.discover import DiscoverStage
 from kvtier.pipeline.evict import EvictStage
 from kvtier.pipeline.expect import ExpectStage
-from kvtier.pipeline.found import Lookup, ReportProgress, Staged
+from kvtier.pipeline.found import FoundPrefix, ReportProgress, Staged
 from kvtier.pipeline.held import HeldStage, TtlExpiry
 from kvtier.pipeline.hierarchy import Hierarchy
 from kvtier.pipeline.look_up import Boundaries, LookUpStage
@@ -229,7 +229,7 @@ class TieredCache:
 
     def look_up(
         self, query: Query, expected: Expected | None = None, *, staged: Staged | None = None
-    ) -> Lookup:
+    ) -> FoundPrefix:
         """Lease the longest held prefix of a prompt, and start to prefetch chunks of lower tiers.
 
         Does not block: the result has ready chunks and chunks in flight. With ``expected``, the shared pools
@@ -239,7 +239,7 @@ class TieredCache:
         tiers.
         """
         self._check_open()
-        found = Lookup(query, staged)
+        found = FoundPrefix(query, staged)
         counts = not query.local and not query.repeated
         if counts:
             self._looking_up.count_tokens(found, expected)
@@ -250,7 +250,7 @@ class TieredCache:
             self._report_lookup(query, expected, whole)
         return found
 
-    def look_up_state(self, query: Query, expected: Expected, state_bytes: int) -> Lookup:
+    def look_up_state(self, query: Query, expected: Expected, state_bytes: int) -> FoundPrefix:
         """Lease the longest prefix of whole chunks at whose end a state is stored, and that state.
 
         For models with states, where every other prefix is useless: either all of these chunks arrive or
@@ -258,7 +258,7 @@ class TieredCache:
         :meth:`look_up`, but nothing is expected to be pushed.
         """
         self._check_open()
-        found = Lookup(query)
+        found = FoundPrefix(query)
         if not query.repeated:
             self._looking_up.count_tokens(found, expected)
         self._looking_up.boundary(found, expected, state_bytes)
@@ -299,7 +299,7 @@ class TieredCache:
         own = [tier.index for tier in self.tiers if not tier.shared]
         self.tasks.start_soon(self._clearing.clear, keys, own)
 
-    async def settle(self, found: Lookup, progress: ReportProgress | None = None) -> None:
+    async def settle(self, found: FoundPrefix, progress: ReportProgress | None = None) -> None:
         """Wait for pushed chunks, then for fetched chunks according to ``prefetch.policy``; drop the rest.
 
         Calls ``progress`` when chunks have arrived and more are in flight; it may take those.

@@ -66,7 +66,7 @@ EXCLUDED = {
 }
 
 MAY_USE_ASYNCIO = {
-    "backends/disk/ring.py": "futures that the native ring completes through an eventfd, one for each batch",
+    "backends/disk/uring.py": "futures that the native ring completes through an eventfd, one for each batch",
     "concurrency/tasks.py": "tasks that outlive the block that starts them, which no task group allows",
     "concurrency/sockets/executor.py": "futures that native threads complete; one timer for each operation",
     "concurrency/threads.py": "futures that worker threads complete: 60 µs a round trip, anyio 80 to 126 µs",

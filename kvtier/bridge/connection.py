@@ -12,12 +12,12 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from kvtier.bridge import protocol
-from kvtier.bridge.kv_transfer import EngineKVTransfers
+from kvtier.bridge.engine_kv_transfers import EngineKVTransfers
 from kvtier.bridge.leases import WriterProcess
 from kvtier.bridge.session import NO_LEASE, EngineSession
 from kvtier.bridge.watched import WatchedChunks
 from kvtier.errors import ChannelClosed, PeerError, ProtocolError, SettingsError
-from kvtier.pipeline.found import Lookup
+from kvtier.pipeline.found import FoundPrefix
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message, check_hello
 
@@ -263,7 +263,7 @@ class Connection:
         for text in texts:
             await self.notify(protocol.Notice(text))
 
-    async def _send_fetched(self, engine: EngineSession, ticket: int, found: Lookup) -> None:
+    async def _send_fetched(self, engine: EngineSession, ticket: int, found: FoundPrefix) -> None:
         async def report_progress() -> None:
             """Grant what has arrived, which also shows the engine that it should keep waiting."""
             answer = engine.progress(ticket, found)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from kvtier.cache import TieredCache
-from kvtier.pipeline.found import Lookup, Ready
+from kvtier.pipeline.found import FoundPrefix, Ready
 from kvtier.tiers.host_memory import Reservation
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Ticket:
     held: int = 0
     """Number of its leases that the engine holds."""
     grants: list[ReadGrant] = field(default_factory=list)
-    pending: Lookup | None = None
+    pending: FoundPrefix | None = None
     """The part that has not been reported to the engine yet."""
     cancelled: bool = False
 
@@ -89,7 +89,7 @@ class ReadLeases:
         ticket.held += len(numbers)
         return numbers
 
-    def end_pending(self, number: int, found: Lookup) -> None:
+    def end_pending(self, number: int, found: FoundPrefix) -> None:
         """Note that the pending part of a lookup was released."""
         ticket = self._tickets.get(number)
         if ticket is not None and ticket.pending is found:

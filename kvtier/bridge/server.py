@@ -21,7 +21,7 @@ from anyio.abc import TaskGroup
 
 from kvtier.bridge import protocol
 from kvtier.bridge.connection import Connection
-from kvtier.bridge.kv_transfer import EngineKVTransfers
+from kvtier.bridge.engine_kv_transfers import EngineKVTransfers
 from kvtier.bridge.leases import WriterProcess
 from kvtier.bridge.notices import Notices
 from kvtier.bridge.session import EngineSession

@@ -18,7 +18,7 @@ from kvtier.errors import CorruptChunk, ProtocolError
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, ChunkKey, split_keys
 from kvtier.memory.layout import STATE_TOKENS
-from kvtier.pipeline.found import Lookup, Ready
+from kvtier.pipeline.found import FoundPrefix, Ready
 from kvtier.pipeline.query import Expected, Query
 from kvtier.units import format_size
 
@@ -75,7 +75,7 @@ class EngineSession:
         if self.staging is not None:
             self.staging.namespace = weights.namespace
 
-    def look_up(self, request: LookupRequest) -> tuple[Found, Lookup | None]:
+    def look_up(self, request: LookupRequest) -> tuple[Found, FoundPrefix | None]:
         """Return the immediate answer, and the lookup itself if parts of it are still in flight."""
         keys = split_keys(request.keys)
         expected = self._expected(len(keys), request.tokens)
@@ -125,12 +125,12 @@ class EngineSession:
             lengths[-1:] = [object_bytes(self.layout.payload_bytes(last))] if chunks else []
         return Expected(self.namespace, lengths)
 
-    def progress(self, number: int, found: Lookup) -> Found | None:
+    def progress(self, number: int, found: FoundPrefix) -> Found | None:
         """Return what has arrived since the last answer of a lookup, or ``None`` if it was cancelled."""
         ticket = self.reads.find(number)
         return None if ticket is None else self._grant(ticket, found, fetching=found.in_flight)
 
-    def fetched(self, number: int, found: Lookup) -> Found | None:
+    def fetched(self, number: int, found: FoundPrefix) -> Found | None:
         """Return the final answer of a lookup, or ``None`` if it was cancelled."""
         ticket = self.reads.find(number)
         if ticket is None:
@@ -140,12 +140,12 @@ class EngineSession:
         ticket.pending = None
         return self._grant(ticket, found, fetching=0)
 
-    def give_up(self, number: int, found: Lookup) -> None:
+    def give_up(self, number: int, found: FoundPrefix) -> None:
         """End the part of a lookup that is in flight: no connection is left to report its arrival to."""
         found.release()
         self.reads.end_pending(number, found)
 
-    def _grant(self, ticket: Ticket, lookup: Lookup, *, fetching: int) -> Found:
+    def _grant(self, ticket: Ticket, lookup: FoundPrefix, *, fetching: int) -> Found:
         """Grant leases on what is ready now."""
         staging = self._buffers
         staging_source = len(self._cache.tiers)
@@ -153,7 +153,7 @@ class EngineSession:
         found = Found(ticket.number, [], [], [], fetching, buffer, lookup.held, needed=lookup.needed)
         ready = lookup.take_ready()
         if fetching:
-            found = self._with_coming(found, lookup)
+            found = self._with_pending_sources(found, lookup)
         elif lookup.partial:
             found, lookup.partial = self._with_block_hashes(found, ready), None
         for chunks in ready:
@@ -186,7 +186,7 @@ class EngineSession:
             and layout.payload_bytes(chunk.tokens) == chunk.payload_bytes
         )
 
-    def _with_coming(self, found: Found, lookup: Lookup) -> Found:
+    def _with_pending_sources(self, found: Found, lookup: FoundPrefix) -> Found:
         """Add what is expected of the chunks in flight."""
         if lookup.partial is not None:
             tokens = self._likely_tokens(lookup.partial.blocks, lookup.chunks[-1].lease.length)

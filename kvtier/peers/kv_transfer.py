@@ -45,7 +45,7 @@ from kvtier.tiers.planner import FIRST
 from kvtier.units import format_size
 
 
-class KVTransferResult(NamedTuple):
+class KVTransferSummary(NamedTuple):
     """Result of a KV transfer."""
 
     outcomes: dict[ChunkKey, PushOutcome]
@@ -132,10 +132,10 @@ class KVTransfer:
         self._changed = anyio.Event()
 
     @property
-    def result(self) -> KVTransferResult:
+    def result(self) -> KVTransferSummary:
         """The result so far; chunks without an outcome count as ``ABSENT``."""
         outcomes = {key: self._outcomes.get(key, PushOutcome.ABSENT) for key in self.keys}
-        return KVTransferResult(
+        return KVTransferSummary(
             outcomes,
             sum(1 for _ in itertools.takewhile(lambda outcome: outcome.at_peer, outcomes.values())),
             self.pushed_bytes,
@@ -145,7 +145,7 @@ class KVTransfer:
             self.last_error,
         )
 
-    async def finish(self, seconds: float = FINISH_SECONDS) -> KVTransferResult:
+    async def finish(self, seconds: float = FINISH_SECONDS) -> KVTransferSummary:
         """Push the remaining READY chunks within ``seconds``, and return the result.
 
         Call it when no further chunk will become READY. On timeout or cancellation, aborts the transfer as

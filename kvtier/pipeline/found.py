@@ -107,7 +107,7 @@ class Ready(NamedTuple):
                 self.staged.drop(key)
 
 
-class Lookup:
+class FoundPrefix:
     """The leading chunks of a prompt that are held. The caller must release their leases."""
 
     def __init__(self, query: Query, staged: Staged | None = None) -> None:

@@ -17,7 +17,7 @@ from kvtier.events import Prefetch, Priority
 from kvtier.memory.keys import ChunkKey, state_key
 from kvtier.pipeline.discover import DiscoverStage
 from kvtier.pipeline.expect import Expectation, ExpectStage
-from kvtier.pipeline.found import FoundChunk, Lookup, ReportProgress
+from kvtier.pipeline.found import FoundChunk, FoundPrefix, ReportProgress
 from kvtier.pipeline.hierarchy import Hierarchy
 from kvtier.pipeline.load_or_compute import LoadOrCompute
 from kvtier.pipeline.query import Expected
@@ -89,7 +89,7 @@ class Boundaries:
 
 
 class LookUpStage:
-    """Fills a :class:`Lookup`, at once as far as this host knows, then in tasks of the hierarchy."""
+    """Fills a :class:`FoundPrefix`, at once as far as this host knows, then in tasks of the hierarchy."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class LookUpStage:
         """Whether the time of computing a chunk is used; else it counts as unknown."""
         self.load_or_compute = LoadOrCompute(hierarchy, reader)
 
-    def prefix(self, found: Lookup, expected: Expected | None) -> None:
+    def prefix(self, found: FoundPrefix, expected: Expected | None) -> None:
         """Add the longest held prefix. See :meth:`kvtier.TieredCache.look_up`."""
         query, keys = found.query, found.query.keys
         if not query.local:  # The hit rate is that of this host's engines, without lookups by peers.
@@ -136,7 +136,7 @@ class LookUpStage:
         else:
             self._extend_partially(found)
 
-    def boundary(self, found: Lookup, expected: Expected, state_bytes: int) -> None:
+    def boundary(self, found: FoundPrefix, expected: Expected, state_bytes: int) -> None:
         """Add the longest prefix that ends with a state. See :meth:`kvtier.TieredCache.look_up_state`."""
         keys = found.query.keys
         self._hierarchy.counts["looked_up"] += len(keys)
@@ -148,7 +148,7 @@ class LookUpStage:
         else:
             self._extend_to(found, boundary)
 
-    def count_tokens(self, found: Lookup, expected: Expected | None) -> None:
+    def count_tokens(self, found: FoundPrefix, expected: Expected | None) -> None:
         """Let the tokens of a lookup, if they are known, count for the hit rate."""
         layout = None if expected is None else self._hierarchy.layouts.get(expected.namespace)
         if expected is not None and layout is not None:
@@ -156,7 +156,7 @@ class LookUpStage:
             found.tokens = min(found.query.tokens, len(found.query.keys) * layout.chunk_tokens)
             self._hierarchy.counts["lookup_tokens"] += found.tokens
 
-    async def settle(self, found: Lookup, progress: ReportProgress | None) -> None:
+    async def settle(self, found: FoundPrefix, progress: ReportProgress | None) -> None:
         """Wait for what is in flight, according to ``prefetch.policy``; drop the rest."""
         if found.pushed is not None:
             await found.pushed.ended.wait()
@@ -176,7 +176,7 @@ class LookUpStage:
     # What this host holds.
 
     def _extend(
-        self, found: Lookup, keys: Sequence[ChunkKey], among: int = ALL_TIERS, *, whole: bool = False
+        self, found: FoundPrefix, keys: Sequence[ChunkKey], among: int = ALL_TIERS, *, whole: bool = False
     ) -> bool:
         """Add the held prefix of ``keys``; ``whole``: it is of use only as a whole.
 
@@ -190,7 +190,7 @@ class LookUpStage:
         return False
 
     def _extend_from_tiers(
-        self, found: Lookup, keys: Sequence[ChunkKey], among: int, *, whole: bool = False
+        self, found: FoundPrefix, keys: Sequence[ChunkKey], among: int, *, whole: bool = False
     ) -> bool:
         hierarchy, memory = self._hierarchy, self._hierarchy.memory
         rows, sources = hierarchy.catalog.prefix_rows(keys, among)
@@ -223,7 +223,7 @@ class LookUpStage:
         return len(chunks) == known
 
     def _extend_from_memory(
-        self, found: Lookup, held: Sequence[ChunkKey], rows: Sequence[int], among: int
+        self, found: FoundPrefix, held: Sequence[ChunkKey], rows: Sequence[int], among: int
     ) -> bool:
         """Lease a prefix that is entirely in memory, in one batch."""
         leases = self._hierarchy.memory.lease_rows(rows)
@@ -232,7 +232,7 @@ class LookUpStage:
             self._count(found, found.taken, [self._hierarchy.memory.index] * len(leases))
         return len(leases) == len(held)
 
-    def _count(self, found: Lookup, first: int, sources: Sequence[int]) -> None:
+    def _count(self, found: FoundPrefix, first: int, sources: Sequence[int]) -> None:
         """Count the chunks found from the ``first`` one on, and their tokens, by the tier that held them."""
         counts, tiers, tokens = self._hierarchy.counts, self._hierarchy.tiers, found.chunk_tokens
         for source, count in Counter(sources).items():
@@ -243,7 +243,7 @@ class LookUpStage:
             excess = (first + len(sources)) * tokens - found.tokens
             counts[f"hit_tokens_{tiers[sources[-1]].name}"] -= max(0, excess)
 
-    def _extend_partially(self, found: Lookup) -> None:
+    def _extend_partially(self, found: FoundPrefix) -> None:
         """Add a chunk that begins like the first one of the prompt that is not held."""
         prompt = found.query.block_tags
         if prompt is None:
@@ -257,7 +257,7 @@ class LookUpStage:
             self._extend_from_tiers(found, [chunk.key], ALL_TIERS)
             found.partial = chunk if found.count > before else None
 
-    def _extend_to(self, found: Lookup, boundary: Boundary) -> None:
+    def _extend_to(self, found: FoundPrefix, boundary: Boundary) -> None:
         found.held = boundary.chunks
         # The last one needed is a state, which has no tokens.
         found.tokens = min(found.tokens, max(0, len(boundary.needed) - 1) * found.chunk_tokens)
@@ -278,7 +278,7 @@ class LookUpStage:
 
     # What is pushed here, or held by shared pools.
 
-    async def _await_pushed(self, pushed: Expectation, found: Lookup, expected: Expected | None) -> None:
+    async def _await_pushed(self, pushed: Expectation, found: FoundPrefix, expected: Expected | None) -> None:
         """Add pushed chunks to a lookup, then chunks that only shared pools hold, until it is released."""
         keys = found.query.keys
 
@@ -298,7 +298,7 @@ class LookUpStage:
             found.unknown = 0
             found.answered.set()
 
-    def _add_pushed(self, found: Lookup, key: ChunkKey) -> bool:
+    def _add_pushed(self, found: FoundPrefix, key: ChunkKey) -> bool:
         lease = self._hierarchy.memory.lease(key)
         if lease is not None:
             self._hierarchy.catalog.touch([key])
@@ -311,7 +311,7 @@ class LookUpStage:
         found.unknown -= 1
         return True
 
-    async def _query_pools(self, found: Lookup, expected: Expected) -> None:
+    async def _query_pools(self, found: FoundPrefix, expected: Expected) -> None:
         """Add chunks that only shared pools hold to a lookup, if it is still open when they answer."""
         keys = found.query.keys
         try:
@@ -324,7 +324,7 @@ class LookUpStage:
             found.unknown = 0
             found.answered.set()
 
-    async def _query_boundary(self, found: Lookup, expected: Expected, state_bytes: int) -> None:
+    async def _query_boundary(self, found: FoundPrefix, expected: Expected, state_bytes: int) -> None:
         """Add the chunks and the state of the longest usable prefix to a lookup, also of shared pools."""
         keys = found.query.keys
         try:

@@ -7,7 +7,7 @@ import pytest
 from kvtier.catalog.catalog import State
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key, state_key
-from kvtier.pipeline.found import Lookup
+from kvtier.pipeline.found import FoundPrefix
 from kvtier.pipeline.query import Expected, Query
 from kvtier.testing.noise import noise
 from tests.rigs.faulty_sources import CacheHarness, opened
@@ -41,14 +41,14 @@ def expected(count: int = len(KEYS)) -> Expected:
     return Expected(SPACE, [object_bytes(CHUNK)] * count)
 
 
-async def look_up(harness: CacheHarness) -> Lookup:
+async def look_up(harness: CacheHarness) -> FoundPrefix:
     """Look up the prompt, and wait for what is in flight."""
     found = harness.cache.look_up_state(Query(KEYS), expected(), object_bytes(STATE))
     await harness.cache.settle(found)
     return found
 
 
-def contents(found: Lookup) -> list[ChunkKey]:
+def contents(found: FoundPrefix) -> list[ChunkKey]:
     """Check the bytes of all chunks of a lookup. Return their keys, and release them."""
     keys = [chunk.key for chunk in found.chunks]
     for chunk in found.chunks:

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.memory.keys import ChunkKey, block_hashes
-from kvtier.pipeline.found import FoundChunk, Lookup
+from kvtier.pipeline.found import FoundChunk, FoundPrefix
 from kvtier.pipeline.query import Query
 from tests.rigs.faulty_sources import CacheHarness, opened
 
@@ -23,9 +23,9 @@ def flight(*, arrived: bool) -> Any:
     return SimpleNamespace(done=anyio.Event(), arrived=arrived, source=1)
 
 
-def look_up(*flights: Any) -> Lookup:
+def look_up(*flights: Any) -> FoundPrefix:
     """Return a lookup whose pools were queried."""
-    found = Lookup(Query(()))
+    found = FoundPrefix(Query(()))
     lease: Any = SimpleNamespace(release=lambda: None)
     found.unknown = 1
     found.add(
@@ -34,7 +34,7 @@ def look_up(*flights: Any) -> Lookup:
     return found
 
 
-async def settle(found: Lookup) -> list[int]:
+async def settle(found: FoundPrefix) -> list[int]:
     """Settle a lookup, and return the number of chunks in flight of each progress report."""
     reported: list[int] = []
 
@@ -61,7 +61,7 @@ async def test_nothing_is_reported_if_all_chunks_have_arrived() -> None:
     assert await settle(look_up(flight(arrived=True))) == []
 
 
-async def looked_up(harness: CacheHarness, tokens: list[int]) -> tuple[Lookup, int]:
+async def looked_up(harness: CacheHarness, tokens: list[int]) -> tuple[FoundPrefix, int]:
     """Return a lookup after the answer of the pools, and how many chunks were taken before."""
     keys = harness.model.keys(tokens)
     expected = harness.model._expected(len(tokens))

@@ -19,7 +19,7 @@ from kvtier.integrations.vllm.hints import (
     hints_for_chunks,
     read_hints,
 )
-from kvtier.integrations.vllm.kv_transfer import KVTransfers, role_of
+from kvtier.integrations.vllm.prompt_transfers import PromptTransfers, role_of
 from kvtier.integrations.vllm.request import RequestState, request_root
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout, GroupLayout
@@ -134,11 +134,11 @@ class Stats(Counter[str]):
         self[name] += int(amount)
 
 
-def kv_transfers(bridge: Bridge, **settings: Any) -> KVTransfers:
-    return KVTransfers(load_settings(settings), LAYOUT, bridge, Stats())  # type: ignore[arg-type]
+def kv_transfers(bridge: Bridge, **settings: Any) -> PromptTransfers:
+    return PromptTransfers(load_settings(settings), LAYOUT, bridge, Stats())  # type: ignore[arg-type]
 
 
-def state_of(transfer: KVTransfers, params: object) -> RequestState:
+def state_of(transfer: PromptTransfers, params: object) -> RequestState:
     request: Any = SimpleNamespace(
         request_id="a",
         kv_transfer_params=params,

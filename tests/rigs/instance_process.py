@@ -24,7 +24,7 @@ from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.source import Read, Source
-from kvtier.pipeline.found import Lookup
+from kvtier.pipeline.found import FoundPrefix
 from kvtier.pipeline.query import Expected, Query
 from kvtier.testing.backend import make_key, noise, same
 from tests.rigs.forks import Forked, python
@@ -252,7 +252,7 @@ class Commands(LeakCheck):
         return False
 
 
-def _release_intact(found: Lookup) -> int:
+def _release_intact(found: FoundPrefix) -> int:
     """Check the bytes of the chunks that were found, release them, and return their number."""
     for chunk in found.chunks:
         length = ChunkHeader.verify(chunk.lease.view, chunk.key).payload_bytes

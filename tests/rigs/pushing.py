@@ -17,7 +17,7 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.kv_transfer import KVTransfer
-from kvtier.pipeline.found import FoundChunk, Lookup
+from kvtier.pipeline.found import FoundChunk, FoundPrefix
 from kvtier.pipeline.query import Expected, Query
 from kvtier.plugins import Plugins
 from kvtier.testing.backend import make_key, same
@@ -90,13 +90,13 @@ class Host:
         expect: float = 60.0,
         expect_chunks: int | None = None,
         expected: Expected | None = None,
-    ) -> Lookup:
+    ) -> FoundPrefix:
         chunks = len(numbers) if expect_chunks is None else expect_chunks
         return self.cache.look_up(
             Query(keys_of(numbers), expect_seconds=expect, expect_chunks=chunks), expected
         )
 
-    async def settle(self, found: Lookup, seconds: float = 30) -> int:
+    async def settle(self, found: FoundPrefix, seconds: float = 30) -> int:
         """Wait for a lookup, check its bytes, release it, and return the number of chunks."""
         with anyio.fail_after(seconds):
             await self.cache.settle(found)

@@ -20,8 +20,8 @@ from kvtier.backends.base import (
     SupportsScan,
 )
 from kvtier.backends.disk.folder import ObjectFolder, lock_holder, object_path
-from kvtier.backends.disk.ring import ObjectRing
 from kvtier.backends.disk.scan import walk
+from kvtier.backends.disk.uring import UringTransfers
 from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import MediumReplaced, TierError
 from kvtier.memory.arena import Arena
@@ -86,7 +86,7 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
 
     def __init__(self, settings: DiskSettings) -> None:
         self._settings = settings
-        self._ring: ObjectRing | None = None
+        self._ring: UringTransfers | None = None
         self._gone: list[ObjectFolder] = []
         """Folders that were removed. Their descriptors stay open while anything may be in flight."""
         self._replacing = anyio.Lock()
@@ -186,13 +186,13 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
                 self._ring.folder = self._folder
         raise MediumReplaced(f"{settings.path} was removed or moved while in use: its chunks are lost")
 
-    def _make_ring(self) -> ObjectRing | None:
+    def _make_ring(self) -> UringTransfers | None:
         """Create the io_uring that the settings ask for, or return ``None`` to use threads."""
         settings = self._settings
         if settings.io == "threads":
             return None
         try:
-            return ObjectRing(self._folder, settings.concurrency)
+            return UringTransfers(self._folder, settings.concurrency)
         except OSError as error:
             reason = error.strerror or str(error)
             if settings.io == "uring":

@@ -31,7 +31,6 @@ from kvtier.integrations.vllm.compat import (
     writes_before_hooks,
 )
 from kvtier.integrations.vllm.identity import Identities
-from kvtier.integrations.vllm.kv_transfer import role_of
 from kvtier.integrations.vllm.layout import ModelLayout, model_layout, namespaces
 from kvtier.integrations.vllm.logs import LogThread
 from kvtier.integrations.vllm.metadata import StepMetadata
@@ -45,6 +44,7 @@ from kvtier.integrations.vllm.multi_part import (
 from kvtier.integrations.vllm.parts import engine_rank
 from kvtier.integrations.vllm.patches import finish_before_resets, follow_engine, recompute_failed_loads
 from kvtier.integrations.vllm.plain import plain, text
+from kvtier.integrations.vllm.prompt_transfers import role_of
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.integrations.vllm.worker import CONFIRM_SECONDS, WorkerSide

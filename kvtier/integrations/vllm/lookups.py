@@ -19,8 +19,8 @@ from kvtier.tiers.throughput import Throughput
 if TYPE_CHECKING:
     from kvtier.bridge.client import LookupState
     from kvtier.integrations.vllm.kv_events import KVEvents
-    from kvtier.integrations.vllm.kv_transfer import KVTransfers
     from kvtier.integrations.vllm.metrics import TransferStats
+    from kvtier.integrations.vllm.prompt_transfers import PromptTransfers
     from kvtier.memory.layout import ChunkLayout
 
 logger = logging.getLogger("vllm.kvtier")
@@ -98,7 +98,7 @@ class Lookups:
         settings: Settings,
         layout: ChunkLayout,
         bridge: SchedulerBridge,
-        kv_transfers: KVTransfers,
+        kv_transfers: PromptTransfers,
         stats: TransferStats,
         *,
         whole_blocks: bool = False,

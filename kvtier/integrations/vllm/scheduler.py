@@ -17,12 +17,12 @@ from kvtier.integrations.vllm.early import Early, States
 from kvtier.integrations.vllm.foreign_loads import ForeignLoads
 from kvtier.integrations.vllm.hints import Hints
 from kvtier.integrations.vllm.kv_events import EngineBlocks, KVEvents, published_group
-from kvtier.integrations.vllm.kv_transfer import KVTransfers
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.loading import LOST, Loads
 from kvtier.integrations.vllm.lookups import ASK_AGAIN, NOTHING, Lookups
 from kvtier.integrations.vllm.metadata import StepMetadata, written_blocks
 from kvtier.integrations.vllm.metrics import TransferStats
+from kvtier.integrations.vllm.prompt_transfers import PromptTransfers
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
 from kvtier.integrations.vllm.saves import Blocks, Saves
 from kvtier.integrations.vllm.weights import EngineWeights
@@ -80,7 +80,7 @@ class SchedulerSide:
         self._stats = TransferStats()
         self._warn = RateLimitedLog(logger)
         self._events: KVEvents | None = None
-        self._kv_transfers = KVTransfers(settings, self._layout, bridge, self._stats, parts=model.parts)
+        self._kv_transfers = PromptTransfers(settings, self._layout, bridge, self._stats, parts=model.parts)
         self._lookups = Lookups(
             settings, layout, bridge, self._kv_transfers, self._stats, whole_blocks=whole_blocks
         )

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers import targets as targets_module
-from kvtier.peers.kv_transfer import KVTransferResult
+from kvtier.peers.kv_transfer import KVTransferSummary
 from tests.fleet.member.conftest import SECRET, Node, OpenNode, address_of
 from tests.rigs.scripted_controller import ScriptedController, scripted_controller
 
@@ -20,7 +20,7 @@ CHUNKS = 3
 SERVES = {"listen": "127.0.0.1:0", "secret": SECRET}
 
 
-async def transfer(node: Node, to: str, keys: list[ChunkKey]) -> KVTransferResult:
+async def transfer(node: Node, to: str, keys: list[ChunkKey]) -> KVTransferSummary:
     return await node.instance.transfer_kv(to, keys, hinted=True).finish(60)
 
 

@@ -53,7 +53,7 @@ class Expected(NamedTuple):
 NOTHING = Expected(0, 0.0)
 
 
-class KVTransfers:
+class PromptTransfers:
     """Starts and ends KV transfers, and builds the answers to requests. Not thread-safe."""
 
     def __init__(

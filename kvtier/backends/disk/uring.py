@@ -20,7 +20,7 @@ PART_OBJECTS = 512
 """Maximum objects per submission: each takes the event loop some microseconds."""
 
 
-class ObjectRing:
+class UringTransfers:
     """Batch version of :meth:`ObjectFolder.write` and :meth:`ObjectFolder.read`, with a single native thread.
 
     Use it from the event loop that created it, which it never blocks. The kernel owns the memory until a

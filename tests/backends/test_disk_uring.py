@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from kvtier import native
-from kvtier.backends.disk import ring
+from kvtier.backends.disk import uring
 from kvtier.backends.disk.backend import object_path
 from kvtier.errors import TierError
 from kvtier.memory.arena import Arena
@@ -96,14 +96,14 @@ async def test_io_uring_setting_fails_if_unavailable(tmp_path: Path, monkeypatch
 @needs_ring
 async def test_event_loop_wakes_up_once_per_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wakeups = 0
-    settle = ring.ObjectRing._settle
+    settle = uring.UringTransfers._settle
 
-    def counted(ring: ring.ObjectRing) -> None:
+    def counted(ring: uring.UringTransfers) -> None:
         nonlocal wakeups
         wakeups += 1
         settle(ring)
 
-    monkeypatch.setattr(ring.ObjectRing, "_settle", counted)
+    monkeypatch.setattr(uring.UringTransfers, "_settle", counted)
     async with opened(disk(tmp_path, concurrency=3)) as backend:
         items = [(make_key(number), filled(PAGE)) for number in range(20)]
         assert list(await backend.put(items)) == [OK] * 20
