@@ -263,7 +263,7 @@ INVALID_MESSAGES: dict[str, Message] = {
 
 @pytest.mark.parametrize("name", INVALID_MESSAGES)
 async def test_invalid_message_closes_only_its_connection(served: ServedCache, name: str) -> None:
-    assert "it" in await refusal_of(served, reserve_message(1, 2), INVALID_MESSAGES[name])
+    assert await refusal_of(served, reserve_message(1, 2), INVALID_MESSAGES[name])
 
 
 async def test_duplicate_announcement_number_closes_connection(served: ServedCache) -> None:
