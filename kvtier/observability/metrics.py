@@ -238,7 +238,7 @@ class CacheMetrics(Collector):
         text = "Tokens that lookups found, by the tier that held them."
         hits = [((tier.name,), counts[f"hit_tokens_{tier.name}"]) for tier in tiers]
         yield _counter("lookup_hit_tokens", text, hits, "tier")
-        text = "Chunks not stored: already held, no room in memory, or aborted by the engine."
+        text = "Chunks not stored: already held, declined by the policy, no room, or aborted by the engine."
         refused = [((reason,), counts[key]) for reason, key in REFUSALS]
         yield _counter("refused_chunks", text, refused, "reason")
 
