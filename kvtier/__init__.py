@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from kvtier.hookmarkers import hookimpl
     from kvtier.instance import Instance
     from kvtier.model import ModelCache
+    from kvtier.pipeline.query import Query
     from kvtier.settings import Settings, load_settings
 else:
     _MODULES = {
         "ChunkHints": "kvtier.catalog.hints",
         "Instance": "kvtier.instance",
         "ModelCache": "kvtier.model",
+        "Query": "kvtier.pipeline.query",
         "Settings": "kvtier.settings",
         "TieredCache": "kvtier.cache",
         "hookimpl": "kvtier.hookmarkers",
@@ -69,6 +71,7 @@ __all__ = [
     "PeerError",
     "PluginError",
     "ProtocolError",
+    "Query",
     "Rejected",
     "Settings",
     "SettingsError",

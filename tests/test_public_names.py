@@ -44,6 +44,7 @@ def test_public_names_are_these() -> None:
         "PeerError",
         "PluginError",
         "ProtocolError",
+        "Query",
         "Rejected",
         "Settings",
         "SettingsError",
