@@ -22,6 +22,7 @@ from benchmarks.common import parse, show
 from kvtier.events import PromptLookup
 from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, replay
 from kvtier.lab.simulation.trace import Trace, chunk_keys
+from kvtier.observability.whatif.answers import report_of
 from kvtier.observability.whatif.estimate import Estimate
 from kvtier.observability.whatif.report import Report, point_at
 from kvtier.observability.whatif.simulated_cache import SimulatedTiers, configured
@@ -120,7 +121,7 @@ def observe(trace: Trace, plugins: Plugins, tiers: SimulatedTiers, chunk_bytes: 
         before = time.thread_time()
         estimate.observe(seen)
         cpu += time.thread_time() - before
-    return estimate.report(trace.times[trace.order[-1]], 0.0, 0), cpu
+    return report_of(estimate, trace.times[trace.order[-1]], 0.0, 0), cpu
 
 
 def changes(report: Report, policy: str, capacity: int) -> Iterator[tuple[str, str, int, float]]:

@@ -46,7 +46,6 @@ IMPORTS_BACK = {
     "kvtier.integrations.vllm.copies": {"kvtier.integrations.vllm.cuda_copies"},
     # Parts know, for annotations only, what they are parts of.
     "kvtier.model": {"kvtier.cache"},
-    "kvtier.observability.whatif.answers": {"kvtier.observability.whatif.estimate"},
     "kvtier.bridge.connection": {"kvtier.bridge.server"},
     "kvtier.fleet.controller.answers": {"kvtier.fleet.controller.registry"},
     "kvtier.fleet.proxy.app": {"kvtier.fleet.proxy.proxy"},

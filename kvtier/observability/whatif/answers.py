@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from kvtier.concurrency.threads import let_others_run
+from kvtier.observability.whatif.distances import HitRates
+from kvtier.observability.whatif.estimate import Estimate
 from kvtier.observability.whatif.miniature import Miniature, evicted_to
-from kvtier.observability.whatif.report import Change, Point, TierCurve
+from kvtier.observability.whatif.report import Change, Point, Report, TierCurve
 from kvtier.settings import LocalTierSettings
-
-if TYPE_CHECKING:
-    from kvtier.observability.whatif.distances import HitRates
-    from kvtier.observability.whatif.estimate import Estimate
 
 POINTS = [2.0 ** (half / 2) for half in range(-8, 5)]
 """The capacities of a curve from reuse distances, as multiples of today's: 1/16 to 4."""
@@ -32,11 +29,26 @@ Rates = Callable[[float], tuple[float, float]]
 """The hit rates for a multiple of a tier's capacity: of the cache, and of this tier with the faster ones."""
 
 
-def answers_of(estimate: Estimate, seconds: float) -> tuple[list[TierCurve], list[Change]]:
-    """Return the curve of each tier, and the changes, the most useful first.
+def report_of(estimate: Estimate, now: float, cpu_share: float, dropped: int) -> Report:
+    """Return the answers. Takes a millisecond for each two tiers."""
+    totals = estimate.totals
+    curves, changes = _curves_and_changes(estimate, now)
+    return Report(
+        seconds=now - estimate.began if estimate.began else 0.0,
+        chunks=estimate.chunks,
+        sampled=estimate.sampled,
+        sampling=estimate.distances.rate,
+        cpu_share=cpu_share,
+        dropped=dropped,
+        measured_hit_rate=totals.found / totals.asked if totals.asked else None,
+        prefill_tokens_per_second=estimate.prefill_tokens_per_second,
+        tiers=curves,
+        changes=changes,
+    )
 
-    ``seconds``: the time that the totals of the estimate are of.
-    """
+
+def _curves_and_changes(estimate: Estimate, now: float) -> tuple[list[TierCurve], list[Change]]:
+    """Return the curve of each tier, and the changes, the most useful first."""
     curves: list[TierCurve] = []
     changes: list[Change] = []
     hit_rates = estimate.hit_rates
@@ -65,7 +77,7 @@ def answers_of(estimate: Estimate, seconds: float) -> tuple[list[TierCurve], lis
         for policy, gained in _policies(estimate, at):
             rate = min(1.0, max(0.0, today + gained))
             changes.append(Change(tier.name, None, policy, rate, rate - today, None))
-    day = _gpu_seconds_a_day(estimate, seconds)
+    day = _gpu_seconds_a_day(estimate, estimate.seconds(now))
     if day is not None:
         changes = [replace(change, gpu_seconds_a_day=change.gained * day) for change in changes]
     changes.sort(key=lambda change: -change.gained)

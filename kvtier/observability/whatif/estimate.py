@@ -1,4 +1,4 @@
-"""The estimate itself: takes lookups one after the other, and answers what other settings would hit.
+"""The estimate itself: takes lookups one after the other, and counts what other settings would hit.
 
 If all tiers evict by LRU, and lower tiers get every chunk at once (``write: through``), reuse distances
 give the hit rate at all capacities. Everything else needs a miniature cache for each question. Tiers of
@@ -14,10 +14,8 @@ from typing import NamedTuple
 from kvtier.catalog.sampling import ESTIMATE_SAMPLE, SAMPLED
 from kvtier.events import PromptLookup
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
-from kvtier.observability.whatif.answers import answers_of
 from kvtier.observability.whatif.distances import HitCurve, HitRates, ReuseDistances
 from kvtier.observability.whatif.miniature import Miniature, with_changes
-from kvtier.observability.whatif.report import Report
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings
 
@@ -87,7 +85,9 @@ class Estimate:
         self.compared = 0.0
         """Chunks of the prompts that they have served while these counted."""
         self.totals = Totals()
-        self._began = self._decayed = 0.0
+        self.began = 0.0
+        """When the first lookup was; 0 before it."""
+        self._decayed = 0.0
         self.chunks = self.sampled = 0
 
     @property
@@ -99,7 +99,7 @@ class Estimate:
         """Take a lookup. Takes 5 µs, and 10 to 30 µs for each sampled chunk."""
         count = len(seen.keys)
         if not self._chunk_bytes:
-            self._began = self._decayed = seen.time
+            self.began = self._decayed = seen.time
             self._start(seen.chunk_bytes)
             # What will be needed, so that not even the first lookups take long.
             part = self._settings.whatif.sample_chunks * seen.chunk_bytes / self._reach
@@ -145,30 +145,13 @@ class Estimate:
         if self._threshold < before:
             self._restart()  # Once: it takes 5 to 80 ms.
 
-    def report(self, now: float, cpu_share: float, dropped: int) -> Report:
-        """Return the answers. Takes a millisecond for each two tiers."""
-        totals, seconds = self.totals, self._seconds(now)
-        curves, changes = answers_of(self, seconds)
-        return Report(
-            seconds=now - self._began if self._began else 0.0,
-            chunks=self.chunks,
-            sampled=self.sampled,
-            sampling=self.distances.rate,
-            cpu_share=cpu_share,
-            dropped=dropped,
-            measured_hit_rate=totals.found / totals.asked if totals.asked else None,
-            prefill_tokens_per_second=self.prefill_tokens_per_second,
-            tiers=curves,
-            changes=changes,
-        )
-
     @property
     def prefill_tokens_per_second(self) -> float | None:
         """As measured by the engines; ``None`` if none has."""
         seconds = self.totals.compute_seconds
         return self.totals.timed_tokens / seconds if seconds else None
 
-    def _seconds(self, now: float) -> float:
+    def seconds(self, now: float) -> float:
         """Return how many seconds the totals are of."""
         return self.totals.seconds + max(0.0, now - self._decayed)
 

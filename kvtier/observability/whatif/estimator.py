@@ -16,6 +16,7 @@ from kvtier.concurrency.tasks import open_tasks
 from kvtier.concurrency.threads import WorkerThreads, let_others_run
 from kvtier.events import Observer, PromptLookup
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
+from kvtier.observability.whatif.answers import report_of
 from kvtier.observability.whatif.estimate import Estimate
 from kvtier.observability.whatif.report import Report
 from kvtier.plugins import Plugins
@@ -70,7 +71,7 @@ class Estimator(Observer):
         self._owed = 0.0
         """CPU time that it has taken above its budget."""
         self._stopped = ""
-        self._report, self._reported = estimate.report(self._began, 0.0, 0), self._began
+        self._report, self._reported = report_of(estimate, self._began, 0.0, 0), self._began
         self._changed = False
         """Whether something was observed after the report."""
 
@@ -174,7 +175,7 @@ class Estimator(Observer):
         """Answer what is known now, in the thread."""
         self._changed, self._reported = False, time.monotonic()
         share = self._cpu_seconds / max(self._reported - self._began, FLUSH_SECONDS)
-        self._report = self._estimate.report(self._reported, share, self._dropped)
+        self._report = report_of(self._estimate, self._reported, share, self._dropped)
 
     def report(self) -> Report:
         """Return what was known :data:`REPORT_SECONDS` ago at most, and what is observed now."""

@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.events import PromptLookup
 from kvtier.lab.simulation.trace import chunk_keys
+from kvtier.observability.whatif import answers
 from kvtier.observability.whatif.estimate import Estimate
 from kvtier.observability.whatif.report import Change, Report, point_at
 from tests.observability.whatif.observing import (
@@ -27,7 +28,7 @@ FULL = {"high_watermark": 1.0, "low_watermark": 1.0}
 
 
 def report_of(estimate: Estimate, now: float = float(len(PROMPTS))) -> Report:
-    return estimate.report(now, 0.0, 0)
+    return answers.report_of(estimate, now, 0.0, 0)
 
 
 def estimated(estimate: Estimate, tier: int, factor: float) -> float:

@@ -17,6 +17,7 @@ from kvtier.instance import Instance
 from kvtier.lab.simulation.trace import chunk_keys
 from kvtier.memory.header import object_bytes
 from kvtier.model import ModelCache
+from kvtier.observability.whatif.answers import report_of
 from kvtier.observability.whatif.estimate import Estimate
 from kvtier.observability.whatif.estimator import HALVINGS, MAX_BEHIND_SECONDS, MAX_PENDING_BYTES, Estimator
 from kvtier.pipeline.query import Query
@@ -207,14 +208,14 @@ async def test_answers_are_made_in_the_thread_and_only_if_something_has_changed(
     """They take milliseconds: none for the event loop, and no more than one in an interval."""
     # Longer than the test on any machine.
     monkeypatch.setattr("kvtier.observability.whatif.estimator.REPORT_SECONDS", 3600.0)
-    make, threads = Estimate.report, list[int]()
+    threads: list[int] = []
 
-    def note(self: Estimate, *arguments: Any) -> Any:
+    def note(*arguments: Any) -> Any:
         threads.append(threading.get_ident())
-        return make(self, *arguments)
+        return report_of(*arguments)
 
     async with opened() as (instance, model):
-        monkeypatch.setattr(Estimate, "report", note)
+        monkeypatch.setattr("kvtier.observability.whatif.estimator.report_of", note)
         for first in range(5):
             await serve(model, [first, 10, 11])
             await until(lambda: instance.what_if() is not None)
