@@ -139,11 +139,11 @@ class ReadLeases:
         grants = set(map(self._granted.get, leases))
         return all(grant is not None and grant.chunks.valid for grant in grants)
 
-    def keep_only(self, leases: Sequence[int]) -> None:
-        """End every lookup, and every lease not in ``leases``: a new scheduler has taken over."""
+    def release_all(self, but: Sequence[int] = ()) -> None:
+        """End every lookup, and release every lease ``but`` these, which a returning scheduler still uses."""
         for ticket in self._tickets.values():
             ticket.cancel()
-        self.release(tuple(self._granted.keys() - set(leases)))
+        self.release(tuple(self._granted.keys() - set(but)))
 
     def clear(self) -> None:
         """Forget all lookups, whose leases have ended."""

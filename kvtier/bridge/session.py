@@ -213,7 +213,7 @@ class EngineSession:
 
         ``seen``: the last reservation that it was granted; ``None`` for another process.
         """
-        self.reads.keep_only(holding)
+        self.reads.release_all(but=holding)
         if seen is not None:
             self.writes.abandon_after(seen)
 
@@ -284,7 +284,7 @@ class EngineSession:
 
         Others may store its chunks. Its loads fail when it confirms them.
         """
-        self.reads.keep_only(())
+        self.reads.release_all()
         self.writes.void_all()
 
     @property
@@ -336,7 +336,7 @@ class EngineSession:
 
     def close(self) -> None:
         """Release everything that no process may write to: the engine has disconnected."""
-        self.reads.keep_only(())
+        self.reads.release_all()
         self.writes.close()
         self.absent_ranks.clear()
         self.reads.clear()

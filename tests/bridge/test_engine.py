@@ -148,7 +148,7 @@ async def test_random_operations_match_a_model() -> None:
                 engine.reads.release(found.leases)
             elif operation == 2:
                 released = set(all_leases) - set(retained := rng.sample(all_leases, len(all_leases) // 2))
-                engine.reads.keep_only(retained)
+                engine.reads.release_all(but=retained)
             elif operation == 3:
                 cancelled = rng.choice(sorted(held))
                 released = held[cancelled]
@@ -228,7 +228,7 @@ async def test_staged_chunk_is_removed_when_its_lease_is_released() -> None:
         assert len(look_up(engine, 3, KEYS).leases) == 2
         engine.reads.cancel(1)
         assert (buffer.chunks, buffer.slices.leases) == ({}, 12 + 2)
-        engine.reads.keep_only(())
+        engine.reads.release_all()
         assert (buffer.slices.leases, buffer.slices.used) == (0, 0)
 
 
