@@ -1,4 +1,8 @@
-"""Interface of eviction policies."""
+"""Interface of eviction policies, which order the chunks of a tier.
+
+:meth:`kvtier.catalog.catalog.Catalog.victims` chooses among them, for :mod:`kvtier.pipeline.allocate` and
+:mod:`kvtier.pipeline.evict` in memory, and for :mod:`kvtier.pipeline.write` in lower tiers.
+"""
 
 from __future__ import annotations
 
