@@ -132,7 +132,7 @@ def test_tail_is_stored_only_if_its_kv_needs_no_later_token() -> None:
     assert state.tail_key(len(TOKENS)) is None
 
 
-OWNERS = {"lookup": "lookups", "saving": "saves", "early": "early", "transfer": "kv_transfer"}
+OWNERS = {"lookup": "lookups", "saving": "saves", "early": "early", "transfer": "prompt_transfers"}
 """The parts of a request's state, and the only module that changes each."""
 
 
