@@ -43,14 +43,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.cache_process import is_ready
 from benchmarks.common import filled, parse, show
 from benchmarks.look_up import look_up
 from kvtier.bridge import protocol
 from kvtier.bridge.client import LookupState, SchedulerBridge, WorkerBridge, status
-from kvtier.bridge.protocol import Hello, Role, Run
+from kvtier.bridge.protocol import Hello, Reserved, Role, Run
 from kvtier.lab.bench.rows import percentile, rotated
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys, root_key
@@ -171,10 +170,10 @@ class Bench:
             payload = self._layout.payload_bytes(CHUNK_TOKENS)
             content = filled(payload)
             for key in self._keys:
-                (slot,) = reserve(scheduler, [key])
-                assert slot is not None, "no room for the chunks"
-                worker.arena.view(slot.offset + HEADER_BYTES, payload)[:] = content
-                worker.commit([slot.lease])
+                reserved = reserve(scheduler, [key])
+                assert reserved.granted, "no room for the chunks"
+                worker.arena.view(reserved.offsets[0] + HEADER_BYTES, payload)[:] = content
+                worker.commit(reserved.granted)
             wait_until(lambda: status(self._socket)["counts"].get("put_ok", 0) >= CHUNKS, LIMIT_SECONDS)
 
     def measure(self, condition: str) -> Measurements:
@@ -248,9 +247,9 @@ class Bench:
         for _ in range(max(2, self._runs // 10)):
             keys = [ChunkKey(os.urandom(KEY_BYTES)) for _ in range(PROMPTS)]
             started = time.perf_counter()
-            slots = reserve(scheduler, keys)
+            reserved = reserve(scheduler, keys)
             seconds.append(time.perf_counter() - started)
-            worker.abandon([slot.lease for slot in slots if slot is not None])
+            worker.abandon(reserved.granted)
         return {f"reserve for {PROMPTS} prompts": statistics.median(seconds) * 1e3}
 
     def _steps(self) -> Measurements:
@@ -330,14 +329,14 @@ class Bench:
         return Hello(protocol.VERSION, "busy", role, 0, self._layout, NAMESPACE)
 
 
-def reserve(scheduler: SchedulerBridge, keys: Sequence[ChunkKey]) -> list[Any]:
+def reserve(scheduler: SchedulerBridge, keys: Sequence[ChunkKey]) -> Reserved:
     """Reserve a chunk for each of many prompts, in one message."""
     call = scheduler.reserve([Run(ROOT, key, CHUNK_TOKENS) for key in keys])
     while call is not None and not call.settled:
         scheduler.poll(LIMIT_SECONDS)
     if call is None or call.result is None:
         raise SystemExit("the cache process did not answer")
-    return [slot for (slot,) in call.result]
+    return call.result
 
 
 if __name__ == "__main__":

@@ -142,12 +142,12 @@ class Engine:
         scheduler, worker = self._bridges
         root = request_root(namespace("model", LAYOUT), request)
         keys = chunk_keys(root, list(request.all_token_ids), CHUNK_TOKENS)
-        slots = reserve(scheduler, root, keys, CHUNK_TOKENS)
+        reserved = reserve(scheduler, root, keys, CHUNK_TOKENS)
         assert worker.arena is not None
-        for slot in slots:
-            assert slot is not None
-            worker.arena.view(slot.offset + 4096, 64)[:] = os.urandom(64)
-        worker.commit([slot.lease for slot in slots if slot is not None])
+        assert all(reserved.leases)
+        for offset in reserved.offsets:
+            worker.arena.view(offset + 4096, 64)[:] = os.urandom(64)
+        worker.commit(reserved.leases)
 
     def read(self, request: Request) -> float:
         """Return the seconds until all chunks of a prompt are in the memory of the cache process."""

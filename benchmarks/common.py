@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from benchmarks.results import Table, record
-from kvtier.bridge.client import Bridge, SchedulerBridge, Slots, WorkerBridge
-from kvtier.bridge.protocol import Run
+from kvtier.bridge.client import Bridge, SchedulerBridge, WorkerBridge
+from kvtier.bridge.protocol import Reserved, Run
 from kvtier.lab.bench.chunks import filled
 from kvtier.lab.bench.rows import ratios
 from kvtier.memory.keys import ChunkKey, join_keys
@@ -103,10 +103,9 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -
 
 def reserve(
     scheduler: SchedulerBridge, parent: ChunkKey, keys: Sequence[ChunkKey], last_tokens: int
-) -> Slots:
+) -> Reserved:
     """Reserve room for consecutive chunks. Blocks until the cache process answers."""
-    answer = _answer(scheduler, scheduler.reserve([Run(parent, join_keys(keys), last_tokens)]))
-    return answer[0]
+    return _answer(scheduler, scheduler.reserve([Run(parent, join_keys(keys), last_tokens)]))
 
 
 def confirm(worker: WorkerBridge, leases: Sequence[int]) -> bool:

@@ -117,8 +117,8 @@ def measure(
 
     def reserve_and_abandon() -> None:
         fresh = [ChunkKey(os.urandom(KEY_BYTES)) for _ in keys]
-        granted = reserve(scheduler, ROOT, fresh, CHUNK_TOKENS)
-        scheduler.abandon([slot.lease for slot in granted if slot is not None])
+        reserved = reserve(scheduler, ROOT, fresh, CHUNK_TOKENS)
+        scheduler.abandon(reserved.granted)
 
     ticket = scheduler.look_up(Query(keys, len(tokens)))
     assert ticket is not None
@@ -169,8 +169,7 @@ def measure_remote(scheduler: SchedulerBridge, tokens: list[int], runs: int) -> 
 
 def store_all(scheduler: SchedulerBridge, worker: WorkerBridge, keys: Sequence[ChunkKey]) -> None:
     """Store all chunks, and wait until they are READY for all connections."""
-    slots = reserve(scheduler, ROOT, keys, CHUNK_TOKENS)
-    worker.commit([slot.lease for slot in slots if slot is not None])
+    worker.commit(reserve(scheduler, ROOT, keys, CHUNK_TOKENS).granted)
     while len((found := look_up(scheduler, keys)).leases) < len(keys):
         scheduler.cancel(found.call.ticket)
         time.sleep(0.01)

@@ -69,11 +69,10 @@ class Engine:
     def store(self) -> float:
         started = time.perf_counter()
         keys = chunk_keys(self._root, self._tokens, CHUNK_TOKENS)
-        slots = reserve(self._scheduler, self._root, keys, CHUNK_TOKENS)
-        reserved = [(slot.lease, slot.offset) for slot in slots if slot is not None]
-        if len(reserved) < len(keys):
+        reserved = reserve(self._scheduler, self._root, keys, CHUNK_TOKENS)
+        if not all(reserved.leases):
             raise SystemExit("kvtier has no room for the prompt")
-        self._worker.save([self._job(reserved)])
+        self._worker.save([self._job(reserved.leases, reserved.offsets)])
         while self._found(keys) < len(keys):
             if time.perf_counter() > started + TIMEOUT_SECONDS:
                 raise SystemExit("kvtier did not store the prompt")
@@ -97,7 +96,7 @@ class Engine:
         lookup = None if ticket is None else self._scheduler.found(ticket, wait=TIMEOUT_SECONDS)
         if ticket is None or lookup is None or len(lookup.leases) < len(keys):
             raise SystemExit("kvtier did not find the prompt")
-        self._worker.load([self._job(list(zip(lookup.leases, lookup.offsets, strict=True)))])
+        self._worker.load([self._job(lookup.leases, lookup.offsets)])
         loaded: set[str] = set()
         while not loaded:
             _, loaded, failed = self._worker.take_results()
@@ -123,7 +122,7 @@ class Engine:
         self._scheduler.cancel(ticket)
         return len(lookup.leases)
 
-    def _job(self, slots: Sequence[tuple[int, int]]) -> Job:
+    def _job(self, leases: Sequence[int], offsets: Sequence[int]) -> Job:
         chunk_blocks = CHUNK_TOKENS // BLOCK_TOKENS
         chunks = [
             ChunkCopy(
@@ -132,7 +131,7 @@ class Engine:
                 CHUNK_TOKENS,
                 (self._blocks[index * chunk_blocks : (index + 1) * chunk_blocks],),
             )
-            for index, (lease, offset) in enumerate(slots)
+            for index, (lease, offset) in enumerate(zip(leases, offsets, strict=True))
         ]
         assert self._bridge.epoch is not None
         return Job("benchmark", self._bridge.epoch, chunks, last=True)

@@ -12,10 +12,9 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from logging import Logger
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -134,19 +133,6 @@ CLEAR_SECONDS = 600.0
 """Timeout of :func:`clear_weights`: a full disk tier has millions of files to delete."""
 
 
-class Slot(NamedTuple):
-    """Room for a chunk: the lease number of the reservation, and the offset of the chunk object."""
-
-    lease: int
-    offset: int
-    staging: int = 0
-    """Number of the staging buffer, in which chunks have no header; 0 for the arena."""
-
-
-Slots = Sequence[Slot | None]
-"""The room for each chunk of a run, or ``None``."""
-
-
 class SchedulerBridge(Bridge):
     """Scheduler's end: look up, reserve, release."""
 
@@ -159,7 +145,7 @@ class SchedulerBridge(Bridge):
     ) -> None:
         super().__init__(hello, path, start, logger)
         self._lookups: dict[int, LookupState] = {}
-        self._reserving: Call[list[Slots]] | None = None
+        self._reserving: Call[protocol.Reserved] | None = None
         """The last reservation request."""
         self._held: dict[ChunkKey, int] = {}
         self._kv_transfers: dict[int, protocol.KVTransferResult | None] = {}
@@ -297,11 +283,11 @@ class SchedulerBridge(Bridge):
         pending = self._reserving is not None and not self._reserving.settled
         return self.accepts_requests and not self.late and not pending
 
-    def reserve(self, runs: Sequence[protocol.Run]) -> Call[list[Slots]] | None:
+    def reserve(self, runs: Sequence[protocol.Run]) -> Call[protocol.Reserved] | None:
         """Request room for the chunks of ``runs`` in one message; ``None`` if :attr:`reserves` is false.
 
-        The answer has the slots of each run. The caller owns them even if the answer is late, and must
-        :meth:`abandon` unused ones. The request fails with its connection.
+        The caller owns the reservations even if the answer is late, and must :meth:`abandon` unused ones. The
+        request fails with its connection, or with :class:`ProtocolError` after an answer for others.
         """
         if not self.reserves:
             return None
@@ -310,7 +296,7 @@ class SchedulerBridge(Bridge):
             "reservations",
             lambda ticket: protocol.Reserve(ticket, list(runs)),
             protocol.Reserved,
-            lambda reserved, _wanted: _slots(runs, reserved),
+            lambda reserved, _wanted: _of_each_chunk(runs, reserved),
         )
         return self._reserving
 
@@ -386,18 +372,11 @@ class SchedulerBridge(Bridge):
         self.send(protocol.UseWeights(weights))
 
 
-def _slots(runs: Sequence[protocol.Run], reserved: protocol.Reserved) -> list[Slots]:
-    """Return the slots of each run. Raises :class:`ProtocolError` if the answer has too few or too many."""
-    counts = [len(run.keys) // KEY_BYTES for run in runs]
-    if not sum(counts) == len(reserved.leases) == len(reserved.offsets):
-        raise ProtocolError(f"{len(reserved.leases)} reservations in answer to {sum(counts)} chunks")
-    answers = iter(zip(reserved.leases, reserved.offsets, strict=True))
-    slots: list[Slots] = []
-    for run, count in zip(runs, counts, strict=True):
-        staging = reserved.staging if run.kv_transfer else 0
-        pairs = islice(answers, count)
-        slots.append([Slot(lease, offset, staging) if lease else None for lease, offset in pairs])
-    return slots
+def _of_each_chunk(runs: Sequence[protocol.Run], reserved: protocol.Reserved) -> protocol.Reserved:
+    chunks = sum(len(run.keys) for run in runs) // KEY_BYTES
+    if not chunks == len(reserved.leases) == len(reserved.offsets):
+        raise ProtocolError(f"{len(reserved.leases)} reservations in answer to {chunks} chunks")
+    return reserved
 
 
 class WorkerBridge(Bridge):

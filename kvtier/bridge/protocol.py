@@ -232,6 +232,11 @@ class Reserved(Reply, frozen=True, array_like=True, tag=15):
     staging: int = 0
     """Number of the buffer that the offsets of runs with ``kv_transfer`` refer to, on each rank."""
 
+    @property
+    def granted(self) -> list[int]:
+        """The leases of the chunks that have room."""
+        return [lease for lease in self.leases if lease]
+
 
 class Commit(Message, frozen=True, array_like=True, tag=16):
     """This rank has filled its slices of these reservations."""

@@ -66,11 +66,11 @@ def store(socket: Path) -> None:
     worker.connect()
     scheduler.connect()
     assert worker.arena is not None
-    slots = reserve(scheduler, ROOT, KEYS, CHUNK_TOKENS)
-    for key, slot in zip(KEYS, slots, strict=True):
-        assert slot is not None
-        worker.arena.view(slot.offset + HEADER_BYTES, PAYLOAD_BYTES)[:] = key * (PAYLOAD_BYTES // len(key))
-    worker.commit([slot.lease for slot in slots if slot is not None])
+    reserved = reserve(scheduler, ROOT, KEYS, CHUNK_TOKENS)
+    assert all(reserved.leases)
+    for key, offset in zip(KEYS, reserved.offsets, strict=True):
+        worker.arena.view(offset + HEADER_BYTES, PAYLOAD_BYTES)[:] = key * (PAYLOAD_BYTES // len(key))
+    worker.commit(reserved.leases)
     wait_until(lambda: status(socket)["counts"].get("put_ok", 0) == CHUNKS)
     scheduler.close()
     worker.close()

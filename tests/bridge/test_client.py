@@ -126,12 +126,12 @@ def test_stopped_cache_process_delays_only_once_and_leaks_nothing(
         running.send_signal(signal.SIGCONT)
     wait_until(lambda: bool((late := scheduler.found(ticket)) and late.final))
     assert not scheduler.late
-    slots = wait_for_reply(scheduler, late)[0]
-    assert all(slots), "a late reply is matched to its request"
-    scheduler.abandon([slot.lease for slot in slots if slot is not None])
+    reserved = wait_for_reply(scheduler, late)
+    assert all(reserved.leases), "a late reply is matched to its request"
+    scheduler.abandon(reserved.leases)
     scheduler.cancel(ticket)
     wait_until(lambda: held_by_engine(path) == NOTHING_HELD)
-    assert all(reserve(scheduler, KEYS[3], KEYS[4:8])), "the late slots were released"
+    assert all(reserve(scheduler, KEYS[3], KEYS[4:8]).leases), "the late reservations were released"
 
 
 def test_unresponsive_cache_process_gets_no_requests_until_it_answers(
@@ -317,7 +317,7 @@ def test_mismatched_answer_closes_connection(path: Path) -> None:
         assert isinstance(call.error, ProtocolError)
 
 
-def test_each_run_gets_its_slots(path: Path) -> None:
+def test_the_answer_has_room_for_each_chunk_of_each_run(path: Path) -> None:
     with scheduler_of(path) as (cache, scheduler):
         runs = [
             Run(ROOT, KEYS[0], 1, kv_transfer=5),
@@ -328,8 +328,10 @@ def test_each_run_gets_its_slots(path: Path) -> None:
         assert call is not None
         assert not scheduler.reserves, "one request at a time"
         assert cache.receive(Reserve) == Reserve(call.ticket, runs)
-        cache.send(Reserved(call.ticket, [4, 5, 0, 7], [0, 64, 0, 128], staging=3))
-        assert wait_for_reply(scheduler, call) == [[(4, 0, 3)], [(5, 64, 0)], [None, (7, 128, 0)]]
+        answer = Reserved(call.ticket, [4, 5, 0, 7], [0, 64, 0, 128], staging=3)
+        cache.send(answer)
+        assert wait_for_reply(scheduler, call) == answer
+        assert answer.granted == [4, 5, 7]
         assert scheduler.reserves
 
 

@@ -153,7 +153,7 @@ def test_reservations_abandoned_while_the_connection_is_lost_are_freed(
     scheduler = SchedulerBridge(real_hello("scheduler"), path)
     worker.connect()
     scheduler.connect()
-    leases = [slot.lease for slot in reserve(scheduler, REAL_ROOT, list(REAL_KEYS[:4])) if slot]
+    leases = reserve(scheduler, REAL_ROOT, list(REAL_KEYS[:4])).granted
     assert len(leases) == 4
     if lost == "before":
         scheduler._drop()
@@ -164,7 +164,7 @@ def test_reservations_abandoned_while_the_connection_is_lost_are_freed(
     scheduler._drop()
     wait_until(scheduler.ready)
     wait_until(lambda: status(path)["engines"][0]["reservations"] == 0)
-    assert all(reserve(scheduler, REAL_ROOT, list(REAL_KEYS[:4])))
+    assert all(reserve(scheduler, REAL_ROOT, list(REAL_KEYS[:4])).leases)
     assert scheduler._abandoned == [], "the answer shows that they have been handled"
     worker.close()
     scheduler.close()

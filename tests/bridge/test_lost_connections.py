@@ -205,19 +205,17 @@ def test_memory_is_kept_until_the_process_of_a_disconnected_engine_exits(
         other = SchedulerBridge(real_hello("scheduler", "other"), socket)
         scheduler.connect()
         other.connect()
-        slots = reserve(scheduler, REAL_ROOT, list(REAL_KEYS[:4]))
-        offsets = {slot.offset for slot in slots if slot is not None}
-        assert len(offsets) == 4
+        reserved = reserve(scheduler, REAL_ROOT, list(REAL_KEYS[:4]))
+        assert len(reserved.granted) == 4
         process.disconnect()
         scheduler.close()
         wait_until(lambda: [engine["name"] for engine in status(socket)["engines"]] == ["other"])
         assert status(socket)["reservations"]["departed_engines"] == 1
         again = reserve(other, REAL_ROOT, list(REAL_KEYS[:4]))
-        assert all(slot is not None and slot.offset not in offsets for slot in again), (
-            "others store the chunks"
-        )
+        assert all(again.leases), "others store the chunks"
+        assert set(again.offsets).isdisjoint(reserved.offsets)
     wait_until(lambda: status(socket)["reservations"]["departed_engines"] == 0)
-    other.abandon([slot.lease for slot in again if slot is not None])
+    other.abandon(again.granted)
     wait_until(lambda: status(socket)["arena"]["leases"] == 0)
     other.close()
 
@@ -231,15 +229,13 @@ def test_worker_refuses_reservations_from_before_it_has_returned(tmp_path: Path,
     )
     worker.connect()
     scheduler.connect()
-    filling, unknown = (
-        [slot.lease for slot in reserve(scheduler, REAL_ROOT, [key]) if slot] for key in REAL_KEYS[:2]
-    )
+    filling, unknown = (reserve(scheduler, REAL_ROOT, [key]).granted for key in REAL_KEYS[:2])
     assert worker.fill(filling) == [True]
     worker._drop()
     wait_until(worker.ready)
     assert worker.fill(unknown) == [False], "another engine may have its memory"
     assert status(socket)["engines"][0]["reservations"] == 1
-    later = [slot.lease for slot in reserve(scheduler, REAL_ROOT, [REAL_KEYS[2]]) if slot]
+    later = reserve(scheduler, REAL_ROOT, [REAL_KEYS[2]]).granted
     assert worker.fill(later) == [True]
     assert worker.commit(filling + later)
     wait_until(lambda: status(socket)["engines"][0]["reservations"] == 0)

@@ -35,9 +35,9 @@ worker, scheduler = WorkerBridge(roles[0], Path(sys.argv[1])), SchedulerBridge(r
 worker.connect()
 scheduler.connect()
 keys = chunk_keys(ROOT, range(10**6, 10**6 + 200 * CHUNK_TOKENS), CHUNK_TOKENS)
-slots = [slot for slot in reserve(scheduler, ROOT, list(keys)) if slot is not None]
-worker.fill([slot.lease for slot in slots])
-print(len(slots), flush=True)
+granted = reserve(scheduler, ROOT, list(keys)).granted
+worker.fill(granted)
+print(len(granted), flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 

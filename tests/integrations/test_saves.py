@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtier import Settings
-from kvtier.bridge.client import Slot
+from kvtier.bridge.protocol import Reserved
 from kvtier.integrations.vllm.copies import NULL_BLOCK
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import written_blocks
@@ -41,7 +41,8 @@ class Bridge:
         for number, call in enumerate(self.calls, 1):
             if not call.settled:
                 call.settled = True
-                call.result = [[Slot(number, 4096)] * (len(run.keys) // KEY_BYTES) for run in call.runs]
+                chunks = sum(len(run.keys) for run in call.runs) // KEY_BYTES
+                call.result = Reserved(number, [number] * chunks, [4096] * chunks)
 
     def await_reply(self, call: Any, wait: float) -> Any:
         self.waits.append(wait)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from kvtier.bridge import protocol
-from kvtier.bridge.client import Bridge, SchedulerBridge, Slots, WorkerBridge, status
+from kvtier.bridge.client import Bridge, SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello, Run
 from kvtier.errors import ChannelError
 from kvtier.memory.header import HEADER_BYTES
@@ -96,8 +96,8 @@ def wait_for_reply(bridge: Bridge, call: Call[ResultT] | None) -> ResultT:
 
 def reserve(
     scheduler: SchedulerBridge, parent: ChunkKey, keys: list[ChunkKey], last_tokens: int = CHUNK_TOKENS
-) -> Slots:
-    return wait_for_reply(scheduler, scheduler.reserve([Run(parent, join_keys(keys), last_tokens)]))[0]
+) -> protocol.Reserved:
+    return wait_for_reply(scheduler, scheduler.reserve([Run(parent, join_keys(keys), last_tokens)]))
 
 
 def confirm(worker: WorkerBridge, leases: list[int]) -> bool:
@@ -112,11 +112,11 @@ def store(socket: Path, keys: list[ChunkKey]) -> tuple[SchedulerBridge, WorkerBr
     scheduler.connect()
     _bridges.extend([worker, scheduler])
     assert worker.arena is not None
-    slots = reserve(scheduler, ROOT, keys)
-    for key, slot in zip(keys, slots, strict=True):
-        assert slot is not None
+    reserved = reserve(scheduler, ROOT, keys)
+    assert all(reserved.leases)
+    for key, offset in zip(keys, reserved.offsets, strict=True):
         payload = LAYOUT.payload_bytes(CHUNK_TOKENS)
-        worker.arena.view(slot.offset + HEADER_BYTES, payload)[:] = key * (payload // len(key))
-    worker.commit([slot.lease for slot in slots if slot is not None])
+        worker.arena.view(offset + HEADER_BYTES, payload)[:] = key * (payload // len(key))
+    worker.commit(reserved.leases)
     wait_until(lambda: status(socket)["counts"].get("stored", 0) >= len(keys))
     return scheduler, worker

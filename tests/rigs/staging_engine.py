@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.bridge import protocol
-from kvtier.bridge.client import LookupState, SchedulerBridge, Slot, WorkerBridge
+from kvtier.bridge.client import LookupState, SchedulerBridge, WorkerBridge
 from kvtier.bridge.protocol import Hello, Role, Run
 from kvtier.memory.keys import ChunkKey, chunk_key, chunk_keys, encode_tokens, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
@@ -93,17 +93,19 @@ class _Side:
         ]
         return [[page.to(self._device) for page in pages]]
 
-    def _copy(self, slot: Slot, at: int, rank: int, pages: list[list[Any]], *, save: bool) -> bool:
+    def _copy(
+        self, staging: int, offset: int, at: int, rank: int, pages: list[list[Any]], *, save: bool
+    ) -> bool:
         from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, page_copies
 
         tokens = CHUNK if at < CHUNKS else TAIL
-        memory = self._buffers[rank].memory(slot.staging) if slot.staging else self._workers[rank].arena
+        memory = self._buffers[rank].memory(staging) if staging else self._workers[rank].arena
         if memory is None:
             return False
         blocks = [1 + at * CHUNK // BLOCK + block for block in range(-(-tokens // BLOCK))]
         copies = page_copies(self._layout, rank, pages, NULL_BLOCK)
         copy = copies.save if save else copies.load
-        copies.wait(copy(memory, [ChunkCopy(slot.lease, slot.offset, tokens, (blocks,), slot.staging)]))
+        copies.wait(copy(memory, [ChunkCopy(0, offset, tokens, (blocks,), staging)]))
         return True
 
     def _wait_for_device(self) -> None:
@@ -125,15 +127,19 @@ class _Side:
         parent = keys[first - 1] if first else ROOT
         joined_keys = join_keys(stored_keys)
         runs = [Run(parent, joined_keys, tokens, self._tickets[prompt]), Run(parent, joined_keys, tokens)]
-        rooms = wait_for_reply(self._scheduler, self._scheduler.reserve(runs))
-        slots = [(at, slot) for room in rooms for at, slot in enumerate(room, first) if slot is not None]
+        reserved = wait_for_reply(self._scheduler, self._scheduler.reserve(runs))
+        count = len(stored_keys)
         for rank, worker in enumerate(self._workers):
             pages = self._pages(prompt, rank)
-            copied = [slot.lease for at, slot in slots if self._copy(slot, at, rank, pages, save=True)]
+            copied = []
+            for index, (lease, offset) in enumerate(zip(reserved.leases, reserved.offsets, strict=True)):
+                staging = reserved.staging if index < count else 0
+                if lease and self._copy(staging, offset, first + index % count, rank, pages, save=True):
+                    copied.append(lease)
             self._wait_for_device()
             worker.commit(copied)
-        staged = sum(1 for _, slot in slots if slot.staging)
-        return {"staged": staged, "stored": len(slots) - staged}
+        staged = count - reserved.leases[:count].count(0)
+        return {"staged": staged, "stored": len(reserved.granted) - staged}
 
     def end(self, prompt: int, complete: bool) -> int:
         """End the KV transfer. Return the number of tokens known to be at the receiver, or -1 if unknown."""
@@ -163,10 +169,10 @@ class _Side:
         for rank, worker in enumerate(self._workers):
             expected = self._pages(prompt, rank)
             loaded = [[self._torch.zeros_like(page) for page in expected[0]]]
-            chunks = enumerate(zip(lookup.leases, lookup.offsets, lookup.sources, strict=True))
-            for at, (lease, offset, source) in chunks:
+            chunks = enumerate(zip(lookup.offsets, lookup.sources, strict=True))
+            for at, (offset, source) in chunks:
                 staging = lookup.staging if source == self._scheduler.staging_source else 0
-                intact &= self._copy(Slot(lease, offset, staging), at, rank, loaded, save=False)
+                intact &= self._copy(staging, offset, at, rank, loaded, save=False)
             self._wait_for_device()
             confirmed &= wait_for_reply(worker, worker.confirm(lookup.leases))
             stop = 1 + -(-min(len(lookup.leases) * CHUNK, TOKENS) // BLOCK)

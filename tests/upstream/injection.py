@@ -179,7 +179,7 @@ def store_if_remote(this: KVTierConnector, request: Any) -> None:
     call = bridge.reserve([run])
     assert call is not None
     wait_until(lambda: bridge.poll() or call.settled)
-    leases = [slot.lease for slot in (call.result or [[]])[0] if slot is not None]
+    leases = call.result.granted if call.result is not None else []
     socket = other.settings.socket
     count = stored(socket) + len(leases)
     worker.commit(leases)

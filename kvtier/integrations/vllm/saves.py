@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, product
 from typing import TYPE_CHECKING
 
-from kvtier.bridge.client import SchedulerBridge, Slots
-from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Run
+from kvtier.bridge.client import SchedulerBridge
+from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Reserved, Run
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.request import Hit, RequestState
@@ -90,13 +90,12 @@ class Save:
     """The cache process that the reservation was requested from."""
     connection: int = 0
     """Over which of the connections: reservations are cancelled when it is lost."""
-    slots: list[Slots] | None = None
-    """The granted room, for each of :attr:`runs`."""
-
-    @property
-    def leases(self) -> list[int]:
-        """The reservations of the granted room."""
-        return [slot.lease for room in self.slots or () for slot in room if slot is not None]
+    leases: Sequence[int] = ()
+    """The reservation of each chunk, 0 without room: in the staging buffer, if any, then in the arena."""
+    offsets: Sequence[int] = ()
+    """Where the room begins, for each of :attr:`leases`."""
+    staging: int = 0
+    """The staging buffer of the first half of :attr:`leases`, with a :attr:`kv_transfer`."""
 
     @property
     def runs(self) -> list[Run]:
@@ -148,7 +147,7 @@ class Saves:
         """Publishes the chunks that are stored, if vLLM publishes KV events."""
         self._planned: list[Save] = []
         """Saves without a reservation request."""
-        self._requested: list[tuple[Call[list[Slots]], list[Save]]] = []
+        self._requested: list[tuple[Call[Reserved], list[Save]]] = []
         """Saves with a pending reservation request."""
         self._granted: list[Save] = []
         """Saves that wait for a step in which their request is scheduled."""
@@ -495,9 +494,11 @@ class Saves:
             if not call.settled:
                 self._requested.append((call, saves))
             elif call.result is not None:
-                slots = iter(call.result)
+                stop, reserved = 0, call.result
                 for save in saves:
-                    save.slots = list(islice(slots, 2 if save.kv_transfer else 1))
+                    start, stop = stop, stop + len(save.keys) * (2 if save.kv_transfer else 1)
+                    save.leases, save.offsets = reserved.leases[start:stop], reserved.offsets[start:stop]
+                    save.staging = reserved.staging
                 self._granted += saves
             else:
                 self._fail(saves)
@@ -509,7 +510,7 @@ class Saves:
 
     def _job(self, save: Save, blocks_of: BlocksOf) -> Job | None:
         """Return the copies into the granted room; ``None`` if there is nothing to copy in this step."""
-        state, slots = save.state, save.slots or []
+        state = save.state
         if not save.cancelled and state.request.num_preemptions != save.preemptions:
             self._plan_again(save)
             return None
@@ -535,15 +536,16 @@ class Saves:
             self._granted.append(save)
             return None
         copies, unusable = [], []
-        places = chain.from_iterable(zip(room, save.sizes, pages, strict=True) for room in slots)
-        for slot, size, chunk in places:
-            if slot is None:
+        memories = [save.staging, 0] if save.kv_transfer else [0]
+        copied = product(memories, zip(save.sizes, pages, strict=True))
+        for lease, offset, (staging, (size, chunk)) in zip(save.leases, save.offsets, copied, strict=True):
+            if not lease:
                 continue
             if any(NULL_BLOCK in group for group in chunk):
                 # vLLM has freed blocks outside the attention window: the chunk is incomplete.
-                unusable.append(slot.lease)
+                unusable.append(lease)
             else:
-                copies.append(ChunkCopy(slot.lease, slot.offset, size, chunk, slot.staging))
+                copies.append(ChunkCopy(lease, offset, size, chunk, staging))
         self._abandon(save, unusable)
         stored = sum(not copy.staging for copy in copies)
         self._stats.add("not_stored_chunks", len(save.keys) - stored)
@@ -565,7 +567,7 @@ class Saves:
 
     def _abandon(self, save: Save, leases: Sequence[int]) -> None:
         if save.epoch == self._bridge.last_epoch:  # Lease numbers are valid in the process that granted them.
-            self._unusable += leases
+            self._unusable += filter(None, leases)
 
     def _last_jobs(self) -> list[Job]:
         """Return a job for each finished request without pending saves, which lets vLLM free its blocks."""
