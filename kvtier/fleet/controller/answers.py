@@ -6,7 +6,7 @@ The command line imports the models, so what only the controller needs is import
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +21,6 @@ from kvtier.observability.whatif.sentences import NOTHING_REPORTED, basis, findi
 if TYPE_CHECKING:
     from kvtier.fleet.controller.member import Member
     from kvtier.fleet.controller.pins import Pins
-    from kvtier.fleet.controller.registry import Registry
 
 _UNKNOWN = TierState(used=0, chunks=0, available=True, found=0)
 """The state reported before the first heartbeat."""
@@ -289,10 +288,10 @@ def of_event(event: Event) -> EventAnswer:
     return EventAnswer.model_validate({"event_id": event.id, **asdict(event)})
 
 
-def of_registry(registry: Registry, pins: Pins) -> InstancesAnswer:
+def of_members(members: Iterable[Member], pins: Pins) -> InstancesAnswer:
     """Return the response model of all instances, sorted by id."""
-    members = sorted(registry.members.values(), key=lambda member: member.id)
-    return InstancesAnswer(instances=[of_member(member, pins) for member in members])
+    ordered = sorted(members, key=lambda member: member.id)
+    return InstancesAnswer(instances=[of_member(member, pins) for member in ordered])
 
 
 def of_member(member: Member, pins: Pins) -> InstanceAnswer:
@@ -327,27 +326,25 @@ def of_member(member: Member, pins: Pins) -> InstanceAnswer:
     )
 
 
-def of_pins(registry: Registry, pins: Pins, instance: str | None, limit: int) -> PinsAnswer:
-    """Return the response model of the pins of an instance, or of all."""
+def of_pins(
+    pins: Pins, instance: str | None, limit: int, held: Callable[[str, Sequence[ChunkKey]], int]
+) -> PinsAnswer:
+    """Return the response model of the pins of an instance, or of all.
+
+    ``held`` returns how many leading chunks an instance holds.
+    """
     newest = pins.newest(instance)
     listed = [
         PinAnswer(
             instance=owner,
             chunks=len(pin.keys),
-            held=_leading_held(registry, owner, pin.keys),
+            held=held(owner, pin.keys),
             pinned_at=pin.given_at,
             until=None if math.isinf(pin.until) else pin.until,
         )
         for owner, pin in newest[:limit]
     ]
     return PinsAnswer(pins=listed, total=len(newest))
-
-
-def _leading_held(registry: Registry, instance: str, keys: Sequence[ChunkKey]) -> int:
-    member = registry.members.get(instance)
-    if member is None:
-        return 0
-    return registry.holders.prefixes_of(dict.fromkeys(member.places, instance), keys).get(instance, 0)
 
 
 def what_if(member: Member) -> WhatIfAnswer:

@@ -288,7 +288,7 @@ def _add_queries(router: APIRouter, operations: Operations) -> None:
     @router.get("/instances", tags=[STATE_TAG])
     async def instances() -> InstancesAnswer:
         """List the registered instances, with the fill of their tiers."""
-        return answers.of_registry(registry, operations.pins)
+        return answers.of_members(registry.members.values(), operations.pins)
 
     @router.get("/instances/{instance}", tags=[STATE_TAG])
     async def instance_with_history(instance: str) -> InstanceWithHistory:
@@ -301,7 +301,7 @@ def _add_queries(router: APIRouter, operations: Operations) -> None:
         instance: str | None = None, limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100
     ) -> PinsAnswer:
         """List the pins of an instance, or of all, newest first, also of instances that are disconnected."""
-        return answers.of_pins(registry, operations.pins, instance, limit)
+        return answers.of_pins(operations.pins, instance, limit, registry.held)
 
     @router.get("/instances/{instance}/whatif", tags=[STATE_TAG])
     async def what_if(instance: str) -> WhatIfAnswer:

@@ -259,6 +259,13 @@ class Registry:
             raise UnknownName(f"tier {name!r} in instance {member.id!r}", [tier.name for tier in tiers])
         return found[0]
 
+    def held(self, instance: str, keys: Sequence[ChunkKey]) -> int:
+        """Return how many leading chunks an instance holds, in any tier; 0 if it is not connected."""
+        member = self._members.get(instance)
+        if member is None:
+            return 0
+        return self.holders.prefixes_of(dict.fromkeys(member.places, instance), keys).get(instance, 0)
+
     def history(self, member: Member) -> Sequence[Sample]:
         """Return a member's samples of the last hour, oldest first."""
         return self._history.of(member.id)
