@@ -47,9 +47,6 @@ IMPORTS_BACK = {
     # Parts know, for annotations only, what they are parts of.
     "kvtier.model": {"kvtier.cache"},
     "kvtier.bridge.connection": {"kvtier.bridge.server"},
-    "kvtier.fleet.proxy.app": {"kvtier.fleet.proxy.proxy"},
-    "kvtier.fleet.proxy.exchange": {"kvtier.fleet.proxy.proxy", "kvtier.fleet.proxy.directory"},
-    "kvtier.fleet.proxy.metrics": {"kvtier.fleet.proxy.proxy"},
 }
 """The imports that close a circle of modules."""
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}

@@ -75,7 +75,10 @@ async def _controller_metrics() -> list[Metric]:
 
 async def _proxy_metrics() -> list[Metric]:
     async with Proxy.open(ProxySettings()) as proxy:
-        return [*ProxyMetrics(proxy).collect(), *ProcessCollector(registry=None).collect()]
+        return [
+            *ProxyMetrics(proxy.statistics, proxy.admission, proxy.upstreams).collect(),
+            *ProcessCollector(registry=None).collect(),
+        ]
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def proxy(given: dict[str, Any]) -> None:
     """
     import anyio
 
-    from kvtier.fleet.proxy.proxy import serve
+    from kvtier.fleet.proxy.serve import serve
 
     if not given["decode"]:
         raise typer.BadParameter("no decode instance: use --decode http://HOST:PORT")

@@ -17,7 +17,7 @@ import kvtier.bridge.serve
 import kvtier.cli
 import kvtier.fleet.controller.serve
 import kvtier.fleet.member.controller_client
-import kvtier.fleet.proxy.proxy
+import kvtier.fleet.proxy.serve
 import kvtier.peers.server
 from kvtier.errors import KVTierError
 from kvtier.plugins import Plugins

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query
 from fastapi.exceptions import RequestValidationError
@@ -16,15 +16,13 @@ from kvtier.fleet.proxy.body import CHAT_PATH
 from kvtier.fleet.proxy.client import error_body
 from kvtier.fleet.proxy.exchange import Exchange, Models
 from kvtier.fleet.proxy.metrics import ProxyMetrics
+from kvtier.fleet.proxy.proxy import Proxy
 from kvtier.fleet.proxy.settings import engine_url, peer_address
 from kvtier.fleet.proxy.upstream import Role, State, Upstream
 from kvtier.fleet.service import BEARER, add_error_handlers, has_token
 from kvtier.http import Message, Receive, Send
 from kvtier.settings.peer import is_loopback
 from kvtier.version import __version__
-
-if TYPE_CHECKING:
-    from kvtier.fleet.proxy.proxy import Proxy
 
 COMPLETIONS = ("/v1/completions", CHAT_PATH)
 URL = Annotated[str, AfterValidator(engine_url)]
@@ -80,7 +78,7 @@ def make_app(proxy: Proxy) -> FastAPI:
 
 
 def _add_monitoring(app: FastAPI, proxy: Proxy) -> None:
-    metrics = ProxyMetrics(proxy)
+    metrics = ProxyMetrics(proxy.statistics, proxy.admission, proxy.upstreams)
 
     @app.get("/health")
     async def health() -> Response:

@@ -10,18 +10,16 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from kvtier.fleet.proxy.upstream import Role, State
+from kvtier.fleet.proxy.admission import Admission
+from kvtier.fleet.proxy.upstream import Role, State, Upstreams
 from kvtier.fleet.service import ServiceMetrics
 from kvtier.version import __version__
-
-if TYPE_CHECKING:
-    from kvtier.fleet.proxy.proxy import Proxy
 
 RECENT = 10_000
 """Samples for the median and the 99th percentile; count and mean cover all samples."""
@@ -117,14 +115,14 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 class ProxyMetrics(ServiceMetrics):
     """Collect all values at scrape time from the counters that the proxy keeps anyway."""
 
-    def __init__(self, proxy: Proxy) -> None:
+    def __init__(self, statistics: Statistics, admission: Admission, upstreams: Upstreams) -> None:
         super().__init__()
-        self._proxy = proxy
+        self._statistics, self._admission, self._upstreams = statistics, admission, upstreams
         ProcessCollector(registry=self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current values."""
-        statistics, admission = self._proxy.statistics, self._proxy.admission
+        statistics, admission = self._statistics, self._admission
         info = GaugeMetricFamily("kvtier_proxy_info", "The proxy's version.", labels=["version"])
         info.add_metric([__version__], 1)
         yield info
@@ -167,7 +165,7 @@ class ProxyMetrics(ServiceMetrics):
         failed = CounterMetricFamily(
             "kvtier_proxy_engine_failures", "Requests that failed at the engine.", labels=ENGINE_LABELS
         )
-        for upstream in self._proxy.upstreams:
+        for upstream in self._upstreams:
             labels = [upstream.role, upstream.url]
             up.add_metric(labels, upstream.state == State.UP)
             load.add_metric(labels, upstream.load)

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvtier.fleet.proxy.proxy import Proxy, run_proxy
+from kvtier.fleet.proxy.proxy import Proxy
+from kvtier.fleet.proxy.serve import run_proxy
 from kvtier.fleet.proxy.settings import ProxySettings
 from kvtier.fleet.proxy.upstream import State
 from tests.rigs.waiting import until

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from kvtier.fleet.proxy.exchange import INTERRUPTED
-from kvtier.fleet.proxy.proxy import run_proxy
+from kvtier.fleet.proxy.serve import run_proxy
 from kvtier.fleet.proxy.upstream import Role, State
 
 from .conftest import PROMPT, Cluster, events_of, running, settings_of
