@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, nullcontext, suppress
@@ -24,7 +25,7 @@ from kvtier.memory.slices import Lease
 from kvtier.testing.transport_process import OtherProcess
 from kvtier.testing.transport_side import Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan
-from kvtier.transports.nixl.link import Endpoint
+from kvtier.transports.nixl.link import Endpoint, encode_endpoint
 from kvtier.transports.nixl.process import MAX_STARTS
 from kvtier.transports.nixl.settings import NixlSettings
 from kvtier.transports.nixl.transport import NixlTransport
@@ -366,6 +367,24 @@ def invalid_endpoints(real: bytes) -> dict[str, bytes]:
         "half": replace(endpoint, metadata=metadata[: len(metadata) // 2]).encode(),
         "flipped": replace(endpoint, metadata=metadata[:80] + b"\xff" * 60 + metadata[140:]).encode(),
     }
+
+
+async def test_link_that_lost_an_agent_is_sent_the_endpoint_of_the_next_one() -> None:
+    async with Side.open(NixlTransport, TCP_SETTINGS, CAPACITY) as side:
+        transport = side.transport
+        assert isinstance(transport, NixlTransport)
+        lost = Endpoint.decode(transport.endpoint)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(transport.cut_off)
+                await anyio.wait_all_tasks_blocked()
+                await transport.serve(theirs)
+            sent = ours.recv(MIB)
+        assert sent == encode_endpoint(transport.endpoint)
+        now = Endpoint.decode(transport.endpoint)
+        assert now.name != lost.name
+        assert now.arena == lost.arena, "grants stay valid"
 
 
 async def test_invalid_endpoints_are_refused(peer: OtherProcess) -> None:

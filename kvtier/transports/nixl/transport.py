@@ -52,6 +52,8 @@ class NixlTransport(Transport, SupportsConnections):
         self._endpoint = b""
         self._arena_number = secrets.token_bytes(ARENA_BYTES)
         self._watching: DetachedTask[None] | None = None
+        self._serving = anyio.Event()
+        """Set while the process runs that serves the arena at :attr:`endpoint`."""
 
     async def open(self, arena: Arena, grants: Grants) -> None:
         """Start the process that serves the arena. Takes about 1 s. Raises :class:`PeerError`."""
@@ -71,6 +73,7 @@ class NixlTransport(Transport, SupportsConnections):
     async def cut_off(self) -> None:
         """Kill the process through which peers access the arena. It is restarted."""
         if self._server is not None:
+            self._note_exit()
             await self._server.end()
 
     @property
@@ -91,13 +94,16 @@ class NixlTransport(Transport, SupportsConnections):
         return link
 
     async def serve(self, connected: socket.socket) -> None:
-        """Send the current endpoint to a link that has lost this host's agent."""
+        """Send the endpoint to a link that has lost this host's agent, once there is another agent."""
 
         def send_endpoint() -> None:
             connected.settimeout(self._settings.deadline)
             with suppress(OSError):
                 connected.sendall(encode_endpoint(self._endpoint))
 
+        # A link tries few times, each with a process of its own, which takes as long to start as the agent.
+        with anyio.move_on_after(self._settings.deadline):
+            await self._serving.wait()
         await in_thread(send_endpoint, self._executor)
 
     async def _start(self, *, serves: bool = False) -> NixlProcess:
@@ -114,6 +120,11 @@ class NixlTransport(Transport, SupportsConnections):
         self._endpoint = Endpoint.of(
             self._arena_number, server.name, self._arena.capacity, server.opened
         ).encode()
+        self._serving.set()
+
+    def _note_exit(self) -> None:
+        if self._serving.is_set():  # Else others wait for this event already.
+            self._serving = anyio.Event()
 
     async def _watch(self) -> None:
         """Restart the process that serves the arena whenever it exits."""
@@ -121,6 +132,7 @@ class NixlTransport(Transport, SupportsConnections):
         while True:
             assert self._server is not None
             await self._server.exited.wait()
+            self._note_exit()
             if anyio.current_time() - began > LONG_LIFE:
                 backoff.reset()
             await anyio.sleep(backoff.next())
