@@ -111,6 +111,7 @@ class Instance:
         from kvtier.peers.backend import PeersBackend
         from kvtier.peers.grants import GrantBook
         from kvtier.peers.kv_transfer import KVTransfers
+        from kvtier.peers.push_targets import ArenaTarget
         from kvtier.peers.reservations import Reservations
         from kvtier.peers.server import PeerServer
         from kvtier.peers.staging.buffers import Stagings
@@ -162,7 +163,8 @@ class Instance:
             stagings = Stagings(settings, nixl, cache)
             await stack.enter_async_context(stagings.serving())
             if settings.peer.listen is not None:
-                reservations = Reservations(cache, grants, stagings, transfer.buffer, served.refusal)
+                arena = ArenaTarget(cache, grants, transport.cut_off, transfer.buffer)
+                reservations = Reservations(cache, arena, stagings, served.refusal)
                 server = PeerServer(cache, settings.peer, transport, grants, reservations, name)
                 await stack.enter_async_context(server.serving())
             tasks = await stack.enter_async_context(open_tasks())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from kvtier.cache import TieredCache
 from kvtier.catalog.catalog import State
@@ -66,13 +66,28 @@ class PushTarget(ABC):
     async def verify(self, written: Sequence[Written]) -> Sequence[bool]:
         """Return whether each chunk matches its checksum. Writes to them must have ended."""
 
+    @abstractmethod
+    async def cut_off(self) -> None:
+        """Stop all writes of peers that write without this host's participation."""
+
 
 class ArenaTarget(PushTarget):
     """The first tier's arena. Its chunks are visible to every lookup."""
 
-    def __init__(self, cache: TieredCache, grants: GrantBook, limit: int) -> None:
-        super().__init__(grants, limit)
+    def __init__(
+        self,
+        cache: TieredCache,
+        grants: GrantBook,
+        cut_off: Callable[[], Awaitable[None]],
+        limit: int | None = None,
+    ) -> None:
+        """``cut_off``: see :meth:`kvtier.transports.base.Transport.cut_off`.
+
+        ``limit``: bytes that may be reserved at once; default the limit of all grants.
+        """
+        super().__init__(grants, grants.limit if limit is None else limit)
         self._cache = cache
+        self._cut_off = cut_off
         self._executor = WorkerThreads(VERIFY_THREADS)
 
     def length_of(self, header: ChunkHeader) -> int:
@@ -106,6 +121,10 @@ class ArenaTarget(PushTarget):
             return await spread(_verify, items, parts=1, executor=self._executor)
         finally:
             items.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
+
+    async def cut_off(self) -> None:
+        """See :meth:`kvtier.transports.base.Transport.cut_off`."""
+        await self._cut_off()
 
 
 def _verify(item: tuple[ChunkHeader, memoryview, bytes]) -> bool:

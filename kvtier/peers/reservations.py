@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain, repeat
 
 import anyio
+from anyio import CancelScope
 
 from kvtier.cache import TieredCache
 from kvtier.catalog.catalog import State
@@ -19,7 +20,7 @@ from kvtier.concurrency.breaker import Backoff
 from kvtier.errors import ProtocolError
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, MAX_BLOCK_HASHES, ChunkKey, split_keys
-from kvtier.peers.grants import Grant, GrantBook
+from kvtier.peers.grants import Grant
 from kvtier.peers.protocol import (
     CHECKSUM_BYTES,
     MAX_IN_ONE,
@@ -54,18 +55,14 @@ class Reservations:
     def __init__(
         self,
         cache: TieredCache,
-        grants: GrantBook,
+        arena: ArenaTarget,
         stagings: Stagings,
-        buffer: int | None = None,
         refusal: Callable[[bytes], str] | None = None,
     ) -> None:
-        """``buffer``: bytes of the arena that may be reserved at once; default the limit of all grants.
-
-        ``refusal``: returns why a namespace is rejected; empty if it is accepted.
-        """
+        """``refusal``: returns why a namespace is rejected; empty if it is accepted."""
         self._cache = cache
         self._refusal = refusal
-        self._arena = ArenaTarget(cache, grants, grants.limit if buffer is None else buffer)
+        self._arena = arena
         self._stagings = stagings
         self._open = 0
         """Reservations that are not committed yet."""
@@ -123,11 +120,7 @@ class Reservations:
 
     def stage(self, request: Stage) -> Staged:
         """Return the staging buffers of the engine that serves a namespace, or why it has none."""
-        reason = self._rejection(request.namespace) or self._stagings.refusal(request.namespace)
-        staging = self._stagings.find(request.namespace)
-        if reason or staging is None:
-            return Staged(request.ticket, 0, [], reason)
-        return Staged(request.ticket, staging.number, staging.endpoints, "")
+        return self._stagings.answer(request, self._rejection(request.namespace))
 
     def reserve(self, owner: Hashable, request: Reserve) -> Reserved:
         """Reserve room for as many leading chunks as fit. Raises :class:`ProtocolError`."""
@@ -137,13 +130,15 @@ class Reservations:
         absent: dict[ChunkKey, int] = {}
         if reason := self._rejection(request.namespace):
             return Reserved(request.ticket, NO_GRANT, [], [], 0.0, [], [], reason)
-        target = self._target(request)
-        if target is None:
+        targets = self._targets_of(request.namespace)
+        target = next((each for each in targets if each.number == request.staging), None)
+        if target is None:  # That staging buffer was lost.
             return Reserved(request.ticket, NO_GRANT, [], [], 0.0, [], [], "")
         left = target.room
         for at, header in enumerate(headers):
             # A key that the request lists twice has room once.
-            state = State.PENDING if header.key in absent else self._state(target, header)
+            # What one of its targets holds need not be pushed into another.
+            state = State.PENDING if header.key in absent else targets[-1].state(header.key)
             if state is not State.ABSENT:
                 (held if state is State.READY else pending).append(at)
                 continue
@@ -178,18 +173,10 @@ class Reservations:
         leading = zip(headers, room[:fitting], strict=False)
         return {at: reservation for at, reservation in leading if reservation is not None}
 
-    def _state(self, target: PushTarget, header: ChunkHeader) -> State:
-        """Return a chunk's state. A chunk in a staging buffer need not be pushed into the arena."""
-        state = target.state(header.key)
-        if state is State.ABSENT and target is self._arena:
-            staging = self._stagings.find(header.namespace)
-            return state if staging is None else staging.state(header.key)
-        return state
-
-    def _target(self, request: Reserve) -> PushTarget | None:
-        """Return the target to reserve in; ``None`` if that staging buffer was lost."""
-        target = self._stagings.find(request.namespace) if request.staging else self._arena
-        return target if target is not None and target.number == request.staging else None
+    def _targets_of(self, namespace: bytes) -> list[PushTarget]:
+        """Return what chunks of a namespace may be pushed to. The last one's lookups find chunks in all."""
+        staging = self._stagings.find(namespace)
+        return [self._arena] if staging is None else [self._arena, staging]
 
     def _rejection(self, namespace: bytes) -> str:
         if self._cache.catalog.namespaces.is_reset(namespace):
@@ -225,13 +212,14 @@ class Reservations:
                 return target, grant
         return None
 
-    def release(self, owner: Hashable, number: int, chunks: Iterable[int]) -> None:
-        """Give up reservations whose writes have ended. Unknown numbers are ignored."""
-        chunks = list(chunks)
+    def release(self, owner: Hashable, number: int, chunks: Sequence[int]) -> bool:
+        """Release slices of a grant, for writing or reading; see :meth:`GrantBook.release`.
+
+        Gives up what is reserved in them: the writes have ended. Unknown numbers are ignored.
+        """
         if found := self._find(owner, number):
             self._abandon(found[0], self._take_unfilled(found[1], chunks).values())
-        for staging in self._stagings.open:
-            staging.grants.release(owner, number, chunks, Access.WRITE)
+        return any(target.grants.release(owner, number, chunks) for target in self._targets())
 
     def _take_unfilled(self, grant: Grant, chunks: Iterable[int]) -> dict[int, Reservation]:
         taken = {index: grant.unfilled.pop(index) for index in chunks if index in grant.unfilled}
@@ -242,8 +230,11 @@ class Reservations:
         for target in self._targets():
             target.grants.release(owner, number, chunks, Access.WRITE)
 
-    def end(self, owner: Hashable) -> None:
-        """Drop the reservations and announcements of a disconnected peer. Idempotent."""
+    async def end(self, owner: Hashable) -> None:
+        """Drop the reservations and announcements of a disconnected peer, then end its grants. Idempotent.
+
+        A peer that may still write is cut off before. Cannot be cancelled.
+        """
         for target in self._targets():
             for grant in target.grants.of(owner):
                 if target.grants.find_write(grant.number):
@@ -251,13 +242,11 @@ class Reservations:
         for number in list(self._announced.get(owner, ())):
             self.withdraw(owner, number)
         self._announced.pop(owner, None)
-
-    async def cut_off(self, owner: Hashable) -> None:
-        """Stop a disconnected peer from writing to staging buffers, and end its grants there."""
-        for staging in self._stagings.open:
-            if staging.grants.may_still_write(owner):
-                await staging.cut_off()
-            staging.grants.end(owner)
+        with CancelScope(shield=True):
+            for target in list(self._targets()):
+                if target.grants.may_still_write(owner):
+                    await target.cut_off()
+                target.grants.end(owner)
 
     def _give_up(self, target: PushTarget, grant: Grant) -> None:
         """Give up the unfilled reservations of a grant that has ended or whose owner disconnected."""

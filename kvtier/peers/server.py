@@ -213,12 +213,7 @@ class PeerServer:
 
     async def _serve_control(self, connected: socket.socket, peer: str) -> None:
         session = Session(
-            SocketWire(connected),
-            self._lookup,
-            self._grants,
-            self._reservations,
-            self._requests,
-            self._transport.cut_off,
+            SocketWire(connected), self._lookup, self._grants, self._reservations, self._requests
         )
         error = await session.serve()
         if isinstance(error, ProtocolError):

@@ -7,10 +7,9 @@ was granted over a connection ends with it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import anyio
-from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 from kvtier.errors import ChannelError, ProtocolError
@@ -44,18 +43,13 @@ class Session:
         grants: GrantBook,
         reservations: Reservations,
         counts: Counter[str],
-        cut_off: Callable[[], Awaitable[None]],
     ) -> None:
-        """``counts``: counts the requests by type.
-
-        ``cut_off``: ends the writes of peers to memory that they were granted, if the transport requires it.
-        """
+        """``counts``: counts the requests by type."""
         self._endpoint = Endpoint(wire, protocol.decode_from_client, idle_timeout=IDLE_TIMEOUT_SECONDS)
         self._lookup = lookup
         self._grants = grants
         self._reservations = reservations
         self._counts = counts
-        self._cut_off = cut_off
         self._commits = anyio.Semaphore(MAX_COMMITS)
         self._awaits = 0
         self._pending: dict[int, PendingGrant] = {}
@@ -68,13 +62,7 @@ class Session:
                 error = await self._endpoint.run(self._respond, refuses=False)
                 self._tasks.cancel_scope.cancel()
         finally:
-            self._reservations.end(self)
-            if self._grants.may_still_write(self):
-                with CancelScope(shield=True):
-                    await self._cut_off()
-            self._grants.end(self)
-            with CancelScope(shield=True):
-                await self._reservations.cut_off(self)
+            await self._reservations.end(self)
         if isinstance(error, ProtocolError):
             await self._endpoint.refuse(error)
         return error
@@ -88,8 +76,7 @@ class Session:
                 self._accept_await(message)
             case protocol.Release():
                 self._check_numbers(message.grant, message.chunks)
-                self._reservations.release(self, message.grant, message.chunks)
-                valid = self._grants.release(self, message.grant, message.chunks)
+                valid = self._reservations.release(self, message.grant, message.chunks)
                 self._endpoint.send(protocol.Released(message.ticket, valid))
             case protocol.Contains():
                 self._endpoint.uncork()

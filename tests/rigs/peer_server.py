@@ -30,6 +30,7 @@ from kvtier.peers.protocol import (
     Welcome,
     decode_from_server,
 )
+from kvtier.peers.push_targets import ArenaTarget
 from kvtier.peers.reservations import Reservations
 from kvtier.peers.server import PeerServer
 from kvtier.peers.staging.buffers import Stagings
@@ -255,7 +256,8 @@ async def serving(
     async with TieredCache.open(Settings(tiers=tiers, checksum=checksum), plugins=BUILT_IN) as cache:
         transport = transport or NoTransport()
         grants = GrantBook(cache.arena, settings, one_sided=transport.one_sided)
-        reservations = Reservations(cache, grants, Stagings(cache.settings, None, cache))
+        arena = ArenaTarget(cache, grants, transport.cut_off)
+        reservations = Reservations(cache, arena, Stagings(cache.settings, None, cache))
         server = PeerServer(cache, settings, transport, grants, reservations, "there")
         async with server.serving():
             served = ServedCache(cache, server, grants, settings)

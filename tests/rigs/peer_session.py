@@ -17,6 +17,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.lookup import PeerLookup
 from kvtier.peers.protocol import Granted, Lookup, Reserve, Reserved
+from kvtier.peers.push_targets import ArenaTarget
 from kvtier.peers.reservations import Reservations
 from kvtier.peers.session import Session
 from kvtier.peers.staging.buffers import Stagings
@@ -39,7 +40,8 @@ class SessionHarness:
         self.cache = cache
         self.grants = GrantBook(cache.arena, PeerSettings(lease=5, share=0.5))
         self.lookup = PeerLookup(cache)
-        self.reservations = Reservations(cache, self.grants, Stagings(cache.settings, None, cache))
+        arena = ArenaTarget(cache, self.grants, NoTransport().cut_off)
+        self.reservations = Reservations(cache, arena, Stagings(cache.settings, None, cache))
         for key in HELD:
             self._store(key)
 
@@ -61,14 +63,7 @@ class SessionHarness:
         errors: list[ChannelError] = []
 
         async def serve() -> None:
-            session = Session(
-                SocketWire(theirs),
-                self.lookup,
-                self.grants,
-                self.reservations,
-                Counter(),
-                NoTransport().cut_off,
-            )
+            session = Session(SocketWire(theirs), self.lookup, self.grants, self.reservations, Counter())
             errors.append(await session.serve())
             theirs.close()
 

@@ -38,6 +38,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout
 from kvtier.memory.slices import Lease, Slices
 from kvtier.peers.grants import GrantBook
+from kvtier.peers.protocol import Stage, Staged
 from kvtier.peers.push_targets import PushTarget, Written
 from kvtier.peers.remote_leases import RemoteLease
 from kvtier.settings import Settings
@@ -421,6 +422,17 @@ class Stagings:
         if len(self._of_model(namespace)) > 1:
             return "several engines there serve this model, each with its own staging buffer"
         return "" if self.find(namespace) else "the engine there has no staging buffer at present"
+
+    def answer(self, request: Stage, rejection: str) -> Staged:
+        """Return the buffers that a peer may write chunks of a namespace to, or why there are none.
+
+        ``rejection``: why this host takes no chunks of it; empty if it does.
+        """
+        reason = rejection or self.refusal(request.namespace)
+        staging = self.find(request.namespace)
+        if reason or staging is None:
+            return Staged(request.ticket, 0, [], reason)
+        return Staged(request.ticket, staging.number, staging.endpoints, "")
 
     def _of_model(self, namespace: bytes) -> list[EngineStaging]:
         return [engine for engine in self._engines.values() if engine.namespace == namespace]
