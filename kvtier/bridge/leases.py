@@ -13,16 +13,12 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import anyio
 
 from kvtier.cache import TieredCache
 from kvtier.pipeline.found import FoundPrefix, Ready
 from kvtier.tiers.host_memory import Reservation
-
-if TYPE_CHECKING:
-    from kvtier.peers.staging.push import StagedWrite
 
 
 @dataclass(slots=True, eq=False)
@@ -150,26 +146,6 @@ class ReadLeases:
         self._tickets.clear()
 
 
-@dataclass(slots=True)
-class PendingWrite:
-    """A reservation, and the ranks that have finished with their slices of it."""
-
-    reservation: Reservation
-    staged: StagedWrite | None = None
-    """Set if it is in a staging buffer instead of the arena."""
-    ranks: int = 0
-    """Bit mask of the ranks that have stopped writing to it."""
-    void: bool = False
-    """Whether a rank did not fill its slice. If it is in the arena, it is not in the catalog then."""
-    extends: bytes = b""
-    """See :class:`~kvtier.bridge.protocol.Run`."""
-
-    @property
-    def arena_bytes(self) -> int:
-        """Bytes of the arena; 0 in a staging buffer."""
-        return self.reservation.lease.length if self.staged is None else 0
-
-
 class PendingWrites:
     """What an engine has reserved, by lease number. Memory that a process may write to is not freed."""
 
@@ -177,7 +153,7 @@ class PendingWrites:
         """``ranks``: that must have finished with their slices of each reservation."""
         self._cache = cache
         self._ranks = ranks
-        self._open: dict[int, PendingWrite] = {}
+        self._open: dict[int, Reservation] = {}
         self._bytes = 0
         self._departed: dict[WriterProcess, tuple[int, set[int]]] = {}
         """Processes without a connection that may write to reservations: the rank of each, and which ones."""
@@ -185,14 +161,14 @@ class PendingWrites:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, number: int, write: PendingWrite) -> None:
+    def add(self, number: int, write: Reservation) -> None:
         """Add a reservation."""
         self._open[number] = write
-        self._bytes += write.arena_bytes
+        self._bytes += _arena_bytes(write)
 
-    def _remove(self, number: int) -> PendingWrite:
+    def _remove(self, number: int) -> Reservation:
         write = self._open.pop(number)
-        self._bytes -= write.arena_bytes
+        self._bytes -= _arena_bytes(write)
         return write
 
     def void_all(self) -> None:
@@ -247,14 +223,14 @@ class PendingWrites:
         self.void([self._open[number] for number in leases if number in self._open])
         self.discard(self.finish(leases, rank))
 
-    def void(self, writes: Sequence[PendingWrite]) -> None:
+    def void(self, writes: Sequence[Reservation]) -> None:
         """Let others store these chunks. Their memory is kept until all ranks have finished."""
         fresh = [write for write in writes if not write.void]
-        self._cache.cancel([write.reservation for write in fresh if write.staged is None])
+        self._cache.cancel([write for write in fresh if write.in_arena])
         for write in fresh:
             write.void = True
 
-    def finish(self, leases: Sequence[int], rank: int) -> list[PendingWrite]:
+    def finish(self, leases: Sequence[int], rank: int) -> list[Reservation]:
         """Record that a rank has stopped writing to its slices; return what all ranks have finished."""
         done = []
         for number in leases:
@@ -270,20 +246,17 @@ class PendingWrites:
         """Drop reservations that have not been passed to any rank."""
         self.discard([self._remove(number) for number in leases if number in self._open])
 
-    def discard(self, writes: Sequence[PendingWrite]) -> None:
+    def discard(self, writes: Sequence[Reservation]) -> None:
         """Release the memory of reservations to which no rank writes."""
         self.void(writes)
         for write in writes:
-            if write.staged is None:
-                write.reservation.lease.release()
-            else:
-                write.staged.give_up()
+            write.give_up()
 
     def close(self) -> None:
         """Release all to which no process may write: no client is connected. Idempotent."""
         self.void_all()
         written = [known & self._filled_by(rank) for rank, known in self._departed.values()]
-        kept = {number for number in set[int]().union(*written) if self._open[number].staged is None}
+        kept = {number for number in set[int]().union(*written) if self._open[number].in_arena}
         self.abandon([number for number in self._open if number not in kept])
 
     @property
@@ -294,12 +267,16 @@ class PendingWrites:
     @property
     def void_bytes(self) -> int:
         """Those of them that are out of use, because a process may still write to them."""
-        return sum(write.arena_bytes for write in self._open.values() if write.void)
+        return sum(_arena_bytes(write) for write in self._open.values() if write.void)
 
     @property
     def all_void(self) -> bool:
         """Whether no chunk is being stored."""
         return all(write.void for write in self._open.values())
+
+
+def _arena_bytes(write: Reservation) -> int:
+    return write.lease.length if write.in_arena else 0
 
 
 SO_PEERPIDFD = 77

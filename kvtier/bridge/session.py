@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from kvtier.bridge.leases import PendingWrite, PendingWrites, ReadLeases, Ticket
+from kvtier.bridge.leases import PendingWrites, ReadLeases, Ticket
 from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Found, Hello, Reserve, Reserved, Run, Weights
 from kvtier.bridge.protocol import Lookup as LookupRequest
 from kvtier.cache import TieredCache
@@ -20,6 +20,7 @@ from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, ChunkKey, split_keys
 from kvtier.memory.layout import STATE_TOKENS
 from kvtier.pipeline.found import FoundPrefix, Ready
 from kvtier.pipeline.query import Expected, Query
+from kvtier.tiers.host_memory import Reservation
 from kvtier.units import format_size
 
 if TYPE_CHECKING:
@@ -238,21 +239,20 @@ class EngineSession:
         chunks_in_arena = self._cache.reserve_all(in_arena[:within], hints[:within], declining=declining)
         reserved = chain(chunks_in_arena, repeat(None))
         staging = self._buffers
-        writes: list[PendingWrite | None] = []
+        writes: list[Reservation | None] = []
         for kv_transfer, headers in runs:
             if kv_transfer:
                 transfer = find(kv_transfer)
                 writes += [_stage(staging, transfer, header) for header in headers]
             else:
-                chunks = islice(reserved, len(headers))
-                writes += [None if chunk is None else PendingWrite(chunk) for chunk in chunks]
+                writes += islice(reserved, len(headers))
         extends = iter([run.extends for run in request.runs for _ in range(len(run.keys) // KEY_BYTES)])
         leases, offsets = [NO_LEASE] * len(writes), [0] * len(writes)
         for index, (write, chunk) in enumerate(zip(writes, extends, strict=True)):
             if write is not None:
                 write.extends = chunk
                 leases[index] = number = next(self._numbers)
-                offsets[index] = write.reservation.lease.offset
+                offsets[index] = write.lease.offset
                 self.writes.add(number, write)
         return Reserved(request.ticket, leases, offsets, 0 if staging is None else staging.number)
 
@@ -315,18 +315,16 @@ class EngineSession:
 
         Staged chunks are reported to their transfer first, so that it pushes them from the staging buffer.
         """
-        complete: list[PendingWrite] = []
-        void: list[PendingWrite] = []
+        complete: list[Reservation] = []
+        void: list[Reservation] = []
         for write in self.writes.finish(leases, rank):
             if write.void:
                 void.append(write)
-            elif write.staged is not None:
-                write.staged.complete()
-            else:
+            elif write.complete():
                 complete.append(write)
-        self._cache.commit([write.reservation for write in complete])
+        self._cache.commit(complete)
         for write in complete:
-            header = write.reservation.header
+            header = write.header
             if write.extends:
                 self._cache.supersede_states(ChunkKey(write.extends))
             if header.block_hashes:
@@ -352,9 +350,8 @@ class EngineSession:
         }
 
 
-def _stage(staging: Staging | None, transfer: Transfer | None, header: ChunkHeader) -> PendingWrite | None:
+def _stage(staging: Staging | None, transfer: Transfer | None, header: ChunkHeader) -> Reservation | None:
     """Reserve room in the staging buffer if a chunk is to be pushed from there."""
     if staging is None or transfer is None:
         return None
-    staged = transfer.staging.reserve(staging, header)
-    return None if staged is None else PendingWrite(staged.reservation, staged)
+    return transfer.staging.reserve(staging, header)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
+from typing import ClassVar, cast
 
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import IncomingPrompt, RemovalReason
@@ -28,17 +28,37 @@ from kvtier.tiers.sealer import Sealer
 
 @dataclass(slots=True)
 class Reservation:
-    """Memory in the arena for one chunk that an engine, a peer or a program fills."""
+    """Memory for one chunk that an engine, a peer or a program fills, and the lease that keeps it.
+
+    An engine's is complete once all of its ranks have filled their slices.
+    """
+
+    in_arena: ClassVar[bool] = True
+    """Whether the memory is in the first tier, not in a staging buffer."""
 
     header: ChunkHeader
     lease: Lease
     generation: int = 0
     """The chunk's generation in the catalog; see :class:`ChunkBytes`."""
+    ranks: int = 0
+    """Bit mask of the engine's ranks that have stopped writing to it."""
+    void: bool = False
+    """Whether a rank did not fill its slice. If it is in the arena, it is not in the catalog then."""
+    extends: bytes = b""
+    """See :class:`~kvtier.bridge.protocol.Run`."""
 
     @property
     def key(self) -> ChunkKey:
         """The key of the chunk."""
         return self.header.key
+
+    def complete(self) -> bool:
+        """Process that it is filled. Return whether the first tier is to commit it."""
+        return True
+
+    def give_up(self) -> None:
+        """Release the memory: it will not be filled, and nobody writes to it."""
+        self.lease.release()
 
 
 class HostMemory(Level):

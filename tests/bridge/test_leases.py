@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.bridge.leases import PendingWrite, PendingWrites
+from kvtier.bridge.leases import PendingWrites
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.slices import PAGE_BYTES, Slices
 from kvtier.testing.backend import make_key
@@ -68,7 +68,7 @@ class Writes(RuleBasedStateMachine):
         if lease is not None:
             number = next(self.numbers)
             header = ChunkHeader(make_key(number), make_key(0), bytes(32), PAGE_BYTES)
-            self.writes.add(number, PendingWrite(Reservation(header, lease)))
+            self.writes.add(number, Reservation(header, lease))
             self.writers[number] = set(self.connected.values())
 
     @precondition(lambda self: self.connected)
@@ -78,7 +78,7 @@ class Writes(RuleBasedStateMachine):
         numbers = [number for number in self.filled_by(process) if choice.random() < 0.5]
         if commits:
             for write in self.writes.finish(numbers, process.rank):
-                write.reservation.lease.release()
+                write.lease.release()
         else:
             self.writes.give_up(numbers, process.rank)
         self.stops(process, numbers)

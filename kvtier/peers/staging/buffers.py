@@ -148,10 +148,10 @@ class Staging(PushTarget):
         """Reserve room for chunks that a peer will write."""
         reservations = []
         for header in headers:
-            reservation = self.take(header)
-            if reservation is not None:
+            lease = self.take(header)
+            if lease is not None:
                 self._filling.add(header.key)
-            reservations.append(reservation)
+            reservations.append(None if lease is None else Reservation(header, lease))
         return reservations
 
     def abandon(self, reservations: Sequence[Reservation]) -> None:
@@ -207,12 +207,11 @@ class Staging(PushTarget):
 
     # Chunks that this engine pushes.
 
-    def take(self, header: ChunkHeader) -> Reservation | None:
+    def take(self, header: ChunkHeader) -> Lease | None:
         """Reserve room for a chunk that this engine's workers will fill; ``None`` without room."""
         if self.closed or not header.payload_bytes or header.payload_bytes % self.shares:
             return None
-        lease = self._slices.allocate(header.payload_bytes // self.shares)
-        return None if lease is None else Reservation(header, lease)
+        return self._slices.allocate(header.payload_bytes // self.shares)
 
     async def write(self, peer: PeerStaging, writes: Sequence[tuple[Lease, RemoteLease]]) -> bool:
         """Write every rank's slices to the peer. Return whether all of them arrived.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar
 
 import anyio
 
@@ -28,22 +29,25 @@ REFUSED_SECONDS = 1.0
 LOST = "the write to the peer's staging buffer failed"
 
 
-class StagedWrite(NamedTuple):
-    """Room in a staging buffer here for one chunk, which the engine's workers fill. Owns its lease."""
+@dataclass(slots=True, kw_only=True)
+class StagedWrite(Reservation):
+    """Room in a staging buffer here for one chunk, which the engine's workers fill."""
+
+    in_arena: ClassVar[bool] = False
 
     chunks: StagedChunks
     staging: Staging
-    reservation: Reservation
 
-    def complete(self) -> None:
-        """Push the chunk from the staging buffer, if it is still wanted: all workers have filled it."""
+    def complete(self) -> bool:
+        """Push the chunk from the staging buffer, if it is still wanted."""
         self.chunks.filling -= 1
-        self.chunks.add(self.staging, self.reservation)
+        self.chunks.add(self)
+        return False
 
     def give_up(self) -> None:
         """Release the room: it will not be filled."""
         self.chunks.filling -= 1
-        self.reservation.lease.release()
+        self.lease.release()
 
 
 class StagedChunks:
@@ -60,27 +64,26 @@ class StagedChunks:
         self._wants = wants
         self._staged = staged
         self._refused_until = 0.0
-        self._chunks: dict[ChunkKey, tuple[Staging, Reservation]] = {}
+        self._chunks: dict[ChunkKey, StagedWrite] = {}
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._chunks
 
     def reserve(self, staging: Staging, header: ChunkHeader) -> StagedWrite | None:
         """Reserve room here for a chunk to push from there; ``None`` without room, or if it is not wanted."""
-        reservation = staging.take(header) if self._stages(header.key) else None
-        if reservation is None:
+        lease = staging.take(header) if self._stages(header.key) else None
+        if lease is None:
             return None
         self.filling += 1
-        return StagedWrite(self, staging, reservation)
+        return StagedWrite(header, lease, chunks=self, staging=staging)
 
-    def add(self, staging: Staging, chunk: Reservation) -> None:
+    def add(self, chunk: StagedWrite) -> None:
         """Take over a chunk that is complete in a staging buffer here."""
-        key = chunk.header.key
-        if not self._stages(key):
+        if not self._stages(chunk.key):
             chunk.lease.release()
             return
-        self._chunks[key] = staging, chunk
-        self._staged(key)
+        self._chunks[chunk.key] = chunk
+        self._staged(chunk.key)
 
     def _stages(self, key: ChunkKey) -> bool:
         # A peer that had no usable staging buffers a moment ago may be recreating lost ones.
@@ -91,23 +94,25 @@ class StagedChunks:
         batch: list[ChunkBytes] = []
         first = self._chunks.get(queue[0]) if queue else None
         while first is not None and queue and len(batch) < max_chunks:
-            staging, chunk = self._chunks.get(queue[0], (None, first[1]))
+            chunk = self._chunks.get(queue[0])
+            if chunk is None or chunk.staging is not first.staging:
+                break
             max_bytes -= chunk.header.payload_bytes
-            if staging is not first[0] or (batch and max_bytes < 0):
+            if batch and max_bytes < 0:
                 break
             batch.append(ChunkBytes(queue.popleft(), chunk.lease))
         return batch
 
     def remove(self, key: ChunkKey, outcome: PushOutcome) -> int:
         """Release a chunk that was pushed, or is not pushed from here. Return its length."""
-        _, chunk = self._chunks.pop(key)
+        chunk = self._chunks.pop(key)
         chunk.lease.release()
         self.pushed += outcome is PushOutcome.OK
         return chunk.header.payload_bytes
 
     def close(self) -> None:
         """Release all chunks."""
-        for _, chunk in self._chunks.values():
+        for chunk in self._chunks.values():
             chunk.lease.release()
         self._chunks.clear()
 
@@ -117,8 +122,8 @@ class StagedChunks:
         The caller pushes failed chunks through the first tier. Raises like
         :class:`~kvtier.peers.push.Pusher`.
         """
-        staging = self._chunks[keys[0]][0]
-        chunks = [self._chunks[key][1] for key in keys]
+        staging = self._chunks[keys[0]].staging
+        chunks = [self._chunks[key] for key in keys]
         outcomes = [PushOutcome.FAILED] * len(chunks)
         with anyio.move_on_after(seconds):
             peer = await self._find(target, staging, chunks[0].header.namespace)
