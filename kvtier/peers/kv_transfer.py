@@ -35,7 +35,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.protocol import MAX_IN_ONE
-from kvtier.peers.push import Pusher, PushOutcome
+from kvtier.peers.push import Pusher, PushOutcome, PushSource
 from kvtier.peers.source import Source
 from kvtier.peers.staging.push import StagedChunks
 from kvtier.peers.targets import Targets, UnnamedTarget
@@ -111,14 +111,14 @@ class KVTransfer:
         self.pushed_bytes = 0
         self.staging = StagedChunks(self._wants, self._staged)
         """Queued and in-flight chunks that are transferred from a staging buffer."""
+        self._first_tier = _FirstTier(transfers)
+        """All others."""
         self._transfers = transfers
         self._number = number
         self._scope = CancelScope()
         self._awaited = set(self.keys)
         self._queue: deque[ChunkKey] = deque()
         """READY here, waiting to be pushed."""
-        self._leases: dict[ChunkKey, Lease] = {}
-        """Leases of queued and in-flight chunks."""
         self._outcomes: dict[ChunkKey, PushOutcome] = {}
         self._began = time.monotonic()
         self._seconds = 0.0
@@ -175,10 +175,11 @@ class KVTransfer:
             return
         self._awaited.discard(key)
         self._queue.append(key)
-        lease = self._transfers.lease(key) if key not in self.staging else None
-        if lease is not None:
-            self._leases[key] = lease
+        self._source_of(key).lease(key)
         self._notify()
+
+    def _source_of(self, key: ChunkKey) -> PushSource:
+        return self.staging.source_of(key) or self._first_tier
 
     def _wants(self, key: ChunkKey) -> bool:
         """Return whether a chunk is still to be pushed, and not READY in the first tier."""
@@ -251,11 +252,12 @@ class KVTransfer:
                     await changed.wait()
                     continue
                 await target.source.pushing.acquire()
-                if batch := self._next_batch():
+                source, batch = self._next_batch()
+                if batch:
                     if not self._in_flight:
                         self._pushing_since = time.monotonic()
                     self._in_flight += 1
-                    tasks.start_soon(self._push, target, batch)
+                    tasks.start_soon(self._push, target, source, batch)
                 else:
                     target.source.pushing.release()
             watching.cancel()
@@ -274,33 +276,28 @@ class KVTransfer:
             self._connection_error = self._connection_error or PeerError("the connection was lost")
             self._notify()
 
-    def _next_batch(self) -> list[ChunkBytes]:
-        """Dequeue the leading chunks that are pushed from the same memory: staging or the first tier."""
-        batch = self.staging.dequeue(self._queue, BATCH_BYTES, BATCH_CHUNKS)
-        if batch:
-            return batch
+    def _next_batch(self) -> tuple[PushSource, list[ChunkKey]]:
+        """Dequeue the leading chunks that are pushed from the same memory."""
+        source = self._source_of(self._queue[0])
+        batch: list[ChunkKey] = []
         room = BATCH_BYTES
-        while self._queue and len(batch) < BATCH_CHUNKS and self._queue[0] not in self.staging:
-            key = self._queue[0]
-            lease = self._leases.get(key) or self._transfers.lease(key, always=True)
-            if lease is None:
-                self._outcomes[self._queue.popleft()] = PushOutcome.ABSENT
-                continue
-            self._leases[key] = lease
-            room -= lease.length
+        while self._queue and len(batch) < BATCH_CHUNKS and self._source_of(self._queue[0]) is source:
+            length = source.lease(self._queue[0], always=True)
+            room -= length
             if batch and room < 0:
                 break
-            batch.append(ChunkBytes(self._queue.popleft(), lease))
-        return batch
+            key = self._queue.popleft()
+            if length:
+                batch.append(key)
+            else:
+                self._outcomes[key] = PushOutcome.ABSENT
+        return source, batch
 
-    async def _push(self, target: Pusher, batch: Sequence[ChunkBytes]) -> None:
+    async def _push(self, target: Pusher, source: PushSource, batch: Sequence[ChunkKey]) -> None:
         """Push one batch. If the connection ends, requeue it for the next one."""
         outcomes: Sequence[PushOutcome] = ()
         try:
-            if batch[0].key in self.staging:
-                outcomes = await self.staging.push(target, [chunk.key for chunk in batch], PUSH_SECONDS)
-            else:
-                outcomes = await target.push(batch, PUSH_SECONDS)
+            outcomes = await source.push(target, batch, PUSH_SECONDS)
         except ChannelError as error:
             self._connection_error = self._connection_error or error
         finally:
@@ -308,27 +305,22 @@ class KVTransfer:
             self._in_flight -= 1
             if not self._in_flight:
                 self._pushing_seconds += time.monotonic() - self._pushing_since
-            self._settle(batch, outcomes)
+            self._settle(source, batch, outcomes)
             self._notify()
 
-    def _settle(self, batch: Sequence[ChunkBytes], outcomes: Sequence[PushOutcome]) -> None:
+    def _settle(self, source: PushSource, batch: Sequence[ChunkKey], outcomes: Sequence[PushOutcome]) -> None:
         if not outcomes:  # The connection has ended; the next one begins where this one stopped.
-            self._queue.extendleft(chunk.key for chunk in reversed(batch))
+            self._queue.extendleft(reversed(batch))
             return
         retry = []
-        for (key, lease, _), outcome in zip(batch, outcomes, strict=True):
-            if key in self.staging:
-                length = self.staging.remove(key, outcome)
-                if not outcome.at_peer:
-                    retry.append(key)
-                    continue
-            else:
-                length = lease.length
-                self._transfers.release(self._leases.pop(key))
+        for key, outcome in zip(batch, outcomes, strict=True):
+            length = source.release(key)
+            if source.retried and not outcome.at_peer:
+                retry.append(key)
+                continue
             self._outcomes[key] = outcome
             self._failed |= not outcome.at_peer
             self.pushed_bytes += length if outcome is PushOutcome.OK else 0
-        # Retry through the first tier, which holds them as well.
         self._queue.extendleft(reversed(retry))
 
     def _notify(self) -> None:
@@ -341,14 +333,42 @@ class KVTransfer:
         self._awaited.clear()
         for key in self.keys:
             self._outcomes.setdefault(key, PushOutcome.ABSENT)
-        leases = list(self._leases.values())
-        self._leases.clear()
-        for lease in leases:
-            self._transfers.release(lease)
+        self._first_tier.close()
         self.staging.close()
         self._transfers.end(self)
         self.announced.set()
         self.ended.set()
+
+
+class _FirstTier(PushSource):
+    """The first tier. A chunk may be evicted while it waits at the limit of leases."""
+
+    retried = False
+
+    def __init__(self, transfers: KVTransfers) -> None:
+        self._transfers = transfers
+        self._leases: dict[ChunkKey, Lease] = {}
+
+    def lease(self, key: ChunkKey, *, always: bool = False) -> int:
+        lease = self._leases.get(key) or self._transfers.lease(key, always=always)
+        if lease is None:
+            return 0
+        self._leases[key] = lease
+        return lease.length
+
+    def release(self, key: ChunkKey) -> int:
+        lease = self._leases.pop(key)
+        length = lease.length
+        self._transfers.release(lease)
+        return length
+
+    async def push(self, target: Pusher, keys: Sequence[ChunkKey], seconds: float) -> Sequence[PushOutcome]:
+        return await target.push([ChunkBytes(key, self._leases[key]) for key in keys], seconds)
+
+    def close(self) -> None:
+        """Release all chunks."""
+        for key in list(self._leases):
+            self.release(key)
 
 
 class KVTransfers(Observer):

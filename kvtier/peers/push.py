@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from typing import ClassVar
 
 import anyio
 
@@ -167,6 +169,31 @@ class Pusher:
             checksums=b"".join(checksums),
         )
         return await self.source.endpoint.call(request, Committed, settle).reply()
+
+
+class PushSource(ABC):
+    """Memory that chunks of one KV transfer are pushed from: the first tier, or staging buffers.
+
+    Owns their leases. Chunks in staging buffers are in the first tier as well.
+    """
+
+    retried: ClassVar[bool]
+    """Whether a chunk that cannot be pushed from here is then pushed from the first tier."""
+
+    @abstractmethod
+    def lease(self, key: ChunkKey, *, always: bool = False) -> int:
+        """Lease a chunk, unless that is done. Return its length; 0 if it is gone, or is not leased yet.
+
+        ``always``: even at the limit of leases, because it is pushed next.
+        """
+
+    @abstractmethod
+    def release(self, key: ChunkKey) -> int:
+        """Release a leased chunk, and return its length."""
+
+    @abstractmethod
+    async def push(self, target: Pusher, keys: Sequence[ChunkKey], seconds: float) -> Sequence[PushOutcome]:
+        """Push leased chunks within ``seconds``, and return the outcomes in order. Raises like ``target``."""
 
 
 class _Push:

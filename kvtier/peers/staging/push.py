@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +15,10 @@ from kvtier.logs import printable
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.protocol import Stage, Staged
-from kvtier.peers.push import Pusher, PushOutcome, RemoteRoom
+from kvtier.peers.push import Pusher, PushOutcome, PushSource, RemoteRoom
 from kvtier.peers.remote_leases import RemoteLease
 from kvtier.peers.staging.buffers import PeerStaging, Staging
 from kvtier.tiers.host_memory import Reservation
-from kvtier.tiers.level import ChunkBytes
 from kvtier.transports.nixl.link import Endpoint
 
 NO_ROOM = "the peer's staging buffer is full"
@@ -51,7 +49,7 @@ class StagedWrite(Reservation):
 
 
 class StagedChunks:
-    """The chunks of one KV transfer that are pushed from staging buffers. Owns their leases."""
+    """The chunks of one KV transfer that are pushed from staging buffers."""
 
     def __init__(self, wants: Callable[[ChunkKey], bool], staged: Callable[[ChunkKey], None]) -> None:
         """``wants``: whether a chunk is still to be pushed. ``staged``: called when one can be."""
@@ -63,11 +61,13 @@ class StagedChunks:
         """Why chunks last fell back to the first tier, as text."""
         self._wants = wants
         self._staged = staged
-        self._refused_until = 0.0
-        self._chunks: dict[ChunkKey, StagedWrite] = {}
+        self.refused_until = 0.0
+        """Until when nothing is staged, on the clock of :func:`time.monotonic`."""
+        self._sources: dict[Staging, _StagingSource] = {}
 
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._chunks
+    def source_of(self, key: ChunkKey) -> PushSource | None:
+        """Return the buffers here that a chunk is complete in; ``None`` if there are none."""
+        return next((source for source in self._sources.values() if key in source.chunks), None)
 
     def reserve(self, staging: Staging, header: ChunkHeader) -> StagedWrite | None:
         """Reserve room here for a chunk to push from there; ``None`` without room, or if it is not wanted."""
@@ -82,88 +82,80 @@ class StagedChunks:
         if not self._stages(chunk.key):
             chunk.lease.release()
             return
-        self._chunks[chunk.key] = chunk
+        source = self._sources.setdefault(chunk.staging, _StagingSource(self, chunk.staging))
+        source.chunks[chunk.key] = chunk
         self._staged(chunk.key)
 
     def _stages(self, key: ChunkKey) -> bool:
         # A peer that had no usable staging buffers a moment ago may be recreating lost ones.
-        return self._wants(key) and time.monotonic() >= self._refused_until
-
-    def dequeue(self, queue: deque[ChunkKey], max_bytes: int, max_chunks: int) -> list[ChunkBytes]:
-        """Remove the leading keys of a queue that are in one staging buffer here; at least one if any is."""
-        batch: list[ChunkBytes] = []
-        first = self._chunks.get(queue[0]) if queue else None
-        while first is not None and queue and len(batch) < max_chunks:
-            chunk = self._chunks.get(queue[0])
-            if chunk is None or chunk.staging is not first.staging:
-                break
-            max_bytes -= chunk.header.payload_bytes
-            if batch and max_bytes < 0:
-                break
-            batch.append(ChunkBytes(queue.popleft(), chunk.lease))
-        return batch
-
-    def remove(self, key: ChunkKey, outcome: PushOutcome) -> int:
-        """Release a chunk that was pushed, or is not pushed from here. Return its length."""
-        chunk = self._chunks.pop(key)
-        chunk.lease.release()
-        self.pushed += outcome is PushOutcome.OK
-        return chunk.header.payload_bytes
+        return self._wants(key) and time.monotonic() >= self.refused_until
 
     def close(self) -> None:
         """Release all chunks."""
-        for chunk in self._chunks.values():
-            chunk.lease.release()
-        self._chunks.clear()
+        for source in self._sources.values():
+            for key in list(source.chunks):
+                source.release(key)
+        self._sources.clear()
+
+
+class _StagingSource(PushSource):
+    """The staging buffers of an engine here, with the chunks of one KV transfer that are complete in them."""
+
+    retried = True
+
+    def __init__(self, of: StagedChunks, staging: Staging) -> None:
+        self.chunks: dict[ChunkKey, StagedWrite] = {}
+        self._of = of
+        self._staging = staging
+
+    def lease(self, key: ChunkKey, *, always: bool = False) -> int:
+        return self.chunks[key].header.payload_bytes
+
+    def release(self, key: ChunkKey) -> int:
+        chunk = self.chunks.pop(key)
+        chunk.lease.release()
+        return chunk.header.payload_bytes
 
     async def push(self, target: Pusher, keys: Sequence[ChunkKey], seconds: float) -> Sequence[PushOutcome]:
-        """Push a batch of :meth:`dequeue` within ``seconds``, and return the outcomes in order.
-
-        The caller pushes failed chunks through the first tier. Raises like
-        :class:`~kvtier.peers.push.Pusher`.
-        """
-        staging = self._chunks[keys[0]].staging
-        chunks = [self._chunks[key] for key in keys]
+        staging = self._staging
+        chunks = [self.chunks[key] for key in keys]
         outcomes = [PushOutcome.FAILED] * len(chunks)
         with anyio.move_on_after(seconds):
-            peer = await self._find(target, staging, chunks[0].header.namespace)
+            peer = await self._find(target, chunks[0].header.namespace)
             if peer is None:
-                self._refused_until = time.monotonic() + REFUSED_SECONDS
+                self._of.refused_until = time.monotonic() + REFUSED_SECONDS
                 return outcomes
             headers = [chunk.header for chunk in chunks]
             room = await target.reserve(headers, staging=peer.number, shares=staging.shares)
             for at in room.held:
                 outcomes[at] = PushOutcome.HELD
             if len(room.leases) + len(room.held) + len(room.pending) < len(chunks):
-                self.last_error = room.refusal or NO_ROOM
-            for at in await self._fill(target, staging, peer, chunks, room):
+                self._of.last_error = room.refusal or NO_ROOM
+            for at in await self._fill(target, peer, chunks, room):
                 outcomes[at] = PushOutcome.OK
+        self._of.pushed += outcomes.count(PushOutcome.OK)
         return outcomes
 
-    async def _find(self, target: Pusher, staging: Staging, namespace: bytes) -> PeerStaging | None:
+    async def _find(self, target: Pusher, namespace: bytes) -> PeerStaging | None:
         """Query the peer's staging buffers. Not cached: they may change, and the query takes about 100 µs."""
         request = partial(Stage, namespace=namespace)
         staged = await target.source.endpoint.call(request, Staged, lambda reply, _wanted: reply).reply()
         if staged.refusal:
-            self.last_error = printable(staged.refusal)
+            self._of.last_error = printable(staged.refusal)
             return None
         try:
             endpoints = [Endpoint.decode(endpoint) for endpoint in staged.endpoints]
         except PeerError as error:
-            self.last_error = str(error)
+            self._of.last_error = str(error)
             return None
-        if len(endpoints) != staging.ranks or not staged.number:
-            self.last_error = f"the peer has staging buffers for {len(endpoints)} ranks, not {staging.ranks}"
+        ranks = self._staging.ranks
+        if len(endpoints) != ranks or not staged.number:
+            self._of.last_error = f"the peer has staging buffers for {len(endpoints)} ranks, not {ranks}"
             return None
         return PeerStaging(staged.number, endpoints)
 
     async def _fill(
-        self,
-        target: Pusher,
-        staging: Staging,
-        peer: PeerStaging,
-        chunks: Sequence[Reservation],
-        room: RemoteRoom,
+        self, target: Pusher, peer: PeerStaging, chunks: Sequence[Reservation], room: RemoteRoom
     ) -> Sequence[int]:
         """Write the chunks that have room. Return the indexes of those that the peer serves now."""
         if not room.leases:
@@ -172,11 +164,11 @@ class StagedChunks:
         valid: list[bool] = []
         try:
             writes = [(chunks[at].lease, remote) for at, remote in room.leases.items()]
-            if await staging.write(peer, writes):
+            if await self._staging.write(peer, writes):
                 ready, unused = unused, []
                 valid = await target.commit(ready, [b""] * len(ready))
             else:
-                self.last_error = LOST
+                self._of.last_error = LOST
         finally:
             # The transfers have ended, successfully or not: the peer may reuse its memory.
             target.source.release(unused)
