@@ -42,8 +42,6 @@ ROOMS = ("observability", "fleet", "lab")
 PAIRS = {("cache", "model"), ("model", "cache")}
 """Facades of each other."""
 IMPORTS_BACK = {
-    # A factory imports one of its products, where that is used.
-    "kvtier.integrations.vllm.copies": {"kvtier.integrations.vllm.cuda_copies"},
     # Parts know, for annotations only, what they are parts of.
     "kvtier.model": {"kvtier.cache"},
     "kvtier.bridge.connection": {"kvtier.bridge.server"},

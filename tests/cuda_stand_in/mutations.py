@@ -199,7 +199,7 @@ CPP = (
 )
 
 COPIES, WORKER, STAGING, IN_FLIGHT = (
-    f"kvtier.integrations.vllm.{name}" for name in ("cuda_copies", "worker", "staging", "in_flight")
+    f"kvtier.integrations.vllm.{name}" for name in ("copies", "worker", "staging", "in_flight")
 )
 
 PYTHON = (

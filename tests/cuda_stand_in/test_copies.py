@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kvtier.errors import ArenaError
-from kvtier.integrations.vllm.copies import ChunkCopy
-from kvtier.integrations.vllm.cuda_copies import CudaCopies, Pinning
+from kvtier.integrations.vllm.copies import ChunkCopy, CudaCopies, Pinning
 from kvtier.memory.arena import Arena, ArenaMap
 from kvtier.memory.layout import ChunkLayout
 from tests.native.test_copy import BLOCKS, LAYOUTS, NULL, chunks, engine, expected_pages, rank_of

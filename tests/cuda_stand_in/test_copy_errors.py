@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvtier.integrations.vllm.cuda_copies import CudaCopies
+from kvtier.integrations.vllm.copies import CudaCopies
 from kvtier.memory.arena import ArenaMap
 from tests.cuda_stand_in.test_copies import SIMPLE, Engine, saved
 from tests.native.test_copy import NULL, chunks

@@ -13,9 +13,8 @@ import torch
 from kvtier import native
 from kvtier.bridge.protocol import Confirmed
 from kvtier.integrations.vllm import copies as page_copies
-from kvtier.integrations.vllm import cuda_copies, in_flight, worker
-from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
-from kvtier.integrations.vllm.cuda_copies import CudaCopies
+from kvtier.integrations.vllm import in_flight, worker
+from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, CudaCopies
 from kvtier.integrations.vllm.layout import ModelLayout, Region
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.worker import WorkerSide
@@ -354,7 +353,7 @@ def test_engine_starts_if_cuda_fails(
 
     on_gpu: Any = [[SimpleNamespace(device=torch.device("cuda", 0))]]
     monkeypatch.setattr(native, "cuda_problem", lambda: "")
-    monkeypatch.setattr(cuda_copies, "CudaCopies", fails)
+    monkeypatch.setattr(page_copies, "CudaCopies", fails)
     monkeypatch.setattr(page_copies, "TorchCopies", lambda *_: "torch")
     assert page_copies.page_copies(LAYOUT, 0, on_gpu, NULL_BLOCK) == "torch"
     assert "no kernel image" in caplog.text

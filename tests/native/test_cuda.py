@@ -12,8 +12,7 @@ import torch
 
 from kvtier import native
 from kvtier.errors import ArenaError
-from kvtier.integrations.vllm.copies import ChunkCopy, page_copies
-from kvtier.integrations.vllm.cuda_copies import CudaCopies
+from kvtier.integrations.vllm.copies import ChunkCopy, CudaCopies, page_copies
 from kvtier.memory.arena import HUGE_PAGE_BYTES, Arena, ArenaMap
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from tests.native.test_copy import BLOCKS, LAYOUTS, NULL, chunks, engine, expected_pages, rank_of

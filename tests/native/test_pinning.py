@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from kvtier import native
-from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
-from kvtier.integrations.vllm.cuda_copies import CudaCopies
+from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, CudaCopies
 from kvtier.memory.arena import ArenaMap
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from tests.rigs.waiting import wait_until

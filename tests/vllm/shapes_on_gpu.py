@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from kvtier.integrations.vllm import worker
-from kvtier.integrations.vllm.copies import NULL_BLOCK
-from kvtier.integrations.vllm.cuda_copies import CudaCopies
+from kvtier.integrations.vllm.copies import NULL_BLOCK, CudaCopies
 from tests.rigs.cuda_stand_in.control import KERNEL, TRANSFER
 from tests.rigs.cuda_stand_in.fixtures import loaded, use
 from tests.vllm.shapes import BLOCK, Scheduled, Worker
