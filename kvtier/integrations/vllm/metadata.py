@@ -28,7 +28,7 @@ class Job:
     more: bool = False
     """Whether other jobs of the same load follow. It is reported after the last one."""
     failure: str = ""
-    """Why the load fails."""
+    """Why the load fails. Each worker adds its own reasons."""
     adapter: tuple[int, str] | None = None
     """For saves: vLLM's number of the LoRA adapter, and the identity of what the keys expect it to be."""
 

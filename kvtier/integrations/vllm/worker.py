@@ -43,20 +43,16 @@ CONFIRM_SECONDS = 2.0
 
 @dataclass(slots=True)
 class _Batch:
-    """The jobs of one step, and their copies."""
+    """The jobs of one step, which are copied, confirmed and committed together, and what is in flight."""
 
     jobs: Sequence[Job]
     epoch: int
     started: float
-    copied: list[Job] = field(default_factory=list)
-    """Jobs with all of their chunks in ``chunks``."""
     chunks: list[ChunkCopy] = field(default_factory=list)
     """Chunks that are copied: their memory was available when the copies began."""
     lost: list[ChunkCopy] = field(default_factory=list)
     """Chunks that could not be copied; for saves, their reservations are abandoned."""
     tickets: list[int] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)
-    """Why the load of a request has failed, by request id."""
     confirmation: Call[bool] | None = None
     """Whether the leases of the copied chunks were held throughout."""
     asked_at: float = 0.0
@@ -65,11 +61,17 @@ class _Batch:
     seconds: float | None = None
     """For parts: how long the copies took, once they have ended."""
 
+    @property
+    def valid(self) -> list[Job]:
+        """The jobs that have not failed."""
+        return [job for job in self.jobs if not job.failure]
+
     def fail(self, reason: str) -> None:
         """Mark all of its jobs as failed."""
-        self.failures = {job.request_id: reason for job in self.jobs} | self.failures
+        for job in self.valid:
+            job.failure = reason
         self.lost += self.chunks
-        self.copied, self.chunks = [], []
+        self.chunks = []
 
 
 class WorkerSide:
@@ -205,21 +207,17 @@ class WorkerSide:
         self._refresh()
         for job in jobs:
             if job.failure:
-                batch.failures[job.request_id] = job.failure
                 continue
             if self._bridge.epoch != job.epoch:
                 self._bridge.retry_now()  # The scheduler is connected, so a cache process is running.
-                batch.failures[job.request_id] = "its cache process is not connected"
+                job.failure = "its cache process is not connected"
                 continue
             batch.epoch = job.epoch
             lost = [chunk for chunk in job.chunks if chunk.staging and self._memory(chunk.staging) is None]
             if lost:
-                batch.lost += lost
-                batch.failures[job.request_id] = "the staging buffer is closed"
-                batch.chunks += [chunk for chunk in job.chunks if chunk not in lost]
-            else:
-                batch.copied.append(job)
-                batch.chunks += job.chunks
+                job.failure = "the staging buffer is closed"
+            batch.lost += lost
+            batch.chunks += [chunk for chunk in job.chunks if chunk not in lost] if lost else job.chunks
         # One copy per memory, for the chunks of all requests.
         in_memory = attrgetter("staging")
         for number, run in groupby(sorted(batch.chunks, key=in_memory), in_memory):
@@ -284,17 +282,16 @@ class WorkerSide:
             return True
         if any(part.seconds is None for part in batch.parts):
             return False
-        for part in batch.parts:
-            for job in batch.jobs:
-                if (reason := part.failures.get(job.request_id)) is not None:
-                    batch.failures.setdefault(job.request_id, reason)
-        batch.copied = [job for job in batch.copied if job.request_id not in batch.failures]
+        failed = [job for part in batch.parts for job in part.jobs if job.failure]
+        reasons = {job.request_id: job.failure for job in reversed(failed)}
+        for job in batch.valid:
+            job.failure = reasons.get(job.request_id, "")
         # Confirm only after the copies: this proves that the copied bytes were valid.
-        if batch.copied and not self._confirmed(batch):
+        if batch.valid and not self._confirmed(batch):
             return False
         self._loaded.update(job.request_id for job in batch.jobs)
         for job in batch.jobs:
-            if (reason := batch.failures.get(job.request_id)) is not None:
+            if job.failure:
                 self._failed.add(job.request_id)
                 tokens, size = self._copied(job.chunks)
                 self._warn(
@@ -303,10 +300,10 @@ class WorkerSide:
                     tokens,
                     format_size(size),
                     time.perf_counter() - batch.started,
-                    reason,
+                    job.failure,
                 )
-        if batch.copied:
-            chunks = [chunk for job in batch.copied for chunk in job.chunks]
+        if loaded := batch.valid:
+            chunks = [chunk for job in loaded for chunk in job.chunks]
             tokens, size, seconds = self._count("loaded", "load", batch, chunks)
             logger.info(
                 "loaded %d tokens for %s in %.1f ms (%.1f GB/s)",
@@ -322,7 +319,7 @@ class WorkerSide:
     def _confirmed(self, batch: _Batch) -> bool:
         """Return whether the confirmation has completed. Fails the batch if its leases were not held."""
         if batch.confirmation is None:
-            batch.confirmation = self._bridge.confirm([lease for job in batch.copied for lease in job.leases])
+            batch.confirmation = self._bridge.confirm([lease for job in batch.valid for lease in job.leases])
             batch.asked_at = time.monotonic()
         wait = CONFIRM_WAIT_SECONDS - (self._bridge.waited - self._waited_before)
         held = self._bridge.await_reply(batch.confirmation, wait)
