@@ -85,7 +85,7 @@ def test_engine_killed(
         engine.kill()
     cache.release_disk()
     cache.wait_until_idle()
-    assert cache.status()["engines"] == []
+    cache.wait_until(lambda status: status["engines"] == [])
     with start(llama, cache) as engine:
         check_all(engine, cache, llama, oracle)
 
@@ -120,7 +120,7 @@ def test_worker_killed(
         engine.kill()
     cache.release_disk()
     cache.wait_until_idle()
-    assert cache.status()["engines"] == []
+    cache.wait_until(lambda status: status["engines"] == [])
     with start(llama, cache, tensor_parallel_size=2) as engine:
         for tokens in PROMPTS[:2]:
             assert engine.generate(tokens).tokens == oracle(llama, tokens)
