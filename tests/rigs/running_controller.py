@@ -374,11 +374,13 @@ class RunningController:
         ram: Sequence[ChunkKey] = (),
         disk: Sequence[ChunkKey] = (),
         models: Sequence[Model] = (MODEL,),
+        before: Callable[[Command], Awaitable[None]] | None = None,
         **changes: Any,
     ) -> AsyncIterator[ScriptedInstance]:
         """Run a scripted instance that has registered and reported everything that it holds."""
         async with self._connection() as websocket, anyio.create_task_group() as tasks:
             instance = ScriptedInstance(websocket, name, self.network)
+            instance.before = before
             await instance.register(name, **changes)
             tasks.start_soon(instance.run, tasks)
             await instance.send(Serves(list(models)))

@@ -18,83 +18,14 @@ from kvtier.fleet.controller.errors import TooManyOperations
 from kvtier.fleet.controller.events import PARTIAL_PROGRESS, Event, EventLog, Position
 from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.moves import Move, Prefetch
-from kvtier.fleet.controller.operation import Operation, TierRef, find_tier
+from kvtier.fleet.controller.operation import LockManager, LockRequest, Operation, TierRef, find_tier
 from kvtier.fleet.controller.pin_and_clear import Clear, PinChunks, UnpinChunks
 from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.prompts import PromptQuery, Prompts
 from kvtier.fleet.controller.registry import Registry
-from kvtier.memory.keys import ChunkKey
 
 logger = logging.getLogger("kvtier.controller")
 STOPPED = "the controller was stopped"
-
-
-class LockRequest:
-    """The chunks that an operation locks, between ``enqueue`` and ``release``."""
-
-    def __init__(
-        self, instances: frozenset[str], roots: frozenset[ChunkKey] | None, *, exclusive: bool
-    ) -> None:
-        """``roots`` are the first keys of prompts; ``None`` for all chunks of the ``instances``.
-
-        A key depends on all tokens before it, so two prompts share chunks only if they share the first one.
-        Locking by first key is conservative, and takes one comparison regardless of the prompts' length.
-        """
-        self._instances = instances
-        self._roots = roots
-        self._exclusive = exclusive
-        self.released = anyio.Event()
-
-    def conflicts_with(self, other: LockRequest) -> bool:
-        """Return whether the two operations must not run concurrently."""
-        if not (self._exclusive or other._exclusive):
-            return False
-        if self._roots is None or other._roots is None:
-            return not self._instances.isdisjoint(other._instances)
-        return not self._roots.isdisjoint(other._roots)
-
-
-class LockManager:
-    """All lock requests, granted and waiting, in FIFO order.
-
-    Operations that only copy or pin share chunks; those that delete or unpin lock them exclusively: two
-    concurrent moves of a prompt in opposite directions could each delete what the other has just confirmed.
-    """
-
-    def __init__(self) -> None:
-        self._requests: dict[LockRequest, None] = {}
-
-    def is_free(self, request: LockRequest) -> bool:
-        """Return whether a request would be granted immediately."""
-        return not any(request.conflicts_with(other) for other in self._requests)
-
-    def enqueue(self, request: LockRequest) -> None:
-        """Append a request to the queue. The caller must then :meth:`acquire` or :meth:`release` it."""
-        self._requests[request] = None
-
-    def release(self, request: LockRequest) -> None:
-        """Remove a request from the queue and wake its waiters. Idempotent."""
-        self._requests.pop(request, None)
-        request.released.set()
-
-    @asynccontextmanager
-    async def acquire(self, request: LockRequest) -> AsyncIterator[None]:
-        """Wait until all earlier conflicting requests are released, and hold the lock within the block.
-
-        A request never waits for a later one, so deadlocks are impossible.
-        """
-        try:
-            before = []
-            for other in self._requests:
-                if other is request:
-                    break
-                if request.conflicts_with(other):
-                    before.append(other)
-            for other in before:
-                await other.released.wait()
-            yield
-        finally:
-            self.release(request)
 
 
 class Operations:
@@ -106,7 +37,7 @@ class Operations:
         self.pins = pins
         self._tasks = tasks
         self._prompts = Prompts(registry)
-        self._locks = LockManager()
+        self.locks = LockManager()
         self._in_flight: set[CancelScope] = set()
         self._stopping = False
         self.lookups = 0
@@ -210,10 +141,10 @@ class Operations:
             chunks=plan.chunks,
         )
         lock = LockRequest(operation.instances, operation.roots, exclusive=operation.exclusive)
-        if plan.is_empty and self._locks.is_free(lock):
+        if plan.is_empty and self.locks.is_free(lock):
             self.events.finish(event)
         else:
-            self._locks.enqueue(lock)
+            self.locks.enqueue(lock)
             self._tasks.start_soon(self._run, operation, event, lock)
         return event
 
@@ -222,7 +153,7 @@ class Operations:
         self._in_flight.add(scope)
         try:
             with scope:
-                async with self._locks.acquire(lock):
+                async with self.locks.acquire(lock):
                     await self._execute(operation, event)
         except ControllerError as error:
             self.events.fail(event, str(error))

@@ -13,6 +13,8 @@ from kvtier.fleet.controller.errors import CommandFailed, MemberGone
 from kvtier.fleet.controller.events import Result
 from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.operation import (
+    LockManager,
+    LockRequest,
     Operation,
     Part,
     Plan,
@@ -210,33 +212,39 @@ async def _pin(member: Member, keys: Sequence[ChunkKey], seconds: float | None) 
     return confirmed_keys(await run_command(member, command), keys)
 
 
-async def restore_pins(registry: Registry, pins: Pins) -> None:
-    """Restore pins until cancelled."""
+async def restore_pins(registry: Registry, pins: Pins, locks: LockManager) -> None:
+    """Restore the pins of each instance that has connected, until cancelled."""
     restored: set[Member] = set()
     watch = registry.watch()
     async with anyio.create_task_group() as tasks:
         while True:
             restored &= set(registry.members.values())
-            _start_restoring(registry, pins, restored, tasks)
+            _start_restoring(registry, pins, locks, restored, tasks)
             await watch.changed()
             await anyio.sleep(PAUSE_SECONDS)
 
 
-def _start_restoring(registry: Registry, pins: Pins, restored: set[Member], tasks: TaskGroup) -> None:
+def _start_restoring(
+    registry: Registry, pins: Pins, locks: LockManager, restored: set[Member], tasks: TaskGroup
+) -> None:
     for member in registry.members.values():
         if member.up_to_date and member not in restored:
             restored.add(member)
             if pins.has(member.id):
-                tasks.start_soon(_restore, member, pins)
+                tasks.start_soon(_restore, member, pins, locks)
 
 
-async def _restore(member: Member, pins: Pins) -> None:
+async def _restore(member: Member, pins: Pins, locks: LockManager) -> None:
     count = 0
-    try:
-        for keys, seconds in pins.of(member.id):
-            for part in _parts(keys):
-                count += len(await _pin(member, part, seconds))
-    except (CommandFailed, MemberGone) as error:
-        logger.warning("instance %s: pins could not be restored: %s", member.id, error)
-    else:
-        logger.info("instance %s: pins restored on %d chunks", member.id, count)
+    # Else an unpin or a clear could end pins before they are given again.
+    lock = LockRequest(frozenset((member.id,)), None, exclusive=False)
+    locks.enqueue(lock)
+    async with locks.acquire(lock):
+        try:
+            for keys, seconds in pins.of(member.id):
+                for part in _parts(keys):
+                    count += len(await _pin(member, part, seconds))
+        except (CommandFailed, MemberGone) as error:
+            logger.warning("instance %s: pins could not be restored: %s", member.id, error)
+        else:
+            logger.info("instance %s: pins restored on %d chunks", member.id, count)

@@ -53,7 +53,7 @@ async def run_controller(settings: ServiceSettings) -> AsyncIterator[Controller]
         registry = Registry(heartbeat=settings.heartbeat, idle_timeout=settings.instance_timeout)
         async with open_tasks() as tasks, Operations.open(registry, log, pins) as operations:
             tasks.start_soon(registry.run)
-            tasks.start_soon(restore_pins, registry, pins)
+            tasks.start_soon(restore_pins, registry, pins, operations.locks)
             async with serving(
                 make_app(operations, token),
                 settings.listen,

@@ -9,7 +9,7 @@ import anyio.lowlevel
 import pytest
 
 from kvtier.fleet.controller import prompts
-from kvtier.fleet.controller.operations import LockManager, LockRequest
+from kvtier.fleet.controller.operation import LockManager, LockRequest
 from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.member.protocol import Changed, Command, Delete, Fetch, Model, TierDescription, Tokenize
 from kvtier.memory.keys import ChunkKey, join_keys

@@ -111,6 +111,26 @@ async def test_an_unpin_waits_for_pins(controller: RunningController) -> None:
         assert not controller.controller.operations.pins.keys("a")
 
 
+@pytest.mark.parametrize("path", ["/unpin", "/clear"])
+async def test_what_ends_pins_waits_until_they_are_restored(controller: RunningController, path: str) -> None:
+    """Else those that are still to be restored would be in force, and in no list."""
+    async with controller.instance("a", ram=KEYS, disk=KEYS[:2]):
+        for tier, ttl in (("ram", "1h"), ("ssd", "2h")):
+            await controller.done("/pin", instance="a", tier=tier, tokens=TOKENS, ttl=ttl)
+    await controller.wait_until(lambda: not controller.registry.members)
+    gate = Gate(Pin)
+    async with controller.instance("a", ram=KEYS, before=gate) as a:
+        await gate.reached.wait()
+        ended = await controller.post(path, instance="a", tier="ram", tokens=TOKENS)
+        await anyio.sleep(0.05)
+        assert [type(command) for command in a.commands] == [Pin]
+        gate.opened.set()
+        await controller.wait_for_end(ended)
+        await controller.wait_until(lambda: len(a.commands) >= 3)
+        assert not a.pinned
+        assert not controller.controller.operations.pins.keys("a")
+
+
 async def test_move_and_clear_report_the_pins_that_they_end(controller: RunningController) -> None:
     async with controller.instance("a", ram=KEYS, disk=KEYS[:2]), controller.instance("b"):
         await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
