@@ -169,7 +169,7 @@ lint: $(VENV)/.kvtier  ## Check style, types and dependencies
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/mypy benchmarks
+	$(BIN)/mypy benchmarks abuse soak
 	$(BIN)/mypy $(PLUGINS:%=%/src)
 	$(BIN)/deptry kvtier
 	$(BIN)/deptry tests abuse benchmarks soak fuzz --ignore DEP002,DEP004

@@ -42,18 +42,18 @@ def store(socket: Path, keys: list[ChunkKey]) -> int:
     """Store a prompt as a new engine; return how many chunks had room. Raises :class:`ChannelError`."""
     with connected(socket) as (worker, scheduler):
         call = scheduler.reserve([protocol.Run(ROOT, join_keys(keys), CHUNK_TOKENS)])
-        slots = scheduler.await_reply(call, ANSWER_SECONDS)
-        if slots is None:
+        reserved = scheduler.await_reply(call, ANSWER_SECONDS)
+        if reserved is None:
             raise ChannelError("no answer to a reservation")
-        filled = [(key, slot) for key, slot in zip(keys, slots[0], strict=True) if slot is not None]
-        worker.fill([slot.lease for _, slot in filled])
+        worker.fill(reserved.granted)
         assert worker.arena is not None
-        for key, slot in filled:
-            worker.arena.view(slot.offset + HEADER_BYTES, PAYLOAD_BYTES)[:] = noise(key, PAYLOAD_BYTES)
-        worker.commit([slot.lease for _, slot in filled])
+        for key, lease, offset in zip(keys, reserved.leases, reserved.offsets, strict=True):
+            if lease:
+                worker.arena.view(offset + HEADER_BYTES, PAYLOAD_BYTES)[:] = noise(key, PAYLOAD_BYTES)
+        worker.commit(reserved.granted)
         # Answered after the commit.
         worker.await_reply(worker.confirm([]), ANSWER_SECONDS)
-        return len(filled)
+        return len(reserved.granted)
 
 
 def read(socket: Path, keys: list[ChunkKey]) -> tuple[Counter[str], int]:

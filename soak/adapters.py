@@ -19,7 +19,7 @@ def make_versions(folder: Path) -> list[Path]:
     """Create all versions, in a separate process, because it imports large libraries."""
     versions = [folder / f"version-{number}" for number in range(VERSIONS)]
     code = (
-        "import sys, pathlib; from tests.vllm import models\n"
+        "import sys, pathlib; from tests.rigs.vllm import models\n"
         "for seed, folder in enumerate(sys.argv[1:]): models.make_lora(pathlib.Path(folder), seed=seed)"
     )
     subprocess.run([sys.executable, "-c", code, *map(str, versions)], check=True, capture_output=True)

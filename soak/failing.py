@@ -15,13 +15,13 @@ from soak.schedule import fails_to_load
 
 
 @dataclass
-class Failing(KVConnectorMetadata):
+class Failing(KVConnectorMetadata):  # type: ignore[misc]
     """The blocks whose load fails in a step."""
 
     blocks: set[int] = field(default_factory=set)
 
 
-class FailingConnector(KVConnectorBase_V1, SupportsHMA):
+class FailingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Loads synchronously, as vLLM's example connector does, and never delivers anything."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:  # noqa: ANN401 - vLLM's
@@ -66,7 +66,7 @@ class FailingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:  # noqa: ANN401
         """Fail."""
-        self._failed |= self._get_connector_metadata().blocks  # type: ignore[attr-defined]
+        self._failed |= self._get_connector_metadata().blocks
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks whose load has failed."""

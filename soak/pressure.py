@@ -31,12 +31,11 @@ def reserve_too_much(socket: Path) -> int:
     try:
         scheduler.connect()
         call = scheduler.reserve([protocol.Run(root, join_keys(keys), CHUNK_TOKENS)])
-        slots = scheduler.await_reply(call, ANSWER_SECONDS)
-        if slots is None:
+        reserved = scheduler.await_reply(call, ANSWER_SECONDS)
+        if reserved is None:
             raise ChannelError("no answer to a reservation")
-        leases = [slot.lease for slot in slots[0] if slot is not None]
-        scheduler.abandon(leases)
-        return len(leases)
+        scheduler.abandon(reserved.granted)
+        return len(reserved.granted)
     finally:
         scheduler.close()
 
