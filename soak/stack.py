@@ -210,7 +210,10 @@ def _folder(stack: ExitStack) -> Path:
 
 def make_model(folder: Path) -> Path:
     """Create the model for all engines, in a separate process, because it imports large libraries."""
-    code = "import sys, pathlib; from tests.rigs.vllm import models; models.make_llama(pathlib.Path(sys.argv[1]))"
+    code = """if True:
+        import pathlib, sys
+        from tests.rigs.vllm.models import make_llama
+        make_llama(pathlib.Path(sys.argv[1]))"""
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True)
     return folder
 
