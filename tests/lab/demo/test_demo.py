@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -126,8 +125,11 @@ def test_interrupted_demo_leaves_nothing(folder: Path, options: list[str]) -> No
     assert processes_using(folder) == []
 
 
-def test_missing_model_is_reported_with_the_log_of_vllm(folder: Path) -> None:
-    with start_demo(folder, "--model", json.dumps(str(folder / "nothing"))) as demo:
+def test_folder_without_a_model_is_reported_with_the_log_of_vllm(folder: Path) -> None:
+    model = folder / "nothing"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    with start_demo(folder, "--model", str(model)) as demo:
         shown = demo.communicate()[0]
     assert demo.returncode == 1
     assert "its log ends in" in shown
