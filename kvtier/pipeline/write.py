@@ -92,7 +92,7 @@ class Writer:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes that are queued, being written, or on their way from another tier."""
+        """Bytes that are queued or being written, without moves from one lower tier to another."""
         return self._copying_bytes + sum(queue.pending_bytes for queue in self._queues.values())
 
     # 1. Queue.
@@ -262,10 +262,12 @@ class Writer:
 
         ``allocate``: see :meth:`Reader.lease`.
         """
+        # A shutdown waits for what it may lose, but not for a long copy between lower tiers.
+        may_be_lost = source == self._memory.index or isinstance(event, Evict)
 
         async def copy(batch: Sequence[ChunkKey]) -> Sequence[Outcome]:
             chunks = await self._reader.lease(event, source, batch, allocate)
-            length = sum(chunk.lease.length for chunk in chunks)
+            length = sum(chunk.lease.length for chunk in chunks) if may_be_lost else 0
             self._copying_bytes += length
             try:
                 return await self.write(event, target, chunks)

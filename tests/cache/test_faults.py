@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 import anyio
 import pytest
@@ -94,6 +95,25 @@ async def test_hanging_write_keeps_its_memory_and_is_recorded_late(
         harness.resume("doll")
         await until(lambda: cache.arena.leases == cache.catalog.count(0))
         assert harness.held_chunks(tokens, "ram") == harness.held_chunks(tokens, "doll") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("source", "waited_for"), [("ram", 4), ("ssd", 0)])
+async def test_shutdown_waits_for_moves_out_of_memory_but_not_for_those_out_of_another_tier(
+    settings: MakeSettings, prompt: Prompt, source: str, waited_for: int
+) -> None:
+    async with faulty_sources.opened(settings, "doll", ssd=64, shared=False) as harness:
+        cache, tokens = harness.cache, prompt(1024)
+        keys = harness.model.keys(tokens)
+        await harness.fill(tokens, "ssd")
+        assert await harness.retrieve(tokens) == len(tokens)
+        await cache.clear(keys, tiers=["doll"])
+        harness.sources["doll"].delays.hang()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(cache.move, keys, source, "doll", copy=True))
+            await until(lambda: harness.sources["doll"].delays.waiting > 0)
+            assert cache.pending_bytes == waited_for * CHUNK_OBJECT_BYTES
+            harness.sources["doll"].delays.resume()
+        assert harness.held_chunks(tokens, "doll") == [0, 1, 2, 3]
 
 
 async def test_concurrent_requests_share_one_read_per_chunk(settings: MakeSettings, prompt: Prompt) -> None:
