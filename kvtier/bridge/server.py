@@ -529,6 +529,7 @@ class BridgeServer:
             del self._connections[engine.name], self._engines[engine.name]
             if engine.staging is not None and self._instance.stagings is not None:
                 self._instance.stagings.remove(engine.name)
+                engine.staging = None
             engine.close()
             if len(engine.writes):
                 self._departed.add(engine)

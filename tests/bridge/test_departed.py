@@ -16,9 +16,12 @@ from anyio import to_thread
 from kvtier.bridge import leases, protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.leases import WriterProcess
-from kvtier.bridge.protocol import Commit, Hello, Leave, Reserve, Reserved, Run
+from kvtier.bridge.protocol import Commit, Hello, Leave, RequestStaging, Reserve, Reserved, Run
 from kvtier.memory.keys import join_keys
+from kvtier.peers.staging.buffers import Stagings
 from kvtier.plugins import Plugins
+from kvtier.settings import Settings
+from kvtier.transports.nixl.settings import NixlSettings
 from tests.rigs.bridges import KEYS as REAL_KEYS
 from tests.rigs.bridges import ROOT as REAL_ROOT
 from tests.rigs.bridges import Start, reserve
@@ -121,6 +124,25 @@ async def test_memory_is_kept_for_a_process_without_pidfd(
             await again.send(Commit(reserved.leases))
             await again.status()
             assert reservations(host) == [0]
+
+
+async def test_staging_buffers_of_an_engine_that_returns_are_known_to_peers(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        stagings = host.instance.stagings = Stagings(Settings(), NixlSettings(type="nixl"), host.server.cache)
+        async with host.peer() as scheduler, host.peer() as worker:
+            await scheduler.greet()
+            await worker.greet("worker", 0, client=1)
+            await worker.send(RequestStaging(""))
+            await worker.status()
+            await ask(scheduler)
+        await until(lambda: not host.server.engines)
+        assert host.server.status()["reservations"]["departed_engines"] == 1  # type: ignore[index]
+        async with host.peer() as again, host.peer() as other:
+            for worker, engine in ((again, "engine"), (other, "other")):
+                await worker.greet("worker", 0, engine=engine, client=1)
+                await worker.send(RequestStaging(""))
+                await worker.status()
+            assert "several engines" in stagings.refusal(NAMESPACE)
 
 
 def test_exit_is_noticed_without_pidfd() -> None:
