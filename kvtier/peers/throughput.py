@@ -43,7 +43,11 @@ class PeerThroughput(Throughput):
         """Measured seconds per byte; ``None`` if unknown."""
         if not self._pending and self._clock() - self._began > REMEMBERED_SECONDS:
             return None
-        return self.seconds_per_unit(MEASURED_BYTES)
+        known = self.seconds_per_unit(MEASURED_BYTES)
+        if known is None and self._done >= MEASURED_BYTES:
+            # Its first sample: until the peer is known to be slow, it gets as many reads as the fastest.
+            return self._busy_seconds / self._done
+        return known
 
     def assign(self, length: int) -> None:
         """Count ``length`` bytes that will be read from this peer."""

@@ -106,6 +106,18 @@ def test_throughput_of_a_peer_is_that_of_overlapping_reads() -> None:
     assert peer.seconds_per_byte is None
 
 
+def test_throughput_of_a_new_peer_is_known_while_it_is_read_from() -> None:
+    clock = Clock()
+    peer = PeerThroughput(clock)
+    peer.begin(64 << 20)
+    clock.now += 1.0
+    peer.end(1 << 19, 1 << 19)
+    assert peer.seconds_per_byte is None
+    clock.now += 1.0
+    peer.end(1 << 19, 1 << 19)
+    assert peer.seconds_per_byte == pytest.approx(2.0 / (1 << 20))
+
+
 def test_fastest_peer_is_chosen_and_equal_ones_share() -> None:
     clock = Clock()
     peers = [PeerThroughput(clock) for _ in range(3)]
