@@ -114,6 +114,8 @@ class NixlLink(Link):
         self._base = address_of(arena.view(0, 1))
         self._deadline = deadline
         self._executor = executor
+        self._requests = WorkerThreads(1)
+        """Waits until the peer has an agent. ``executor`` starts that of this host, so it must not wait."""
         self._start = start
         self._endpoint = endpoint
         self._dial = dial
@@ -155,6 +157,7 @@ class NixlLink(Link):
                 if nixl_process is not None:
                     await nixl_process.end()
             self._nixl_process = self._lost = None
+        self._requests.close()
 
     async def _transfer(self, items: Sequence[WriteItem], *, write: bool) -> list[Outcome]:
         outcomes = [Outcome.MISS] * len(items)
@@ -289,7 +292,7 @@ class NixlLink(Link):
             finally:
                 connection.close()
 
-        endpoint = Endpoint.decode(await in_thread(request, self._executor))
+        endpoint = Endpoint.decode(await in_thread(request, self._requests, deadline.expire))
         if (endpoint.arena, endpoint.length) != (self._endpoint.arena, self._endpoint.length):
             self._is_replaced = True
             raise PeerError("the peer was restarted, and its grants are invalid")
