@@ -89,26 +89,26 @@ def test_all_workers_report_a_request_of_which_one_part_has_to_save() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "arguments"),
+    ("hook", "arguments", "call"),
     [
-        ("on_new_request", [REQUEST]),
-        ("update_state_after_alloc", [REQUEST, None, 64]),
-        ("update_connector_output", [KVConnectorOutput()]),
-        ("bind_gpu_block_pool", [None]),
-        ("reset_cache", []),
-        ("set_weight_version", ["step-2"]),
-        ("get_kv_connector_stats", []),
-        ("take_events", []),
-        ("shutdown", []),
+        ("on_new_request", [REQUEST], "on_new_request"),
+        ("update_state_after_alloc", [REQUEST, None, 64], "allocated"),
+        ("update_connector_output", [KVConnectorOutput()], "update_from_output"),
+        ("bind_gpu_block_pool", [None], "bind"),
+        ("reset_cache", [], "reset"),
+        ("set_weight_version", ["step-2"], "set_weight_version"),
+        ("get_kv_connector_stats", [], "take_stats"),
+        ("take_events", [], "events"),
+        ("shutdown", [], "close"),
     ],
 )
-def test_every_part_is_called(call: str, arguments: list[Any]) -> None:
+def test_every_part_is_called(hook: str, arguments: list[Any], call: str) -> None:
     sides = Side(), Side(), Side()
     connector = object.__new__(KVTierConnector)
     connector._scheduler, connector._worker = combined(*sides), None
     connector._log = SimpleNamespace(flush=lambda: None)  # type: ignore[assignment]
-    getattr(connector, call)(*arguments)
-    assert [len(side.calls) for side in sides] == [1] * 3
+    getattr(connector, hook)(*arguments)
+    assert [side.calls for side in sides] == [[call]] * 3
 
 
 def model(parts: int) -> ModelLayout:

@@ -2,7 +2,6 @@
 
 That is a state, and with attention windows a chunk of the prompt, unless it is the last one. The cache
 process may answer later than the step waits.
-
 """
 
 from __future__ import annotations

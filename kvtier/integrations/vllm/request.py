@@ -114,7 +114,7 @@ class EarlyProgress:
 
 @dataclass(slots=True)
 class TransferProgress:
-    """The KV transfer of a prompt to or from a peer. Written by ``kv_transfer.py`` only."""
+    """The KV transfer of a prompt to or from a peer. Written by ``prompt_transfers.py`` only."""
 
     ticket: int | None = None
     """Ticket of the running KV transfer to a peer."""
