@@ -128,7 +128,7 @@ def _engines(proxy: Proxy) -> APIRouter:
     router = APIRouter(dependencies=[Depends(authorize)])
 
     @router.get("/engines")
-    async def upstreams() -> list[EngineAnswer]:
+    async def engines() -> list[EngineAnswer]:
         """Return the state of all engines."""
         return [_engine_answer(upstream) for upstream in proxy.upstreams]
 

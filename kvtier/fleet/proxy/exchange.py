@@ -45,9 +45,8 @@ RETRIED = UNAVAILABLE | {429, 500}
 """Status codes of a prefill engine that are retried on another. The decoder repeats any other error."""
 INTERRUPTED = "the engine failed in the middle of its response: the response is incomplete"
 NO_DECODE_ENGINE = "no decode engine can be reached: try again later"
-
-
 MODELS_SECONDS = 5.0
+"""Timeout of one decode engine for the list of models."""
 
 
 class Exchange:
@@ -327,7 +326,7 @@ class Models:
                     return
             except UpstreamLost as lost:
                 logger.warning("%s", lost)
-        await client.refuse(Refused(503, "no decode engine can be reached: try again later", BUSY))
+        await client.refuse(Refused(503, NO_DECODE_ENGINE, BUSY))
 
     async def _forward(self, client: Client, upstream: Upstream) -> None:
         request = httpx.Request("GET", upstream.endpoint("/v1/models"), headers=to_engine(client.headers))
