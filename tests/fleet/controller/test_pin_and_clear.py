@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
+from kvtier.fleet.controller import operation
 from kvtier.fleet.member.protocol import Command, Delete, Lost, Pin
 from kvtier.memory.keys import split_keys
 from tests.rigs.running_controller import (
@@ -128,6 +129,23 @@ async def test_what_ends_pins_waits_until_they_are_restored(controller: RunningC
         await controller.wait_for_end(ended)
         await controller.wait_until(lambda: len(a.commands) >= 3)
         assert not a.pinned
+        assert not controller.controller.operations.pins.keys("a")
+
+
+async def test_an_instance_that_restores_no_pins_delays_their_end_once(
+    controller: RunningController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first pin without an answer ends the restoring, and what has waited for it goes on."""
+    async with controller.instance("a", ram=KEYS, disk=KEYS[:2]):
+        for tier, ttl in (("ram", "1h"), ("ssd", "2h")):
+            await controller.done("/pin", instance="a", tier=tier, tokens=TOKENS, ttl=ttl)
+    await controller.wait_until(lambda: not controller.registry.members)
+    monkeypatch.setattr(operation, "STALL_SECONDS", 0.2)
+    gate = Gate(Pin)
+    async with controller.instance("a", ram=KEYS, before=gate) as a:
+        await gate.reached.wait()
+        await controller.done("/unpin", instance="a", tier="ram", tokens=TOKENS)
+        assert [type(command) for command in a.commands].count(Pin) == len(a.cancelled) == 1
         assert not controller.controller.operations.pins.keys("a")
 
 
