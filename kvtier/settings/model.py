@@ -220,8 +220,9 @@ class PrefetchSettings(BaseModel):
         default="timeout",
         description=(
             "`best_effort`: a request uses the chunks already in memory and does not wait. `wait`: it "
-            "waits until every chunk found is in memory. `timeout`: it waits while chunks arrive; if none "
-            "arrives for `prefetch.deadline`, it uses the leading ones that are in memory."
+            "waits until every chunk found is in memory or has failed; an engine ends the wait if no chunk "
+            "arrives for 120 s. `timeout`: it waits while chunks arrive; if none arrives for "
+            "`prefetch.deadline`, it uses the leading ones that are in memory."
         ),
         examples=["timeout"],
     )
