@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import subprocess
 import threading
@@ -73,6 +74,7 @@ async def test_excess_notices_are_dropped_and_counted(monkeypatch: pytest.Monkey
 @pytest.mark.anyio
 async def test_warning_of_a_thread_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     async with forwarded(monkeypatch) as sent:
+        asyncio.get_running_loop().set_debug(True)  # What is not thread-safe fails then, and wakes nobody.
         thread = threading.Thread(target=logger.warning, args=("from a thread",))
         thread.start()
         await until(lambda: sent == ["from a thread"])
