@@ -19,7 +19,7 @@ WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
 PROMPTS = [prompt(LENGTH, start=1200 * number) for number in range(4)]
 LATER = prompt(LENGTH, start=9000)
 DEADLINE_SECONDS = 2.0
-SECRET = "sixteen or more characters"
+SECRET = "0123456789abcdef" * 4  # As long as 32 random bytes, so that no instance warns.
 TRANSPORTS: dict[str, dict[str, Any]] = {"tcp": {"type": "tcp"}, "nixl": {"type": "nixl"}}
 
 MakePeers = Callable[..., list[CacheProcess]]
