@@ -50,7 +50,7 @@ class Commands:
         self._instance = instance
         self._token_bytes = token_bytes
         self._model = instance.cache.model(MODEL, token_bytes=token_bytes)
-        instance.served.add("engine", self._model._namespace, self._model._layout, EngineModel([MODEL]))
+        instance.served.add("engine", self._model.namespace, self._model.layout, EngineModel([MODEL]))
 
     async def store(self, chunks: int) -> float:
         """Store a prompt; return how many of its tokens are held."""

@@ -28,18 +28,17 @@ from kvtier.errors import (
 from kvtier.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from kvtier.cache import TieredCache
+    from kvtier.cache import ModelCache, TieredCache
     from kvtier.catalog.hints import ChunkHints
     from kvtier.hookmarkers import hookimpl
     from kvtier.instance import Instance
-    from kvtier.model import ModelCache
     from kvtier.pipeline.query import Query
     from kvtier.settings import Settings, load_settings
 else:
     _MODULES = {
         "ChunkHints": "kvtier.catalog.hints",
         "Instance": "kvtier.instance",
-        "ModelCache": "kvtier.model",
+        "ModelCache": "kvtier.cache",
         "Query": "kvtier.pipeline.query",
         "Settings": "kvtier.settings",
         "TieredCache": "kvtier.cache",

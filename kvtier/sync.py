@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from kvtier import cache, instance, model
+from kvtier import cache, instance
 from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import KVTierError
 from kvtier.memory.keys import ChunkKey
+from kvtier.memory.rows import Rows
 from kvtier.pipeline.clear import Cleared
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
@@ -85,7 +86,7 @@ def _open(opening: AbstractAsyncContextManager[T]) -> Iterator[tuple[_Loop, T]]:
 class ModelCache:
     """Access to one model's chunks, as :class:`kvtier.ModelCache`. Created with :meth:`TieredCache.model`."""
 
-    def __init__(self, loop: _Loop, wrapped: model.ModelCache) -> None:
+    def __init__(self, loop: _Loop, wrapped: cache.ModelCache) -> None:
         self._call = loop.call
         self._model = wrapped
 
@@ -93,11 +94,11 @@ class ModelCache:
         """See :meth:`kvtier.ModelCache.keys`."""
         return self._call(self._model.keys, tokens)
 
-    def store(self, tokens: Sequence[int], rows: model.Rows, hints: ChunkHints | None = None) -> int:
+    def store(self, tokens: Sequence[int], rows: Rows, hints: ChunkHints | None = None) -> int:
         """See :meth:`kvtier.ModelCache.store`."""
         return self._call(self._model.store, tokens, rows, hints)
 
-    def retrieve(self, tokens: Sequence[int], rows: model.Rows, hints: ChunkHints | None = None) -> int:
+    def retrieve(self, tokens: Sequence[int], rows: Rows, hints: ChunkHints | None = None) -> int:
         """See :meth:`kvtier.ModelCache.retrieve`."""
         return self._call(self._model.retrieve, tokens, rows, hints)
 

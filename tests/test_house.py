@@ -25,7 +25,7 @@ LAYERS = (
     ("tiers",),
     ("hookspecs",),
     ("plugins", "pipeline"),
-    ("cache", "model"),
+    ("cache",),
     ("observability.recording", "observability.whatif"),
     ("observability.metrics", "http", "peers"),
     ("fleet.member", "fleet.service"),
@@ -39,8 +39,6 @@ LAYERS = (
 """From the lowest to the highest. A package, or package of a room, imports only those of lower layers."""
 ROOMS = ("observability", "fleet", "lab")
 """Their packages have layers of their own."""
-PAIRS = {("cache", "model"), ("model", "cache")}
-"""Facades of each other."""
 LEVELS = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 
 ENGINES = ("torch", "vllm")
@@ -108,7 +106,7 @@ NAMES = {module(path) for path in MODULES}
 
 
 def may_import(package: str, other: str) -> bool:
-    return package == other or (package, other) in PAIRS or LEVELS[other] < LEVELS[package]
+    return package == other or LEVELS[other] < LEVELS[package]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -144,7 +142,6 @@ def test_rooms_and_packages_import_each_other_in_no_circle() -> None:
         here, *_ = package(module(path)).split(".")
         names = {name.split(".")[1] for name in imported(path) if name.startswith("kvtier.")}
         graph.setdefault(here, set()).update(names - {here})
-    graph["model"].discard("cache")  # Of the pair, the type alone.
     TopologicalSorter(graph).prepare()  # Raises CycleError.
 
 
@@ -156,5 +153,4 @@ def test_modules_import_each_other_in_no_circle() -> None:
         others = {module_of(name) for name in imported(path) if name.startswith("kvtier.")}
         within = {other for other in others if here.startswith(f"{other}.")}
         graph[here] = others - within - {here}
-    graph["kvtier.model"].discard("kvtier.cache")  # Of the pair, the type alone.
     TopologicalSorter(graph).prepare()  # Raises CycleError.

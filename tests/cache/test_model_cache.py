@@ -11,7 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from kvtier import ModelCache, Settings, SettingsError, TieredCache
-from kvtier import model as model_module
+from kvtier import cache as cache_module
 from kvtier.catalog.partial_matches import block_tags_of
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import block_hashes
@@ -143,7 +143,7 @@ async def test_a_chunk_that_only_seems_to_begin_like_a_prompt_is_not_used(
     async with opened(settings(ssd=0)) as (cache, model):
         tokens = prompt(512)
         await model.store(tokens, rows(tokens))
-        monkeypatch.setattr(model_module, "block_tags_of", lambda hashes: stored)
+        monkeypatch.setattr(cache_module, "block_tags_of", lambda hashes: stored)
         stored = block_tags_of(block_hashes(tokens, 16))
         other = prompt(512, seed=1)
         assert await retrieve(model, other) == (0, bytearray(512 * TOKEN_BYTES))

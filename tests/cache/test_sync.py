@@ -11,7 +11,7 @@ import pytest
 
 import kvtier
 from kvtier import KVTierError, SettingsError, sync
-from kvtier import model as model_module
+from kvtier import cache as cache_module
 
 from .conftest import TOKEN_BYTES, MakeSettings, Prompt, rows
 
@@ -88,7 +88,7 @@ def test_the_block_ends_after_the_calls_of_other_threads(
     settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, copying, waiting = prompt(600), threading.Event(), threading.Event()
-    copy, wait = model_module._copy_all, sync.wait
+    copy, wait = cache_module.copy_all, sync.wait
     stored: list[int] = []
 
     def copy_later(copies: Any) -> None:
@@ -100,7 +100,7 @@ def test_the_block_ends_after_the_calls_of_other_threads(
         waiting.set()
         wait(calls)
 
-    monkeypatch.setattr(model_module, "_copy_all", copy_later)
+    monkeypatch.setattr(cache_module, "copy_all", copy_later)
     monkeypatch.setattr(sync, "wait", begin_to_wait)
     with sync.TieredCache.open(settings(ssd=0)) as cache:
         model = cache.model("llama", token_bytes=TOKEN_BYTES)

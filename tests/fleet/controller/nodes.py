@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import Settings
+from kvtier.cache import ModelCache
 from kvtier.catalog.catalog import State
 from kvtier.fleet.member.served_models import EngineModel
 from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
-from kvtier.model import ModelCache
 from kvtier.plugins import Plugins
 
 # Imported before the event loop runs: the imports would block it for too long.

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from kvtier import Settings
+from kvtier.cache import ModelCache
 from kvtier.events import PromptLookup
 from kvtier.instance import Instance
 from kvtier.lab.simulation.trace import chunk_keys
 from kvtier.memory.header import object_bytes
-from kvtier.model import ModelCache
 from kvtier.observability.whatif.answers import report_of
 from kvtier.observability.whatif.estimate import Estimate
 from kvtier.observability.whatif.estimator import HALVINGS, MAX_BEHIND_SECONDS, MAX_PENDING_BYTES, Estimator
