@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from reprlib import repr as _shown
 from typing import Annotated
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -139,3 +139,6 @@ Integer = Annotated[int, BeforeValidator(check_number)]
 
 Number = Annotated[float, BeforeValidator(check_number)]
 """A setting that is a number."""
+
+Fraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(check_number)]
+"""A setting that is a part of a whole, above 0."""

@@ -16,11 +16,12 @@ from functools import partial
 from struct import Struct
 from typing import ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from kvtier import native
 from kvtier.catalog.hints import NO_HINTS, ChunkHints, HintColumns
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
+from kvtier.settings.values import SettingsModel
 
 _KEY = Struct(f"{KEY_BYTES}s")
 NO_PARENT = -1
@@ -90,10 +91,8 @@ class IncomingPrompt:
     hints: ChunkHints = NO_HINTS
 
 
-class PolicySettings(BaseModel):
+class PolicySettings(SettingsModel):
     """Settings of an eviction policy. Subclass it for more; they are written next to ``type``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: str = Field(description="Name of the policy.", examples=["lru"])
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from kvtier.errors import SettingsError
+from kvtier.settings.values import SettingsModel
 
 MIN_TOKEN_CHARACTERS = 16
 
@@ -42,10 +43,10 @@ def _check_token(token: SecretStr) -> SecretStr:
 Token = Annotated[SecretStr, AfterValidator(_check_token)]
 
 
-class CommandSettings(BaseModel):
+class CommandSettings(SettingsModel):
     """Base class. Each field is made by :func:`option`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     @classmethod
     def of(cls, **values: object) -> Self:

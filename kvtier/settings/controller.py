@@ -7,9 +7,9 @@ import socket
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
-from kvtier.settings.values import Secret
+from kvtier.settings.values import Secret, SettingsModel
 
 INSTANCE_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
@@ -24,10 +24,8 @@ def _validate_url(url: str) -> str:
 ControllerURL = Annotated[str, AfterValidator(_validate_url)]
 
 
-class ControllerSettings(BaseModel):
+class ControllerSettings(SettingsModel):
     """The controller that this instance registers with. If omitted, the instance runs without one."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: ControllerURL | None = Field(
         default=None,

@@ -18,9 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PrivateAttr,
     ValidationError,
@@ -45,9 +43,9 @@ from kvtier.settings.sources import (
     variable_name,
 )
 from kvtier.settings.tenants import Tenants, TierTenantSettings
-from kvtier.settings.values import MAX_DIGITS, Choice, LocalPath
+from kvtier.settings.values import MAX_DIGITS, Choice, LocalPath, SettingsModel
 from kvtier.settings.yaml_file import SettingsFile
-from kvtier.units import Duration, Integer, Number, Size, check_number
+from kvtier.units import Duration, Fraction, Integer, Size, check_number
 
 PAGE_BYTES = 4096
 """Minimum capacity: one page, the accounting unit of every tier."""
@@ -76,14 +74,12 @@ LogLevel = Annotated[
 ]
 
 
-class TierSettings(BaseModel):
+class TierSettings(SettingsModel):
     """Settings common to all tiers. A shared pool needs no more, because it manages its own capacity.
 
     A backend with further settings subclasses this class or :class:`LocalTierSettings` and declares the
     subclass as its ``settings_type``.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(
         description="Name of the tier in messages, metrics and commands. Must be unique.",
@@ -164,21 +160,17 @@ class LocalTierSettings(TierSettings):
         ),
         examples=["identity"],
     )
-    high_watermark: Number = Field(
+    high_watermark: Fraction = Field(
         default=0.95,
-        gt=0,
-        le=1,
         description=(
             "Fraction of the capacity in use at which eviction starts. A single tier whose policy may "
             "decline chunks is filled: in free space, worse ones would replace better ones."
         ),
         examples=[0.95],
     )
-    low_watermark: Number = Field(
+    low_watermark: Fraction = Field(
         default=0.9,
         validate_default=True,
-        gt=0,
-        le=1,
         description="Fraction of the capacity in use at which eviction stops.",
         examples=[0.9],
     )
@@ -211,10 +203,8 @@ class LocalTierSettings(TierSettings):
         return low
 
 
-class PrefetchSettings(BaseModel):
+class PrefetchSettings(SettingsModel):
     """How long a request waits for chunks that only a lower tier or a peer holds."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     policy: Literal["best_effort", "wait", "timeout"] = Field(
         default="timeout",
@@ -327,10 +317,8 @@ class Settings(BaseSettings):
         ),
         examples=["10s"],
     )
-    reserve_share: Number = Field(
+    reserve_share: Fraction = Field(
         default=0.5,
-        gt=0,
-        le=1,
         description=(
             "Maximum fraction of the first tier's capacity that one engine may have reserved for chunks that "
             "it has not stored yet. Further chunks are not stored. So an engine that is stopped does not "

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from kvtier.settings.peer import Address
-from kvtier.settings.values import LocalPath
+from kvtier.settings.values import LocalPath, SettingsModel
 from kvtier.units import MIB, Duration, Integer, Size
 
 MAX_FILES = 100
 
 
-class MetricsSettings(BaseModel):
+class MetricsSettings(SettingsModel):
     """The Prometheus endpoint of this instance. If omitted, metrics are not served."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     listen: Address | None = Field(
         default=None,
@@ -26,10 +24,8 @@ class MetricsSettings(BaseModel):
     )
 
 
-class RecordingSettings(BaseModel):
+class RecordingSettings(SettingsModel):
     """Where the lookups of this host's engines are recorded. By default they are not."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: LocalPath | None = Field(
         default=None,
@@ -57,10 +53,8 @@ class RecordingSettings(BaseModel):
     )
 
 
-class WhatIfSettings(BaseModel):
+class WhatIfSettings(SettingsModel):
     """What a cache process estimates while it serves. See [whatif.md](whatif.md)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     enabled: bool = Field(
         default=True,

@@ -9,8 +9,6 @@ from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     SecretStr,
     field_validator,
@@ -18,8 +16,8 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
-from kvtier.settings.values import Choice, LocalPath, Secret
-from kvtier.units import Duration, Number, Size
+from kvtier.settings.values import Choice, LocalPath, Secret, SettingsModel
+from kvtier.units import Duration, Fraction, Size
 
 MIN_SECRET_CHARACTERS = 16
 """Minimum length of a secret. A shorter one can be brute-forced from one captured handshake."""
@@ -84,10 +82,8 @@ def _validate_address(address: str) -> str:
 Address = Annotated[str, AfterValidator(_validate_address)]
 
 
-class TLSSettings(BaseModel):
+class TLSSettings(SettingsModel):
     """Certificates for mutual authentication and encryption between instances."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     certificate: LocalPath = Field(
         description="Certificate file of this instance (PEM).", examples=["/etc/kvtier/peer.pem"]
@@ -101,10 +97,8 @@ class TLSSettings(BaseModel):
     )
 
 
-class PeerSettings(BaseModel):
+class PeerSettings(SettingsModel):
     """How this instance and its peers serve their tiers to each other. If omitted, it has no peers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     listen: Address | None = Field(
         default=None,
@@ -151,10 +145,8 @@ class PeerSettings(BaseModel):
         ),
         examples=["10s"],
     )
-    share: Number = Field(
+    share: Fraction = Field(
         default=0.5,
-        gt=0,
-        le=1,
         description="Maximum fraction of the first tier's capacity that may be leased to peers at once.",
         examples=[0.5],
     )
@@ -210,10 +202,8 @@ def max_bits(secret: str) -> float:
     return len(text) * math.log2(min(sizes, default=len(string.printable.strip())))
 
 
-class KVTransferSettings(BaseModel):
+class KVTransferSettings(SettingsModel):
     """Transfer of a prompt's KV from the prefill instance to the decode instance."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     timeout: Duration = Field(
         default=10.0,

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from kvtier.settings.values import Secret
-from kvtier.units import Number
+from kvtier.settings.values import Secret, SettingsModel
+from kvtier.units import Fraction, Number
 
 OTHER = "other"
 """The name that stands for everyone who is not configured."""
@@ -19,10 +19,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,63}")
 _ROUNDING = 1e-9
 
 
-class TenantSettings(BaseModel):
+class TenantSettings(SettingsModel):
     """What one tenant may hold of a tier: fractions of what eviction leaves in use there."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     share: Number = Field(
         default=0.0,
@@ -31,8 +29,8 @@ class TenantSettings(BaseModel):
         description="Fraction of a tier that is never taken from this tenant for others.",
         examples=[0.3],
     )
-    max: Number = Field(
-        default=1.0, gt=0, le=1, description="Fraction of a tier that it holds at most.", examples=[0.5]
+    max: Fraction = Field(
+        default=1.0, description="Fraction of a tier that it holds at most.", examples=[0.5]
     )
     weight: Number = Field(
         default=1.0,
@@ -54,13 +52,11 @@ class TenantSettings(BaseModel):
         return self
 
 
-class TierTenantSettings(BaseModel):
+class TierTenantSettings(SettingsModel):
     """What differs for a tenant in one tier."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     share: Number | None = Field(default=None, ge=0, le=1, description="In place of the tenant's `share`.")
-    max: Number | None = Field(default=None, gt=0, le=1, description="In place of the tenant's `max`.")
+    max: Fraction | None = Field(default=None, description="In place of the tenant's `max`.")
     weight: Number | None = Field(
         default=None, gt=0, le=1000, description="In place of the tenant's `weight`."
     )

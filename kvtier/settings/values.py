@@ -12,7 +12,9 @@ from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     PlainSerializer,
     SecretStr,
     SerializationInfo,
@@ -28,6 +30,12 @@ REVEALED = object()
 _USAGE = "use a string, {env: NAME} or {file: PATH}"
 _SOURCE = {"type": "object", "minProperties": 1, "maxProperties": 1, "additionalProperties": False}
 MAX_DIGITS = 100
+
+
+class SettingsModel(BaseModel):
+    """Base class of groups of settings. Unknown names are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _check_path(value: object) -> object:

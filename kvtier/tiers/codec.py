@@ -5,16 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from kvtier.memory.header import IDENTITY
 from kvtier.memory.layout import ChunkLayout
+from kvtier.settings.values import SettingsModel
 
 
-class CodecSettings(BaseModel):
+class CodecSettings(SettingsModel):
     """Settings of a codec. Subclass it for more; they are written next to ``type``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: str = Field(description="Name of the codec.", examples=["identity"])
 

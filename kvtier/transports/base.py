@@ -18,19 +18,18 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from kvtier.backends.base import Outcome
 from kvtier.concurrency.sockets.connection import Connection, Deadline
 from kvtier.memory.arena import Arena
 from kvtier.memory.slices import Lease
+from kvtier.settings.values import SettingsModel
 from kvtier.units import Duration
 
 
-class TransportSettings(BaseModel):
+class TransportSettings(SettingsModel):
     """Settings common to all transports. A transport with more of them subclasses it as ``settings_type``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: str = Field(description="Which transport moves the bytes.", examples=["tcp"])
     deadline: Duration = Field(

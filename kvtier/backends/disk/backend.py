@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import ClassVar, Literal, TypeVar
 
 import anyio
@@ -99,16 +100,12 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
         """
         settings = self._settings
         self._executor = WorkerThreads(settings.concurrency)
-        try:
+        async with AsyncExitStack() as undo:
+            undo.callback(self._executor.close)
             self._folder = await ObjectFolder.open(settings.name, settings.path, direct=settings.direct)
-            try:
-                self._ring = self._make_ring()
-            except BaseException:
-                await self._folder.close()
-                raise
-        except BaseException:
-            self._executor.close()
-            raise
+            undo.push_async_callback(self._folder.close)
+            self._ring = self._make_ring()
+            undo.pop_all()
 
     async def close(self) -> None:
         """Unlock the folder for the next process."""

@@ -23,7 +23,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -93,32 +93,28 @@ class ObjectFolder:
         """
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         holder = f"process {os.getpid()} on host {socket.gethostname()} since {since}"
-        # Shielded, because a cancelled call would leave files open.
-        with CancelScope(shield=True):
-            try:
-                await aiofiles.os.makedirs(root, mode=0o700, exist_ok=True)
-                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-                descriptor = await aiofiles.os.wrap(os.open)(root, flags)
-                try:
+        try:
+            # Shielded, because a cancelled call would leave files open.
+            with CancelScope(shield=True):
+                async with AsyncExitStack() as undo:
+                    await aiofiles.os.makedirs(root, mode=0o700, exist_ok=True)
+                    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                    descriptor = await aiofiles.os.wrap(os.open)(root, flags)
+                    undo.callback(os.close, descriptor)
                     lock = await LockFile.acquire(Path(f"/proc/self/fd/{descriptor}/{LOCK_FILE}"), holder)
-                    try:
-                        direct = await _probe(tier, root, direct=direct)
-                    except BaseException:
-                        await lock.release()
-                        raise
-                except BaseException:
-                    os.close(descriptor)
-                    raise
-            except FileLocked as error:
-                raise TierError(
-                    f"tier {tier!r}: path {root} is in use by {error.holder}: stop that process, or set this "
-                    "tier's `path` to a folder of its own"
-                ) from error
-            except OSError as error:
-                raise TierError(
-                    f"tier {tier!r}: path {root} cannot be used ({error.strerror}): set the tier's `path` to "
-                    "a folder that this user can write to"
-                ) from error
+                    undo.push_async_callback(lock.release)
+                    direct = await _probe(tier, root, direct=direct)
+                    undo.pop_all()
+        except FileLocked as error:
+            raise TierError(
+                f"tier {tier!r}: path {root} is in use by {error.holder}: stop that process, or set this "
+                "tier's `path` to a folder of its own"
+            ) from error
+        except OSError as error:
+            raise TierError(
+                f"tier {tier!r}: path {root} cannot be used ({error.strerror}): set the tier's `path` to "
+                "a folder that this user can write to"
+            ) from error
         return cls(tier, root, lock, descriptor, direct=direct)
 
     @property

@@ -185,36 +185,40 @@ class Topology(ABC):
         """Drop the cached placement; the next batch discovers it again."""
         self._known = None
 
+    async def _discover(self, deadline: Deadline) -> Placement:
+        """Ask one server after another, each for its part of the time that is left."""
+        candidates = self._candidates()
+        failure = ControlFailed(candidates[0])
+        for index, endpoint in enumerate(candidates):
+            try:
+                return await self._ask(endpoint, deadline.remaining() / (len(candidates) - index))
+            except ControlFailed as error:
+                failure = error
+        raise failure
+
+    def _candidates(self) -> Sequence[Endpoint]:
+        return self._pool_url.endpoints
+
     @abstractmethod
-    async def _discover(self, deadline: Deadline) -> Placement: ...
+    async def _ask(self, endpoint: Endpoint, seconds: float) -> Placement: ...
 
 
 class Single(Topology):
     """A single server."""
 
-    async def _discover(self, deadline: Deadline) -> Placement:
-        return Placement(self._pool_url.endpoints)
+    async def _ask(self, endpoint: Endpoint, seconds: float) -> Placement:
+        return Placement([endpoint])
 
 
 class Sentinel(Topology):
     """The current primary of a service, according to its sentinels."""
 
-    async def _discover(self, deadline: Deadline) -> Placement:
-        failure = ControlFailed(self._pool_url.endpoints[0])
-        sentinels = self._pool_url.endpoints
-        for index, sentinel in enumerate(sentinels):
-            seconds = deadline.remaining() / (len(sentinels) - index)
-            try:
-                primary = await self._control.primary(sentinel, self._pool_url.service, seconds)
-            except ControlFailed as error:
-                failure = error
-                continue
-            if primary is not None:
-                return Placement([primary])
-            failure = ControlFailed(
-                sentinel, f"the sentinel at {sentinel} does not monitor {self._pool_url.service!r}"
-            )
-        raise failure
+    async def _ask(self, endpoint: Endpoint, seconds: float) -> Placement:
+        service = self._pool_url.service
+        primary = await self._control.primary(endpoint, service, seconds)
+        if primary is None:
+            raise ControlFailed(endpoint, f"the sentinel at {endpoint} does not monitor {service!r}")
+        return Placement([primary])
 
 
 class Cluster(Topology):
@@ -226,23 +230,17 @@ class Cluster(Topology):
         super().__init__(pool_url, control)
         self._members: Sequence[Endpoint] = ()
 
-    async def _discover(self, deadline: Deadline) -> Placement:
-        # Also ask the last known members: those in the URL may be replaced while the cluster is running.
-        candidates = list(dict.fromkeys([*self._pool_url.endpoints, *self._members]))
-        failure = ControlFailed(candidates[0])
-        for index, endpoint in enumerate(candidates):
-            try:
-                ranges = await self._control.slots(endpoint, deadline.remaining() / (len(candidates) - index))
-            except ControlFailed as error:
-                failure = error
-                continue
-            if not ranges:
-                failure = ControlFailed(endpoint, f"{endpoint} is not part of a cluster that has hash slots")
-                continue
-            placement = _placement_of(ranges)
-            self._members = placement.endpoints
-            return placement
-        raise failure
+    def _candidates(self) -> Sequence[Endpoint]:
+        # Also the last known members: those in the URL may be replaced while the cluster is running.
+        return list(dict.fromkeys([*self._pool_url.endpoints, *self._members]))
+
+    async def _ask(self, endpoint: Endpoint, seconds: float) -> Placement:
+        ranges = await self._control.slots(endpoint, seconds)
+        if not ranges:
+            raise ControlFailed(endpoint, f"{endpoint} is not part of a cluster that has hash slots")
+        placement = _placement_of(ranges)
+        self._members = placement.endpoints
+        return placement
 
 
 def topology_of(pool_url: PoolURL, control: Control) -> Topology:
