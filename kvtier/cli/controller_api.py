@@ -20,13 +20,13 @@ from pydantic import BaseModel, ValidationError
 from kvtier.errors import ControllerError
 from kvtier.fleet.controller.answers import (
     Accepted,
-    EventAnswer,
     EventsAnswer,
     InstancesAnswer,
     InstanceWithHistory,
     LookupAnswer,
     PinsAnswer,
 )
+from kvtier.fleet.controller.events import Event
 from kvtier.version import __version__
 
 TIMEOUT_SECONDS = 3.0
@@ -73,9 +73,9 @@ class ControllerAPI:
         """Return the latest events, newest first."""
         return self._answer(EventsAnswer, "GET", "/events", {"limit": limit})
 
-    def event(self, event_id: str, *, wait: float | None = None) -> EventAnswer:
+    def event(self, event_id: str, *, wait: float | None = None) -> Event:
         """Return an event. With ``wait``, once it has ended, or after ``wait`` seconds."""
-        return self._answer(EventAnswer, "GET", f"/events/{quote(event_id, safe='')}", {"wait": wait})
+        return self._answer(Event, "GET", f"/events/{quote(event_id, safe='')}", {"wait": wait})
 
     def pins(self, instance: str | None, limit: int) -> PinsAnswer:
         """Return the pins of an instance, or of all, newest first."""
@@ -89,7 +89,7 @@ class ControllerAPI:
         """Return one instance, with its history."""
         return self._answer(InstanceWithHistory, "GET", f"/instances/{quote(name, safe='')}")
 
-    def stream(self) -> Iterator[EventAnswer]:
+    def stream(self) -> Iterator[Event]:
         """Yield events as they change, until the stream ends. Raises: ControllerError: also at its end."""
         timeout = httpx.Timeout(STREAM_SECONDS, connect=CONNECT_SECONDS)
         with self._explained(), self._http.stream("GET", "/stream", timeout=timeout) as response:
@@ -102,7 +102,7 @@ class ControllerAPI:
                 if field == "event":
                     name = value.strip()
                 elif field == "data" and name == "event":
-                    yield self._decoded(EventAnswer, value.encode())
+                    yield self._decoded(Event, value.encode())
         raise ControllerError(f"the controller at {self._url} has ended the stream of events")
 
     def _answer(

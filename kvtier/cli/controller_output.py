@@ -15,7 +15,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from kvtier.cli.terminal import messages, output, print_json, table
 from kvtier.errors import ControllerError
 from kvtier.fleet.controller.answers import (
-    EventAnswer,
     EventsAnswer,
     InstanceAnswer,
     InstancesAnswer,
@@ -24,6 +23,7 @@ from kvtier.fleet.controller.answers import (
     PinsAnswer,
     TierAnswer,
 )
+from kvtier.fleet.controller.events import Event
 from kvtier.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ def show(answer: BaseModel, *, as_json: bool) -> None:
             _show_pins(answer)
         case EventsAnswer():
             _show_events(answer)
-        case EventAnswer():
+        case Event():
             _show_event(answer)
 
 
-def describe_result(event: EventAnswer) -> str:
+def describe_result(event: Event) -> str:
     """Return the result of a finished event as a sentence."""
     result = event.result
     done = f"{DONE.get(event.kind, 'done')} ({route(event)})"
@@ -83,13 +83,13 @@ def describe_result(event: EventAnswer) -> str:
     return f"{text} {result.reason}" if result.reason else text
 
 
-def route(event: EventAnswer) -> str:
+def route(event: Event) -> str:
     """Return an event's source and target as INSTANCE/TIER, or its only place. INSTANCE means all tiers."""
     places = (place for place in (event.source, event.target) if place is not None)
     return " -> ".join("/".join(name for name in place if name) for place in places)
 
 
-def progress(event: EventAnswer) -> str:
+def progress(event: Event) -> str:
     """Return the number of chunks done, and their size."""
     size = f", {format_size(event.bytes_done)}" if event.bytes_done else ""
     return f"{event.chunks_done} of {event.chunks} chunks{size}"
@@ -192,7 +192,7 @@ def _show_events(answer: EventsAnswer) -> None:
     output().print(rows)
 
 
-def _show_event(event: EventAnswer) -> None:
+def _show_event(event: Event) -> None:
     _show_facts(
         {
             "event": event.event_id,
@@ -266,7 +266,7 @@ def print_outcome(controller: ControllerAPI, accepted: Accepted, *, wait: bool, 
         output().print(escape(accepted.event_id))
 
 
-def follow(controller: ControllerAPI, event_id: str) -> EventAnswer:
+def follow(controller: ControllerAPI, event_id: str) -> Event:
     """Wait for the end of an event. Ctrl-C stops waiting, but not the operation."""
     console = messages()
     columns = (
@@ -299,7 +299,7 @@ def follow(controller: ControllerAPI, event_id: str) -> EventAnswer:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def print_result(event: EventAnswer, *, as_json: bool) -> None:
+def print_result(event: Event, *, as_json: bool) -> None:
     """Print the result of an event. Raises: ControllerError: it failed, with the reason."""
     if as_json:
         show(event, as_json=True)

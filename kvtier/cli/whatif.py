@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 from msgspec import to_builtins
-from msgspec.structs import replace
 from rich.markup import escape
 from rich.table import Table
 

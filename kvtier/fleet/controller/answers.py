@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec.structs import asdict
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from kvtier.fleet.controller.events import Event, EventState, Kind
+from kvtier.fleet.controller.events import Event
 from kvtier.fleet.member.protocol import TierState
 from kvtier.memory.keys import ChunkKey
+from kvtier.observability.whatif.report import Report
 from kvtier.observability.whatif.sentences import NOTHING_REPORTED, basis, findings
 
 if TYPE_CHECKING:
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 
 _UNKNOWN = TierState(used=0, chunks=0, available=True, found=0)
 """The state reported before the first heartbeat."""
-
-
-class _Answer(BaseModel):
-    model_config = ConfigDict(from_attributes=True)
 
 
 class LookupAnswer(BaseModel):
@@ -54,50 +51,10 @@ class Accepted(BaseModel):
     )
 
 
-class ResultAnswer(_Answer):
-    """The result of an event."""
-
-    tokens: int = Field(description="Tokens of the chunks that were processed.")
-    chunks: int = Field(description="Chunks that were moved, copied, fetched, pinned, unpinned or removed.")
-    bytes: int = Field(description="Bytes transferred, or freed by a clear.")
-    removed: int = Field(description="Chunks removed: from the source of a move, or by a clear.")
-    unpinned: int = Field(
-        default=0,
-        description="Pinned chunks that are not pinned any more: unpinned, moved away or cleared.",
-    )
-    reason: str | None = Field(description="Why fewer chunks were processed than requested.")
-
-
-class EventAnswer(BaseModel):
-    """One operation. Times are Unix timestamps in seconds."""
-
-    event_id: str = Field(examples=["9f86d081884c7d65"])
-    kind: Kind
-    state: EventState
-    source: tuple[str, str | None] | None = Field(
-        description="The source of a move or copy: instance and tier.",
-        examples=[["instance-1", "cpu"]],
-    )
-    target: tuple[str, str | None] | None = Field(
-        description="The instance and tier that the operation targets; tier `null` means all tiers.",
-        examples=[["instance-2", "cpu"]],
-    )
-    model: str | None
-    num_tokens: int
-    chunks: int = Field(description="Number of chunks that the operation applies to.")
-    chunks_done: int
-    bytes_done: int
-    created_at: float
-    started_at: float | None = Field(description="`null` while it waits for conflicting operations.")
-    ended_at: float | None
-    error: str | None = Field(description="Why it failed.")
-    result: ResultAnswer
-
-
 class EventsAnswer(BaseModel):
     """Events, newest first."""
 
-    events: list[EventAnswer]
+    events: list[Event]
 
 
 class TierAnswer(BaseModel):
@@ -173,66 +130,6 @@ class InstanceWithHistory(InstanceAnswer):
     history: list[Sample]
 
 
-class WhatIfPoint(_Answer):
-    """One capacity of a tier."""
-
-    capacity_bytes: int
-    hit_rate: float = Field(description="Of the whole cache, if the tier had this capacity.")
-    fast_hit_rate: float | None = Field(
-        description="Of these, the hits in this tier and faster ones. `null` if it is not estimated."
-    )
-
-
-class WhatIfTier(_Answer):
-    """How the hit rate of the whole cache depends on the capacity of one tier."""
-
-    tier: str
-    policy: str = Field(description="Its eviction policy.", examples=["lru"])
-    capacity_bytes: int
-    hit_rate: float = Field(description="Estimated at the capacity of today.")
-    useful_bytes: int = Field(
-        description="The least capacity with almost as many hits, also in this tier and faster ones."
-    )
-    points: list[WhatIfPoint] = Field(description="By capacity, the smallest first.")
-
-
-class WhatIfChange(_Answer):
-    """One change of the settings, of a capacity or of a policy."""
-
-    tier: str
-    capacity_bytes: int | None
-    policy: str | None
-    hit_rate: float
-    gained: float = Field(description="Hit rate minus that of today, both estimated; may be negative.")
-    gpu_seconds_a_day: float | None = Field(
-        description="Prefill that the engines would not do. `null` while the speed of prefill is unknown."
-    )
-
-
-class WhatIfReport(_Answer):
-    """What an instance estimates. Hit rates are fractions from 0 to 1."""
-
-    seconds: float = Field(description="For how long lookups have been observed.")
-    chunks: int = Field(description="Chunks of lookups that were observed.")
-    looked_up: int = Field(
-        default=0,
-        description="Chunks of all lookups since the start, also of those that wait or were dropped.",
-    )
-    observed: float = Field(default=1.0, description="The part of these that was observed, from 0 to 1.")
-    behind_seconds: float = Field(
-        default=0.0, description="For how long the oldest lookup that is not observed yet has been waiting."
-    )
-    sampled: int = Field(description="Of these, those in the sample.")
-    sampling: float = Field(description="The part of all keys that the sample has.")
-    cpu_share: float = Field(description="What the estimate takes of one core.")
-    dropped: int = Field(description="Lookups that were not observed.")
-    measured_hit_rate: float | None
-    prefill_tokens_per_second: float | None
-    tiers: list[WhatIfTier]
-    changes: list[WhatIfChange] = Field(description="The most useful ones first.")
-    stopped: str = Field(description="Why nothing is observed any more; empty while it is.")
-
-
 class WhatIfAnswer(BaseModel):
     """What other capacities and policies would bring to an instance."""
 
@@ -242,7 +139,7 @@ class WhatIfAnswer(BaseModel):
         description="What could be changed, in sentences, the most useful first.",
         examples=[["+50GiB of ram: +7.0 points, saves 31 GPU minutes a day"]],
     )
-    report: WhatIfReport | None
+    report: Report | None
 
 
 class InstancesAnswer(BaseModel):
@@ -281,11 +178,6 @@ class Problem(BaseModel):
 
     detail: str = Field(description="The reason, in one sentence.")
     known: list[str] = Field(default=[], description="The known names, if an unknown one was given.")
-
-
-def of_event(event: Event) -> EventAnswer:
-    """Return the response model of an event."""
-    return EventAnswer.model_validate({"event_id": event.id, **asdict(event)})
 
 
 def of_members(members: Iterable[Member], pins: Pins) -> InstancesAnswer:
@@ -356,7 +248,7 @@ def what_if(member: Member) -> WhatIfAnswer:
         what_if_at=member.what_if_at,
         basis=basis(report),
         findings=findings(report),
-        report=WhatIfReport.model_validate(report),
+        report=report,
     )
 
 

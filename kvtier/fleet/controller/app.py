@@ -19,7 +19,6 @@ from kvtier.errors import ControllerError
 from kvtier.fleet.controller import answers, connection
 from kvtier.fleet.controller.answers import (
     Accepted,
-    EventAnswer,
     EventsAnswer,
     Health,
     InstancesAnswer,
@@ -270,7 +269,7 @@ def _add_queries(router: APIRouter, operations: Operations) -> None:
     @router.get("/events", tags=[STATE_TAG])
     async def events(limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100) -> EventsAnswer:
         """List the latest events, newest first."""
-        return EventsAnswer(events=[answers.of_event(event) for event in log.newest(limit)])
+        return EventsAnswer(events=log.newest(limit))
 
     @router.get("/events/{event_id}", tags=[STATE_TAG])
     async def event(
@@ -278,12 +277,12 @@ def _add_queries(router: APIRouter, operations: Operations) -> None:
         wait: Annotated[
             float, Query(ge=0, description="Wait until the event has ended, for at most this many seconds.")
         ] = 0,
-    ) -> EventAnswer:
+    ) -> Event:
         """Return one event. Events are kept for some time after their end."""
         found = log.find(event_id)
         if wait:
             await log.wait(found, min(wait, MAX_WAIT_SECONDS))
-        return answers.of_event(found)
+        return found
 
     @router.get("/instances", tags=[STATE_TAG])
     async def instances() -> InstancesAnswer:
@@ -333,7 +332,7 @@ def _query(body: PromptBody) -> PromptQuery:
 
 
 def _accepted(event: Event) -> Accepted:
-    return Accepted(event_id=event.id, num_tokens=event.num_tokens)
+    return Accepted(event_id=event.event_id, num_tokens=event.num_tokens)
 
 
 class _PageFile:

@@ -16,6 +16,7 @@ from typing import Literal
 
 import anyio
 import msgspec
+from pydantic import AliasChoices, BaseModel, Field
 
 from kvtier.fleet.controller.errors import TooManyOperations, UnknownName
 from kvtier.fleet.controller.settings import KEEP_SECONDS
@@ -33,42 +34,46 @@ RESTARTED = "the controller was restarted"
 PARTIAL_PROGRESS = "chunks confirmed before that keep their new state: repeat the request to do the rest"
 
 
-class Result(msgspec.Struct, kw_only=True):
+class Result(BaseModel):
     """The result of an event."""
 
-    tokens: int = 0
-    """Tokens of the chunks that were processed."""
-    chunks: int = 0
-    """Chunks that were processed."""
-    bytes: int = 0
-    """Transferred, or freed by a clear."""
-    removed: int = 0
-    """Chunks removed from the source of a move, or by a clear."""
-    unpinned: int = 0
-    """Pinned chunks that are not pinned any more: unpinned, moved away or cleared."""
-    reason: str | None = None
-    """Why fewer chunks were processed than requested."""
+    tokens: int = Field(default=0, description="Tokens of the chunks that were processed.")
+    chunks: int = Field(default=0, description="Chunks moved, copied, fetched, pinned, unpinned or removed.")
+    bytes: int = Field(default=0, description="Bytes transferred, or freed by a clear.")
+    removed: int = Field(default=0, description="Chunks removed: from the source of a move, or by a clear.")
+    unpinned: int = Field(
+        default=0, description="Pinned chunks that are not pinned any more: unpinned, moved away or cleared."
+    )
+    reason: str | None = Field(default=None, description="Why fewer chunks were processed than requested.")
 
 
-class Event(msgspec.Struct, kw_only=True, eq=False):
-    """One operation. Modified only by the :class:`EventLog`."""
+class Event(BaseModel):
+    """One operation. Times are Unix timestamps in seconds. Modified only by the :class:`EventLog`."""
 
-    id: str
+    # Files of earlier versions have "id".
+    event_id: str = Field(validation_alias=AliasChoices("event_id", "id"), examples=["9f86d081884c7d65"])
     kind: Kind
-    source: Position | None
-    target: Position | None
-    model: str | None
-    num_tokens: int
-    """Tokens to be moved, pinned, etc. 0 for a clear without a prompt."""
-    chunks: int
     state: EventState = "queued"
+    source: Position | None = Field(
+        description="The source of a move or copy: instance and tier.",
+        examples=[["instance-1", "cpu"]],
+    )
+    target: Position | None = Field(
+        description="The instance and tier that the operation targets; tier `null` means all tiers.",
+        examples=[["instance-2", "cpu"]],
+    )
+    model: str | None
+    num_tokens: int = Field(description="Tokens to be moved, pinned, etc. 0 for a clear without a prompt.")
+    chunks: int = Field(description="Number of chunks that the operation applies to.")
     chunks_done: int = 0
     bytes_done: int = 0
     created_at: float
-    started_at: float | None = None
+    started_at: float | None = Field(
+        default=None, description="`null` while it waits for conflicting operations."
+    )
     ended_at: float | None = None
-    error: str | None = None
-    result: Result = msgspec.field(default_factory=Result)
+    error: str | None = Field(default=None, description="Why it failed.")
+    result: Result = Result()
 
     @property
     def ended(self) -> bool:
@@ -76,15 +81,11 @@ class Event(msgspec.Struct, kw_only=True, eq=False):
         return self.ended_at is not None
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Event).decode
-
-
 def _decode_row(row: tuple[str, bytes]) -> Event:
     event_id, encoded = row
-    event = _decode(encoded)
-    if event.id != event_id:
-        raise ValueError(f"it has event {event.id:.100}")
+    event = Event.model_validate(msgspec.msgpack.decode(encoded))
+    if event.event_id != event_id:
+        raise ValueError(f"it has event {event.event_id:.100}")
     return event
 
 
@@ -123,7 +124,7 @@ class EventLog:
 
     def _load(self) -> None:
         for event in self._state.read("SELECT id, event FROM events ORDER BY created_at", _decode_row):
-            self._events[event.id] = event
+            self._events[event.event_id] = event
         for event in self._events.values():
             if not event.ended:
                 event.state, event.ended_at = "failed", self._clock()
@@ -154,7 +155,7 @@ class EventLog:
             )
         self._expire()
         event = Event(
-            id=secrets.token_hex(8),
+            event_id=secrets.token_hex(8),
             kind=kind,
             source=source,
             target=target,
@@ -163,8 +164,8 @@ class EventLog:
             chunks=chunks,
             created_at=self._clock(),
         )
-        self._events[event.id] = event
-        self._ends[event.id] = anyio.Event()
+        self._events[event.event_id] = event
+        self._ends[event.event_id] = anyio.Event()
         self._changed(event)
         return event
 
@@ -198,7 +199,7 @@ class EventLog:
         self._expire()
         event = self._events.get(event_id)
         if event is None:
-            raise UnknownName(f"event {event_id!r}", [known.id for known in self.newest(10)])
+            raise UnknownName(f"event {event_id!r}", [known.event_id for known in self.newest(10)])
         return event
 
     def newest(self, limit: int) -> list[Event]:
@@ -208,7 +209,7 @@ class EventLog:
 
     async def wait(self, event: Event, seconds: float) -> None:
         """Wait until the event has ended, for at most ``seconds``."""
-        end = self._ends.get(event.id)
+        end = self._ends.get(event.event_id)
         if end is not None:
             with anyio.move_on_after(seconds):
                 await end.wait()
@@ -232,7 +233,7 @@ class EventLog:
         self.seconds[event.kind] += event.ended_at - (event.started_at or event.created_at)
         self._ended.append(event)
         self._changed(event)
-        self._ends.pop(event.id).set()
+        self._ends.pop(event.event_id).set()
 
     def _changed(self, event: Event) -> None:
         self.counts[event.kind, event.state] += 1
@@ -245,7 +246,8 @@ class EventLog:
 
     def _save(self, event: Event) -> None:
         self._state.write(
-            "REPLACE INTO events VALUES (?, ?, ?)", [(event.id, event.created_at, _encode(event))]
+            "REPLACE INTO events VALUES (?, ?, ?)",
+            [(event.event_id, event.created_at, msgspec.msgpack.encode(event.model_dump()))],
         )
 
     def _expire(self) -> None:
@@ -256,7 +258,7 @@ class EventLog:
             (self._ended[0].ended_at or 0.0) < before or len(self._ended) > self._max_ended
         ):
             event = self._ended.popleft()
-            del self._events[event.id]
-            expired.append((event.id,))
+            del self._events[event.event_id]
+            expired.append((event.event_id,))
         if expired:
             self._state.write("DELETE FROM events WHERE id = ?", expired)

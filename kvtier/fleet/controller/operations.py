@@ -159,7 +159,7 @@ class Operations:
             self.events.fail(event, str(error))
         except Exception:
             # End the event on a bug as well, so that clients do not wait for it.
-            logger.exception("%s %s: internal error", event.kind, event.id)
+            logger.exception("%s %s: internal error", event.kind, event.event_id)
             self.events.fail(event, "internal error: see the controller's log")
         finally:
             self._in_flight.discard(scope)
@@ -191,7 +191,7 @@ class Operations:
             level,
             "%s %s %s: %d of %d chunks, %d bytes (%s)",
             event.kind,
-            event.id,
+            event.event_id,
             event.state,
             event.result.chunks,
             event.chunks,

@@ -93,7 +93,7 @@ class Reader(Response):
             self._stream.readers -= 1
 
     def _on_event(self, event: Event) -> None:
-        self._changed[event.id] = event
+        self._changed[event.event_id] = event
         if len(self._changed) > MAX_CHANGED:
             del self._changed[next(iter(self._changed))]
         self._wakeup.set()
@@ -114,7 +114,7 @@ class Reader(Response):
                 self._wakeup = anyio.Event()
                 changed, self._changed = self._changed, {}
                 for event in changed.values():
-                    await self._write(_message("event", answers.of_event(event)))
+                    await self._write(_message("event", event))
                 if self._until_listing <= 0:
                     self._instances_changed = False
                     self._listed_at = anyio.current_time()

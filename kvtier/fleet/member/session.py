@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -11,7 +12,6 @@ import anyio
 import anyio.lowlevel
 from anyio import CancelScope
 from anyio.abc import TaskGroup
-from msgspec.structs import replace
 from websockets.asyncio.client import ClientConnection
 
 from kvtier.cache import TieredCache

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
-
-from msgspec.structs import replace
 
 from kvtier.concurrency.threads import let_others_run
 from kvtier.observability.whatif.distances import HitRates

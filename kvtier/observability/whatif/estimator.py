@@ -7,9 +7,9 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import anyio
-from msgspec.structs import replace
 
 from kvtier.cache import TieredCache
 from kvtier.concurrency.tasks import open_tasks

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-from msgspec import Struct
+
+class _Documented:
+    # The controller's HTTP API describes the fields by their docstrings.
+    __pydantic_config__: ClassVar = {"use_attribute_docstrings": True}
 
 
-class Point(Struct, frozen=True):
+@dataclass(frozen=True)
+class Point(_Documented):
     """One capacity of a tier."""
 
     capacity_bytes: int
@@ -18,7 +24,8 @@ class Point(Struct, frozen=True):
     """Of these, the hits in this tier and faster ones: what a lower tier has as well is found there later."""
 
 
-class TierCurve(Struct, frozen=True):
+@dataclass(frozen=True)
+class TierCurve(_Documented):
     """How the hit rate of the cache depends on the capacity of one tier."""
 
     tier: str
@@ -32,7 +39,8 @@ class TierCurve(Struct, frozen=True):
     """By capacity, the smallest first."""
 
 
-class Change(Struct, frozen=True):
+@dataclass(frozen=True)
+class Change(_Documented):
     """One change of the settings, and what it would bring. Either a capacity or a policy changes."""
 
     tier: str
@@ -47,7 +55,8 @@ class Change(Struct, frozen=True):
     """Prefill that the engines would not do; ``None`` while the speed of prefill is unknown."""
 
 
-class Report(Struct, frozen=True):
+@dataclass(frozen=True)
+class Report(_Documented):
     """The estimate of one host."""
 
     seconds: float

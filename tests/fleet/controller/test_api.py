@@ -16,8 +16,9 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from kvtier.fleet.controller import bodies, stream
-from kvtier.fleet.controller.answers import EventAnswer, InstancesAnswer
+from kvtier.fleet.controller.answers import InstancesAnswer
 from kvtier.fleet.controller.app import INTERNAL_ERROR, WRONG_TOKEN, Authenticator
+from kvtier.fleet.controller.events import Event
 from kvtier.fleet.member.protocol import CONNECT_PATH
 from tests.rigs.running_controller import (
     A_TO_B,
@@ -204,7 +205,7 @@ async def test_events_are_listed_and_awaited(controller: RunningController) -> N
     assert answer.status_code == 404
     assert set(answer.json()["known"]) == {accepted["event_id"], pinned["event_id"]}
     for event in (await controller.get("/events"))["events"]:
-        assert EventAnswer.model_validate(event).state == "done", "as the CLI parses it"
+        assert Event.model_validate(event).state == "done", "as the CLI parses it"
 
 
 async def test_prometheus_metrics(controller: RunningController) -> None:

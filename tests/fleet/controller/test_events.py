@@ -8,6 +8,7 @@ from pathlib import Path
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
 
 from kvtier.errors import ControllerError
@@ -81,10 +82,10 @@ def test_newest_events_come_first_and_unknown_ids_are_reported(state: State) -> 
     log = EventLog(state)
     events = [finished(log) for _ in range(5)]
     assert log.newest(3) == events[:1:-1]
-    assert log.find(events[0].id) is events[0]
-    with pytest.raises(UnknownName, match=events[4].id) as raised:
+    assert log.find(events[0].event_id) is events[0]
+    with pytest.raises(UnknownName, match=events[4].event_id) as raised:
         log.find("nonsense")
-    assert set(raised.value.known) == {event.id for event in events}
+    assert set(raised.value.known) == {event.event_id for event in events}
 
 
 def test_events_expire(state: State) -> None:
@@ -96,7 +97,7 @@ def test_events_expire(state: State) -> None:
     clock.now += 2
     assert log.newest(10) == [young, in_flight]
     with pytest.raises(UnknownName):
-        log.find(old.id)
+        log.find(old.event_id)
     assert len(state.read("SELECT id FROM events", tuple)) == 2
 
 
@@ -132,14 +133,23 @@ async def test_unfinished_events_fail_at_a_restart(tmp_path: Path) -> None:
         log = EventLog(state)
         assert [event.state for event in log.newest(10)] == ["failed", "failed", "done"]
         for event in (queued, running):
-            again = log.find(event.id)
+            again = log.find(event.event_id)
             assert again.error is not None
             assert RESTARTED in again.error
             assert again.ended_at is not None
         assert log.unfinished == 0
-        assert log.find(done.id).source == ("a", "ram")
+        assert log.find(done.event_id).source == ("a", "ram")
     async with State.open(path) as state:
         assert [event.state for event in EventLog(state).newest(10)] == ["failed", "failed", "done"]
+
+
+def test_events_of_earlier_versions_are_read(state: State) -> None:
+    """They have their id as ``id``, and no fields that are added later."""
+    event = {"id": "e1", "kind": "pin", "source": None, "target": ["a", "ram"], "model": None}
+    event |= {"num_tokens": 16, "chunks": 1, "state": "done", "created_at": 1.0, "ended_at": 2.0}
+    state.write("INSERT INTO events VALUES (?, ?, ?)", [("e1", 1.0, msgspec.msgpack.encode(event))])
+    [found] = EventLog(state, clock=lambda: 3.0).newest(10)
+    assert (found.event_id, found.target, found.result.chunks) == ("e1", ("a", "ram"), 0)
 
 
 async def test_wait_for_the_end_times_out(state: State) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 from playwright.async_api import Browser, expect
 
 from kvtier.fleet.member.protocol import WhatIf

@@ -46,7 +46,7 @@ async def make_state(path: Path) -> tuple[str, str]:
             log.finish(event)
         pins.add("a", KEYS, None, ())
         pins.add("b", OTHERS, 1e9, ())
-    return events[0].id, events[1].id
+    return events[0].event_id, events[1].event_id
 
 
 def damage(path: Path, change: Callable[[sqlite3.Connection], object]) -> None:

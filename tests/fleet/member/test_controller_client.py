@@ -6,10 +6,10 @@ import itertools
 import logging
 import os
 import socket
+from dataclasses import replace
 
 import anyio
 import pytest
-from msgspec.structs import replace
 
 from kvtier import __version__
 from kvtier.fleet.member import session

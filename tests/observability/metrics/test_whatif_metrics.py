@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from kvtier.observability.whatif.report import Change, Report
 from tests.observability.metrics.scraping import scraped_cache, settings

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from kvtier.observability.whatif.report import Change, Point
 from kvtier.observability.whatif.sentences import MAX_CHANGES, basis, excess, findings, hit_rates, sentence
