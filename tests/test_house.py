@@ -26,7 +26,7 @@ LAYERS = (
     ("hookspecs",),
     ("plugins", "pipeline"),
     ("cache",),
-    ("observability.recording", "observability.whatif"),
+    ("observability.families", "observability.recording", "observability.whatif"),
     ("observability.metrics", "http", "peers"),
     ("fleet.member", "fleet.service"),
     ("fleet.controller", "fleet.proxy"),

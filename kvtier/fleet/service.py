@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeVar
 
@@ -14,7 +14,6 @@ from anyio import CancelScope
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
@@ -58,16 +57,13 @@ class ServiceMetrics(Collector):
     """Prometheus metrics of a service, read at each scrape from the counters that it keeps anyway."""
 
     def __init__(self) -> None:
+        # Without auto_describe, registering does not collect.
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
     def response(self) -> Response:
         """Return all metrics in Prometheus' text format."""
         return Response(generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that registering does not call :meth:`collect`."""
-        return ()
 
 
 async def serve_until_signal(

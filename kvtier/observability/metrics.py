@@ -10,22 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -35,14 +27,13 @@ from kvtier.backends.base import Outcome
 from kvtier.cache import TieredCache
 from kvtier.events import Event, Prefetch, Report, Store
 from kvtier.memory.keys import ChunkKey
+from kvtier.observability.families import Samples, counter, gauge, histogram
 from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.observability.whatif.report import point_at
 from kvtier.tiers.level import Level
 from kvtier.version import __version__
 
 Status = Mapping[str, Any]
-Samples = Iterable[tuple[Sequence[str], float]]
-"""Values of a metric, each with the values of its labels."""
 
 MAX_REQUESTS = 16
 """Connection limit for :func:`kvtier.http.serving`. A Prometheus server needs one."""
@@ -208,86 +199,67 @@ class CacheMetrics(Collector):
         yield info
         text = "1 for the eviction policy in whose order a tier evicts now; absent for a shared pool."
         in_use = [((tier.name, tier.eviction_in_use), 1) for tier in tiers if tier.eviction]
-        yield _gauge("tier_eviction_policy", text, in_use, "tier", "policy")
+        yield gauge("tier_eviction_policy", text, in_use, "tier", "policy")
 
         def by_tier(value: Callable[[Level], float | None]) -> Samples:
             values = [(tier.name, value(tier)) for tier in tiers]
             return [((name,), number) for name, number in values if number is not None]
 
         text = "Capacity of a tier; absent for a shared pool."
-        yield _gauge("tier_capacity_bytes", text, by_tier(lambda tier: tier.capacity), "tier")
+        yield gauge("tier_capacity_bytes", text, by_tier(lambda tier: tier.capacity), "tier")
         text = "Bytes in a tier according to the catalog."
-        yield _gauge("tier_used_bytes", text, by_tier(lambda tier: tier.used_bytes), "tier")
+        yield gauge("tier_used_bytes", text, by_tier(lambda tier: tier.used_bytes), "tier")
         text = "Chunks in a tier according to the catalog."
-        yield _gauge("tier_chunks", text, by_tier(lambda tier: tier.count), "tier")
+        yield gauge("tier_chunks", text, by_tier(lambda tier: tier.count), "tier")
         text = "0 while a tier's circuit breaker is open."
-        yield _gauge("tier_available", text, by_tier(lambda tier: tier.available), "tier")
+        yield gauge("tier_available", text, by_tier(lambda tier: tier.available), "tier")
         text = "How often a tier's circuit breaker opened."
-        yield _counter("tier_outages", text, by_tier(lambda tier: tier.outages), "tier")
+        yield counter("tier_outages", text, by_tier(lambda tier: tier.outages), "tier")
         text = "Corrupt chunks found in a tier and deleted; in memory only headers are checked."
-        yield _counter("tier_corrupt_chunks", text, by_tier(lambda tier: tier.corrupt), "tier")
+        yield counter("tier_corrupt_chunks", text, by_tier(lambda tier: tier.corrupt), "tier")
 
     def _of_counts(self, tiers: Sequence[Level]) -> Iterator[Metric]:
         counts, waits = self._cache.counts, self._cache.load_or_compute
         for key, name, text in COUNTS:
-            yield _counter(name, text, counts[key])
+            yield counter(name, text, counts[key])
         text = "Expected duration of waits for chunks, where it was known."
-        yield _counter("expected_wait_seconds", text, waits.expected_seconds)
+        yield counter("expected_wait_seconds", text, waits.expected_seconds)
         text = "Duration of the waits whose duration was expected."
-        yield _counter("actual_wait_seconds", text, waits.actual_seconds)
+        yield counter("actual_wait_seconds", text, waits.actual_seconds)
         text = "Tokens that lookups found, by the tier that held them."
         hits = [((tier.name,), counts[f"hit_tokens_{tier.name}"]) for tier in tiers]
-        yield _counter("lookup_hit_tokens", text, hits, "tier")
+        yield counter("lookup_hit_tokens", text, hits, "tier")
         text = "Chunks not stored: already held, declined by the policy, no room, or aborted by the engine."
         refused = [((reason,), counts[key]) for reason, key in REFUSALS]
-        yield _counter("refused_chunks", text, refused, "reason")
+        yield counter("refused_chunks", text, refused, "reason")
 
     def _of_transfers(self) -> Iterator[Metric]:
-        transferred, outcomes = [], []
-        text = "Duration of the transfer of one batch between tiers, including time in the queue."
-        seconds = HistogramMetricFamily("kvtier_transfer_seconds", text, labels=ROUTE)
-        bounds = [*map(floatToGoString, BOUNDS), "+Inf"]
+        transferred, outcomes, seconds = [], [], []
         for (event, source, target), transfers in self._transfers.items():
             route = [source or ENGINE, target or "", event.__name__.lower()]
             transferred.append((route, transfers.bytes))
             outcomes += [([*route, outcome.value], count) for outcome, count in transfers.outcomes.items()]
-            buckets = zip(bounds, accumulate(transfers.buckets), strict=True)
-            seconds.add_metric(route, list(buckets), transfers.seconds)
-        yield _counter("transferred_bytes", "Bytes transferred between tiers.", transferred, *ROUTE)
+            seconds.append((route, transfers.buckets, transfers.seconds))
+        yield counter("transferred_bytes", "Bytes transferred between tiers.", transferred, *ROUTE)
         text = "Chunks transferred between tiers, by outcome: ok, miss, full or failed."
-        yield _counter("transfer_outcomes", text, outcomes, *ROUTE, "outcome")
-        yield seconds
+        yield counter("transfer_outcomes", text, outcomes, *ROUTE, "outcome")
+        text = "Duration of the transfer of one batch between tiers, including time in the queue."
+        yield histogram("transfer_seconds", text, BOUNDS, seconds, *ROUTE)
 
     def _of_gauges(self, status: Status) -> Iterator[Metric]:
         arena, pinned = self._cache.arena, self._cache.catalog.pinned
         reserved = status.get("reservations", {"bytes": 0, "void_bytes": 0})
-        yield _gauge("engines", "Connected engines.", len(status.get("engines", ())))
-        yield _gauge("arena_used_bytes", "Memory in use in the first tier.", arena.used)
-        yield _gauge("arena_leases", "Leases on memory of the first tier.", arena.leases)
+        yield gauge("engines", "Connected engines.", len(status.get("engines", ())))
+        yield gauge("arena_used_bytes", "Memory in use in the first tier.", arena.used)
+        yield gauge("arena_leases", "Leases on memory of the first tier.", arena.leases)
         text = "Memory reserved for chunks that engines have not stored yet."
-        yield _gauge("reserved_bytes", text, reserved["bytes"])
+        yield gauge("reserved_bytes", text, reserved["bytes"])
         text = "Part of it that is out of use: a process that has disconnected or stopped may write there."
-        yield _gauge("void_bytes", text, reserved["void_bytes"])
-        yield _gauge("pinned_chunks", "Chunks pinned against eviction.", pinned)
-        yield _gauge("prefetching_chunks", "Chunks in flight into the first tier.", status["flights"])
+        yield gauge("void_bytes", text, reserved["void_bytes"])
+        yield gauge("pinned_chunks", "Chunks pinned against eviction.", pinned)
+        yield gauge("prefetching_chunks", "Chunks in flight into the first tier.", status["flights"])
         text = "Bytes still to be written to lower tiers."
-        yield _gauge("pending_bytes", text, self._cache.pending_bytes)
-
-
-def _gauge(name: str, text: str, samples: Samples | float, *labels: str) -> Metric:
-    """Return a gauge with one value, or the values by their labels."""
-    return _filled(GaugeMetricFamily(f"kvtier_{name}", text, labels=labels), samples)
-
-
-def _counter(name: str, text: str, samples: Samples | float, *labels: str) -> Metric:
-    """Return a counter with one value, or the values by their labels."""
-    return _filled(CounterMetricFamily(f"kvtier_{name}", text, labels=labels), samples)
-
-
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: Samples | float) -> Metric:
-    for values, number in [((), samples)] if isinstance(samples, int | float) else samples:
-        family.add_metric(values, number)
-    return family
+        yield gauge("pending_bytes", text, self._cache.pending_bytes)
 
 
 def _of_tenants(tiers: Sequence[Level]) -> Iterator[Metric]:
@@ -296,12 +268,12 @@ def _of_tenants(tiers: Sequence[Level]) -> Iterator[Metric]:
         (tier.name, usage) for tier in tiers if tier.tenants is not None for usage in tier.tenants.usage()
     ]
     for metric, name, text, of in (
-        (_gauge, "share_bytes", "Bytes of a tier that are never taken from a tenant.", "share_bytes"),
-        (_gauge, "max_bytes", "Bytes that a tenant holds in a tier at most.", "max_bytes"),
-        (_gauge, "used_bytes", "Bytes of a tenant in a tier.", "used_bytes"),
-        (_gauge, "chunks", "Chunks of a tenant in a tier.", "chunks"),
-        (_counter, "found_chunks", "Chunks of a tenant that lookups found in a tier.", "hits"),
-        (_counter, "evicted_chunks", "Chunks of a tenant evicted from a tier.", "evictions"),
+        (gauge, "share_bytes", "Bytes of a tier that are never taken from a tenant.", "share_bytes"),
+        (gauge, "max_bytes", "Bytes that a tenant holds in a tier at most.", "max_bytes"),
+        (gauge, "used_bytes", "Bytes of a tenant in a tier.", "used_bytes"),
+        (gauge, "chunks", "Chunks of a tenant in a tier.", "chunks"),
+        (counter, "found_chunks", "Chunks of a tenant that lookups found in a tier.", "hits"),
+        (counter, "evicted_chunks", "Chunks of a tenant evicted from a tier.", "evictions"),
     ):
         samples = [((tier, usage.tenant), getattr(usage, of)) for tier, usage in usages]
         yield metric(f"tenant_{name}", text, samples, "tier", "tenant")
@@ -311,7 +283,7 @@ def _of_peers(peers: Sequence[Status]) -> Iterator[Metric]:
     states = Counter(dict.fromkeys(PEER_STATES, 0))
     states.update(str(peer["state"]).partition(":")[0] for peer in peers)
     by_state = [((state,), count) for state, count in states.items()]
-    yield _gauge("peers", "Peers to fetch from, by state.", by_state, "state")
+    yield gauge("peers", "Peers to fetch from, by state.", by_state, "state")
 
 
 def _of_serving(serving: Status) -> Iterator[Metric]:
@@ -319,15 +291,15 @@ def _of_serving(serving: Status) -> Iterator[Metric]:
         return [((value,), count) for value, count in serving.get(name, {}).items()]
 
     text = "Connections of peers that fetch from this instance."
-    yield _gauge("serving_connections", text, by("connections"), "purpose")
-    yield _gauge("serving_grants", "Active grants to peers.", serving.get("grants", 0))
+    yield gauge("serving_connections", text, by("connections"), "purpose")
+    yield gauge("serving_grants", "Active grants to peers.", serving.get("grants", 0))
     text = "Memory covered by active grants."
-    yield _gauge("serving_granted_bytes", text, serving.get("granted_bytes", 0))
-    yield _counter("serving_issued_grants", "Grants issued to peers.", serving.get("granted", 0))
+    yield gauge("serving_granted_bytes", text, serving.get("granted_bytes", 0))
+    yield counter("serving_issued_grants", "Grants issued to peers.", serving.get("granted", 0))
     text = "Grants that expired before peers released them."
-    yield _counter("serving_expired_grants", text, serving.get("expired", 0))
+    yield counter("serving_expired_grants", text, serving.get("expired", 0))
     text = "Refused connections, by reason."
-    yield _counter("serving_refused_connections", text, by("refused"), "reason")
+    yield counter("serving_refused_connections", text, by("refused"), "reason")
 
 
 def _of_controller(controller: Status | None) -> Iterator[Metric]:
@@ -335,10 +307,10 @@ def _of_controller(controller: Status | None) -> Iterator[Metric]:
     connected, up_to_date, lost = (
         [] if controller is None else controller[name] for name in ("connected", "up_to_date", "lost")
     )
-    yield _gauge("agent_connected", "0 while the controller is not connected.", connected)
+    yield gauge("agent_connected", "0 while the controller is not connected.", connected)
     text = "0 while the controller's view of this instance is not up to date."
-    yield _gauge("agent_up_to_date", text, up_to_date)
-    yield _counter("agent_lost_connections", "Lost connections to the controller.", lost)
+    yield gauge("agent_up_to_date", text, up_to_date)
+    yield counter("agent_lost_connections", "Lost connections to the controller.", lost)
 
 
 def _of_what_if(report: WhatIfReport | None) -> Iterator[Metric]:
@@ -355,23 +327,23 @@ def _of_what_if(report: WhatIfReport | None) -> Iterator[Metric]:
     ]
     text = "Estimated hit rate of the cache, if a tier had this multiple of its capacity."
     rates = [(labels, point.hit_rate) for labels, point in points]
-    yield _gauge("whatif_hit_rate", text, rates, "tier", "capacity")
+    yield gauge("whatif_hit_rate", text, rates, "tier", "capacity")
     text = "Part of the estimated hit rate with this multiple: hits in the tier or a faster one."
     fast = [(labels, point.fast_hit_rate) for labels, point in points if point.fast_hit_rate is not None]
-    yield _gauge("whatif_fast_hit_rate", text, fast, "tier", "capacity")
+    yield gauge("whatif_fast_hit_rate", text, fast, "tier", "capacity")
     text = "The least capacity of a tier with almost as many hits, also in this tier and faster ones."
     useful = [((curve.tier,), curve.useful_bytes) for curve in curves]
-    yield _gauge("whatif_useful_bytes", text, useful, "tier")
+    yield gauge("whatif_useful_bytes", text, useful, "tier")
     text = "Estimated hit rate of the cache, if a tier had this eviction policy."
-    yield _gauge("whatif_policy_hit_rate", text, policies.items(), "tier", "policy")
+    yield gauge("whatif_policy_hit_rate", text, policies.items(), "tier", "policy")
     text = "Chunks asked for that are in the sample of the estimate."
-    yield _counter("whatif_sampled_chunks", text, [] if report is None else report.sampled)
+    yield counter("whatif_sampled_chunks", text, [] if report is None else report.sampled)
     text = "Lookups not observed, because the estimate could not keep up."
-    yield _counter("whatif_dropped_lookups", text, [] if report is None else report.dropped)
+    yield counter("whatif_dropped_lookups", text, [] if report is None else report.dropped)
     text = "Part of the chunks looked up that the estimate has observed."
-    yield _gauge("whatif_observed_ratio", text, [] if report is None else report.observed)
+    yield gauge("whatif_observed_ratio", text, [] if report is None else report.observed)
     text = "For how long the oldest lookup that is not observed yet has been waiting, in seconds."
-    yield _gauge("whatif_behind_seconds", text, [] if report is None else report.behind_seconds)
+    yield gauge("whatif_behind_seconds", text, [] if report is None else report.behind_seconds)
 
 
 def application(metrics: CacheMetrics) -> Starlette:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from kvtier.fleet.controller.operations import Operations
 from kvtier.fleet.service import ServiceMetrics
+from kvtier.observability.families import counter, gauge
 from kvtier.version import __version__
 
 
@@ -20,62 +21,37 @@ class ControllerMetrics(ServiceMetrics):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current values."""
-        info = GaugeMetricFamily("kvtier_controller_info", "Version of the controller.", labels=["version"])
-        info.add_metric([__version__], 1)
-        yield info
+        yield gauge("controller_info", "Version of the controller.", [([__version__], 1)], "version")
         yield from self._instance_metrics()
         yield from self._event_metrics()
-        yield CounterMetricFamily("kvtier_controller_lookups", "Lookups answered.", self._operations.lookups)
-        yield CounterMetricFamily(
-            "kvtier_controller_lookup_seconds",
-            "Time spent answering lookups, including tokenization, in seconds.",
-            self._operations.lookup_seconds,
-        )
+        yield counter("controller_lookups", "Lookups answered.", self._operations.lookups)
+        text = "Time spent answering lookups, including tokenization, in seconds."
+        yield counter("controller_lookup_seconds", text, self._operations.lookup_seconds)
 
     def _instance_metrics(self) -> Iterator[Metric]:
-        registry = self._operations.registry
-        yield GaugeMetricFamily("kvtier_controller_instances", "Registered instances.", len(registry.members))
-        yield GaugeMetricFamily("kvtier_controller_keys", "Chunks in the index.", len(registry.holders))
-        chunks = GaugeMetricFamily(
-            "kvtier_controller_chunks",
-            "Chunks in a tier of an instance, according to the index.",
-            labels=["instance", "tier"],
-        )
-        pinned = GaugeMetricFamily(
-            "kvtier_controller_pinned_chunks", "Chunks of an instance that are pinned.", labels=["instance"]
-        )
-        last_message = GaugeMetricFamily(
-            "kvtier_controller_last_message_timestamp_seconds",
-            "Unix timestamp of the last message from an instance.",
-            labels=["instance"],
-        )
-        for member in registry.members.values():
-            pinned.add_metric([member.id], self._operations.pins.count(member.id))
-            last_message.add_metric([member.id], member.last_message_at)
-            for place, tier in zip(member.places, member.hello.tiers, strict=True):
-                chunks.add_metric([member.id, tier.name], registry.holders.count(place))
-        yield chunks
-        yield pinned
-        yield last_message
+        registry, pins = self._operations.registry, self._operations.pins
+        members, holders = registry.members.values(), registry.holders
+        yield gauge("controller_instances", "Registered instances.", len(members))
+        yield gauge("controller_keys", "Chunks in the index.", len(holders))
+        chunks = [
+            ((member.id, tier.name), holders.count(place))
+            for member in members
+            for place, tier in zip(member.places, member.hello.tiers, strict=True)
+        ]
+        text = "Chunks in a tier of an instance, according to the index."
+        yield gauge("controller_chunks", text, chunks, "instance", "tier")
+        pinned = [((member.id,), pins.count(member.id)) for member in members]
+        text = "Chunks of an instance that are pinned."
+        yield gauge("controller_pinned_chunks", text, pinned, "instance")
+        last_message = [((member.id,), member.last_message_at) for member in members]
+        text = "Unix timestamp of the last message from an instance."
+        yield gauge("controller_last_message_timestamp_seconds", text, last_message, "instance")
 
     def _event_metrics(self) -> Iterator[Metric]:
         log = self._operations.events
-        yield GaugeMetricFamily(
-            "kvtier_controller_events_unfinished", "Events queued or running.", log.unfinished
-        )
-        events = CounterMetricFamily(
-            "kvtier_controller_events",
-            "Transitions of events into a state: queued, running, done or failed.",
-            labels=["kind", "state"],
-        )
-        for (kind, state), count in log.counts.items():
-            events.add_metric([kind, state], count)
-        yield events
-        seconds = CounterMetricFamily(
-            "kvtier_controller_event_seconds",
-            "Total run time of ended events in seconds.",
-            labels=["kind"],
-        )
-        for kind, total in log.seconds.items():
-            seconds.add_metric([kind], total)
-        yield seconds
+        yield gauge("controller_events_unfinished", "Events queued or running.", log.unfinished)
+        text = "Transitions of events into a state: queued, running, done or failed."
+        yield counter("controller_events", text, log.counts.items(), "kind", "state")
+        seconds = [((kind,), total) for kind, total in log.seconds.items()]
+        text = "Total run time of ended events in seconds."
+        yield counter("controller_event_seconds", text, seconds, "kind")

@@ -8,17 +8,16 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypedDict
 
 from prometheus_client import ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
+from prometheus_client.core import Metric
 
 from kvtier.fleet.proxy.admission import Admission
-from kvtier.fleet.proxy.upstream import Role, State, Upstreams
+from kvtier.fleet.proxy.upstream import Role, State, Upstream, Upstreams
 from kvtier.fleet.service import ServiceMetrics
+from kvtier.observability.families import counter, gauge, histogram
 from kvtier.version import __version__
 
 RECENT = 10_000
@@ -31,7 +30,6 @@ OUTCOMES = ("ok", "error", "refused", "interrupted", "cancelled")
 PREFILL_OUTCOMES = ("transferred", "kept", "refused", "failed")
 SKIP_REASONS = ("short", "cached", "no_prefiller", "no_peer", "unsuitable")
 LOOKUP_OUTCOMES = ("answered", "refused", "failed")
-ENGINE_LABELS = ("role", "engine")
 
 
 class Summary(TypedDict):
@@ -62,11 +60,13 @@ class Durations:
     def summary(self) -> Summary:
         """Summarize all samples. Takes some milliseconds with 10,000 recent samples, which it sorts."""
         recent = sorted(self._recent) or [0.0]
+        # Before Python 3.13, one sample has no quantiles.
+        *_, p99 = statistics.quantiles(recent if len(recent) > 1 else recent * 2, n=100, method="inclusive")
         return {
             "count": self.count,
             "mean_ms": self.seconds / max(1, self.count) * 1000,
             "median_ms": statistics.median(recent) * 1000,
-            "p99_ms": _percentile(recent, 0.99) * 1000,
+            "p99_ms": p99 * 1000,
         }
 
 
@@ -104,14 +104,6 @@ class Statistics:
         )
 
 
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    """Interpolate linearly between the two nearest values, like ``numpy.percentile``."""
-    position = (len(ordered) - 1) * share
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
 class ProxyMetrics(ServiceMetrics):
     """Collect all values at scrape time from the counters that the proxy keeps anyway."""
 
@@ -123,68 +115,43 @@ class ProxyMetrics(ServiceMetrics):
     def collect(self) -> Iterator[Metric]:
         """Yield the current values."""
         statistics, admission = self._statistics, self._admission
-        info = GaugeMetricFamily("kvtier_proxy_info", "The proxy's version.", labels=["version"])
-        info.add_metric([__version__], 1)
-        yield info
-        for name, text, value in (
-            ("requests_in_flight", "Requests in flight.", admission.in_flight),
-            ("held_bytes", "Bodies of requests in flight.", admission.held_bytes),
-            ("draining", "1 while the proxy shuts down and accepts no requests.", admission.draining),
-        ):
-            yield GaugeMetricFamily(f"kvtier_proxy_{name}", text, value)
-        yield _counter("requests", "Completed requests.", "outcome", OUTCOMES, statistics.requests)
+        yield gauge("proxy_info", "The proxy's version.", [([__version__], 1)], "version")
+        yield gauge("proxy_requests_in_flight", "Requests in flight.", admission.in_flight)
+        yield gauge("proxy_held_bytes", "Bodies of requests in flight.", admission.held_bytes)
+        text = "1 while the proxy shuts down and accepts no requests."
+        yield gauge("proxy_draining", text, admission.draining)
+        yield _counts("requests", "Completed requests.", "outcome", OUTCOMES, statistics.requests)
         text = "Requests sent to a prefill engine."
-        yield _counter("prefills", text, "outcome", PREFILL_OUTCOMES, statistics.prefills)
+        yield _counts("prefills", text, "outcome", PREFILL_OUTCOMES, statistics.prefills)
         text = "Requests decoded without a remote prefill."
-        yield _counter("skipped_prefills", text, "reason", SKIP_REASONS, statistics.skipped)
+        yield _counts("skipped_prefills", text, "reason", SKIP_REASONS, statistics.skipped)
         text = "Requests retried after an engine failed."
-        yield _counter("retries", text, "role", tuple(Role), statistics.retries)
-        yield CounterMetricFamily(
-            "kvtier_proxy_transferred_tokens",
-            "Tokens that prefill engines report as transferred.",
-            statistics.transferred_tokens,
-        )
+        yield _counts("retries", text, "role", tuple(Role), statistics.retries)
+        text = "Tokens that prefill engines report as transferred."
+        yield counter("proxy_transferred_tokens", text, statistics.transferred_tokens)
         text = "Lookups at the controller."
-        yield _counter("lookups", text, "outcome", LOOKUP_OUTCOMES, statistics.lookups)
+        yield _counts("lookups", text, "outcome", LOOKUP_OUTCOMES, statistics.lookups)
         text = "Time from sending a prefill request to its response."
         yield _histogram("prefill_seconds", text, statistics.prefill)
         text = "Time from a request's arrival to the first byte of its response."
         yield _histogram("first_byte_seconds", text, statistics.first_byte)
-        yield from self._engine_metrics()
-
-    def _engine_metrics(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("kvtier_proxy_engine_up", "1 while the engine is up.", labels=ENGINE_LABELS)
-        load = GaugeMetricFamily(
-            "kvtier_proxy_engine_requests_in_flight",
-            "Requests in flight at the engine.",
-            labels=ENGINE_LABELS,
-        )
-        served = CounterMetricFamily(
-            "kvtier_proxy_engine_responses", "Responses that the engine started.", labels=ENGINE_LABELS
-        )
-        failed = CounterMetricFamily(
-            "kvtier_proxy_engine_failures", "Requests that failed at the engine.", labels=ENGINE_LABELS
-        )
-        for upstream in self._upstreams:
-            labels = [upstream.role, upstream.url]
-            up.add_metric(labels, upstream.state == State.UP)
-            load.add_metric(labels, upstream.load)
-            served.add_metric(labels, upstream.served)
-            failed.add_metric(labels, upstream.failed)
-        yield from (up, load, served, failed)
+        for metric, name, text, value in _OF_ENGINES:
+            samples = [((engine.role, engine.url), value(engine)) for engine in self._upstreams]
+            yield metric(f"proxy_engine_{name}", text, samples, "role", "engine")
 
 
-def _counter(
-    name: str, text: str, label: str, values: Iterable[str], counts: Counter[str]
-) -> CounterMetricFamily:
+_OF_ENGINES: tuple[tuple[Callable[..., Metric], str, str, Callable[[Upstream], float]], ...] = (
+    (gauge, "up", "1 while the engine is up.", lambda engine: engine.state == State.UP),
+    (gauge, "requests_in_flight", "Requests in flight at the engine.", lambda engine: engine.load),
+    (counter, "responses", "Responses that the engine started.", lambda engine: engine.served),
+    (counter, "failures", "Requests that failed at the engine.", lambda engine: engine.failed),
+)
+
+
+def _counts(name: str, text: str, label: str, values: Iterable[str], counts: Counter[str]) -> Metric:
     """Return a counter with all label values, even at 0: a late series hides its first increase."""
-    family = CounterMetricFamily(f"kvtier_proxy_{name}", text, labels=[label])
-    for value in values:
-        family.add_metric([value], counts[value])
-    return family
+    return counter(f"proxy_{name}", text, [([value], counts[value]) for value in values], label)
 
 
-def _histogram(name: str, text: str, durations: Durations) -> HistogramMetricFamily:
-    bounds = [*map(floatToGoString, BOUNDS), "+Inf"]
-    buckets = list(zip(bounds, accumulate(map(float, durations.buckets)), strict=True))
-    return HistogramMetricFamily(f"kvtier_proxy_{name}", text, buckets=buckets, sum_value=durations.seconds)
+def _histogram(name: str, text: str, durations: Durations) -> Metric:
+    return histogram(f"proxy_{name}", text, BOUNDS, [((), durations.buckets, durations.seconds)])

@@ -6,12 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from prometheus_client import Metric
-from prometheus_client.parser import text_string_to_metric_families
 from typer.main import get_command
 
 from kvtier.cli import make_app
 from kvtier.fleet.proxy.metrics import RECENT, Durations
+from tests.rigs.scrape import Scrape
 
 from .conftest import Cluster
 from .stub import dies, dies_in_stream, responds
@@ -19,22 +18,6 @@ from .stub import dies, dies_in_stream, responds
 pytestmark = pytest.mark.anyio
 
 PAGE = Path(__file__).parents[3] / "docs" / "proxy.md"
-
-
-async def scrape(cluster: Cluster) -> dict[str, Metric]:
-    text = (await cluster.client.get("/metrics")).text
-    return {family.name: family for family in text_string_to_metric_families(text)}
-
-
-def sample(families: dict[str, Metric], name: str, **labels: str) -> float:
-    found = [
-        sample.value
-        for family in families.values()
-        for sample in family.samples
-        if sample.name == f"kvtier_proxy_{name}" and labels.items() <= sample.labels.items()
-    ]
-    (value,) = found
-    return value
 
 
 async def test_requests_are_counted(cluster: Cluster) -> None:
@@ -45,38 +28,25 @@ async def test_requests_are_counted(cluster: Cluster) -> None:
     await cluster.complete()
     cluster.prefillers[0].then.append(dies)
     await cluster.complete(prompt="other " * 1000)
-    metrics = await scrape(cluster)
-    for name, labels, value in (
-        ("requests_total", {"outcome": "ok"}, 3),
-        ("requests_total", {"outcome": "error"}, 1),
-        ("requests_total", {"outcome": "interrupted"}, 1),
-        ("prefills_total", {"outcome": "transferred"}, 1),
-        ("prefills_total", {"outcome": "failed"}, 1),
-        ("skipped_prefills_total", {"reason": "cached"}, 3),
-        ("transferred_tokens_total", {}, 300),
-        ("prefill_seconds_count", {}, 1),
-        ("first_byte_seconds_count", {}, 4),
-        ("requests_in_flight", {}, 0),
-        ("held_bytes", {}, 0),
-        ("engine_up", {"role": "decode", "engine": cluster.decoders[0].url}, 1),
-        ("engine_responses_total", {"role": "decode"}, 5),
-        ("engine_failures_total", {"role": "prefill"}, 1),
-        ("engine_requests_in_flight", {"role": "prefill"}, 0),
+    scrape = Scrape((await cluster.client.get("/metrics")).text)
+    outcomes = {"ok": 3, "error": 1, "interrupted": 1}
+    assert scrape.by("proxy_requests_total", "outcome") == outcomes
+    assert scrape.by("proxy_prefills_total", "outcome") == {"transferred": 1, "failed": 1}
+    assert scrape.by("proxy_skipped_prefills_total", "reason") == {"cached": 3, "no_prefiller": 1}
+    for name, value in (
+        ("transferred_tokens_total", 300),
+        ("prefill_seconds_count", 1),
+        ("first_byte_seconds_count", 4),
+        ("requests_in_flight", 0),
+        ("held_bytes", 0),
     ):
-        assert sample(metrics, name, **labels) == value, (name, labels)
-
-
-async def test_documentation_lists_every_metric(cluster: Cluster) -> None:
-    listed = {}
-    for line in re.findall(r"^\| `(?:kvtier_proxy|process)_\w+` \|.*$", PAGE.read_text(), re.MULTILINE):
-        name, kind, labels, meaning = (cell.strip() for cell in line.strip("|").split("|"))
-        listed[name.strip("`")] = (kind, frozenset(re.findall(r"\w+", labels)), meaning)
-    metrics = {}
-    for family in (await scrape(cluster)).values():
-        name = family.name + ("_total" if family.type == "counter" else "")
-        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
-        metrics[name] = (family.type, frozenset(labels), family.documentation.rstrip("."))
-    assert metrics == listed
+        assert scrape(f"proxy_{name}") == value, name
+    prefiller = {"role": "prefill", "engine": cluster.prefillers[0].url}
+    decoder = {"role": "decode", "engine": cluster.decoders[0].url}
+    assert scrape("proxy_engine_up", **decoder) == 1
+    assert scrape("proxy_engine_responses_total", **decoder) == 5
+    assert scrape("proxy_engine_failures_total", **prefiller) == 1
+    assert scrape("proxy_engine_requests_in_flight", **prefiller) == 0
 
 
 def test_documentation_lists_every_option() -> None:

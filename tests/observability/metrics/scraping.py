@@ -7,9 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
-from prometheus_client import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier import ModelCache, Settings, TieredCache
 from kvtier.backends.base import Backend
@@ -19,44 +18,10 @@ from kvtier.observability.whatif.report import Report
 from kvtier.plugins import Plugins
 from kvtier.settings import DEFAULT_EVICTION, TierSettings
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
+from tests.rigs.scrape import Scrape
 
 BUILT_IN = Plugins.load([])
 """Loaded at import, because importing every backend blocks."""
-
-
-class Scrape:
-    """The metrics of one scrape."""
-
-    def __init__(self, text: str) -> None:
-        self.families: dict[str, Metric] = {}
-        for family in text_string_to_metric_families(text):
-            assert family.name not in self.families, f"duplicate family {family.name}"
-            self.families[family.name] = family
-        self.series = {
-            (sample.name, frozenset(sample.labels.items())): sample.value
-            for family in self.families.values()
-            for sample in family.samples
-        }
-
-    def __call__(self, name: str, **labels: str) -> float:
-        """Return the value of one kvtier series."""
-        return self.series[f"kvtier_{name}", frozenset(labels.items())]
-
-    def labelled(self, name: str) -> dict[tuple[tuple[str, str], ...], float]:
-        """Return the values of a metric by its labels, which are sorted."""
-        return {
-            tuple(sorted(labels)): value
-            for (series, labels), value in self.series.items()
-            if series == f"kvtier_{name}"
-        }
-
-    def by(self, name: str, label: str) -> dict[str, float]:
-        """Return the nonzero values of a metric with a single label, by label value."""
-        return {
-            dict(labels)[label]: value
-            for (series, labels), value in self.series.items()
-            if series == f"kvtier_{name}" and value
-        }
 
 
 class ScrapedCache:
@@ -72,6 +37,13 @@ class ScrapedCache:
         response = await self.client.get("/metrics")
         assert response.status_code == 200
         return Scrape(response.text)
+
+    async def wait_until(self, condition: Callable[[Scrape], object]) -> Scrape:
+        """Return the first scrape that fulfils the condition."""
+        with anyio.fail_after(30):
+            while not condition(scrape := await self.scrape()):
+                await anyio.sleep(0.02)
+        return scrape
 
     async def store(self, tokens: Sequence[int]) -> None:
         """Store a prompt, and wait until it is written to all tiers."""

@@ -17,7 +17,7 @@ import yaml
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.observability.metrics.scraping import scraped_cache, settings
+from tests.observability.metrics.scraping import ScrapedCache
 from tests.rigs.running_controller import running_controller
 from tools.metrics_reference import pages
 
@@ -65,14 +65,13 @@ async def test_tables_are_up_to_date() -> None:
         assert path.read_text() == page, "run: python tools/metrics_reference.py"
 
 
-async def test_table_of_cache_metrics_is_complete(tmp_path: Path) -> None:
-    async with scraped_cache(settings(tmp_path)) as scraped:
-        exported = dict(as_row(family) for family in scraped.metrics.registry.collect())
-        assert exported == CACHE
-        served = await scraped.scrape()
-        assert {name.removesuffix("_total").removesuffix("_info") for name in exported} == {
-            name.removesuffix("_info") for name in served.families
-        }
+async def test_table_of_cache_metrics_is_complete(scraped: ScrapedCache) -> None:
+    exported = dict(as_row(family) for family in scraped.metrics.registry.collect())
+    assert exported == CACHE
+    served = await scraped.scrape()
+    assert {name.removesuffix("_total").removesuffix("_info") for name in exported} == {
+        name.removesuffix("_info") for name in served.families
+    }
 
 
 @pytest.mark.loop_may_block("the controller describes its calls")
@@ -166,32 +165,31 @@ def test_examples_are_valid_yaml() -> None:
     ]
 
 
-async def test_real_prometheus_accepts_metrics_and_queries(tmp_path: Path) -> None:
+async def test_real_prometheus_accepts_metrics_and_queries(scraped: ScrapedCache, tmp_path: Path) -> None:
     """Prometheus scrapes a cache and evaluates every query."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("prometheus is missing: apt-get install prometheus")
-    async with scraped_cache(settings(tmp_path)) as scraped:
-        target = str(scraped.client.base_url).removeprefix("http://")
-        job = {"job_name": "kvtier", "scrape_interval": "1s", "static_configs": [{"targets": [target]}]}
-        (tmp_path / "prometheus.yml").write_text(yaml.safe_dump({"scrape_configs": [job]}))
-        with (tmp_path / "log").open("wb") as log:
-            process = await anyio.to_thread.run_sync(
-                lambda: subprocess.Popen(
-                    [
-                        program,
-                        f"--config.file={tmp_path / 'prometheus.yml'}",
-                        f"--storage.tsdb.path={tmp_path / 'data'}",
-                        "--web.listen-address=127.0.0.1:0",
-                    ],
-                    stderr=log,
-                )
+    target = str(scraped.client.base_url).removeprefix("http://")
+    job = {"job_name": "kvtier", "scrape_interval": "1s", "static_configs": [{"targets": [target]}]}
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump({"scrape_configs": [job]}))
+    with (tmp_path / "log").open("wb") as log:
+        process = await anyio.to_thread.run_sync(
+            lambda: subprocess.Popen(
+                [
+                    program,
+                    f"--config.file={tmp_path / 'prometheus.yml'}",
+                    f"--storage.tsdb.path={tmp_path / 'data'}",
+                    "--web.listen-address=127.0.0.1:0",
+                ],
+                stderr=log,
             )
-        try:
-            await query_all(await address(tmp_path / "log"))
-        finally:
-            process.terminate()
-            await anyio.to_thread.run_sync(process.wait)
+        )
+    try:
+        await query_all(await address(tmp_path / "log"))
+    finally:
+        process.terminate()
+        await anyio.to_thread.run_sync(process.wait)
 
 
 async def address(log: Path) -> str:

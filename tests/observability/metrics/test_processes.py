@@ -16,9 +16,11 @@ import yaml
 
 from kvtier.bridge.client import SchedulerBridge, status
 from kvtier.bridge.spawn import CacheProcess, default_address
-from tests.observability.metrics.scraping import Scrape, settings
+from kvtier.testing.servers import free_port
+from tests.observability.metrics.scraping import settings
 from tests.rigs.bridges import CHUNK_TOKENS as BRIDGE_CHUNK_TOKENS
 from tests.rigs.bridges import KEYS, LAYOUT, _close_bridges, hello, is_serving, start, store
+from tests.rigs.scrape import Scrape
 from tests.rigs.waiting import wait_until
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -94,28 +96,22 @@ def test_address_in_use_prevents_the_start(tmp_path: Path, start: Start) -> None
     assert not (tmp_path / "socket").exists()
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
-
-
 def test_process_started_by_an_engine_exports_metrics(
-    tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    configured = settings(tmp_path, linger=0.3, metrics={"listen": f"127.0.0.1:{free_port}"})
+    address = f"127.0.0.1:{free_port()}"
+    configured = settings(tmp_path, linger=0.3, metrics={"listen": address})
     path = default_address(configured)
     scheduler = SchedulerBridge(hello("scheduler"), path)
     process = CacheProcess(configured, path)
     process.start_and_wait(scheduler.connect)
     pid = status(path)["pid"]
     try:
-        assert scrape(f"http://127.0.0.1:{free_port}")("engines") == 1
+        assert scrape(f"http://{address}")("engines") == 1
         scheduler.close()
-        assert process._child is not None
-        assert process._child.wait(60) == 0
+        wait_until(lambda: not Path(f"/proc/{pid}").exists())
+        assert "Traceback" not in process.log.read_text()
     finally:
         if is_serving(path):
             os.kill(pid, signal.SIGKILL)

@@ -42,42 +42,40 @@ def new_client(scraped: ScrapedCache) -> httpx.AsyncClient:
         ("BREW", "/metrics", 405),
     ],
 )
-async def test_any_request_gets_a_response(tmp_path: Path, method: str, path: str, status: int) -> None:
-    async with scraped_cache(settings(tmp_path)) as scraped:
-        assert (await scraped.client.request(method, path)).status_code == status
-        assert (await scraped.scrape())("engines") == 0
+async def test_any_request_gets_a_response(
+    scraped: ScrapedCache, method: str, path: str, status: int
+) -> None:
+    assert (await scraped.client.request(method, path)).status_code == status
+    assert (await scraped.scrape())("engines") == 0
 
 
 @pytest.mark.parametrize("accept", ["", ";;;,,,", "application/openmetrics-text;version=x;q=y", "ä" * 100])
-async def test_any_accept_header_gets_a_response(tmp_path: Path, accept: str) -> None:
-    async with scraped_cache(settings(tmp_path)) as scraped:
-        response = await scraped.client.get("/metrics", headers=[(b"Accept", accept.encode())])
-        assert response.status_code == 200
-        assert "kvtier_engines" in response.text
+async def test_any_accept_header_gets_a_response(scraped: ScrapedCache, accept: str) -> None:
+    response = await scraped.client.get("/metrics", headers=[(b"Accept", accept.encode())])
+    assert response.status_code == 200
+    assert "kvtier_engines" in response.text
 
 
-async def test_request_body_is_not_read(tmp_path: Path) -> None:
-    async with scraped_cache(settings(tmp_path)) as scraped:
-        try:
-            response = await scraped.client.post("/metrics", content=bytes(32 << 20))
-            assert response.status_code == 405
-        except httpx.TransportError:
-            pass  # The server responded and closed before the body was sent.
-        assert (await scraped.scrape())("engines") == 0
+async def test_request_body_is_not_read(scraped: ScrapedCache) -> None:
+    try:
+        response = await scraped.client.post("/metrics", content=bytes(32 << 20))
+        assert response.status_code == 405
+    except httpx.TransportError:
+        pass  # The server responded and closed before the body was sent.
+    assert (await scraped.scrape())("engines") == 0
 
 
-async def test_thousand_concurrent_scrapes_succeed(tmp_path: Path) -> None:
-    async with scraped_cache(settings(tmp_path)) as scraped:
-        statuses: list[int] = []
+async def test_thousand_concurrent_scrapes_succeed(scraped: ScrapedCache) -> None:
+    statuses: list[int] = []
 
-        async def scrape_repeatedly(times: int) -> None:
-            async with new_client(scraped) as client:
-                statuses.extend([(await client.get("/metrics")).status_code for _ in range(times)])
+    async def scrape_repeatedly(times: int) -> None:
+        async with new_client(scraped) as client:
+            statuses.extend([(await client.get("/metrics")).status_code for _ in range(times)])
 
-        async with anyio.create_task_group() as tasks:
-            for _ in range(10):
-                tasks.start_soon(scrape_repeatedly, 100)
-        assert statuses == [200] * 1000
+    async with anyio.create_task_group() as tasks:
+        for _ in range(10):
+            tasks.start_soon(scrape_repeatedly, 100)
+    assert statuses == [200] * 1000
 
 
 @pytest.mark.slow
