@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from rich.markup import escape
 
-from kvtier.cli.options import parse_chunk_size, select
+from kvtier.cli.options import (
+    JSONFile,
+    PlotFile,
+    check_outputs,
+    epilog,
+    parse_chunk_size,
+    select,
+    write_outputs,
+)
 from kvtier.cli.terminal import AsJson, ConfigFile, messages, output, print_json, table
 from kvtier.concurrency.processes import exit_on_signals
 from kvtier.errors import LayoutError
@@ -27,18 +34,12 @@ if TYPE_CHECKING:
     from kvtier.plugins import Plugins
     from kvtier.settings import Settings, TierSettings
 
-EXAMPLES = """
-Examples:
-
-  kvtier bench
-
-  kvtier bench --config /etc/kvtier.yaml --tier pool --in-flight 16
-
-  kvtier bench --size 4MiB --output today.json --plot today.png
-
-  kvtier bench --model Qwen/Qwen3-Next-80B-A3B-Instruct
-"""
-
+EXAMPLES = epilog(
+    "kvtier bench",
+    "kvtier bench --config /etc/kvtier.yaml --tier pool --in-flight 16",
+    "kvtier bench --size 4MiB --output today.json --plot today.png",
+    "kvtier bench --model Qwen/Qwen3-Next-80B-A3B-Instruct",
+)
 TRANSPORT = "transport"
 SPARE_BYTES = 64 << 20
 """Additional memory of the interpreter and client libraries."""
@@ -54,6 +55,8 @@ class Target(NamedTuple):
     bytes: Callable[[Extent], int]
     """Memory that the measurement takes."""
     measure: Callable[[Extent, Advance], Row]
+    mask: Callable[[str], str] = str
+    """Takes secrets out of an error message."""
 
 
 def bench(
@@ -81,13 +84,8 @@ def bench(
         int, typer.Option(min=1, help="Number of rounds, alternating with the medium's limit.")
     ] = 5,
     as_json: AsJson = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Write the results to this file as JSON.")
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png", help="Plot the results. Needs `pip install 'kvtier\\[bench]'`."),
-    ] = None,
+    json_file: JSONFile = None,
+    plot: PlotFile = None,
 ) -> None:
     """Measure each configured tier and transport, alternating with the limit of its medium.
 
@@ -96,48 +94,27 @@ def bench(
     Test chunks have random keys and are deleted afterwards. Other data and running cache processes are not
     affected. Exit status 1 if a measurement fails.
     """
-    from kvtier.cli.checks_backend import join_threads
-    from kvtier.cli.doctor import exit_process
-    from kvtier.lab.bench.report import expect_matplotlib, json_of, remarks_of, save_plot, table_of
+    from kvtier.cli.checks_backend import exit_command
+    from kvtier.lab.bench.report import json_of, remarks_of, save_plot, table_of
     from kvtier.lab.bench.rows import Extent
 
     threads = threading.enumerate()
     extent = Extent(parse_chunk_size(size), chunks, min(in_flight, chunks), turns)
-    for path in (json_file, plot):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {path.parent}: create it, or name another")
+    check_outputs(json_file, plot)
     if model is not None:
         _describe(model, json_file, as_json=as_json)
         return
-    if plot is not None:
-        expect_matplotlib()
     with _targets(config, tier or []) as targets:
         rows = _measure_all(targets, extent)
+    results = json_of(rows, extent)
     if as_json:
-        print_json(json_of(rows, extent))
+        print_json(results)
     else:
         output().print(table_of(rows, extent))
         for remark in remarks_of(rows):
             output().print(remark)
-    if json_file is not None:
-        json_file.write_text(json.dumps(json_of(rows, extent), indent=2) + "\n")
-    if plot is not None:
-        save_plot(rows, extent, plot)
-    failed = any(row.error is not None for row in rows)
-    if not join_threads(threads):
-        exit_process(1 if failed else 0)
-    if failed:
-        raise typer.Exit(1)
-
-
-def _describe(model: str, json_file: Path | None, *, as_json: bool) -> None:
-    from kvtier.cli.bench import describe_model
-
-    described = describe_model(model, shown=not as_json)
-    if as_json:
-        print_json(described)
-    if json_file is not None:
-        json_file.write_text(json.dumps(described, indent=2) + "\n")
+    write_outputs(results, json_file, plot, partial(save_plot, rows, extent))
+    exit_command(threads, failed=any(row.error is not None for row in rows))
 
 
 @contextmanager
@@ -173,23 +150,20 @@ def _tiers(settings: Settings, plugins: Plugins) -> Iterator[list[TierSettings]]
 
 def _tier_target(plugins: Plugins, tier: TierSettings, *, checksum: bool) -> Target:
     from kvtier.cli.checks_backend import isolated_settings, without_secrets
-    from kvtier.lab.bench.run import describe_error, run
+    from kvtier.lab.bench.run import run
     from kvtier.lab.bench.tiers import measure_tier, memory_bytes, tier_bytes
 
     def measure(extent: Extent, advance: Advance) -> Row:
         backend_type = plugins.backend(tier.type)
-        try:
-            with isolated_settings(backend_type, tier, tier_bytes(extent)) as (settings, _):
-                backend = backend_type(settings)
-                return run(partial(measure_tier, backend, settings, extent, advance, checksum=checksum))
-        except Exception as error:
-            return _failed(tier.name, tier.type, without_secrets(describe_error(error), tier))
+        with isolated_settings(backend_type, tier, tier_bytes(extent)) as (settings, _):
+            backend = backend_type(settings)
+            return run(partial(measure_tier, backend, settings, extent, advance, checksum=checksum))
 
-    return Target(tier.name, tier.type, memory_bytes, measure)
+    return Target(tier.name, tier.type, memory_bytes, measure, lambda text: without_secrets(text, tier))
 
 
 def _transport_target(plugins: Plugins, settings: Settings) -> Target:
-    from kvtier.lab.bench.run import describe_error, run
+    from kvtier.lab.bench.run import run
     from kvtier.lab.bench.transports import measure_transport, memory_bytes
 
     transport = plugins.transport_settings(settings)
@@ -197,26 +171,18 @@ def _transport_target(plugins: Plugins, settings: Settings) -> Target:
     raw = transport.model_dump(mode="json")
 
     def measure(extent: Extent, advance: Advance) -> Row:
-        try:
-            return run(partial(measure_transport, kind, raw, extent, advance))
-        except Exception as error:
-            return _failed(transport.type, TRANSPORT, describe_error(error))
+        return run(partial(measure_transport, kind, raw, extent, advance))
 
     return Target(transport.type, TRANSPORT, memory_bytes, measure)
-
-
-def _failed(name: str, kind: str, reason: str) -> Row:
-    from kvtier.lab.bench.rows import Row
-
-    return Row(name, kind, error=reason)
 
 
 def _measure_all(targets: list[Target], extent: Extent) -> list[Row]:
     """Measure the targets one after the other. The progress bar is redrawn only between timed sections."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from kvtier.lab.bench.rows import Row
+    from kvtier.lab.bench.run import describe_error
     from kvtier.lab.bench.tiers import steps_of
-    from kvtier.memory.host import available_bytes
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     rows = []
@@ -229,40 +195,49 @@ def _measure_all(targets: list[Target], extent: Extent) -> list[Row]:
 
         for index, target in enumerate(targets):
             bar.update(task, description=f"{escape(target.name)} ({escape(target.type)})", refresh=True)
-            needed, free = target.bytes(extent) + SPARE_BYTES, available_bytes()
-            if needed > free:
-                reason = f"it needs {format_size(needed)} of memory, and {format_size(free)} are free"
-                rows.append(_failed(target.name, target.type, f"{reason}: use a smaller --size or --chunks"))
-            else:
+            try:
+                _expect_memory(target.bytes(extent) + SPARE_BYTES)
                 rows.append(target.measure(extent, advance))
+            except Exception as error:  # A backend can raise any; the others are measured all the same.
+                reason = target.mask(describe_error(error))
+                rows.append(Row(target.name, target.type, error=reason))
             bar.update(task, completed=(index + 1) * steps_of(extent), refresh=True)
     return rows
 
 
-def describe_model(model: str, *, shown: bool) -> dict[str, object]:
-    """Return what a model stores, for JSON, and print it if ``shown``. Raises :class:`LayoutError`."""
+def _expect_memory(needed: int) -> None:
+    from kvtier.lab.bench.sides import BenchFailed
+    from kvtier.memory.host import available_bytes
+
+    free = available_bytes()
+    if needed > free:
+        reason = f"it needs {format_size(needed)} of memory, and {format_size(free)} are free"
+        raise BenchFailed(f"{reason}: use a smaller --size or --chunks")
+
+
+def _describe(model: str, json_file: Path | None, *, as_json: bool) -> None:
+    """Print what a model stores. Raises :class:`LayoutError`."""
+    from kvtier.memory.layout import CHUNK_TOKENS
+
     sizes = _sizes(model)
-    if shown:
-        _print(model, sizes)
     prompts = {
         tokens: {"stored": sizes.stored(tokens), "per_token": sizes.per_token(tokens)} for tokens in PROMPTS
     }
-    return {"model": model, **sizes._asdict(), "prompts": prompts}
-
-
-def _print(model: str, sizes: ModelSizes) -> None:
-    from kvtier.memory.layout import CHUNK_TOKENS
-
+    results = {"model": model, **sizes._asdict(), "prompts": prompts}
+    write_outputs(results, json_file)
+    if as_json:
+        print_json(results)
+        return
     layers = ", ".join(f"{count} {kind}" for kind, count in sizes.layers.items())
     output().print(f"{model}: {layers}", soft_wrap=True)
     output().print(f"a chunk of {CHUNK_TOKENS} tokens takes {format_size(sizes.chunk)}")
     if sizes.state:
         output().print(f"a state takes {format_size(sizes.state)}; a prompt stores two")
-    result = table("prompt", "stored", "per reusable token")
+    rows = table("prompt", "stored", "per reusable token")
     for tokens in PROMPTS:
         stored, each = format_size(sizes.stored(tokens)), format_size(round(sizes.per_token(tokens)))
-        result.add_row(f"{tokens:,}", stored, each)
-    output().print(result)
+        rows.add_row(f"{tokens:,}", stored, each)
+    output().print(rows)
 
 
 def _sizes(model: str) -> ModelSizes:

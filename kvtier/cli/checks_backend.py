@@ -7,7 +7,9 @@ the data of one: a memory tier is created with minimal capacity, and a disk tier
 from __future__ import annotations
 
 import logging
+import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -18,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import anyio
+import typer
 from pydantic import BaseModel, SecretStr
 
 from kvtier.backends.base import Backend, Outcome
@@ -98,6 +101,16 @@ def join_threads(before: Sequence[threading.Thread]) -> bool:
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)
+
+
+def exit_command(before: Sequence[threading.Thread], *, failed: bool) -> None:
+    """End a command, even if calls of backends hang in threads that are not in ``before``."""
+    if not join_threads(before):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failed)
+    if failed:
+        raise typer.Exit(1)
 
 
 async def _run_check(name: str, tier: TierSettings, run: Callable[[], Awaitable[list[str]]]) -> Check:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -44,7 +42,7 @@ def doctor(
     Connects to every peer and shared pool in the settings. Tiers of running cache processes are not affected.
     """
     from kvtier.cli.checks import check_machine, check_settings
-    from kvtier.cli.checks_backend import check_pools, join_threads
+    from kvtier.cli.checks_backend import check_pools, exit_command
 
     if size is not None and not backend:
         raise typer.BadParameter("requires --backend", param_hint="--size")
@@ -71,10 +69,7 @@ def doctor(
             checks += check_pools(requirements.plugins, requirements.tiers)
     failed = any(check.status == "fail" for check in checks)
     _print(checks, failed=failed, as_json=as_json, hint="" if backend else HINT)
-    if not join_threads(threads):
-        exit_process(1 if failed else 0)
-    if failed:
-        raise typer.Exit(1)
+    exit_command(threads, failed=failed)
 
 
 def _trials(requirements: Requirements, names: list[str], size: str | None) -> Iterator[Check]:
@@ -100,10 +95,3 @@ def _print(checks: list[Check], *, failed: bool, as_json: bool, hint: str) -> No
     output().print(rows)
     if hint:
         output().print(escape(hint))
-
-
-def exit_process(status: int) -> None:
-    """Exit immediately, without joining threads that still run."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

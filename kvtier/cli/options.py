@@ -1,21 +1,36 @@
-"""Commands whose options are built from data. Typer reads the options of a command from its signature."""
+"""Options that several commands share, and commands whose options are built from data.
+
+Typer reads the options of a command from its signature.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from inspect import Parameter
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import typer
 
-from kvtier.errors import SettingsError
+from kvtier.errors import KVTierError, SettingsError
 
 Command = Callable[..., None]
 
 ALL = "all"
 MAX_CHUNK_SIZE = "1GiB"
+
+JSONFile = Annotated[
+    Path | None, typer.Option("--output", metavar="FILE", help="Write the results to this file as JSON.")
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot", metavar="FILE.png", help="Plot the results. Needs `pip install 'kvtier\\[bench]'`."
+    ),
+]
 
 
 class Named(Protocol):
@@ -73,6 +88,44 @@ def read_secret(file: Path, parameter: str) -> str:
 def epilog(*examples: str) -> str:
     """Return the examples shown at the end of a command's help."""
     return "\n\n".join(["\nExamples:", *(f"  {example}" for example in examples)]) + "\n"
+
+
+def check_outputs(json_file: Path | None, plot: Path | None) -> None:
+    """Find out before the work whether its results can be written. Raises ``BadParameter``, KVTierError."""
+    for flag, path in (("--output", json_file), ("--plot", plot)):
+        if path is None:
+            continue
+        if not path.resolve().parent.is_dir():
+            reason = f"there is no folder {path.parent}: create it, or name another"
+            raise typer.BadParameter(reason, param_hint=flag)
+        if path.is_dir():
+            raise typer.BadParameter(f"{path} is a folder: name a file in it", param_hint=flag)
+    if plot is not None:
+        if plot.suffix != ".png":
+            reason = f"{plot} does not end with .png: only that is written"
+            raise typer.BadParameter(reason, param_hint="--plot")
+        if find_spec("matplotlib") is None:
+            raise KVTierError("a plot needs matplotlib: pip install 'kvtier[bench]'")
+
+
+def write_outputs(
+    results: object,
+    json_file: Path | None,
+    plot: Path | None = None,
+    save_plot: Callable[[Path], None] | None = None,
+) -> None:
+    """Write the results to the files that were asked for. Raises: KVTierError: one cannot be written."""
+
+    def write_json(path: Path) -> None:
+        path.write_text(json.dumps(results, indent=2) + "\n")
+
+    for flag, path, write in (("--output", json_file, write_json), ("--plot", plot, save_plot)):
+        if path is None or write is None:
+            continue
+        try:
+            write(path)
+        except OSError as error:
+            raise KVTierError(f"{flag}: cannot write {path}: {error.strerror or error}") from error
 
 
 def select(known: Sequence[NamedT], names: Sequence[str], parameter: str) -> list[NamedT]:

@@ -6,13 +6,14 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from kvtier.cli.options import ALL, epilog
+from kvtier.cli.options import ALL, JSONFile, PlotFile, check_outputs, epilog, write_outputs
 from kvtier.cli.terminal import AsJson, messages, output, print_json
 
 if TYPE_CHECKING:
@@ -96,13 +97,8 @@ def simulate(
         int | None, typer.Option(metavar="N", min=1, help="Read only the first N requests of each trace.")
     ] = None,
     as_json: AsJson = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Write the results to this file as JSON.")
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png", help="Plot the results. Needs `pip install 'kvtier\\[bench]'`."),
-    ] = None,
+    json_file: JSONFile = None,
+    plot: PlotFile = None,
 ) -> None:
     """Replay traces of requests, and show what caches of other sizes and policies make of them.
 
@@ -110,11 +106,11 @@ def simulate(
     and without waiting. Belady's optimum is the highest hit rate that any policy can have.
     """
     from kvtier.lab.simulation.replay import Model
-    from kvtier.lab.simulation.report import json_of
+    from kvtier.lab.simulation.report import json_of, save_plot
     from kvtier.plugins import Plugins
     from kvtier.settings import load_settings
 
-    _check_outputs(json_file, plot)
+    check_outputs(json_file, plot)
     if config is not None and capacity is not None:
         raise typer.BadParameter("--capacity is for a simulation without --config, which has capacities")
     settings = load_settings(file=config)
@@ -137,53 +133,10 @@ def simulate(
         studies.append(_study(trace, plugins, caches, model, windows))
         if not as_json:
             _print(studies[-1], windows=windows > 0)
+    results = json_of(studies, model)
     if as_json:
-        print_json(json_of(studies, model))
-    _write(studies, model, json_file, plot)
-
-
-def _write(studies: Sequence[Study], model: Model, json_file: Path | None, plot: Path | None) -> None:
-    """Write the results to files. Raises :class:`SimulationError`."""
-    from kvtier.lab.simulation.report import json_of
-
-    if json_file is not None:
-        with _writing("--output", json_file):
-            json_file.write_text(json.dumps(json_of(studies, model), indent=2) + "\n")
-    if plot is not None:
-        from kvtier.lab.simulation.report import save_plot
-
-        with _writing("--plot", plot):
-            save_plot(studies, plot)
-
-
-def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
-    """Find out before the work whether its results can be written. Raises ``BadParameter``."""
-    for option, path in (("--output", json_file), ("--plot", plot)):
-        if path is None:
-            continue
-        if not path.resolve().parent.is_dir():
-            reason = f"there is no folder {path.parent}: create it, or name another"
-            raise typer.BadParameter(reason, param_hint=option)
-        if path.is_dir():
-            raise typer.BadParameter(f"{path} is a folder: name a file in it", param_hint=option)
-    if plot is not None:
-        from kvtier.lab.bench.report import expect_matplotlib
-
-        if plot.suffix != ".png":
-            raise typer.BadParameter(
-                f"{plot} does not end with .png: only that is written", param_hint="--plot"
-            )
-        expect_matplotlib()
-
-
-@contextmanager
-def _writing(option: str, path: Path) -> Iterator[None]:
-    from kvtier.lab.simulation.capacities import SimulationError
-
-    try:
-        yield
-    except OSError as error:
-        raise SimulationError(f"{option}: cannot write {path}: {error.strerror or error}") from error
+        print_json(results)
+    write_outputs(results, json_file, plot, partial(save_plot, studies))
 
 
 def _sized(

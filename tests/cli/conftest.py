@@ -35,6 +35,11 @@ class Result(NamedTuple):
     output: str
     errors: str
 
+    @property
+    def message(self) -> str:
+        """The errors without the frame and the line breaks of their display."""
+        return " ".join(self.errors.replace("│", " ").split())
+
 
 Kvtier = Callable[..., Result]
 

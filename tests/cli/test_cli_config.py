@@ -141,7 +141,7 @@ def test_check_rejects(kvtier: Kvtier, tmp_path: Path, settings: str, message: s
     file.write_text(settings.format())
     result = kvtier("config", "check", "-c", file)
     assert (result.status, result.output) == (1, "")
-    assert message.format(file) in " ".join(result.errors.split())
+    assert message.format(file) in result.message
 
 
 def test_check_reports_all_levels_at_once(

@@ -88,11 +88,6 @@ def _use_the_stub(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_CONTROLLER__URL", stub.url)
 
 
-def flatten(text: str) -> str:
-    """Return a message without the frame and line breaks of its display."""
-    return " ".join(text.replace("│", " ").split())
-
-
 def test_lookup(kvtier: Kvtier, stub: Stub) -> None:
     result = kvtier("lookup", "--tokens", "[1, 2, 3]", "--model", "m", "--salt", "s")
     assert [line.split() for line in result.output.splitlines()[1:]] == [
@@ -149,7 +144,7 @@ def test_sources_of_a_prompt(
 def test_invalid_prompt_options(kvtier: Kvtier, stub: Stub, options: list[str], message: str) -> None:
     result = kvtier("lookup", *options)
     assert result.status == 2
-    assert message in flatten(result.errors)
+    assert message in result.message
     assert not stub.requests
 
 
@@ -157,7 +152,7 @@ def test_invalid_prompt_options(kvtier: Kvtier, stub: Stub, options: list[str], 
 def test_invalid_places(kvtier: Kvtier, stub: Stub, places: list[str]) -> None:
     result = kvtier("move", *places, "--tokens", "[1]")
     assert result.status == 2
-    assert "use INSTANCE/TIER, as in decode-1/ram" in flatten(result.errors)
+    assert "use INSTANCE/TIER, as in decode-1/ram" in result.message
     assert not stub.requests
 
 
@@ -266,7 +261,7 @@ def test_prefetch_pin_and_unpin(kvtier: Kvtier, stub: Stub) -> None:
     ]
     result = kvtier("pin", "a/ram", "--tokens", "[1]", "--ttl", "soon")
     assert result.status == 2
-    assert "'soon' is not a duration" in flatten(result.errors)
+    assert "'soon' is not a duration" in result.message
 
 
 def test_clear_asks_for_confirmation(kvtier: Kvtier, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_ls_names_the_holder_of_the_folder(kvtier: Kvtier, folder: Path) -> None
 def test_missing_folder(kvtier: Kvtier, tmp_path: Path, command: str) -> None:
     result = kvtier("inspect", command, tmp_path / "none")
     assert result.status == 2
-    assert "does not exist" in " ".join(result.errors.replace("│", " ").split())
+    assert "does not exist" in result.message
     assert not (tmp_path / "none").exists()
 
 

@@ -7,7 +7,6 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvtier.lab.bench.rows import Direction, Extent, Row
-from kvtier.lab.bench.sides import BenchFailed
 from kvtier.units import format_size
 from kvtier.version import __version__
 
@@ -88,18 +86,11 @@ def _milliseconds(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def expect_matplotlib() -> None:
-    """Raise :class:`BenchFailed` with install instructions if matplotlib is missing."""
-    if find_spec("matplotlib") is None:
-        raise BenchFailed("a plot needs matplotlib: pip install 'kvtier[bench]'")
-
-
 def save_plot(rows: Sequence[Row], extent: Extent, path: Path) -> None:
     """Save a PNG with a bar of GB/s per row and direction, and its limit as a line. Blocks for a second.
 
-    Omits failed rows. Raises :class:`BenchFailed` without matplotlib, and ``OSError``.
+    Omits failed rows. Raises ``OSError``.
     """
-    expect_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.lab.bench import report
+from kvtier.cli import options
 from kvtier.memory import host
 from tests.cli.conftest import Kvtier, spawn, store
 from tests.rigs.servers.redis import RedisServer
@@ -83,11 +83,21 @@ def test_invalid_size_names_the_option(kvtier: Kvtier, size: str) -> None:
     assert "--size" in result.errors
 
 
-@pytest.mark.parametrize("option", ["--output", "--plot"])
-def test_output_file_in_a_missing_folder(kvtier: Kvtier, option: str, tmp_path: Path) -> None:
-    result = kvtier("bench", option, tmp_path / "missing" / "file")
+@pytest.mark.parametrize(
+    ("option", "name", "reason"),
+    [
+        ("--output", "missing/file", "there is no folder"),
+        ("--plot", "missing/file.png", "there is no folder"),
+        ("--output", "", "is a folder"),
+        ("--plot", "plot.pdf", "does not end with .png"),
+    ],
+)
+def test_output_that_cannot_be_written_is_refused_at_once(
+    kvtier: Kvtier, option: str, name: str, reason: str, tmp_path: Path
+) -> None:
+    result = kvtier("bench", option, tmp_path / name)
     assert result.status == 2
-    assert "there is no folder" in result.errors
+    assert reason in result.message
 
 
 def test_chunks_of_a_disk_are_kept(kvtier: Kvtier, configure: Configure, tmp_path: Path) -> None:
@@ -131,7 +141,7 @@ def test_too_little_memory_names_the_options_to_lower(
 def test_plot_without_matplotlib_names_what_to_install(
     kvtier: Kvtier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda _: None)
+    monkeypatch.setattr(options, "find_spec", lambda _: None)
     result = kvtier("bench", "--plot", tmp_path / "out.png")
     assert result.status == 1
     assert "pip install 'kvtier[bench]'" in result.errors
