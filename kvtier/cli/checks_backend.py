@@ -13,8 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -26,12 +25,13 @@ from pydantic import BaseModel, SecretStr
 from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.disk.backend import DiskSettings, lock_holder
 from kvtier.cli.checks import Check, find_obstacle, nearest_folder, remedy_of
-from kvtier.concurrency.tasks import DetachedTask
 from kvtier.concurrency.threads import WORKER_NAME
 from kvtier.errors import KVTierError, TierError
 from kvtier.lab.bench.chunks import make_chunks, random_keys
-from kvtier.lab.bench.run import run
-from kvtier.lab.bench.sides import unseal
+from kvtier.lab.bench.run import GRACE_SECONDS, run, within
+from kvtier.lab.bench.sides import BackendSide, Overdue, Stuck, timed, unseal
+from kvtier.lab.bench.tiers import DELETING_PAUSE_SECONDS, OPENING_SECONDS, deleting, opened
+from kvtier.lab.bench.turns import closing
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import OBJECT_ALIGNMENT
 from kvtier.memory.keys import ChunkKey
@@ -47,11 +47,6 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _MASK = "**********"
 _SHORT_CHARACTERS = 8
 
-GRACE_SECONDS = 1.0
-"""Extra time to wait for a call beyond its deadline, so that it can time out itself and report the reason."""
-OPENING_SECONDS = 30.0
-"""Deadline for opening and for registering memory, which have none in a tier and happen once."""
-DELETING_PAUSE_SECONDS = 0.1
 AnswerT = TypeVar("AnswerT")
 REMEDY_FAILED = "check that it runs and is reachable, and its settings with `kvtier config show`"
 _REMEDY_SLOW = "check whether it hangs; if it is only slow, raise the tier's `deadline`"
@@ -120,6 +115,11 @@ async def _run_check(name: str, tier: TierSettings, run: Callable[[], Awaitable[
             check = Check(name, "warn" if warnings else "ok", _join_parts([*parts, *warnings[:1]]))
         except Problem as problem:
             check = _failed(name, str(problem), problem.remedy, warnings)
+        except Overdue as late:
+            whose = "" if late.seconds == OPENING_SECONDS else ", the tier's `deadline`"
+            still = ", and does not end when it is cancelled" if isinstance(late, Stuck) else ""
+            found = f"{late.doing} takes longer than {format_duration(late.seconds)}{whose}{still}"
+            check = _failed(name, found, _REMEDY_SLOW, warnings)
         except TierError as error:
             # The messages of local tiers include a remedy.
             remedy = error.remedy or ("" if isinstance(tier, LocalTierSettings) else REMEDY_FAILED)
@@ -238,11 +238,10 @@ async def run_trial(backend: Backend, tier: TierSettings, size: int, *, checksum
     """
     arena = Arena.create(size)
     trial = _Trial(backend, tier, checksum=checksum)
-    try:
-        return await trial.run(trial.description, partial(trial.round_trip, arena, size))
-    finally:
-        if not trial.stuck:
-            arena.close()
+    with ExitStack() as stack:
+        stack.push(closing(arena))
+        async with opened(backend, arena):
+            return _join_parts([await trial.description(), await trial.round_trip(arena, size)])
 
 
 async def run_contact(backend: Backend, tier: TierSettings) -> str:
@@ -251,34 +250,17 @@ async def run_contact(backend: Backend, tier: TierSettings) -> str:
     Opens and closes the backend. Raises like :func:`run_trial`.
     """
     trial = _Trial(backend, tier)
-    return await trial.run(trial.description, trial.miss)
+    async with opened(backend):
+        return _join_parts([await trial.description(), await trial.miss()])
 
 
 class _Trial:
-    """A backend under test, and the deadline of its calls."""
+    """An open backend under test, and the deadline of its calls."""
 
     def __init__(self, backend: Backend, tier: TierSettings, *, checksum: bool = True) -> None:
         self._backend = backend
         self._seal = Seal(backend, Sealer(checksum))
         self._deadline = tier.deadline
-        self.stuck = False
-        """Whether a call has ignored its cancellation, and still uses the memory."""
-
-    async def run(self, *steps: Callable[[], Awaitable[str]]) -> str:
-        """Open the backend, run the steps, and close it. Return their results."""
-        await self._timed("opening it", self._backend.open, OPENING_SECONDS)
-        try:
-            results = [await step() for step in steps]
-        except BaseException:
-            if not self.stuck:
-                with suppress(Exception):
-                    await self._close()
-            raise
-        await self._close()
-        return "; ".join(result for result in results if result)
-
-    async def _close(self) -> None:
-        await self._timed("closing it", self._backend.close, OPENING_SECONDS)
 
     async def description(self) -> str:
         """Return the backend's description of itself, or "" if it has none."""
@@ -290,47 +272,34 @@ class _Trial:
 
     async def miss(self) -> str:
         """Look up a chunk that was never stored."""
-        held, seconds = await self._contains(random_keys(1)[0])
-        if held:
-            raise Problem("it reports a chunk as held that was never stored", _REMEDY_INCORRECT)
-        return f"looked up in {_format_seconds(seconds)}"
+        return f"looked up in {_format_seconds(await self._look_up(random_keys(1)[0], expected=False))}"
 
     async def round_trip(self, arena: Arena, size: int) -> str:
         """Write, look up, read, compare and delete a chunk."""
-        capabilities = self._backend.capabilities()
-        registration = capabilities.registration
-        if registration is not None:
-            await self._timed("registering memory", lambda: registration.register(arena), OPENING_SECONDS)
         ((key, view),) = chunks = make_chunks(arena, random_keys(1), size)
         unseal(chunks)
-        if await self._is_held(key):
-            raise Problem("it reports a chunk as held that was never stored", _REMEDY_INCORRECT)
-        try:
-            if capabilities.arena is not None:
+        await self._look_up(key, expected=False)
+        async with deleting({"": BackendSide(self._backend)}, [key], self._deadline):
+            if self._backend.capabilities().arena is not None:
                 # Warm up: fault in its pages, which a cache process does once.
                 await self._write(key, view)
                 await self._delete(key)
             write_seconds = await self._write(key, view)
-            lookup_seconds = await self._look_up(key)
+            lookup_seconds = await self._look_up(key, expected=True)
             read_seconds = await self._read(key, view)
-        except BaseException:
-            await self._clean_up(key)
-            raise
         await self._delete(key)
         return (
             f"{format_size(size)} written in {_speed(size, write_seconds)}, "
             f"read in {_speed(size, read_seconds)}, looked up in {_format_seconds(lookup_seconds)}"
         )
 
-    async def _is_held(self, key: ChunkKey) -> bool:
-        held, _ = await self._contains(key)
-        return held
-
-    async def _look_up(self, key: ChunkKey) -> float:
+    async def _look_up(self, key: ChunkKey, *, expected: bool) -> float:
         held, seconds = await self._contains(key)
-        if not held:
-            raise Problem("it does not hold a chunk whose write it confirmed", _REMEDY_INCORRECT)
-        return seconds
+        if held == expected:
+            return seconds
+        if held:
+            raise Problem("it reports a chunk as held that was never stored", _REMEDY_INCORRECT)
+        raise Problem("it does not hold a chunk whose write it confirmed", _REMEDY_INCORRECT)
 
     async def _contains(self, key: ChunkKey) -> tuple[bool, float]:
         try:
@@ -368,7 +337,8 @@ class _Trial:
             # A backend that forbids deletion raises as well. The lookup below decides.
             with suppress(OSError):
                 await self._timed("deleting a chunk", lambda: self._backend.delete([key]))
-            if not await self._is_held(key):
+            held, _ = await self._contains(key)
+            if not held:
                 return
             if time.monotonic() > until:
                 raise Problem(
@@ -376,12 +346,6 @@ class _Trial:
                     "allow this user to delete",
                 )
             await anyio.sleep(DELETING_PAUSE_SECONDS)
-
-    async def _clean_up(self, key: ChunkKey) -> None:
-        """Delete what may have been written after an error, ignoring further errors."""
-        if not self.stuck:
-            with suppress(Exception):
-                await self._timed("deleting a chunk", lambda: self._backend.delete([key]))
 
     async def _call_single(
         self, operation: str, call: Callable[[], Awaitable[Sequence[AnswerT]]]
@@ -392,27 +356,12 @@ class _Trial:
             raise Problem(f"{operation}: it returned {len(answers)} results for one item", _REMEDY_INCORRECT)
         return answers[0], seconds
 
-    async def _timed(
-        self, operation: str, call: Callable[[], Awaitable[AnswerT]], seconds: float | None = None
-    ) -> tuple[AnswerT, float]:
-        """Return the result of ``call`` and its duration in seconds. Raises: Problem: timeout."""
-        limit = seconds or self._deadline
-        started = time.perf_counter()
-        task = DetachedTask(_awaited(call))
-        ended = await task.wait(limit + GRACE_SECONDS)
-        took = time.perf_counter() - started
-        if not ended:
-            self.stuck = not await task.stop(GRACE_SECONDS)
-        elif took <= limit or task.error:
-            # An exception is more informative than the timeout.
-            return task.result(), took
-        still = ", and does not end when it is cancelled" if self.stuck else ""
-        whose = "" if seconds else ", the tier's `deadline`"
-        raise Problem(f"{operation} takes longer than {format_duration(limit)}{whose}{still}", _REMEDY_SLOW)
-
-
-async def _awaited(call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
-    return await call()
+    async def _timed(self, operation: str, call: Callable[[], Awaitable[AnswerT]]) -> tuple[AnswerT, float]:
+        """Return the result of ``call`` and its duration in seconds. Raises: Overdue."""
+        seconds, answer = await timed(lambda: within(self._deadline, operation, call))
+        if seconds > self._deadline:  # It has ended, but a cache would not have waited for it.
+            raise Overdue(operation, self._deadline)
+        return answer, seconds
 
 
 def _speed(size: int, seconds: float) -> str:

@@ -13,8 +13,7 @@ import anyio
 from kvtier.concurrency.tasks import DetachedTask
 from kvtier.concurrency.threads import caller_into_loop
 from kvtier.errors import KVTierError
-from kvtier.lab.bench.sides import BenchFailed, Stuck
-from kvtier.units import format_duration
+from kvtier.lab.bench.sides import Overdue, Stuck
 
 SIGNAL_SECONDS = 0.5
 """At most how late Ctrl-C is noticed."""
@@ -83,27 +82,26 @@ def describe_error(error: BaseException) -> str:
 
 
 async def within(seconds: float, doing: str, call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
-    """Return the result of ``call``. Raises :class:`BenchFailed` if it exceeds the deadline of ``seconds``.
+    """Return the result of ``call``. Raises :class:`Overdue` if it exceeds the deadline of ``seconds``.
 
     ``doing`` names the call in error messages. Cancelling the caller cancels the call and waits for its end.
     Raises :class:`Stuck` if the call does not end when cancelled.
     """
-    task = DetachedTask(_awaited(call))
+
+    async def awaited() -> AnswerT:
+        return await call()
+
+    async def stop() -> None:
+        if not await task.stop(GRACE_SECONDS):
+            raise Stuck(doing, seconds)
+
+    task = DetachedTask(awaited())
     try:
         ended = await task.wait(seconds + GRACE_SECONDS)
     except anyio.get_cancelled_exc_class():
-        await _stop(task, doing)
+        await stop()
         raise
     if ended:
         return task.result()
-    await _stop(task, doing)
-    raise BenchFailed(f"{doing} exceeded the deadline of {format_duration(seconds)}")
-
-
-async def _stop(task: DetachedTask[AnswerT], doing: str) -> None:
-    if not await task.stop(GRACE_SECONDS):
-        raise Stuck(f"{doing} does not end when cancelled")
-
-
-async def _awaited(call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
-    return await call()
+    await stop()
+    raise Overdue(doing, seconds)

@@ -18,6 +18,7 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.batches import in_batches
 from kvtier.tiers.seal import Seal
+from kvtier.units import format_duration
 
 Chunk = tuple[ChunkKey, memoryview]
 
@@ -183,5 +184,17 @@ class BenchFailed(KVTierError):
     """A measured tier or transport, or its limit, failed. The message states how."""
 
 
-class Stuck(BenchFailed):
-    """A call does not end although it was cancelled, and may still access the memory passed to it."""
+class Overdue(BenchFailed):
+    """A call has exceeded its deadline."""
+
+    def __init__(self, doing: str, seconds: float) -> None:
+        super().__init__(f"{doing} exceeded the deadline of {format_duration(seconds)}")
+        self.doing = doing
+        self.seconds = seconds
+
+
+class Stuck(Overdue):
+    """It does not end, either, although it was cancelled. It may still access the memory passed to it."""
+
+    def __str__(self) -> str:
+        return f"{self.doing} does not end when cancelled"

@@ -66,7 +66,7 @@ async def measure_tier(
     arena = Arena.create(tier_bytes(extent) + 2 * MIB)
     async with AsyncExitStack() as stack:
         stack.push(closing(arena))
-        await stack.enter_async_context(_opened(backend, arena))
+        await stack.enter_async_context(opened(backend, arena))
         check, remark = backend.capabilities().check, ""
         if check is not None:
             remark = await within(OPENING_SECONDS, "checking the backend", check.check)
@@ -78,7 +78,7 @@ async def measure_tier(
             stack.push_async_callback(limit.close)
         turns = Turns(sides, tier.deadline, extent)
         moved, held = random_keys(extent.chunks), random_keys(LOOKUP_KEYS)
-        async with _deleting(sides, keys := [*moved, *held], tier.deadline):
+        async with deleting(sides, keys := [*moved, *held], tier.deadline):
             await turns.run(make_chunks(arena, moved, extent.size), advance)
             small = make_chunks(arena, held, LOOK_UP_BYTES)
             lookups = await _look_up(own, small, extent.lookups, tier.deadline)
@@ -88,12 +88,12 @@ async def measure_tier(
 
 
 @asynccontextmanager
-async def _opened(backend: Backend, arena: Arena) -> AsyncIterator[None]:
+async def opened(backend: Backend, arena: Arena | None = None) -> AsyncIterator[None]:
     """Open a backend and register the arena; close it when the block exits, unless a call is stuck in it."""
     await within(OPENING_SECONDS, "opening the backend", backend.open)
     try:
         registration = backend.capabilities().registration
-        if registration is not None:
+        if registration is not None and arena is not None:
             await within(OPENING_SECONDS, "registering memory", lambda: registration.register(arena))
         yield
     except Stuck:
@@ -106,7 +106,7 @@ async def _opened(backend: Backend, arena: Arena) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _deleting(
+async def deleting(
     sides: Mapping[str, Side], keys: Sequence[ChunkKey], deadline: float
 ) -> AsyncIterator[None]:
     """Delete the keys, any of which may be stored, if the block fails."""
