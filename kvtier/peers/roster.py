@@ -75,7 +75,6 @@ class Roster:
         self._by_target = {_parse_target(client.address): client for client in configured}
         self._make_temporary = make_temporary
         self._idle = idle
-        self._limit = MAX_TEMPORARY_PEERS
         self._temporary: dict[Address, _Temporary] = {}
         self._open = 0
         """Temporary peers whose tasks run, including those that are closing."""
@@ -182,13 +181,15 @@ class Roster:
     def _add_temporary(self, target: Address, address: str) -> _Temporary:
         if self._tasks is None:
             raise PeerError("the cache is closed or closing")
-        if len(self._temporary) >= self._limit:
+        if len(self._temporary) >= MAX_TEMPORARY_PEERS:
             unused = [at for at, entry in self._temporary.items() if not entry.busy]
             if not unused:
-                raise PeerError(f"all {self._limit} temporary peer connections are in use: retry later")
+                raise PeerError(
+                    f"all {MAX_TEMPORARY_PEERS} temporary peer connections are in use: retry later"
+                )
             oldest = min(unused, key=lambda at: self._temporary[at].client.last_used)
             self._close(oldest, self._temporary[oldest])
-        if self._open >= self._limit + MAX_CLOSING:
+        if self._open >= MAX_TEMPORARY_PEERS + MAX_CLOSING:
             raise PeerError("too many peer connections are still closing: retry later")
         entry = self._temporary[target] = _Temporary(self._make_temporary(address))
         entry.client.last_used = time.monotonic()

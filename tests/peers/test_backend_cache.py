@@ -19,7 +19,7 @@ from kvtier.testing.backend import blank, make_key, noise
 from tests.rigs.scripted_peer import ScriptedPeer, reading_from
 from tests.rigs.waiting import until
 
-from .test_backend import Trio, connected, keys_of
+from .test_backend import connected, keys_of, trio
 
 pytestmark = pytest.mark.anyio
 
@@ -76,7 +76,7 @@ class OpenCache:
 
 
 async def test_prompt_is_fetched_from_several_peers() -> None:
-    async with Trio() as peers, reading_from(*peers, opened=False) as backend, OpenCache(backend) as cache:
+    async with trio() as peers, reading_from(*peers, opened=False) as backend, OpenCache(backend) as cache:
         hold(peers[0], range(40))
         hold(peers[1], range(60))
         hold(peers[2], range(60, 100))
@@ -104,7 +104,7 @@ async def test_corrupt_chunk_is_a_miss_and_stays_at_peer() -> None:
 
 
 async def test_dead_peers_cause_misses_until_they_return() -> None:
-    async with Trio() as peers, reading_from(*peers, opened=False) as backend, OpenCache(backend) as cache:
+    async with trio() as peers, reading_from(*peers, opened=False) as backend, OpenCache(backend) as cache:
         for peer in peers:
             hold(peer, range(100))
         await connected(backend)

@@ -25,10 +25,10 @@ from kvtier.settings import TierSettings
 from kvtier.testing.backend import blank, is_poisoned, make_key, poison, same
 from kvtier.transports.base import Access, RemoteSpan
 from tests.rigs.instance_process import InstanceProcess, payload_of, settings_of
+from tests.rigs.open_files import sockets
 from tests.rigs.waiting import until
 
 from .test_backend import connected, keys_of
-from .test_client import sockets
 
 pytestmark = pytest.mark.anyio
 

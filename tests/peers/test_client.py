@@ -35,7 +35,7 @@ from kvtier.rpc.frames import Message, Ping, Pong, Refused
 from kvtier.settings.peer import PeerSettings
 from kvtier.testing.cancelling import Through, cancelled_at
 from tests.rigs.authority import Authority
-from tests.rigs.open_files import open_files
+from tests.rigs.open_files import sockets
 from tests.rigs.scripted_peer import NoAuthentication, ScriptedPeer, reading_from
 from tests.rigs.waiting import until
 
@@ -57,10 +57,6 @@ def log_lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 @pytest.fixture(autouse=True)
 def _short_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.peers.client.Backoff", partial(Backoff, shortest=0.02))
-
-
-def sockets() -> int:
-    return sum(" socket:" in file for file in open_files())
 
 
 def state(backend: PeersBackend) -> object:
@@ -85,7 +81,6 @@ async def test_peer_that_starts_later_is_connected(log_lines: Callable[[], list[
 
 
 async def test_restarted_peer_is_reconnected(log_lines: Callable[[], list[str]]) -> None:
-    before = sockets()
     peer = ScriptedPeer(instance="first life").hold(1, 2)
     async with peer.serving():
         pass
@@ -104,7 +99,6 @@ async def test_restarted_peer_is_reconnected(log_lines: Callable[[], list[str]])
             assert await backend.get(items) == [OK, OK]
             assert_intact(items)
             assert backend.status()[0]["instance"] == "second life"
-    await until(lambda: sockets() == before)
 
 
 async def test_lost_peer_delays_no_lookup() -> None:
@@ -176,13 +170,11 @@ async def test_transport_mismatch_is_reported(log_lines: Callable[[], list[str]]
 async def test_invalid_welcome_is_a_miss_and_logged_once(
     greeting: Message | bytes, log_lines: Callable[[], list[str]]
 ) -> None:
-    before = sockets()
     peer = ScriptedPeer(script=lambda message: [greeting]).hold(1)
     async with peer.serving(), reading_from(peer) as backend:
         await until(lambda: peer.requests["Hello"] >= 3)
         assert await backend.get(blanks([1])) == [MISS]
     assert len(log_lines()) == 1, log_lines()
-    await until(lambda: sockets() == before)
 
 
 async def test_data_connection_requires_the_same_process() -> None:
@@ -271,7 +263,6 @@ async def test_certificates_connect(tmp_path: Path) -> None:
 
 
 async def test_wrong_secret_is_logged_once(log_lines: Callable[[], list[str]]) -> None:
-    before = sockets()
     peer = ScriptedPeer(credentials=credentials_of("what one of them knows")).hold(1)
     async with (
         peer.serving(),
@@ -286,7 +277,6 @@ async def test_wrong_secret_is_logged_once(log_lines: Callable[[], list[str]]) -
     assert len(log_lines()) == 1, log_lines()
     assert "secret" in log_lines()[0]
     assert "knows" not in log_lines()[0]
-    await until(lambda: sockets() == before)
 
 
 # Invalid replies.

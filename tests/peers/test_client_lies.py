@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 import pytest
@@ -18,7 +20,7 @@ from kvtier.peers.push import Pusher
 from kvtier.peers.source import Source, timeouts_of
 from kvtier.peers.throughput import PeerThroughput
 from kvtier.rpc.endpoint import Endpoint
-from kvtier.rpc.frames import encode
+from kvtier.rpc.frames import Message, encode
 from kvtier.rpc.wire import SocketWire
 from kvtier.testing.backend import make_key
 from kvtier.tiers.sealer import Sealer
@@ -29,18 +31,28 @@ pytestmark = pytest.mark.anyio
 any_numbers = st.integers(-3, 6) | st.integers(-(1 << 63), (1 << 64) - 1)
 any_lists = st.lists(any_numbers, max_size=5)
 KEYS = [make_key(number) for number in range(4)]
+HEADERS = [ChunkHeader(key, key, bytes(32), 1000) for key in KEYS]
 
 
-def source_of(connected: socket.socket) -> Source:
+@asynccontextmanager
+async def connected_source(*answers: Message) -> AsyncIterator[tuple[Source, socket.socket]]:
+    """A connection over which these answers have arrived, and the peer's end of it."""
+    ours, theirs = socket.socketpair()
     welcome = Welcome(VERSION, "there", "memory", b"there", 10.0)
-    return Source(
+    source = Source(
         PeerDialer("127.0.0.1", 1, NoAuthentication(), "here", WorkerThreads(1)),  # type: ignore[arg-type]
-        ControlConnection(connected, welcome),
+        ControlConnection(ours, welcome),
         MemoryTransport([]),
         PeerThroughput(),
         timeouts_of(5.0),
         lambda _: None,
     )
+    with theirs:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(source.endpoint.run)
+            theirs.sendall(b"".join(map(encode, answers)))
+            yield source, theirs
+            tasks.cancel_scope.cancel()
 
 
 @settings(max_examples=150, deadline=None)
@@ -55,30 +67,24 @@ def source_of(connected: socket.socket) -> Source:
 async def test_any_granted_reply_is_refused_or_consistent(
     grant: int, positions: list[int], offsets: list[int], lengths: list[int], ready: int, prefix: bool
 ) -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        source = source_of(ours)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(source.endpoint.run)
-            theirs.send(encode(Granted(1, grant, positions, offsets, lengths, ready)))
-            try:
-                found = await source.look_up(KEYS, prefix=prefix)
-            except ChannelError:
-                assert not len(source.leases)
-                assert source.over
-            else:
-                assert len(source.leases) == len(found) == len(offsets) == len(lengths)
-                for number, position in enumerate(found):
-                    lease = source.leases.find(KEYS[position])
-                    assert lease is not None
-                    assert lease.number == number
-                    assert lease.ready == (number < ready)
-                    assert 0 < lease.grant < 1 << 63
-                    assert lease.offset >= 0
-                    assert lease.length > 0
-                    assert lease.offset + lease.length < 1 << 63
-                assert not prefix or sorted(found) == list(range(len(found)))
-            tasks.cancel_scope.cancel()
+    async with connected_source(Granted(1, grant, positions, offsets, lengths, ready)) as (source, _):
+        try:
+            found = await source.look_up(KEYS, prefix=prefix)
+        except ChannelError:
+            assert not len(source.leases)
+            assert source.over
+            return
+        assert len(source.leases) == len(found) == len(offsets) == len(lengths)
+        for number, position in enumerate(found):
+            lease = source.leases.find(KEYS[position])
+            assert lease is not None
+            assert lease.number == number
+            assert lease.ready == (number < ready)
+            assert 0 < lease.grant < 1 << 63
+            assert lease.offset >= 0
+            assert lease.length > 0
+            assert lease.offset + lease.length < 1 << 63
+        assert not prefix or sorted(found) == list(range(len(found)))
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,43 +112,31 @@ async def test_any_bytes_end_the_connection_with_an_error(data: bytes) -> None:
 async def test_any_reserved_reply_is_refused_or_consistent(
     grant: int, positions: list[int], offsets: list[int], seconds: float, held: list[int], coming: list[int]
 ) -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        source = source_of(ours)
-        headers = [ChunkHeader(key, key, bytes(32), 1000) for key in KEYS]
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(source.endpoint.run)
-            theirs.send(encode(Reserved(1, grant, positions, offsets, seconds, held, coming, "")))
-            try:
-                room = await Pusher(source, Sealer()).reserve(headers)
-            except ChannelError:
-                assert source.over
-            else:
-                indices = [*room.leases, *room.held, *room.pending]
-                assert len(set(indices)) == len(indices)
-                assert all(0 <= at < len(KEYS) for at in indices)
-                assert [lease.number for lease in room.leases.values()] == list(range(len(positions)))
-                for at, lease in room.leases.items():
-                    assert lease.key == KEYS[at]
-                    assert lease.length == 1000
-                    assert 0 < lease.grant < 1 << 63
-                    assert 0 <= lease.offset < lease.offset + 1000 < 1 << 63
-            tasks.cancel_scope.cancel()
+    answer = Reserved(1, grant, positions, offsets, seconds, held, coming, "")
+    async with connected_source(answer) as (source, _):
+        try:
+            room = await Pusher(source, Sealer()).reserve(HEADERS)
+        except ChannelError:
+            assert source.over
+            return
+        indices = [*room.leases, *room.held, *room.pending]
+        assert len(set(indices)) == len(indices)
+        assert all(0 <= at < len(KEYS) for at in indices)
+        assert [lease.number for lease in room.leases.values()] == list(range(len(positions)))
+        for at, lease in room.leases.items():
+            assert lease.key == KEYS[at]
+            assert lease.length == 1000
+            assert 0 < lease.grant < 1 << 63
+            assert 0 <= lease.offset < lease.offset + 1000 < 1 << 63
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 async def test_committed_reply_of_wrong_length_closes_connection(count: int) -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        source = source_of(ours)
-        headers = [ChunkHeader(key, key, bytes(32), 1000) for key in KEYS[:2]]
+    answer = Reserved(1, 5, [0, 1], [0, 4096], 1.0, [], [], "")
+    async with connected_source(answer) as (source, peer):
         target = Pusher(source, Sealer())
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(source.endpoint.run)
-            theirs.send(encode(Reserved(1, 5, [0, 1], [0, 4096], 1.0, [], [], "")))
-            leases = list((await target.reserve(headers)).leases.values())
-            theirs.send(encode(Committed(2, [True] * count)))
-            with pytest.raises(ChannelError):
-                await target.commit(leases, [bytes(16)] * 2)
-            assert source.over
-            tasks.cancel_scope.cancel()
+        leases = list((await target.reserve(HEADERS[:2])).leases.values())
+        peer.send(encode(Committed(2, [True] * count)))
+        with pytest.raises(ChannelError):
+            await target.commit(leases, [bytes(16)] * 2)
+        assert source.over

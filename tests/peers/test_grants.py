@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -40,6 +41,14 @@ def clock() -> Clock:
     return Clock()
 
 
+@pytest.fixture
+def book(arena: Arena, clock: Clock) -> Iterator[GrantBook]:
+    book = book_of(arena, clock)
+    yield book
+    book.close()
+    assert (book.open, book.granted_bytes, book.slices) == (0, 0, 0)
+
+
 def book_of(arena: Arena, clock: Clock, *, one_sided: bool = False, share: float = 0.5) -> GrantBook:
     return GrantBook(arena, PeerSettings(lease=10, share=share), one_sided=one_sided, clock=clock)
 
@@ -56,21 +65,26 @@ def span(grant: Grant, chunk: int, start: int = 0, length: int | None = None) ->
     return RemoteSpan(grant.number, lease.offset + start, lease.length if length is None else length)
 
 
+@contextmanager
+def held(book: GrantBook, span: RemoteSpan, access: Access = Access.READ) -> Iterator[Lease]:
+    """Hold a span that is granted."""
+    lease = book.hold(span, access)
+    assert lease is not None
+    yield lease
+    lease.release()
+
+
 def granted(book: GrantBook, leases: list[Lease], access: Access = Access.READ, owner: str = "a") -> Grant:
     grant = book.grant(owner, leases, access)
     assert grant is not None
     return grant
 
 
-def test_span_within_slice_is_held(arena: Arena, clock: Clock) -> None:
-    book = book_of(arena, clock)
+def test_span_within_slice_is_held(book: GrantBook, arena: Arena) -> None:
     grant = granted(book, leased(arena, 5000, PAGE_BYTES, 100))
     for chunk, start, length in [(0, 0, 5000), (0, 4999, 1), (1, 0, PAGE_BYTES), (2, 50, 50)]:
-        lease = book.hold(span(grant, chunk, start, length), Access.READ)
-        assert lease is not None
-        assert lease.offset == grant.leases[chunk].offset  # type: ignore[union-attr]
-        lease.release()
-    book.end("a")
+        with held(book, span(grant, chunk, start, length)) as lease:
+            assert lease.offset == grant.leases[chunk].offset  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -90,20 +104,18 @@ def test_span_within_slice_is_held(arena: Arena, clock: Clock) -> None:
     ],
 )
 def test_span_outside_slice_is_not_held(
-    arena: Arena, clock: Clock, chunk: int, start: int, length: int
+    book: GrantBook, arena: Arena, chunk: int, start: int, length: int
 ) -> None:
     (before,) = leased(arena, PAGE_BYTES)
-    book = book_of(arena, clock)
     grant = granted(book, leased(arena, 5000, PAGE_BYTES))
     assert book.hold(span(grant, chunk, start, length), Access.READ) is None
-    assert book.hold(span(grant, 0)._replace(grant=grant.number + 1), Access.READ) is None
-    assert book.hold(span(grant, 0)._replace(grant=0), Access.READ) is None
-    book.end("a")
+    _, offset, size = span(grant, 0)
+    for number in (grant.number + 1, 0):
+        assert book.hold(RemoteSpan(number, offset, size), Access.READ) is None
     before.release()
 
 
-def test_grant_numbers_are_random_and_fit(arena: Arena, clock: Clock) -> None:
-    book = book_of(arena, clock)
+def test_grant_numbers_are_random_and_fit(book: GrantBook, arena: Arena) -> None:
     (lease,) = leased(arena, 10)
     numbers = {granted(book, [lease.share()]).number for _ in range(1000)}
     assert len(numbers) == 1000
@@ -111,45 +123,34 @@ def test_grant_numbers_are_random_and_fit(arena: Arena, clock: Clock) -> None:
     assert max(numbers) > 1 << 60
     assert book.granted_bytes == 10
     lease.release()
-    book.end("a")
-    assert book.open == 0
 
 
-def test_access_is_limited_to_what_was_granted(arena: Arena, clock: Clock) -> None:
-    book = book_of(arena, clock)
+def test_access_is_limited_to_what_was_granted(book: GrantBook, arena: Arena) -> None:
     reading = granted(book, leased(arena, 10))
     writing = granted(book, leased(arena, 10), Access.WRITE)
     assert book.hold(span(reading, 0), Access.WRITE) is None
     assert book.hold(span(writing, 0), Access.READ) is None
-    lease = book.hold(span(writing, 0), Access.WRITE)
-    assert lease is not None
-    lease.release()
-    book.end("a")
+    with held(book, span(writing, 0), Access.WRITE):
+        pass
 
 
-def test_unready_chunk_is_not_held(arena: Arena, clock: Clock) -> None:
-    book = book_of(arena, clock)
+def test_unready_chunk_is_not_held(book: GrantBook, arena: Arena) -> None:
     grant = granted(book, leased(arena, 10, 10))
     grant.unready.add(1)
     assert book.hold(span(grant, 1), Access.READ) is None
-    lease = book.hold(span(grant, 0), Access.READ)
-    assert lease is not None
-    lease.release()
-    book.end("a")
+    with held(book, span(grant, 0)):
+        pass
 
 
-def test_release_chunk_by_chunk(arena: Arena, clock: Clock) -> None:
-    book = book_of(arena, clock)
+def test_release_chunk_by_chunk(book: GrantBook, arena: Arena) -> None:
     ended: list[int] = []
     grant = granted(book, leased(arena, 10, 20, 30))
     grant.on_end = lambda: ended.append(1)
     released_span = span(grant, 1)
-    lease = book.hold(released_span, Access.READ)
-    assert lease is not None
-    assert book.release("a", grant.number, [1])
-    assert book.hold(released_span, Access.READ) is None, "the grant has ended"
-    assert bytes(lease.view) == bytes(20), "the lease keeps its bytes"
-    lease.release()
+    with held(book, released_span) as lease:
+        assert book.release("a", grant.number, [1])
+        assert book.hold(released_span, Access.READ) is None, "the grant has ended"
+        assert bytes(lease.view) == bytes(20), "the lease keeps its bytes"
     assert not book.release("a", grant.number, [1, 0])
     assert not book.release("b", grant.number, [2])
     assert not ended
@@ -159,8 +160,7 @@ def test_release_chunk_by_chunk(arena: Arena, clock: Clock) -> None:
     assert not book.release("a", grant.number, [2])
 
 
-def test_grant_expires_by_time_and_is_freed_by_expire(arena: Arena, clock: Clock) -> None:
-    book = book_of(arena, clock)
+def test_grant_expires_by_time_and_is_freed_by_expire(book: GrantBook, arena: Arena, clock: Clock) -> None:
     first = granted(book, leased(arena, 10))
     clock.now += 5
     second = granted(book, leased(arena, 10))
@@ -175,8 +175,7 @@ def test_grant_expires_by_time_and_is_freed_by_expire(arena: Arena, clock: Clock
     assert book.expired == 1
 
 
-def test_expired_grant_is_freed_by_release(arena: Arena, clock: Clock) -> None:
-    book = book_of(arena, clock)
+def test_expired_grant_is_freed_by_release(book: GrantBook, arena: Arena, clock: Clock) -> None:
     grant = granted(book, leased(arena, 10))
     clock.now += 10
     assert not book.release("a", grant.number, [0])
@@ -199,8 +198,7 @@ def test_one_sided_write_grant_outlives_its_lease(arena: Arena, clock: Clock) ->
     assert book.open == 0
 
 
-def test_two_sided_write_grant_is_freed_by_expire(arena: Arena, clock: Clock) -> None:
-    book = book_of(arena, clock)
+def test_two_sided_write_grant_is_freed_by_expire(book: GrantBook, arena: Arena, clock: Clock) -> None:
     granted(book, leased(arena, 10), Access.WRITE)
     clock.now += 11
     book.expire()
@@ -224,22 +222,18 @@ def test_share_bounds_promised_bytes(arena: Arena, clock: Clock) -> None:
         lease.release()
 
 
-def test_number_of_slices_is_bounded(arena: Arena, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_slices_is_bounded(book: GrantBook, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grants_module, "MAX_SLICES", 3)
-    book = book_of(arena, clock)
     (lease,) = leased(arena, 10)
     shares = [lease.share() for _ in range(5)]
     assert len(granted(book, shares).leases) == 3
     assert book.grant("b", shares[3:]) is None
     for share in [lease, *shares[3:]]:
         share.release()
-    book.end("a")
 
 
-def test_grant_of_nothing_is_refused(arena: Arena, clock: Clock) -> None:
-    book = book_of(arena, clock)
+def test_grant_of_nothing_is_refused(book: GrantBook) -> None:
     assert book.grant("a", []) is None
-    book.end("a")
     book.end("a")
 
 

@@ -29,11 +29,11 @@ from kvtier.rpc.authentication import Credentials
 from kvtier.settings import TierSettings
 from kvtier.testing.backend import make_key, same
 from tests.rigs.instance_process import SECRET, InstanceProcess, payload_of
+from tests.rigs.open_files import sockets
 from tests.rigs.waiting import until
 
 from .test_backend import keys_of
 from .test_backend_processes import started, until_nothing_granted
-from .test_client import sockets
 from .test_directory import ScriptedDirectory
 from .test_temporary import temporary_addresses
 
@@ -134,7 +134,7 @@ async def reader(kind: str, *, folder: Path | None = None, idle: float = 60.0) -
             yield Reader(cache, backend)
             catalog = cache.catalog
             await until(lambda: cache.arena.leases == catalog.count(0))
-            assert not backend._bound
+            assert not backend.bound_chunks
             if not backend._directory:
                 assert not catalog.count(len(tiers)), "temporary entries remain in the catalog"
         finally:

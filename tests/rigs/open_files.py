@@ -20,6 +20,11 @@ def open_files() -> list[str]:
     return found
 
 
+def sockets() -> int:
+    """Return the number of open sockets of this process."""
+    return sum(" socket:" in file for file in open_files())
+
+
 @contextmanager
 def no_free_descriptors() -> Iterator[None]:
     """Take all descriptors of this process below a low limit."""

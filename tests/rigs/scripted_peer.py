@@ -43,6 +43,8 @@ from kvtier.settings import TierSettings
 from kvtier.settings.peer import PeerSettings
 from kvtier.testing.backend import make_key, noise
 from kvtier.transports.base import Dial, Grants, Link, ReadItem, RemoteSpan, Transport, WriteItem
+from tests.rigs.open_files import sockets
+from tests.rigs.waiting import until
 
 CHUNK = 5000
 TIMEOUT = 20.0
@@ -313,8 +315,10 @@ async def reading_from(
 ) -> AsyncIterator[PeersBackend]:
     """Open a backend with these configured peers, serving or not. Check on exit that nothing is leaked.
 
-    ``unauthenticated`` peers are not in its settings, but it can read from them.
+    No connection, lease, link, socket or binding is. ``unauthenticated`` peers are not in its settings, but
+    it can read from them.
     """
+    before = sockets()
     settings = PeerSettings(
         others=[peer.address for peer in peers],
         **{"secret": SECRET, "transport": "memory", "timeout": TIMEOUT} | more,
@@ -337,3 +341,11 @@ async def reading_from(
         await backend.close()
         await transport.close()
         assert all(not client.throughput.in_flight for client in backend.clients)
+        assert not backend.bound_chunks
+    await until_released(*peers, *unauthenticated)
+    await until(lambda: sockets() <= before)
+
+
+async def until_released(*peers: ScriptedPeer) -> None:
+    """Wait until no connection, lease or link is open."""
+    await until(lambda: not any(peer.connections or peer.open_chunks or peer.links for peer in peers))
