@@ -15,6 +15,7 @@ import pytest
 from anyio import to_thread
 
 from kvtier.backends.base import GetItem, Outcome
+from kvtier.concurrency.tasks import DetachedTask
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.slices import Lease
@@ -115,6 +116,13 @@ async def assert_stained(items: Sequence[GetItem]) -> None:
     assert await to_thread.run_sync(lambda: all(is_poisoned(view) for _, view in items))
 
 
+async def begun(backend: PeersBackend, items: Sequence[GetItem]) -> DetachedTask[Sequence[Outcome]]:
+    """Start a read, and wait until bytes of it have arrived."""
+    getting = DetachedTask(backend.get(items))
+    await until(lambda: any(not is_poisoned(view[:4096]) for _, view in items))
+    return getting
+
+
 async def until_nothing_granted(process: InstanceProcess) -> None:
     with anyio.fail_after(30):
         while (status := await process.status())["serving"]["grants"] or (
@@ -156,17 +164,9 @@ async def test_read_from_killed_peer_is_rerouted() -> None:
         await connected(backend)
         assert await backend.held_prefix(keys_of(range(8))) == 8
         items = await blanks(range(8), BIG)
-        async with anyio.create_task_group() as tasks:
-            outcomes: list[Outcome] = []
-
-            async def get() -> None:
-                outcomes.extend(await backend.get(items))
-
-            tasks.start_soon(get)
-            # The transfer has started.
-            await until(lambda: any(not is_poisoned(view[:4096]) for _, view in items))
-            await first.kill()
-        assert outcomes == [OK] * 8
+        getting = await begun(backend, items)
+        await first.kill()
+        assert await getting.join() == [OK] * 8
         await assert_intact(items, BIG)
         # The remaining peer serves all chunks.
         again = await blanks(range(8), BIG)
@@ -181,17 +181,10 @@ async def test_read_from_only_peer_fails_fast_when_killed(caplog: pytest.LogCapt
     async with started(process), reading_from(process, deadline=60.0) as backend:
         await connected(backend)
         items = await blanks(range(16), BIG)
-        async with anyio.create_task_group() as tasks:
-            outcomes: list[Outcome] = []
-
-            async def get() -> None:
-                outcomes.extend(await backend.get(items))
-
-            tasks.start_soon(get)
-            await until(lambda: any(not is_poisoned(view[:4096]) for _, view in items))
-            await process.kill()
-            with anyio.fail_after(30):
-                await until(lambda: len(outcomes) == 16)
+        getting = await begun(backend, items)
+        await process.kill()
+        with anyio.fail_after(30):
+            outcomes = await getting.join()
         assert FAILED in outcomes
         done = [number for number in range(16) if outcomes[number] is OK]
         await assert_intact([items[number] for number in done], BIG)
@@ -213,19 +206,11 @@ async def test_peer_killed_during_lookup_is_a_miss() -> None:
     async with started(process), reading_from(process, timeout=60.0) as backend:
         await connected(backend)
         process.signal(signal.SIGSTOP)
-        async with anyio.create_task_group() as tasks:
-            prefixes: list[int] = []
-
-            async def look_up() -> None:
-                prefixes.append(await backend.held_prefix(keys_of(range(4))))
-
-            tasks.start_soon(look_up)
-            await anyio.sleep(0.1)
-            assert not prefixes
-            await process.kill()
-            with anyio.fail_after(30):
-                await until(lambda: prefixes)
-        assert prefixes == [0]
+        looking_up = DetachedTask(backend.held_prefix(keys_of(range(4))))
+        assert not await looking_up.wait(0.1)
+        await process.kill()
+        with anyio.fail_after(30):
+            assert await looking_up.join() == 0
 
 
 async def test_stopped_peer_times_out_and_reconnects() -> None:
@@ -252,18 +237,10 @@ async def test_stopped_peer_times_out_and_reconnects() -> None:
 async def stop_during_read(process: InstanceProcess, backend: PeersBackend) -> list[GetItem]:
     """Stop a peer during a read. Return the items, or none if the read completed before."""
     items = await blanks(range(16), BIG)
-    outcomes: list[Outcome] = []
-
-    async def get() -> None:
-        outcomes.extend(await backend.get(items))
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(get)
-        await until(lambda: any(not is_poisoned(view[:4096]) for _, view in items))
-        process.signal(signal.SIGSTOP)
-        with anyio.fail_after(30):
-            await until(lambda: len(outcomes) == len(items))
-    return items if FAILED in outcomes else []
+    getting = await begun(backend, items)
+    process.signal(signal.SIGSTOP)
+    with anyio.fail_after(30):
+        return items if FAILED in await getting.join() else []
 
 
 async def test_read_from_stopped_peer_fails_and_writes_nothing_later() -> None:
@@ -340,16 +317,3 @@ async def test_three_peers_share_load_and_one_may_exit() -> None:
         await processes[0].kill()
         await connected(backend, 2)
         await read_all()
-
-
-async def test_wrong_secret_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    process = InstanceProcess(range(4))
-    async with started(process), reading_from(process, secret="another that is long enough") as backend:
-        await until(lambda: backend.status()[0]["state"] == "not connected")
-        for _ in range(20):
-            assert await backend.held_prefix(keys_of(range(4))) == 0
-            assert await backend.get(await blanks([1], SMALL)) == [MISS]
-            await anyio.sleep(0.05)
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1, warnings
-    assert "secret" in warnings[0]

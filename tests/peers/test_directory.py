@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
 import pytest
 
 from kvtier.backends.base import Outcome
+from kvtier.concurrency.breaker import MAX_PAUSE, MIN_PAUSE
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.backend import MAX_HOLDERS, MAX_HOLDERS_ASKED, DirectoryClient, PeersBackend
+from kvtier.peers.backend import MAX_HOLDERS_ASKED, DirectoryClient, PeersBackend
 from kvtier.peers.protocol import Hello
 from tests.rigs.scripted_peer import ScriptedPeer, reading_from
 from tests.rigs.waiting import until
@@ -64,19 +65,11 @@ async def asking(
         yield backend
 
 
-@contextmanager
-def short_timeout(backend: PeersBackend) -> Iterator[None]:
-    """Shorten ``peer.timeout``, for lookups that nobody answers. Others take long on a busy machine."""
-    usual, backend._lookup_timeout = backend._lookup_timeout, 0.2
-    yield
-    backend._lookup_timeout = usual
-
-
 async def until_found(backend: PeersBackend) -> None:
     """Look a chunk up until it is found: on a busy machine, a configured peer may exceed a short timeout."""
     with anyio.fail_after(60):
         while await backend.held_prefix(keys_of([0])) != 1:
-            pass
+            await anyio.sleep(0.01)
 
 
 # Queries.
@@ -201,7 +194,6 @@ async def test_ten_thousand_holders_are_not_all_dialled() -> None:
         for _ in range(30):
             assert await backend.held_prefix(keys_of(range(9))) == 0
         assert len(temporary_addresses(backend)) <= 64
-        assert len(backend._roster._unusable) <= MAX_HOLDERS
 
 
 async def test_holder_with_fewer_chunks_than_reported() -> None:
@@ -215,72 +207,71 @@ async def test_holder_with_fewer_chunks_than_reported() -> None:
 # Slow and failing.
 
 
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def asked(client: DirectoryClient, directory: ScriptedDirectory) -> bool:
+    """Return whether a lookup queries the directory."""
+    count = len(directory.queries)
+    await client.holders([], anyio.current_time() + 5)
+    return len(directory.queries) > count
+
+
 async def test_slow_directory_times_out_once_and_is_backed_off() -> None:
-    usual = ScriptedPeer().hold(0)
-    directory = ScriptedDirectory()
-    async with asking(directory, usual) as backend:
-        directory.may_answer = anyio.Event()
-        with short_timeout(backend):
-            for _ in range(3):
-                async with anyio.create_task_group() as tasks:  # Concurrent timeouts count as one failure.
-                    for _ in range(20):
-                        tasks.start_soon(backend.held_prefix, keys_of([0]))
-        await connected(backend)
-        client = backend._directory
-        assert client is not None
-        client._backoff.next()
-        client._retry_at = float("inf")
-        before = len(directory.queries)
+    clock, directory = Clock(), ScriptedDirectory()
+    client = DirectoryClient(directory, clock)
+    directory.may_answer = anyio.Event()
+    async with anyio.create_task_group() as tasks:  # Concurrent timeouts count as one failure.
         for _ in range(20):
-            assert await backend.held_prefix(keys_of([0])) == 1
-        assert len(directory.queries) == before
-        client._retry_at = 0.0
-        directory.may_answer.set()
-        await backend.held_prefix(keys_of([0]))
-        await backend.held_prefix(keys_of([0]))
-        assert len(directory.queries) == before + 2, "it answers again"
+            tasks.start_soon(client.holders, [], anyio.current_time() + 0.2)
+    assert len(directory.queries) == 20
+    directory.may_answer.set()
+    assert not await asked(client, directory)
+    clock.now += MIN_PAUSE
+    assert await asked(client, directory)
+    assert await asked(client, directory), "it answers again"
+
+
+async def test_configured_peers_are_queried_while_the_directory_does_not_answer() -> None:
+    usual, directory = ScriptedPeer().hold(0), ScriptedDirectory()
+    async with asking(directory, usual, timeout=0.5) as backend:
+        directory.may_answer = anyio.Event()
+        await until_found(backend)
 
 
 async def test_failing_directory_is_retried_with_growing_back_off() -> None:
-    now = 0.0
-    directory = ScriptedDirectory()
-    client = DirectoryClient(directory, clock=lambda: now)
-
-    async def ask() -> bool:
-        count = len(directory.queries)
-        await client.holders([], anyio.current_time() + 5)
-        return len(directory.queries) > count
-
+    clock, directory = Clock(), ScriptedDirectory()
+    client = DirectoryClient(directory, clock)
     directory.error = RuntimeError("out of order")
     pauses = []
     for _ in range(8):
-        assert await ask()
-        began = now
-        while not await ask():
-            now += 0.05
-        now -= 0.05
-        pauses.append(now - began)
-        now += 20.0
+        assert await asked(client, directory)
+        began = clock.now
+        while not await asked(client, directory):
+            clock.now += 0.05
+        clock.now -= 0.05
+        pauses.append(clock.now - began)
+        clock.now += 20.0
     assert pauses[0] < 0.3
     assert 7 < max(pauses) < 11
     directory.error = None
-    assert await ask()
-    assert await ask(), "without back-off"
+    assert await asked(client, directory)
+    assert await asked(client, directory), "without back-off"
 
 
 async def test_directory_error_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    usual = ScriptedPeer().hold(0)
-    directory = ScriptedDirectory()
+    clock, directory = Clock(), ScriptedDirectory()
+    client = DirectoryClient(directory, clock)
     directory.error = RuntimeError("out of order")
-    async with asking(directory, usual) as backend:
-        for _ in range(5):
-            assert await backend.held_prefix(keys_of([0])) == 1
-            assert backend._directory is not None
-            backend._directory._retry_at = 0.0
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1
-    assert "out of order" in warnings[0]
-    assert len(directory.queries) == 5
+    for _ in range(5):
+        assert await asked(client, directory)
+        clock.now += MAX_PAUSE
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "out of order" in warning
 
 
 async def test_slow_holder_is_connected_for_the_next_lookup() -> None:
@@ -288,31 +279,26 @@ async def test_slow_holder_is_connected_for_the_next_lookup() -> None:
     holder = ScriptedPeer().hold(0)
     holder.answering = gate
     directory = ScriptedDirectory((holder, 1))
-    async with asking(directory, unauthenticated=[holder]) as backend:
-        with short_timeout(backend):
-            assert await backend.held_prefix(keys_of([0])) == 0
+    async with asking(directory, unauthenticated=[holder], timeout=0.5) as backend:
+        assert await backend.held_prefix(keys_of([0])) == 0
         gate.set()
         await connected(backend, 1)
-        assert await backend.held_prefix(keys_of([0])) == 1
+        await until_found(backend)
         assert holder.requests["Hello"] == 1
 
 
 async def test_unresponsive_holder_times_out_once() -> None:
     holder = ScriptedPeer().hold(0)
     directory = ScriptedDirectory((holder, 1))
-    async with asking(directory, unauthenticated=[holder]) as backend:
-        assert await backend.held_prefix(keys_of([0])) == 1
+    async with asking(directory, unauthenticated=[holder], timeout=0.5) as backend:
+        await until_found(backend)
         holder.answering = anyio.Event()
-        with short_timeout(backend):
+        lookups = holder.requests["Lookup"]
+        for _ in range(20):
             assert await backend.held_prefix(keys_of([0])) == 0
-        with anyio.fail_after(60):  # A fraction of the time that they would take if each waited.
-            for _ in range(20):
-                assert await backend.held_prefix(keys_of([0])) == 0
+        assert holder.requests["Lookup"] <= lookups + 1
         holder.answering.set()
-        await until(lambda: backend.clients[0].source is not None)
-        with anyio.fail_after(30):
-            while await backend.held_prefix(keys_of([0])) == 0:
-                await anyio.sleep(0.02)
+        await until_found(backend)
 
 
 async def test_unresponsive_holders_do_not_delay_other_peers() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -16,6 +15,7 @@ from kvtier.peers import grants as grants_module
 from kvtier.peers.grants import Grant, GrantBook
 from kvtier.settings.peer import PeerSettings
 from kvtier.transports.base import Access, RemoteSpan
+from tests.rigs.peer_server import held
 
 PAGES = 16
 
@@ -63,15 +63,6 @@ def span(grant: Grant, chunk: int, start: int = 0, length: int | None = None) ->
     lease = grant.leases[chunk]
     assert lease is not None
     return RemoteSpan(grant.number, lease.offset + start, lease.length if length is None else length)
-
-
-@contextmanager
-def held(book: GrantBook, span: RemoteSpan, access: Access = Access.READ) -> Iterator[Lease]:
-    """Hold a span that is granted."""
-    lease = book.hold(span, access)
-    assert lease is not None
-    yield lease
-    lease.release()
 
 
 def granted(book: GrantBook, leases: list[Lease], access: Access = Access.READ, owner: str = "a") -> Grant:

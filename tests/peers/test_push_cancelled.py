@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from anyio import CancelScope, fail_after
@@ -23,20 +22,20 @@ pytestmark = pytest.mark.anyio
 
 Pair = list[Host]
 COUNT = 4
+NUMBERS = range(1, COUNT + 1)
 
 
 @pytest.fixture(params=["tcp", pytest.param("nixl", marks=pytest.mark.slow)])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     async with hosts(request.param, 32, 32) as pair:
-        pair[0].compute(range(1, COUNT + 1))
+        pair[0].compute(NUMBERS)
         yield pair
 
 
-async def until_empty(receiver: Host) -> None:
+async def until_empty(receiver: Host, numbers: Sequence[int] = NUMBERS) -> None:
     """Wait until nothing is reserved or granted, then clear the receiver."""
-    serving: Any = receiver.instance.server
-    await until(lambda: not receiver.reserving["reservations"] and not serving.status()["grants"])
-    await receiver.cache.clear(keys_of(range(1, COUNT + 1)))
+    await until(lambda: not receiver.reserving["reservations"] and not receiver.serving["grants"])
+    await receiver.cache.clear(keys_of(numbers))
     await until(lambda: not receiver.cache.arena.leases)
 
 
@@ -49,9 +48,7 @@ async def test_push_cancelled_at_every_await(pair: Pair, through: Through) -> No
         for lag in (0, 1, 3):
             step = 1
             while True:
-                found = sender.cache.look_up(Query(keys_of(range(1, COUNT + 1))))
-                chunks = sender.cache.memory.lease_ready([chunk.key for chunk in found.chunks])
-                found.release()
+                chunks = sender.cache.memory.lease_ready(keys_of(NUMBERS))
                 try:
                     cancelled = await cancelled_at(
                         step, lambda chunks=chunks: target.push(chunks, 30), through=through, lag=lag
@@ -59,7 +56,7 @@ async def test_push_cancelled_at_every_await(pair: Pair, through: Through) -> No
                 finally:
                     for chunk in chunks:
                         chunk.lease.release()
-                held = receiver.held(range(1, COUNT + 1))
+                held = receiver.held(NUMBERS)
                 assert await receiver.settle(receiver.cache.look_up(Query(keys_of(held)))) == len(held)
                 await until_empty(receiver)
                 if not cancelled:
@@ -83,9 +80,7 @@ async def test_push_cancelled_while_its_reservation_arrives(
 
     monkeypatch.setattr(Call, "settle", cancel_and_settle)
     async with sender.peers.checkout(receiver.address) as source:
-        found = sender.cache.look_up(Query(keys_of(range(1, COUNT + 1))))
-        chunks = sender.cache.memory.lease_ready([chunk.key for chunk in found.chunks])
-        found.release()
+        chunks = sender.cache.memory.lease_ready(keys_of(NUMBERS))
         with CancelScope() as scope:
             await Pusher(source, Sealer()).push(chunks, 30)
         assert scope.cancelled_caught
@@ -118,10 +113,11 @@ async def test_kv_transfer_aborted_at_any_time(pair: Pair, monkeypatch: pytest.M
     monkeypatch.setattr("kvtier.pipeline.expect.UNANNOUNCED_SECONDS", 0.3)
     sender, receiver = pair
     for steps in range(60):
-        # Otherwise no lookup waits for previously aborted chunks until they are announced again.
-        receiver.cache.expecting._ended.clear()
-        transfer = sender.transfer_kv(receiver, range(1, COUNT + 1))
-        found = receiver.look_up(range(1, COUNT + 1), expect=30)
+        # No lookup waits for chunks whose transfer was aborted before.
+        numbers = range((steps + 2) * COUNT, (steps + 3) * COUNT)
+        sender.compute(numbers)
+        transfer = sender.transfer_kv(receiver, numbers)
+        found = receiver.look_up(numbers, expect=30)
         for _ in range(steps):
             await checkpoint()
         transfer.abort()
@@ -129,7 +125,7 @@ async def test_kv_transfer_aborted_at_any_time(pair: Pair, monkeypatch: pytest.M
         arrived = await receiver.settle(found)
         assert arrived >= sum(outcome is PushOutcome.OK for outcome in transfer.result.outcomes.values())
         await until(lambda: not receiver.cache.expecting.announced)
-        await until_empty(receiver)
+        await until_empty(receiver, numbers)
 
 
 async def test_waiting_lookup_cancelled_at_every_await(pair: Pair) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 from xxhash import xxh3_128_digest
 
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
@@ -30,7 +32,7 @@ from kvtier.pipeline.query import Query
 from kvtier.rpc.frames import Message, Refused
 from kvtier.testing.backend import make_key, noise
 from kvtier.transports.base import Access, RemoteSpan
-from tests.rigs.peer_server import CHUNK, PAYLOAD, NoTransport, RawClient, ServedCache, serving
+from tests.rigs.peer_server import CHUNK, PAYLOAD, NoTransport, RawClient, ServedCache, held, serving
 from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -44,10 +46,14 @@ async def served() -> AsyncIterator[ServedCache]:
         yield opened
 
 
-def reserve_message(*numbers: int, ticket: int = 1, length: int = PAYLOAD) -> Reserve:
+def reserve_message(*numbers: int, length: int = PAYLOAD) -> Reserve:
     keys = join_keys([make_key(number) for number in numbers])
     parents = join_keys([make_key(number - 1) for number in numbers])
-    return Reserve(ticket, NAMESPACE, keys, parents, [length] * len(numbers))
+    return Reserve(1, NAMESPACE, keys, parents, [length] * len(numbers))
+
+
+def changed(*numbers: int, **fields: Any) -> Reserve:
+    return structs.replace(reserve_message(*numbers), **fields)
 
 
 def payload(number: int, length: int = PAYLOAD) -> bytes:
@@ -62,11 +68,10 @@ async def reserve(client: RawClient, *numbers: int) -> Reserved:
 
 def write(served: ServedCache, room: Reserved, at: int, content: bytes) -> None:
     """Write to a reservation as a transport does."""
-    lease = served.grants.hold(RemoteSpan(room.grant, room.offsets[at], len(content)), Access.WRITE)
-    assert lease is not None
-    start = room.offsets[at] - lease.offset
-    lease.view[start : start + len(content)] = content
-    lease.release()
+    span = RemoteSpan(room.grant, room.offsets[at], len(content))
+    with held(served.grants, span, Access.WRITE) as lease:
+        start = room.offsets[at] - lease.offset
+        lease.view[start : start + len(content)] = content
 
 
 async def commit(
@@ -123,10 +128,9 @@ async def test_overwritten_header_is_restored_on_commit(served: ServedCache) -> 
     client = await served.client()
     room = await reserve(client, 1)
     write(served, room, 0, payload(1))
-    lease = served.grants.hold(RemoteSpan(room.grant, room.offsets[0] - HEADER_BYTES, 10), Access.WRITE)
-    assert lease is not None
-    ChunkHeader(make_key(66), make_key(65), bytes(range(32)), PAYLOAD).seal(lease.view)
-    lease.release()
+    span = RemoteSpan(room.grant, room.offsets[0] - HEADER_BYTES, 10)
+    with held(served.grants, span, Access.WRITE) as lease:
+        ChunkHeader(make_key(66), make_key(65), bytes(range(32)), PAYLOAD).seal(lease.view)
     assert await commit(client, room.grant, [0], [payload(1)]) == [True]
     (chunk,) = served.cache.look_up(Query([make_key(1)])).chunks
     assert ChunkHeader.verify(chunk.lease.view, make_key(1)).namespace == NAMESPACE
@@ -243,35 +247,17 @@ INVALID_MESSAGES: dict[str, tuple[Message, str]] = {
     "length_of_63_bits": (reserve_message(1, length=1 << 63), "invalid length"),
     "length_of_64_bits": (reserve_message(1, length=(1 << 64) - 1), "invalid length"),
     "too_many": (reserve_message(*range(MAX_RESERVED + 1)), "more than"),
-    "half_a_key": (Reserve(1, NAMESPACE, b"half", b"half", [PAYLOAD]), "malformed keys"),
-    "fewer_parents": (Reserve(1, NAMESPACE, bytes(64), bytes(32), [PAYLOAD] * 2), "inconsistent"),
-    "fewer_lengths": (Reserve(1, NAMESPACE, bytes(64), bytes(64), [PAYLOAD]), "inconsistent"),
-    "more_lengths": (Reserve(1, NAMESPACE, bytes(32), bytes(32), [PAYLOAD] * 100_000), "inconsistent"),
-    "fewer_hashes": (
-        Reserve(1, NAMESPACE, bytes(64), bytes(64), [PAYLOAD] * 2, block_hashes=[b""]),
-        "block hashes",
-    ),
-    "half_a_hash": (
-        Reserve(1, NAMESPACE, bytes(32), bytes(32), [PAYLOAD], block_hashes=[bytes(8)]),
-        "block hashes",
-    ),
-    "too_many_hashes": (
-        Reserve(1, NAMESPACE, bytes(32), bytes(32), [PAYLOAD], block_hashes=[bytes(272)]),
-        "block hashes",
-    ),
-    "fewer_tokens": (
-        Reserve(1, NAMESPACE, bytes(64), bytes(64), [PAYLOAD] * 2, tokens=[256]),
-        "numbers of tokens",
-    ),
-    "negative_tokens": (
-        Reserve(1, NAMESPACE, bytes(32), bytes(32), [PAYLOAD], tokens=[-1]),
-        "numbers of tokens",
-    ),
-    "tokens_of_33_bits": (
-        Reserve(1, NAMESPACE, bytes(32), bytes(32), [PAYLOAD], tokens=[1 << 32]),
-        "numbers of tokens",
-    ),
-    "no_namespace": (Reserve(1, b"", bytes(32), bytes(32), [PAYLOAD]), "inconsistent"),
+    "half_a_key": (changed(1, keys=b"half", parents=b"half"), "malformed keys"),
+    "fewer_parents": (changed(1, 2, parents=bytes(32)), "inconsistent"),
+    "fewer_lengths": (changed(1, 2, payload_lengths=[PAYLOAD]), "inconsistent"),
+    "more_lengths": (changed(1, payload_lengths=[PAYLOAD] * 100_000), "inconsistent"),
+    "fewer_hashes": (changed(1, 2, block_hashes=[b""]), "block hashes"),
+    "half_a_hash": (changed(1, block_hashes=[bytes(8)]), "block hashes"),
+    "too_many_hashes": (changed(1, block_hashes=[bytes(272)]), "block hashes"),
+    "fewer_tokens": (changed(1, 2, tokens=[256]), "numbers of tokens"),
+    "negative_tokens": (changed(1, tokens=[-1]), "numbers of tokens"),
+    "tokens_of_33_bits": (changed(1, tokens=[1 << 32]), "numbers of tokens"),
+    "no_namespace": (changed(1, namespace=b""), "inconsistent"),
     "half_a_checksum": (Commit(1, 5, [0], bytes(15)), "checksums"),
     "no_checksums": (Commit(1, 5, [0] * 1000, b""), "checksums"),
     "announces_half_a_key": (Announce(1, 1, b"half"), "malformed keys"),
@@ -279,9 +265,10 @@ INVALID_MESSAGES: dict[str, tuple[Message, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", INVALID_MESSAGES)
-async def test_invalid_message_closes_only_its_connection(served: ServedCache, name: str) -> None:
-    message, reason = INVALID_MESSAGES[name]
+@pytest.mark.parametrize(("message", "reason"), INVALID_MESSAGES.values(), ids=INVALID_MESSAGES)
+async def test_invalid_message_closes_only_its_connection(
+    served: ServedCache, message: Message, reason: str
+) -> None:
     assert reason in await refusal_of(served, reserve_message(1, 2), message)
 
 

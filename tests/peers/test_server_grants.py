@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import anyio
 import pytest
@@ -26,8 +28,9 @@ from kvtier.peers.protocol import (
 from kvtier.rpc.frames import Ping, Pong, Refused
 from kvtier.testing.backend import make_key
 from kvtier.testing.faults import SlowBackend
+from kvtier.tiers.seal import Seal
 from kvtier.transports.base import Access, RemoteSpan
-from tests.rigs.peer_server import CHUNK, RawClient, ServedCache, serving
+from tests.rigs.peer_server import CHUNK, RawClient, ServedCache, corrupt, held, serving
 from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -56,11 +59,9 @@ async def test_prefix_is_granted_sealed_and_released() -> None:
         assert granted.ready == 0, "they have no checksums yet"
         assert await readable(client, granted, [0, 1, 2]) == [True] * 3
         for key, span in zip(keys, spans(granted), strict=True):
-            lease = served.grants.hold(span, Access.READ)
-            assert lease is not None
-            assert ChunkHeader.verify(lease.view, key)
-            assert is_sealed(lease.view)
-            lease.release()
+            with held(served.grants, span) as lease:
+                assert ChunkHeader.verify(lease.view, key)
+                assert is_sealed(lease.view)
         assert served.grants.granted_bytes == 3 * CHUNK
         assert await client.release(granted, [0])
         assert served.grants.granted_bytes == 2 * CHUNK
@@ -76,10 +77,8 @@ async def test_without_checksums_chunks_are_ready_immediately() -> None:
         client = await served.client()
         granted = await client.look_up(keys)
         assert granted.ready == 2
-        lease = served.grants.hold(spans(granted)[0], Access.READ)
-        assert lease is not None
-        assert not is_sealed(lease.view)
-        lease.release()
+        with held(served.grants, spans(granted)[0]) as lease:
+            assert not is_sealed(lease.view)
 
 
 async def test_unsealed_chunk_is_not_readable() -> None:
@@ -88,11 +87,11 @@ async def test_unsealed_chunk_is_not_readable() -> None:
         client = await served.client()
         may_fail = anyio.Event()
 
-        async def fail_later(chunks: Sequence[object]) -> list[bool]:
+        async def fail_later(chunks: Sequence[object]) -> list[None]:
             await may_fail.wait()
-            return [False] * len(chunks)
+            return [None] * len(chunks)
 
-        served.server._lookup.seal = fail_later  # type: ignore[method-assign]
+        served.cache.memory.sealer.seal = fail_later  # type: ignore[assignment, method-assign]
         granted = await client.look_up([key])
         (span,) = spans(granted)
         assert served.grants.hold(span, Access.READ) is None
@@ -107,10 +106,7 @@ async def test_corrupt_chunk_is_not_readable() -> None:
     async with serving() as served:
         keys = served.store(1, 2, 3)
         client = await served.client()
-        lease = served.cache.memory.lease(keys[1])
-        assert lease is not None
-        lease.view[30] ^= 1
-        lease.release()
+        corrupt(served.cache, keys[1])
         granted = await client.look_up(keys)
         assert await readable(client, granted, [2, 1, 0]) == [True, False, True]
         catalog = served.cache.catalog
@@ -151,26 +147,15 @@ async def test_lookup_of_many_keys() -> None:
 
 async def test_chunks_on_disk_are_promoted_and_can_be_awaited(tmp_path: Path) -> None:
     async with serving(disk=tmp_path / "ssd") as served:
-        keys = served.store(1, 2, 3)
-        assert await served.cache.drain(10)
-        served.cache.memory.drop(keys)
+        keys = await store_on_disk_only(served, 1, 2, 3)
         client = await served.client()
         granted = await client.look_up(keys)
         assert granted.positions == [0, 1, 2]
         assert granted.ready == 0
         assert await readable(client, granted, [0, 1, 2]) == [True] * 3
         for key, span in zip(keys, spans(granted), strict=True):
-            lease = served.grants.hold(span, Access.READ)
-            assert lease is not None
-            assert ChunkHeader.verify(lease.view, key)
-            lease.release()
-
-
-def slow_disk(served: ServedCache) -> SlowBackend:
-    """Wrap the disk tier's backend in a :class:`SlowBackend`, and return it."""
-    tier = served.cache.tiers[1]
-    tier.seal._backend = slow = SlowBackend(tier.backend)
-    return slow
+            with held(served.grants, span) as lease:
+                assert ChunkHeader.verify(lease.view, key)
 
 
 async def store_on_disk_only(served: ServedCache, *numbers: int) -> list[ChunkKey]:
@@ -180,14 +165,32 @@ async def store_on_disk_only(served: ServedCache, *numbers: int) -> list[ChunkKe
     return keys
 
 
-async def test_chunk_in_flight_is_readable_once_loaded(tmp_path: Path) -> None:
-    async with serving(disk=tmp_path / "ssd") as served:
-        keys = await store_on_disk_only(served, 1, 2)
-        keys += served.store(3)
-        disk = slow_disk(served)
+class Loading(NamedTuple):
+    """A client that was granted chunks which are on a disk that hangs."""
+
+    served: ServedCache
+    disk: SlowBackend
+    client: RawClient
+    granted: Granted
+
+
+@asynccontextmanager
+async def loading(
+    folder: Path, on_disk: Sequence[int] = (1,), in_memory: Sequence[int] = (), **more: Any
+) -> AsyncIterator[Loading]:
+    async with serving(disk=folder / "ssd", **more) as served:
+        keys = await store_on_disk_only(served, *on_disk) + served.store(*in_memory)
+        tier = served.cache.tiers[1]
+        disk = SlowBackend(tier.backend)
+        tier.seal = Seal(disk, served.cache.memory.sealer)
         disk.hang()
         client = await served.client()
-        granted = await client.look_up(keys)
+        yield Loading(served, disk, client, await client.look_up(keys))
+        disk.resume()
+
+
+async def test_chunk_in_flight_is_readable_once_loaded(tmp_path: Path) -> None:
+    async with loading(tmp_path, [1, 2], in_memory=[3]) as (served, disk, client, granted):
         assert granted.ready == 0
         assert await readable(client, granted, [2]) == [True], "it does not wait for other chunks"
         assert [served.grants.hold(span, Access.READ) for span in spans(granted)[:2]] == [None, None]
@@ -210,40 +213,23 @@ async def test_chunk_that_fails_to_load_is_not_readable(tmp_path: Path) -> None:
 
 
 async def test_await_ends_with_the_lease(tmp_path: Path) -> None:
-    async with serving(disk=tmp_path / "ssd", lease="200ms") as served:
-        keys = await store_on_disk_only(served, 1)
-        disk = slow_disk(served)
-        disk.hang()
-        client = await served.client()
-        granted = await client.look_up(keys)
+    async with loading(tmp_path, lease="200ms") as (served, _, client, granted):
         assert await readable(client, granted, [0]) == [False]
         assert served.grants.open == 0
         assert not await client.release(granted)
-        disk.resume()
 
 
 async def test_await_ends_with_the_release(tmp_path: Path) -> None:
-    async with serving(disk=tmp_path / "ssd") as served:
-        keys = await store_on_disk_only(served, 1)
-        disk = slow_disk(served)
-        disk.hang()
-        client = await served.client()
-        granted = await client.look_up(keys)
+    async with loading(tmp_path) as (_, _, client, granted):
         await client.send(Await(9, granted.grant, [0]), Release(10, granted.grant, [0]))
         answers = [await client.receive(), await client.receive()]
         assert Released(10, True) in answers
         assert Readable(9, [False]) in answers
-        disk.resume()
 
 
 async def test_awaits_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "MAX_AWAITS", 3)
-    async with serving(disk=tmp_path / "ssd") as served:
-        keys = await store_on_disk_only(served, 1)
-        disk = slow_disk(served)
-        disk.hang()
-        client = await served.client()
-        granted = await client.look_up(keys)
+    async with loading(tmp_path) as (_, disk, client, granted):
         await client.send(*(Await(number, granted.grant, [0]) for number in range(4)))
         assert await client.receive() == Readable(3, [False])
         disk.resume()
@@ -253,18 +239,12 @@ async def test_awaits_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 async def test_client_that_disconnects_leaks_nothing(tmp_path: Path) -> None:
-    async with serving(disk=tmp_path / "ssd") as served:
-        keys = await store_on_disk_only(served, 1, 2)
-        disk = slow_disk(served)
-        disk.hang()
-        client = await served.client()
-        granted = await client.look_up(keys)
+    async with loading(tmp_path, [1, 2]) as (served, _, client, granted):
         await client.send(Await(9, granted.grant, [0, 1]))
         await until(lambda: served.server.status()["requests"].get("Await"))  # type: ignore[attr-defined]
         client.close()
         await until(lambda: not served.server.status()["connections"])
         assert served.grants.open == 0
-        disk.resume()
 
 
 async def test_transfer_outlives_its_lease_and_its_connection() -> None:
@@ -272,17 +252,15 @@ async def test_transfer_outlives_its_lease_and_its_connection() -> None:
         keys = served.store(1, 2)
         client = await served.client()
         granted = await client.look_up(keys)
-        transfer_lease = served.grants.hold(spans(granted)[0], Access.READ)
-        assert transfer_lease is not None
-        expected = bytes(transfer_lease.view)
-        await until(lambda: served.grants.open == 0)
-        assert served.grants.expired == 1
-        assert served.grants.hold(spans(granted)[0], Access.READ) is None
-        client.close()
-        await until(lambda: not served.server.status()["connections"])
-        served.store(11, 12, 13)  # All the remaining room.
-        assert bytes(transfer_lease.view) == expected
-        transfer_lease.release()
+        with held(served.grants, spans(granted)[0]) as lease:
+            expected = bytes(lease.view)
+            await until(lambda: served.grants.open == 0)
+            assert served.grants.expired == 1
+            assert served.grants.hold(spans(granted)[0], Access.READ) is None
+            client.close()
+            await until(lambda: not served.server.status()["connections"])
+            served.store(11, 12, 13)  # All the remaining room.
+            assert bytes(lease.view) == expected
 
 
 async def test_evicted_or_cleared_chunk_stays_readable_but_is_not_granted_again() -> None:
@@ -290,15 +268,13 @@ async def test_evicted_or_cleared_chunk_stays_readable_but_is_not_granted_again(
         keys = served.store(1, 2)
         client = await served.client()
         granted = await client.look_up(keys)
-        held = [bytes(served.cache.arena.view(span.offset, span.length)) for span in spans(granted)]
+        before = [bytes(served.cache.arena.view(span.offset, span.length)) for span in spans(granted)]
         await served.cache.clear(keys[:1])
         served.cache.memory.drop(keys[1:])
         served.store(11, 12)  # All the remaining room.
-        for span, before in zip(spans(granted), held, strict=True):
-            lease = served.grants.hold(span, Access.READ)
-            assert lease is not None
-            assert bytes(lease.view) == before
-            lease.release()
+        for span, content in zip(spans(granted), before, strict=True):
+            with held(served.grants, span) as lease:
+                assert bytes(lease.view) == content
         assert (await client.look_up(keys)).grant == NO_GRANT
         assert await client.release(granted)
 
@@ -312,10 +288,8 @@ async def test_eviction_races_grants() -> None:
             granted = await client.look_up(keys)
             assert len(granted.positions) == 2
             for key, span in zip(keys, spans(granted), strict=True):
-                lease = served.grants.hold(span, Access.READ)
-                assert lease is not None
-                ChunkHeader.verify(lease.view, key)
-                lease.release()
+                with held(served.grants, span) as lease:
+                    ChunkHeader.verify(lease.view, key)
             if round_number % 3 == 2:
                 assert await client.release(granted)
                 await client.send(Hello(VERSION, "again", "control"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey, join_keys
+from kvtier.memory.slices import Lease
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.protocol import (
     VERSION,
@@ -39,7 +40,7 @@ from kvtier.rpc.authentication import Credentials, receive_exactly, send_all
 from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Refused, encode, receive_frame
 from kvtier.settings.peer import PeerSettings
 from kvtier.testing.backend import make_key, noise
-from kvtier.transports.base import Dial, Grants, Link, Transport, TransportSettings
+from kvtier.transports.base import Access, Dial, Grants, Link, RemoteSpan, Transport, TransportSettings
 from tests.rigs.open_files import open_files
 from tests.rigs.waiting import until
 
@@ -125,6 +126,25 @@ class RawClient:
 
     def close(self) -> None:
         self.socket.close()
+
+
+@contextmanager
+def held(grants: GrantBook, span: RemoteSpan, access: Access = Access.READ) -> Iterator[Lease]:
+    """Hold a span that is granted, as a transport does during a transfer."""
+    lease = grants.hold(span, access)
+    assert lease is not None
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def corrupt(cache: TieredCache, key: ChunkKey) -> None:
+    """Flip a bit of a chunk in memory."""
+    lease = cache.memory.lease(key)
+    assert lease is not None
+    lease.view[30] ^= 1
+    lease.release()
 
 
 class ServedCache:
@@ -252,7 +272,7 @@ async def serving(
     if disk is not None:
         tiers.append({"name": "ssd", "type": "disk", "path": str(disk), "capacity": 4096 * CHUNK})
     settings = PeerSettings(**{"listen": "127.0.0.1:0", "secret": SECRET, "transport": "none"} | more)
-    descriptors = open_descriptors()
+    descriptors = len(open_files())
     async with TieredCache.open(Settings(tiers=tiers, checksum=checksum), plugins=BUILT_IN) as cache:
         transport = transport or NoTransport()
         grants = GrantBook(cache.arena, settings, one_sided=transport.one_sided)
@@ -267,8 +287,4 @@ async def serving(
                 for connected in served.sockets:
                     connected.close()
         await served.wait_until_idle()
-    await until(lambda: open_descriptors() <= descriptors + len(served.unmanaged_sockets))
-
-
-def open_descriptors() -> int:
-    return len(open_files())
+    await until(lambda: len(open_files()) <= descriptors + len(served.unmanaged_sockets))

@@ -111,21 +111,22 @@ class Host:
         return [number for number in numbers if 0 in catalog.tiers(make_key(number))]
 
     @property
+    def serving(self) -> Any:
+        """What it serves to peers."""
+        return self.instance.status()["serving"]
+
+    @property
     def reserving(self) -> dict[str, Any]:
-        status: Any = self.instance.status()["serving"]
-        reserving: dict[str, Any] = status["reserving"]
-        return reserving
+        return dict(self.serving["reserving"])
 
     @property
     def counts(self) -> dict[str, int]:
         """Counters of the chunks that were pushed to this instance."""
-        counts: dict[str, int] = self.reserving["counts"]
-        return counts
+        return dict(self.reserving["counts"])
 
     async def wait_until_idle(self) -> None:
         """Wait until there is no lease, reservation, announcement, KV transfer or PENDING chunk."""
-        cache, server = self.cache, self.instance.server
-        assert server is not None
+        cache = self.cache
         await until(lambda: not self.instance.status()["kv_transfers"]["open"])  # type: ignore[index]
         await until(lambda: not cache.pending_bytes)
         await until(lambda: cache.arena.leases == cache.catalog.count(0))
@@ -133,8 +134,7 @@ class Host:
         transfer: Any = self.instance.status()["kv_transfers"]
         assert (transfer["open"], transfer["leased_bytes"], transfer["awaited"]) == (0, 0, 0)
         assert (self.reserving["reserved_bytes"], self.reserving["reservations"]) == (0, 0)
-        serving: Any = server.status()
-        assert (serving["grants"], serving["granted_bytes"]) == (0, 0)
+        assert (self.serving["grants"], self.serving["granted_bytes"]) == (0, 0)
         assert cache.status()["pushed"] == {"announced": 0, "waiting": 0}
         catalog = cache.catalog
         assert all(not pending for _, pending in catalog.places(list(catalog.keys(0))))
