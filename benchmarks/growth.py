@@ -142,8 +142,8 @@ async def by_held(held: dict[str, int], folder: Path) -> Costs:
 
 def leave_sparse(arena: Arena) -> None:
     """Stop preparing memory ahead of its use: it is never used, and may exceed that of the machine."""
-    if arena._large_pages is not None:
-        arena._large_pages.close()
+    if arena.large_pages is not None:
+        arena.large_pages.close()
 
 
 def add_costs(costs: Costs, tier: str, measured: ChunkCosts) -> None:

@@ -83,9 +83,10 @@ class Arena(_Mapping, Slices):
         Slices.__init__(self, capacity)
         _Mapping.__init__(self, fd, capacity)
         self.page_bytes = page_bytes
-        self._large_pages: LargePages | None = None
+        self.large_pages: LargePages | None = None
+        """Prepares the memory that is leased next; ``None`` if that is too little, or of huge pages."""
         if page_bytes == PAGE_BYTES and capacity >= MIN_PREPARED_BYTES:
-            self._large_pages = LargePages(fd, capacity)
+            self.large_pages = LargePages(fd, capacity)
         elif page_bytes == PAGE_BYTES:
             fill(fd, 0, capacity)
         self._strict = has_strict_overcommit()
@@ -109,9 +110,9 @@ class Arena(_Mapping, Slices):
 
     def close(self) -> None:
         """See :meth:`_Mapping.close`."""
-        if self._large_pages is not None:
-            self._large_pages.close()
-            self._large_pages = None
+        if self.large_pages is not None:
+            self.large_pages.close()
+            self.large_pages = None
         super().close()
 
     @property
@@ -119,12 +120,12 @@ class Arena(_Mapping, Slices):
         """Bytes that are backed by 2 MiB pages so far."""
         if self.page_bytes == HUGE_PAGE_BYTES:
             return self.capacity
-        return self._large_pages.large_bytes if self._large_pages is not None else 0
+        return self.large_pages.large_bytes if self.large_pages is not None else 0
 
     def settle(self) -> None:
         """Block until the leased memory, and the memory leased next, is prepared. For benchmarks."""
-        if self._large_pages is not None:
-            self._large_pages.settle()
+        if self.large_pages is not None:
+            self.large_pages.settle()
             large_pages.prepare_all(self.fd, self._peak)
 
     def _commit(self, stop: int) -> bool:
@@ -138,8 +139,8 @@ class Arena(_Mapping, Slices):
                 logger.debug("cannot allocate arena memory beyond %d bytes: %s", self._peak, error)
                 return False
         self._peak = stop
-        if self._large_pages is not None:
-            self._large_pages.note_used(stop)
+        if self.large_pages is not None:
+            self.large_pages.note_used(stop)
         return True
 
     @classmethod

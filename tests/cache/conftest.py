@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier import Settings, TieredCache
+from kvtier import ChunkHints, ModelCache, Settings, TieredCache
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
@@ -20,6 +20,7 @@ TOKEN_BYTES = 64
 CHUNK_TOKENS = 256
 CHUNK_OBJECT_BYTES = 20_480
 """256 tokens of 64 bytes and a header, rounded up to whole pages."""
+ROOT, NAMESPACE = ChunkKey(bytes(32)), bytes(32)
 Prompt = Callable[..., list[int]]
 MakeSettings = Callable[..., Settings]
 
@@ -34,18 +35,28 @@ def rows(tokens: list[int], token_bytes: int = TOKEN_BYTES) -> bytearray:
     return out
 
 
+def headers(keys: Sequence[ChunkKey], parent: ChunkKey = ROOT) -> list[ChunkHeader]:
+    """Return the headers of consecutive whole chunks."""
+    size = CHUNK_TOKENS * TOKEN_BYTES
+    return [ChunkHeader(*pair, NAMESPACE, size) for pair in zip(keys, [parent, *keys], strict=False)]
+
+
+async def retrieve(model: ModelCache, tokens: list[int], hints: ChunkHints | None = None) -> int:
+    """Look a prompt up, as a request does, and check its bytes. Return the number of tokens found."""
+    out = bytearray(len(tokens) * TOKEN_BYTES)
+    count = await model.retrieve(tokens, out, hints)
+    assert out == rows(tokens[:count]).ljust(len(out), b"\0")
+    return count
+
+
 def store(cache: TieredCache, tokens: list[int]) -> list[ChunkKey]:
     """Store a prompt without yielding to the loop: it is READY in memory and not yet written anywhere."""
     model = cache.model("llama", token_bytes=TOKEN_BYTES)
-    keys, filling = model.keys(tokens), rows(tokens)
-    parent, reservations = ChunkKey(bytes(32)), []
-    size = CHUNK_TOKENS * TOKEN_BYTES
-    for at, key in enumerate(keys):
-        reservation = cache.reserve(ChunkHeader(key, parent, bytes(32), size))
-        assert reservation is not None
+    keys, filling, size = model.keys(tokens), rows(tokens), CHUNK_TOKENS * TOKEN_BYTES
+    reservations = [found for found in cache.reserve_all(headers(keys)) if found is not None]
+    for at, reservation in enumerate(reservations):
         reservation.lease.view[HEADER_BYTES : HEADER_BYTES + size] = filling[at * size : (at + 1) * size]
-        reservations.append(reservation)
-        parent = key
+    assert len(reservations) == len(keys)
     cache.commit(reservations)
     return keys
 

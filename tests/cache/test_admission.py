@@ -21,7 +21,6 @@ from kvtier import ChunkHints, ModelCache, Settings, TieredCache
 from kvtier.catalog.catalog import State
 from kvtier.catalog.tenants import EvictionScope
 from kvtier.lab.simulation.trace import chunk_keys
-from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.simulated_cache import SimulatedCache, configured
 from kvtier.pipeline.query import Query
@@ -32,7 +31,16 @@ from tests.rigs.faulty_sources import BUILT_IN
 from tests.rigs.small_disk import mounted
 from tests.rigs.waiting import until
 
-from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, MakeSettings, Prompt, rows
+from .conftest import (
+    CHUNK_OBJECT_BYTES,
+    CHUNK_TOKENS,
+    TOKEN_BYTES,
+    MakeSettings,
+    Prompt,
+    headers,
+    retrieve,
+    rows,
+)
 
 pytestmark = pytest.mark.anyio
 DISK = 1
@@ -49,11 +57,7 @@ class Opened:
         assert await self.model.store(tokens, rows(tokens), hints) == len(tokens)
 
     async def retrieve(self, tokens: list[int], hints: ChunkHints | None = None) -> int:
-        """Look a prompt up, as a request does, and check its bytes. Return the number of tokens found."""
-        out = bytearray(len(tokens) * TOKEN_BYTES)
-        count = await self.model.retrieve(tokens, out, hints)
-        assert out[: count * TOKEN_BYTES] == rows(tokens)[: count * TOKEN_BYTES]
-        return count
+        return await retrieve(self.model, tokens, hints)
 
     def forget(self, tokens: list[int]) -> None:
         """Drop a prompt from memory, as an eviction without demotion does."""
@@ -269,8 +273,6 @@ async def test_full_disk_keeps_what_is_admitted_last(
 
 # The same decisions as in a simulation.
 
-SIZE = CHUNK_TOKENS * TOKEN_BYTES
-ROOT = ChunkKey(bytes(32))
 EVICT = "evict"
 Words = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)
 Operations = st.lists(st.one_of(Words, Words, st.just(EVICT)), max_size=25)
@@ -282,7 +284,7 @@ class Pair:
     def __init__(self, serving: Opened, settings: Settings) -> None:
         self.serving = serving
         tiers = configured(BUILT_IN, settings, None, {})
-        self.simulated = SimulatedCache(BUILT_IN, tiers, object_bytes(SIZE))
+        self.simulated = SimulatedCache(BUILT_IN, tiers, CHUNK_OBJECT_BYTES)
         self.time = 0.0
 
     async def serve(self, keys: Sequence[ChunkKey], hints: ChunkHints | None) -> None:
@@ -291,10 +293,7 @@ class Pair:
         cache = self.serving.cache
         found = cache.look_up(Query(keys, hints=hints))
         await cache.settle(found)
-        missing = [
-            ChunkHeader(key, parent, bytes(32), SIZE)
-            for key, parent in zip(keys[found.ready :], [ROOT, *keys][found.ready :], strict=False)
-        ]
+        missing = headers(keys)[found.ready :]
         reserved = cache.reserve_all(missing, [hints] * len(missing))
         cache.commit([reservation for reservation in reserved if reservation is not None])
         hits = found.ready

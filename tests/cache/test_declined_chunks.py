@@ -10,27 +10,19 @@ import anyio
 import pytest
 
 from kvtier import Settings, TieredCache
+from kvtier.catalog.eviction import IncomingPrompt
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.policies.resume import ResumePolicy
-from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.query import Query
 from kvtier.testing.eviction import prompt_of
 from tests.rigs.faulty_sources import BUILT_IN
 
-from .conftest import CHUNK_OBJECT_BYTES
+from .conftest import CHUNK_OBJECT_BYTES, headers
 
 pytestmark = pytest.mark.anyio
-ROOT, NAMESPACE = ChunkKey(bytes(32)), bytes(32)
 CHUNKS = 8
 WORTHY, WORTHLESS = ChunkHints(priority=100), ChunkHints(priority=-100)
-
-
-def headers(keys: Sequence[ChunkKey], parent: ChunkKey = ROOT) -> list[ChunkHeader]:
-    size = CHUNK_OBJECT_BYTES - HEADER_BYTES
-    return [
-        ChunkHeader(key, before, NAMESPACE, size) for key, before in zip(keys, [parent, *keys], strict=False)
-    ]
 
 
 def store(
@@ -54,10 +46,12 @@ async def cache(settings: Callable[..., Settings]) -> AsyncIterator[TieredCache]
         yield cache
 
 
-def policy_of(cache: TieredCache) -> ResumePolicy:
-    policy = cache.catalog.policies[0]
-    assert isinstance(policy, ResumePolicy)
-    return policy
+@pytest.fixture
+def declined(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> list[IncomingPrompt]:
+    """What the policy is told to remember."""
+    found: list[IncomingPrompt] = []
+    monkeypatch.setattr(cache.catalog.policies[0], "declined", found.append)
+    return found
 
 
 def held(cache: TieredCache) -> int:
@@ -65,7 +59,7 @@ def held(cache: TieredCache) -> int:
 
 
 async def test_declined_chunks_are_counted_and_do_not_warn(
-    cache: TieredCache, caplog: pytest.LogCaptureFixture
+    cache: TieredCache, declined: list[IncomingPrompt], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert store(cache, headers(prompt_of(2, 3)), WORTHLESS) == [False] * 3
@@ -73,7 +67,7 @@ async def test_declined_chunks_are_counted_and_do_not_warn(
     assert cache.counts["store_declined"] == 3
     assert cache.counts["store_dropped"] == 0
     assert not caplog.records
-    assert len(policy_of(cache)._visits.ghosts) == 1, "the prompt is remembered"
+    assert [prompt.keys for prompt in declined] == [prompt_of(2, 3)]
 
 
 async def test_chunks_that_are_worth_more_replace_the_others(cache: TieredCache) -> None:
@@ -140,7 +134,7 @@ async def test_other_prompts_of_the_same_reservation_are_stored(cache: TieredCac
 async def test_policy_knows_what_a_prompt_misses(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first lookup of an engine on. Others store nothing, or not soon."""
     missed: list[Sequence[ChunkKey]] = []
-    monkeypatch.setattr(policy_of(cache), "missed", lambda keys, _: missed.append(keys))
+    monkeypatch.setattr(cache.catalog.policies[0], "missed", lambda keys, _: missed.append(keys))
     new = prompt_of(2, 3)
     for keys in (prompt_of(1, CHUNKS), prompt_of(1, CHUNKS) + new, new):
         cache.look_up(Query(keys)).release()
@@ -170,15 +164,17 @@ async def test_prompt_that_is_held_already_is_neither_stored_nor_declined(cache:
     assert cache.counts["store_declined"] == 0
 
 
-async def test_only_the_end_of_a_prompt_is_declined(cache: TieredCache) -> None:
+async def test_only_the_end_of_a_prompt_is_declined(
+    cache: TieredCache, declined: list[IncomingPrompt]
+) -> None:
     """As much is stored as there is room for, and what is declined continues it."""
     keys = prompt_of(2, 5)
     cache.memory.drop(cache.catalog.victims(0, 2 * CHUNK_OBJECT_BYTES))
     assert store(cache, headers(keys), WORTHLESS) == [True, True, False, False, False]
     assert held(cache) == CHUNKS - 2
     assert len(cache.catalog.prefix(keys)) == 2
-    visits = policy_of(cache)._visits
-    assert visits.counts[visits.ghosts[hash(keys[3])]] == 2, "together with what is stored of it"
+    [end] = declined
+    assert (end.keys, end.parent, end.parent_key) == (keys[2:], cache.catalog.row(keys[1]), keys[1])
 
 
 async def test_chunks_in_use_are_no_reason_to_decline(cache: TieredCache) -> None:

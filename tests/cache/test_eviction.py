@@ -11,10 +11,20 @@ from kvtier import TieredCache
 from kvtier.catalog import kvtier_eviction_policies
 from kvtier.events import Evict
 from kvtier.tiers.planner import Transfer
+from tests.rigs.chunks import make_key
 from tests.rigs.faulty_sources import BUILT_IN
 from tests.rigs.small_disk import mounted
 
-from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, MakeSettings, Prompt, rows, store
+from .conftest import (
+    CHUNK_OBJECT_BYTES,
+    CHUNK_TOKENS,
+    TOKEN_BYTES,
+    MakeSettings,
+    Prompt,
+    headers,
+    rows,
+    store,
+)
 
 pytestmark = pytest.mark.anyio
 CHUNKS = 32
@@ -35,11 +45,9 @@ async def test_only_the_first_in_the_order_are_dropped_and_the_others_stay_in_it
         order = catalog.victims(0)
         assert len(order) == CHUNKS
         for left in range(CHUNKS - 3, 0, -3):
-            leases = cache._allocator.allocate_all([CHUNK_OBJECT_BYTES] * 3)
-            assert len(leases) == 3
+            reserved = cache.reserve_all(headers([make_key(at) for at in range(3)]))
             assert catalog.victims(0) == order[CHUNKS - left :]
-            for lease in leases:
-                lease.release()
+            cache.abandon([reservation for reservation in reserved if reservation is not None])
             leases = cache.arena.allocate_all(CHUNK_OBJECT_BYTES, 3)  # The memory stays in use.
             assert len(leases) == 3
 

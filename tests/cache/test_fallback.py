@@ -12,6 +12,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.query import Query
 from kvtier.testing.faults import Fault
 from kvtier.tiers import batches
+from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.slots import Slots
 from tests.rigs.faulty_sources import Source, opened, set_costs
 from tests.rigs.waiting import until
@@ -156,10 +157,10 @@ async def test_source_with_an_open_breaker_is_not_read(settings: MakeSettings, p
         tokens = prompt(1024)
         await harness.fill(tokens, "near", "far")
         harness.sources["near"].faults.fault = Fault.RAISE
+        harness.tier("near").breaker = CircuitBreaker("near", clock=lambda: 0.0)  # It stays open.
         while harness.tier("near").available:
             assert await harness.retrieve(tokens) == 1024
             harness.cache.memory.drop(harness.model.keys(tokens))
-        harness.tier("near").breaker._breaker.pause = float("inf")
         harness.reads.clear()
         assert await harness.retrieve(tokens) == 1024
         assert harness.reads == [("far", 4)]

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
-from kvtier.memory.keys import ChunkKey, block_hashes
+from kvtier.memory.keys import ChunkKey, block_hashes, root_key
 from kvtier.pipeline.found import FoundChunk, FoundPrefix
 from kvtier.pipeline.query import Query
 from tests.rigs.faulty_sources import CacheHarness, opened
@@ -64,11 +64,10 @@ async def test_nothing_is_reported_if_all_chunks_have_arrived() -> None:
 async def looked_up(harness: CacheHarness, tokens: list[int]) -> tuple[FoundPrefix, int]:
     """Return a lookup after the answer of the pools, and how many chunks were taken before."""
     keys = harness.model.keys(tokens)
-    expected = harness.model._expected(len(tokens))
-    block_tags = block_tags_of(block_hashes(tokens, 16))
-    found = harness.cache.look_up(
-        Query(keys, len(tokens), block_tags=PromptTags(harness.model._root, block_tags, 16)), expected
-    )
+    root = root_key(harness.model.namespace, "")
+    block_tags = PromptTags(root, block_tags_of(block_hashes(tokens, 16)), 16)
+    query = Query(keys, len(tokens), block_tags=block_tags)
+    found = harness.cache.look_up(query, harness.expected(tokens))
     before = found.take_ready()
     await harness.cache.settle(found)
     for ready in before:

@@ -18,7 +18,7 @@ from kvtier.memory.keys import block_hashes
 from kvtier.pipeline.query import Query
 from tests.rigs.waiting import until
 
-from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, MakeSettings, Prompt, rows
+from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, MakeSettings, Prompt, retrieve, rows
 
 pytestmark = pytest.mark.anyio
 
@@ -32,11 +32,6 @@ async def opened(settings: Settings) -> AsyncIterator[tuple[TieredCache, ModelCa
         assert not cache.status()["flights"]
 
 
-async def retrieve(model: ModelCache, tokens: list[int]) -> tuple[int, bytearray]:
-    out = bytearray(len(tokens) * TOKEN_BYTES)
-    return await model.retrieve(tokens, out), out
-
-
 async def test_store_and_retrieve(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings(ssd=0)) as (cache, model):
         tokens = prompt(1100)
@@ -45,9 +40,7 @@ async def test_store_and_retrieve(settings: MakeSettings, prompt: Prompt) -> Non
         headers = [ChunkHeader.parse(chunk.lease.view) for chunk in found.chunks]
         found.release()
         assert [header.tokens for header in headers] == [256, 256, 256, 256, 76]
-        hit, out = await retrieve(model, tokens)
-        assert hit == 1100
-        assert out[: hit * TOKEN_BYTES] == rows(tokens)[: hit * TOKEN_BYTES]
+        assert await retrieve(model, tokens) == 1100
 
 
 async def test_a_longer_prompt_hits_its_prefix(settings: MakeSettings, prompt: Prompt) -> None:
@@ -55,16 +48,14 @@ async def test_a_longer_prompt_hits_its_prefix(settings: MakeSettings, prompt: P
         tokens = prompt(1024)
         await model.store(tokens, rows(tokens))
         longer = tokens + prompt(512, seed=1)
-        hit, out = await retrieve(model, longer)
-        assert hit == 1024
-        assert out[: hit * TOKEN_BYTES] == rows(longer)[: hit * TOKEN_BYTES]
+        assert await retrieve(model, longer) == 1024
 
 
 async def test_equal_tokens_with_another_prefix_are_a_miss(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings(ssd=0)) as (_, model):
         tokens = prompt(1024)
         await model.store(tokens, rows(tokens))
-        assert (await retrieve(model, [1, *tokens[1:]]))[0] == 0
+        assert await retrieve(model, [1, *tokens[1:]]) == 0
 
 
 async def test_models_sizes_and_salts_are_separate(settings: MakeSettings, prompt: Prompt) -> None:
@@ -88,10 +79,7 @@ async def test_hits_end_where_a_prompt_leaves_what_is_stored(
         tokens = prompt(1100)
         await model.store(tokens, rows(tokens))
         other = [*tokens[:shared], *prompt(700, seed=1)]
-        found, out = await retrieve(model, other)
-        assert found == hit
-        assert out[: hit * TOKEN_BYTES] == rows(other)[: hit * TOKEN_BYTES]
-        assert not any(out[hit * TOKEN_BYTES :])
+        assert await retrieve(model, other) == hit
 
 
 async def test_the_most_similar_chunk_is_used_after_a_restart(settings: MakeSettings, prompt: Prompt) -> None:
@@ -103,9 +91,7 @@ async def test_the_most_similar_chunk_is_used_after_a_restart(settings: MakeSett
     async with opened(settings()) as (_, model):
         for shared in range(290, 500, 7):
             tokens = base[:shared] + prompt(100, seed=999)
-            hit, out = await retrieve(model, tokens)
-            assert hit == min(shared, 480) // 16 * 16
-            assert out[: hit * TOKEN_BYTES] == rows(tokens)[: hit * TOKEN_BYTES]
+            assert await retrieve(model, tokens) == min(shared, 480) // 16 * 16
 
 
 async def test_a_longer_partial_chunk_replaces_a_shorter_one(settings: MakeSettings, prompt: Prompt) -> None:
@@ -122,7 +108,7 @@ async def test_a_longer_partial_chunk_replaces_a_shorter_one(settings: MakeSetti
         # What a longer one begins with is not kept either.
         await model.store(tokens[:560], rows(tokens[:560]))
         await until(lambda: cache.catalog.count(0) == 3)
-        assert (await retrieve(model, tokens[:560]))[0] == 560
+        assert await retrieve(model, tokens[:560]) == 560
 
 
 async def test_a_pinned_partial_chunk_is_kept(settings: MakeSettings, prompt: Prompt) -> None:
@@ -146,7 +132,7 @@ async def test_a_chunk_that_only_seems_to_begin_like_a_prompt_is_not_used(
         monkeypatch.setattr(cache_module, "block_tags_of", lambda hashes: stored)
         stored = block_tags_of(block_hashes(tokens, 16))
         other = prompt(512, seed=1)
-        assert await retrieve(model, other) == (0, bytearray(512 * TOKEN_BYTES))
+        assert await retrieve(model, other) == 0
         assert cache.look_up(Query(model.keys(other))).count == 0
 
 
@@ -154,8 +140,8 @@ async def test_prompts_without_partial_chunks(settings: MakeSettings, prompt: Pr
     async with opened(settings(ssd=0, partial_chunks=False)) as (_, model):
         tokens = prompt(1100)
         assert await model.store(tokens, rows(tokens)) == 1024
-        assert (await retrieve(model, tokens))[0] == 1024
-        assert (await retrieve(model, tokens[:1000]))[0] == 992, "in the middle of a whole chunk"
+        assert await retrieve(model, tokens) == 1024
+        assert await retrieve(model, tokens[:1000]) == 992, "in the middle of a whole chunk"
 
 
 async def test_chunks_on_disk_survive_a_restart(settings: MakeSettings, prompt: Prompt) -> None:
@@ -164,8 +150,7 @@ async def test_chunks_on_disk_survive_a_restart(settings: MakeSettings, prompt: 
         await model.store(tokens, rows(tokens))
     async with opened(settings()) as (cache, model):
         assert cache.catalog.used(1) == 8 * CHUNK_OBJECT_BYTES
-        hit, out = await retrieve(model, tokens)
-        assert (hit, out) == (2048, rows(tokens))
+        assert await retrieve(model, tokens) == 2048
         counts = cache.status()["counts"]
         assert isinstance(counts, dict)
         assert counts["found_ssd"] == 8
@@ -185,9 +170,7 @@ async def test_corrupt_and_truncated_files_are_misses_and_deleted(
     truncated = next((tmp_path / "ssd").rglob(f"{keys[6].hex()}*"))
     truncated.write_bytes(truncated.read_bytes()[:9000])
     async with opened(settings()) as (cache, model):
-        hit, out = await retrieve(model, tokens)
-        assert hit == 4 * 256
-        assert out[: hit * TOKEN_BYTES] == rows(tokens)[: hit * TOKEN_BYTES]
+        assert await retrieve(model, tokens) == 4 * 256
         assert not flipped.exists()
         assert not truncated.exists()
         assert cache.catalog.used(1) == 6 * CHUNK_OBJECT_BYTES
@@ -202,8 +185,7 @@ async def test_capacities_are_never_exceeded(settings: MakeSettings, prompt: Pro
             on_disk = sum(path.stat().st_size for path in (tmp_path / "ssd").rglob("*.kv"))
             assert on_disk <= 24 * CHUNK_OBJECT_BYTES
             assert cache.arena.used <= 16 * CHUNK_OBJECT_BYTES
-        hit, out = await retrieve(model, prompt(1024, seed=29))
-        assert (hit, out) == (1024, rows(prompt(1024, seed=29)))
+        assert await retrieve(model, prompt(1024, seed=29)) == 1024
 
 
 async def test_write_on_evict_writes_only_evicted_chunks(settings: MakeSettings, prompt: Prompt) -> None:
@@ -218,9 +200,7 @@ async def test_write_on_evict_writes_only_evicted_chunks(settings: MakeSettings,
                 while cache.tiers[0].excess_bytes(0):
                     await anyio.sleep(0.01)
         assert cache.catalog.count(1) > 0
-        hit, out = await retrieve(model, first)
-        assert hit > 0
-        assert out[: hit * TOKEN_BYTES] == rows(first)[: hit * TOKEN_BYTES]
+        assert await retrieve(model, first) > 0
 
 
 async def test_write_never_writes_nothing(settings: MakeSettings, prompt: Prompt) -> None:
@@ -243,7 +223,7 @@ async def test_move_and_copy_between_tiers(settings: MakeSettings, prompt: Promp
         assert (catalog.count(0), catalog.count(1)) == (0, 4)
         assert await model.move(tokens, "ssd", "ram") == 1024
         assert (catalog.count(0), catalog.count(1)) == (4, 0)
-        assert (await retrieve(model, tokens)) == (1024, rows(tokens))
+        assert await retrieve(model, tokens) == 1024
         assert await model.move(tokens, "ssd", "ram") == 1024, "repeating a move must not fail"
         with pytest.raises(SettingsError, match="use one of ram, ssd"):
             await model.move(tokens, "ram", "tape")
@@ -279,7 +259,7 @@ async def test_pinned_chunks_stay(settings: MakeSettings, prompt: Prompt) -> Non
         for seed in range(10):
             tokens = prompt(1024, seed=seed)
             await model.store(tokens, rows(tokens))
-        assert (await retrieve(model, pinned)) == (1024, rows(pinned))
+        assert await retrieve(model, pinned) == 1024
         model.unpin(pinned)
         for seed in range(10, 20):
             tokens = prompt(1024, seed=seed)
@@ -344,4 +324,4 @@ async def test_close_writes_memory_to_the_lower_tier(settings: MakeSettings, pro
     async with opened(settings(disk={"write": "on_evict"})) as (_, model):
         await model.store(tokens, rows(tokens))
     async with opened(settings(disk={"write": "on_evict"})) as (_, model):
-        assert (await retrieve(model, tokens)) == (2048, rows(tokens))
+        assert await retrieve(model, tokens) == 2048

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
@@ -17,10 +16,11 @@ from kvtier.errors import TierError
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
+from kvtier.tiers.breaker import CircuitBreaker
 from tests.rigs.chunks import DictBackend
 from tests.rigs.waiting import until
 
-from .conftest import TOKEN_BYTES, MakeSettings, Prompt, rows
+from .conftest import TOKEN_BYTES, MakeSettings, Prompt, retrieve, rows
 
 pytestmark = pytest.mark.anyio
 
@@ -94,14 +94,6 @@ async def store(settings: MakeSettings, *prompts: list[int], pool: str = "pool")
         assert await cache.drain(60)
 
 
-async def retrieve(model: ModelCache, tokens: list[int]) -> int:
-    """Retrieve a prompt, check the bytes, and return the number of tokens found."""
-    out = bytearray(len(tokens) * TOKEN_BYTES)
-    count = await model.retrieve(tokens, out)
-    assert out[: count * TOKEN_BYTES] == rows(tokens)[: count * TOKEN_BYTES]
-    return count
-
-
 @pytest.mark.parametrize("partial", [False, True])
 async def test_chunks_of_another_host_are_found(
     settings: MakeSettings, prompt: Prompt, partial: bool
@@ -166,23 +158,20 @@ async def test_foreign_value_under_a_key_is_a_miss(settings: MakeSettings, promp
         assert second not in held
 
 
-async def test_unresponsive_pool_is_a_miss(
-    settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unresponsive_pool_is_a_miss(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(1024)
     await store(settings, tokens)
     async with opened(settings, {"name": "pool", "deadline": "200ms"}) as (cache, model):
         Shared.latest.may_reply = anyio.Event()
-        breaker = cache.tiers[1].breaker
-        now = time.monotonic()
-        monkeypatch.setattr(breaker._breaker, "_clock", lambda: now)
+        now = 0.0
+        cache.lower[0].breaker = CircuitBreaker("pool", clock=lambda: now)
         with anyio.fail_after(60):
             for _ in range(5):  # The breaker opens after five failures.
                 assert await retrieve(model, tokens) == 0
             assert not cache.tiers[1].available
             assert await retrieve(model, tokens) == 0
         assert len(Shared.latest.queried) == 5, "the pool was queried while its breaker was open"
-        monkeypatch.setattr(breaker._breaker, "_clock", time.monotonic)
+        now = 60.0
         Shared.latest.may_reply.set()
         with anyio.fail_after(60):
             while await retrieve(model, tokens) != 1024:

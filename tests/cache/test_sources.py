@@ -170,7 +170,7 @@ async def test_hit_rate_is_of_tokens(settings: MakeSettings, prompt: Prompt) -> 
     tokens = prompt(1000)
     async with opened(settings, "peers") as harness:
         await harness.model.store(tokens, rows(tokens))
-        keys, expected = harness.model.keys(tokens), harness.model._expected(len(tokens))
+        keys, expected = harness.model.keys(tokens), harness.expected(tokens)
         harness.cache.look_up(Query(keys, len(tokens)), expected).release()
         assert hit_tokens(harness) == (1000, 1000), "the last chunk is shorter"
         harness.cache.look_up(Query(keys, len(tokens), repeated=True), expected).release()

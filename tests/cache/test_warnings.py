@@ -9,13 +9,11 @@ import anyio
 import pytest
 
 from kvtier import TieredCache
-from kvtier.memory.header import HEADER_BYTES, ChunkHeader
-from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.query import Query
 from kvtier.testing.faults import Fault
 from tests.rigs.faulty_sources import BUILT_IN, opened
 
-from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, MakeSettings, Prompt, store
+from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, MakeSettings, Prompt, headers, store
 
 pytestmark = pytest.mark.anyio
 Log = Callable[[str], list[str]]
@@ -86,8 +84,8 @@ async def test_chunks_lost_by_the_disk_are_logged(settings: MakeSettings, prompt
         tokens = prompt(512)
         await harness.fill(tokens, "ssd")
         folder = harness.cache.settings.tiers[1]["path"]
-        for path in anyio.Path(folder)._path.rglob("*.kv"):
-            path.unlink()
+        for path in [path async for path in anyio.Path(folder).rglob("*.kv")]:
+            await path.unlink()
         assert await harness.retrieve(tokens) == 0
         assert log("tier ssd: 40KiB (2 chunks) could not be read; counted as misses")
 
@@ -96,9 +94,7 @@ async def test_no_room_to_store(settings: MakeSettings, prompt: Prompt, log: Log
     async with TieredCache.open(settings(ram=4, ssd=0), plugins=BUILT_IN) as cache:
         leases = cache.arena.allocate_all(CHUNK_OBJECT_BYTES, 3)
         keys = cache.model("llama", token_bytes=TOKEN_BYTES).keys(prompt(1024))
-        size = CHUNK_OBJECT_BYTES - HEADER_BYTES
-        headers = [ChunkHeader(key, ChunkKey(bytes(32)), bytes(32), size) for key in keys]
-        reserved = cache.reserve_all(headers)
+        reserved = cache.reserve_all(headers(keys))
         assert [reservation is not None for reservation in reserved] == [True, False, False, False]
         cache.abandon([reservation for reservation in reserved if reservation is not None])
         assert log("tier ram: no room to store 60KiB (3 chunks); they are not cached")

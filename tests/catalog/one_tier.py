@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import EvictionPolicy
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.policies.resume import ResumePolicy
+from kvtier.catalog.policies.returns import AGES, Returns
+from kvtier.catalog.policies.visits import Visits
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.eviction import LENGTH
 
@@ -65,3 +68,31 @@ class OneTier(Generic[PolicyT]):
         hits, asked = self.hits, self.asked
         ask()
         return (self.hits - hits) / (self.asked - asked)
+
+
+class Visit(NamedTuple):
+    """What the resume policy knows of a prompt's last visit."""
+
+    number: int
+    kind: int
+    age: int
+    """Its span."""
+    typical_gap: float
+    added: int
+    held: int
+
+
+class ResumeTier(OneTier[ResumePolicy]):
+    """A tier with the resume policy, whose visits tests see only through this rig."""
+
+    def __init__(self, capacity: int, *, declines: bool = False) -> None:
+        super().__init__(ResumePolicy, capacity, declines=declines)
+        self.visits: Visits = self.policy._visits
+        self.returns: Returns = self.policy._returns
+
+    def visit(self, key: ChunkKey) -> Visit:
+        """Return the visit that has a chunk or, if that is not held, is remembered by it."""
+        visits, row = self.visits, self.catalog.row(key)
+        at = visits.ghosts[hash(key)] if row is None else visits.visit(row)
+        kind, age = self.policy._kind(at), visits.rings[at] % AGES
+        return Visit(at, kind, age, visits.typical[at], visits.added[at], visits.counts[at])

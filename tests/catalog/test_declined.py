@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic
+from typing import Any, Generic, TypeVar
 
 import pytest
 
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import IncomingPrompt
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.policies import adaptive
 from kvtier.catalog.policies.adaptive import CANDIDATES, AdaptivePolicy, AdaptiveSettings, ShadowCache
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.policies.resume import ResumePolicy
@@ -19,7 +20,7 @@ from kvtier.observability.whatif.simulated_cache import SimulatedCache, configur
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
 from kvtier.testing.eviction import LENGTH, prompt_of
-from tests.catalog.one_tier import OneTier, PolicyT
+from tests.catalog.one_tier import OneTier, ResumeTier
 
 PLUGINS = Plugins.load([])
 SESSIONS, SESSION_CHUNKS, SCAN_CHUNKS = 10, 8, 20
@@ -30,14 +31,17 @@ ROOM = SCAN_CHUNKS // 2
 CAPACITY = SESSIONS * SESSION_CHUNKS + ROOM
 
 
-def tier_of(capacity: int = CAPACITY) -> OneTier[ResumePolicy]:
-    return OneTier(ResumePolicy, capacity, declines=True)
+def tier_of(capacity: int = CAPACITY) -> ResumeTier:
+    return ResumeTier(capacity, declines=True)
 
 
-class Traffic(Generic[PolicyT]):
+TierT = TypeVar("TierT", bound=OneTier[Any])
+
+
+class Traffic(Generic[TierT]):
     """Sessions that come back after :data:`GAP` seconds, and between them prompts that never do."""
 
-    def __init__(self, tier: OneTier[PolicyT]) -> None:
+    def __init__(self, tier: TierT) -> None:
         self.tier, self.scanned = tier, 0
 
     def round(self) -> int:
@@ -51,12 +55,12 @@ class Traffic(Generic[PolicyT]):
         return hits
 
 
-def is_held(tier: OneTier[ResumePolicy], keys: list[ChunkKey]) -> bool:
+def is_held(tier: ResumeTier, keys: list[ChunkKey]) -> bool:
     return len(tier.catalog.prefix(keys)) == len(keys)
 
 
 @pytest.fixture
-def traffic() -> Traffic[ResumePolicy]:
+def traffic() -> Traffic[ResumeTier]:
     """Traffic from which the policy has learned who comes back."""
     traffic = Traffic(tier_of())
     for _ in range(30):
@@ -65,14 +69,14 @@ def traffic() -> Traffic[ResumePolicy]:
 
 
 def test_prompts_of_a_kind_that_never_returns_do_not_replace_those_that_do(
-    traffic: Traffic[ResumePolicy],
+    traffic: Traffic[ResumeTier],
 ) -> None:
     assert sum(traffic.round() for _ in range(10)) == 10 * SESSIONS * SESSION_CHUNKS
     lru = Traffic(OneTier(LruPolicy, CAPACITY, declines=True))
     assert sum(lru.round() for _ in range(10)) == 0
 
 
-def test_what_is_worth_more_is_stored(traffic: Traffic[ResumePolicy]) -> None:
+def test_what_is_worth_more_is_stored(traffic: Traffic[ResumeTier]) -> None:
     """A prompt of the same length, whose client reports that it continues at once."""
     keys = prompt_of(1_000, SCAN_CHUNKS + 1)
     traffic.tier.ask(keys)
@@ -82,7 +86,7 @@ def test_what_is_worth_more_is_stored(traffic: Traffic[ResumePolicy]) -> None:
     assert is_held(traffic.tier, urgent)
 
 
-def test_as_much_is_stored_as_there_is_room_for_without_better_ones(traffic: Traffic[ResumePolicy]) -> None:
+def test_as_much_is_stored_as_there_is_room_for_without_better_ones(traffic: Traffic[ResumeTier]) -> None:
     """The beginning of the prompt, in place of the last one of its kind."""
     tier = traffic.tier
     held = {key for number in range(SESSIONS) for key in prompt_of(number, SESSION_CHUNKS)}
@@ -92,7 +96,7 @@ def test_as_much_is_stored_as_there_is_room_for_without_better_ones(traffic: Tra
     assert all(key in tier.catalog for key in held)
 
 
-def part_by_part(tier: OneTier[ResumePolicy], keys: list[ChunkKey], size: int) -> None:
+def part_by_part(tier: ResumeTier, keys: list[ChunkKey], size: int) -> None:
     """Look a prompt up that is not held, and store it as an engine does."""
     tier.catalog.report_missed(keys)
     for start in range(0, len(keys), size):
@@ -111,50 +115,47 @@ def part_by_part(tier: OneTier[ResumePolicy], keys: list[ChunkKey], size: int) -
             tier.catalog.add_chain(part, 0, sizes, State.READY, parent)
 
 
-def test_prompt_that_is_stored_in_parts_is_judged_as_a_whole(traffic: Traffic[ResumePolicy]) -> None:
+def test_prompt_that_is_stored_in_parts_is_judged_as_a_whole(traffic: Traffic[ResumeTier]) -> None:
     """Its first part looks like a new session, which comes back."""
-    policy, keys = traffic.tier.policy, prompt_of(5_000, SCAN_CHUNKS)
+    tier, keys = traffic.tier, prompt_of(5_000, SCAN_CHUNKS)
+    tier.ask(prompt_of(7_000, SCAN_CHUNKS), ChunkHints(priority=50))  # Worth more than another like it.
 
-    def worth(part: list[ChunkKey]) -> float:
-        prompt = traffic.tier.catalog.incoming_prompt(part, [LENGTH] * len(part), None)
-        return policy._worth(policy._ring_for(prompt, policy._incoming.rest(part, None, {})))
+    def replaced(part: list[ChunkKey]) -> set[int]:
+        """Return the chunks that are not worth more."""
+        prompt = tier.catalog.incoming_prompt(part, [LENGTH] * len(part), None)
+        return set(tier.policy.victims_for(prompt))
 
-    first, whole = worth(keys[:SESSION_CHUNKS]), worth(keys)
-    assert first > 2 * whole
-    traffic.tier.catalog.report_missed(keys)
-    assert worth(keys[:SESSION_CHUNKS]) == whole
+    first, whole = replaced(keys[:SESSION_CHUNKS]), replaced(keys)
+    assert first > whole
+    tier.catalog.report_missed(keys)
+    assert replaced(keys[:SESSION_CHUNKS]) == whole
 
 
-def test_prompt_that_is_declined_in_parts_is_remembered_once(traffic: Traffic[ResumePolicy]) -> None:
+def test_prompt_that_is_declined_in_parts_is_remembered_once(traffic: Traffic[ResumeTier]) -> None:
     """By its last part, whose class is that of the whole prompt."""
-    policy = traffic.tier.policy
-    keys = prompt_of(6_000, 4 * SCAN_CHUNKS)
-    before = len(policy._visits)
-    part_by_part(traffic.tier, keys, SCAN_CHUNKS)
-    assert not is_held(traffic.tier, keys[:1])
-    assert len(policy._visits) == before + 1
-    visit = policy._visits.ghosts[hash(keys[-2])]
-    assert policy._visits.added[visit] == len(keys)
-    assert policy._kind(visit) == class_continued(NEW, len(keys))
-    empty = [visit for visit in set(policy._visits.ghosts.values()) if not policy._visits.counts[visit]]
-    assert policy._ghosts == len(empty), "it counts once"
+    tier, keys = traffic.tier, prompt_of(6_000, 4 * SCAN_CHUNKS)
+    visits, before = tier.visits, len(tier.visits)
+    part_by_part(tier, keys, SCAN_CHUNKS)
+    assert not is_held(tier, keys[:1])
+    assert len(visits) == before + 1
+    visit = tier.visit(keys[-2])
+    assert (visit.added, visit.kind) == (len(keys), class_continued(NEW, len(keys)))
+    empty = [visit for visit in set(visits.ghosts.values()) if not visits.counts[visit]]
+    assert tier.policy._ghosts == len(empty), "it counts once"
 
 
 def test_parts_are_added_to_one_visit_that_is_recognized_by_its_end() -> None:
     tier, keys = tier_of(40), prompt_of(1, 30)
-    policy = tier.policy
     part_by_part(tier, keys, 4)
-    [visit] = {policy._visits.visit(row) for row in tier.catalog.prefix_rows(keys)[0]}
-    assert policy._visits.added[visit] == len(keys)
-    assert not policy._incoming._rests, "nothing of it is to come"
+    [visit] = {tier.visit(key) for key in keys}
+    assert visit.added == len(keys)
+    assert len(tier.policy._incoming) == 0, "nothing of it is to come"
     tier.catalog.remove_all(keys[::-1], 0)
     tier.now += 30
     part_by_part(tier, keys, 4)
-    visits = {policy._visits.visit(row) for row in tier.catalog.prefix_rows(keys)[0]}
-    [visit] = visits
-    assert policy._visits.typical[visit] == pytest.approx(30)
-    assert policy._visits.added[visit] == 1, "the last chunk is behind the one that is remembered"
-    assert sum(policy._returns._all.returns) == 1
+    [visit] = {tier.visit(key) for key in keys}
+    assert visit.typical_gap == pytest.approx(30)
+    assert visit.added == 1, "the last chunk is behind the one that is remembered"
 
 
 def test_next_part_of_a_prompt_does_not_replace_the_parts_before_it() -> None:
@@ -177,7 +178,7 @@ def test_beginning_does_not_leave_before_what_is_worth_more() -> None:
     assert is_held(tier, beginning + rest)
 
 
-def test_declined_prompt_that_comes_back_is_stored(traffic: Traffic[ResumePolicy]) -> None:
+def test_declined_prompt_that_comes_back_is_stored(traffic: Traffic[ResumeTier]) -> None:
     """It is remembered, and then known as one that returns."""
     tier, keys = traffic.tier, prompt_of(4_000, SCAN_CHUNKS)
     tier.ask(keys)
@@ -192,25 +193,20 @@ def test_declined_prompt_that_comes_back_is_stored(traffic: Traffic[ResumePolicy
 
 def test_declined_prompts_count_as_waited_for() -> None:
     """Otherwise those of a kind that is declined would never be known to come back, or not to."""
-    tier = tier_of()
-    policy = tier.policy
-    keys = prompt_of(1, 5)
+    tier, keys = tier_of(), prompt_of(1, 5)
     prompt = tier.catalog.incoming_prompt(keys, [LENGTH] * 5, None)
     tier.catalog.decline(0, prompt)
-    [visit] = policy._visits.ghosts.values()
-    assert policy._visits.counts[visit] == 0
-    kind = policy._kind(visit)
+    visit = tier.visit(keys[-2])
+    assert visit.held == 0
     tier.now += 30
     tier.ask(keys)
-    returned = policy._returns._exact[kind]
-    assert sum(returned.returns) == 1
-    assert policy._visits.typical[policy._visits.visit(0)] == pytest.approx(30)
+    assert sum(tier.returns._exact[visit.kind].returns) == 1
+    assert tier.visit(keys[0]).typical_gap == pytest.approx(30)
 
 
 def test_prompts_that_only_share_their_beginning_are_remembered_each() -> None:
     """A common beginning belongs to the last of them. The others lose it, and must not be forgotten."""
     tier, shared = tier_of(), prompt_of(1, 4)
-    policy = tier.policy
     tier.ask(shared)
     prompts = [shared + prompt_of(number, 6) for number in (10, 11, 12)]
     for keys in prompts:
@@ -218,11 +214,10 @@ def test_prompts_that_only_share_their_beginning_are_remembered_each() -> None:
         rows, _ = tier.catalog.prefix_rows(keys)
         tier.catalog.touch_rows(rows)
         tier.catalog.decline(0, tier.catalog.incoming_prompt(keys[4:], [LENGTH] * 6, shared[-1]))
-    assert len(policy._visits.ghosts) == 3
+    assert len(tier.visits.ghosts) == 3
     tier.now += 20
     tier.ask(prompts[1])
-    visit = policy._visits.visit(tier.catalog.row(prompts[1][-1]) or 0)
-    assert policy._visits.typical[visit] == pytest.approx(21)
+    assert tier.visit(prompts[1][-1]).typical_gap == pytest.approx(21)
 
 
 def test_adaptive_declines_as_the_policy_that_it_follows() -> None:
@@ -238,14 +233,12 @@ def test_adaptive_declines_as_the_policy_that_it_follows() -> None:
     assert policy.hit_rates["lru"] < 0.02, "and sees what was declined"
 
 
-def test_adaptive_passes_on_what_a_prompt_misses() -> None:
+def test_adaptive_passes_on_what_a_prompt_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    missed: list[Sequence[ChunkKey]] = []
+    monkeypatch.setattr(ResumePolicy, "missed", lambda _, keys, now: missed.append(keys))
     catalog = Catalog([AdaptivePolicy.factory(capacity_bytes=CAPACITY * LENGTH)])
-    policy = catalog.policies[0]
-    assert isinstance(policy, AdaptivePolicy)
     catalog.report_missed(prompt_of(1, 5))
-    resume = policy._orders[list(CANDIDATES).index("resume")]
-    assert isinstance(resume, ResumePolicy)
-    assert resume._incoming.rest(prompt_of(1, 2), None, {}).chunks == 5
+    assert missed == [prompt_of(1, 5)]
 
 
 def test_shadow_caches_see_what_is_declined() -> None:
@@ -261,37 +254,32 @@ def test_shadow_caches_see_what_is_declined() -> None:
     assert policy.hit_rates == dict.fromkeys(CANDIDATES, 5 / 11)
 
 
-class Counting(ResumePolicy):
-    """Counts the chunks that were declined."""
-
-    count = 0
-
-    def declined(self, prompt: IncomingPrompt) -> None:
-        self.count += len(prompt.keys)
-        super().declined(prompt)
-
-
 def test_shadow_cache_declines_and_tells_its_policy() -> None:
+    hits = declined = 0
+
+    class Counting(ResumePolicy):
+        def declined(self, prompt: IncomingPrompt) -> None:
+            nonlocal declined
+            declined += len(prompt.keys)
+            super().declined(prompt)
+
     shadow = ShadowCache(Counting.factory(capacity_bytes=CAPACITY * LENGTH), CAPACITY * LENGTH)
-    hits = 0
     for turn in range(400):
         shadow.now += GAP / SESSIONS
         found = shadow.access(prompt_of(turn % SESSIONS, SESSION_CHUNKS), [LENGTH] * SESSION_CHUNKS, None)
         hits += found if turn >= 300 else 0
         shadow.access(prompt_of(10_000 + turn, SCAN_CHUNKS), [LENGTH] * SCAN_CHUNKS, None)
-    policy = shadow._catalog.policies[0]
-    assert isinstance(policy, Counting)
     assert hits == 100 * SESSION_CHUNKS
-    assert policy.count >= 100 * (SCAN_CHUNKS - ROOM)
+    assert declined >= 100 * (SCAN_CHUNKS - ROOM)
 
 
 @pytest.mark.parametrize(("follows", "declines"), [("lru", False), ("arc", False), ("resume", True)])
-def test_adaptive_declines_while_it_follows_resume(follows: str, declines: bool) -> None:
+def test_adaptive_declines_while_it_follows_resume(
+    follows: str, declines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adaptive, "CANDIDATES", {follows: CANDIDATES[follows]})
     tiers = one_tier(PLUGINS, "adaptive", 10 * LENGTH, {})
     simulated = SimulatedCache(PLUGINS, tiers, LENGTH)
-    policy = simulated.catalog.policies[0]
-    assert isinstance(policy, AdaptivePolicy)
-    policy._active = list(CANDIDATES).index(follows)
     simulated.serve(1.0, prompt_of(1, 9), ChunkHints(priority=100))
     simulated.serve(2.0, prompt_of(2, 4), ChunkHints(priority=-100))
     assert len(simulated.catalog.prefix(prompt_of(1, 9))) == (9 if declines else 6)
@@ -307,18 +295,17 @@ def test_simulation_reports_what_is_missed(monkeypatch: pytest.MonkeyPatch) -> N
     assert missed == [first, prompt_of(2, 2)]
 
 
-def test_simulation_declines_as_the_cache_does() -> None:
-    tiers = one_tier(PLUGINS, "resume", 10 * LENGTH, {})
-    simulated = SimulatedCache(PLUGINS, tiers, LENGTH)
+def test_simulation_declines_as_the_cache_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = SimulatedCache(PLUGINS, one_tier(PLUGINS, "resume", 10 * LENGTH, {}), LENGTH)
+    declined: list[IncomingPrompt] = []
+    monkeypatch.setattr(simulated.catalog.policies[0], "declined", declined.append)
     first, second = prompt_of(1, 9), prompt_of(2, 4)
     simulated.serve(1.0, first, ChunkHints(priority=100))
     simulated.serve(2.0, second, ChunkHints(priority=-100))
     assert len(simulated.catalog.prefix(first)) == 9
     assert len(simulated.catalog.prefix(second)) == 1, "there is room for one chunk"
-    policy = simulated.catalog.policies[0]
-    assert isinstance(policy, ResumePolicy)
-    [visit] = policy._visits.ghosts.values()
-    assert policy._visits.counts[visit] == 1, "what was declined is remembered with what was stored"
+    [rest] = declined
+    assert (rest.keys, rest.parent_key) == (second[1:], second[0])
 
 
 @pytest.mark.parametrize(("eviction", "fills"), [("resume", True), ("lru", False)])

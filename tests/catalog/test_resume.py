@@ -28,7 +28,7 @@ from kvtier.catalog.policies.returns import (
 )
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.eviction import LENGTH, EvictionConformance, prompt_of
-from tests.catalog.one_tier import OneTier
+from tests.catalog.one_tier import ResumeTier
 
 CHUNKS = 10
 
@@ -40,10 +40,6 @@ class TestConformance(EvictionConformance):
 class TestWithoutGhosts(EvictionConformance):
     policy = ResumePolicy
     settings: ClassVar = {"ghosts": 0}
-
-
-def cache_of(capacity: int) -> OneTier[ResumePolicy]:
-    return OneTier(ResumePolicy, capacity)
 
 
 def test_span_is_that_with_the_age() -> None:
@@ -68,28 +64,25 @@ def test_class_grows_with_the_new_chunks_and_stays_the_same_otherwise(kind: int)
 
 def test_parts_of_a_long_prompt_count_together() -> None:
     """An engine computes a long prompt in several steps, and stores the chunks of each."""
-    cache, keys = cache_of(100), prompt_of(1, 24)
-    policy = cache.policy
+    cache, keys = ResumeTier(100), prompt_of(1, 24)
     kinds = []
     for start in range(0, 24, 6):
         parent = keys[start - 1] if start else None
-        rows = cache.catalog.add_chain(keys[start : start + 6], 0, [LENGTH] * 6, State.READY, parent)
-        kinds.append(policy._kind(policy._visits.visit(rows[-1])))
+        cache.catalog.add_chain(keys[start : start + 6], 0, [LENGTH] * 6, State.READY, parent)
+        kinds.append(cache.visit(keys[start + 5]).kind)
     assert kinds == [class_continued(NEW, chunks) for chunks in (6, 12, 18, 24)]
     cache.ask(keys)
-    assert policy._kind(policy._visits.visit(rows[-1])) == class_of(0), "with nothing new"
+    assert cache.visit(keys[-1]).kind == class_of(0), "with nothing new"
 
 
 def test_chunks_that_were_there_before_an_eviction_are_not_new() -> None:
     """A prompt of 20 chunks comes back with 3 more. It is recognized by one of its last chunks."""
-    cache, keys = cache_of(100), prompt_of(1, 23)
-    policy = cache.policy
+    cache, keys = ResumeTier(100), prompt_of(1, 23)
     cache.ask(keys[:20])
     cache.catalog.remove_all(cache.catalog.victims(0), 0)
     cache.now += 30
     cache.ask(keys)
-    kind = policy._kind(policy._visits.visit(cache.catalog.row(keys[-1]) or 0))
-    assert kind == class_continued(class_of(30), 4)
+    assert cache.visit(keys[-1]).kind == class_continued(class_of(30), 4)
 
 
 @pytest.mark.parametrize("kind", [class_expected(0), class_expected(1e9), CLASSES - 1])
@@ -126,23 +119,20 @@ def test_what_is_learned_replaces_what_was_assumed() -> None:
 
 def test_those_who_are_still_away_count() -> None:
     """The first returns at an age are seen before anyone has been given up. They must not look certain."""
-    cache = cache_of(10_000)
+    cache = ResumeTier(10_000)
     for number in range(400):
         cache.now += 0.25
         cache.ask(prompt_of(number, 1))
         if number >= 200 and number % 10 == 0:  # One of ten comes back, 50 s later.
             cache.ask(prompt_of(number - 200, 1))
-    policy = cache.policy
-    returns = policy._returns._all
-    chance = 1.0
+    seen, chance = cache.returns._all, 1.0
     for at in range(span(75.0)):
-        chance *= 1 - min(1.0, returns.returns[at] * WIDTHS[at] / max(returns.waited[at], 1e-9))
+        chance *= 1 - min(1.0, seen.returns[at] * WIDTHS[at] / max(seen.waited[at], 1e-9))
     assert 1 - chance == pytest.approx(0.1, abs=0.05)
 
 
 def test_prompts_that_never_return_are_noticed_without_any_return() -> None:
-    policy = cache_of(10_000).policy
-    returns, kind = policy._returns, class_continued(NEW, 8)
+    returns, kind = Returns(), class_continued(NEW, 8)
     before = returns.values(kind)[0]
     for _ in range(100):
         returns.passed()
@@ -152,32 +142,29 @@ def test_prompts_that_never_return_are_noticed_without_any_return() -> None:
 
 def test_gaps_are_learned_while_nothing_is_evicted() -> None:
     """A tier that is not full yet, or whose order is not in use in the adaptive policy, has no searches."""
-    cache = cache_of(10_000)
+    cache = ResumeTier(10_000)
     for _ in range(12):
         for number in range(30):
             cache.ask(prompt_of(number, 3))
             cache.now += 20
-    policy = cache.policy
-    values = policy._returns.values(class_continued(class_of(600), 0))
+    values = cache.returns.values(class_continued(class_of(600), 0))
     assert values[span(500.0)] > 3 * values[span(1.0)]
     cache.catalog.touch([])
-    visits = policy._visits
     for number in range(30):
-        visit = visits.of_row[cache.catalog.row(prompt_of(number, 1)[0]) or 0]
-        assert abs(visits.rings[visit] % AGES - span(cache.now - visits.since[visit])) <= 1
+        visit = cache.visit(prompt_of(number, 1)[0])
+        assert abs(visit.age - span(cache.now - cache.visits.since[visit.number])) <= 1
 
 
 def test_no_call_moves_all_visits() -> None:
     """An idle night makes all of them older by many spans at once."""
-    cache = cache_of(100_000)
+    cache = ResumeTier(100_000)
     for number in range(5_000):
         cache.ask(prompt_of(number, 1))
-    policy = cache.policy
     cache.now += 30_000
-    counts, rings = [], list(policy._visits.rings)
+    counts, rings = [], list(cache.visits.rings)
     for _ in range(20):
         cache.catalog.touch(prompt_of(0, 1))
-        before, rings = rings, list(policy._visits.rings)
+        before, rings = rings, list(cache.visits.rings)
         counts.append(sum(one != other for one, other in zip(before, rings, strict=True)))
     assert max(counts) <= MAX_SETTLED + 2, "and the two of the prompt itself, that ends and that begins"
     assert sum(counts) >= 5_000 - 1
@@ -190,7 +177,7 @@ def test_value_of_a_class_without_observations_falls_with_age() -> None:
 
 def test_prompts_that_come_back_often_stay() -> None:
     """Ten sessions with a gap of 10 s, and ten times as many prompts in between that never come back."""
-    cache = cache_of(20 * CHUNKS)
+    cache = ResumeTier(20 * CHUNKS)
     sessions = [prompt_of(number, CHUNKS) for number in range(10)]
     hits = asked = 0
     for turn in range(60):
@@ -206,27 +193,24 @@ def test_prompts_that_come_back_often_stay() -> None:
 
 
 def test_session_is_recognised_after_its_eviction() -> None:
-    cache = cache_of(2 * CHUNKS)
+    cache = ResumeTier(2 * CHUNKS)
     session = prompt_of(0, CHUNKS)
-    policy = cache.policy
     for turn in range(4):
         cache.now += 30
         cache.ask(session)
-        visit = policy._visits.of_row[cache.catalog.row(session[-1]) or 0]
-        assert (policy._visits.typical[visit] > 0) is (turn > 0)
+        assert (cache.visit(session[-1]).typical_gap > 0) is (turn > 0)
         for other in range(4):
             cache.ask(prompt_of(100 + turn * 4 + other, CHUNKS))
         assert session[-1] not in cache.catalog
 
 
 def test_scan_does_not_flush_sessions_nor_grow_the_state() -> None:
-    cache = cache_of(20 * CHUNKS)
+    cache = ResumeTier(20 * CHUNKS)
     sessions = [prompt_of(number, CHUNKS) for number in range(10)]
     for _ in range(30):
         for keys in sessions:
             cache.now += 1
             cache.ask(keys)
-    policy = cache.policy
     hits = []
     for number in range(10_000):
         cache.now += 0.01
@@ -235,13 +219,13 @@ def test_scan_does_not_flush_sessions_nor_grow_the_state() -> None:
             hits.append(cache.ask(sessions[number // 100 % 10]))
     learned = hits[30:]  # It has to see first that the new prompts do not come back.
     assert sum(learned) > 0.95 * len(learned) * CHUNKS
-    assert len(policy._visits) < 8_000
-    assert len(policy._visits.tails) < 10_000
+    assert len(cache.visits) < 8_000
+    assert len(cache.visits.tails) < 10_000
 
 
 def test_true_hints_are_worth_more_than_false_ones() -> None:
     """Half of the clients say when they come back, the others say the same and never do."""
-    cache = cache_of(30 * CHUNKS)
+    cache = ResumeTier(30 * CHUNKS)
     truth: dict[int, list[ChunkKey]] = {}
     hits = asked = 0
     for step in range(1500):
@@ -267,7 +251,7 @@ def test_retention_raises_the_value_for_its_time_only() -> None:
 
 
 def test_cleared_chunks_in_the_middle_leave_no_chunk_behind() -> None:
-    cache = cache_of(100)
+    cache = ResumeTier(100)
     keys = prompt_of(1, 9)
     cache.ask(keys)
     cache.catalog.remove_all([keys[4], keys[2]], 0, RemovalReason.LOST)

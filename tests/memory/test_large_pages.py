@@ -50,9 +50,14 @@ def allocated_bytes(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
 
 
+def pages_of(arena: Arena) -> LargePages:
+    assert arena.large_pages is not None
+    return arena.large_pages
+
+
 def process_of(pages: LargePages) -> int:
-    assert pages._process is not None
-    return pages._process.pid
+    assert pages.pid is not None
+    return pages.pid
 
 
 def is_running(pid: int) -> bool:
@@ -64,8 +69,7 @@ def is_running(pid: int) -> bool:
 
 def settle(arena: Arena) -> None:
     """Block until the memory to be leased next is prepared."""
-    assert arena._large_pages is not None
-    arena._large_pages.settle()
+    pages_of(arena).settle()
 
 
 def test_memory_is_prepared_only_ahead_of_use() -> None:
@@ -87,12 +91,11 @@ def test_larger_arena_is_prepared_further_ahead(capacity: int, ahead: int) -> No
 @needs_collapse
 def test_settle_converts_memory_that_is_already_leased() -> None:
     with closing(Arena.create(MIN_PREPARED_BYTES)) as arena:
-        assert arena._large_pages is not None
-        arena._large_pages.close()  # As if nothing had been prepared yet.
+        pages_of(arena).close()  # As if nothing had been prepared yet.
         lease = arena.allocate(arena.capacity)
         assert lease is not None
         lease.view[:4096] = bytes(range(256)) * 16
-        arena._large_pages = LargePages(arena.fd, arena.capacity)
+        arena.large_pages = LargePages(arena.fd, arena.capacity)
         arena.settle()
         assert bytes(lease.view[:4096]) == bytes(range(256)) * 16
         assert min(sizes_in_maps("ShmemPmdMapped")) > 0
@@ -154,8 +157,7 @@ def test_contents_are_preserved(memfd: Callable[[int], int]) -> None:
 def test_pages_are_prepared_in_another_process() -> None:
     """While it prepares pages, the kernel holds a lock that mmap needs."""
     with closing(Arena.create(4 * AHEAD_BYTES)) as arena:
-        assert arena._large_pages is not None
-        command = Path(f"/proc/{process_of(arena._large_pages)}/cmdline")
+        command = Path(f"/proc/{process_of(pages_of(arena))}/cmdline")
         wait_until(lambda: "large_pages_process" in command.read_text())
 
 
@@ -185,7 +187,7 @@ def test_settle_ends_if_no_progress_is_made(
 def test_process_exits_with_its_parent() -> None:
     program = (
         "import os, signal; from kvtier.memory.arena import Arena; arena = Arena.create(1 << 28)\n"
-        "print(arena._large_pages._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "print(arena.large_pages.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.returncode == -signal.SIGKILL
@@ -194,9 +196,9 @@ def test_process_exits_with_its_parent() -> None:
 
 def test_killed_process_disables_only_large_pages() -> None:
     with closing(Arena.create(2 * AHEAD_BYTES)) as arena:
-        assert arena._large_pages is not None
-        os.kill(process_of(arena._large_pages), signal.SIGKILL)
-        wait_until(lambda: arena._large_pages is not None and not is_running(process_of(arena._large_pages)))
+        pid = process_of(pages_of(arena))
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not is_running(pid))
         for _ in range(4):
             lease = arena.allocate(16 * MIB)
             assert lease is not None

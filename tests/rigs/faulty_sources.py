@@ -11,14 +11,15 @@ from kvtier import ModelCache, TieredCache
 from kvtier.backends.base import Backend
 from kvtier.catalog.catalog import State
 from kvtier.events import Prefetch, Report
-from kvtier.memory.header import ChunkHeader
+from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.query import Expected
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.testing.faults import FaultyBackend, SlowBackend
 from kvtier.tiers.costs import ReadCost
 from kvtier.tiers.tier import Tier
-from tests.cache.conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, MakeSettings, rows
+from tests.cache.conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, MakeSettings, retrieve, rows
 from tests.rigs.chunks import DictBackend
 from tests.rigs.waiting import until
 
@@ -65,6 +66,11 @@ class CacheHarness:
 
     def tier(self, name: str) -> Tier:
         return next(tier for tier in self.cache.tiers if tier.name == name)
+
+    def expected(self, tokens: list[int]) -> Expected:
+        """What a lookup of a prompt expects to find."""
+        sizes = [min(CHUNK_TOKENS, len(tokens) - at) for at in range(0, len(tokens), CHUNK_TOKENS)]
+        return Expected(self.model.namespace, [object_bytes(size * TOKEN_BYTES) for size in sizes])
 
     def held_chunks(self, tokens: list[int], name: str) -> list[int]:
         """Return the numbers of the chunks of a prompt that are READY in a tier."""
@@ -118,10 +124,7 @@ class CacheHarness:
 
     async def retrieve(self, tokens: list[int]) -> int:
         """Retrieve a prompt, check the bytes, and return the number of tokens found."""
-        out = bytearray(len(tokens) * TOKEN_BYTES)
-        count = await self.model.retrieve(tokens, out)
-        assert out[: count * TOKEN_BYTES] == rows(tokens)[: count * TOKEN_BYTES]
-        return count
+        return await retrieve(self.model, tokens)
 
     async def wait_until_idle(self) -> None:
         """Wait until nothing is in flight, and only the chunks in memory are leased."""

@@ -23,15 +23,20 @@ ROOT = root_key(bytes(32))
 KEYS = chunk_keys(ROOT, range(6), 1)
 
 
+@pytest.fixture
+def catalog() -> Catalog:
+    return Catalog([LruPolicy.factory(), LruPolicy.factory()])
+
+
 @pytest.fixture(params=["cpu", "hugepage"])
-def memory(request: pytest.FixtureRequest) -> Iterator[HostMemory]:
+def memory(request: pytest.FixtureRequest, catalog: Catalog) -> Iterator[HostMemory]:
     if request.param == "cpu":
         settings = LocalTierSettings(name="ram", type="cpu", capacity=CAPACITY)
         arena = CpuBackend(settings).create_arena()
     else:
         settings = HugePageSettings(name="ram", type="hugepage", capacity=CAPACITY)
         arena = HugePageBackend(settings).create_arena()
-    memory = HostMemory(settings, arena, Catalog([LruPolicy.factory(), LruPolicy.factory()]), Sealer())
+    memory = HostMemory(settings, arena, catalog, Sealer())
     yield memory
     memory.close()
     assert memory.arena.leases == 0
@@ -76,16 +81,16 @@ def test_chunk_is_adopted_without_a_copy(memory: HostMemory) -> None:
     assert (memory.arena.leases, memory.arena.used) == (0, 0)
 
 
-def test_chunk_stored_again_is_another_one(memory: HostMemory) -> None:
+def test_chunk_stored_again_is_another_one(memory: HostMemory, catalog: Catalog) -> None:
     store(memory, KEYS[:1])
     (first,) = memory.lease_ready(KEYS[:1])
-    assert memory._catalog.generation(KEYS[0]) == first.generation
-    memory._catalog.begin_generation(KEYS[:1])
+    assert catalog.generation(KEYS[0]) == first.generation
+    catalog.begin_generation(KEYS[:1])
     memory.drop(KEYS[:1])
-    assert memory._catalog.generation(KEYS[0]) == -1
+    assert catalog.generation(KEYS[0]) == -1
     store(memory, KEYS[:1], b"2")
     (second,) = memory.lease_ready(KEYS[:1])
-    assert memory._catalog.generation(KEYS[0]) == second.generation != first.generation
+    assert catalog.generation(KEYS[0]) == second.generation != first.generation
     assert not memory.holds_at(KEYS[0], first.lease.view)
     assert memory.holds_at(KEYS[0], second.lease.view)
     assert (payload(first.lease), payload(second.lease)) == (noise(b"1", PAYLOAD), noise(b"2", PAYLOAD))
@@ -93,12 +98,12 @@ def test_chunk_stored_again_is_another_one(memory: HostMemory) -> None:
     second.lease.release()
 
 
-def test_leases_end_at_the_first_chunk_that_is_not_ready(memory: HostMemory) -> None:
+def test_leases_end_at_the_first_chunk_that_is_not_ready(memory: HostMemory, catalog: Catalog) -> None:
     store(memory, KEYS[:2])
     (pending,) = begin(memory, KEYS[2:3])
     store(memory, KEYS[3:])
     assert memory.absent(KEYS) == []
-    rows = [memory._catalog.row(key) for key in KEYS]
+    rows = [catalog.row(key) for key in KEYS]
     leases = memory.lease_rows(rows)
     assert len(leases) == 2
     ready = memory.lease_ready(KEYS)
@@ -124,11 +129,11 @@ def test_capacity_in_use_includes_pending_chunks(memory: HostMemory) -> None:
     assert memory.count == 2
 
 
-def test_prompts_that_share_no_chunk_are_reserved_together(memory: HostMemory) -> None:
+def test_prompts_that_share_no_chunk_are_reserved_together(memory: HostMemory, catalog: Catalog) -> None:
     """Parents are known, so that a prompt is evicted from its end."""
     pending = begin(memory, KEYS[:2])
     store(memory, [KEYS[4], KEYS[5], KEYS[2], KEYS[3]])
-    assert memory._catalog.victims(0) == [KEYS[3], KEYS[2], KEYS[5], KEYS[4]]
+    assert catalog.victims(0) == [KEYS[3], KEYS[2], KEYS[5], KEYS[4]]
     memory.abort(KEYS[:2])
     for reservation in pending:
         reservation.lease.release()

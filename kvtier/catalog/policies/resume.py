@@ -360,9 +360,8 @@ class ResumePolicy(EvictionPolicy):
             if 0 <= now - self._settled < SETTLE_SECONDS:
                 return
             self._elapsed, self._settled = max(0.0, now - self._settled), now
-            self._unsettled = sorted(
-                self._used
-            )  # From the end: older ones first, which the younger ones join.
+            # From the end: older ones first, which the younger ones join.
+            self._unsettled = sorted(self._used)
             self._returns.passed()
             self._ranked.clear()
         left = MAX_SETTLED
@@ -385,12 +384,10 @@ class ResumePolicy(EvictionPolicy):
         """Move up to ``most`` visits that have become too old for a ring. Return how many."""
         at = ring % AGES
         moved = self._visits.move_on(ring, at, STARTS, now, most)
-        total = sum(moved)
-        if total:
-            for reached, count in enumerate(moved):
-                if count:
-                    self._use(ring - at + reached)
-        return total
+        for reached, count in enumerate(moved):
+            if count:
+                self._use(ring - at + reached)
+        return sum(moved)
 
 
 def _ring_of(kind: int, priority: int, resume: float, retention: float) -> int:
@@ -424,6 +421,10 @@ class UnfinishedPrompts:
 
     def __init__(self) -> None:
         self._rests: dict[int, Rest] = {}
+
+    def __len__(self) -> int:
+        """Return the number of prompts with a rest."""
+        return len(self._rests)
 
     def expect(self, keys: Sequence[ChunkKey], ghosts: Mapping[int, int]) -> None:
         """Note the chunks that a prompt is missing. ``ghosts``: the keys by which visits are remembered."""
