@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -40,12 +40,12 @@ class EngineBody(BaseModel):
 
 
 class EngineAnswer(BaseModel):
-    """State of one engine."""
+    """State of one engine, from its :class:`Upstream`."""
 
     role: Role
     url: str
     state: State
-    why: str
+    why: str = Field(validation_alias="reason")
     peer: str | None
     instance: str | None
     load: int
@@ -127,23 +127,23 @@ def _engines(proxy: Proxy) -> APIRouter:
 
     router = APIRouter(dependencies=[Depends(authorize)])
 
-    @router.get("/engines")
-    async def engines() -> list[EngineAnswer]:
+    @router.get("/engines", response_model=list[EngineAnswer])
+    async def engines() -> list[Upstream]:
         """Return the state of all engines."""
-        return [_engine_answer(upstream) for upstream in proxy.upstreams]
+        return list(proxy.upstreams)
 
-    @router.post("/engines", status_code=201)
-    async def add(body: EngineBody) -> EngineAnswer:
+    @router.post("/engines", status_code=201, response_model=EngineAnswer)
+    async def add(body: EngineBody) -> Upstream:
         """Add an engine; it gets requests once its health check passes."""
         try:
-            return _engine_answer(proxy.add(body.role, body.url, body.peer))
+            return proxy.add(body.role, body.url, body.peer)
         except ValueError as error:
             raise HTTPException(409, str(error)) from None
 
-    @router.delete("/engines")
+    @router.delete("/engines", response_model=list[EngineAnswer])
     async def remove(
         url: Annotated[str, Query()], role: Annotated[Role | None, Query()] = None
-    ) -> list[EngineAnswer]:
+    ) -> list[Upstream]:
         """Remove an engine from one role or both. Requests in flight complete."""
         roles = tuple(Role) if role is None else (role,)
         try:
@@ -154,24 +154,9 @@ def _engines(proxy: Proxy) -> APIRouter:
             raise HTTPException(404, f"unknown engine {url}")
         for upstream in found:
             proxy.remove(upstream)
-        return [_engine_answer(upstream) for upstream in found]
+        return found
 
     return router
-
-
-def _engine_answer(upstream: Upstream) -> EngineAnswer:
-    return EngineAnswer(
-        role=upstream.role,
-        url=upstream.url,
-        state=upstream.state,
-        why=upstream.reason,
-        peer=upstream.peer,
-        instance=upstream.instance,
-        load=upstream.load,
-        served=upstream.served,
-        failed=upstream.failed,
-        remembered_blocks=len(upstream.memory),
-    )
 
 
 async def _error_response(_: Request, error: Exception) -> Response:

@@ -12,7 +12,8 @@ import msgspec
 
 from kvtier.fleet.proxy.body import response_params
 from kvtier.fleet.proxy.client import Refused
-from kvtier.fleet.proxy.upstream import Role, State, Upstream, describe_transport_error
+from kvtier.fleet.proxy.connections import read_body
+from kvtier.fleet.proxy.upstream import UNREACHABLE, Role, State, Upstream, describe_transport_error
 from kvtier.settings.peer import reached_from_elsewhere
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ PROBE_SECONDS = 30.0
 PROBE_AGAIN_SECONDS = 30.0
 PROBE = "What is the address of this engine?"
 """Several tokens: a first request of one token ends vLLM 0.32 in bfloat16 on CPUs with AMX."""
-MAX_ANSWER_BYTES = 4 << 20
 
 
 class _Model(msgspec.Struct):
@@ -36,17 +36,6 @@ class _Model(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Model]
-
-
-async def read_body(response: httpx.Response, max_bytes: int = MAX_ANSWER_BYTES) -> bytes | None:
-    """Return the whole body of a response, or ``None`` if it is too long."""
-    assert isinstance(response.stream, httpx.AsyncByteStream)
-    content = bytearray()
-    async for piece in response.stream:
-        content += piece
-        if len(content) > max_bytes:
-            return None
-    return bytes(content)
 
 
 class Checks:
@@ -76,7 +65,7 @@ class Checks:
             if upstream.last_response_at > began:
                 reason = None  # It is slow, but sends responses.
             failed = failed + 1 if reason else 0
-            if reason and (upstream.state != State.UP or failed >= MAX_FAILED or reason == _UNREACHABLE):
+            if reason and (upstream.state != State.UP or failed >= MAX_FAILED or reason == UNREACHABLE):
                 self._mark_down(upstream, reason)
             elif not reason:
                 due = upstream.state != State.UP or time.monotonic() > probed + PROBE_AGAIN_SECONDS
@@ -98,8 +87,6 @@ class Checks:
                     await read_body(response)
         except TimeoutError:
             return f"did not answer /health within {self._limit:g} s"
-        except httpx.ConnectError:
-            return _UNREACHABLE
         except httpx.TransportError as error:
             return describe_transport_error(error)
         if response.status_code >= 500:
@@ -134,9 +121,7 @@ class Checks:
 
     async def _probe(self, upstream: Upstream) -> str | None:
         """Set ``engine.peer`` from a completion. Return what was wrong; ``None`` on success."""
-        status, content = await self._request(upstream, "GET", "/v1/models")
-        if status != 200:
-            return f"it answered /v1/models with {status}{_KEY_HINT if status in {401, 403} else ''}"
+        content = await self._request(upstream, "GET", "/v1/models")
         models = msgspec.json.decode(content, type=_Models).data
         if not models:
             return "it serves no model"
@@ -146,22 +131,23 @@ class Checks:
             "max_tokens": 1,
             "kv_transfer_params": {"kvtier": {}},
         }
-        status, content = await self._request(upstream, "POST", "/v1/completions", msgspec.json.encode(probe))
-        if status != 200:
-            return f"it answered /v1/completions with {status}{_KEY_HINT if status in {401, 403} else ''}"
+        content = await self._request(upstream, "POST", "/v1/completions", msgspec.json.encode(probe))
         upstream.peer = reachable_address(response_params(content).peer, upstream)
         return None if upstream.peer else "its response contains none"
 
     async def _request(
         self, upstream: Upstream, method: str, path: str, content: bytes | None = None
-    ) -> tuple[int, bytes]:
+    ) -> bytes:
+        """Return the body of the response. Raises ``ValueError`` if its status is not 200."""
         headers = self._headers if content is None else {**self._headers, "content-type": "application/json"}
         request = httpx.Request(method, upstream.endpoint(path), headers=headers, content=content)
         async with upstream.connections.exchange(request, PROBE_SECONDS) as response:
-            return response.status_code, await read_body(response) or b""
+            content = await read_body(response) or b""
+        if (status := response.status_code) != 200:
+            raise ValueError(f"it answered {path} with {status}{_KEY_HINT if status in {401, 403} else ''}")
+        return content
 
 
-_UNREACHABLE = "cannot be reached"
 _KEY_HINT = ": name the file of its API key with --engine-key-file"
 
 

@@ -35,7 +35,30 @@ MAX_IDLE = 64
 MAX_UNREAD_BYTES = 256 * 1024
 """Received but unread bytes per connection; beyond it the proxy stops reading from the engine."""
 MAX_HEAD_BYTES = 64 * 1024
+MAX_READ_BYTES = 4 << 20
 NO_DESCRIPTOR = "this proxy has too many open files: try again later, or use another one"
+
+
+async def read_body(response: httpx.Response, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
+    """Return the whole body of a response, or ``None`` if it is too long."""
+    content, complete = await read_up_to(pieces(response), max_bytes)
+    return content if complete else None
+
+
+async def read_up_to(pieces: AsyncIterator[bytes], max_bytes: int) -> tuple[bytes, bool]:
+    """Read a body until it ends or is longer than that. Return what was read, and whether it has ended."""
+    content = bytearray()
+    async for piece in pieces:
+        content += piece
+        if len(content) > max_bytes:
+            return bytes(content), False
+    return bytes(content), True
+
+
+def pieces(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Return an iterator over the body. httpx' own iterators would cost more than the rest of the relay."""
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    return aiter(response.stream)
 
 
 def verification(url: str) -> ssl.SSLContext | None:

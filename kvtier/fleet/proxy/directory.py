@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 import httpx
 import msgspec
 
 from kvtier.fleet.proxy.body import CHAT_PATH, Body
-from kvtier.fleet.proxy.checks import read_body
-from kvtier.fleet.proxy.connections import verification
+from kvtier.fleet.proxy.connections import read_body, verification
 from kvtier.settings.peer import reached_from_elsewhere, split_address
 
 if TYPE_CHECKING:
@@ -56,16 +55,11 @@ class _Tokenized(msgspec.Struct):
     tokens: msgspec.Raw
 
 
-class Held:
+class Held(NamedTuple):
     """Result of a lookup: the prompt's length in tokens, and how many leading tokens each instance caches."""
 
-    def __init__(self, tokens: int, instances: Mapping[str, int]) -> None:
-        self.tokens = tokens
-        self._instances = instances
-
-    def by(self, upstream: Upstream) -> int:
-        """Return how many leading tokens the engine's instance caches."""
-        return self._instances.get(upstream.instance or "", 0)
+    tokens: int
+    instances: Mapping[str, int]
 
 
 class Directory:

@@ -12,7 +12,7 @@ import httpx
 
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.fleet.proxy.body import Body, response_params, without_params
-from kvtier.fleet.proxy.checks import reachable_address, read_body
+from kvtier.fleet.proxy.checks import reachable_address
 from kvtier.fleet.proxy.client import (
     BUSY,
     EVENT_STREAM,
@@ -23,6 +23,7 @@ from kvtier.fleet.proxy.client import (
     to_client,
     to_engine,
 )
+from kvtier.fleet.proxy.connections import pieces, read_body, read_up_to
 from kvtier.fleet.proxy.upstream import Role, Upstream, UpstreamLost, describe_transport_error
 
 if TYPE_CHECKING:
@@ -95,9 +96,8 @@ class Exchange:
 
     async def _answer(self, client: Client, body: Body) -> None:
         headers = to_engine(client.headers)
-        upstreams = self._proxy.upstreams
         await self._look_up(body, headers)
-        decoder = upstreams.choose(Role.DECODE, lambda upstream: self._held_by(upstream, body))
+        decoder = self._choose(Role.DECODE, body)
         if decoder is None:
             raise Refused(503, NO_DECODE_ENGINE, BUSY)
         with decoder.reserved():
@@ -128,18 +128,19 @@ class Exchange:
         tokenizer = upstreams.choose(Role.DECODE, lambda _: 0)
         self._held = await directory.look_up(body, tokenizer, headers)
 
+    def _choose(self, role: Role, body: Body, exclude: Sequence[Upstream] = ()) -> Upstream | None:
+        return self._proxy.upstreams.choose(role, lambda upstream: self._held_by(upstream, body), exclude)
+
     def _held_by(self, upstream: Upstream, body: Body) -> int:
         if self._held is not None and upstream.instance is not None:
-            return self._held.by(upstream)
+            return self._held.instances.get(upstream.instance, 0)
         return upstream.memory.held(body.prompt) if body.prompt is not None else 0
 
     def _next_decoder(self, lost: UpstreamLost, body: Body, tried: Sequence[Upstream]) -> Upstream | None:
         if len(tried) >= MAX_TRIES:
             return None
         self._statistics.retries[Role.DECODE] += 1
-        other = self._proxy.upstreams.choose(
-            Role.DECODE, lambda upstream: self._held_by(upstream, body), tried
-        )
+        other = self._choose(Role.DECODE, body, tried)
         if other is None and lost.retryable and tried.count(lost.upstream) == 1:
             return lost.upstream
         return other
@@ -172,9 +173,7 @@ class Exchange:
         same = self._proxy.upstreams.find(Role.PREFILL, decoder.url)
         tried: list[Upstream] = [] if same is None else [same]
         for number in range(MAX_TRIES):
-            prefiller = self._proxy.upstreams.choose(
-                Role.PREFILL, lambda upstream: self._held_by(upstream, body), tried
-            )
+            prefiller = self._choose(Role.PREFILL, body, tried)
             if prefiller is None:
                 break
             tried.append(prefiller)
@@ -224,8 +223,9 @@ class Exchange:
                 response = await stack.enter_async_context(exchange)
                 if response.status_code in UNAVAILABLE and self._has_untried_decoder(tried):
                     raise UpstreamLost(decoder, f"answered with {response.status_code}")
-                pieces = _pieces(response)
-                first = await _read_first(pieces, whole=not _streams(response))
+                rest, streams = pieces(response), _streams(response)
+                # The first piece of a stream, or a whole response, which is retried if it breaks off.
+                content, complete = await read_up_to(rest, 0 if streams else MAX_ANSWER_BYTES)
             decoder.served += 1
             if response.status_code < 400:
                 self._statistics.first_byte.add(time.monotonic() - self._started)
@@ -234,25 +234,22 @@ class Exchange:
             else:
                 self._outcome = "error"
             decoder.last_response_at = time.monotonic()
-            if first.complete and not _streams(response):
-                await self._send_whole(client, body, response, first.content)
+            if complete and not streams:
+                if not body.wants_params:
+                    content = without_params(content)
+                await client.start(response.status_code, to_client(response.headers.raw, len(content)))
+                await client.end(content)
                 return
             await client.start(response.status_code, to_client(response.headers.raw))
-            await client.write(first.content)
-            if not first.complete:
-                await self._relay(client, decoder, pieces)
+            await client.write(content)
+            if not complete:
+                await self._relay(client, decoder, rest)
             await client.end()
 
-    async def _send_whole(self, client: Client, body: Body, response: httpx.Response, content: bytes) -> None:
-        if not body.wants_params:
-            content = without_params(content)
-        await client.start(response.status_code, to_client(response.headers.raw, len(content)))
-        await client.end(content)
-
-    async def _relay(self, client: Client, decoder: Upstream, pieces: AsyncIterator[bytes]) -> None:
+    async def _relay(self, client: Client, decoder: Upstream, rest: AsyncIterator[bytes]) -> None:
         """Stream the rest of the response. Hot path: runs for every token but the first."""
         try:
-            async for piece in pieces:
+            async for piece in rest:
                 decoder.last_response_at = time.monotonic()
                 await client.write(piece)
         except httpx.TransportError as error:
@@ -274,16 +271,6 @@ class Exchange:
         lost.upstream.record_failure(lost)
 
 
-class _FirstRead:
-    """The first piece of a streaming response, or a whole non-streaming one."""
-
-    __slots__ = ("complete", "content")
-
-    def __init__(self, content: bytes, *, complete: bool) -> None:
-        self.content = content
-        self.complete = complete
-
-
 def _post(upstream: Upstream, path: str, headers: Headers, content: bytes) -> httpx.Request:
     return httpx.Request("POST", upstream.endpoint(path), headers=headers, content=content)
 
@@ -291,21 +278,6 @@ def _post(upstream: Upstream, path: str, headers: Headers, content: bytes) -> ht
 def _streams(response: httpx.Response) -> bool:
     content_type: str = response.headers.get("content-type", "")
     return content_type.lower().startswith(EVENT_STREAM.decode())
-
-
-def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Return an iterator over the body. httpx' own iterators would cost more than the rest of the relay."""
-    assert isinstance(response.stream, httpx.AsyncByteStream)
-    return aiter(response.stream)
-
-
-async def _read_first(pieces: AsyncIterator[bytes], *, whole: bool) -> _FirstRead:
-    content = bytearray()
-    async for piece in pieces:
-        content += piece
-        if content and (not whole or len(content) > MAX_ANSWER_BYTES):
-            return _FirstRead(bytes(content), complete=False)
-    return _FirstRead(bytes(content), complete=True)
 
 
 class Models:

@@ -9,7 +9,6 @@ import statistics
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypedDict
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
@@ -32,15 +31,6 @@ SKIP_REASONS = ("short", "cached", "no_prefiller", "no_peer", "unsuitable")
 LOOKUP_OUTCOMES = ("answered", "refused", "failed")
 
 
-class Summary(TypedDict):
-    """Summary of durations, in milliseconds; all 0 without samples."""
-
-    count: int
-    mean_ms: float
-    median_ms: float
-    p99_ms: float
-
-
 class Durations:
     """Latency samples: a histogram and the most recent values. Bounded."""
 
@@ -57,8 +47,8 @@ class Durations:
         self.buckets[bisect_left(BOUNDS, seconds)] += 1
         self._recent.append(seconds)
 
-    def summary(self) -> Summary:
-        """Summarize all samples. Takes some milliseconds with 10,000 recent samples, which it sorts."""
+    def summary(self) -> dict[str, float]:
+        """Summarize all samples, all 0 without one. Takes some ms with 10,000 recent ones: it sorts them."""
         recent = sorted(self._recent) or [0.0]
         # Before Python 3.13, one sample has no quantiles.
         *_, p99 = statistics.quantiles(recent if len(recent) > 1 else recent * 2, n=100, method="inclusive")

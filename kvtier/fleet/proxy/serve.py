@@ -64,7 +64,6 @@ async def serve(settings: ProxySettings) -> Statistics:
 
     async def drain(running: Running) -> None:
         admission = running.proxy.admission
-        admission.draining = True
         logger.info("draining %d requests in flight", admission.in_flight)
         await admission.drain(settings.drain)
 

@@ -17,10 +17,9 @@ from kvtier.fleet.proxy.prompt import PrefixMemory
 from kvtier.fleet.proxy.settings import MAX_ENGINES
 
 AVOIDED_SECONDS = 5.0
-
+UNREACHABLE = "cannot be reached"
+"""A predicate that follows the engine's name."""
 _sequence = count()
-
-
 SLACK = 4
 """An engine is chosen for its cached prefix only if its load is at most 1.5 times the smallest load plus
 this: a cached prefix is worth some queueing, but not much."""
@@ -91,6 +90,11 @@ class Upstream:
         self._waiting: set[CancelScope] = set()
         self._removed = anyio.Event()
         self._idle = anyio.Event()
+
+    @property
+    def remembered_blocks(self) -> int:
+        """Blocks of prompts that it probably caches."""
+        return len(self.memory)
 
     @property
     def removed(self) -> bool:
@@ -179,16 +183,13 @@ def describe_transport_error(error: httpx.TransportError) -> str:
     """Return a predicate that follows the engine's name."""
     match error:
         case httpx.ConnectError() | httpx.ConnectTimeout():
-            return "cannot be reached"
+            return UNREACHABLE
         case httpx.ReadTimeout():
             return "timed out: no data from it"
         case httpx.WriteTimeout():
             return "timed out: it does not read"
         case _:
             return "closed the connection"
-
-
-HeldTokens = Callable[[Upstream], int]
 
 
 class Upstreams:
@@ -230,7 +231,9 @@ class Upstreams:
         upstream.remove()
         self.draining.add(upstream)
 
-    def choose(self, role: Role, held: HeldTokens, exclude: Collection[Upstream] = ()) -> Upstream | None:
+    def choose(
+        self, role: Role, held: Callable[[Upstream], int], exclude: Collection[Upstream] = ()
+    ) -> Upstream | None:
         """Return the engine with the longest cached prefix among those with a load close to the smallest.
 
         ``held`` returns how many tokens of the prompt an engine caches. Ties go to the least loaded engine,
