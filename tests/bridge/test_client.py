@@ -347,7 +347,7 @@ def test_abandoned_leases_are_sent_to_the_process_of_their_epoch(path: Path) -> 
         wait_until(lambda: (worker.poll(), not worker.connected)[1])
         worker.abandon([1], epoch=7)
         assert (worker._make_hello().holding, worker._make_hello().epoch) == ([2], 7)
-        cache._epoch = 8
+        cache.epoch = 8
         worker.retry_now()
         assert not worker.ready()
         cache.greet()

@@ -7,6 +7,9 @@ its environment variables, its logging, torch.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,3 +29,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/integrations/" in item.nodeid:
             item.add_marker(pytest.mark.vllm)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Any]:
+    """An engine that is connected to a scripted cache process, before any request."""
+    from tests.rigs.scripted_scheduling import scripted_engine
+
+    with scripted_engine(tmp_path / "socket") as engine:
+        yield engine
+
+
+@pytest.fixture
+def cache(engine: Any) -> Any:
+    """The scripted cache process."""
+    return engine.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -12,22 +11,22 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
 
-from kvtier.bridge.protocol import Abandon, Cancel, Clear, Found, Lookup, Reserve, UseWeights
+from kvtier.bridge.protocol import Abandon, Cancel, Clear, Lookup, Reserve, UseWeights
 from kvtier.integrations.vllm import adapters
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.compat import is_empty
 from kvtier.integrations.vllm.patches import finish_before_resets, follow_engine
 from kvtier.integrations.vllm.request import request_root
+from kvtier.memory.fingerprint import fingerprint
 from kvtier.memory.keys import chunk_keys, join_keys
 from kvtier.memory.layout import has_weights, namespace
-from tests.rigs import stepping
-from tests.rigs.stepping import CHUNK_TOKENS, Engine, make_request
+from tests.rigs.scripted_scheduling import Engine
+from tests.rigs.scripted_server import ScriptedCache
+from tests.rigs.stepping import CHUNK_TOKENS, make_request
 from tests.rigs.waiting import wait_until
 
 from .test_neighbors import multi
-from .test_scheduler import Cache, Worker, wait_for_replies
 
 TOKENS = 4 * CHUNK_TOKENS
 
@@ -48,65 +47,23 @@ class Pool:
         return range(self.cached)
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Cache]:
-    instance = Cache(tmp_path / "socket")
-    yield instance
-    instance.close()
-
-
-@pytest.fixture
-def pool() -> Pool:
-    return Pool()
-
-
-@pytest.fixture
-def engine(cache: Cache, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+@pytest.fixture(autouse=True)
+def pool(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Pool:
+    """The pool of the engine, whose resets do not wait for long."""
     monkeypatch.setattr(scheduler_module, "CLEAR_SECONDS", 0.05)
-    monkeypatch.setattr(stepping.WorkerBridge, "connect", lambda _: None)
-    monkeypatch.setattr(
-        stepping.SchedulerBridge,
-        "connect",
-        lambda bridge: (bridge.ready(), cache.greet(), wait_until(bridge.ready)),
-    )
-    instance = Engine.open(tmp_path / "socket", 16, prefetch={"policy": "timeout"})
-    instance.worker = Worker()  # type: ignore[assignment]
-    any_pool: Any = pool
-    instance.scheduler.bind(any_pool)
-    yield instance
-    instance.close()
+    pool: Any = Pool()
+    engine.scheduler.bind(pool)
+    return pool  # type: ignore[no-any-return]
 
 
 def keys(engine: Engine, request: Any, weights_id: str, chunks: int) -> bytes:
     """Return the keys of a request's first chunks, computed with some weights."""
-    space = namespace("model", engine.scheduler._layout, weights_id)
+    space = namespace("model", engine.layout, weights_id)
     ids = list(request.all_token_ids[: chunks * CHUNK_TOKENS])
     return join_keys(chunk_keys(request_root(space, request), ids, CHUNK_TOKENS))
 
 
-def start(engine: Engine, cache: Cache) -> Any:
-    """Start a request that misses."""
-    request = make_request(TOKENS)
-    engine.scheduler.on_new_request(request)
-    cache.send(Found(cache.receive(Lookup).ticket, [], [], [], 0))
-    wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (0, False))
-    engine.scheduler.allocated(request, engine.blocks([]), 0)
-    engine.admit(request)
-    engine.step(0)
-    return request
-
-
-def load(engine: Engine, cache: Cache) -> Any:
-    """Start a request that loads its first two chunks, whose leases are 1 and 2."""
-    request = make_request(TOKENS)
-    engine.scheduler.on_new_request(request)
-    cache.send(Found(cache.receive(Lookup).ticket, [1, 2], [4096, 8192], [0, 0], 0))
-    wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (2 * CHUNK_TOKENS, True))
-    engine.scheduler.allocated(request, engine.blocks([1, 2, 3, 4]), 2 * CHUNK_TOKENS)
-    return request
-
-
-def reset(engine: Engine, cache: Cache) -> UseWeights:
+def reset(engine: Engine, cache: ScriptedCache) -> UseWeights:
     """Reset weights without an id, which removes their chunks."""
     engine.scheduler.reset()
     cache.receive(Clear)
@@ -118,26 +75,25 @@ def preempt(request: Any) -> None:
 
 
 def test_queued_requests_are_looked_up_again_with_the_keys_of_the_new_weights(
-    engine: Engine, cache: Cache
+    engine: Engine, cache: ScriptedCache
 ) -> None:
     request = make_request(TOKENS)
-    engine.scheduler.on_new_request(request)
-    before = cache.receive(Lookup)
+    before = engine.ask(request)
     assert before.keys == keys(engine, request, "", 4)
     engine.scheduler.set_weight_version("step-1")
     assert cache.receive(Cancel).ticket == before.ticket
     used = cache.receive(UseWeights).weights
-    assert (used.id, used.namespace) == ("step-1", namespace("model", engine.scheduler._layout, "step-1"))
-    cache.send(Found(before.ticket, [1, 2, 3, 4], [0, 4096, 8192, 12288], [0] * 4, 0))
+    assert (used.id, used.namespace) == ("step-1", namespace("model", engine.layout, "step-1"))
+    engine.answer(before, 1, 2, 3, 4)
     assert engine.scheduler.matched_tokens(request, 0) == (None, False), "the late answer is not used"
     assert cache.receive(Lookup).keys == keys(engine, request, "step-1", 4)
 
 
 def test_chunks_of_a_request_that_starts_again_are_stored_with_the_new_keys(
-    engine: Engine, cache: Cache
+    engine: Engine, cache: ScriptedCache
 ) -> None:
     """As after ``reset_prefix_cache`` with ``reset_running_requests``. The pending room is given back."""
-    request = start(engine, cache)
+    (request,) = engine.start_misses(1, TOKENS)
     engine.step()
     reserve = cache.receive(Reserve)
     assert reserve.runs[0].keys == keys(engine, request, "", 1)
@@ -145,28 +101,28 @@ def test_chunks_of_a_request_that_starts_again_are_stored_with_the_new_keys(
     engine.running.clear()
     engine.scheduler.set_weight_version("step-1")
     assert cache.receive(UseWeights).weights.id == "step-1"
-    cache.answer(reserve)
-    wait_for_replies(engine)
+    engine.grant(reserve)
     engine.step(0)
     assert cache.receive(Abandon).leases == [1]
-    assert not engine.worker.saves  # type: ignore[attr-defined]
+    assert not engine.saves
     assert engine.scheduler.matched_tokens(request, 0) == (None, False)
-    look_up = cache.receive(Lookup)
-    cache.send(Found(look_up.ticket, [], [], [], 0))
-    wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (0, False))
+    engine.answer(cache.receive(Lookup))
+    engine.wait_for_hit(request, 0)
     engine.running.append(request)
     engine.step()
     (run,) = cache.receive(Reserve).runs
     assert (run.keys, run.parent) == (
         keys(engine, request, "step-1", 1),
-        request_root(namespace("model", engine.scheduler._layout, "step-1"), request),
+        request_root(namespace("model", engine.layout, "step-1"), request),
     )
 
 
 @pytest.mark.parametrize("change", ["reset", "name"])
-def test_running_requests_store_nothing_more(engine: Engine, cache: Cache, pool: Pool, change: str) -> None:
+def test_running_requests_store_nothing_more(
+    engine: Engine, cache: ScriptedCache, pool: Pool, change: str
+) -> None:
     """Their KV is of both weights. New requests may hit it in vLLM's own cache."""
-    request = start(engine, cache)
+    (request,) = engine.start_misses(1, TOKENS)
     pool.used = 1
     if change == "reset":
         reset(engine, cache)
@@ -185,16 +141,15 @@ def test_running_requests_store_nothing_more(engine: Engine, cache: Cache, pool:
     engine.scheduler.on_new_request(make_request(TOKENS))
     assert cache.nothing_received()
     pool.cached = 0
-    engine.scheduler.on_new_request(last := make_request(TOKENS))
-    used = engine.scheduler.weights.current.id
-    assert cache.receive(Lookup).keys == keys(engine, last, used, 4)
+    last = make_request(TOKENS)
+    assert engine.ask(last).keys == keys(engine, last, engine.scheduler.weights.current.id, 4)
 
 
 def test_planned_and_reserved_chunks_of_a_finished_request_are_not_stored(
-    engine: Engine, cache: Cache, pool: Pool
+    engine: Engine, cache: ScriptedCache, pool: Pool
 ) -> None:
     """Their room would be reserved for the new weights, or written while vLLM is free to load those."""
-    request = start(engine, cache)
+    (request,) = engine.start_misses(1, TOKENS)
     engine.step()
     reserve = cache.receive(Reserve)
     engine.step()
@@ -202,31 +157,33 @@ def test_planned_and_reserved_chunks_of_a_finished_request_are_not_stored(
     pool.used = 4
     engine.scheduler.set_weight_version("step-1")
     cache.receive(UseWeights)
-    cache.answer(reserve)
-    wait_for_replies(engine)
+    engine.grant(reserve)
     engine.step(0)
     assert cache.receive(Abandon).leases == [1]
     assert cache.nothing_received()
-    assert [(job.leases, job.last) for job in engine.worker.saves] == [([], True)]  # type: ignore[attr-defined]
+    assert [(job.leases, job.last) for job in engine.saves] == [([], True)]
 
 
-def test_load_in_flight_fails(engine: Engine, cache: Cache, pool: Pool) -> None:
+def test_load_in_flight_fails(engine: Engine, cache: ScriptedCache, pool: Pool) -> None:
     """Its leases have ended when the worker asks, so vLLM computes the prompt."""
-    request = load(engine, cache)
+    request = make_request(TOKENS)
+    look_up = engine.load(request, 1, 2)
     pool.used = 4
     engine.step(0)
-    (job,) = engine.worker.loads  # type: ignore[attr-defined]
+    (job,) = engine.loads
     assert job.leases == [1, 2]
     engine.scheduler.set_weight_version("step-1")
-    assert cache.receive(Cancel).ticket == 1
+    assert cache.receive(Cancel).ticket == look_up.ticket
     cache.receive(UseWeights)
     failed = KVConnectorOutput(finished_recving={request.request_id}, failed_recving={request.request_id})
     engine.scheduler.update_from_output(failed)
     assert cache.nothing_received(), "no lease is released twice"
-    assert len(engine.scheduler._loads) == 0
+    assert not engine.scheduler.loads(request.request_id)
 
 
-def test_unnamed_weights_are_removed_and_replaced_by_unknown_ones(engine: Engine, cache: Cache) -> None:
+def test_unnamed_weights_are_removed_and_replaced_by_unknown_ones(
+    engine: Engine, cache: ScriptedCache
+) -> None:
     """Also if the cache process does not answer: the namespace is another one in any case."""
     names = {engine.scheduler.weights.current.id}
     for _ in range(3):
@@ -235,11 +192,11 @@ def test_unnamed_weights_are_removed_and_replaced_by_unknown_ones(engine: Engine
         assert has_weights(used.namespace, used.id)
         names.add(used.id)
     assert len(names) == 4
-    engine.scheduler.on_new_request(request := make_request(TOKENS))
-    assert cache.receive(Lookup).keys == keys(engine, request, used.id, 4)
+    request = make_request(TOKENS)
+    assert engine.ask(request).keys == keys(engine, request, used.id, 4)
 
 
-def test_named_weights_are_kept(engine: Engine, cache: Cache, pool: Pool) -> None:
+def test_named_weights_are_kept(engine: Engine, cache: ScriptedCache, pool: Pool) -> None:
     engine.scheduler.set_weight_version("step-1")
     cache.receive(UseWeights)
     engine.scheduler.reset()
@@ -250,7 +207,7 @@ def test_named_weights_are_kept(engine: Engine, cache: Cache, pool: Pool) -> Non
     assert cache.receive(UseWeights).weights.id == ""
 
 
-def test_id_may_be_set_before_the_reset(engine: Engine, cache: Cache, pool: Pool) -> None:
+def test_id_may_be_set_before_the_reset(engine: Engine, cache: ScriptedCache, pool: Pool) -> None:
     """The first reset after it belongs to it, the second to the next change."""
     pool.cached = 3
     engine.scheduler.set_weight_version("step-1")
@@ -265,31 +222,35 @@ def test_id_may_be_set_before_the_reset(engine: Engine, cache: Cache, pool: Pool
     assert cache.receive(UseWeights).weights.id.startswith("unknown-")
 
 
-def test_named_weights_are_used_after_their_reset(engine: Engine, cache: Cache, pool: Pool) -> None:
+def test_named_weights_are_used_after_their_reset(engine: Engine, cache: ScriptedCache, pool: Pool) -> None:
     pool.cached = 3
     engine.scheduler.set_weight_version("step-1")
     cache.receive(UseWeights)
     pool.cached = 0
     engine.scheduler.reset()
-    engine.scheduler.on_new_request(request := make_request(TOKENS))
-    assert cache.receive(Lookup).keys == keys(engine, request, "step-1", 4)
+    request = make_request(TOKENS)
+    assert engine.ask(request).keys == keys(engine, request, "step-1", 4)
 
 
-def test_same_id_again_changes_nothing(engine: Engine, cache: Cache, pool: Pool) -> None:
-    request = start(engine, cache)
+def test_same_id_again_changes_nothing(engine: Engine, cache: ScriptedCache, pool: Pool) -> None:
+    (request,) = engine.start_misses(1, TOKENS)
     pool.used = 1
     engine.scheduler.set_weight_version("default")
     engine.step()
     assert cache.receive(Reserve).runs[0].keys == keys(engine, request, "", 1)
 
 
-def test_reset_while_the_cache_process_is_gone(engine: Engine, cache: Cache) -> None:
+def test_reset_while_the_cache_process_is_gone(engine: Engine, cache: ScriptedCache) -> None:
+    """The next one knows the weights that are there now, although they have changed since the greeting."""
     cache.disconnect()
-    wait_until(lambda: (engine.step(0), not engine.bridges[0].connected)[1])
+    engine.bridge.poll(1.0)
+    assert not engine.bridge.connected
     engine.scheduler.reset()
     used = engine.scheduler.weights.current
     assert used.id.startswith("unknown-")
-    assert engine.bridges[0]._make_hello().weights == used
+    cache.greet()
+    wait_until(engine.bridge.ready)
+    assert cache.receive(UseWeights).weights == used
 
 
 class Connector:
@@ -352,13 +313,14 @@ def lora(tmp_path: Path) -> LoRARequest:
     return LoRARequest("adapter", 1, str(folder))
 
 
-def ask_until_tracked(engine: Engine, request: Request) -> None:
-    """Ask for hits until the identity of the request's adapter is known, and a lookup was sent."""
-    wait_until(lambda: (engine.scheduler.matched_tokens(request, 0), engine.scheduler._requests)[1])
+def ask_until_tracked(engine: Engine, request: Any) -> Lookup:
+    """Ask for hits until the identity of the request's adapter is known; return the lookup."""
+    wait_until(lambda: (engine.scheduler.matched_tokens(request, 0), not engine.cache.nothing_received())[1])
+    return engine.cache.receive(Lookup)
 
 
 def test_request_waits_for_the_identity_of_its_adapter(
-    engine: Engine, cache: Cache, lora: LoRARequest, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, lora: LoRARequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, files_of = Event(), adapters.files_of
     monkeypatch.setattr(adapters, "files_of", lambda path: read.wait(10) and files_of(path))
@@ -366,27 +328,41 @@ def test_request_waits_for_the_identity_of_its_adapter(
     engine.scheduler.on_new_request(request)
     assert engine.scheduler.matched_tokens(request, 0) == (None, False)
     read.set()
-    ask_until_tracked(engine, request)
-    look_up = cache.receive(Lookup)
-    known = engine.scheduler._requests[request.request_id].adapter
-    assert known is not None
-    root = request_root(namespace("model", engine.scheduler._layout), request, known.identity)
+    look_up = ask_until_tracked(engine, request)
+    identity = fingerprint(*files_of(lora.lora_path), adapters.WHOLE_BYTES)
+    root = request_root(namespace("model", engine.layout), request, identity)
     ids = list(request.all_token_ids)
     assert look_up.keys == join_keys(chunk_keys(root, ids, CHUNK_TOKENS))
     engine.scheduler.finished(request, ([],))
 
 
-def test_load_fails_if_its_adapter_is_loaded_again(engine: Engine, cache: Cache, lora: LoRARequest) -> None:
+def test_load_fails_if_its_adapter_is_loaded_again(engine: Engine, lora: LoRARequest) -> None:
     request = make_request(TOKENS, lora_request=lora)
     engine.scheduler.on_new_request(request)
-    ask_until_tracked(engine, request)
-    cache.send(Found(cache.receive(Lookup).ticket, [1, 2], [4096, 8192], [0, 0], 0))
-    wait_until(lambda: engine.scheduler.matched_tokens(request, 0) == (2 * CHUNK_TOKENS, True))
+    engine.answer(ask_until_tracked(engine, request), 1, 2)
+    engine.wait_for_hit(request, 2 * CHUNK_TOKENS)
     engine.scheduler.allocated(request, engine.blocks([1, 2, 3, 4]), 2 * CHUNK_TOKENS)
     engine.scheduler.adapters.loads(LoRARequest("adapter", 1, lora.lora_path, load_inplace=True))
     engine.step(0)
-    worker: Any = engine.worker
-    assert [job.failure for job in worker.loads] == ["its adapter was loaded again"]
+    assert [job.failure for job in engine.loads] == ["its adapter was loaded again"]
+
+
+def test_room_of_a_request_whose_adapter_was_loaded_again_is_given_back(
+    engine: Engine, cache: ScriptedCache, lora: LoRARequest
+) -> None:
+    """What it has computed is of both adapters."""
+    request = make_request(TOKENS, lora_request=lora)
+    engine.scheduler.on_new_request(request)
+    engine.answer(ask_until_tracked(engine, request))
+    engine.wait_for_hit(request, 0)
+    engine.admit(request)
+    engine.step()
+    engine.grant()
+    engine.scheduler.adapters.loads(LoRARequest("adapter", 1, lora.lora_path, load_inplace=True))
+    assert not engine.finish(request)
+    engine.step(0)
+    assert cache.receive(Abandon).leases == [1]
+    assert engine.saved() == []
 
 
 def test_block_pool_is_empty_only_after_a_reset() -> None:

@@ -88,7 +88,7 @@ class ScriptedCache(ScriptedServer):
 
     def __init__(self, path: Path, epoch: int = 7) -> None:
         super().__init__(path, protocol.decode_from_engine)
-        self._epoch = epoch
+        self.epoch = epoch
 
     def greet(self) -> None:
         """Accept a connection, and answer its ``Hello``."""
@@ -99,7 +99,7 @@ class ScriptedCache(ScriptedServer):
     def welcome(self) -> None:
         fd = os.memfd_create("arena")
         os.ftruncate(fd, ARENA_BYTES)
-        welcome = Welcome(protocol.VERSION, self._epoch, ARENA_BYTES, ["ram", "ssd"], ["cpu", "disk"], None)
+        welcome = Welcome(protocol.VERSION, self.epoch, ARENA_BYTES, ["ram", "ssd"], ["cpu", "disk"], None)
         self.send(welcome, fds=[fd])
         os.close(fd)
 
