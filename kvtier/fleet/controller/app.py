@@ -35,7 +35,6 @@ from kvtier.fleet.controller.bodies import (
     MoveBody,
     PinBody,
     PrefetchBody,
-    PromptBody,
     UnpinBody,
     describe_errors,
     request_body_schema,
@@ -49,8 +48,9 @@ from kvtier.fleet.controller.errors import (
 )
 from kvtier.fleet.controller.events import Event
 from kvtier.fleet.controller.metrics import ControllerMetrics
+from kvtier.fleet.controller.moves import Prefetch
 from kvtier.fleet.controller.operations import Operations
-from kvtier.fleet.controller.prompts import PromptQuery
+from kvtier.fleet.controller.pin_and_clear import PinChunks, UnpinChunks
 from kvtier.fleet.controller.registry import Registry
 from kvtier.fleet.controller.stream import Reader, Stream
 from kvtier.fleet.member.protocol import CONNECT_PATH
@@ -213,7 +213,7 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
     @router.post("/lookup", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(LookupBody))
     async def lookup(body: LookupBody = lookup_body) -> LookupAnswer:
         """Return how many leading tokens of a prompt each tier of each instance holds."""
-        return await operations.lookup(_query(body))
+        return await operations.lookup(body)
 
     @router.post("/move", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(MoveBody))
     async def move(body: MoveBody = move_body) -> Accepted:
@@ -222,9 +222,7 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
         A chunk is removed from the source only after the target has confirmed it. Chunks that the target
         already holds are not transferred again, so a move can be repeated at any time.
         """
-        return _accepted(
-            await operations.move(body.old_position, body.new_position, _query(body), copy=body.copy)
-        )
+        return _accepted(await operations.move(body))
 
     @router.post("/prefetch", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(PrefetchBody))
     async def prefetch(body: PrefetchBody = prefetch_body) -> Accepted:
@@ -232,8 +230,7 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
 
         Sources are the instance's other tiers and shared pools, then the instance that holds most.
         """
-        target = body.instance, body.tier
-        return _accepted(await operations.prefetch(target, _query(body), seconds=body.seconds()))
+        return _accepted(await operations.start(Prefetch, body))
 
     @router.post("/pin", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(PinBody))
     async def pin(body: PinBody = pin_body) -> Accepted:
@@ -242,13 +239,12 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
         Moving or clearing the last copy that an instance has of a chunk unpins it. `unpinned` in the event's
         result counts these.
         """
-        target = body.instance, body.tier
-        return _accepted(await operations.pin(target, _query(body), seconds=body.seconds()))
+        return _accepted(await operations.start(PinChunks, body))
 
     @router.post("/unpin", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(UnpinBody))
     async def unpin(body: UnpinBody = unpin_body) -> Accepted:
         """Allow a prompt's chunks to be evicted again."""
-        return _accepted(await operations.unpin((body.instance, body.tier), _query(body)))
+        return _accepted(await operations.start(UnpinChunks, body))
 
     @router.post("/clear", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(ClearBody))
     async def clear(body: ClearBody = clear_body) -> Accepted:
@@ -256,9 +252,7 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
 
         The event's result has the number of chunks and bytes removed.
         """
-        everything = body.tokens is None and body.prompt is None
-        query = None if everything else _query(body)
-        return _accepted(await operations.clear((body.instance, body.tier), query))
+        return _accepted(await operations.clear(body))
 
 
 def _add_queries(router: APIRouter, operations: Operations) -> None:
@@ -325,10 +319,6 @@ def _add_stream(router: APIRouter, stream: Stream) -> None:
         if stream.full:
             raise HTTPException(503, "too many clients are reading the stream")
         return Reader(stream)
-
-
-def _query(body: PromptBody) -> PromptQuery:
-    return PromptQuery(body.tokens, body.prompt, body.model, body.salt or "")
 
 
 def _accepted(event: Event) -> Accepted:

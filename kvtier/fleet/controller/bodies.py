@@ -49,6 +49,11 @@ _Duration = float | str | None
 _DURATION = Duration.__metadata__[-1].json_schema  # type: ignore[attr-defined]
 
 
+def _field(description: str, example: object, schema: dict[str, Any] | None = None) -> Meta:
+    return Meta(description=description, examples=[example], extra_json_schema=schema)
+
+
+_Instance = Annotated[Name, _field("The instance's `controller.instance_id`.", "instance-1")]
 _BEGIN_OF_TOKENS = re.compile(rb'"tokens"[ \t\r\n]*:[ \t\r\n]*\[')
 decode_ids = msgspec.json.Decoder(list[TokenID]).decode
 
@@ -62,36 +67,28 @@ class PromptBody(_Body, frozen=True, kw_only=True):
 
     tokens: Annotated[
         Annotated[Sequence[TokenID], Meta(max_length=MAX_TOKENS)] | None,
-        Meta(
-            description=f"The prompt's token ids, at most {MAX_TOKENS:,}. Required unless `prompt` is set.",
-            examples=[_TOKENS],
-        ),
+        _field(f"The prompt's token ids, at most {MAX_TOKENS:,}. Required unless `prompt` is set.", _TOKENS),
     ] = None
     prompt: Annotated[
         str | None,
-        Meta(
-            description=(
-                f"The prompt as text, at most {MAX_PROMPT_BYTES:,} bytes. An instance that serves the model "
-                "tokenizes it. Chat templates are not applied."
-            ),
-            examples=["Explain the significance of KV cache in language models."],
+        _field(
+            f"The prompt as text, at most {MAX_PROMPT_BYTES:,} bytes. An instance that serves the model "
+            "tokenizes it. Chat templates are not applied.",
+            "Explain the significance of KV cache in language models.",
         ),
     ] = None
     model: Annotated[
         Name | None,
-        Meta(
-            description=(
-                "The model's name, as in requests to the engine. Default: the only model that the named "
-                "instance serves, or else the only model of all instances."
-            ),
-            examples=["meta-llama/Llama-3.1-8B-Instruct"],
+        _field(
+            "The model's name, as in requests to the engine. Default: the only model that the named "
+            "instance serves, or else the only model of all instances.",
+            "meta-llama/Llama-3.1-8B-Instruct",
         ),
     ] = None
     salt: Annotated[
         Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)] | None,
-        Meta(
-            description="The `cache_salt` of the requests, if any. Chunks of different salts are separate.",
-            examples=["tenant-1"],
+        _field(
+            "The `cache_salt` of the requests, if any. Chunks of different salts are separate.", "tenant-1"
         ),
     ] = None
     _prompt_optional: ClassVar[bool] = False
@@ -114,17 +111,11 @@ class MoveBody(PromptBody, frozen=True, kw_only=True):
 
     old_position: Annotated[
         PositionBody,
-        Meta(
-            description="The source: an instance and the name or type of one of its tiers.",
-            examples=[["instance-1", "cpu"]],
-        ),
+        _field("The source: an instance and the name or type of one of its tiers.", ["instance-1", "cpu"]),
     ]
     new_position: Annotated[
         PositionBody,
-        Meta(
-            description="The target: an instance and the name or type of one of its tiers.",
-            examples=[["instance-2", "cpu"]],
-        ),
+        _field("The target: an instance and the name or type of one of its tiers.", ["instance-2", "cpu"]),
     ]
     copy: Annotated[
         bool,
@@ -142,76 +133,63 @@ class MoveBody(PromptBody, frozen=True, kw_only=True):
             raise ValueError("`old_position` and `new_position` are the same")
 
 
-class _TierBody(PromptBody, frozen=True, kw_only=True):
-    instance: Annotated[
-        Name, Meta(description="The instance's `controller.instance_id`.", examples=["instance-1"])
-    ]
+class TierBody(PromptBody, frozen=True, kw_only=True):
+    """Base of the bodies about one tier."""
+
+    instance: _Instance
     tier: Annotated[
         Name,
-        Meta(
-            description="The name of one of its tiers, or a type that only one of its tiers has.",
-            examples=["cpu"],
-        ),
+        _field("The name of one of its tiers, or a type that only one of its tiers has.", "cpu"),
     ]
-
-
-class _TimedBody(_TierBody, frozen=True, kw_only=True):
-    _timed: ClassVar[str]
-    """The field that is a duration."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.seconds()
+        self.seconds()  # Else an invalid duration would be found after the body is accepted.
 
     def seconds(self) -> float | None:
-        """Return the duration in seconds. Raises ``ValueError``, while the body is decoded."""
-        return _positive(self._timed, getattr(self, self._timed))
+        """Return the duration of the operation, if it has one. Raises ``ValueError`` if it is invalid."""
+        return None
 
 
-class PrefetchBody(_TimedBody, frozen=True, kw_only=True):
+class PrefetchBody(TierBody, frozen=True, kw_only=True):
     """Prefetch a prompt's chunks into a tier: from other tiers, shared pools or another instance."""
 
     deadline: Annotated[
         _Duration,
-        Meta(
-            description="Maximum duration. Chunks that have arrived by then stay. Default: unlimited.",
-            examples=["5s"],
-            extra_json_schema=_DURATION,
+        _field(
+            "Maximum duration. Chunks that have arrived by then stay. Default: unlimited.", "5s", _DURATION
         ),
     ] = None
-    _timed: ClassVar[str] = "deadline"
+
+    def seconds(self) -> float | None:
+        """Return the deadline in seconds."""
+        return _positive("deadline", self.deadline)
 
 
-class PinBody(_TimedBody, frozen=True, kw_only=True):
+class PinBody(TierBody, frozen=True, kw_only=True):
     """Protect a prompt's chunks from eviction."""
 
     ttl: Annotated[
         _Duration,
-        Meta(
-            description="Duration of the pin. Default: until it is unpinned.",
-            examples=["10m"],
-            extra_json_schema=_DURATION,
-        ),
+        _field("Duration of the pin. Default: until it is unpinned.", "10m", _DURATION),
     ] = None
-    _timed: ClassVar[str] = "ttl"
+
+    def seconds(self) -> float | None:
+        """Return the duration in seconds."""
+        return _positive("ttl", self.ttl)
 
 
-class UnpinBody(_TierBody, frozen=True, kw_only=True):
+class UnpinBody(TierBody, frozen=True, kw_only=True):
     """Allow a prompt's chunks to be evicted again."""
 
 
 class ClearBody(PromptBody, frozen=True, kw_only=True):
     """Remove a prompt's chunks, or all chunks, from one tier or all tiers of an instance."""
 
-    instance: Annotated[
-        Name, Meta(description="The instance's `controller.instance_id`.", examples=["instance-1"])
-    ]
+    instance: _Instance
     tier: Annotated[
         Name | None,
-        Meta(
-            description="The name or type of the tier to clear. Default: all tiers of the instance.",
-            examples=["cpu"],
-        ),
+        _field("The name or type of the tier to clear. Default: all tiers of the instance.", "cpu"),
     ] = None
     _prompt_optional: ClassVar[bool] = True
 

@@ -14,6 +14,7 @@ import msgspec
 
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
 from kvtier.fleet.controller.errors import CommandFailed, MemberGone
+from kvtier.fleet.controller.events import Position
 from kvtier.fleet.member.protocol import (
     Cancel,
     Command,
@@ -27,6 +28,7 @@ from kvtier.fleet.member.protocol import (
     Outcome,
     Pin,
     Progress,
+    TierDescription,
     Tokenize,
     Unpin,
 )
@@ -45,6 +47,8 @@ MAX_COMMANDS = 1024
 MAX_REASON_CHARACTERS = 1000
 CHECK_SECONDS = 0.05
 """Interval at which :meth:`Member.responds` checks for messages other than a pong."""
+PEERS = "peers"
+"""The type of the pseudo tier that stands for all peers of an instance."""
 OnProgress: TypeAlias = Callable[[Progress], None]
 
 
@@ -181,6 +185,37 @@ class Member:
 
     def _gone(self, error: ChannelError) -> MemberGone:
         return MemberGone(f"instance {self.id!r} has disconnected: {self.endpoint.error or error}")
+
+
+class TierRef(NamedTuple):
+    """One tier of a connected instance."""
+
+    member: Member
+    tier: int
+
+    @property
+    def number(self) -> int:
+        """Its number in :class:`~kvtier.fleet.controller.holders.Holders`."""
+        return self.member.places[self.tier]
+
+    @property
+    def _description(self) -> TierDescription:
+        return self.member.hello.tiers[self.tier]
+
+    @property
+    def position(self) -> Position:
+        """Instance id and tier name."""
+        return self.member.id, self._description.name
+
+    @property
+    def shared(self) -> bool:
+        """Whether the tier is a pool that other instances write to as well."""
+        return self._description.shared
+
+    @property
+    def is_peers(self) -> bool:
+        """Whether the tier stands for the instance's peers, which have places of their own."""
+        return self._description.type == PEERS
 
 
 def _check(done: Done, command: Command) -> None:

@@ -2,64 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from kvtier.fleet.controller.errors import CommandFailed, MemberGone, UnknownName, WrongRequest
-from kvtier.fleet.controller.events import Kind, Position, Result
-from kvtier.fleet.controller.member import Member
+from kvtier.fleet.controller.events import Kind, Result
+from kvtier.fleet.controller.member import PEERS, Member, TierRef
 from kvtier.fleet.controller.operation import (
-    PEERS,
     Operation,
     Part,
     Plan,
     Report,
-    TierRef,
-    confirmed_keys,
+    count_confirmed,
     run_command,
 )
 from kvtier.fleet.controller.pin_and_clear import settle_pins
-from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.prompts import PromptChunks
-from kvtier.fleet.controller.registry import Registry
-from kvtier.fleet.member.protocol import MAX_KEYS, Delete, Fetch, Progress
+from kvtier.fleet.member.protocol import Delete, Fetch
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.tiers.planner import FIRST
 
-Progressed = Callable[[Progress], None]
-
 
 class Move(Operation):
-    """Move chunks to another tier, of the same or another instance. With ``copy`` the source keeps them.
+    """Move chunks to another tier, of the same or another instance.
 
     Moves the chunks that the source holds, up to the first chunk that neither tier holds. So repeating an
     interrupted move completes it.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        prompts: Sequence[PromptChunks],
-        pins: Pins,
-        *,
-        source: Position,
-        target: Position,
-        copy: bool,
-    ) -> None:
-        """Raises: WrongRequest: source and target are the same, or the source is a shared pool."""
-        super().__init__(registry, prompts, pins, source=source, target=target)
-        self._copy = copy
-        self.kind: Kind = "copy" if copy else "move"
-        self.exclusive = not copy
-        old, new = self.find(source), self.find(target)
-        if old == new:
-            raise WrongRequest("`old_position` and `new_position` are the same")
-        if old.shared:
-            raise WrongRequest(
-                f"tier {source[1]!r} of instance {source[0]!r} is a shared pool, whose content is not "
-                "indexed: use /prefetch to fetch from it"
-            )
+    kind: Kind = "move"
+    exclusive = True
 
     def plan(self) -> Plan:
         """Plan for the layout with the most tokens to move."""
@@ -71,31 +43,38 @@ class Move(Operation):
     async def execute(self, plan: Plan, result: Result, report: Report) -> None:
         """Fetch, then delete exactly the confirmed chunks from the source, in slices of ``MAX_KEYS``."""
         source, target = self._refs()
-        [part] = plan.parts
-        promoted = self._keys_to_promote(source, target, part.chunks.keys)
         peer = source.member.hello.peer if source.member is not target.member else None
         if source.member is not target.member and peer is None:
             raise CommandFailed(
                 f"instance {source.member.id!r} does not serve peers: set peer.listen in its settings"
             )
-        for chunks in part.chunks.slices(MAX_KEYS):
-            fetch = FetchChunks(target, peer, chunks)
+        for _, chunks in plan.slices():
+            promoted = self._keys_to_promote(source, target, chunks.keys)
             try:
-                arrived = await fetch.execute(result, report)
+                arrived = await fetch_chunks(target, peer, chunks, result, report)
             except MemberGone as error:
                 raise MemberGone(
                     f"the target {target.member.id!r} disconnected before it confirmed all chunks ({error}): "
                     "the source keeps the unconfirmed ones"
                 ) from error
-            if not self._copy:
+            if self.exclusive:
                 await self._remove_from_source(source, arrived, promoted, result)
             if len(arrived) < len(chunks.keys):
                 result.reason = self._shortfall_reason(source, result.reason)
                 return
 
     def _refs(self) -> tuple[TierRef, TierRef]:
+        """Return the source and the target. Raises: WrongRequest: they are the same, or the source a pool."""
         assert self.source is not None
-        return self.find(self.source), self.target_tier()
+        source, target = self._registry.find_tier(self.source), self.target_tier()
+        if source == target:
+            raise WrongRequest("`old_position` and `new_position` are the same")
+        if source.shared:
+            raise WrongRequest(
+                f"tier {self.source[1]!r} of instance {self.source[0]!r} is a shared pool, whose content is "
+                "not indexed: use /prefetch to fetch from it"
+            )
+        return source, target
 
     def _plan(self, chunks: PromptChunks, source: TierRef, target: TierRef) -> Plan:
         holders = self._registry.holders
@@ -104,8 +83,7 @@ class Move(Operation):
         reach = next(
             (at for at, held in enumerate(zip(here, there, strict=True)) if not any(held)), len(here)
         )
-        part = chunks.first(reach).selected(here[:reach])
-        return Plan([Part(target.tier, part)], part.num_tokens, len(part.keys), chunks.model.names[0])
+        return Plan.of(target.tier, chunks.first(reach).selected(here[:reach]))
 
     def _keys_to_promote(
         self, source: TierRef, target: TierRef, keys: Sequence[ChunkKey]
@@ -127,7 +105,7 @@ class Move(Operation):
             return
         assert self.source is not None
         try:
-            member, tier = self.find(self.source)
+            member, tier = self._registry.find_tier(self.source)
             done = await run_command(member, partial(Delete, tier=tier, keys=join_keys(keys)))
             result.removed += done.chunks
             promoted_here = [key for key in keys if key in promoted]
@@ -146,6 +124,13 @@ class Move(Operation):
         return text
 
 
+class Copy(Move):
+    """A move after which the source keeps the chunks."""
+
+    kind = "copy"
+    exclusive = False
+
+
 class Prefetch(Operation):
     """Fetch chunks into a tier: from other tiers, and from the peer that holds most of the rest."""
 
@@ -160,10 +145,8 @@ class Prefetch(Operation):
     async def execute(self, plan: Plan, result: Result, report: Report) -> None:
         """Fetch the planned chunks."""
         target = self.target_tier()
-        [part] = plan.parts
-        for chunks in part.chunks.slices(MAX_KEYS):
-            fetch = FetchChunks(target, plan.peer, chunks, self._seconds)
-            arrived = await fetch.execute(result, report)
+        for _, chunks in plan.slices():
+            arrived = await fetch_chunks(target, plan.peer, chunks, result, report, self._seconds)
             if len(arrived) < len(chunks.keys):
                 break
         if result.chunks >= plan.chunks:
@@ -181,14 +164,8 @@ class Prefetch(Operation):
         known = chunks.first(here + (peers[peer] if peer is not None else 0))
         # Only the instance can look up shared pools, so request all chunks.
         pools = any(tier.shared and tier.type != PEERS for tier in member.hello.tiers)
-        return Plan(
-            [Part(target.tier, chunks if pools else known)],
-            known.num_tokens,
-            len(known.keys),
-            chunks.model.names[0],
-            peer,
-            more=pools,
-        )
+        plan = Plan.of(target.tier, known)._replace(peer=peer, more=pools)
+        return plan._replace(parts=[Part(target.tier, chunks)]) if pools else plan
 
     def _peers(self, member: Member) -> dict[int, str]:
         """Return the peer addresses by place. Instances do not serve chunks from shared pools."""
@@ -201,41 +178,31 @@ class Prefetch(Operation):
         }
 
 
-class FetchChunks(NamedTuple):
-    """One fetch command, and the evaluation of its answer."""
-
-    target: TierRef
-    peer: str | None
-    chunks: PromptChunks
-    seconds: float | None = None
-
-    async def execute(self, result: Result, report: Report) -> list[ChunkKey]:
-        """Fetch, and return the chunks that the target then holds. Raises: MemberGone, CommandFailed."""
-        fetch = partial(
-            Fetch,
-            tier=self.target.tier,
-            peer=self.peer,
-            namespace=self.chunks.model.namespace,
-            keys=join_keys(self.chunks.keys),
-            lengths=list(self.chunks.lengths),
-            seconds=self.seconds,
-        )
-        done = await run_command(self.target.member, fetch, self._progress_callback(result, report))
-        arrived = confirmed_keys(done, self.chunks.keys)
-        held = frozenset(arrived)
-        result.chunks += len(arrived)
-        result.tokens += sum(
-            tokens for key, tokens in zip(self.chunks.keys, self.chunks.tokens, strict=True) if key in held
-        )
-        result.bytes += done.bytes
-        result.reason = done.reason
-        report(result.chunks, result.bytes)
-        return arrived
-
-    def _progress_callback(self, result: Result, report: Report) -> Progressed:
-        before, transferred = result.chunks, result.bytes
-
-        def progressed(current: Progress) -> None:
-            report(before + current.chunks, transferred + current.bytes)
-
-        return progressed
+async def fetch_chunks(
+    target: TierRef,
+    peer: str | None,
+    chunks: PromptChunks,
+    result: Result,
+    report: Report,
+    seconds: float | None = None,
+) -> list[ChunkKey]:
+    """Fetch chunks, and return those that the target then holds. Raises: MemberGone, CommandFailed."""
+    before, transferred = result.chunks, result.bytes
+    fetch = partial(
+        Fetch,
+        tier=target.tier,
+        peer=peer,
+        namespace=chunks.model.namespace,
+        keys=join_keys(chunks.keys),
+        lengths=list(chunks.lengths),
+        seconds=seconds,
+    )
+    done = await run_command(
+        target.member,
+        fetch,
+        lambda current: report(before + current.chunks, transferred + current.bytes),
+    )
+    arrived = count_confirmed(done, chunks, result)
+    result.bytes += done.bytes
+    report(result.chunks, result.bytes)
+    return arrived

@@ -3,56 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import anyio
 
 from kvtier.errors import ProtocolError
-from kvtier.fleet.controller.errors import CommandFailed, WrongRequest
+from kvtier.fleet.controller.errors import CommandFailed
 from kvtier.fleet.controller.events import Kind, Position, Result
-from kvtier.fleet.controller.member import Member
+from kvtier.fleet.controller.member import Member, TierRef
 from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.controller.registry import Registry
-from kvtier.fleet.member.protocol import Command, Done, Progress
+from kvtier.fleet.member.protocol import MAX_KEYS, Command, Done, Progress
 from kvtier.memory.keys import ChunkKey, split_keys
 
-PEERS = "peers"
-"""The type of the pseudo tier that stands for all peers of an instance."""
 STALL_SECONDS = 120.0
 """Timeout of a command without progress. Instances report progress after each batch of chunks."""
 
 Report = Callable[[int, int], None]
 """Progress callback: total chunks done, total bytes transferred."""
-
-
-class TierRef(NamedTuple):
-    """One tier of a connected instance."""
-
-    member: Member
-    tier: int
-
-    @property
-    def number(self) -> int:
-        """Its number in :class:`~kvtier.fleet.controller.holders.Holders`."""
-        return self.member.places[self.tier]
-
-    @property
-    def position(self) -> Position:
-        """Instance id and tier name."""
-        return self.member.id, self.member.hello.tiers[self.tier].name
-
-    @property
-    def shared(self) -> bool:
-        """Whether the tier is a pool that other instances write to as well."""
-        return self.member.hello.tiers[self.tier].shared
-
-    @property
-    def is_peers(self) -> bool:
-        """Whether the tier stands for the instance's peers, which have places of their own."""
-        return self.member.hello.tiers[self.tier].type == PEERS
 
 
 class Part(NamedTuple):
@@ -75,10 +46,21 @@ class Plan(NamedTuple):
     more: bool = False
     """Whether there may be chunks that are not indexed: in a shared pool, or of an instance out of date."""
 
+    @classmethod
+    def of(cls, tier: int, chunks: PromptChunks) -> Plan:
+        """Return the plan to process these chunks in one tier."""
+        return cls([Part(tier, chunks)], chunks.num_tokens, len(chunks.keys), chunks.model.names[0])
+
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
         return not self.chunks and not self.more
+
+    def slices(self) -> Iterator[Part]:
+        """Yield the parts, in slices of as many chunks as a command may name."""
+        for tier, chunks in self.parts:
+            for some in chunks.slices(MAX_KEYS):
+                yield Part(tier, some)
 
 
 class LockRequest:
@@ -204,28 +186,8 @@ class Operation(ABC):
         """
 
     def target_tier(self) -> TierRef:
-        """Return the target as it is now. Raises: see :func:`find_tier`."""
-        return self.find(self.target)
-
-    def find(self, position: Position) -> TierRef:
-        """Return the tier at a position, as it is now. Raises: see :func:`find_tier`."""
-        return find_tier(self._registry, position)
-
-
-def find_tier(registry: Registry, position: Position) -> TierRef:
-    """Return the tier at a position, as it is now.
-
-    Raises: UnknownName, WrongRequest: the tier stands for the instance's peers.
-    """
-    instance, tier = position
-    assert tier is not None
-    member = registry.find(instance)
-    ref = TierRef(member, registry.tier(member, tier))
-    if ref.is_peers:
-        raise WrongRequest(
-            f"tier {tier!r} of instance {instance!r} stands for its peers: name a tier of one of them"
-        )
-    return ref
+        """Return the target as it is now. Raises: see :meth:`Registry.find_tier`."""
+        return self._registry.find_tier(self.target)
 
 
 async def run_command(
@@ -256,3 +218,13 @@ def confirmed_keys(done: Done, requested_keys: Collection[ChunkKey]) -> list[Chu
     except ProtocolError as error:
         raise CommandFailed(f"the instance's answer is invalid: {error}") from error
     return [key for key in dict.fromkeys(keys) if key in requested]
+
+
+def count_confirmed(done: Done, chunks: PromptChunks, result: Result) -> list[ChunkKey]:
+    """Add the chunks that an answer confirms to a result; return their keys. Raises: CommandFailed."""
+    confirmed = confirmed_keys(done, chunks.keys)
+    held = frozenset(confirmed)
+    result.chunks += len(confirmed)
+    result.tokens += chunks.selected([key in held for key in chunks.keys]).num_tokens
+    result.reason = done.reason or result.reason
+    return confirmed

@@ -14,14 +14,15 @@ from anyio.abc import TaskGroup
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ControllerError
 from kvtier.fleet.controller.answers import LookupAnswer
+from kvtier.fleet.controller.bodies import ClearBody, MoveBody, PromptBody, TierBody
 from kvtier.fleet.controller.errors import TooManyOperations
 from kvtier.fleet.controller.events import PARTIAL_PROGRESS, Event, EventLog, Position
 from kvtier.fleet.controller.member import Member
-from kvtier.fleet.controller.moves import Move, Prefetch
-from kvtier.fleet.controller.operation import LockManager, LockRequest, Operation, TierRef, find_tier
-from kvtier.fleet.controller.pin_and_clear import Clear, PinChunks, UnpinChunks
+from kvtier.fleet.controller.moves import Copy, Move
+from kvtier.fleet.controller.operation import LockManager, LockRequest, Operation
+from kvtier.fleet.controller.pin_and_clear import Clear
 from kvtier.fleet.controller.pins import Pins
-from kvtier.fleet.controller.prompts import PromptQuery, Prompts
+from kvtier.fleet.controller.prompts import Prompts
 from kvtier.fleet.controller.registry import Registry
 
 logger = logging.getLogger("kvtier.controller")
@@ -53,7 +54,6 @@ class Operations:
                 yield operations
             finally:
                 operations.stop()
-                operations._prompts.close()
                 tasks.cancel_scope.cancel()
                 # Including events whose tasks have not started.
                 events.fail_all(f"{STOPPED}; {PARTIAL_PROGRESS}")
@@ -70,10 +70,10 @@ class Operations:
         for scope in self._in_flight:
             scope.cancel()
 
-    async def lookup(self, query: PromptQuery) -> LookupAnswer:
+    async def lookup(self, body: PromptBody) -> LookupAnswer:
         """Return how many leading tokens of a prompt each tier of each instance holds, in any layout."""
         began = time.perf_counter()
-        prompts = await self._prompts.find(query)
+        prompts = await self._prompts.find(body)
         tokens_by_place: dict[int, int] = {}
         for chunks in prompts:
             for place, count in self.registry.holders.prefixes(chunks.keys).items():
@@ -89,43 +89,33 @@ class Operations:
             instances={name: tiers for name, tiers in instances.items() if tiers},
         )
 
-    async def move(self, source: Position, target: Position, query: PromptQuery, *, copy: bool) -> Event:
-        """Start a move or copy. Raises: see :meth:`Prompts.find` and :class:`Move`."""
-        old, new = self._find(source), self._find(target)
-        prompts = await self._prompts.find(query, [old.member, new.member])
+    async def move(self, body: MoveBody) -> Event:
+        """Start a move or copy.
+
+        Raises: WrongRequest, and see :meth:`Prompts.find` and :meth:`Registry.find_tier`.
+        """
+        old, new = map(self.registry.find_tier, (body.old_position, body.new_position))
+        prompts = await self._prompts.find(body, [old.member, new.member])
+        kind = Copy if body.copy else Move
+        return self._start(kind(self.registry, prompts, self.pins, source=old.position, target=new.position))
+
+    async def start(self, kind: type[Operation], body: TierBody) -> Event:
+        """Start an operation on a prompt's chunks in one tier. Raises: as :meth:`move`."""
+        ref = self.registry.find_tier((body.instance, body.tier))
+        prompts = await self._prompts.find(body, [ref.member])
         return self._start(
-            Move(self.registry, prompts, self.pins, source=old.position, target=new.position, copy=copy)
+            kind(self.registry, prompts, self.pins, target=ref.position, seconds=body.seconds())
         )
 
-    async def prefetch(self, target: Position, query: PromptQuery, *, seconds: float | None) -> Event:
-        """Start a prefetch of chunks into a tier."""
-        return await self._start_at(Prefetch, target, query, seconds)
-
-    async def pin(self, target: Position, query: PromptQuery, *, seconds: float | None) -> Event:
-        """Start pinning the chunks that a tier holds."""
-        return await self._start_at(PinChunks, target, query, seconds)
-
-    async def unpin(self, target: Position, query: PromptQuery) -> Event:
-        """Start unpinning chunks."""
-        return await self._start_at(UnpinChunks, target, query)
-
-    async def clear(self, target: Position, query: PromptQuery | None) -> Event:
-        """Start removing a prompt's chunks, or all if ``query`` is ``None``, from one tier or all tiers."""
-        instance, tier = target
-        member = self.registry.find(instance)
-        position = target if tier is None else self._find(target).position
-        prompts = [] if query is None else await self._prompts.find(query, [member])
-        return self._start(Clear(self.registry, prompts, self.pins, target=position))
-
-    async def _start_at(
-        self, kind: type[Operation], target: Position, query: PromptQuery, seconds: float | None = None
-    ) -> Event:
-        ref = self._find(target)
-        prompts = await self._prompts.find(query, [ref.member])
-        return self._start(kind(self.registry, prompts, self.pins, target=ref.position, seconds=seconds))
-
-    def _find(self, position: Position) -> TierRef:
-        return find_tier(self.registry, position)
+    async def clear(self, body: ClearBody) -> Event:
+        """Start removing a prompt's chunks, or all chunks, from one tier or all tiers."""
+        member = self.registry.find(body.instance)
+        target: Position = (member.id, None)
+        if body.tier is not None:
+            target = self.registry.find_tier((member.id, body.tier)).position
+        everything = body.tokens is None and body.prompt is None
+        prompts = [] if everything else await self._prompts.find(body, [member])
+        return self._start(Clear(self.registry, prompts, self.pins, target=target))
 
     def _start(self, operation: Operation) -> Event:
         """Create the event of an operation, and run it as soon as it gets its locks."""

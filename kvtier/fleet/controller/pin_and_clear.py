@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import anyio
-from anyio.abc import TaskGroup
 
 from kvtier.fleet.controller.errors import CommandFailed, MemberGone
 from kvtier.fleet.controller.events import Result
-from kvtier.fleet.controller.member import Member
+from kvtier.fleet.controller.member import Member, TierRef
 from kvtier.fleet.controller.operation import (
     LockManager,
     LockRequest,
@@ -19,15 +18,13 @@ from kvtier.fleet.controller.operation import (
     Part,
     Plan,
     Report,
-    TierRef,
     confirmed_keys,
+    count_confirmed,
     run_command,
 )
 from kvtier.fleet.controller.pins import Pins
-from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.controller.registry import Registry
 from kvtier.fleet.member.protocol import MAX_KEYS, Delete, DeleteAll, Pin, Unpin
-from kvtier.fleet.member.protocol import Pin as PinCommand
 from kvtier.memory.keys import ChunkKey, join_keys
 
 logger = logging.getLogger("kvtier.controller")
@@ -38,10 +35,11 @@ PAUSE_SECONDS = 0.1
 class _PinOperation(Operation):
     """Base of pin and unpin."""
 
-    def _held(self) -> list[PromptChunks]:
-        """Return the prefix of the prompt that the tier holds, in each layout."""
-        number, holders = self.target_tier().number, self._registry.holders
-        return [chunks.first(holders.prefixes(chunks.keys).get(number, 0)) for chunks in self._prompts]
+    def _plan_for_held(self) -> Plan:
+        """Plan for the longest prefix of the prompt that the tier holds, of all layouts."""
+        target, holders = self.target_tier(), self._registry.holders
+        held = (chunks.first(holders.prefixes(chunks.keys).get(target.number, 0)) for chunks in self._prompts)
+        return Plan.of(target.tier, max(held, key=lambda chunks: chunks.num_tokens))
 
 
 class PinChunks(_PinOperation):
@@ -52,25 +50,17 @@ class PinChunks(_PinOperation):
 
     def plan(self) -> Plan:
         """Plan for the layout with the longest prefix held."""
-        chunks = max(self._held(), key=lambda held: held.num_tokens)
-        self._pins.check(len(chunks.keys), self._registry.members)
-        part = Part(self.target_tier().tier, chunks)
-        return Plan([part], chunks.num_tokens, len(chunks.keys), chunks.model.names[0])
+        plan = self._plan_for_held()
+        self._pins.check(plan.chunks, self._registry.members)
+        return plan
 
     async def execute(self, plan: Plan, result: Result, report: Report) -> None:
         """Pin the chunks on the instance, and persist the pins."""
         member = self.target_tier().member
-        [part] = plan.parts
-        for chunks in part.chunks.slices(MAX_KEYS):
-            keys = chunks.keys
-            pin = partial(Pin, keys=join_keys(keys), seconds=self._seconds)
-            done = await run_command(member, pin)
-            pinned = confirmed_keys(done, keys)
+        for _, chunks in plan.slices():
+            pin = partial(Pin, keys=join_keys(chunks.keys), seconds=self._seconds)
+            pinned = count_confirmed(await run_command(member, pin), chunks, result)
             self._pins.add(member.id, pinned, self._seconds, self._registry.members)
-            held = frozenset(pinned)
-            result.chunks += len(pinned)
-            result.tokens += sum(count for key, count in zip(keys, chunks.tokens, strict=True) if key in held)
-            result.reason = done.reason or result.reason
             report(result.chunks, 0)
 
 
@@ -83,25 +73,17 @@ class UnpinChunks(_PinOperation):
 
     def plan(self) -> Plan:
         """Plan for the whole prompt, in every layout."""
-        held = max(self._held(), key=lambda chunks: chunks.num_tokens)
-        return Plan(
-            [Part(self.target_tier().tier, chunks) for chunks in self._prompts],
-            held.num_tokens,
-            len(held.keys),
-            self._prompts[0].model.names[0],
-            more=True,
-        )
+        parts = [Part(self.target_tier().tier, chunks) for chunks in self._prompts]
+        return self._plan_for_held()._replace(parts=parts, more=True)
 
     async def execute(self, plan: Plan, result: Result, report: Report) -> None:
         """Unpin the chunks, and delete the persisted pins."""
         member = self.target_tier().member
         result.tokens, result.chunks = plan.num_tokens, plan.chunks
-        for part in plan.parts:
-            for chunks in part.chunks.slices(MAX_KEYS):
-                keys = chunks.keys
-                result.unpinned += len(self._pins.drop(member.id, keys))
-                done = await run_command(member, partial(Unpin, keys=join_keys(keys)))
-                result.reason = done.reason or result.reason
+        for _, chunks in plan.slices():
+            result.unpinned += len(self._pins.drop(member.id, chunks.keys))
+            done = await run_command(member, partial(Unpin, keys=join_keys(chunks.keys)))
+            result.reason = done.reason or result.reason
 
 
 class Clear(Operation):
@@ -140,14 +122,13 @@ class Clear(Operation):
         member = refs[0].member
         if not self._prompts:
             await self._remove_all(refs, result)
-        for part in plan.parts:
-            for chunks in part.chunks.slices(MAX_KEYS):
-                done = await run_command(member, partial(Delete, tier=part.tier, keys=join_keys(chunks.keys)))
-                result.chunks += done.chunks
-                result.removed += done.chunks
-                result.bytes += done.bytes
-                result.reason = done.reason or result.reason
-                report(result.chunks, result.bytes)
+        for tier, chunks in plan.slices():
+            done = await run_command(member, partial(Delete, tier=tier, keys=join_keys(chunks.keys)))
+            result.chunks += done.chunks
+            result.removed += done.chunks
+            result.bytes += done.bytes
+            result.reason = done.reason or result.reason
+            report(result.chunks, result.bytes)
         keys = [key for chunks in self._prompts for key in chunks.keys]
         result.unpinned = await settle_pins(
             self._registry, self._pins, member, keys if self._prompts else self._pins.keys(member.id)
@@ -208,7 +189,7 @@ def _parts(keys: Sequence[ChunkKey]) -> Iterator[Sequence[ChunkKey]]:
 
 async def _pin(member: Member, keys: Sequence[ChunkKey], seconds: float | None) -> list[ChunkKey]:
     """Pin chunks; return those that the instance holds. Raises: MemberGone, CommandFailed."""
-    command = partial(PinCommand, keys=join_keys(keys), seconds=seconds)
+    command = partial(Pin, keys=join_keys(keys), seconds=seconds)
     return confirmed_keys(await run_command(member, command), keys)
 
 
@@ -219,19 +200,13 @@ async def restore_pins(registry: Registry, pins: Pins, locks: LockManager) -> No
     async with anyio.create_task_group() as tasks:
         while True:
             restored &= set(registry.members.values())
-            _start_restoring(registry, pins, locks, restored, tasks)
+            for member in registry.members.values():
+                if member.up_to_date and member not in restored:
+                    restored.add(member)
+                    if pins.has(member.id):
+                        tasks.start_soon(_restore, member, pins, locks)
             await watch.changed()
             await anyio.sleep(PAUSE_SECONDS)
-
-
-def _start_restoring(
-    registry: Registry, pins: Pins, locks: LockManager, restored: set[Member], tasks: TaskGroup
-) -> None:
-    for member in registry.members.values():
-        if member.up_to_date and member not in restored:
-            restored.add(member)
-            if pins.has(member.id):
-                tasks.start_soon(_restore, member, pins, locks)
 
 
 async def _restore(member: Member, pins: Pins, locks: LockManager) -> None:

@@ -8,8 +8,9 @@ from itertools import compress
 from typing import NamedTuple
 
 import anyio
+from anyio import to_thread
 
-from kvtier.concurrency.threads import WorkerThreads
+from kvtier.fleet.controller.bodies import PromptBody
 from kvtier.fleet.controller.errors import CommandFailed, MemberGone, WrongPrompt, WrongRequest
 from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.registry import Registry
@@ -22,15 +23,6 @@ MAX_TOKENIZERS = 3
 """Instances to try for one prompt, one after the other."""
 INLINE_TOKENS = 50_000
 """Up to this length, keys are computed in the event loop; beyond, in a worker thread."""
-
-
-class PromptQuery(NamedTuple):
-    """A prompt as given in a request: either ``tokens`` or ``prompt``."""
-
-    tokens: Sequence[int] | None
-    prompt: str | None
-    model: str | None
-    salt: str = ""
 
 
 class PromptChunks(NamedTuple):
@@ -95,24 +87,20 @@ class Prompts:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._executor = WorkerThreads(1)
+        self._limiter = anyio.CapacityLimiter(1)
 
-    def close(self) -> None:
-        """Stop the worker thread."""
-        self._executor.close()
-
-    async def find(self, query: PromptQuery, preferred: Sequence[Member] = ()) -> list[PromptChunks]:
+    async def find(self, body: PromptBody, preferred: Sequence[Member] = ()) -> list[PromptChunks]:
         """Return the chunks of a prompt in every known layout of its model, at least one.
 
         Without a model name, the model is the one that the ``preferred`` instances serve.
 
         Raises: UnknownModel, AmbiguousModel, WrongPrompt, WrongRequest: no instance can tokenize the prompt.
         """
-        models = self._models(query.model, preferred)
-        tokens = query.tokens
+        models = self._models(body.model, preferred)
+        tokens = body.tokens
         if tokens is None:
-            tokens = await self._tokenize(models, query.prompt or "", preferred)
-        return [await self._chunks(model, tokens, query.salt) for model in models]
+            tokens = await self._tokenize(models, body.prompt or "", preferred)
+        return [await self._chunks(model, tokens, body.salt or "") for model in models]
 
     def _models(self, name: str | None, preferred: Sequence[Member]) -> list[Model]:
         models = self._registry.models
@@ -123,9 +111,9 @@ class Prompts:
     async def _chunks(self, model: Model, tokens: Sequence[int], salt: str) -> PromptChunks:
         if len(tokens) <= INLINE_TOKENS:
             return PromptChunks.of(model, tokens, salt)
-        chunks: list[PromptChunks] = []
-        await self._executor(lambda: chunks.append(PromptChunks.of(model, tokens, salt)))
-        return chunks[0]
+        return await to_thread.run_sync(
+            PromptChunks.of, model, tokens, salt, limiter=self._limiter, abandon_on_cancel=True
+        )
 
     async def _tokenize(
         self, models: Sequence[Model], prompt: str, preferred: Sequence[Member]

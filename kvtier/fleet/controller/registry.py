@@ -22,9 +22,16 @@ from kvtier.fleet.controller.checks import (
     check_models,
     check_what_if,
 )
-from kvtier.fleet.controller.errors import AmbiguousModel, RefusedInstance, UnknownModel, UnknownName
+from kvtier.fleet.controller.errors import (
+    AmbiguousModel,
+    RefusedInstance,
+    UnknownModel,
+    UnknownName,
+    WrongRequest,
+)
+from kvtier.fleet.controller.events import Position
 from kvtier.fleet.controller.holders import MAX_KEYS, Holders
-from kvtier.fleet.controller.member import Member
+from kvtier.fleet.controller.member import Member, TierRef
 from kvtier.fleet.controller.settings import HEARTBEAT_SECONDS, IDLE_TIMEOUT_SECONDS
 from kvtier.fleet.member.protocol import (
     VERSION,
@@ -247,17 +254,24 @@ class Registry:
             raise UnknownName(f"instance {instance!r}", self._members)
         return member
 
-    def tier(self, member: Member, name: str) -> int:
-        """Return the number of a member's tier with this name, or the only one of this type.
+    def find_tier(self, position: Position) -> TierRef:
+        """Return a tier by its instance and its name, or its type if no other tier there has it.
 
-        Raises: UnknownName.
+        Raises: UnknownName, WrongRequest: the tier stands for the instance's peers.
         """
+        instance, name = position
+        member = self.find(instance)
         tiers = member.hello.tiers
         named = [number for number, tier in enumerate(tiers) if tier.name == name]
         found = named or [number for number, tier in enumerate(tiers) if tier.type == name]
         if len(found) != 1:
-            raise UnknownName(f"tier {name!r} in instance {member.id!r}", [tier.name for tier in tiers])
-        return found[0]
+            raise UnknownName(f"tier {name!r} in instance {instance!r}", [tier.name for tier in tiers])
+        ref = TierRef(member, found[0])
+        if ref.is_peers:
+            raise WrongRequest(
+                f"tier {name!r} of instance {instance!r} stands for its peers: name a tier of one of them"
+            )
+        return ref
 
     def held(self, instance: str, keys: Sequence[ChunkKey]) -> int:
         """Return how many leading chunks an instance holds, in any tier; 0 if it is not connected."""

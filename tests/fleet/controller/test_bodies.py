@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.fleet.controller import bodies
 from kvtier.fleet.controller.answers import LookupAnswer
-from kvtier.fleet.controller.prompts import PromptQuery
+from kvtier.fleet.controller.bodies import PromptBody
 from tests.rigs.running_controller import RunningController
 
 pytestmark = pytest.mark.anyio
@@ -64,9 +64,9 @@ async def test_large_invalid_body_is_refused_with_a_message(controller: RunningC
 async def test_ids_of_a_large_body_are_those_that_were_sent(
     controller: RunningController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[PromptQuery] = []
+    asked: list[PromptBody] = []
 
-    async def lookup(query: PromptQuery) -> LookupAnswer:
+    async def lookup(query: PromptBody) -> LookupAnswer:
         asked.append(query)
         return LookupAnswer(model="m", num_tokens=0, instances={})
 

@@ -9,7 +9,8 @@ import anyio.lowlevel
 import pytest
 
 from kvtier.fleet.controller import operation
-from kvtier.fleet.controller.prompts import PromptQuery
+from kvtier.fleet.controller.bodies import ClearBody, PinBody
+from kvtier.fleet.controller.pin_and_clear import PinChunks
 from kvtier.fleet.member.protocol import Command, Delete
 from tests.rigs.running_controller import (
     A_TO_B,
@@ -114,7 +115,7 @@ async def test_internal_error_fails_the_event(
     controller: RunningController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with controller.instance("a", ram=KEYS), controller.instance("b"):
-        monkeypatch.setattr("kvtier.fleet.controller.moves.confirmed_keys", lambda *_: 1 / 0)
+        monkeypatch.setattr("kvtier.fleet.controller.moves.fetch_chunks", lambda *_: 1 / 0)
         event = await controller.wait_for_end(await controller.post("/move", **A_TO_B))
         assert event["state"] == "failed"
         assert "see the controller's log" in event["error"]
@@ -160,8 +161,7 @@ async def test_shutdown_fails_operations_after_its_timeout(tmp_path: Path) -> No
 async def test_shutdown_fails_operations_that_have_not_started(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as controller, controller.instance("a", ram=KEYS):
         operations = controller.controller.operations
-        event = await operations.clear(("a", None), None)
-        query = PromptQuery(TOKENS, None, None)
-        other = await operations.pin(("a", "ram"), query, seconds=None)
+        event = await operations.clear(ClearBody(instance="a"))
+        other = await operations.start(PinChunks, PinBody(instance="a", tier="ram", tokens=TOKENS))
         operations.stop()
     assert (event.state, other.state) == ("failed", "failed")

@@ -83,11 +83,11 @@ async def test_instances_and_tiers_are_found_by_name() -> None:
     with pytest.raises(UnknownName, match="no instance 'three'; known: one, two") as unknown:
         registry.find("three")
     assert unknown.value.known == ["one", "two"]
-    assert registry.tier(one, "ssd") == registry.tier(one, "disk") == DISK
-    assert registry.tier(one, "cpu") == RAM
-    assert registry.tier(two, "fast") == 3
+    assert registry.find_tier(("one", "ssd")) == registry.find_tier(("one", "disk")) == (one, DISK)
+    assert registry.find_tier(("one", "cpu")) == (one, RAM)
+    assert registry.find_tier(("two", "fast")) == (two, 3)
     with pytest.raises(UnknownName, match="no tier 'cpu' in instance 'two'; known: fast, pool, ram, ssd"):
-        registry.tier(two, "cpu")
+        registry.find_tier(("two", "cpu"))
 
 
 async def test_places_of_disconnected_instances_are_reused() -> None:
