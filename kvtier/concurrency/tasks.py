@@ -1,4 +1,4 @@
-"""Tasks: groups that unwrap a single exception, tasks outside of groups, waits, and an end by signal."""
+"""Tasks: groups that unwrap a single exception, tasks outside of groups, waits, changes, an end by signal."""
 
 from __future__ import annotations
 
@@ -60,6 +60,26 @@ async def wait_shielded(events: Sequence[anyio.Event]) -> None:
             while not event.is_set():
                 with suppress(anyio.get_cancelled_exc_class()):
                     await event.wait()
+
+
+class Changes:
+    """Counts changes, and wakes those who wait for one. Several at once wake a waiter once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._next = anyio.Event()
+
+    def notify(self) -> None:
+        """Count a change."""
+        self.count += 1
+        self._next.set()
+        self._next = anyio.Event()
+
+    async def after(self, count: int) -> int:
+        """Wait until there have been more than ``count`` changes, and return how many there have been."""
+        while self.count <= count:
+            await self._next.wait()
+        return self.count
 
 
 class DetachedTask(Generic[ResultT]):

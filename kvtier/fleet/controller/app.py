@@ -287,7 +287,7 @@ def _add_queries(router: APIRouter, operations: Operations) -> None:
     async def instance_with_history(instance: str) -> InstanceWithHistory:
         """Return one instance, with its history over the last hour."""
         member = registry.find(instance)
-        return answers.with_history(member, operations.pins, registry.history(member))
+        return answers.with_history(member, operations.pins, registry.history.of(instance))
 
     @router.get("/pins", tags=[STATE_TAG])
     async def pins(

@@ -7,15 +7,14 @@ after the other, large ones in slices, and are not queued before: an instance th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import anyio
 import anyio.lowlevel
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from kvtier.errors import KVTierError, LayoutError, ProtocolError
-from kvtier.fleet.controller.errors import RefusedInstance
 from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.registry import Registry
 from kvtier.fleet.member.protocol import (
@@ -64,7 +63,7 @@ async def serve(registry: Registry, websocket: WebSocket) -> None:
     try:
         hello = check_hello(await endpoint.receive(HELLO_SECONDS), Hello, VERSION)
         member = await registry.admit(hello, endpoint)
-        error = await endpoint.run(_Handler(registry, member), refuses=False, drains=False)
+        error = await endpoint.run(partial(_handle, registry, member), refuses=False, drains=False)
     except KVTierError as refusal:
         error = refusal
     finally:
@@ -85,60 +84,42 @@ def _client_name(websocket: WebSocket) -> str:
     return "an unknown client" if client is None else f"a client at {client.host}"
 
 
-class _Handler:
-    """Handles the messages of a registered instance."""
+async def _handle(registry: Registry, member: Member, message: Report | WhoHolds | WhoServes | Hello) -> None:
+    """Handle a message of a registered instance. Raises :class:`ProtocolError` if it is invalid."""
+    match message:
+        case Changed():
+            await _index(registry, member, message)
+        case WhoHolds():
+            member.endpoint.send(registry.held_by(member, message, _split(message.keys)))
+        case WhoServes():
+            if len(message.addresses) > MAX_ADDRESSES:
+                raise ProtocolError(f"the instance asks for more than {MAX_ADDRESSES} addresses at once")
+            member.endpoint.send(registry.served_at(message))
+        case Heartbeat():
+            registry.update_heartbeat(member, message)
+        case WhatIf():
+            registry.update_what_if(member, message.report)
+        case Serves():
+            registry.serves(member, message.models)
+        case UpToDate():
+            registry.up_to_date(member)
+        case Lost():
+            registry.lost(member)
+        case Hello():
+            raise ProtocolError("unexpected Hello")
 
-    def __init__(self, registry: Registry, member: Member) -> None:
-        self._registry = registry
-        self._member = member
 
-    async def __call__(self, message: Report | WhoHolds | WhoServes | Hello) -> None:
-        """Handle a message. Raises :class:`ProtocolError` if it is invalid."""
-        try:
-            await self._handle(message)
-        except RefusedInstance as error:
-            raise ProtocolError(str(error)) from error
-
-    async def _handle(self, message: Report | WhoHolds | WhoServes | Hello) -> None:
-        registry, member = self._registry, self._member
-        match message:
-            case Changed():
-                await self._index(message)
-            case WhoHolds():
-                member.endpoint.send(registry.held_by(member, message, _split(message.keys)))
-            case WhoServes():
-                if len(message.addresses) > MAX_ADDRESSES:
-                    raise ProtocolError(f"the instance asks for more than {MAX_ADDRESSES} addresses at once")
-                member.endpoint.send(registry.served_at(message))
-            case Heartbeat():
-                registry.update_heartbeat(member, message)
-            case WhatIf():
-                registry.update_what_if(member, message.report)
-            case Serves():
-                registry.serves(member, message.models)
-            case UpToDate():
-                registry.up_to_date(member)
-            case Lost():
-                registry.lost(member)
-            case Hello():
-                raise ProtocolError("unexpected Hello")
-
-    async def _index(self, changed: Changed) -> None:
-        member, registry = self._member, self._registry
-        if not 0 <= changed.tier < len(member.places):
-            raise ProtocolError(
-                f"the instance reports on tier {changed.tier}, but has {len(member.places)} tiers"
-            )
-        removed, stored = _split(changed.removed), _split(changed.stored)
-        steps: list[tuple[Callable[[Member, int, Sequence[ChunkKey]], None], list[ChunkKey]]] = [
-            (registry.removed, removed),
-            (registry.stored, stored),
-        ]
-        for index, keys in steps:
-            for start in range(0, len(keys), SLICE_KEYS):
-                index(member, changed.tier, keys[start : start + SLICE_KEYS])
-                if start + SLICE_KEYS < len(keys):
-                    await anyio.lowlevel.checkpoint()
+async def _index(registry: Registry, member: Member, changed: Changed) -> None:
+    if not 0 <= changed.tier < len(member.places):
+        raise ProtocolError(
+            f"the instance reports on tier {changed.tier}, but has {len(member.places)} tiers"
+        )
+    removed, stored = _split(changed.removed), _split(changed.stored)
+    for index, keys in ((registry.removed, removed), (registry.stored, stored)):
+        for start in range(0, len(keys), SLICE_KEYS):
+            index(member, changed.tier, keys[start : start + SLICE_KEYS])
+            if start + SLICE_KEYS < len(keys):
+                await anyio.lowlevel.checkpoint()
 
 
 def _decode(body: bytes) -> FromInstance:

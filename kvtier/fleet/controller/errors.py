@@ -1,25 +1,10 @@
-"""Errors of the controller.
-
-::
-
-    ControllerError
-    ├── UnknownName          the given name does not exist; ``known`` lists the names that do
-    │   └── UnknownModel
-    ├── AmbiguousModel       no model was named, and there are several; ``known`` lists their names
-    ├── TooManyOperations    too many operations are in flight
-    ├── TooManyPins          too many chunks are pinned
-    ├── WrongPrompt          invalid token ids
-    ├── WrongRequest         the request is invalid, or no instance can execute it
-    ├── RefusedInstance      an instance cannot be registered: its id is in use, or a message is invalid
-    ├── MemberGone           the connection of an instance closed before it answered a command
-    └── CommandFailed        an instance could not execute a command
-"""
+"""Errors of the controller."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvtier.errors import ControllerError
+from kvtier.errors import ControllerError, ProtocolError
 
 MAX_NAMED = 20
 """Names listed in one message. The rest is only counted."""
@@ -66,16 +51,16 @@ class WrongRequest(ControllerError):
     """The request is invalid, or no instance can execute it. The message suggests an alternative."""
 
 
-class RefusedInstance(ControllerError):
-    """An instance cannot be registered. The message is for its operator."""
+class RefusedInstance(ControllerError, ProtocolError):
+    """The id of an instance is in use, or one of its messages is invalid. The error is for its operator."""
 
 
 class MemberGone(ControllerError):
-    """The connection of an instance has closed. The progress of its commands is unknown."""
+    """The connection of an instance closed before it answered a command, whose progress is unknown."""
 
 
 class CommandFailed(ControllerError):
-    """An instance has not executed a command. The message contains the instance's reason."""
+    """An instance could not execute a command. The message contains the instance's reason."""
 
 
 def _list_names(names: list[str]) -> str:

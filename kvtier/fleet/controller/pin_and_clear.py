@@ -196,7 +196,7 @@ async def _pin(member: Member, keys: Sequence[ChunkKey], seconds: float | None) 
 async def restore_pins(registry: Registry, pins: Pins, locks: LockManager) -> None:
     """Restore the pins of each instance that has connected, until cancelled."""
     restored: set[Member] = set()
-    watch = registry.watch()
+    seen = registry.changes.count
     async with anyio.create_task_group() as tasks:
         while True:
             restored &= set(registry.members.values())
@@ -205,7 +205,7 @@ async def restore_pins(registry: Registry, pins: Pins, locks: LockManager) -> No
                     restored.add(member)
                     if pins.has(member.id):
                         tasks.start_soon(_restore, member, pins, locks)
-            await watch.changed()
+            seen = await registry.changes.after(seen)
             await anyio.sleep(PAUSE_SECONDS)
 
 

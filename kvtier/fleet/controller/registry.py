@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import anyio
 
+from kvtier.concurrency.tasks import Changes
 from kvtier.fleet.controller.answers import Sample, TierSample
 from kvtier.fleet.controller.checks import (
     MAX_NAMES,
@@ -154,34 +155,6 @@ def _sample(member: Member, now: float) -> Sample:
     return Sample(now, member.hit_window.hits().rate, tiers)
 
 
-class Watch:
-    """Waits for changes in the registry. Several changes are reported as one."""
-
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
-        self._seen = changes.count
-
-    async def changed(self) -> None:
-        """Wait for a change since the last call or, on the first call, since creation."""
-        while self._seen == self._changes.count:
-            await self._changes.next.wait()
-        self._seen = self._changes.count
-
-
-class Changes:
-    """Counts changes and wakes waiters."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.next = anyio.Event()
-
-    def notify(self) -> None:
-        """Count a change."""
-        self.count += 1
-        self.next.set()
-        self.next = anyio.Event()
-
-
 class Registry:
     """Every connected instance. Belongs to one event loop, on which :meth:`run` must be running.
 
@@ -204,12 +177,12 @@ class Registry:
         self.idle_timeout = idle_timeout
         self.holders = Holders(max_keys)
         self.models = Models()
-        self.members: Mapping[str, Member]
-        """By id, in the order of registration."""
         self._members: dict[str, Member] = {}
-        self.members = MappingProxyType(self._members)
-        self._history = History()
-        self._changes = Changes()
+        self.members: Mapping[str, Member] = MappingProxyType(self._members)
+        """By id, in the order of registration."""
+        self.history = History()
+        self.changes = Changes()
+        """Connects, disconnects and reports of instances."""
         self._new_places = itertools.count()
         self._vacant_places: list[int] = []
         self._sources: dict[int, Member] = {}
@@ -227,7 +200,7 @@ class Registry:
     async def _sample(self) -> None:
         while True:
             await anyio.sleep(SAMPLE_SECONDS)
-            self._history.sample(self._members.values(), time.time())
+            self.history.sample(self._members.values(), time.time())
 
     async def _sweep(self) -> None:
         while True:
@@ -280,14 +253,6 @@ class Registry:
             return 0
         return self.holders.prefixes_of(dict.fromkeys(member.places, instance), keys).get(instance, 0)
 
-    def history(self, member: Member) -> Sequence[Sample]:
-        """Return a member's samples of the last hour, oldest first."""
-        return self._history.of(member.id)
-
-    def watch(self) -> Watch:
-        """Return a watch on connects, disconnects and reports of instances. It need not be closed."""
-        return Watch(self._changes)
-
     # Used by connections.
 
     async def admit(self, hello: Hello, endpoint: Endpoint) -> Member:
@@ -322,7 +287,7 @@ class Registry:
                 if not tier.shared
             )
         logger.info("instance %s registered: process %d on %s", member.id, hello.process, hello.host)
-        self._changes.notify()
+        self.changes.notify()
         return member
 
     def leave(self, member: Member, why: str) -> None:
@@ -336,38 +301,38 @@ class Registry:
         self._drop(member)
         self._vacant_places.extend(member.places)
         logger.info("instance %s disconnected: %s", member.id, member.closed_reason)
-        self._changes.notify()
+        self.changes.notify()
 
     def serves(self, member: Member, models: Sequence[Model]) -> None:
         """Set the models that a member serves. Raises: RefusedInstance."""
         check_models(models)
         member.models = tuple(models)
         self.models.add(models)
-        self._changes.notify()
+        self.changes.notify()
 
     def update_heartbeat(self, member: Member, heartbeat: Heartbeat) -> None:
         """Store a member's heartbeat. Raises: RefusedInstance."""
         check_heartbeat(heartbeat, len(member.places))
         member.heartbeat = heartbeat
         member.hit_window.add(heartbeat, time.monotonic())
-        self._changes.notify()
+        self.changes.notify()
 
     def update_what_if(self, member: Member, report: WhatIfReport) -> None:
         """Store what other settings would bring to a member. Raises: RefusedInstance."""
         check_what_if(report, [tier.name for tier in member.hello.tiers])
         member.what_if, member.what_if_at = report, time.time()
-        self._changes.notify()
+        self.changes.notify()
 
     def up_to_date(self, member: Member) -> None:
         """Mark a member as up to date: it has reported all its chunks."""
         member.up_to_date = True
-        self._changes.notify()
+        self.changes.notify()
 
     def lost(self, member: Member) -> None:
         """Drop a member's chunks from the index. It will report them again."""
         member.up_to_date = False
         self._drop(member)
-        self._changes.notify()
+        self.changes.notify()
 
     def stored(self, member: Member, tier: int, keys: Sequence[ChunkKey]) -> None:
         """Add keys to a member's tier. Ignored for disconnected members."""

@@ -76,12 +76,12 @@ async def serve(settings: ServiceSettings) -> None:
 
     Raises: see :func:`run_controller`.
     """
-
-    async def finish(controller: Controller) -> None:
-        await controller.operations.finish(FINISH_SECONDS)
-
-    tls = settings.tls_certificate is not None
-    await serve_until_signal(run_controller(settings), finish, name="controller", tls=tls)
+    await serve_until_signal(
+        run_controller(settings),
+        lambda controller: controller.operations.finish(FINISH_SECONDS),
+        name="controller",
+        tls=settings.tls_certificate is not None,
+    )
 
 
 def _tls(settings: ServiceSettings) -> ssl.SSLContext | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,12 +68,8 @@ class State:
 
         The first column is named in the warning. Raises: ControllerError: the file is damaged.
         """
-        try:
+        with _explained(self.path, damaged=True):
             rows = self._connection.execute(query).fetchall()
-        except sqlite3.Error as error:
-            raise ControllerError(
-                f"{_unusable(self.path)} ({error}): remove it, or set another file with --state"
-            ) from error
         decoded = []
         for row in rows:
             try:
@@ -100,43 +96,40 @@ class State:
 
 
 async def _connect(path: Path) -> sqlite3.Connection:
-    try:
+    with _explained(path):
         await aiofiles.os.makedirs(path.parent, mode=0o700, exist_ok=True)
         async with aiofiles.open(path, "r+b", buffering=0, opener=open_private):
             pass
         return await to_thread.run_sync(_connect_existing, path)
-    except OSError as error:
-        raise ControllerError(f"{_unusable(path)} ({error}): set another file with --state") from error
 
 
 def _connect_existing(path: Path) -> sqlite3.Connection:
     """Open and lock the file. Blocks."""
-    try:
-        connection = sqlite3.connect(path, timeout=0, check_same_thread=False)
-    except sqlite3.Error as error:
-        raise ControllerError(f"{_unusable(path)} ({error}): set another file with --state") from error
+    connection = sqlite3.connect(path, timeout=0, check_same_thread=False)
     try:
         _prepare(connection, path)
-    except sqlite3.OperationalError as error:
-        connection.close()
-        if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
-            raise ControllerError(
-                f"another controller uses {path}: stop it, or set another file with --state"
-            ) from error
-        raise ControllerError(f"{_unusable(path)} ({error}): set another file with --state") from error
-    except sqlite3.DatabaseError as error:
-        connection.close()
-        raise ControllerError(
-            f"{_unusable(path)} ({error}): remove it, or set another file with --state"
-        ) from error
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _unusable(path: Path) -> str:
-    return f"the controller's state cannot be stored in {path}"
+@contextmanager
+def _explained(path: Path, *, damaged: bool = False) -> Iterator[None]:
+    """Raise errors of the file, which may be known to be ``damaged``, as ControllerError with a remedy."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+            raise ControllerError(
+                f"another controller uses {path}: stop it, or set another file with --state"
+            ) from error
+        # Operational errors, such as a full disk, are not those of the file's content.
+        damaged |= isinstance(error, sqlite3.Error) and not isinstance(error, sqlite3.OperationalError)
+        remedy = "remove it, or set" if damaged else "set"
+        raise ControllerError(
+            f"the controller's state cannot be stored in {path} ({error}): {remedy} another file with --state"
+        ) from error
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:

@@ -99,9 +99,10 @@ class Reader(Response):
         self._wakeup.set()
 
     async def _watch(self) -> None:
-        watch = self._stream.registry.watch()
+        changes = self._stream.registry.changes
+        seen = changes.count
         while True:
-            await watch.changed()
+            seen = await changes.after(seen)
             self._instances_changed = True
             self._wakeup.set()
             await anyio.sleep(EVENTS_SECONDS)

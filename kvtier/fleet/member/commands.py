@@ -49,13 +49,22 @@ class Work(ABC):
     changes = True
     """Whether it changes the contents of tiers."""
 
+    def __init__(self, commands: Commands, command: Command, keys: bytes = b"") -> None:
+        """``keys``: those of the chunks that the command names."""
+        self._commands = commands
+        self._cache = commands.cache
+        self._ticket = command.ticket
+        self._keys = _split(keys)
+        self._done: list[ChunkKey] = []
+        self._bytes = 0
+
     @abstractmethod
     async def run(self) -> None:
         """Execute the command. Raises :class:`kvtier.errors.KVTierError` if it cannot start."""
 
-    @abstractmethod
     def answer(self, reason: str | None) -> Done:
         """Return the outcome, also of a cancelled command; ``reason``: why it was cancelled, if it was."""
+        return Done(self._ticket, join_keys(self._done), len(self._done), self._bytes, reason)
 
     def progress(self) -> Progress | None:
         """Return the progress of a long-running command."""
@@ -94,14 +103,13 @@ class Commands:
 
 class _Fetching(Work):
     def __init__(self, commands: Commands, command: Fetch) -> None:
-        keys = _split(command.keys)
+        super().__init__(commands, command, command.keys)
+        keys = self._keys
         if len(command.lengths) != len(keys) or any(length <= 0 for length in command.lengths):
             raise ProtocolError(
                 f"{len(keys)} distinct chunks with {len(command.lengths)} lengths, or a length below 1"
             )
-        self._commands = commands
         self._command = command
-        self._keys = keys
         self._tier = commands.tier(command.tier)
         expected = Expected(command.namespace, command.lengths)
         self._gathering = commands.cache.gather(keys, expected, self._tier.name)
@@ -133,46 +141,33 @@ class _Fetching(Work):
             self._last_error = str(error)
 
     def answer(self, reason: str | None) -> Done:
-        held = self._gathering.held()
-        if len(held) == len(self._keys):
-            reason = None
-        else:
-            reason = (
-                reason or self._last_error or self._gathering.reason or "some were removed in the meantime"
-            )
-        return Done(
-            self._command.ticket, join_keys(held), len(held), self._gathering.transferred_bytes, reason
+        self._done, self._bytes = self._gathering.held(), self._gathering.transferred_bytes
+        if len(self._done) == len(self._keys):
+            return super().answer(None)
+        return super().answer(
+            reason or self._last_error or self._gathering.reason or "some were removed in the meantime"
         )
 
     def progress(self) -> Progress | None:
-        transferred = self._gathering.transferred_bytes
-        return Progress(self._command.ticket, len(self._gathering.held()), transferred)
+        return Progress(self._ticket, len(self._gathering.held()), self._gathering.transferred_bytes)
 
 
 class _Deleting(Work):
     def __init__(self, commands: Commands, command: Delete) -> None:
-        self._ticket = command.ticket
-        self._cache = commands.cache
-        self._keys = _split(command.keys)
+        super().__init__(commands, command, command.keys)
         self._tier = commands.tier(command.tier)
-        self._removed: list[ChunkKey] = []
-        self._bytes = 0
 
     async def run(self) -> None:
         for part in _steps(self._keys):
             cleared = await self._cache.clear(part, tiers=[self._tier.name])
-            self._removed += cleared.keys
+            self._done += cleared.keys
             self._bytes += cleared.bytes
             await anyio.lowlevel.checkpoint()
-
-    def answer(self, reason: str | None) -> Done:
-        return Done(self._ticket, join_keys(self._removed), len(self._removed), self._bytes, reason)
 
 
 class _DeletingAll(Work):
     def __init__(self, commands: Commands, command: DeleteAll) -> None:
-        self._ticket = command.ticket
-        self._cache = commands.cache
+        super().__init__(commands, command)
         if command.tier is not None:
             tiers = [commands.tier(command.tier)]
         else:
@@ -193,11 +188,8 @@ class _Pinning(Work):
     changes = False
 
     def __init__(self, commands: Commands, command: Pin | Unpin) -> None:
+        super().__init__(commands, command, command.keys)
         self._command = command
-        self._cache = commands.cache
-        self._keys = _split(command.keys)
-        self._done: list[ChunkKey] = []
-        self._bytes = 0
 
     async def run(self) -> None:
         for part in _steps(self._keys):
@@ -220,22 +212,23 @@ class _Pinning(Work):
     def answer(self, reason: str | None) -> Done:
         if len(self._done) < len(self._keys):
             reason = reason or "no tier of this instance holds the others"
-        return Done(self._command.ticket, join_keys(self._done), len(self._done), self._bytes, reason)
+        return super().answer(reason)
 
 
 class _Tokenizing(Work):
     changes = False
 
     def __init__(self, commands: Commands, command: Tokenize) -> None:
+        super().__init__(commands, command)
         self._command = command
-        self._tokenizers = commands.tokenizers
         self._tokens: list[int] = []
 
     async def run(self) -> None:
-        self._tokens = await self._tokenizers.tokenize(self._command.namespace, self._command.prompt)
+        tokenizers, command = self._commands.tokenizers, self._command
+        self._tokens = await tokenizers.tokenize(command.namespace, command.prompt)
 
     def answer(self, reason: str | None) -> Done:
-        return Done(self._command.ticket, b"", 0, 0, reason, self._tokens)
+        return Done(self._ticket, b"", 0, 0, reason, self._tokens)
 
 
 def _split(joined: bytes) -> list[ChunkKey]:

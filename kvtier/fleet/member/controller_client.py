@@ -12,10 +12,11 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import anyio
@@ -45,6 +46,8 @@ CLOSE_SECONDS = 0.5
 """Timeout of the closing handshake."""
 STEADY_SECONDS = 5.0
 """A connection that lasted longer than this resets the back-off."""
+
+AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True)
@@ -123,26 +126,23 @@ class ControllerClient:
 
         Empty if the controller is not connected, or does not answer within ``peer.timeout``.
         """
-        session = self._session
-        holders: list[tuple[str, int]] = []
-        if session is not None:
-            with anyio.move_on_after(self._timeout):
-                try:
-                    holders = await session.who_holds(keys)
-                except ChannelError:
-                    logger.debug("lost the connection to the controller during a request")
-        return holders
+        with anyio.move_on_after(self._timeout):
+            return await self._ask(lambda session: session.who_holds(keys)) or []
+        return []
 
     async def who_serves(self, addresses: Sequence[str]) -> list[str] | None:
         """Return those of ``addresses`` at which a registered instance serves peers.
 
         ``None`` if the controller is not connected. Waits for its answer without a timeout.
         """
+        return await self._ask(lambda session: session.who_serves(addresses))
+
+    async def _ask(self, question: Callable[[Session], Awaitable[AnswerT]]) -> AnswerT | None:
         session = self._session
         if session is None:
             return None
         try:
-            return await session.who_serves(addresses)
+            return await question(session)
         except ChannelError:
             logger.debug("lost the connection to the controller during a request")
             return None
@@ -185,10 +185,14 @@ class ControllerClient:
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[ClientConnection]:
+        parts = urlsplit(self._url)
+        scheme = {"http": "ws", "https": "wss"}[parts.scheme]
+        token = self._settings.token
+        headers = {} if token is None else {"Authorization": f"Bearer {token.get_secret_value()}"}
         try:
             connection = await connect(
-                self._address,
-                additional_headers=self._headers,
+                f"{scheme}://{parts.netloc}{parts.path}{CONNECT_PATH}",
+                additional_headers=headers,
                 compression=None,
                 proxy=None,
                 ssl=self._tls,
@@ -209,17 +213,6 @@ class ControllerClient:
             with CancelScope(shield=True), anyio.move_on_after(CLOSE_SECONDS):
                 await connection.close()
             connection.transport.abort()
-
-    @property
-    def _address(self) -> str:
-        parts = urlsplit(self._url)
-        scheme = {"http": "ws", "https": "wss"}[parts.scheme]
-        return f"{scheme}://{parts.netloc}{parts.path}{CONNECT_PATH}"
-
-    @property
-    def _headers(self) -> dict[str, str]:
-        token = self._settings.token
-        return {} if token is None else {"Authorization": f"Bearer {token.get_secret_value()}"}
 
     @cached_property
     def _tls(self) -> ssl.SSLContext | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-import anyio
 import msgspec
 
+from kvtier.concurrency.tasks import Changes
 from kvtier.fleet.member.protocol import Model
 from kvtier.memory.layout import ChunkLayout
 
@@ -58,9 +58,8 @@ class ServedModels:
         self._engines: dict[str, tuple[bytes, ChunkLayout]] = {}
         """The namespace and the layout of each connected engine, by name."""
         self._models: dict[bytes, _Served] = {}
-        self.version = 0
-        """Incremented when the models change."""
-        self._changed = anyio.Event()
+        self.changes = Changes()
+        """Of the models."""
 
     @property
     def engines(self) -> list[str]:
@@ -99,9 +98,7 @@ class ServedModels:
         if served == known:
             return
         self._forget_oldest()
-        self.version += 1
-        self._changed.set()
-        self._changed = anyio.Event()
+        self.changes.notify()
 
     def remove(self, engine: str) -> None:
         """Remove a disconnected engine. Keep its model, whose chunks are still cached."""
@@ -119,11 +116,6 @@ class ServedModels:
         """Return the location of a model's tokenizer; ``None`` if it is unknown."""
         model = self._models.get(namespace)
         return None if model is None else model.tokenizer
-
-    async def changed(self, version: int) -> None:
-        """Wait until the models differ from those of ``version``."""
-        while self.version == version:
-            await self._changed.wait()
 
     def _forget_oldest(self) -> None:
         connected = {namespace for namespace, _ in self._engines.values()}

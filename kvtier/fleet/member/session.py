@@ -161,9 +161,9 @@ class Session:
 
     async def _report_models(self) -> None:
         while True:
-            version = self._served.version
+            seen = self._served.changes.count
             await self._send(Serves(self._served.models))
-            await self._served.changed(version)
+            await self._served.changes.after(seen)
 
     async def _beat(self, seconds: float) -> None:
         while True:

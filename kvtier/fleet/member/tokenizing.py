@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
 import subprocess
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -84,20 +84,21 @@ class Tokenizers:
             self._waiting -= 1
 
     async def _helper(self, source: TokenizerSource) -> _Helper:
-        helper = self._helpers.get(source)
+        # The first helper is the least recently used one.
+        helper = self._helpers.pop(source, None)
         if helper is not None and not helper.ended:
+            self._helpers[source] = helper
             return helper
         if self._tasks is None:
             raise ChannelClosed("this instance is shutting down")
         while len(self._helpers) >= MAX_HELPERS:
-            least = min(self._helpers, key=lambda source: self._helpers[source].used_at)
-            self._helpers.pop(least).stop()
+            self._helpers.pop(next(iter(self._helpers))).stop()
         with CancelScope(shield=True):  # Cancelling this would leak the process.
             process = await anyio.open_process(
                 COMMAND,
                 stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
             )
-        helper = self._helpers[source] = _Helper(process)
+        helper = self._helpers[source] = _Helper(process, self._idle)
         self._tasks.start_soon(self._close_when_idle, source, helper)
         await helper.ask(Load(source), LOAD_SECONDS)
         return helper
@@ -105,7 +106,7 @@ class Tokenizers:
     async def _close_when_idle(self, source: TokenizerSource, helper: _Helper) -> None:
         try:
             with helper.scope:
-                await helper.wait_idle(self._idle)
+                await anyio.sleep_forever()
         finally:
             if self._helpers.get(source) is helper:
                 del self._helpers[source]
@@ -116,30 +117,17 @@ class Tokenizers:
 class _Helper:
     """A process with one tokenizer. Any error, or a cancelled request, stops it."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, idle: float) -> None:
         self.process = process
         self.scope = CancelScope()
-        """Cancel scope of the task that closes the process."""
-        self.used_at = time.monotonic()
-        self._busy = False
+        """Cancel scope of the task that closes the process. Its deadline is ``idle`` s after a request."""
+        self._idle = idle
         self._reader = FrameReader()
-
-    @property
-    def idle_seconds(self) -> float:
-        """Seconds since the last request; 0 during a request."""
-        return 0.0 if self._busy else time.monotonic() - self.used_at
 
     @property
     def ended(self) -> bool:
         """Whether the process has exited or is being stopped."""
         return self.scope.cancel_called or self.process.returncode is not None
-
-    async def wait_idle(self, seconds: float) -> None:
-        """Wait until the helper has been idle for ``seconds``."""
-        left = seconds
-        while left > 0:
-            await anyio.sleep(left)
-            left = seconds - self.idle_seconds
 
     def stop(self) -> None:
         """Stop the helper asynchronously."""
@@ -147,14 +135,13 @@ class _Helper:
 
     async def ask(self, request: Message, seconds: float) -> list[int]:
         """Return the answer to a request; stop the helper without one. Raises :class:`ChannelError`."""
-        self._busy = True
+        self.scope.deadline = math.inf
         answer: Tokens | Failed | None = None
         try:
             with anyio.move_on_after(seconds):
                 answer = await self._ask(request)
         finally:
-            self._busy = False
-            self.used_at = time.monotonic()
+            self.scope.deadline = anyio.current_time() + self._idle
             if answer is None or (isinstance(answer, Failed) and isinstance(request, Load)):
                 self.stop()
         if answer is None:

@@ -174,7 +174,7 @@ async def test_instances_are_described(controller: RunningController) -> None:
         await controller.wait_until(
             lambda: controller.registry.find("a").heartbeat == heartbeat(8192, 100, 20)
         )
-        controller.registry._history.sample(controller.registry.members.values(), 5.0)
+        controller.registry.history.sample(controller.registry.members.values(), 5.0)
         described = await controller.get("/instances/a")
         assert (described["looked_up_tokens"], described["hit_rate"], described["tiers"][1]["used"]) == (
             100,

@@ -156,11 +156,13 @@ async def test_number_of_holders_in_an_answer_is_limited(running: RunningControl
 
 
 async def test_changes_wake_watchers(running: RunningController) -> None:
-    watch = running.registry.watch()
+    all_changes = running.registry.changes
+    seen = all_changes.count
 
     async def changes() -> bool:
+        nonlocal seen
         with anyio.move_on_after(TIMEOUT_SECONDS) as scope:
-            await watch.changed()
+            seen = await all_changes.after(seen)
         return not scope.cancelled_caught
 
     async with running.connect("one") as instance:
@@ -171,7 +173,7 @@ async def test_changes_wake_watchers(running: RunningController) -> None:
         await running.wait_until(lambda: _used(running) == 1)
         assert await changes()
         with anyio.move_on_after(0.01) as scope:
-            await watch.changed()
+            await all_changes.after(seen)
         assert scope.cancelled_caught, "several changes cause one notification"
     assert await changes()
 
@@ -184,13 +186,12 @@ def _used(running: RunningController) -> int | None:
 async def test_heartbeats_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "SAMPLE_SECONDS", 0.01)
     async with running_controller(tmp_path) as running, running.connect("one") as instance:
-        member = running.member()
-        assert running.registry.history(member) == ()
+        assert running.registry.history.of("one") == ()
         await instance.send(heartbeat(), heartbeat(used=4096, looked_up=10, found=3))
         await running.wait_until(lambda: _used(running) == 4096)
-        count = len(running.registry.history(member))
-        await running.wait_until(lambda: len(running.registry.history(member)) > count)
-        sample = running.registry.history(member)[-1]
+        count = len(running.registry.history.of("one"))
+        await running.wait_until(lambda: len(running.registry.history.of("one")) > count)
+        sample = running.registry.history.of("one")[-1]
         assert (sample.hit_rate, sample.tiers) == (0.9, (TierSample(4096),) * len(TIERS))
 
 
