@@ -49,7 +49,8 @@ class Writes(RuleBasedStateMachine):
         self.writers: dict[int, set[Process]] = {}
         """The processes that may write to each reservation, whether connected or not."""
         self.connected: dict[int, Process] = {rank: self.new_process(rank) for rank in range(RANKS)}
-        self.departed: set[Process] = set()
+        self.departed: dict[Process, None] = {}
+        """In the order in which they have disconnected, so that an example can be repeated."""
 
     def new_process(self, rank: int) -> Process:
         return Process(rank, next(self.clients), next(self.numbers))
@@ -89,7 +90,7 @@ class Writes(RuleBasedStateMachine):
         process = self.connected.pop(choice.choice(list(self.connected)))
         process.exited = exits
         if self.writes.worker_left(process.rank, process):  # type: ignore[arg-type]
-            self.departed.add(process)
+            self.departed[process] = None
         if exits:
             self.stops(process, self.filled_by(process))
 
@@ -107,14 +108,13 @@ class Writes(RuleBasedStateMachine):
         self.writes.worker_writes(rank, process.client, filling)
         self.connected[rank] = process
 
-    @precondition(lambda self: self.departed - set(self.connected.values()))
+    @precondition(lambda self: self.departed.keys() - self.connected.values())
     @rule(choice=pick)
     def exit(self, choice: Any) -> None:
-        candidates = self.departed - set(self.connected.values())
-        process = choice.choice(sorted(candidates, key=lambda process: process.client))
+        process = choice.choice([each for each in self.departed if each not in self.connected.values()])
         process.exited = True
         self.writes.worker_exited(process)  # type: ignore[arg-type]
-        self.departed.discard(process)
+        self.departed.pop(process)
         self.stops(process, self.filled_by(process))
 
     @invariant()
