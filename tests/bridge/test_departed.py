@@ -16,8 +16,7 @@ from anyio import to_thread
 from kvtier.bridge import leases, protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.leases import WriterProcess
-from kvtier.bridge.protocol import Commit, Hello, Leave, RequestStaging, Reserve, Reserved, Run
-from kvtier.memory.keys import join_keys
+from kvtier.bridge.protocol import Hello, Leave, RequestStaging
 from kvtier.peers.staging.buffers import Stagings
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
@@ -26,7 +25,7 @@ from tests.rigs.bridges import KEYS as REAL_KEYS
 from tests.rigs.bridges import ROOT as REAL_ROOT
 from tests.rigs.bridges import Start, reserve
 from tests.rigs.bridges import hello as real_hello
-from tests.rigs.scripted_engine import CHUNK_TOKENS, KEYS, LAYOUT, NAMESPACE, Host, open_host
+from tests.rigs.scripted_engine import KEYS, LAYOUT, NAMESPACE, Host, open_host
 from tests.rigs.waiting import until, wait_until
 from tests.rigs.worker_process import WorkerProcess
 
@@ -71,8 +70,7 @@ async def test_all_memory_of_an_engine_is_free_when_its_processes_have_exited(
             await ask(scheduler)
             await to_thread.run_sync(process.disconnect)
             await until_left(host, 2 - without)
-            later = await scheduler.request(Reserve(2, [Run(KEYS[1], join_keys(KEYS[2:4]), CHUNK_TOKENS)]))
-            assert isinstance(later, Reserved)
+            later = await scheduler.reserve(KEYS[2:4], KEYS[1], ticket=2)
             assert not any(later.leases), "it would never fill its slices"
             if not without:
                 await worker0.send(Leave())
@@ -80,22 +78,23 @@ async def test_all_memory_of_an_engine_is_free_when_its_processes_have_exited(
             await worker0.stream.aclose()
             await scheduler.stream.aclose()
             await until(lambda: not host.server.engines)
-            assert host.server.status()["reservations"]["departed_engines"] == 1  # type: ignore[index]
+            assert host.server.status()["reservations"]["departed_engines"] == 1
         await until_free(host)
 
 
 async def test_worker_whose_first_greeting_was_lost_does_not_keep_memory(tmp_path: Path) -> None:
     """It may have been granted reservations, of which it does not know, between the two."""
-    async with open_host(tmp_path) as host, host.peer() as scheduler, host.peer() as worker0:
-        await scheduler.greet()
-        await worker0.greet("worker", 0, client=1)
+    async with (
+        open_host(tmp_path) as host,
+        host.peer("scheduler") as scheduler,
+        host.peer("worker", 0, client=1) as worker0,
+    ):
         async with host.peer() as first:
             await first.send(Hello(protocol.VERSION, "engine", "worker", 1, LAYOUT, NAMESPACE, client=2))
             await until_left(host, 3)
             await ask(scheduler)
         await until_left(host, 2)
-        async with host.peer() as second:
-            await second.greet("worker", 1, client=2)
+        async with host.peer("worker", 1, client=2):
             await worker0.send(Leave())
             await worker0.status()
             assert reservations(host) == [0]
@@ -111,35 +110,34 @@ async def test_memory_is_kept_for_a_process_without_pidfd(
     async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
         async with host.engine("other") as (other, _):
             reserved = await ask(scheduler)
-            await workers[0].send(Commit(reserved.leases))
-            await workers[0].status()
+            await workers[0].commit(reserved.leases)
             await workers[1].stream.aclose()
-            await until_left(host, 2)
+            await until_left(host, 5)
             second = await ask(other)
             assert all(second.leases)
             assert not set(second.offsets) & set(reserved.offsets), "this process may still be writing"
-        async with host.peer() as again:
-            await again.greet("worker", 1, epoch=host.server.epoch, holding=reserved.leases, client=2)
+        async with host.peer(
+            "worker", 1, epoch=host.server.epoch, holding=reserved.leases, client=2
+        ) as again:
             assert reservations(host) == [2]
-            await again.send(Commit(reserved.leases))
-            await again.status()
+            await again.commit(reserved.leases)
             assert reservations(host) == [0]
 
 
 async def test_staging_buffers_of_an_engine_that_returns_are_known_to_peers(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         stagings = host.instance.stagings = Stagings(Settings(), NixlSettings(type="nixl"), host.server.cache)
-        async with host.peer() as scheduler, host.peer() as worker:
-            await scheduler.greet()
-            await worker.greet("worker", 0, client=1)
+        async with host.peer("scheduler") as scheduler, host.peer("worker", client=1) as worker:
             await worker.send(RequestStaging(""))
             await worker.status()
             await ask(scheduler)
         await until(lambda: not host.server.engines)
-        assert host.server.status()["reservations"]["departed_engines"] == 1  # type: ignore[index]
-        async with host.peer() as again, host.peer() as other:
-            for worker, engine in ((again, "engine"), (other, "other")):
-                await worker.greet("worker", 0, engine=engine, client=1)
+        assert host.server.status()["reservations"]["departed_engines"] == 1
+        async with (
+            host.peer("worker", client=1) as again,
+            host.peer("worker", engine="other", client=1) as other,
+        ):
+            for worker in (again, other):
                 await worker.send(RequestStaging(""))
                 await worker.status()
             assert "several engines" in stagings.refusal(NAMESPACE)

@@ -17,10 +17,6 @@ from kvtier.bridge.protocol import (
     Found,
     KVTransfer,
     KVTransferResult,
-    Lookup,
-    Reserve,
-    Reserved,
-    Run,
 )
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import join_keys
@@ -63,8 +59,9 @@ class Pair(NamedTuple):
 
     async def expect(self, ticket: int = 1) -> Found:
         """Look the prompt up at the decode host, before all of it has arrived."""
-        found = await self.decode_scheduler.request(Lookup(ticket, ALL, TOKENS, len(KEYS), 60.0))
-        assert isinstance(found, Found)
+        found = await self.decode_scheduler.look_up(
+            KEYS, ticket, expect_chunks=len(KEYS), expect_seconds=60.0
+        )
         assert len(found.leases) + found.fetching == len(KEYS)
         assert found.fetching
         return found
@@ -109,11 +106,10 @@ async def open_pair(tmp_path: Path, **more: Any) -> AsyncIterator[Pair]:
     ):
         async with (
             prefill_host.engine() as (scheduler, workers),
-            decode_host.peer() as decode_scheduler,
+            decode_host.peer("scheduler") as decode_scheduler,
         ):
-            welcome = await decode_scheduler.greet()
-            assert welcome.peer is not None
-            yield Pair(prefill_host, decode_host, scheduler, workers, decode_scheduler, welcome.peer)
+            assert decode_host.server.peer == receiver
+            yield Pair(prefill_host, decode_host, scheduler, workers, decode_scheduler, receiver)
         await prefill_host.wait_until_idle()
         await decode_host.wait_until_idle()
         await until(lambda: is_idle(prefill_host) and is_idle(decode_host))
@@ -125,19 +121,16 @@ async def test_chunks_are_pushed_once_every_rank_has_committed(tmp_path: Path) -
         await store(pair.scheduler, pair.workers, KEYS[:2])
         await pair.transfer_kv()
         first = await pair.expect()
-        reserved = await pair.scheduler.request(Reserve(2, [Run(KEYS[1], join_keys(KEYS[2:]), CHUNK_TOKENS)]))
-        assert isinstance(reserved, Reserved)
+        reserved = await pair.scheduler.reserve(KEYS[2:], KEYS[1], ticket=2)
         last = reserved.offsets[-1] + HEADER_BYTES
         pair.workers[0].arena.view(last, 32)[:] = KEYS[-1]
-        await pair.workers[0].send(Commit(reserved.leases))
-        await pair.workers[0].status()
+        await pair.workers[0].commit(reserved.leases)
         await pair.scheduler.send(EndKVTransfer(1, complete=True))
         await until(lambda: pair.decode_host.server.cache.catalog.count(0) == 2)
         assert pushed_counts(pair.decode_host)["waiting"] == 1, "one rank has not committed yet"
         await pair.workers[1].send(Commit(reserved.leases))
         assert await pair.scheduler.receive() == KVTransferResult(1, TOKENS, "")
-        found = await pair.decode_scheduler.receive()
-        assert isinstance(found, Found)
+        found = await pair.decode_scheduler.receive(Found)
         assert (len(first.leases + found.leases), found.fetching) == (6, 0)
         assert bytes(pair.decode_scheduler.arena.view(found.offsets[-1] + HEADER_BYTES, 32)) == KEYS[-1]
         await pair.decode_scheduler.send(Cancel(1))
@@ -150,8 +143,7 @@ async def test_chunks_never_stored_are_not_waited_for(tmp_path: Path) -> None:
         await store(pair.scheduler, pair.workers, KEYS[:4])
         await pair.scheduler.send(EndKVTransfer(1, complete=True))
         assert await pair.scheduler.receive() == KVTransferResult(1, 4 * CHUNK_TOKENS, "")
-        found = await pair.decode_scheduler.receive()
-        assert isinstance(found, Found)
+        found = await pair.decode_scheduler.receive(Found)
         assert (len(found.leases), found.fetching) == (4, 0)
         await pair.decode_scheduler.send(Cancel(1))
 
@@ -163,8 +155,7 @@ async def test_aborted_kv_transfer_ends_the_lookup(tmp_path: Path, ending: str) 
         await pair.expect()
         if ending == "end message":
             await pair.scheduler.send(EndKVTransfer(1, complete=False))
-            result = await pair.scheduler.receive()
-            assert isinstance(result, KVTransferResult)
+            result = await pair.scheduler.receive(KVTransferResult)
             assert result.tokens == 0
         else:
             await pair.scheduler.stream.aclose()
@@ -186,11 +177,11 @@ async def test_cancelled_lookup_is_released_immediately(tmp_path: Path) -> None:
 async def test_kv_transfer_without_credentials_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with open_host(tmp_path) as host, host.peer() as scheduler:
-        await scheduler.greet()
+    async with open_host(tmp_path) as host, host.peer("scheduler") as scheduler:
         for ticket in (1, 2):
-            result = await scheduler.request(KVTransfer(ticket, "127.0.0.1:1", ROOT, ALL, TOKENS))
-            assert isinstance(result, KVTransferResult)
+            result = await scheduler.request(
+                KVTransfer(ticket, "127.0.0.1:1", ROOT, ALL, TOKENS), KVTransferResult
+            )
             assert (result.ticket, result.tokens) == (ticket, 0)
             assert "set peer.secret" in result.reason
         await scheduler.send(EndKVTransfer(1, complete=True))
@@ -204,16 +195,14 @@ async def test_layout_mismatch_is_reported_with_both_layouts(
         other = ChunkLayout(CHUNK_TOKENS, LAYOUT.groups, ranks=1, platform="bfloat16")
         await pair.decode_scheduler.stream.aclose()
         await pair.decode_host.wait_until_idle()
-        async with pair.decode_host.peer() as decode_scheduler:
-            await decode_scheduler.greet(layout=other, namespace=bytes(32))
+        async with pair.decode_host.peer("scheduler", layout=other, namespace=bytes(32)) as decode_scheduler:
             await store(pair.scheduler, pair.workers, KEYS)
             for ticket in (1, 2):
                 await pair.scheduler.send(KVTransfer(ticket, pair.receiver, ROOT, ALL, TOKENS))
-                result = await pair.scheduler.receive()
-                assert isinstance(result, KVTransferResult)
+                result = await pair.scheduler.receive(KVTransferResult)
                 assert (result.ticket, result.tokens) == (ticket, 0)
             assert f"{other}; here: {LAYOUT}" in result.reason
-            assert await decode_scheduler.request(Lookup(1, ALL, TOKENS)) == Found(1, [], [], [], 0)
+            assert await decode_scheduler.look_up(KEYS) == Found(1, [], [], [], 0)
     assert "1 rank, bfloat16" in caplog.text
     assert caplog.text.count(f"KV transfer to {pair.receiver} failed") == 1
 
@@ -229,12 +218,10 @@ async def test_layout_mismatch_is_reported_with_both_layouts(
     ids=["cut-short", "too-many-tokens", "no-tokens", "no-keys"],
 )
 async def test_invalid_kv_transfer_is_refused(tmp_path: Path, message: KVTransfer) -> None:
-    async with open_host(tmp_path) as host, host.peer() as engine:
-        await engine.greet()
-        assert isinstance(await engine.request(message), Refused)
+    async with open_host(tmp_path) as host, host.peer("scheduler") as engine:
+        await engine.request(message, Refused)
 
 
 async def test_kv_transfer_from_a_worker_is_refused(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, host.peer() as worker:
-        await worker.greet("worker", 0)
-        assert isinstance(await worker.request(KVTransfer(1, "a:1", ROOT, ALL, TOKENS)), Refused)
+    async with open_host(tmp_path) as host, host.peer("worker", 0) as worker:
+        await worker.request(KVTransfer(1, "a:1", ROOT, ALL, TOKENS), Refused)

@@ -11,15 +11,14 @@ import pytest
 
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
-from kvtier.bridge.protocol import Commit, Found, Hello, Leave, Lookup, Reserve, Reserved, Run
-from kvtier.memory.keys import join_keys
+from kvtier.bridge.protocol import Commit, Hello, Leave, Reserved
 from kvtier.plugins import Plugins
 from tests.rigs.bridges import KEYS as REAL_KEYS
 from tests.rigs.bridges import LAYOUT as REAL_LAYOUT
 from tests.rigs.bridges import NAMESPACE as REAL_NAMESPACE
 from tests.rigs.bridges import ROOT as REAL_ROOT
 from tests.rigs.bridges import Start, reserve
-from tests.rigs.scripted_engine import CHUNK_TOKENS, KEYS, ROOT, Host, Peer, open_host, store
+from tests.rigs.scripted_engine import KEYS, Host, Peer, open_host, store
 from tests.rigs.waiting import until, wait_until
 from tests.rigs.worker_process import WorkerProcess
 
@@ -31,14 +30,11 @@ TWO = KEYS[:2]
 
 async def ask(scheduler: Peer, ticket: int = 1) -> Reserved:
     """Reserve room for two chunks."""
-    reserved = await scheduler.request(Reserve(ticket, [Run(ROOT, join_keys(TWO), CHUNK_TOKENS)]))
-    assert isinstance(reserved, Reserved)
-    return reserved
+    return await scheduler.reserve(TWO, ticket=ticket)
 
 
 async def is_held(scheduler: Peer) -> bool:
-    found = await scheduler.request(Lookup(9, join_keys(TWO), 2 * CHUNK_TOKENS))
-    assert isinstance(found, Found)
+    found = await scheduler.look_up(TWO, 9)
     await scheduler.send(protocol.Cancel(9))
     return bool(found.leases)
 
@@ -50,8 +46,8 @@ def reservations(host: Host) -> list[int]:
 
 
 async def until_left(host: Host, connections: int) -> None:
-    """Wait until the first engine has this many connections."""
-    await until(lambda: len(host.server._connections["engine"]) == connections)
+    """Wait until the host has this many connections."""
+    await until(lambda: host.connections == connections)
 
 
 async def test_scheduler_that_leaves_does_not_keep_others_from_storing(tmp_path: Path) -> None:
@@ -64,13 +60,12 @@ async def test_scheduler_that_leaves_does_not_keep_others_from_storing(tmp_path:
         first = await ask(scheduler)
         assert (await ask(other)).leases == [0, 0], "the other engine is storing them"
         await scheduler.stream.aclose()
-        await until_left(host, 2)
+        await until_left(host, 5)
         second = await ask(other)
         assert all(second.leases)
         assert not set(first.offsets) & set(second.offsets), "workers may be writing there"
         assert reservations(host) == [2, 2]
-        async with host.peer() as again:
-            await again.greet(epoch=epoch, seen=0)
+        async with host.peer("scheduler", epoch=epoch, seen=0) as again:
             await again.status()
             assert reservations(host) == [0, 2], "the answer was lost: nobody fills them"
 
@@ -78,12 +73,11 @@ async def test_scheduler_that_leaves_does_not_keep_others_from_storing(tmp_path:
 async def test_scheduler_that_returns_keeps_what_workers_may_fill(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
         reserved = await ask(scheduler)
-        async with host.peer() as again:  # Before the end of the first connection is noticed.
-            await again.greet(epoch=host.server.epoch, seen=max(reserved.leases))
+        # Before the end of the first connection is noticed.
+        async with host.peer("scheduler", epoch=host.server.epoch, seen=max(reserved.leases)) as again:
             assert reservations(host) == [2]
             for worker in workers:
-                await worker.send(Commit(reserved.leases))
-                await worker.status()
+                await worker.commit(reserved.leases)
             assert reservations(host) == [0]
             assert not await is_held(again), "void, as no scheduler was connected"
             assert all((await ask(again)).leases)
@@ -101,11 +95,10 @@ async def test_worker_that_leaves_after_another_rank_has_committed(
         host.engine("other") as (other, _),
     ):
         reserved = await ask(scheduler)
-        await workers[0].send(Commit(reserved.leases))
-        await workers[0].status()
+        await workers[0].commit(reserved.leases)
         if noticed:
             await workers[1].stream.aclose()
-            await until_left(host, 2)
+            await until_left(host, 5)
             second = await ask(other)
             assert all(second.leases)
             assert not set(second.offsets) & set(reserved.offsets), "this process may still be writing"
@@ -115,8 +108,7 @@ async def test_worker_that_leaves_after_another_rank_has_committed(
             assert welcome.first_lease > max(reserved.leases)
             assert reservations(host)[0] == (2 if filling else 0)
             if filling:
-                await again.send(Commit(reserved.leases))
-                await again.status()
+                await again.commit(reserved.leases)
             assert reservations(host)[0] == 0
             assert not await is_held(scheduler), "it has left: what it has written is void"
             await again.send(Leave())
@@ -125,8 +117,9 @@ async def test_worker_that_leaves_after_another_rank_has_committed(
 async def test_replaced_connection_is_not_heard_any_more(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
         reserved = await ask(scheduler)
-        async with host.peer() as again:
-            await again.greet("worker", 1, epoch=host.server.epoch, holding=reserved.leases, client=2)
+        async with host.peer(
+            "worker", 1, epoch=host.server.epoch, holding=reserved.leases, client=2
+        ) as again:
             with suppress(anyio.BrokenResourceError):
                 await workers[1].send(Commit(reserved.leases))
             with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
@@ -143,15 +136,13 @@ async def test_another_process_does_not_free_what_the_first_may_write_to(tmp_pat
         await workers[1].stream.aclose()
         await until_left(host, 2)
         await workers[0].send(Leave())
-        async with host.peer() as again:
-            await again.greet("worker", 1, client=3)
+        async with host.peer("worker", 1, client=3) as again:
             await again.status()
             assert reservations(host) == [2]
             await again.send(Leave())
             await again.status()
             assert reservations(host) == [2], "this process has not been asked"
-        async with host.peer() as first:
-            await first.greet("worker", 1, epoch=host.server.epoch, client=2)
+        async with host.peer("worker", 1, epoch=host.server.epoch, client=2) as first:
             await first.status()
             assert reservations(host) == [0]
 
@@ -172,20 +163,17 @@ async def test_lookup_in_flight_ends_with_its_scheduler(
 
         with monkeypatch.context() as patch:
             patch.setattr(cache, "settle", never)
-            found = await scheduler.request(Lookup(1, join_keys(KEYS), len(KEYS) * CHUNK_TOKENS))
-            assert isinstance(found, Found)
+            found = await scheduler.look_up(KEYS)
             assert (len(found.leases), found.fetching) == (in_memory, len(KEYS) - in_memory)
             if noticed:
                 await scheduler.stream.aclose()
                 await until_left(host, 2)
-        async with host.peer() as again:
-            await again.greet(epoch=host.server.epoch, holding=found.leases, seen=0)
+        async with host.peer("scheduler", epoch=host.server.epoch, holding=found.leases, seen=0):
             with anyio.fail_after(30):
                 while (status := host.engine_status())["tickets"] != bool(in_memory):
                     await anyio.sleep(0.005)
             assert status["leases"] == in_memory, "blocks may still be copied from them"
-            async with host.peer() as later:
-                await later.greet(epoch=host.server.epoch, seen=0)
+            async with host.peer("scheduler", epoch=host.server.epoch, seen=0) as later:
                 await later.status()
                 assert host.engine_status()["tickets"] == 0
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,13 +16,12 @@ import yaml
 from kvtier.bridge import notices
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.bridge.notices import MAX_CHARACTERS, MAX_NOTICES, Notices
-from kvtier.bridge.protocol import Notice, decode_from_cache
-from kvtier.rpc.frames import FrameReader, encode
-from tests.rigs.bridges import KEYS, hello, store
+from kvtier.bridge.protocol import Notice
+from tests.rigs.bridges import KEYS, Start, hello, store
 from tests.rigs.scripted_engine import open_host
+from tests.rigs.scripted_server import connected
 from tests.rigs.waiting import until, wait_until
 
-Start = Callable[..., subprocess.Popen[str]]
 logger = logging.getLogger("kvtier.test_notices")
 
 
@@ -84,21 +82,24 @@ async def test_warning_of_a_thread_is_forwarded(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.anyio
 async def test_only_schedulers_are_notified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "INTERVAL_SECONDS", 0.01)
-    async with open_host(tmp_path) as host, host.peer() as scheduler, host.peer() as worker:
+    async with (
+        open_host(tmp_path) as host,
+        host.peer("scheduler") as scheduler,
+        host.peer("worker") as worker,
+    ):
         with host.server.notices.listening(logger):
-            await scheduler.greet()
-            await worker.greet("worker")
             await anyio.wait_all_tasks_blocked()
             logger.warning("tier ssd: circuit breaker open for 1 s")
             assert await scheduler.receive() == Notice("tier ssd: circuit breaker open for 1 s")
-            assert len(host.server.notices._queues) == 1
+            assert await worker.status(), "its next message is this answer"
 
 
 def test_engine_logs_notice(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    bridge = SchedulerBridge(hello("scheduler"), tmp_path / "none", logger=logging.getLogger("vllm.kvtier"))
-    (body,) = FrameReader().feed(encode(Notice("tier ssd: " + "x" * 10_000)))
-    with caplog.at_level(logging.WARNING):
-        bridge._receive(decode_from_cache(body))
+    path = tmp_path / "socket"
+    bridge = SchedulerBridge(hello("scheduler"), path, logger=logging.getLogger("vllm.kvtier"))
+    with connected(path, bridge) as cache:
+        cache.send(Notice("tier ssd: " + "x" * 10_000))
+        wait_until(lambda: (bridge.poll(), caplog.records)[1])
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("vllm.kvtier", "WARNING")
     assert record.getMessage().startswith("cache process: tier ssd: xxx")

@@ -12,14 +12,12 @@ import anyio
 import pytest
 
 from kvtier.bridge import protocol
-from kvtier.bridge.protocol import Commit, Found, Hello, Lookup, Welcome
-from kvtier.errors import ChannelError
-from kvtier.memory.keys import join_keys
+from kvtier.bridge.protocol import Hello, Welcome
 from kvtier.peers import backend, dialing, kv_transfer, server
 from kvtier.peers.staging import buffers
 from kvtier.rpc.frames import Ping, Pong, Refused
 from kvtier.testing.servers import free_port
-from tests.rigs.scripted_engine import KEYS, LAYOUT, NAMESPACE, TOKENS, Host, Peer, open_host, store
+from tests.rigs.scripted_engine import KEYS, LAYOUT, NAMESPACE, Host, open_host, store
 
 pytestmark = pytest.mark.anyio
 
@@ -50,28 +48,18 @@ def hello(to: str, **more: Any) -> Hello:
     return Hello(protocol.VERSION, layout=LAYOUT, namespace=NAMESPACE, to=to, **fields)
 
 
-async def until_closed(scheduler: Peer) -> None:
-    with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
-        await scheduler.receive()
-
-
 async def test_scheduler_uses_the_other_host(tmp_path: Path) -> None:
     async with (
         open_hosts(tmp_path) as (here, there, address),
         here.peer() as scheduler,
-        there.peer() as worker0,
-        there.peer() as worker1,
+        there.peer("worker", 0, engine="engine/1") as worker0,
+        there.peer("worker", 1, engine="engine/1") as worker1,
     ):
-        welcome = await scheduler.request(hello(address))
-        assert isinstance(welcome, Welcome)
+        welcome = await scheduler.request(hello(address), Welcome)
         assert welcome.epoch == there.server.epoch != here.server.epoch
-        await worker0.greet("worker", 0, engine="engine/1")
-        await worker1.greet("worker", 1, engine="engine/1")
         leases = await store(scheduler, [worker0], KEYS)
-        await worker1.send(Commit(leases))
-        await worker1.status()
-        found = await scheduler.request(Lookup(6, join_keys(KEYS), TOKENS))
-        assert isinstance(found, Found)
+        await worker1.commit(leases)
+        found = await scheduler.look_up(KEYS, 6)
         assert len(found.leases) == len(KEYS)
         assert await scheduler.request(Ping(9)) == Pong(9)
         assert (here.server.engines, there.server.engines) == (0, 1)
@@ -85,15 +73,14 @@ async def test_end_of_either_side_ends_the_other(tmp_path: Path) -> None:
         await there.wait_until_idle()
         async with here.peer() as scheduler:
             await scheduler.request(hello(address))
-            [connection] = there.server._connections["engine/1"]
-            connection._endpoint.end(ChannelError("the host is gone"))
-            await until_closed(scheduler)
+            async with there.peer("scheduler", engine="engine/1"):  # It replaces the other connection.
+                with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                    await scheduler.receive()
 
 
 async def refusal(host: Host, message: Hello) -> str:
     async with host.peer() as scheduler:
-        answer = await scheduler.request(message)
-    assert isinstance(answer, Refused)
+        answer = await scheduler.request(message, Refused)
     return answer.reason
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -19,7 +20,6 @@ from kvtier.bridge.protocol import (
     Cancel,
     Clear,
     Cleared,
-    Commit,
     Confirm,
     Confirmed,
     Found,
@@ -53,6 +53,8 @@ from tests.rigs.scripted_engine import (
 
 pytestmark = pytest.mark.anyio
 
+logger = logging.getLogger("kvtier.test_server")
+
 
 async def test_instance_tracks_models_of_its_engines(tmp_path: Path) -> None:
     model = EngineModel(["llama"], TokenizerSource("/models/llama"))
@@ -72,11 +74,9 @@ async def test_chunks_are_found_once_every_rank_has_committed(tmp_path: Path) ->
     async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
         leases = await store(scheduler, workers[:1], KEYS)
         assert all(leases)
-        assert await scheduler.request(Lookup(5, join_keys(KEYS), TOKENS)) == Found(5, [], [], [], 0)
-        await workers[1].send(Commit(leases))
-        await workers[1].status()
-        found = await scheduler.request(Lookup(6, join_keys(KEYS), TOKENS))
-        assert isinstance(found, Found)
+        assert await scheduler.look_up(KEYS, 5) == Found(5, [], [], [], 0)
+        await workers[1].commit(leases)
+        found = await scheduler.look_up(KEYS, 6)
         assert (len(found.leases), found.fetching, set(found.sources)) == (6, 0, {0})
         assert bytes(workers[0].arena.view(found.offsets[2] + HEADER_BYTES, 32)) == KEYS[2]
         assert await workers[0].request(Confirm(7, found.leases)) == Confirmed(7, held=True)
@@ -93,11 +93,9 @@ async def test_chunks_on_disk_are_promoted_and_reported(tmp_path: Path) -> None:
         cache = host.server.cache
         assert await cache.drain(5)
         assert await cache.move(KEYS[2:], "ram", "ssd") == 4
-        first = await scheduler.request(Lookup(1, join_keys(KEYS), TOKENS))
-        assert isinstance(first, Found)
+        first = await scheduler.look_up(KEYS)
         assert (len(first.leases), first.fetching) == (2, 4)
-        final = await scheduler.receive()
-        assert isinstance(final, Found)
+        final = await scheduler.receive(Found)
         assert (final.ticket, len(final.leases), final.fetching, set(final.sources)) == (1, 4, 0, {1})
         assert bytes(workers[0].arena.view(final.offsets[0] + HEADER_BYTES, 32)) == KEYS[2]
 
@@ -111,7 +109,7 @@ async def test_engine_is_notified_of_each_arrived_batch(
         await store(scheduler, workers, KEYS)
         assert await host.server.cache.drain(5)
         assert await host.server.cache.move(KEYS, "ram", "ssd") == 6
-        answers = [await scheduler.request(Lookup(1, join_keys(KEYS), TOKENS))]
+        answers = [await scheduler.look_up(KEYS)]
         while answers[-1].fetching:
             answers.append(await scheduler.receive())
         assert [answer.fetching for answer in answers] == [6, 5, 4, 3, 2, 1, 0]
@@ -129,7 +127,7 @@ async def test_lookup_is_cancelled_at_any_time(tmp_path: Path, monkeypatch: pyte
         await store(scheduler, workers, KEYS)
         assert await host.server.cache.drain(5)
         assert await host.server.cache.move(KEYS[1:], "ram", "ssd") == 5
-        answer = await scheduler.request(Lookup(1, join_keys(KEYS), TOKENS))
+        answer = await scheduler.look_up(KEYS)
         granted = 0
         while answer.fetching:
             answer = await scheduler.receive()
@@ -137,7 +135,7 @@ async def test_lookup_is_cancelled_at_any_time(tmp_path: Path, monkeypatch: pyte
         assert granted == 5
         await scheduler.send(Cancel(1))
         assert await host.server.cache.move(KEYS[1:], "ram", "ssd") == 5
-        first = await scheduler.request(Lookup(2, join_keys(KEYS), TOKENS))
+        first = await scheduler.look_up(KEYS, 2)
         assert (len(first.leases), first.fetching) == (1, 5)
         await scheduler.receive()
         await scheduler.send(Cancel(2))
@@ -152,7 +150,7 @@ async def test_disconnected_engine_leaks_nothing(tmp_path: Path) -> None:
         async with host.engine() as (scheduler, workers):
             await store(scheduler, workers, KEYS[:3])
             await store(scheduler, workers[:1], KEYS[3:])
-            await scheduler.request(Lookup(5, join_keys(KEYS), TOKENS))
+            await scheduler.look_up(KEYS, 5)
             for worker in workers:  # This process lives on.
                 await worker.send(Leave())
         await host.wait_until_idle()
@@ -160,41 +158,35 @@ async def test_disconnected_engine_leaks_nothing(tmp_path: Path) -> None:
 
 
 async def test_reservations_are_kept_while_a_worker_is_connected(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, host.peer() as worker:
-        async with host.peer() as scheduler:
-            await scheduler.greet()
-            await worker.greet("worker", 0)
+    async with open_host(tmp_path) as host, host.peer("worker") as worker:
+        async with host.peer("scheduler") as scheduler:
             await store(scheduler, [worker], KEYS)
-            await worker.status()
-        assert (await worker.status())["engines"][0]["reservations"] == 6  # type: ignore[index]
+        assert (await worker.status())["engines"][0]["reservations"] == 6
 
 
 async def test_new_scheduler_takes_over_the_leases_it_names(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, host.peer() as worker0, host.peer() as worker1:
-        await worker0.greet("worker", 0)
-        await worker1.greet("worker", 1)
-        async with host.peer() as scheduler:
-            await scheduler.greet()
+    async with (
+        open_host(tmp_path) as host,
+        host.peer("worker", 0) as worker0,
+        host.peer("worker", 1) as worker1,
+    ):
+        async with host.peer("scheduler") as scheduler:
             await store(scheduler, [worker0, worker1], KEYS)
-            found = await scheduler.request(Lookup(5, join_keys(KEYS), TOKENS))
-            assert isinstance(found, Found)
-        async with host.peer() as successor:
-            await successor.greet(holding=found.leases[:2])
+            found = await scheduler.look_up(KEYS, 5)
+        async with host.peer("scheduler", holding=found.leases[:2]):
             assert await worker0.request(Confirm(1, found.leases[:2])) == Confirmed(1, held=True)
             assert await worker0.request(Confirm(2, found.leases[2:3])) == Confirmed(2, held=False)
 
 
 async def test_reservations_of_known_chunks_or_beyond_capacity_are_refused(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, host.peer() as scheduler:
-        await scheduler.greet()
-        first = await scheduler.request(Reserve(1, [Run(ROOT, join_keys(KEYS), CHUNK_TOKENS)]))
-        repeated = await scheduler.request(Reserve(2, [Run(ROOT, join_keys(KEYS), CHUNK_TOKENS)]))
+    async with open_host(tmp_path) as host, host.peer("scheduler") as scheduler:
+        first = await scheduler.reserve(KEYS)
+        repeated = await scheduler.reserve(KEYS, ticket=2)
         assert isinstance(first, Reserved)
         assert repeated == Reserved(2, [0] * 6, [0] * 6)
         await scheduler.send(Abandon(first.leases))
         many = chunk_keys(ROOT, list(range(CHUNK_TOKENS * 300)), CHUNK_TOKENS)
-        oversized = await scheduler.request(Reserve(3, [Run(ROOT, join_keys(many), CHUNK_TOKENS)]))
-        assert isinstance(oversized, Reserved)
+        oversized = await scheduler.reserve(many, ticket=3)
         granted = sum(map(bool, oversized.leases))
         assert 0 < granted < 300
         assert not any(oversized.leases[granted:])
@@ -205,7 +197,7 @@ async def test_clear_removes_one_namespace(tmp_path: Path) -> None:
         await store(scheduler, workers, KEYS)
         await host.server.cache.drain(5)
         assert await scheduler.request(Clear(1)) == Cleared(1, 6)
-        assert await scheduler.request(Lookup(2, join_keys(KEYS), TOKENS)) == Found(2, [], [], [], 0)
+        assert await scheduler.look_up(KEYS, 2) == Found(2, [], [], [], 0)
 
 
 async def held_until(
@@ -214,8 +206,7 @@ async def held_until(
     """Receive reports until they satisfy a condition; return the last tiers of each chunk."""
     held = {} if held is None else held
     while not done(held):
-        message = await scheduler.receive()
-        assert isinstance(message, Held)
+        message = await scheduler.receive(Held)
         held.update(zip(split_keys(message.keys), message.tiers, strict=True))
     return held
 
@@ -244,46 +235,34 @@ async def test_chunks_are_reported_in_the_order_in_which_they_are_watched(tmp_pa
     async with open_host(tmp_path) as host, host.engine() as (scheduler, workers):
         await store(scheduler, workers, KEYS)
         await scheduler.send(Watch(join_keys(KEYS)))
-        message = await scheduler.receive()
-        assert isinstance(message, Held)
+        message = await scheduler.receive(Held)
         assert split_keys(message.keys) == KEYS
 
 
 async def test_watching_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "MAX_WATCHED_CHUNKS", 4)
-    async with open_host(tmp_path) as host, host.peer() as scheduler:
-        await scheduler.greet()
+    async with open_host(tmp_path) as host, host.peer("scheduler") as scheduler:
         await scheduler.send(Watch(join_keys(KEYS[:4])))
         await scheduler.send(Watch(join_keys(KEYS[4:6]), join_keys(KEYS[:2])))
         assert await scheduler.status()
-        refused = await scheduler.request(Watch(join_keys(KEYS[:1])))
-        assert isinstance(refused, Refused)
+        refused = await scheduler.request(Watch(join_keys(KEYS[:1])), Refused)
         assert "the scheduler watches more than 4 chunks" in refused.reason
 
 
 async def test_observer_may_only_query_status(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, host.peer() as observer:
-        await observer.greet("observer")
+    async with open_host(tmp_path) as host, host.peer("observer") as observer:
         assert (await observer.status())["pid"] == os.getpid()
-        assert isinstance(await observer.request(Lookup(1, join_keys(KEYS), TOKENS)), Refused)
+        await observer.request(Lookup(1, join_keys(KEYS), TOKENS), Refused)
 
 
 async def test_status_counts_tasks_by_name(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, host.peer() as observer:
-        await observer.greet("observer")
-        before = await tasks_of(observer)
-        async with host.peer() as engine:
-            await engine.greet()
-            assert sum((await tasks_of(observer)).values()) > sum(before.values())
+    async with open_host(tmp_path) as host, host.peer("observer") as observer:
+        before = (await observer.status())["tasks"]
+        async with host.peer("scheduler"):
+            assert sum((await observer.status())["tasks"].values()) > sum(before.values())
         with anyio.fail_after(60):
-            while await tasks_of(observer) != before:
+            while (await observer.status())["tasks"] != before:
                 await anyio.sleep(0.01)
-
-
-async def tasks_of(observer: Peer) -> dict[str, int]:
-    tasks = (await observer.status())["tasks"]
-    assert isinstance(tasks, dict)
-    return tasks
 
 
 @pytest.mark.parametrize(
@@ -298,17 +277,15 @@ async def tasks_of(observer: Peer) -> dict[str, int]:
     ids=["endless", "not-msgpack", "no-hello", "wrong-version", "invalid-rank"],
 )
 async def test_invalid_frame_is_refused_and_others_are_served(tmp_path: Path, frame: bytes) -> None:
-    async with open_host(tmp_path) as host, host.peer() as healthy, host.peer() as faulty:
-        await healthy.greet()
+    async with open_host(tmp_path) as host, host.peer("scheduler") as healthy, host.peer() as faulty:
         await faulty.stream.send(frame)
-        assert isinstance(await faulty.receive(), Refused)
-        assert await healthy.request(Lookup(1, join_keys(KEYS), TOKENS)) == Found(1, [], [], [], 0)
+        await faulty.receive(Refused)
+        assert await healthy.look_up(KEYS) == Found(1, [], [], [], 0)
 
 
 async def test_truncated_keys_are_refused(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, host.peer() as faulty:
-        await faulty.greet()
-        assert isinstance(await faulty.request(Lookup(1, join_keys(KEYS)[:-1], TOKENS)), Refused)
+    async with open_host(tmp_path) as host, host.peer("scheduler") as faulty:
+        await faulty.request(Lookup(1, join_keys(KEYS)[:-1], TOKENS), Refused)
         assert host.server.engines == 1, "it may still be copying until it disconnects"
 
 
@@ -317,11 +294,9 @@ async def test_refused_engine_keeps_its_leases_until_it_disconnects(
 ) -> None:
     """It may still be copying."""
     async with open_host(tmp_path) as host:
-        async with host.peer() as scheduler, host.peer() as observer:
-            await scheduler.greet()
-            await observer.greet("observer")
-            await scheduler.request(Reserve(1, [Run(ROOT, join_keys(KEYS), CHUNK_TOKENS)]))
-            assert isinstance(await scheduler.request(Reserve(2, [Run(ROOT, b"?", 1)])), Refused)
+        async with host.peer("scheduler") as scheduler, host.peer("observer") as observer:
+            await scheduler.reserve(KEYS)
+            await scheduler.request(Reserve(2, [Run(ROOT, b"?", 1)]), Refused)
             assert "rejected an engine: " in caplog.text
             for _ in range(10):
                 await scheduler.send(Lookup(1, join_keys(KEYS), TOKENS))
@@ -334,38 +309,35 @@ async def test_refused_engine_keeps_its_leases_until_it_disconnects(
 async def test_engine_with_invalid_rank_leaves_nothing(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host, host.peer() as faulty:
         await faulty.send(Hello(protocol.VERSION, "engine", "worker", 7, LAYOUT, NAMESPACE))
-        assert isinstance(await faulty.receive(), Refused)
+        await faulty.receive(Refused)
         assert host.server.engines == 0
 
 
 @pytest.mark.parametrize("role", ["scheduler", "worker", "observer"])
 async def test_pings_are_answered(tmp_path: Path, role: protocol.Role) -> None:
-    async with open_host(tmp_path) as host, host.peer() as engine:
-        await engine.greet(role)
+    async with open_host(tmp_path) as host, host.peer(role) as engine:
         assert await engine.request(Ping(5)) == Pong(5)
 
 
 async def test_notifications_are_sent_during_a_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_host(tmp_path) as host, host.peer() as scheduler:
-        await scheduler.greet()
+    async with open_host(tmp_path) as host, host.peer("scheduler") as scheduler:
         cleared, clear = anyio.Event(), host.server.cache.clear
 
         async def slow_clear(**options: Any) -> Any:
-            (connection,) = host.server._connections["engine"]
-            await connection.notify(Notice("clearing"))
+            logger.warning("clearing")
             await cleared.wait()
             return await clear(**options)
 
         monkeypatch.setattr(host.server.cache, "clear", slow_clear)
-        assert await scheduler.request(Clear(1)) == Notice("clearing")
+        with host.server.notices.listening(logger):
+            assert await scheduler.request(Clear(1)) == Notice("clearing")
         cleared.set()
         assert await scheduler.receive() == Cleared(1, 0)
 
 
 async def test_engine_that_does_not_read_is_waited_for(tmp_path: Path) -> None:
     """It may be stopped, and still be copying."""
-    async with open_host(tmp_path) as host, host.peer() as scheduler:
-        await scheduler.greet()
+    async with open_host(tmp_path) as host, host.peer("scheduler") as scheduler:
         (connection,) = host.server._connections["engine"]
         notices = 64
         sent = 0
@@ -382,7 +354,7 @@ async def test_engine_that_does_not_read_is_waited_for(tmp_path: Path) -> None:
             assert 0 < sent < 8
             assert host.server.engines == 1
             for _ in range(notices):
-                assert isinstance(await scheduler.receive(), Notice)
+                await scheduler.receive(Notice)
         assert await scheduler.request(Ping(1)) == Pong(1)
 
 

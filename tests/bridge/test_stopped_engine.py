@@ -11,8 +11,8 @@ import pytest
 
 from kvtier.bridge import server
 from kvtier.bridge.client import status
-from kvtier.bridge.protocol import Confirm, Confirmed, Found, Lookup, Reserve, Reserved, Run
-from kvtier.memory.keys import chunk_keys, join_keys, root_key
+from kvtier.bridge.protocol import Confirm, Confirmed
+from kvtier.memory.keys import chunk_keys, root_key
 from kvtier.plugins import Plugins
 from tests.rigs.bridges import CHUNK_TOKENS as REAL_CHUNK_TOKENS
 from tests.rigs.bridges import ROOT as REAL_ROOT
@@ -77,21 +77,17 @@ async def test_stopped_engine_keeps_only_memory_that_it_may_write_to(
     async with (
         open_host(tmp_path, reserve_share=1) as host,
         host.engine() as (stopped, workers),
-        host.peer() as other,
+        host.peer("scheduler", engine="other") as other,
     ):
-        await other.greet(engine="other")
         await store_scripted(stopped, workers, keys[:40])
         await host.server.cache.drain(30)
-        found = await stopped.request(Lookup(1, join_keys(keys[:40]), 40 * CHUNK_TOKENS))
-        assert isinstance(found, Found)
+        found = await stopped.look_up(keys[:40])
         assert len(found.leases) == 40
-        mine = await stopped.request(Reserve(2, [Run(keys[39], join_keys(keys[40:]), CHUNK_TOKENS)]))
-        assert isinstance(mine, Reserved)
+        mine = await stopped.reserve(keys[40:], keys[39], ticket=2)
         assert not all(mine.leases), "no memory is left"
 
         async def others() -> int:
-            asked = await other.request(Reserve(1, [Run(keys[39], join_keys(keys[40:60]), CHUNK_TOKENS)]))
-            assert isinstance(asked, Reserved)
+            asked = await other.reserve(keys[40:60], keys[39])
             granted = zip(mine.offsets, mine.leases, strict=True)
             assert not (set(asked.offsets) - {0}) & {offset for offset, lease in granted if lease}
             return sum(map(bool, asked.leases))

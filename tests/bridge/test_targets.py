@@ -52,8 +52,7 @@ def address(listener: socket.socket) -> str:
 
 async def transfer(scheduler: Peer, ticket: int, to: str) -> KVTransferResult:
     """Send the hint of a request to the cache process, and wait for its result."""
-    result = await scheduler.request(KVTransfer(ticket, to, ROOT, join_keys(KEYS), TOKENS))
-    assert isinstance(result, KVTransferResult)
+    result = await scheduler.request(KVTransfer(ticket, to, ROOT, join_keys(KEYS), TOKENS), KVTransferResult)
     assert result.ticket == ticket
     return result
 
@@ -66,8 +65,7 @@ async def transfer(scheduler: Peer, ticket: int, to: str) -> KVTransferResult:
 async def test_no_address_that_only_a_request_names_is_dialled(
     tmp_path: Path, stranger: socket.socket, settings: dict[str, Any]
 ) -> None:
-    async with open_host(tmp_path, **{"peer": PEER, **settings}) as host, host.peer() as scheduler:
-        await scheduler.greet()
+    async with open_host(tmp_path, **{"peer": PEER, **settings}) as host, host.peer("scheduler") as scheduler:
         result = await transfer(scheduler, 1, address(stranger))
         assert not is_dialled(stranger)
         assert (result.tokens, "kv_transfer.targets" in result.reason) == (0, True)
@@ -82,8 +80,7 @@ async def test_addresses_in_the_settings_are_dialled(
         {"peer": {**PEER, "others": named}} if by == "others" else {"kv_transfer": {"targets": named}}
     )
     stranger.close()
-    async with open_host(tmp_path, **{"peer": PEER, **settings}) as host, host.peer() as scheduler:
-        await scheduler.greet()
+    async with open_host(tmp_path, **{"peer": PEER, **settings}) as host, host.peer("scheduler") as scheduler:
         result = await transfer(scheduler, 1, named[0].lower())
         assert "kv_transfer.targets" not in result.reason
         assert "refused" in result.reason
@@ -92,8 +89,7 @@ async def test_addresses_in_the_settings_are_dialled(
 async def test_one_warning_for_all_addresses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A client could otherwise fill the log, and the logs of all engines."""
     with caplog.at_level(logging.WARNING, "kvtier"):
-        async with open_host(tmp_path, peer=PEER) as host, host.peer() as scheduler:
-            await scheduler.greet()
+        async with open_host(tmp_path, peer=PEER) as host, host.peer("scheduler") as scheduler:
             for ticket in range(1, 101):
                 await transfer(scheduler, ticket, f"169.254.169.254:{ticket}")
     lines = [record.getMessage() for record in caplog.records if "169.254" in record.getMessage()]

@@ -13,17 +13,12 @@ from kvtier.bridge.protocol import (
     VERSION,
     Cleared,
     ClearWeights,
-    Commit,
     Found,
     Hello,
-    Lookup,
-    Reserve,
-    Reserved,
-    Run,
     UseWeights,
     Weights,
 )
-from kvtier.memory.keys import chunk_keys, join_keys, root_key
+from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
 from kvtier.memory.layout import has_weights, namespace
 from kvtier.rpc.frames import Refused
 from tests.rigs.bridges import hello
@@ -39,15 +34,16 @@ def weights(weights_id: str, model: str = "llama") -> Weights:
 STARTUP, FIRST, SECOND = weights(""), weights("step-1"), weights("step-2")
 
 
-def keys(of: Weights) -> bytes:
-    return join_keys(chunk_keys(root_key(of.namespace), list(range(TOKENS)), CHUNK_TOKENS))
+def keys(of: Weights) -> list[ChunkKey]:
+    return chunk_keys(root_key(of.namespace), list(range(TOKENS)), CHUNK_TOKENS)
 
 
 @asynccontextmanager
 async def workers_of(host: Host) -> AsyncIterator[list[Peer]]:
-    async with host.peer() as worker0, host.peer() as worker1:
-        for rank, worker in enumerate((worker0, worker1)):
-            await worker.greet("worker", rank, namespace=STARTUP.namespace)
+    async with (
+        host.peer("worker", 0, namespace=STARTUP.namespace) as worker0,
+        host.peer("worker", 1, namespace=STARTUP.namespace) as worker1,
+    ):
         yield [worker0, worker1]
 
 
@@ -55,23 +51,19 @@ async def store(host: Host, of: Weights, engine: Peer) -> None:
     """Store a prompt's chunks, in memory and on disk, while the engine has these weights."""
     async with workers_of(host) as workers:
         await engine.send(UseWeights(of))
-        reserved = await engine.request(Reserve(1, [Run(root_key(of.namespace), keys(of), CHUNK_TOKENS)]))
-        assert isinstance(reserved, Reserved)
+        reserved = await engine.reserve(keys(of), root_key(of.namespace))
         assert all(reserved.leases)
         for worker in workers:
-            await worker.send(Commit(reserved.leases))
-            await worker.status()
+            await worker.commit(reserved.leases)
     await host.server.cache.drain(5)
 
 
 async def found(of: Weights, engine: Peer) -> int:
     """Return how many chunks of a prompt are found."""
-    answer = await engine.request(Lookup(2, keys(of), TOKENS))
-    assert isinstance(answer, Found)
+    answer = await engine.look_up(keys(of), 2)
     leases = len(answer.leases)
     while answer.fetching:
-        answer = await engine.receive()  # type: ignore[assignment]
-        assert isinstance(answer, Found)
+        answer = await engine.receive(Found)
         leases += len(answer.leases)
     return leases
 
@@ -85,17 +77,16 @@ def test_namespaces_of_weights() -> None:
 
 @pytest.mark.anyio
 async def test_chunks_belong_to_the_weights_at_the_time_of_their_reservation(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, host.peer() as engine, workers_of(host) as workers:
-        await engine.greet(namespace=STARTUP.namespace)
-        reserved = await engine.request(
-            Reserve(1, [Run(root_key(STARTUP.namespace), keys(STARTUP), CHUNK_TOKENS)])
-        )
+    async with (
+        open_host(tmp_path) as host,
+        host.peer("scheduler", namespace=STARTUP.namespace) as engine,
+        workers_of(host) as workers,
+    ):
+        reserved = await engine.reserve(keys(STARTUP), root_key(STARTUP.namespace))
         await engine.send(UseWeights(FIRST))
-        assert (await engine.status())["engines"][0]["weights_id"] == "step-1"  # type: ignore[index]
-        assert isinstance(reserved, Reserved)
+        assert (await engine.status())["engines"][0]["weights_id"] == "step-1"
         for worker in workers:
-            await worker.send(Commit(reserved.leases))
-            await worker.status()
+            await worker.commit(reserved.leases)
         catalog = host.server.cache.catalog
         assert len(catalog.keys(0, STARTUP.namespace)) == 6
         await store(host, FIRST, engine)
@@ -109,16 +100,17 @@ async def test_reconnecting_scheduler_keeps_its_weights_and_workers_need_not_kno
     tmp_path: Path,
 ) -> None:
     async with open_host(tmp_path) as host:
-        async with host.peer() as worker:
-            await worker.greet("worker", namespace=STARTUP.namespace)
-            async with host.peer() as engine:
-                await engine.greet(namespace=STARTUP.namespace, weights=FIRST)
+        async with (
+            host.peer("worker", namespace=STARTUP.namespace),
+            host.peer("scheduler", namespace=STARTUP.namespace, weights=FIRST),
+        ):
+            assert host.engine_status()["weights_id"] == FIRST.id
+            async with host.peer("worker", 1, namespace=STARTUP.namespace):
                 assert host.engine_status()["weights_id"] == FIRST.id
-                async with host.peer() as other:
-                    await other.greet("worker", 1, namespace=STARTUP.namespace)
-                    assert host.engine_status()["weights_id"] == FIRST.id
-        async with host.peer() as another_model, host.peer() as engine:
-            await engine.greet(namespace=STARTUP.namespace)
+        async with (
+            host.peer() as another_model,
+            host.peer("scheduler", namespace=STARTUP.namespace),
+        ):
             refused = await another_model.request(
                 Hello(VERSION, "engine", "worker", 0, LAYOUT, weights("", "qwen").namespace)
             )
@@ -127,9 +119,11 @@ async def test_reconnecting_scheduler_keeps_its_weights_and_workers_need_not_kno
 
 @pytest.mark.anyio
 async def test_clear_removes_some_weights_from_some_tiers(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, host.peer() as engine, host.peer() as observer:
-        await engine.greet(namespace=STARTUP.namespace)
-        await observer.greet("observer")
+    async with (
+        open_host(tmp_path) as host,
+        host.peer("scheduler", namespace=STARTUP.namespace) as engine,
+        host.peer("observer") as observer,
+    ):
         for each in (FIRST, SECOND, weights("step-1", "qwen")):
             await store(host, each, engine)
         catalog, size = host.server.cache.catalog, catalog_bytes(host, FIRST)
@@ -140,8 +134,7 @@ async def test_clear_removes_some_weights_from_some_tiers(tmp_path: Path) -> Non
         assert [catalog.count(tier) for tier in (0, 1)] == [6, 6]
         assert [await found(each, engine) for each in (FIRST, SECOND)] == [0, 6]
         assert await observer.request(ClearWeights(3, "step-3")) == Cleared(3, 0, 0)
-        refused = await observer.request(ClearWeights(4, "step-2", ["disk"]))
-        assert isinstance(refused, Refused)
+        refused = await observer.request(ClearWeights(4, "step-2", ["disk"]), Refused)
         assert "unknown tier 'disk': use one of ram, ssd" in refused.reason
 
 
@@ -152,14 +145,11 @@ def catalog_bytes(host: Host, of: Weights) -> int:
 
 @pytest.mark.anyio
 async def test_clear_finds_weights_after_a_restart(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, host.peer() as engine:
-        await engine.greet(namespace=STARTUP.namespace)
+    async with open_host(tmp_path) as host, host.peer("scheduler", namespace=STARTUP.namespace) as engine:
         for each in (FIRST, SECOND):
             await store(host, each, engine)
-    async with open_host(tmp_path) as host, host.peer() as observer:
-        await observer.greet("observer")
-        cleared = await observer.request(ClearWeights(1, "step-1"))
-        assert isinstance(cleared, Cleared)
+    async with open_host(tmp_path) as host, host.peer("observer") as observer:
+        cleared = await observer.request(ClearWeights(1, "step-1"), Cleared)
         assert cleared.chunks == 6
         assert host.server.cache.catalog.count(1) == 6
 

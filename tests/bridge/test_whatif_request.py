@@ -43,11 +43,10 @@ async def test_engines_may_ask_as_well_and_other_requests_are_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Instance, "what_if", lambda _: REPORT)
-    async with open_host(tmp_path) as host, host.peer() as scheduler:
-        await scheduler.greet()
+    async with open_host(tmp_path) as host, host.peer("scheduler") as scheduler:
         await scheduler.send(WhatIf(1), Status(2))
         assert await scheduler.receive() == WhatIfAnswer(1, True, REPORT)
-        assert isinstance(await scheduler.receive(), StatusReport)
+        await scheduler.receive(StatusReport)
 
 
 async def test_older_process_is_reported_with_both_versions(tmp_path: Path) -> None:
