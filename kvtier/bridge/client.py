@@ -150,7 +150,6 @@ class SchedulerBridge(Bridge):
         self._held: dict[ChunkKey, int] = {}
         self._kv_transfers: dict[int, protocol.KVTransferResult | None] = {}
         """The last result of each running KV transfer."""
-        self._in_use: set[int] = set()
         self._seen = 0
         """The last reservation that was granted by :attr:`welcome`'s process."""
         self._abandoned: list[int] = []
@@ -164,7 +163,7 @@ class SchedulerBridge(Bridge):
 
     def _make_hello(self) -> protocol.Hello:
         self._greeted = self._hello
-        return msgspec.structs.replace(super()._make_hello(), holding=sorted(self._in_use), seen=self._seen)
+        return msgspec.structs.replace(super()._make_hello(), seen=self._seen)
 
     def _connected(self, connection: UnixConnection[protocol.Welcome]) -> None:
         before = self.welcome
@@ -183,7 +182,6 @@ class SchedulerBridge(Bridge):
         super()._lost()
         self._lookups.clear()
         self._kv_transfers.clear()
-        self._in_use.clear()
         self._held.clear()
         self._abandoned_sent = 0
 
@@ -228,7 +226,6 @@ class SchedulerBridge(Bridge):
         lookup.last_tokens, lookup.block_hashes = found.last_tokens, found.block_hashes
         lookup.parent, lookup.likely_blocks = found.parent, found.likely_blocks
         lookup.updated_at = time.monotonic()
-        self._in_use.update(found.leases)
 
     def _take_held(self, held: protocol.Held) -> None:
         keys = split_keys(held.keys)
@@ -274,7 +271,6 @@ class SchedulerBridge(Bridge):
         """Cancel a lookup and release its leases."""
         lookup = self._lookups.pop(ticket, None)
         if lookup is not None and (lookup.leases or not lookup.final):
-            self._in_use.difference_update(lookup.leases)
             self.send(protocol.Cancel(ticket))
 
     @property

@@ -8,23 +8,23 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from anyio import to_thread
 
 from kvtier.bridge import leases, protocol
-from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.client import status
 from kvtier.bridge.leases import WriterProcess
 from kvtier.bridge.protocol import Hello, Leave, RequestStaging
 from kvtier.peers.staging.buffers import Stagings
 from kvtier.plugins import Plugins
+from kvtier.rpc.client import UnixConnection
 from kvtier.settings import Settings
 from kvtier.transports.nixl.settings import NixlSettings
 from tests.rigs.bridges import KEYS as REAL_KEYS
 from tests.rigs.bridges import ROOT as REAL_ROOT
-from tests.rigs.bridges import Start, reserve
-from tests.rigs.bridges import hello as real_hello
+from tests.rigs.bridges import Start, connect, lose_connection, reserve
+from tests.rigs.open_files import open_files
 from tests.rigs.scripted_engine import KEYS, LAYOUT, NAMESPACE, Host, open_host
 from tests.rigs.waiting import until, wait_until
 from tests.rigs.worker_process import WorkerProcess
@@ -157,34 +157,30 @@ def test_exit_is_noticed_without_pidfd() -> None:
 def test_process_that_has_connected_has_a_pidfd() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
+        before = open_files()
         writer = WriterProcess.of(ours)
-        assert writer._fd is not None
+        assert any("[pidfd]" in file for file in set(open_files()) - set(before))
         writer.close()
+        assert open_files() == before
 
 
 @pytest.mark.parametrize("lost", ["before", "with"])
 def test_reservations_abandoned_while_the_connection_is_lost_are_freed(
-    tmp_path: Path, start: Start, lost: str
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     """No worker knows of them, so no other call would ever free them."""
     path = tmp_path / "socket"
     start()
-    worker = WorkerBridge(real_hello("worker"), path)
-    scheduler = SchedulerBridge(real_hello("scheduler"), path)
-    worker.connect()
-    scheduler.connect()
+    scheduler, _ = connect(path)
     leases = reserve(scheduler, REAL_ROOT, list(REAL_KEYS[:4])).granted
     assert len(leases) == 4
     if lost == "before":
-        scheduler._drop()
+        lose_connection(scheduler)
     else:
-        connection: Any = scheduler._connection
-        connection.send = lambda _: None
+        monkeypatch.setattr(UnixConnection, "send", lambda *_: None)
     scheduler.abandon(leases)
-    scheduler._drop()
+    monkeypatch.undo()
+    lose_connection(scheduler)
     wait_until(scheduler.ready)
     wait_until(lambda: status(path)["engines"][0]["reservations"] == 0)
     assert all(reserve(scheduler, REAL_ROOT, list(REAL_KEYS[:4])).leases)
-    assert scheduler._abandoned == [], "the answer shows that they have been handled"
-    worker.close()
-    scheduler.close()

@@ -10,14 +10,13 @@ import anyio
 import pytest
 
 from kvtier.bridge import protocol
-from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
-from kvtier.bridge.protocol import Commit, Hello, Leave, Reserved
+from kvtier.bridge.client import SchedulerBridge, status
+from kvtier.bridge.protocol import Commit, Leave, Reserved
 from kvtier.plugins import Plugins
 from tests.rigs.bridges import KEYS as REAL_KEYS
-from tests.rigs.bridges import LAYOUT as REAL_LAYOUT
-from tests.rigs.bridges import NAMESPACE as REAL_NAMESPACE
 from tests.rigs.bridges import ROOT as REAL_ROOT
-from tests.rigs.bridges import Start, reserve
+from tests.rigs.bridges import Start, connect, lose_connection, reserve
+from tests.rigs.bridges import hello as real_hello
 from tests.rigs.scripted_engine import KEYS, Host, Peer, open_host, store
 from tests.rigs.waiting import until, wait_until
 from tests.rigs.worker_process import WorkerProcess
@@ -178,21 +177,16 @@ async def test_lookup_in_flight_ends_with_its_scheduler(
                 assert host.engine_status()["tickets"] == 0
 
 
-def real_hello(role: protocol.Role, engine: str) -> Hello:
-    return Hello(protocol.VERSION, engine, role, 0, REAL_LAYOUT, REAL_NAMESPACE)
-
-
 def test_memory_is_kept_until_the_process_of_a_disconnected_engine_exits(
     tmp_path: Path, start: Start
 ) -> None:
     socket = tmp_path / "socket"
     start()
-    with WorkerProcess(socket, real_hello("worker", "engine")) as process:
+    with WorkerProcess(socket, real_hello("worker")) as process:
         process.await_connected()
-        scheduler = SchedulerBridge(real_hello("scheduler", "engine"), socket)
-        other = SchedulerBridge(real_hello("scheduler", "other"), socket)
+        scheduler = SchedulerBridge(real_hello("scheduler"), socket)
         scheduler.connect()
-        other.connect()
+        other, _ = connect(socket, "other")
         reserved = reserve(scheduler, REAL_ROOT, list(REAL_KEYS[:4]))
         assert len(reserved.granted) == 4
         process.disconnect()
@@ -205,21 +199,15 @@ def test_memory_is_kept_until_the_process_of_a_disconnected_engine_exits(
     wait_until(lambda: status(socket)["reservations"]["departed_engines"] == 0)
     other.abandon(again.granted)
     wait_until(lambda: status(socket)["arena"]["leases"] == 0)
-    other.close()
 
 
 def test_worker_refuses_reservations_from_before_it_has_returned(tmp_path: Path, start: Start) -> None:
     socket = tmp_path / "socket"
     start()
-    worker, scheduler = (
-        WorkerBridge(real_hello("worker", "engine"), socket),
-        SchedulerBridge(real_hello("scheduler", "engine"), socket),
-    )
-    worker.connect()
-    scheduler.connect()
+    scheduler, worker = connect(socket)
     filling, unknown = (reserve(scheduler, REAL_ROOT, [key]).granted for key in REAL_KEYS[:2])
     assert worker.fill(filling) == [True]
-    worker._drop()
+    lose_connection(worker)
     wait_until(worker.ready)
     assert worker.fill(unknown) == [False], "another engine may have its memory"
     assert status(socket)["engines"][0]["reservations"] == 1
@@ -228,5 +216,3 @@ def test_worker_refuses_reservations_from_before_it_has_returned(tmp_path: Path,
     assert worker.commit(filling + later)
     wait_until(lambda: status(socket)["engines"][0]["reservations"] == 0)
     assert status(socket)["counts"]["stored"] == 1
-    worker.close()
-    scheduler.close()

@@ -7,18 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvtier.bridge.client import SchedulerBridge, WorkerBridge, status
+from kvtier.bridge.client import status
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.pipeline.query import Query
-from tests.rigs.bridges import CHUNK_TOKENS, KEYS, LAYOUT, hello, store
+from tests.rigs.bridges import CHUNK_TOKENS, KEYS, LAYOUT, Start, connect, store
 from tests.rigs.waiting import wait_until
 
-Start = Callable[..., subprocess.Popen[str]]
 PAUSES = [
     0,
     pytest.param(0.002, marks=pytest.mark.slow),
@@ -52,31 +50,22 @@ def test_sigkill_during_writes_leaves_only_whole_chunks(tmp_path: Path, start: S
     process.wait()
     scheduler.close()
     worker.close()
-    restarted = start()
+    start()
     report = status(tmp_path / "socket")
     files = list((tmp_path / "ssd").rglob("*.kv"))
     assert report["tiers"][1]["chunks"] == len(files)
     assert report["tiers"][1]["used_bytes"] == sum(file.stat().st_size for file in files)
     assert not list((tmp_path / "ssd").rglob("*.tmp"))
-    scheduler = SchedulerBridge(hello("scheduler"), tmp_path / "socket")
-    worker = WorkerBridge(hello("worker"), tmp_path / "socket")
-    worker.connect()
-    scheduler.connect()
+    scheduler, worker = connect(tmp_path / "socket")
     assert worker.arena is not None
     ticket = scheduler.look_up(Query(KEYS, CHUNK_TOKENS * len(KEYS)))
     assert ticket is not None
-    lookup = scheduler.found(ticket, wait=60)
-    while lookup is not None and not lookup.final:
-        time.sleep(0.01)
-        lookup = scheduler.found(ticket)
+    wait_until(lambda: bool((lookup := scheduler.found(ticket)) and lookup.final))
+    lookup = scheduler.found(ticket)
     assert lookup is not None
     for key, offset in zip(KEYS, lookup.offsets, strict=False):
         payload = bytes(worker.arena.view(offset + HEADER_BYTES, LAYOUT.payload_bytes(CHUNK_TOKENS)))
         assert payload == key * (len(payload) // len(key))
-    scheduler.close()
-    worker.close()
-    restarted.kill()
-    restarted.wait()
 
 
 def test_second_process_on_one_socket_names_the_first(tmp_path: Path, start: Start) -> None:

@@ -26,14 +26,9 @@ Plugins.load([])
 STOPPED = """
 import os, signal, sys
 from pathlib import Path
-import msgspec
-from kvtier.bridge.client import SchedulerBridge, WorkerBridge
-from tests.rigs.bridges import CHUNK_TOKENS, ROOT, hello, reserve
+from tests.rigs.bridges import CHUNK_TOKENS, ROOT, connect, reserve
 from kvtier.memory.keys import chunk_keys
-roles = [msgspec.structs.replace(hello(role), engine="stopped") for role in ("worker", "scheduler")]
-worker, scheduler = WorkerBridge(roles[0], Path(sys.argv[1])), SchedulerBridge(roles[1], Path(sys.argv[1]))
-worker.connect()
-scheduler.connect()
+scheduler, worker = connect(Path(sys.argv[1]), "stopped")
 keys = chunk_keys(ROOT, range(10**6, 10**6 + 200 * CHUNK_TOKENS), CHUNK_TOKENS)
 granted = reserve(scheduler, ROOT, list(keys)).granted
 worker.fill(granted)

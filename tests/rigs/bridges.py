@@ -17,11 +17,12 @@ import yaml
 from kvtier.bridge import protocol
 from kvtier.bridge.client import Bridge, SchedulerBridge, WorkerBridge, status
 from kvtier.bridge.protocol import Hello, Run
-from kvtier.errors import ChannelError
+from kvtier.errors import ChannelClosed, ChannelError
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import ChunkKey, chunk_keys, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc.calls import Call
+from kvtier.rpc.client import UnixConnection
 from tests.rigs.waiting import wait_until
 
 CHUNK_TOKENS = 64
@@ -82,8 +83,31 @@ def _close_bridges() -> Iterator[None]:
         _bridges.pop().close()
 
 
-def hello(role: protocol.Role) -> Hello:
-    return Hello(protocol.VERSION, "engine", role, 0, LAYOUT, NAMESPACE)
+def hello(role: protocol.Role, engine: str = "engine") -> Hello:
+    return Hello(protocol.VERSION, engine, role, 0, LAYOUT, NAMESPACE)
+
+
+def connect(socket: Path, engine: str = "engine") -> tuple[SchedulerBridge, WorkerBridge]:
+    """Connect the scheduler and the worker of an engine, until the end of the test."""
+    scheduler = SchedulerBridge(hello("scheduler", engine), socket)
+    worker = WorkerBridge(hello("worker", engine), socket)
+    for bridge in (worker, scheduler):
+        bridge.connect()
+        _bridges.append(bridge)
+    assert worker.arena is not None
+    return scheduler, worker
+
+
+def lose_connection(bridge: Bridge) -> None:
+    """Let the connection of a bridge fail."""
+
+    def fail(*_: object) -> None:
+        raise ChannelClosed("cut")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UnixConnection, "receive", fail)
+        bridge.poll()
+    assert not bridge.connected
 
 
 def wait_for_reply(bridge: Bridge, call: Call[ResultT] | None) -> ResultT:
@@ -106,11 +130,7 @@ def confirm(worker: WorkerBridge, leases: list[int]) -> bool:
 
 def store(socket: Path, keys: list[ChunkKey]) -> tuple[SchedulerBridge, WorkerBridge]:
     """Store chunks filled with their keys, and keep the engine connected."""
-    worker = WorkerBridge(hello("worker"), socket)
-    scheduler = SchedulerBridge(hello("scheduler"), socket)
-    worker.connect()
-    scheduler.connect()
-    _bridges.extend([worker, scheduler])
+    scheduler, worker = connect(socket)
     assert worker.arena is not None
     reserved = reserve(scheduler, ROOT, keys)
     assert all(reserved.leases)

@@ -90,11 +90,12 @@ class ScriptedCache(ScriptedServer):
         super().__init__(path, protocol.decode_from_engine)
         self.epoch = epoch
 
-    def greet(self) -> None:
-        """Accept a connection, and answer its ``Hello``."""
+    def greet(self) -> Hello:
+        """Accept a connection, and answer its ``Hello``, which is returned."""
         self.accept()
-        self.receive(Hello)
+        greeting = self.receive(Hello)
         self.welcome()
+        return greeting
 
     def welcome(self) -> None:
         fd = os.memfd_create("arena")

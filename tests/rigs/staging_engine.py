@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -144,7 +144,9 @@ class _Side:
     def end(self, prompt: int, complete: bool) -> int:
         """End the KV transfer. Return the number of tokens known to be at the receiver, or -1 if unknown."""
         ticket = self._tickets.pop(prompt)
-        result = self._scheduler.transferred(ticket) if ticket in self._scheduler._kv_transfers else None
+        result = None
+        with suppress(KeyError):  # It has ended.
+            result = self._scheduler.transferred(ticket)
         self._scheduler.end_kv_transfer(ticket, complete=complete)
         return -1 if result is None else result.tokens
 
