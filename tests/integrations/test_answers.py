@@ -8,7 +8,6 @@ hooks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, product
 from random import Random
@@ -34,7 +33,7 @@ from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.multi_part import SchedulerSides
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.weights import EngineWeights
-from kvtier.memory.keys import BLOCK_HASH_BYTES, ChunkKey, split_keys
+from kvtier.memory.keys import BLOCK_HASH_BYTES, ChunkKey, block_hashes, split_keys
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout
 from kvtier.rpc import client as client_module
 from tests.rigs.stepping import make_request
@@ -76,7 +75,7 @@ class CacheModel:
     keys: dict[ChunkKey, tuple[str, int]] = field(default_factory=dict)
     """The request and the number of each chunk that was looked up."""
     asking: Any = None
-    """The state of the request for which the connector is called."""
+    """The request for which the connector is called."""
     last: int = 0
 
     def lease(self) -> int:
@@ -107,7 +106,7 @@ class CacheModel:
 
     def look_up(self, message: Lookup) -> Iterator[Found]:
         """Yield the answers to a lookup: what is in memory, then what arrives, if it does."""
-        keys, name = split_keys(message.keys), self.asking.request.request_id
+        keys, name = split_keys(message.keys), self.asking.request_id
         self.keys.update((key, (name, at)) for at, key in enumerate(keys))
         held = self.random.randint(0, len(keys))
         contents = [Content(name, at, min(CHUNK, message.tokens - at * CHUNK)) for at in range(held)]
@@ -152,12 +151,12 @@ class CacheModel:
         likely = self.random.randint(1, blocks)
         equal = self.random.choice((likely, self.random.randint(0, likely)))
         stored = self.random.randint(likely * BLOCK, CHUNK)
-        hashes = self.asking.block_hashes(start, start + equal * BLOCK)
+        hashes = block_hashes(self.asking.all_token_ids[start : start + equal * BLOCK], BLOCK)
         hashes += bytes((stored // BLOCK - equal) * BLOCK_HASH_BYTES)
         parent = keys[held - 1] if held else message.root
         if self.random.random() < 0.1:  # The same tokens after others.
             parent, equal = bytes(32), 0
-        content = Content(self.asking.request.request_id, held, equal * BLOCK)
+        content = Content(self.asking.request_id, held, equal * BLOCK)
         return (
             content,
             {"last_tokens": stored, "likely_blocks": likely},
@@ -329,16 +328,14 @@ class EngineModel:
     def arrive(self) -> None:
         request = make_request(self.random.randint(1, MAX_TOKENS), shared_prefix_boundary=0)
         self.requests[request.request_id] = Running(request)
-        with self.asking(request):
-            for side in self.sides.sides:
-                side.on_new_request(request)
+        self.ask_for(request)
+        for side in self.sides.sides:
+            side.on_new_request(request)
 
-    @contextmanager
-    def asking(self, request: Any) -> Iterator[None]:
-        """Set for the caches which request the connector asks for."""
+    def ask_for(self, request: Any) -> None:
+        """Set for the caches which request the connector asks for from now on."""
         for part in self.parts:
-            part.cache.asking = _Later(part.side._requests, request)
-        yield
+            part.cache.asking = request
 
     def has_foreign_loads(self) -> bool:
         """Whether another connector of a MultiConnector loads: vLLM supports that with one group only."""
@@ -451,8 +448,8 @@ class EngineModel:
         request = running.request
         unit = CHUNK if self.layout.has_states else BLOCK
         local = self.random.choice((0, self.random.randint(0, (request.num_tokens - 1) // unit) * unit))
-        with self.asking(request):
-            tokens, _ = self.sides.matched_tokens(request, local)
+        self.ask_for(request)
+        tokens, _ = self.sides.matched_tokens(request, local)
         if tokens is None or self.random.random() < 0.2:
             return
         stop = local + tokens
@@ -571,17 +568,6 @@ class EngineModel:
             assert not cache.reserved
         for side in self.sides.sides:
             side.close()
-
-
-class _Later:
-    """A request's state, which the connector creates before it asks."""
-
-    def __init__(self, states: dict[str, Any], request: Any) -> None:
-        self._states, self.request = states, request
-
-    def block_hashes(self, start: int, stop: int) -> bytes:
-        hashes: bytes = self._states[self.request.request_id].block_hashes(start, stop)
-        return hashes
 
 
 @pytest.fixture(scope="module")

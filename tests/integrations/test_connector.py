@@ -27,6 +27,7 @@ from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.metadata import Job, StepMetadata
 from kvtier.rpc.client import UNRESPONSIVE_SECONDS
 from tests.rigs.bridges import Start, hello, is_serving, start
+from tests.rigs.vllm.bare_connector import bare_connector
 from tests.rigs.waiting import wait_until
 
 __all__ = ["start"]
@@ -114,9 +115,8 @@ def test_amx_is_requested_before_the_first_step(
     calls: list[str] = []
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: (calls.append("request"), granted)[1])
-    instance = object.__new__(connector.KVTierConnector)
-    instance._vllm_config = cast("Any", SimpleNamespace(device_config=SimpleNamespace(device_type=device)))
-    instance._worker = cast("Any", SimpleNamespace(register=lambda _: calls.append("register")))
+    worker = SimpleNamespace(register=lambda _: calls.append("register"))
+    instance = bare_connector(worker=worker, device=device)
     with caplog.at_level("WARNING", connector.logger.name):
         instance.register_kv_caches({})
     assert calls == (["request", "register"] if device == "cpu" and tiles else ["register"])
@@ -150,10 +150,10 @@ class Worker:
     ("spins", "computes", "waits"), [(True, False, 1), (True, True, 0), (False, False, 0)]
 )
 def test_spinning_ranks_wait_in_steps_without_computation(spins: bool, computes: bool, waits: int) -> None:
-    instance, worker, unused = object.__new__(connector.KVTierConnector), Worker(), cast("Any", None)
-    instance._worker, instance._spins = cast("Any", worker), spins
+    worker = Worker()
+    instance = bare_connector(worker=worker, spins=spins)
     instance.bind_connector_metadata(StepMetadata(computes=computes))
-    instance.start_load_kv(unused)
+    instance.start_load_kv(cast("Any", None))
     assert worker.waits == waits
     # vLLM 0.30 does not call wait_for_save() in such steps, and the blocks of finished requests would stay.
     assert worker.saves == (not computes)

@@ -179,6 +179,12 @@ def test_files_that_change_after_vllm_has_started(
     assert EngineWeights("", lambda _: bytes(32), identities.are_current).current.id == ""
 
 
+@pytest.fixture(autouse=True)
+def time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each request compare the files again, as if the last one had been some time ago."""
+    monkeypatch.setattr(module, "FRESH_SECONDS", -1.0)
+
+
 class Engine:
     """What the scheduler's side knows of adapters, and a pool with nothing in it."""
 
@@ -192,8 +198,6 @@ class Engine:
         self.adapters.bind(pool)
 
     def admit(self, lora: LoRARequest, local: int = 0, wait: float = 10.0) -> Any:
-        for adapter in self.adapters._adapters.values():
-            adapter.checked -= 1  # Time has passed.
         request: Any = SimpleNamespace(request_id="r", lora_request=lora)
         return self.adapters.admit(request, local, wait)
 
@@ -268,7 +272,7 @@ def test_what_is_remembered_is_bounded(lora: LoRARequest, monkeypatch: pytest.Mo
     assert engine.admit(lora) is not None
     engine.used = 1  # vLLM's cache was reset.
     assert engine.admit(lora, local=64) is not None
-    assert not adapters._pending
+    assert not adapters.is_pending("r")
 
 
 def test_two_adapters_with_one_number(lora: LoRARequest) -> None:
@@ -328,21 +332,22 @@ def test_worker_knows_what_it_has_loaded(lora: LoRARequest, monkeypatch: pytest.
         return "loaded"
 
     monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
+    monkeypatch.setattr(module, "_loaded", {})
     follow_loads()
     follow_loads()
+    load_adapter: Any = WorkerLoRAManager._load_adapter
     manager: Any = None
     first = Engine().admit(lora).identity
     assert not is_loaded(1, first)
-    assert WorkerLoRAManager._load_adapter(manager, lora) == "loaded"
+    assert load_adapter(manager, lora) == "loaded"
     assert is_loaded(1, first)
     train(lora, 2)
     second = Engine().admit(lora).identity
     assert is_loaded(1, first)
     assert not is_loaded(1, second)
-    WorkerLoRAManager._load_adapter(manager, lora)
+    load_adapter(manager, lora)
     assert is_loaded(1, second)
     events.append(lambda: train(lora, 3))  # While it is being loaded.
-    WorkerLoRAManager._load_adapter(manager, lora)
+    load_adapter(manager, lora)
     assert not any(is_loaded(1, Engine().admit(lora).identity) for _ in range(1))
     assert not is_loaded(1, second)
-    module._loaded.clear()

@@ -14,6 +14,7 @@ from kvtier.integrations.vllm.connector import KVTierConnector
 from kvtier.integrations.vllm.layout import ModelLayout
 from kvtier.integrations.vllm.multi_part import PartMetadata, SchedulerSides, other_parts, part_metadata
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from tests.rigs.vllm.bare_connector import bare_connector
 
 LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
 REQUEST: Any = SimpleNamespace(request_id="a")
@@ -104,10 +105,7 @@ def test_all_workers_report_a_request_of_which_one_part_has_to_save() -> None:
 )
 def test_every_part_is_called(hook: str, arguments: list[Any], call: str) -> None:
     sides = Side(), Side(), Side()
-    connector = object.__new__(KVTierConnector)
-    connector._scheduler, connector._worker = combined(*sides), None
-    connector._log = SimpleNamespace(flush=lambda: None)  # type: ignore[assignment]
-    getattr(connector, hook)(*arguments)
+    getattr(bare_connector(scheduler=combined(*sides)), hook)(*arguments)
     assert [side.calls for side in sides] == [[call]] * 3
 
 
@@ -139,22 +137,17 @@ def test_parts_are_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return opened[-1]
 
     monkeypatch.setattr(KVTierConnector, "_open_part", open_part)
-    connector = object.__new__(KVTierConnector)
-    connector._model = model(2)
     first: Any = Side()
     first.epoch = 7
-    connector._scheduler = combined(first)
+    connector = bare_connector(scheduler=combined(first), model=model(2))
     workers: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {
         (0, 0): worker(0, 7),
         (1, 0): worker(1, 7),
     }
     connector.set_xfer_handshake_metadata_pp_aware(workers)
-    side = connector._scheduler
-    assert side is not None
-    assert len(side.sides) == 2
     connector.set_xfer_handshake_metadata_pp_aware(workers)
-    assert connector._scheduler is side
-    assert len(opened) == 1
+    connector.reset_cache()
+    assert [side.calls for side in (first, *opened)] == [["reset"]] * 2
 
 
 def test_parts_whose_cache_process_is_not_connected_yet() -> None:

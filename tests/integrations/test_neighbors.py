@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -30,7 +30,8 @@ from kvtier.integrations.vllm.request import RequestState
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout
-from tests.rigs.stepping import make_request
+from tests.rigs.stepping import make_request, scheduled
+from tests.rigs.vllm.bare_connector import bare_connector
 
 LAYOUT = ChunkLayout(32, (GroupLayout(16, (64,)),))
 
@@ -51,6 +52,8 @@ class Bridge:
 
     def update(self) -> None:
         pass
+
+    probe = poll_if_due = update
 
 
 class Sent(Bridge):
@@ -85,10 +88,9 @@ def side(bridge: Any = None) -> SchedulerSide:
     return SchedulerSide(Settings(chunk_tokens=32), model, bridge, weights=weights)
 
 
-def connector(bridge: Any = None) -> KVTierConnector:
-    made = object.__new__(KVTierConnector)
-    made._scheduler = SchedulerSides([side(bridge)], chunk_tokens=32, has_states=False)
-    return made
+def connector(one: SchedulerSide | None = None) -> KVTierConnector:
+    sides = SchedulerSides([one or side()], chunk_tokens=32, has_states=False)
+    return bare_connector(scheduler=sides)
 
 
 def multi(*connectors: Any) -> MultiConnector:
@@ -163,7 +165,8 @@ HINTS = fields(
 @example({"kvtier": {"expect": {"tokens": 10**400, "seconds": 1e308}}}, None, 64)
 def test_no_hints_end_the_engine(params: Any, salt: str | None, tokens: int) -> None:
     """Whatever clients send, and whatever of it a message to the cache process contains."""
-    both = multi(*(connector(Sent()) for _ in range(2)))
+    sides = [side(Sent()) for _ in range(2)]
+    both = multi(*map(connector, sides))
     request = make_request(tokens, kv_transfer_params=params, cache_salt=salt)
     both.on_new_request(request)
     assert both.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -172,7 +175,7 @@ def test_no_hints_end_the_engine(params: Any, salt: str | None, tokens: int) -> 
     assert not held
     hinted = isinstance(params, dict) and "kvtier" in params
     assert answer == ({"kvtier": {"peer": None}} if hinted else None)
-    assert not any(each._scheduler.first._requests for each in both._connectors)
+    assert not any(each._requests for each in sides)
 
 
 @pytest.mark.parametrize("fields", [{"cache_salt": "\ud800"}, {"cache_salt": 7}])
@@ -201,8 +204,7 @@ def test_second_engine_of_a_process_has_metrics() -> None:
             config, {each: each for each in (Counter, Gauge, Histogram)}, ["engine"], {0: ["0"]}
         )
         metrics.observe({"looked_up_tokens": 5, "hit_tokens/ram": 3})
-        counted = metrics._counters["looked_up_tokens"].labels("0")
-        assert counted._value.get() == 5
+        assert REGISTRY.get_sample_value("kvtier_looked_up_tokens_total", {"engine": "0"}) == 5
 
 
 class Payload(KVConnectorHandshakeMetadata):
@@ -229,7 +231,7 @@ def test_only_loads_of_others_fail_a_request(policy: str, monkeypatch: pytest.Mo
     recompute_failed_loads()
     recompute_failed_loads()
     ours = connector()
-    monkeypatch.setattr(ours._scheduler.first, "loads", lambda name: name == "ours")
+    monkeypatch.setattr(ours, "loads_request", lambda name: name == "ours")
     scheduler = object.__new__(Scheduler)
     scheduler.connector = multi(object(), ours)
     scheduler.recompute_kv_load_failures = policy == "recompute"
@@ -257,7 +259,7 @@ def test_request_whose_load_failed_elsewhere_stores_nothing(
     one.on_new_request(request)
     request.num_computed_tokens, request.status = 64, status
     assert one.finished(request, ([1, 2, 3, 4],)) == (False, None)
-    assert not one._saves.unreserved
+    one.build_metadata(scheduled({}))  # type: ignore[arg-type]  # It reserves what is left to store.
 
 
 def test_saves_go_on_whatever_steps_vllm_reports() -> None:

@@ -163,7 +163,7 @@ def test_unused_room_is_given_back_at_once(
     else:
         saves.drop(state)
     assert bridge.abandoned == [1]
-    assert saves._expected == {}
+    assert saves.expected_states == 0
 
 
 @pytest.mark.parametrize("lost", ["answer", "request"])

@@ -121,8 +121,9 @@ def copies() -> Copies:
 
 
 @pytest.fixture
-def side(bridge: Bridge, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> WorkerSide:
+def side(bridge: Bridge, copies: Copies, buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> WorkerSide:
     monkeypatch.setattr(worker, "page_copies", lambda *_: copies)
+    monkeypatch.setattr(worker, "StagingBuffer", lambda _: buffer)
     any_bridge: Any = bridge
     return WorkerSide(ModelLayout(LAYOUT, b"n" * 32, (), ()), any_bridge, 0, confirm_timeout=CONFIRM_TIMEOUT)
 
@@ -143,9 +144,8 @@ class Buffer:
 
 
 @pytest.fixture
-def buffer(side: WorkerSide) -> Buffer:
-    buffer = side._staging = Buffer()  # type: ignore[assignment]
-    return buffer
+def buffer() -> Buffer:
+    return Buffer()
 
 
 def mixed(name: str, *, last: bool = False) -> Job:
