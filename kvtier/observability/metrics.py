@@ -25,8 +25,7 @@ from starlette.routing import Route
 
 from kvtier.backends.base import Outcome
 from kvtier.cache import TieredCache
-from kvtier.events import Event, Prefetch, Report, Store
-from kvtier.memory.keys import ChunkKey
+from kvtier.events import Event, Observer, Prefetch, Report, Store
 from kvtier.observability.families import Samples, counter, gauge, histogram
 from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.observability.whatif.report import point_at
@@ -124,7 +123,7 @@ class _Transfers:
             remaining -= count
 
 
-class CacheMetrics(Collector):
+class CacheMetrics(Collector, Observer):
     """The metrics of one cache, in their own registry. Created with :meth:`of`."""
 
     def __init__(
@@ -174,9 +173,6 @@ class CacheMetrics(Collector):
         if transfers is None:
             transfers = self._transfers[kind] = _Transfers()
         transfers.add(report)
-
-    def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
-        """Do nothing: the catalog is read on each scrape."""
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics, in time independent of the number of chunks."""

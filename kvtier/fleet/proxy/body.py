@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
 import msgspec
 from xxhash import xxh3_128
@@ -45,20 +44,17 @@ TOKENIZE_FIELDS = (
 )
 """Fields of a chat request that vLLM's ``/tokenize`` accepts."""
 UNREADABLE = f"{PARAMS} cannot be read: send JSON in UTF-8 without a byte order mark, NaN and lone surrogates"
-_ONE, _FALSE = msgspec.Raw(b"1"), msgspec.Raw(b"false")
-
-_fields = msgspec.json.Decoder(Fields)
-_encode = msgspec.json.encode
-
-
 TTLS = {"5m": 300.0, "1h": 3600.0}
 """Seconds of each ``ttl`` of a ``cache_control``."""
 DEFAULT_TTL = "5m"
 MARKED = b"cache_control"
 _CONTROL = re.compile(rb'"cache_control"\s*:\s*(\{[^{}]*\})')
 """Not within strings, where quotation marks follow a backslash. A tree of all values would take seconds."""
-_FIELDS = (MARKED.decode(), "system", "messages", "tools")
+_MARKABLE = (MARKED.decode(), "system", "messages", "tools")
+_ONE, _FALSE = msgspec.Raw(b"1"), msgspec.Raw(b"false")
+_fields = msgspec.json.Decoder(Fields)
 _values = msgspec.json.Decoder(Any)
+_encode = msgspec.json.encode
 _warn = RateLimitedLog(logging.getLogger("kvtier"))
 
 
@@ -151,19 +147,22 @@ class Body:
         return _encode({**fields, PARAMS: {**self._client_params(), KVTIER: hints}})
 
     def _client_params(self) -> Fields:
-        params = self.fields.get(PARAMS)
-        return _parse_object(bytes(params)) if _is_set(params) and params is not None else {}
+        return _parse_object(self.fields.get(PARAMS))
 
     def _cache_hint(self) -> dict[str, object]:
+        """Return the hint for the engines, empty without one. What the client gives itself counts."""
         if not _is_object(self.fields.get(PARAMS)):
             return {}  # For the engine to refuse.
-        own = self._client_params().get(KVTIER)
-        given = None if own is None else _parse_object(bytes(own)).get("cache")
-        return cache_hint(self.fields, given)
+        hint: dict[str, object] = {}
+        if (retention := _retention(self.fields)) is not None:
+            hint["retention"] = retention
+        if (priority := _priority(self.fields.get("priority"))) != 0:
+            hint["priority"] = priority
+        return hint | _given(_parse_object(self._client_params().get(KVTIER)).get("cache"))
 
     def _prompt(self) -> Prompt | None:
         raw = self.fields.get("messages" if self.path == CHAT_PATH else "prompt")
-        if not _is_set(raw) or raw is None:
+        if not _is_set(raw):
             return None
         seed = xxh3_128(self.path.encode())
         for name in PREFIX_FIELDS:
@@ -174,7 +173,7 @@ class Body:
 def response_params(content: bytes) -> Params:
     """Return kvtier's part of a response's ``kv_transfer_params``; empty if absent or malformed."""
     try:
-        return _params.decode(_parse_object(bytes(_parse_object(content)[PARAMS]))[KVTIER])
+        return _params.decode(_parse_object(_parse_object(content)[PARAMS])[KVTIER])
     except (KeyError, msgspec.DecodeError, RecursionError):
         return Params()
 
@@ -188,9 +187,10 @@ def without_params(content: bytes) -> bytes:
     return _encode(fields)
 
 
-def _parse_object(content: bytes) -> Fields:
+def _parse_object(content: bytes | msgspec.Raw | None) -> Fields:
+    """Return the fields of an object; none if it is missing, malformed or something else."""
     try:
-        return _fields.decode(content)
+        return {} if content is None else _fields.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
 
@@ -202,8 +202,7 @@ def _hides_params(content: bytes, fields: Fields) -> bool:
     """
     if fields:
         raw = fields.get(PARAMS)
-        params = bytes(raw) if raw is not None and _is_set(raw) else b""
-        return params[:1] == b"{" and not _parse_object(params) and decoded(params) != {}
+        return _is_set(raw) and _is_object(raw) and not _parse_object(raw) and decoded(raw) != {}
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
@@ -211,7 +210,7 @@ def _hides_params(content: bytes, fields: Fields) -> bool:
     return isinstance(body, dict) and PARAMS in body
 
 
-def _is_set(raw: msgspec.Raw | None) -> bool:
+def _is_set(raw: msgspec.Raw | None) -> TypeGuard[msgspec.Raw]:
     return raw is not None and bytes(raw) != b"null"
 
 
@@ -221,21 +220,7 @@ def _truthy(raw: msgspec.Raw | None) -> bool:
 
 
 def _is_object(raw: msgspec.Raw | None) -> bool:
-    return not _is_set(raw) or bytes(raw or b"")[:1] == b"{"
-
-
-def cache_hint(fields: Mapping[str, msgspec.Raw], given: msgspec.Raw | None) -> dict[str, object]:
-    """Return the hint for a request's fields, empty without one. ``given``: that of the client.
-
-    What the client gives itself counts. It cannot name a tenant, because tenants have quotas: its
-    ``cache_salt`` does.
-    """
-    hint: dict[str, object] = {}
-    if (retention := _retention(fields)) is not None:
-        hint["retention"] = retention
-    if (priority := _priority(fields.get("priority"))) != 0:
-        hint["priority"] = priority
-    return {**hint, **_given(given)}
+    return not _is_set(raw) or bytes(raw)[:1] == b"{"
 
 
 def _given(raw: msgspec.Raw | None) -> dict[str, Any]:
@@ -250,13 +235,14 @@ def _given(raw: msgspec.Raw | None) -> dict[str, Any]:
         _warn("ignoring an invalid hint `cache` of a request, except its mode: %s", error)
         mode = given.get("mode")
         return {"mode": mode} if mode in get_args(CacheMode) else {}
+    # Tenants have quotas, so a client cannot name one: its cache_salt does.
     return {name: part for name, part in given.items() if name != "tenant"}
 
 
-def _retention(fields: Mapping[str, msgspec.Raw]) -> float | None:
+def _retention(fields: Fields) -> float | None:
     """Return the longest time of a ``cache_control`` in the request."""
     controls: list[object] = []
-    for name in _FIELDS:
+    for name in _MARKABLE:
         raw = fields.get(name)
         if raw is None:
             continue

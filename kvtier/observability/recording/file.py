@@ -29,6 +29,7 @@ from kvtier.observability.recording.format import (
     Record,
     RecordingError,
     encode_frame,
+    older,
 )
 from kvtier.observability.recording.reader import is_recording
 from kvtier.settings.observability import MAX_FILES, RecordingSettings
@@ -208,8 +209,3 @@ class RecordingFile:
         finally:
             rest.release()
         self._bytes += len(data)
-
-
-def older(path: Path, number: int) -> Path:
-    """Return the name of the file that a recording has begun ``number`` files before the one at ``path``."""
-    return path.with_name(f"{path.name}.{number}")

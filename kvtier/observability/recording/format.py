@@ -8,6 +8,7 @@ readable up to its last whole frame, wherever its writer was killed.
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -58,6 +59,11 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     chunks: bytes
     """The numbers of the chunks, u64 each, little-endian."""
     hints: ChunkHints | None = None
+
+
+def older(path: Path, number: int) -> Path:
+    """Return the name of the file that a recording has begun ``number`` files before the one at ``path``."""
+    return path.with_name(f"{path.name}.{number}")
 
 
 def encode_frame(content: Header | Record) -> bytes | None:

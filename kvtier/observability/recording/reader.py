@@ -28,6 +28,7 @@ from kvtier.observability.recording.format import (
     Header,
     Record,
     RecordingError,
+    older,
 )
 from kvtier.settings.observability import MAX_FILES
 
@@ -66,7 +67,7 @@ def read_recording(path: Path) -> Iterator[TraceRequest]:
         parts = [stack.enter_context(_Part(path))]
         seen = {parts[0].inode}
         for number in range(1, MAX_FILES):
-            name = path.with_name(f"{path.name}.{number}")
+            name = older(path, number)
             if not name.is_file() or not is_recording(name):
                 break
             part = stack.enter_context(_Part(name))

@@ -11,7 +11,6 @@ whether a system prompt that everyone uses is in the sample matters no more.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -216,10 +215,3 @@ class HitRates:
         lower, upper = self._hits[bucket], self._hits[bucket + 1]
         hits = lower + (exact - bucket) * (upper - lower)
         return min(1.0, max(0.0, hits / self._asked))
-
-    def least(self, hit_rate: float) -> int:
-        """Return about the least capacity with this hit rate, in bytes."""
-        # Estimates of the hits need not grow with the capacity.
-        highest = list(accumulate(self._hits, max))
-        bucket = bisect_left(highest, hit_rate * self._asked)
-        return int(2 ** (min(bucket, len(highest) - 1) / BUCKETS))

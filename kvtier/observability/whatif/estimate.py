@@ -107,10 +107,8 @@ class Estimate:
                 self.distances.lower(part)
         self._pass_time(seen.time)
         self._add_totals(seen, count)
-        joined = b"".join(seen.keys)
+        keys, positions = self._sample(seen.keys)
         threshold = self.distances.threshold
-        positions = ESTIMATE_SAMPLE.positions(joined, max(threshold, self._threshold))
-        keys = [ChunkKey(joined[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in positions]
         self.sampled += len(keys)
         self._serve(seen, keys, positions)
         if threshold < self._threshold:
@@ -122,14 +120,19 @@ class Estimate:
         """Take chunks that were stored, which are often those of an answer that was never looked up."""
         if not self._chunk_bytes:
             return
-        joined, threshold = b"".join(keys), self.distances.threshold
-        positions = ESTIMATE_SAMPLE.positions(joined, max(threshold, self._threshold))
-        chosen = [ChunkKey(joined[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in positions]
-        if of_miniatures := _of_sample(chosen, self._threshold):
+        chosen, positions = self._sample(keys)
+        of_miniatures, _ = _of_smaller(chosen, positions, self._threshold)
+        if of_miniatures:
             for miniature in self._miniatures():
                 miniature.store(of_miniatures)
-        if of_distances := _of_sample(chosen, threshold):
-            self.distances.add(of_distances, [self._chunk_bytes] * len(of_distances))
+        of_distances, _ = _of_smaller(chosen, positions, self.distances.threshold)
+        self.distances.add(of_distances, [self._chunk_bytes] * len(of_distances))
+
+    def _sample(self, keys: Sequence[ChunkKey]) -> tuple[list[ChunkKey], Sequence[int]]:
+        """Return the keys in the larger of the two samples, and their positions."""
+        joined = b"".join(keys)
+        positions = ESTIMATE_SAMPLE.positions(joined, max(self.distances.threshold, self._threshold))
+        return [ChunkKey(joined[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in positions], positions
 
     def lower(self, halvings: int = 1) -> None:
         """Halve, so often, what costs more: the sample of the miniature caches or of the reuse distances."""
@@ -250,10 +253,6 @@ class Estimate:
 def _gets_every_chunk(tier: LocalTierSettings) -> bool:
     """Whether a lower tier holds what faster ones hold, if it is not smaller."""
     return tier.write == "through" and tier.admit == "first_use"
-
-
-def _of_sample(keys: Sequence[ChunkKey], threshold: int) -> list[ChunkKey]:
-    return list(compress(keys, ESTIMATE_SAMPLE.of(keys, threshold)))
 
 
 def _of_smaller(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -142,9 +142,6 @@ def _gpu_seconds_a_day(report: Report) -> float | None:
 
     Taken from the largest change that is known, whose ratio is the most exact; ``None`` without one.
     """
-    largest = max(_with_gpu_seconds(report), key=lambda change: abs(change.gained), default=None)
+    known = (change for change in report.changes if change.gpu_seconds_a_day is not None and change.gained)
+    largest = max(known, key=lambda change: abs(change.gained), default=None)
     return None if largest is None else (largest.gpu_seconds_a_day or 0.0) / largest.gained
-
-
-def _with_gpu_seconds(report: Report) -> Iterator[Change]:
-    return (change for change in report.changes if change.gpu_seconds_a_day is not None and change.gained)

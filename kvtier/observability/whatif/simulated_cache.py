@@ -329,6 +329,7 @@ def make_catalog(plugins: Plugins, tiers: SimulatedTiers, clock: Clock) -> Catal
 class Clock:
     """A clock that is set."""
 
+    # Not a part of the cache: the catalog would refer to it, and only garbage collection would free both.
     def __init__(self) -> None:
         self.now = 0.0
         """In seconds."""

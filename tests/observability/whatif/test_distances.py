@@ -112,7 +112,6 @@ def test_curve_without_sampling_counts_hits() -> None:
     curve.add([0], [NEVER], 1, 1.0)
     rates = curve.hit_rates()
     assert [rates.at(capacity) for capacity in (0, 500, 2000, 8000, 1e15)] == [0, 0, 0.25, 0.5, 0.5]
-    assert 4900 < rates.least(0.5) < 5200
 
 
 def test_old_lookups_count_less() -> None:
