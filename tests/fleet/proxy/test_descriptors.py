@@ -5,76 +5,45 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import re
 import selectors
 import socket
-import subprocess
-import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from kvtier.fleet.proxy.checks import MAX_FAILED
 from kvtier.fleet.proxy.connections import Connections
 from kvtier.fleet.proxy.upstream import State
-from tests.rigs.forks import ROOT
+from tests.rigs.waiting import LIMIT_SECONDS
 
 from .conftest import LONG, Cluster
-from .test_process import Engine
+from .proxy_process import ProxyProcess, Start, start
+
+__all__ = ["start"]  # A fixture.
 
 FILES = 128
 CLIENTS = 3 * FILES
-TIMEOUT_SECONDS = 60
 
 
-class Limited(NamedTuple):
-    """A proxy that may open few files, and its log."""
-
-    port: int
-    log: Path
-
-
-@pytest.fixture
-def limited(tmp_path: Path) -> Iterator[Limited]:
-    """A proxy in front of one engine, with a hard limit of open files."""
-    engine, log = Engine(), tmp_path / "log"
-    command = ["bash", "-c", f'ulimit -n {FILES} && exec "$@"', "-", sys.executable, "-m", "kvtier", "proxy"]
-    command += ["--listen", "127.0.0.1:0", "--check", "100ms", "--decode", engine.url]
-    with log.open("wb") as file, subprocess.Popen(command, cwd=ROOT, stderr=file) as process:
-        try:
-            deadline = time.monotonic() + TIMEOUT_SECONDS
-            while " is up, " not in log.read_text():
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
-            found = re.search(r"proxy listening on http://127.0.0.1:(\d+)", log.read_text())
-            assert found
-            yield Limited(int(found[1]), log)
-        finally:
-            process.kill()
-            engine.kill()
-
-
-def outcomes(port: int, clients: int, tokens: int) -> Counter[str]:
+def outcomes(proxy: ProxyProcess, clients: int, tokens: int) -> Counter[str]:
     """Request that many streams at once; return how many got each status, or were closed without one."""
     body = {"model": "m", "prompt": "x", "stream": True, "max_tokens": tokens, "pause": 0.1}
     content = json.dumps(body).encode()
     request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    address = (proxy.client.base_url.host, proxy.client.base_url.port)
     found: Counter[str] = Counter()
     received: dict[socket.socket, bytes] = {}
     with selectors.DefaultSelector() as selector:
         for _ in range(clients):
-            client = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_SECONDS)
+            client = socket.create_connection(address, timeout=LIMIT_SECONDS)
             received[client] = b""
             selector.register(client, selectors.EVENT_READ)
             with suppress(OSError):  # Closed by the proxy already, as is found below.
                 client.sendall(request + content)
         while received:
-            ready = selector.select(TIMEOUT_SECONDS)
+            ready = selector.select(LIMIT_SECONDS)
             assert ready, f"{len(received)} clients wait without a response"
             for key, _ in ready:
                 client = key.fileobj
@@ -120,18 +89,17 @@ async def test_lack_of_descriptors_is_not_a_fault_of_the_engines(
     assert cluster.outcomes == {"refused": 2, "ok": 1}
 
 
-def test_streams_beyond_the_limit_of_open_files_are_refused_at_once(limited: Limited) -> None:
+def test_streams_beyond_the_limit_of_open_files_are_refused_at_once(start: Start) -> None:
+    proxy, _, _ = start(0, 1, fork=False, files=FILES)
     for _ in range(2):
-        found = outcomes(limited.port, CLIENTS, 50)
+        found = outcomes(proxy, CLIENTS, 50)
         assert found["200"] >= FILES / 4
         assert found["429"] > 0
         assert found.total() == CLIENTS
         assert set(found) <= {"200", "429", "503", "closed"}
         # It may still be closing the connections of clients that have gone.
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while outcomes(limited.port, FILES // 4, 2) != {"200": FILES // 4}:
-            assert time.monotonic() < deadline, "it has not recovered"
-    log = limited.log.read_text()
+        proxy.wait_until(lambda: outcomes(proxy, FILES // 4, 2) == {"200": FILES // 4})
+    log = proxy.log.read_text()
     assert "lower --max-requests" in log
     assert "Traceback" not in log
     assert "cannot be reached" not in log, "a lack of descriptors is blamed on the engine"

@@ -7,120 +7,17 @@ import logging
 import re
 import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from kvtier.cli import main, terminal
-from tests.rigs.forks import ROOT, Forked, python
 
-TIMEOUT_SECONDS = 60
-LONG = "word " * 2000
+from .conftest import LONG
+from .proxy_process import Start, start
 
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-class Engine:
-    """A stub engine that can be killed and restarted."""
-
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.start()
-
-    def start(self) -> None:
-        self.process = python("tests.fleet.proxy.stub_process", str(self.port), stdout=subprocess.PIPE)
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-class ProxyProcess:
-    """``kvtier proxy`` with the shortest check interval, and a client of it."""
-
-    def __init__(self, prefillers: list[Engine], decoders: list[Engine], log: Path, *, fork: bool) -> None:
-        """Without ``fork``, start the command as a user does."""
-        options = ["--listen", "127.0.0.1:0", "--check", "100ms"]
-        options += [part for engine in prefillers for part in ("--prefill", engine.url)]
-        options += [part for engine in decoders for part in ("--decode", engine.url)]
-        self.log = log
-        self.process: Forked | subprocess.Popen[str]
-        with log.open("wb") as file:
-            self.process = (
-                python("kvtier", "proxy", *options, stdout=subprocess.PIPE, stderr=file)
-                if fork
-                else subprocess.Popen(
-                    [sys.executable, "-m", "kvtier", "proxy", *options],
-                    cwd=ROOT,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=file,
-                    text=True,
-                )
-            )
-        self.wait_until(lambda: "proxy listening on" in log.read_text())
-        found = re.search(r"proxy listening on (\S+),", log.read_text())
-        assert found
-        self.client = httpx.Client(base_url=found[1], trust_env=False, verify=False, timeout=TIMEOUT_SECONDS)
-        self.wait_until(lambda: set(self.states().values()) == {"up"})
-
-    def states(self) -> dict[str, str]:
-        return {engine["url"]: engine["state"] for engine in self.client.get("/engines").json()}
-
-    def wait_until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.02)
-
-    def complete(self, **fields: Any) -> httpx.Response:
-        return self.client.post("/v1/completions", json={"model": "m", "prompt": LONG, **fields})
-
-    def wait(self) -> str:
-        """Wait for the exit, and return the output."""
-        output, _ = self.process.communicate(timeout=TIMEOUT_SECONDS)
-        assert self.process.returncode == 0, self.log.read_text()
-        return output
-
-    def close(self) -> None:
-        self.client.close()
-        self.process.kill()
-        self.process.communicate()
-
-
-Start = Callable[..., tuple[ProxyProcess, list[Engine], list[Engine]]]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    with ExitStack() as stack:
-
-        def start_all(
-            prefillers: int, decoders: int, *, fork: bool = True
-        ) -> tuple[ProxyProcess, list[Engine], list[Engine]]:
-            engines = []
-            for _ in range(prefillers + decoders):
-                engines.append(Engine())
-                stack.callback(engines[-1].kill)
-            proxy = ProxyProcess(engines[:prefillers], engines[prefillers:], tmp_path / "log", fork=fork)
-            stack.callback(proxy.close)
-            return proxy, engines[:prefillers], engines[prefillers:]
-
-        yield start_all
+__all__ = ["start"]  # A fixture.
 
 
 def test_serves_and_prints_prefill_statistics(start: Start) -> None:

@@ -39,9 +39,8 @@ def test_file_is_private_whatever_was_there(tmp_path: Path) -> None:
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_neither_keys_nor_parts_of_them_are_written(tmp_path: Path) -> None:
+def test_neither_keys_nor_parts_of_them_are_written(path: Path) -> None:
     keys = os.urandom(50 * KEY_BYTES)
-    path = tmp_path / "traffic"
     write(path, of_keys(keys))
     content = path.read_bytes()
     assert not [at for at in range(len(keys) - 4) if keys[at : at + 4] in content and at % 4 == 0]
@@ -70,8 +69,7 @@ def test_salts_cannot_be_confirmed_by_a_recording(tmp_path: Path) -> None:
     assert other.hints == named
 
 
-def test_files_are_rotated_and_read_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "traffic"
+def test_files_are_rotated_and_read_in_order(path: Path, tmp_path: Path) -> None:
     file = begin(path, MIB, 3)
     for number in range(100):
         file.write([looked_up(10_000, number + 0.25), looked_up(1, number + 0.5)])
@@ -86,8 +84,7 @@ def test_files_are_rotated_and_read_in_order(tmp_path: Path) -> None:
     assert found == times(tmp_path / "traffic.2") + times(tmp_path / "traffic.1") + times(newest)
 
 
-def test_single_file_begins_anew(tmp_path: Path) -> None:
-    path = tmp_path / "traffic"
+def test_single_file_begins_anew(path: Path, tmp_path: Path) -> None:
     file = begin(path, MIB, 1)
     file.write([looked_up(10_000, float(number)) for number in range(100)])
     file.close()
@@ -96,8 +93,7 @@ def test_single_file_begins_anew(tmp_path: Path) -> None:
     assert times(path)[-1] == 99.0
 
 
-def test_earlier_recording_is_kept_and_not_mixed_with_the_new_one(tmp_path: Path) -> None:
-    path = tmp_path / "traffic"
+def test_earlier_recording_is_kept_and_not_mixed_with_the_new_one(path: Path, tmp_path: Path) -> None:
     for number in range(6):
         write(path, looked_up(1, float(number)))
     assert times(path) == [5.0]
@@ -105,8 +101,7 @@ def test_earlier_recording_is_kept_and_not_mixed_with_the_new_one(tmp_path: Path
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_reader_sees_each_record_once_while_files_are_renamed(tmp_path: Path) -> None:
-    path = tmp_path / "traffic"
+def test_reader_sees_each_record_once_while_files_are_renamed(path: Path) -> None:
     file = begin(path)
     file.write([looked_up(60_000, 1.0)])
     requests = read_recording(path)
@@ -117,12 +112,12 @@ def test_reader_sees_each_record_once_while_files_are_renamed(tmp_path: Path) ->
     assert times(path) == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_too_long_lookup_is_left_out(tmp_path: Path) -> None:
-    file = begin(tmp_path / "traffic")
+def test_too_long_lookup_is_left_out(path: Path) -> None:
+    file = begin(path)
     longest = MAX_BODY_BYTES // NUMBER_BYTES - 16
     file.write([looked_up(longest, 1.0), looked_up(longest + 16, 2.0), looked_up(1, 3.0)])
     file.close()
-    assert times(tmp_path / "traffic") == [1.0, 3.0]
+    assert times(path) == [1.0, 3.0]
     assert file.too_long == 1
 
 
@@ -138,8 +133,10 @@ def test_too_long_lookup_is_left_out(tmp_path: Path) -> None:
         ("locked", "another process records to it"),
     ],
 )
-def test_path_that_cannot_be_used_is_one_error(tmp_path: Path, obstacle: str, reason: str) -> None:
-    path, locked = tmp_path / "traffic", None
+def test_path_that_cannot_be_used_is_one_error(
+    path: Path, tmp_path: Path, obstacle: str, reason: str
+) -> None:
+    locked = None
     match obstacle:
         case "text":
             path.write_text("dear")
@@ -167,8 +164,7 @@ def test_path_that_cannot_be_used_is_one_error(tmp_path: Path, obstacle: str, re
         assert text.read_text() == "dear"
 
 
-def test_processes_that_record_nothing_delete_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "traffic"
+def test_processes_that_record_nothing_delete_nothing(path: Path, tmp_path: Path) -> None:
     write(path, looked_up(1, 7.0))
     for _ in range(6):
         write(path)
@@ -178,8 +174,7 @@ def test_processes_that_record_nothing_delete_nothing(tmp_path: Path) -> None:
     assert times(tmp_path / "traffic.1") == [7.0]
 
 
-def test_fewer_files_than_before(tmp_path: Path) -> None:
-    path = tmp_path / "traffic"
+def test_fewer_files_than_before(path: Path, tmp_path: Path) -> None:
     for _ in range(5):
         write(path, looked_up(1))
     (tmp_path / "traffic.9").write_text("dear")
@@ -188,8 +183,7 @@ def test_fewer_files_than_before(tmp_path: Path) -> None:
     assert sorted(name.name for name in tmp_path.iterdir()) == ["traffic", "traffic.1", "traffic.9"]
 
 
-def test_configured_tenants_keep_their_names(tmp_path: Path) -> None:
-    path = tmp_path / "traffic"
+def test_configured_tenants_keep_their_names(path: Path) -> None:
     salted = tenant_of_salt("secret")
     file = RecordingFile.open(RecordingSettings(path=path), {salted: "team-a", "salt-pool": "salt-pool"})
     file.write([looked_up(1, hints=ChunkHints(name)) for name in (salted, "salt-pool", "someone")])
@@ -202,8 +196,7 @@ def test_without_a_path_there_is_no_recording() -> None:
         RecordingFile.open(RecordingSettings())
 
 
-def test_other_file_is_not_overwritten_while_recording(tmp_path: Path) -> None:
-    path = tmp_path / "traffic"
+def test_other_file_is_not_overwritten_while_recording(path: Path, tmp_path: Path) -> None:
     file = begin(path)
     (tmp_path / "traffic.1").write_text("dear")
     with pytest.raises(RecordingError, match=r"traffic\.1 exists and is not a recording"):
@@ -225,8 +218,7 @@ def test_full_disk_leaves_whole_records(tmp_path: Path) -> None:
         assert times(path) == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_killed_writer_leaves_whole_records(tmp_path: Path) -> None:
-    path = tmp_path / "traffic"
+def test_killed_writer_leaves_whole_records(path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         with suppress(BaseException):  # Else this copy of the test process would run the other tests.

@@ -81,17 +81,16 @@ def test_what_was_looked_up_is_read_back(batch: list[LookedUp]) -> None:
     assert len(set(numbers.values())) == len(numbers), "different chunks have different numbers"
 
 
-def test_equal_with_and_without_the_native_core(tmp_path: Path, implementation: str) -> None:
+def test_equal_with_and_without_the_native_core(path: Path, implementation: str) -> None:
     keys = b"".join(FEW_KEYS)
-    write(tmp_path / "traffic", of_keys(keys), of_keys(keys[: 3 * KEY_BYTES]))
-    first, second = read_recording(tmp_path / "traffic")
+    write(path, of_keys(keys), of_keys(keys[: 3 * KEY_BYTES]))
+    first, second = read_recording(path)
     assert list(first.chunks[:3]) == list(second.chunks)
     assert len(set(first.chunks)) == len(FEW_KEYS)
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, lzma.compress])
-def test_compressed_file_is_read(tmp_path: Path, compress: object) -> None:
-    path = tmp_path / "traffic"
+def test_compressed_file_is_read(path: Path, tmp_path: Path, compress: object) -> None:
     write(path, looked_up(3, 1.0), looked_up(2, 2.0))
     wanted = list(read_recording(path))
     packed = tmp_path / "packed"
@@ -101,10 +100,7 @@ def test_compressed_file_is_read(tmp_path: Path, compress: object) -> None:
     assert is_recording(packed.read_bytes()[:64])
 
 
-def test_cut_off_compressed_file_is_read_up_to_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "traffic"
+def test_cut_off_compressed_file_is_read_up_to_there(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(path, *(looked_up(100) for _ in range(50)))
     packed = gzip.compress(path.read_bytes())
     path.write_bytes(packed[: len(packed) // 2])
@@ -113,8 +109,7 @@ def test_cut_off_compressed_file_is_read_up_to_there(
     assert f"{path}: the compressed file was cut off" in caplog.messages
 
 
-def test_corrupt_compressed_file_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "traffic"
+def test_corrupt_compressed_file_is_an_error(path: Path) -> None:
     write(path, *(looked_up(100) for _ in range(50)))
     packed = bytearray(lzma.compress(path.read_bytes()))
     packed[len(packed) // 2] ^= 1
@@ -123,10 +118,7 @@ def test_corrupt_compressed_file_is_an_error(tmp_path: Path) -> None:
         list(read_recording(path))
 
 
-def test_every_truncation_keeps_the_records_before_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "traffic"
+def test_every_truncation_keeps_the_records_before_it(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(path)
     ends = [path.stat().st_size]
     path.unlink()
@@ -148,8 +140,7 @@ def test_every_truncation_keeps_the_records_before_it(
         assert caplog.messages == ([incomplete] if rest else [])
 
 
-def test_no_flipped_bit_changes_what_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "traffic"
+def test_no_flipped_bit_changes_what_is_read(path: Path) -> None:
     write(path, looked_up(1, 1.0, ChunkHints("tenant")), looked_up(1, 2.0))
     wanted = list(read_recording(path))
     content = path.read_bytes()
@@ -203,8 +194,7 @@ VALID = Record(0.0, CHUNK_TOKENS, CHUNK_TOKENS, CHUNK_BYTES, bytes(8))
         ({"hints": 1}, "Expected `array | null`"),
     ],
 )
-def test_invalid_record_is_an_error(tmp_path: Path, change: dict[str, object], reason: str) -> None:
-    path = tmp_path / "traffic"
+def test_invalid_record_is_an_error(path: Path, change: dict[str, object], reason: str) -> None:
     write(path, looked_up(1))
     path.write_bytes(path.read_bytes() + frame(msgspec.structs.replace(VALID, **change)))
     requests = read_recording(path)
@@ -216,8 +206,7 @@ def test_invalid_record_is_an_error(tmp_path: Path, change: dict[str, object], r
 
 
 @pytest.mark.parametrize("length", [0, MAX_BODY_BYTES + 1, (1 << 32) - 1])
-def test_length_is_bounded(tmp_path: Path, length: int) -> None:
-    path = tmp_path / "traffic"
+def test_length_is_bounded(path: Path, length: int) -> None:
     write(path)
     path.write_bytes(path.read_bytes() + FRAME.pack(length, 0))
     with pytest.raises(RecordingError, match=f"{path}: record 1: its length is {length} bytes, of at most"):
@@ -235,21 +224,19 @@ def test_length_is_bounded(tmp_path: Path, length: int) -> None:
         (MAGIC + frame(VALID), "{}: the header: Expected `object`, got `array`"),
     ],
 )
-def test_other_file_is_an_error(tmp_path: Path, content: bytes, reason: str) -> None:
-    path = tmp_path / "traffic"
+def test_other_file_is_an_error(path: Path, content: bytes, reason: str) -> None:
     path.write_bytes(content)
     with pytest.raises(RecordingError) as error:
         list(read_recording(path))
     assert str(error.value).startswith(reason.format(path))
 
 
-def test_missing_file_is_an_error(tmp_path: Path) -> None:
+def test_missing_file_is_an_error(path: Path) -> None:
     with pytest.raises(RecordingError, match=r"cannot read .*: No such file or directory"):
-        list(read_recording(tmp_path / "traffic"))
+        list(read_recording(path))
 
 
-def test_recordings_are_distinguished_from_other_files_by_their_first_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "traffic"
+def test_recordings_are_distinguished_from_other_files_by_their_first_bytes(path: Path) -> None:
     write(path)
     assert is_recording(path)
     assert is_recording(path.read_bytes()[:17])

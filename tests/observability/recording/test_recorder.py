@@ -41,8 +41,7 @@ def has_written(recorder: Recorder, before: object) -> bool:
     return stopped(recorder) or recorder.status()["recorded"] != before
 
 
-async def test_lookups_are_written_while_recording_and_at_exit(tmp_path: Path) -> None:
-    path = tmp_path / "traffic"
+async def test_lookups_are_written_while_recording_and_at_exit(path: Path) -> None:
     async with recording(RecordingSettings(path=path)) as recorder:
         record(recorder)
         await until(lambda: recorder.status()["recorded"] == 1)
@@ -56,8 +55,7 @@ async def test_lookups_are_written_while_recording_and_at_exit(tmp_path: Path) -
     assert recorder.status() == {"path": str(path), "recorded": 2, "dropped": 0, "stopped": ""}
 
 
-async def test_cancelled_recording_is_complete(tmp_path: Path) -> None:
-    path = tmp_path / "traffic"
+async def test_cancelled_recording_is_complete(path: Path) -> None:
     with anyio.CancelScope() as scope:
         async with recording(RecordingSettings(path=path)) as recorder:
             record(recorder)
@@ -66,10 +64,10 @@ async def test_cancelled_recording_is_complete(tmp_path: Path) -> None:
     assert len(list(read_recording(path))) == 1
 
 
-async def test_error_at_the_start_is_raised(tmp_path: Path) -> None:
-    (tmp_path / "traffic").write_text("dear")
+async def test_error_at_the_start_is_raised(path: Path) -> None:
+    path.write_text("dear")
     with pytest.raises(SettingsError, match=r"^recording\.path: "):
-        async with recording(RecordingSettings(path=tmp_path / "traffic")):
+        async with recording(RecordingSettings(path=path)):
             pytest.fail("it records")
 
 
@@ -87,9 +85,9 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 async def test_slow_disk_drops_lookups_and_warns_once(
-    tmp_path: Path, blocked: threading.Event, caplog: pytest.LogCaptureFixture
+    path: Path, blocked: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, size = tmp_path / "traffic", 30_000 * KEY_BYTES
+    size = 30_000 * KEY_BYTES
     fits = MAX_PENDING_BYTES // size
     async with recording(RecordingSettings(path=path)) as recorder:
         for _ in range(fits + 10):
@@ -105,10 +103,10 @@ async def test_slow_disk_drops_lookups_and_warns_once(
 
 
 async def test_disk_that_hangs_does_not_keep_the_process_from_exiting(
-    tmp_path: Path, blocked: threading.Event, monkeypatch: pytest.MonkeyPatch
+    path: Path, blocked: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "CLOSE_SECONDS", 0.1)
-    async with recording(RecordingSettings(path=tmp_path / "traffic")) as recorder:
+    async with recording(RecordingSettings(path=path)) as recorder:
         record(recorder)
     assert not blocked.is_set()
     blocked.set()
@@ -135,6 +133,7 @@ def fail_by_a_defect(self: RecordingFile, batch: Sequence[LookedUp]) -> None:
     ],
 )
 async def test_any_error_of_the_writer_only_ends_the_recording_with_one_warning(
+    path: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -142,12 +141,12 @@ async def test_any_error_of_the_writer_only_ends_the_recording_with_one_warning(
     reason: str,
 ) -> None:
     monkeypatch.setattr(RecordingFile, "write", fail)
-    async with recording(RecordingSettings(path=tmp_path / "traffic")) as recorder:
+    async with recording(RecordingSettings(path=path)) as recorder:
         record(recorder)
         await until(lambda: stopped(recorder))
         record(recorder)
     assert (recorder.status()["stopped"], recorder.status()["dropped"]) == (reason, 2)
-    warning = f"recording to {tmp_path / 'traffic'} has stopped, serving goes on: {reason}"
+    warning = f"recording to {path} has stopped, serving goes on: {reason}"
     assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == [warning]
 
 
@@ -177,9 +176,8 @@ async def test_full_disk_does_not_prevent_a_start(tmp_path: Path, caplog: pytest
 
 @pytest.mark.parametrize(("tokens", "chunk_tokens"), [(0, 16), (32, 16), (49, 16), (3, 0)])
 async def test_lookup_that_could_not_be_read_back_is_dropped(
-    tmp_path: Path, tokens: int, chunk_tokens: int
+    path: Path, tokens: int, chunk_tokens: int
 ) -> None:
-    path = tmp_path / "traffic"
     async with recording(RecordingSettings(path=path)) as recorder:
         recorder.record(KEYS, tokens, chunk_tokens, 4096, None)
         record(recorder)

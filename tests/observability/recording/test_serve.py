@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvtier.bridge.client import SchedulerBridge, status
 from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.header import object_bytes
@@ -35,8 +33,7 @@ def recorded(tmp_path: Path) -> dict[str, Any]:
     return report
 
 
-def test_lookups_of_engines_are_recorded_once(tmp_path: Path, start: Start) -> None:
-    path = tmp_path / "traffic"
+def test_lookups_of_engines_are_recorded_once(path: Path, tmp_path: Path, start: Start) -> None:
     process = start("--record", str(path))
     scheduler, _ = store(tmp_path / "socket", KEYS[:3])
     look_up(scheduler, KEYS, len(KEYS) * CHUNK_TOKENS, hints=HINTS)
@@ -59,8 +56,7 @@ def test_lookups_of_engines_are_recorded_once(tmp_path: Path, start: Start) -> N
     assert not [key for key in KEYS if key[:8] in content]
 
 
-def test_killed_process_leaves_a_readable_file(tmp_path: Path, start: Start) -> None:
-    path = tmp_path / "traffic"
+def test_killed_process_leaves_a_readable_file(path: Path, tmp_path: Path, start: Start) -> None:
     process = start("--record", str(path))
     scheduler, _ = store(tmp_path / "socket", KEYS[:1])
     look_up(scheduler, KEYS, len(KEYS) * CHUNK_TOKENS)
@@ -77,8 +73,7 @@ def test_killed_process_leaves_a_readable_file(tmp_path: Path, start: Start) -> 
     assert list(read_recording(tmp_path / "traffic.1")) == requests
 
 
-def test_rest_is_written_at_exit(tmp_path: Path, start: Start) -> None:
-    path = tmp_path / "traffic"
+def test_rest_is_written_at_exit(path: Path, tmp_path: Path, start: Start) -> None:
     process = start("--record", str(path))
     scheduler, _ = store(tmp_path / "socket", KEYS[:1])
     for _ in range(50):
@@ -90,15 +85,12 @@ def test_rest_is_written_at_exit(tmp_path: Path, start: Start) -> None:
     assert "WARNING" not in process.stderr.read()
 
 
-@pytest.mark.parametrize("obstacle", ["a file", "no folder"])
-def test_unusable_file_is_one_error(tmp_path: Path, start: Start, obstacle: str) -> None:
-    path = tmp_path / "traffic" if obstacle == "a file" else tmp_path / "folder" / "traffic"
-    if obstacle == "a file":
-        path.write_text("dear")
+def test_unusable_file_is_one_error(path: Path, tmp_path: Path, start: Start) -> None:
+    path.write_text("dear")
     process = start("--record", str(path))
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    reason = f"{path} exists and is not a recording" if obstacle == "a file" else "No such file or directory"
+    reason = f"{path} exists and is not a recording"
     assert errors == f"error: recording.path: cannot record to {path} ({reason}): use another path\n"
     assert not (tmp_path / "ssd").exists(), "nothing else was opened"
 

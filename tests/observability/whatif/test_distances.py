@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import pytest
 from hypothesis import given
@@ -56,14 +57,23 @@ def test_hits_are_those_of_an_lru_cache(paths: list[list[int]], chunks: int) -> 
         assert sum(distance <= cache.capacity for distance in found) == cache.serve(keys)
 
 
-def test_numbering_places_anew_keeps_the_distances() -> None:
-    small, large = ReuseDistances(1 << 20, 1 << 60), ReuseDistances(1 << 20, 1 << 60)
-    large._limit = lambda: None  # type: ignore[method-assign]
-    for prompt in chats(400, 20):
-        keys = chunk_keys(prompt)
-        lengths = [LENGTH] * len(keys)
-        assert small.access(keys, lengths) == large.access(keys, lengths)
-    assert len(small._keys) < len(large._keys) / 2
+def test_numbering_places_anew_keeps_the_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[None] = []
+    monkeypatch.setattr("kvtier.observability.whatif.distances.let_others_run", lambda: pauses.append(None))
+
+    def distances() -> list[float]:
+        found, some = ReuseDistances(1 << 20, 1 << 60), list[float]()
+        for prompt in chats(400, 20):
+            keys = chunk_keys(prompt)
+            some += found.access(keys, [LENGTH] * len(keys))
+        return some
+
+    often = distances()
+    assert len(pauses) > 2, "it has numbered the places anew, with pauses"
+    pauses.clear()
+    monkeypatch.setattr("kvtier.observability.whatif.distances.MIN_PLACES", 1 << 60)
+    assert distances() == often
+    assert not pauses
 
 
 def test_what_was_not_used_for_long_is_forgotten() -> None:
@@ -83,8 +93,13 @@ def test_threshold_is_lowered_if_the_sample_does_not_reach_far_enough() -> None:
         distances.access([keys[at] for at in chosen], [LENGTH] * len(chosen))
         assert len(distances) <= 256
     assert distances.rate < 256 / 4000
-    assert sum(distances._blocks) / distances.rate >= 4000 * LENGTH
-    assert all(ESTIMATE_SAMPLE.of(list(distances._places), distances.threshold))
+    recent = chunk_keys(range(16_000, 20_000))
+    known = list(compress(recent, ESTIMATE_SAMPLE.of(recent, distances.threshold)))
+    forgotten = list(compress(recent, ESTIMATE_SAMPLE.of(recent, SAMPLED // 4)))
+    assert len(forgotten) > len(known) > 10
+    assert NEVER not in distances.access(known, [LENGTH] * len(known))
+    for key in set(forgotten).difference(known):
+        assert distances.access([key], [LENGTH]) == [NEVER]
 
 
 def test_stored_chunks_are_known_once() -> None:

@@ -12,6 +12,7 @@ from kvtier.events import PromptLookup
 from kvtier.lab.simulation.trace import chunk_keys
 from kvtier.observability.whatif import answers
 from kvtier.observability.whatif.estimate import Estimate
+from kvtier.observability.whatif.miniature import Miniature
 from kvtier.observability.whatif.report import Change, Report, point_at
 from tests.observability.whatif.observing import (
     CHUNK_BYTES,
@@ -187,12 +188,18 @@ def test_samples_that_are_lowered_several_times_at_once_are_restarted_once(
     one, other = estimates
     for _ in range(12):
         one.lower()
-    restarts: list[Estimate] = []
-    restart = Estimate._restart
-    monkeypatch.setattr(Estimate, "_restart", lambda self: (restarts.append(self), restart(self)))
+    made: list[Miniature] = []
+
+    def make(*arguments: Any) -> Miniature:
+        made.append(Miniature(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("kvtier.observability.whatif.estimate.Miniature", make)
     other.lower(12)
-    assert restarts == [other]
-    assert (other._threshold, other.distances.threshold) == (one._threshold, one.distances.threshold)
+    assert made == [other.base, *other.trials.values()], "each once"
+    for estimate in estimates:
+        observe(estimate, PROMPTS[100:])
+    assert report_of(one) == report_of(other)
 
 
 def test_chunks_of_another_size_take_over_the_miniature_caches() -> None:

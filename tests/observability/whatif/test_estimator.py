@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import pytest
 
 from kvtier import Settings
@@ -17,10 +17,11 @@ from kvtier.events import PromptLookup
 from kvtier.instance import Instance
 from kvtier.lab.simulation.trace import chunk_keys
 from kvtier.memory.header import object_bytes
+from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.answers import report_of
 from kvtier.observability.whatif.estimate import Estimate
-from kvtier.observability.whatif.estimator import HALVINGS, MAX_BEHIND_SECONDS, MAX_PENDING_BYTES, Estimator
-from kvtier.pipeline.query import Query
+from kvtier.observability.whatif.estimator import HALVINGS, Estimator
+from kvtier.pipeline.query import Expected, Query
 from kvtier.settings import DEFAULT_EVICTION
 from kvtier.tiers.planner import FIRST
 from tests.observability.whatif.observing import PLUGINS, chats, estimate_of, settings_of
@@ -109,7 +110,7 @@ async def test_repeated_and_local_lookups_do_not_count() -> None:
         instance.cache.observe_lookups(seen.append)
         prompt = tokens_of([1, 2, 3])
         await serve(model, [1, 2, 3])
-        keys, expected = model.keys(prompt), model._expected(len(prompt))
+        keys, expected = model.keys(prompt), Expected(model.namespace, [CHUNK_OBJECT_BYTES] * 3)
         instance.cache.look_up(Query(keys, len(prompt), repeated=True), expected).release()
         instance.cache.look_up(Query(keys, len(prompt), local=True), expected).release()
         instance.cache.look_up(Query(keys)).release()
@@ -124,7 +125,7 @@ async def test_it_can_be_switched_off() -> None:
     async with opened(whatif={"enabled": False}) as (instance, model):
         await serve(model, [1, 2, 3])
         assert instance.what_if() is None
-        assert instance.cache._observe_lookup is None
+        assert not [one for one in instance.cache.observers if isinstance(one, Estimator)]
 
 
 async def test_failure_warns_once_and_serving_goes_on(
@@ -149,55 +150,63 @@ def lookup_of(chunks: int) -> PromptLookup:
     return PromptLookup(1.0, chunk_keys(range(chunks)), 1 << 20, 256, 0)
 
 
-def test_overload_drops_lookups_and_lowers_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often each call has halved the sample."""
     lowered: list[int] = []
     monkeypatch.setattr(Estimate, "lower", lambda _, halvings: lowered.append(halvings))
-    estimate = estimate_of(settings_of({"chunks": 2000}))
-    estimator = Estimator(estimate)
+    return lowered
+
+
+async def test_overload_drops_lookups_and_lowers_the_sample(
+    monkeypatch: pytest.MonkeyPatch, lowered: list[int]
+) -> None:
+    monkeypatch.setattr("kvtier.observability.whatif.estimator.BUDGET", 1.0)
+    stored: list[Sequence[ChunkKey]] = []
+    monkeypatch.setattr(Estimate, "stored", lambda _, keys: stored.append(keys))
+    estimator = Estimator(estimate_of(settings_of({"chunks": 2000})))
     for _ in range(10):
         estimator.observe_lookup(lookup_of(10_000))
     dropped = estimator.report().dropped
     assert 0 < dropped < 10
     estimator.changed(FIRST, chunk_keys(range(20_000)), [])
-    assert estimator._taken_bytes <= MAX_PENDING_BYTES
-    while estimator._pending:
-        estimator._process()
-    assert lowered
-    assert estimator._taken_bytes == estimator._processed_bytes
-    estimator.observe_lookup(lookup_of(100))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(estimator.run)
+        await until(lambda: estimator.report().chunks == (10 - dropped) * 10_000)
+        assert lowered
+        assert not stored, "there was no room for them either"
+        estimator.observe_lookup(lookup_of(100))
+        estimator.changed(FIRST, chunk_keys(range(20_000)), [])
+        await until(lambda: stored)
+        tasks.cancel_scope.cancel()
     assert estimator.report().dropped == dropped
 
 
-def test_sample_is_lowered_as_often_as_it_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    lowered: list[int] = []
-    monkeypatch.setattr(Estimate, "lower", lambda _, halvings: lowered.append(halvings))
+def test_sample_is_lowered_as_often_as_it_is_behind(
+    monkeypatch: pytest.MonkeyPatch, lowered: list[int]
+) -> None:
     monkeypatch.setattr("kvtier.observability.whatif.estimator.SLICE_SECONDS", -1.0)  # Nothing is processed.
     estimator = Estimator(estimate_of(settings_of({"chunks": 2000})))
-
-    def wait(seconds: float) -> None:
-        estimator._pending = deque((time - seconds, item) for time, item in estimator._pending)
 
     for _ in range(16):
         estimator.observe_lookup(lookup_of(100))
     estimator._process()
     assert not lowered, "nothing has waited for long"
-    wait(MAX_BEHIND_SECONDS)
+    monkeypatch.setattr("kvtier.observability.whatif.estimator.MAX_BEHIND_SECONDS", 0.0)
     report = estimator.report()
     assert (report.looked_up, report.chunks, report.observed, report.dropped) == (1600, 0, 0.0, 0)
-    assert report.behind_seconds >= MAX_BEHIND_SECONDS
+    assert report.behind_seconds > 0
     estimator._process()
     assert lowered == [HALVINGS], "it has processed nothing"
     estimator._process()
     assert lowered == [HALVINGS], "what waits has come while the sample was larger"
     monkeypatch.setattr("kvtier.observability.whatif.estimator.SLICE_SECONDS", 60.0)
     estimator._process()
-    assert not estimator._pending
     assert (estimator.report().observed, estimator.report().behind_seconds) == (1.0, 0.0)
     # As many come as it processes.
     monkeypatch.setattr("kvtier.observability.whatif.estimator.SLICE_SECONDS", -1.0)
     for _ in range(16):
         estimator.observe_lookup(lookup_of(100))
-    wait(MAX_BEHIND_SECONDS)
     estimator._process()
     assert lowered == [HALVINGS, 2]
 
@@ -219,11 +228,9 @@ async def test_answers_are_made_in_the_thread_and_only_if_something_has_changed(
         for first in range(5):
             await serve(model, [first, 10, 11])
             await until(lambda: instance.what_if() is not None)
-        estimator = instance._estimator
-        assert estimator is not None
-        await until(lambda: not estimator._pending)
+        await until(lambda: (report := instance.what_if()) is not None and not report.behind_seconds)
         assert len(threads) == 1
-        estimator._reported -= 3600.0
+        monkeypatch.setattr("kvtier.observability.whatif.estimator.REPORT_SECONDS", 0.0)
         await until(lambda: chunks_of(instance) == 15)
     assert len(threads) == 2
     assert threading.get_ident() not in threads
