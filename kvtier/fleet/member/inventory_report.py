@@ -54,6 +54,11 @@ class InventoryReport(Observer):
         self.lost = 0
         """How many times a new snapshot was needed because too many keys were marked."""
 
+    @property
+    def marked(self) -> int:
+        """Number of keys that are still to be reported."""
+        return sum(map(len, self._changed.values()))
+
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
         """Mark the changed keys for reporting; with too many marks, schedule a new snapshot."""
         marked = self._changed.get(tier)
@@ -61,14 +66,14 @@ class InventoryReport(Observer):
             return
         marked.update(stored)
         marked.update(removed)
-        if sum(map(len, self._changed.values())) > self._max_changed:
+        if self.marked > self._max_changed:
             self._lost = True
             self._forget()
         self._changes_marked.set()
 
     async def flush(self) -> None:
         """Wait until :meth:`report` has reported all changes up to now."""
-        if not (self._lost or self._reporting or any(self._changed.values())):
+        if not (self._lost or self._reporting or self.marked):
             return
         reported = anyio.Event()
         self._waiting.append(reported)

@@ -18,7 +18,13 @@ from kvtier.instance import Instance
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey, join_keys, root_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, rows
-from tests.rigs.scripted_controller import BUILT_IN, TOKEN, ScriptedController
+from tests.rigs.scripted_controller import (
+    BUILT_IN,
+    TOKEN,
+    Conversation,
+    ScriptedController,
+    scripted_controller,
+)
 
 # Imported before the event loop runs: the imports would block it for too long.
 import kvtier.fleet.member.controller_client  # isort: skip
@@ -100,6 +106,10 @@ class Node:
 
 
 OpenNode = Callable[..., AbstractAsyncContextManager[Node]]
+Registered = Callable[..., AbstractAsyncContextManager[tuple[Conversation, Node]]]
+BothRegistered = Callable[
+    [dict[str, Any], dict[str, Any]], AbstractAsyncContextManager[tuple[Conversation, Node, Node]]
+]
 
 
 @pytest.fixture
@@ -134,6 +144,35 @@ def open_node(tmp_path: Path) -> OpenNode:
             await node.wait_until_idle()
 
     return open_
+
+
+@pytest.fixture
+def registered(open_node: OpenNode) -> Registered:
+    """Open an instance and its controller: ``async with registered(ssd=64) as (conversation, one)``."""
+
+    @asynccontextmanager
+    async def registered_(**settings: Any) -> AsyncIterator[tuple[Conversation, Node]]:
+        async with scripted_controller() as controller, open_node(controller, **settings) as one:
+            yield await controller.up_to_date(), one
+
+    return registered_
+
+
+@pytest.fixture
+def both_registered(open_node: OpenNode) -> BothRegistered:
+    """Open two instances: ``async with both_registered({...}, {...}) as (conversation_of_one, one, two)``."""
+
+    @asynccontextmanager
+    async def both(
+        first: dict[str, Any], second: dict[str, Any]
+    ) -> AsyncIterator[tuple[Conversation, Node, Node]]:
+        async with scripted_controller() as controller, open_node(controller, **first) as one:
+            conversation = await controller.up_to_date()
+            async with open_node(controller, name="two", **second) as two:
+                await controller.up_to_date(1)
+                yield conversation, one, two
+
+    return both
 
 
 def prompt(chunks: int, seed: int = 0) -> list[int]:

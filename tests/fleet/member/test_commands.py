@@ -28,7 +28,7 @@ from kvtier.pipeline import move as move_module
 from kvtier.pipeline.query import Query
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
-from tests.fleet.member.conftest import SECRET, OpenNode, fetch
+from tests.fleet.member.conftest import SECRET, OpenNode, Registered, fetch
 from tests.rigs.scripted_controller import scripted_controller
 from tests.rigs.waiting import until
 
@@ -45,9 +45,8 @@ def _short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 # Delete.
 
 
-async def test_delete_removes_from_one_tier_and_returns_the_removed_keys(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller, ssd=128) as one:
-        conversation = await controller.up_to_date()
+async def test_delete_removes_from_one_tier_and_returns_the_removed_keys(registered: Registered) -> None:
+    async with registered(ssd=128) as (conversation, one):
         keys = await one.store(4)
         joined = join_keys([*keys[:3], make_key(99)])
         done = await conversation.done(lambda ticket: Delete(ticket, RAM, joined))
@@ -61,9 +60,8 @@ async def test_delete_removes_from_one_tier_and_returns_the_removed_keys(open_no
         assert one.held() == {RAM: {keys[3]}}
 
 
-async def test_chunks_deleted_while_leased_stay_intact(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller) as one:
-        conversation = await controller.up_to_date()
+async def test_chunks_deleted_while_leased_stay_intact(registered: Registered) -> None:
+    async with registered() as (conversation, one):
         keys = await one.store(4)
         found = one.cache.look_up(Query(keys))
         before = [bytes(chunk.lease.view) for chunk in found.chunks]
@@ -74,9 +72,8 @@ async def test_chunks_deleted_while_leased_stay_intact(open_node: OpenNode) -> N
         found.release()
 
 
-async def test_delete_all_of_one_tier_or_of_all(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller, ssd=128, peer=FETCHES) as one:
-        conversation = await controller.up_to_date()
+async def test_delete_all_of_one_tier_or_of_all(registered: Registered) -> None:
+    async with registered(ssd=128, peer=FETCHES) as (conversation, one):
         await one.store(4)
         done = await conversation.done(lambda ticket: DeleteAll(ticket, RAM))
         assert (done.keys, done.chunks, done.bytes) == (b"", 4, 4 * CHUNK_OBJECT_BYTES)
@@ -92,9 +89,8 @@ async def test_delete_all_of_one_tier_or_of_all(open_node: OpenNode) -> None:
 # Pin.
 
 
-async def test_pinned_chunks_stay_until_they_are_unpinned(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller, ram=16) as one:
-        conversation = await controller.up_to_date()
+async def test_pinned_chunks_stay_until_they_are_unpinned(registered: Registered) -> None:
+    async with registered(ram=16) as (conversation, one):
         keys = await one.store(4)
         joined = join_keys([*keys, make_key(99)])
         done = await conversation.done(lambda ticket: Pin(ticket, joined, None))
@@ -110,9 +106,8 @@ async def test_pinned_chunks_stay_until_they_are_unpinned(open_node: OpenNode) -
         assert one.holds(keys, RAM) == []
 
 
-async def test_pin_expires(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller) as one:
-        conversation = await controller.up_to_date()
+async def test_pin_expires(registered: Registered) -> None:
+    async with registered() as (conversation, one):
         keys = await one.store(2)
         await conversation.done(lambda ticket: Pin(ticket, join_keys(keys), 60.0))
         pinned, now = one.cache.catalog.pins.holds, anyio.current_time()
@@ -148,10 +143,9 @@ MALFORMED: dict[str, tuple[Callable[[int], Command], str]] = {
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
-async def test_invalid_command_fails_with_a_reason(kind: str, open_node: OpenNode) -> None:
+async def test_invalid_command_fails_with_a_reason(kind: str, registered: Registered) -> None:
     make, reason = MALFORMED[kind]
-    async with scripted_controller() as controller, open_node(controller, peer=FETCHES):
-        conversation = await controller.up_to_date()
+    async with registered(peer=FETCHES) as (conversation, _):
         assert reason in await conversation.failed(make)
         assert (await conversation.done(lambda ticket: Unpin(ticket, b""))).chunks == 0
 
@@ -169,12 +163,11 @@ async def test_duplicate_ticket_ends_the_connection(
 
 
 async def test_too_many_commands_at_once_are_refused(
-    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
+    registered: Registered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 60.0)
     monkeypatch.setattr(session_module, "MAX_COMMANDS", 2)
-    async with scripted_controller() as controller, open_node(controller, ram=8, ssd=128) as one:
-        conversation = await controller.up_to_date()
+    async with registered(ram=8, ssd=128) as (conversation, one):
         keys = await one.store(12)
         tickets = [await conversation.start_command(fetch(keys, RAM)) for _ in range(3)]
         answer = await conversation.wait_for_answer(tickets[2])
@@ -201,10 +194,9 @@ async def test_commands_are_read_while_the_controller_reads_nothing(open_node: O
 
 
 async def test_exception_in_one_command_does_not_affect_others(
-    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
+    registered: Registered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with scripted_controller() as controller, open_node(controller) as one:
-        conversation = await controller.up_to_date()
+    async with registered() as (conversation, one):
         monkeypatch.setattr(one.cache, "unpin", partial(one.cache.unpin, "no such argument"))
         assert "TypeError" in await conversation.failed(lambda ticket: Unpin(ticket, make_key(1)))
         assert (await conversation.done(lambda ticket: Pin(ticket, b"", None))).chunks == 0
@@ -213,10 +205,9 @@ async def test_exception_in_one_command_does_not_affect_others(
 # Concurrency.
 
 
-async def test_fetches_and_deletes_race_with_stores_and_retrievals(open_node: OpenNode) -> None:
+async def test_fetches_and_deletes_race_with_stores_and_retrievals(registered: Registered) -> None:
     """Reports equal what the tiers hold, nothing stays pending, and no lease is left."""
-    async with scripted_controller() as controller, open_node(controller, ram=24, ssd=64) as one:
-        conversation = await controller.up_to_date()
+    async with registered(ram=24, ssd=64) as (conversation, one):
         prompts = [await one.store(6, seed=seed) for seed in range(6)]
 
         async def churn() -> None:

@@ -32,7 +32,7 @@ from kvtier.observability.whatif.report import Report
 from kvtier.rpc.frames import MAX_FRAME_BYTES, Message, Refused
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
-from tests.fleet.member.conftest import SECRET, Node, OpenNode
+from tests.fleet.member.conftest import SECRET, Node, OpenNode, Registered
 from tests.rigs.scripted_controller import Conversation, ScriptedController, scripted_controller
 from tests.rigs.waiting import until
 from tests.rigs.whatif_reports import REPORT
@@ -102,9 +102,8 @@ async def test_instance_without_a_listener_reports_no_address(open_node: OpenNod
         assert (hello.peer, hello.transport) == (None, None)
 
 
-async def test_models_are_reported_when_engines_connect(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller) as one:
-        conversation = await controller.up_to_date()
+async def test_models_are_reported_when_engines_connect(registered: Registered) -> None:
+    async with registered() as (conversation, one):
         served = one.instance.served
         served.add("engine-1", b"n" * 32, LAYOUT, None)
         served.add("engine-1", b"n" * 32, LAYOUT, EngineModel(["llama", "/models/llama"]))
@@ -119,9 +118,8 @@ async def test_models_are_reported_when_engines_connect(open_node: OpenNode) -> 
         assert conversation.models == [own, model]
 
 
-async def test_models_of_programs_are_reported_once(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller) as one:
-        conversation = await controller.up_to_date()
+async def test_models_of_programs_are_reported_once(registered: Registered) -> None:
+    async with registered() as (conversation, one):
         qwen = one.cache.model("qwen", token_bytes=32)
         await until(lambda: [model.names for model in conversation.models] == [["llama"], ["qwen"]])
         found = conversation.models[1]
@@ -132,9 +130,8 @@ async def test_models_of_programs_are_reported_once(open_node: OpenNode) -> None
         assert one.instance.served.engines == []
 
 
-async def test_heartbeats_report_the_tiers(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller, ssd=128) as one:
-        conversation = await controller.up_to_date()
+async def test_heartbeats_report_the_tiers(registered: Registered) -> None:
+    async with registered(ssd=128) as (conversation, one):
         await one.store(4)
         assert await one.is_intact(4)
         seen = len(conversation.heartbeats)
@@ -316,9 +313,8 @@ async def test_instance_closes_the_connection_normally(open_node: OpenNode) -> N
 # WhoHolds.
 
 
-async def test_who_holds_is_answered(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller) as one:
-        conversation = await controller.up_to_date()
+async def test_who_holds_is_answered(registered: Registered) -> None:
+    async with registered() as (conversation, one):
         conversation.holders = (["b:1", "[::1]:2"], [5, 3])
         keys = [make_key(number) for number in range(6)]
         assert await client_of(one).who_holds(keys) == [("b:1", 5), ("[::1]:2", 3)]
@@ -350,18 +346,18 @@ async def test_malformed_holders_end_only_the_connection(open_node: OpenNode) ->
         await controller.up_to_date(1)
 
 
-async def test_who_holds_sends_at_most_max_keys(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller, peer={"timeout": "10s"}) as one:
-        conversation = await controller.up_to_date()
+async def test_who_holds_sends_at_most_max_keys(registered: Registered) -> None:
+    async with registered(peer={"timeout": "10s"}) as (conversation, one):
         keys = [make_key(number % 100) for number in range(MAX_KEYS + 1)]
         await client_of(one).who_holds(keys)
         assert split_keys(conversation.questions[0].keys) == keys[:MAX_KEYS]
 
 
-async def test_concurrent_questions_are_bounded(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_questions_are_bounded(
+    registered: Registered, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(session_module, "MAX_QUESTIONS", 2)
-    async with scripted_controller() as controller, open_node(controller, peer={"timeout": "10s"}) as one:
-        conversation = await controller.up_to_date()
+    async with registered(peer={"timeout": "10s"}) as (conversation, one):
         conversation.holders = None
         async with anyio.create_task_group() as tasks:
             for _ in range(2):
@@ -398,13 +394,12 @@ async def until_answered(node: Node, answer: list[tuple[str, int]]) -> None:
 
 
 async def test_report_is_sent_when_there_is_one_and_when_it_changes(
-    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
+    registered: Registered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known: list[Report | None] = [None]
     monkeypatch.setattr(Instance, "what_if", lambda _: known[-1])
     monkeypatch.setattr(session, "WHAT_IF_SECONDS", 0.01)
-    async with scripted_controller() as controller, open_node(controller):
-        conversation = await controller.up_to_date()
+    async with registered() as (conversation, _):
         later = replace(REPORT, sampled=REPORT.sampled + 1)
         for report in (REPORT, later):
             seen = len(conversation.heartbeats)
@@ -415,13 +410,12 @@ async def test_report_is_sent_when_there_is_one_and_when_it_changes(
 
 
 async def test_changes_are_reported_at_an_interval(
-    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
+    registered: Registered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = itertools.count(1)
     monkeypatch.setattr(Instance, "what_if", lambda _: replace(REPORT, sampled=next(calls)))
     monkeypatch.setattr(session, "WHAT_IF_SECONDS", 600.0)
-    async with scripted_controller() as controller, open_node(controller):
-        conversation = await controller.up_to_date()
+    async with registered() as (conversation, _):
         await until(lambda: len(conversation.heartbeats) > 5)
         assert [message.report.sampled for message in conversation.what_ifs] == [1]
 
@@ -441,11 +435,10 @@ async def test_new_connection_gets_the_report_again(
 
 
 async def test_reason_of_a_stopped_estimate_is_printable_and_short(
-    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
+    registered: Registered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Instance, "what_if", lambda _: replace(REPORT, stopped="ValueError: \n" * 100))
-    async with scripted_controller() as controller, open_node(controller):
-        conversation = await controller.up_to_date()
+    async with registered() as (conversation, _):
         await until(lambda: conversation.what_ifs)
     (message,) = conversation.what_ifs
     assert message.report.stopped.startswith("ValueError: ?ValueError")

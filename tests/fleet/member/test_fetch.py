@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -14,14 +15,14 @@ from kvtier.pipeline import move as move_module
 from kvtier.pipeline.query import Query
 from kvtier.testing.backend import make_key
 from tests.cache.conftest import CHUNK_OBJECT_BYTES
-from tests.fleet.member.conftest import SECRET, Node, OpenNode, address_of, fetch
-from tests.rigs.scripted_controller import Conversation, ScriptedController, scripted_controller
+from tests.fleet.member.conftest import SECRET, BothRegistered, Node, OpenNode, Registered, address_of, fetch
+from tests.rigs.scripted_controller import scripted_controller
 from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 RAM, SSD = 0, 1
-SERVES = {"listen": "127.0.0.1:0", "secret": SECRET}
-FETCHES = {"secret": SECRET}
+SERVING: dict[str, Any] = {"peer": {"listen": "127.0.0.1:0", "secret": SECRET}}
+FETCHING: dict[str, Any] = {"peer": {"secret": SECRET}}
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +33,8 @@ def _short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 # Fetch within one instance.
 
 
-async def test_fetch_copies_from_disk_to_memory_and_back(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller, ssd=128) as one:
-        conversation = await controller.up_to_date()
+async def test_fetch_copies_from_disk_to_memory_and_back(registered: Registered) -> None:
+    async with registered(ssd=128) as (conversation, one):
         keys = await one.store(4)
         await one.cache.clear(keys, tiers=["ram"])
         done = await conversation.done(fetch(keys, RAM))
@@ -49,18 +49,16 @@ async def test_fetch_copies_from_disk_to_memory_and_back(open_node: OpenNode) ->
         assert await one.is_intact(4)
 
 
-async def test_fetch_again_transfers_nothing(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller, ssd=128) as one:
-        conversation = await controller.up_to_date()
+async def test_fetch_again_transfers_nothing(registered: Registered) -> None:
+    async with registered(ssd=128) as (conversation, one):
         keys = await one.store(4)
         done = await conversation.done(fetch(keys, SSD))
         assert (done.chunks, done.bytes, done.reason) == (4, 0, None)
         assert (await conversation.done(fetch([], SSD))).reason is None
 
 
-async def test_fetch_ends_at_the_first_missing_chunk(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller, ssd=128) as one:
-        conversation = await controller.up_to_date()
+async def test_fetch_ends_at_the_first_missing_chunk(registered: Registered) -> None:
+    async with registered(ssd=128) as (conversation, one):
         keys = await one.store(4)
         await one.cache.clear(keys, tiers=["ram"])
         await one.cache.clear(keys[2:3])
@@ -69,9 +67,8 @@ async def test_fetch_ends_at_the_first_missing_chunk(open_node: OpenNode) -> Non
         assert done.reason == "no other tier of this instance holds the rest"
 
 
-async def test_fetch_into_full_memory_evicts_others_but_not_fetched_chunks(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller, ram=8, ssd=128) as one:
-        conversation = await controller.up_to_date()
+async def test_fetch_into_full_memory_evicts_others_but_not_fetched_chunks(registered: Registered) -> None:
+    async with registered(ram=8, ssd=128) as (conversation, one):
         keys = await one.store(12, seed=1)
         await one.store(6, seed=2)
         done = await conversation.done(fetch(keys, RAM))
@@ -80,9 +77,8 @@ async def test_fetch_into_full_memory_evicts_others_but_not_fetched_chunks(open_
         assert done.reason == "tier ram has no room for the rest"
 
 
-async def test_fetch_into_leased_memory_names_the_tier(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller, ram=8, ssd=128) as one:
-        conversation = await controller.up_to_date()
+async def test_fetch_into_leased_memory_names_the_tier(registered: Registered) -> None:
+    async with registered(ram=8, ssd=128) as (conversation, one):
         keys = await one.store(4, seed=1)
         others = await one.store(8, seed=2)
         found = one.cache.look_up(Query(others))
@@ -108,11 +104,10 @@ async def test_fetch_into_a_small_disk_keeps_the_first_chunks(open_node: OpenNod
         assert one.holds(keys, SSD) == list(range(9))
 
 
-async def test_fetch_waits_for_pending_evictions(open_node: OpenNode) -> None:
+async def test_fetch_waits_for_pending_evictions(registered: Registered) -> None:
     """All cold chunks have yet to be written to disk."""
     disk = {"write": "on_evict"}
-    async with scripted_controller() as controller, open_node(controller, ram=8, ssd=128, disk=disk) as one:
-        conversation = await controller.up_to_date()
+    async with registered(ram=8, ssd=128, disk=disk) as (conversation, one):
         keys = await one.store(6, seed=1)
         await conversation.done(fetch(keys, SSD))
         await one.cache.clear(keys, tiers=["ram"])
@@ -126,21 +121,10 @@ async def test_fetch_waits_for_pending_evictions(open_node: OpenNode) -> None:
 # Fetch from another instance.
 
 
-async def both_conversations(controller: ScriptedController) -> tuple[Conversation, Conversation]:
-    """Return the conversations of the instances ``one`` and ``two``."""
-    await controller.up_to_date(0)
-    await controller.up_to_date(1)
-    by_name = {each.hello.instance: each for each in controller.conversations if each.hello is not None}
-    return by_name["one"], by_name["two"]
-
-
-async def test_fetch_from_a_peer_into_memory_and_onto_disk(open_node: OpenNode) -> None:
-    async with (
-        scripted_controller() as controller,
-        open_node(controller, peer=FETCHES, ssd=128, disk={"write": "never"}) as one,
-        open_node(controller, name="two", peer=SERVES, ssd=128) as two,
-    ):
-        conversation, _ = await both_conversations(controller)
+async def test_fetch_from_a_peer_into_memory_and_onto_disk(both_registered: BothRegistered) -> None:
+    async with both_registered(
+        FETCHING | {"ssd": 128, "disk": {"write": "never"}}, SERVING | {"ssd": 128}
+    ) as (conversation, one, two):
         keys = await two.store(8)
         await two.cache.clear(keys[4:], tiers=["ram"])
         done = await conversation.done(fetch(keys, RAM, address_of(two), node=one))
@@ -157,13 +141,8 @@ async def test_fetch_from_a_peer_into_memory_and_onto_disk(open_node: OpenNode) 
         assert await one.is_intact(4, seed=2)
 
 
-async def test_fetch_reads_only_missing_chunks_from_a_peer(open_node: OpenNode) -> None:
-    async with (
-        scripted_controller() as controller,
-        open_node(controller, peer=FETCHES, ssd=128) as one,
-        open_node(controller, name="two", peer=SERVES) as two,
-    ):
-        conversation, _ = await both_conversations(controller)
+async def test_fetch_reads_only_missing_chunks_from_a_peer(both_registered: BothRegistered) -> None:
+    async with both_registered(FETCHING | {"ssd": 128}, SERVING) as (conversation, one, two):
         keys = await two.store(8)
         await one.store(8)
         await one.cache.clear(keys, tiers=["ram"])
@@ -175,13 +154,8 @@ async def test_fetch_reads_only_missing_chunks_from_a_peer(open_node: OpenNode) 
         assert await one.is_intact(8)
 
 
-async def test_fetch_of_a_chunk_that_the_peer_has_evicted(open_node: OpenNode) -> None:
-    async with (
-        scripted_controller() as controller,
-        open_node(controller, peer=FETCHES) as one,
-        open_node(controller, name="two", peer=SERVES) as two,
-    ):
-        conversation, _ = await both_conversations(controller)
+async def test_fetch_of_a_chunk_that_the_peer_has_evicted(both_registered: BothRegistered) -> None:
+    async with both_registered(FETCHING, SERVING) as (conversation, one, two):
         keys = await two.store(8)
         await two.cache.clear(keys[5:6])
         done = await conversation.done(fetch(keys, RAM, address_of(two), node=one))
@@ -191,9 +165,8 @@ async def test_fetch_of_a_chunk_that_the_peer_has_evicted(open_node: OpenNode) -
         assert one.cache.catalog.count(1) == 0, "the peer's entries are invalidated"
 
 
-async def test_fetch_from_an_unreachable_peer(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller, peer=FETCHES, ssd=128) as one:
-        conversation = await controller.up_to_date()
+async def test_fetch_from_an_unreachable_peer(registered: Registered) -> None:
+    async with registered(**FETCHING, ssd=128) as (conversation, one):
         keys = await one.store(4)
         await one.cache.clear(keys, tiers=["ram"])
         await one.cache.clear(keys[2:])
@@ -203,13 +176,12 @@ async def test_fetch_from_an_unreachable_peer(open_node: OpenNode) -> None:
         assert "peer 127.0.0.1:1" in done.reason
 
 
-async def test_fetch_from_a_peer_with_another_secret(open_node: OpenNode) -> None:
-    async with (
-        scripted_controller() as controller,
-        open_node(controller, peer={"secret": "another secret than theirs"}) as one,
-        open_node(controller, name="two", peer=SERVES) as two,
+async def test_fetch_from_a_peer_with_another_secret(both_registered: BothRegistered) -> None:
+    async with both_registered({"peer": {"secret": "another secret than theirs"}}, SERVING) as (
+        conversation,
+        one,
+        two,
     ):
-        conversation, _ = await both_conversations(controller)
         keys = await two.store(4)
         done = await conversation.done(fetch(keys, RAM, address_of(two), node=one))
         assert done.chunks == 0
@@ -217,21 +189,16 @@ async def test_fetch_from_a_peer_with_another_secret(open_node: OpenNode) -> Non
         assert address_of(two) in done.reason
 
 
-async def test_fetch_by_an_instance_without_peer_settings(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller) as one:
-        conversation = await controller.up_to_date()
+async def test_fetch_by_an_instance_without_peer_settings(registered: Registered) -> None:
+    async with registered() as (conversation, one):
         done = await conversation.done(fetch([make_key(1)], RAM, "127.0.0.1:1", node=one))
         assert done.reason == "this instance cannot fetch from others: set peer.secret or peer.tls"
 
 
-async def test_fetch_of_more_than_fits_into_memory_on_either_side(open_node: OpenNode) -> None:
+async def test_fetch_of_more_than_fits_into_memory_on_either_side(both_registered: BothRegistered) -> None:
     """Both have memory for a few chunks: they are fetched in batches, and promoted chunks are evicted."""
-    async with (
-        scripted_controller() as controller,
-        open_node(controller, peer=FETCHES, ram=8, ssd=256, disk={"write": "never"}) as one,
-        open_node(controller, name="two", peer=SERVES, ram=8, ssd=256) as two,
-    ):
-        conversation, _ = await both_conversations(controller)
+    first = FETCHING | {"ram": 8, "ssd": 256, "disk": {"write": "never"}}
+    async with both_registered(first, SERVING | {"ram": 8, "ssd": 256}) as (conversation, one, two):
         keys = await two.store(8, seed=3)
         for seed in (1, 2):
             await two.store(8, seed=seed)
@@ -240,13 +207,8 @@ async def test_fetch_of_more_than_fits_into_memory_on_either_side(open_node: Ope
         assert await one.is_intact(8, seed=3)
 
 
-async def test_chunks_of_a_reset_model_are_not_fetched_from_others(open_node: OpenNode) -> None:
-    async with (
-        scripted_controller() as controller,
-        open_node(controller, peer=FETCHES) as one,
-        open_node(controller, name="two", peer=SERVES) as two,
-    ):
-        conversation, _ = await both_conversations(controller)
+async def test_chunks_of_a_reset_model_are_not_fetched_from_others(both_registered: BothRegistered) -> None:
+    async with both_registered(FETCHING, SERVING) as (conversation, one, two):
         keys = await two.store(4)
         await one.model.clear()
         done = await conversation.done(fetch(keys, RAM, address_of(two), node=one))
@@ -257,9 +219,10 @@ async def test_chunks_of_a_reset_model_are_not_fetched_from_others(open_node: Op
 
 
 async def test_peer_ends_during_a_fetch(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller, peer=FETCHES, ram=256) as one:
-        async with open_node(controller, name="two", peer=SERVES, ram=256) as two:
-            conversation, _ = await both_conversations(controller)
+    async with scripted_controller() as controller, open_node(controller, ram=256, **FETCHING) as one:
+        conversation = await controller.up_to_date()
+        async with open_node(controller, name="two", ram=256, **SERVING) as two:
+            await controller.up_to_date(1)
             keys = await two.store(200)
             ticket = await conversation.start_command(fetch(keys, RAM, address_of(two), node=one))
             await until(lambda: one.holds(keys, RAM))
@@ -286,10 +249,9 @@ async def half_of_memory_in_use(node: Node, keys: list[ChunkKey]) -> AsyncIterat
             lease.release()
 
 
-async def test_fetch_ends_at_its_deadline(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fetch_ends_at_its_deadline(registered: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 60.0)
-    async with scripted_controller() as controller, open_node(controller, ram=16, ssd=128) as one:
-        conversation = await controller.up_to_date()
+    async with registered(ram=16, ssd=128) as (conversation, one):
         keys = await one.store(12)
         async with half_of_memory_in_use(one, keys):
             done = await conversation.done(fetch(keys, RAM, seconds=0.3))
@@ -297,11 +259,12 @@ async def test_fetch_ends_at_its_deadline(open_node: OpenNode, monkeypatch: pyte
         assert done.reason == "its deadline of 0.3 s has expired"
 
 
-async def test_fetch_is_cancelled_and_answered(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fetch_is_cancelled_and_answered(
+    registered: Registered, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(move_module, "TIMEOUT_SECONDS", 60.0)
     monkeypatch.setattr(session_module, "PROGRESS_SECONDS", 0.02)
-    async with scripted_controller() as controller, open_node(controller, ram=16, ssd=128) as one:
-        conversation = await controller.up_to_date()
+    async with registered(ram=16, ssd=128) as (conversation, one):
         keys = await one.store(12)
         async with half_of_memory_in_use(one, keys):
             ticket = await conversation.start_command(fetch(keys, RAM))
@@ -317,9 +280,8 @@ async def test_fetch_is_cancelled_and_answered(open_node: OpenNode, monkeypatch:
         assert one.status["commands"] == 0
 
 
-async def test_fetch_cancelled_immediately_is_answered(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller, ssd=128) as one:
-        conversation = await controller.up_to_date()
+async def test_fetch_cancelled_immediately_is_answered(registered: Registered) -> None:
+    async with registered(ssd=128) as (conversation, one):
         keys = await one.store(4)
         await one.cache.clear(keys, tiers=["ram"])
         ticket = await conversation.start_command(fetch(keys, RAM))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -102,6 +105,18 @@ class Listener:
         self.listening.set()
 
 
+@asynccontextmanager
+async def reporting(
+    cache: Any, listener: Callable[[Message], Awaitable[None]], **limits: int
+) -> AsyncIterator[InventoryReport]:
+    """Report a cache to a listener within the block."""
+    inventory = InventoryReport(cache, **limits)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(inventory.report, listener)
+        yield inventory
+        tasks.cancel_scope.cancel()
+
+
 def keys(start: int, stop: int) -> list[ChunkKey]:
     return [make_key(number) for number in range(start, stop)]
 
@@ -112,9 +127,7 @@ async def test_snapshot_then_changes_without_shared_pools() -> None:
     cache.store(1, *keys(50, 200))
     cache.store(SHARED, *keys(0, 300))
     cache.catalog.add(make_key(999), 0, LENGTH, State.PENDING)
-    inventory = InventoryReport(cache)  # type: ignore[arg-type]
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(inventory.report, listener)
+    async with reporting(cache, listener) as inventory:
         await until(lambda: listener.up_to_date)
         assert listener.held == {0: set(keys(0, 100)), 1: set(keys(50, 200))}
         assert inventory.up_to_date
@@ -124,42 +137,33 @@ async def test_snapshot_then_changes_without_shared_pools() -> None:
         inventory.changed(0, [make_key(999)], ())
         await inventory.flush()
         assert listener.held == {0: {*keys(10, 100), make_key(999)}, 1: set(keys(50, 200))}
-        tasks.cancel_scope.cancel()
     assert not cache.observers
 
 
 async def test_flush_waits_for_the_report_in_flight() -> None:
     cache, listener = CatalogOnly(), Listener()
-    inventory = InventoryReport(cache)  # type: ignore[arg-type]
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(inventory.report, listener)
+    async with reporting(cache, listener) as inventory:
         await until(lambda: listener.up_to_date)
         await inventory.flush()
         listener.pause()
         cache.store(0, make_key(1))
         await anyio.sleep(2 * inventory_module.GATHER_SECONDS)  # By now it is being sent, and unmarked.
-        tasks.start_soon(resume_later, listener)
-        await inventory.flush()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(inventory.flush)
+            await anyio.sleep(0.01)
+            listener.resume()
         assert listener.held[0] == {make_key(1)}
-        tasks.cancel_scope.cancel()
-
-
-async def resume_later(listener: Listener) -> None:
-    await anyio.sleep(0.01)
-    listener.resume()
 
 
 async def test_too_many_changes_cause_a_new_snapshot() -> None:
     cache, listener = CatalogOnly(), Listener()
     cache.store(0, *keys(0, 50))
-    inventory = InventoryReport(cache, max_changed=100)  # type: ignore[arg-type]
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(inventory.report, listener)
+    async with reporting(cache, listener, max_changed=100) as inventory:
         await until(lambda: listener.up_to_date)
         listener.pause()
         cache.store(1, *keys(0, 60))
         cache.remove(0, *keys(0, 50))
-        assert sum(map(len, inventory._changed.values())) == 0, "a new snapshot needs no marks"
+        assert inventory.marked == 0, "a new snapshot needs no marks"
         cache.store(1, *keys(60, 1000))
         listener.resume()
         await until(lambda: listener.lost == 1 and listener.up_to_date)
@@ -168,10 +172,11 @@ async def test_too_many_changes_cause_a_new_snapshot() -> None:
         # A flush waits for the new snapshot.
         listener.pause()
         cache.remove(1, *keys(0, 200))
-        tasks.start_soon(resume_later, listener)
-        await inventory.flush()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(inventory.flush)
+            await anyio.sleep(0.01)
+            listener.resume()
         assert listener.held == cache.held()
-        tasks.cancel_scope.cancel()
 
 
 async def test_large_snapshot_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,12 +184,9 @@ async def test_large_snapshot_does_not_block_the_event_loop(monkeypatch: pytest.
     monkeypatch.setattr(inventory_module, "PAUSE_SECONDS", 0.0)
     cache, listener = CatalogOnly(), Counter()
     await fill(cache, 100_000)
-    inventory = InventoryReport(cache)  # type: ignore[arg-type]
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(inventory.report, listener)
+    async with reporting(cache, listener):
         await until(lambda: listener.up_to_date)
         assert listener.stored == 100_000
-        tasks.cancel_scope.cancel()
 
 
 class Counter:
@@ -213,9 +215,7 @@ async def test_changes_during_a_snapshot_are_reported_correctly(monkeypatch: pyt
     monkeypatch.setattr(inventory_module, "KEYS_A_PART", 8)
     cache, listener = CatalogOnly(), Listener()
     cache.store(0, *keys(0, 500))
-    inventory = InventoryReport(cache)  # type: ignore[arg-type]
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(inventory.report, listener)
+    async with reporting(cache, listener) as inventory:
         for number in itertools.count():
             # Removes and stores on both sides of the position of the snapshot.
             low, high = number % 250, 250 + number % 250
@@ -230,7 +230,6 @@ async def test_changes_during_a_snapshot_are_reported_correctly(monkeypatch: pyt
         assert number > 10, "the snapshot took only one step"
         assert listener.held == cache.held()
         assert listener.longest <= 16
-        tasks.cancel_scope.cancel()
 
 
 class HoldingsMachine(RuleBasedStateMachine):
@@ -303,9 +302,7 @@ async def test_real_cache_reports_all_changes(leak_check: list[Arena]) -> None:
     listener = Listener()
     async with TieredCache.open(Settings(tiers=tiers, chunk_tokens=4), plugins=BUILT_IN) as cache:
         model = cache.model("llama", token_bytes=1024)
-        inventory = InventoryReport(cache)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(inventory.report, listener)
+        async with reporting(cache, listener) as inventory:
             for seed in range(30):  # Ten times what fits.
                 await model.store([seed] * 40, bytes(40 * 1024))
             await model.clear([29] * 40)
@@ -314,5 +311,4 @@ async def test_real_cache_reports_all_changes(leak_check: list[Arena]) -> None:
             held = set(cache.catalog.keys(0))
             assert held
             assert listener.held[0] == held
-            tasks.cancel_scope.cancel()
     assert leak_check

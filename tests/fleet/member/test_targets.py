@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -24,13 +26,9 @@ async def transfer(node: Node, to: str, keys: list[ChunkKey]) -> KVTransferSumma
     return await node.instance.transfer_kv(to, keys, hinted=True).finish(60)
 
 
-def name(controller: ScriptedController, *addresses: str) -> None:
-    """Let the controller know instances at these addresses."""
-    for conversation in controller.conversations:
-        conversation.served = list(addresses)
-
-
-async def test_instances_that_the_controller_names_are_connected_to(open_node: OpenNode) -> None:
+@asynccontextmanager
+async def pair(open_node: OpenNode) -> AsyncIterator[tuple[ScriptedController, Node, Node, list[ChunkKey]]]:
+    """Open two instances, of which the controller names the second, and store a prompt in the first."""
     async with (
         scripted_controller() as controller,
         open_node(controller, peer=SERVES) as one,
@@ -38,20 +36,19 @@ async def test_instances_that_the_controller_names_are_connected_to(open_node: O
     ):
         keys = await one.store(CHUNKS)
         await controller.up_to_date(1)
-        name(controller, address_of(two))
+        for conversation in controller.conversations:
+            conversation.served = [address_of(two)]
+        yield controller, one, two, keys
+
+
+async def test_instances_that_the_controller_names_are_connected_to(open_node: OpenNode) -> None:
+    async with pair(open_node) as (_, one, two, keys):
         assert (await transfer(one, address_of(two), keys)).leading == CHUNKS
 
 
 async def test_name_of_an_instance_that_the_controller_knows_by_its_address(open_node: OpenNode) -> None:
     """A proxy names the host of an engine as its own settings do."""
-    async with (
-        scripted_controller() as controller,
-        open_node(controller, peer=SERVES) as one,
-        open_node(controller, name="two", peer=SERVES) as two,
-    ):
-        keys = await one.store(CHUNKS)
-        await controller.up_to_date(1)
-        name(controller, address_of(two))
+    async with pair(open_node) as (_, one, two, keys):
         named = one.instance.transfer_kv(address_of(two).replace("127.0.0.1", "LocalHost"), keys, hinted=True)
         assert (await named.finish(60)).leading == CHUNKS
         assert named.to == address_of(two), "the address that the controller knows, and no other"
@@ -61,14 +58,7 @@ async def test_name_of_an_instance_that_the_controller_knows_by_its_address(open
 async def test_other_addresses_are_not_connected_to(open_node: OpenNode, host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         stranger.setblocking(False)
-        async with (
-            scripted_controller() as controller,
-            open_node(controller, peer=SERVES) as one,
-            open_node(controller, name="two", peer=SERVES) as two,
-        ):
-            keys = await one.store(CHUNKS)
-            await controller.up_to_date(1)
-            name(controller, address_of(two))
+        async with pair(open_node) as (controller, one, _, keys):
             for _ in range(3):
                 result = await transfer(one, f"{host}:{stranger.getsockname()[1]}", keys)
                 assert (result.leading, "kv_transfer.targets" in result.last_error) == (0, True)
@@ -81,14 +71,7 @@ async def test_other_addresses_are_not_connected_to(open_node: OpenNode, host: s
 async def test_confirmed_address_is_used_while_the_controller_is_down(
     open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with (
-        scripted_controller() as controller,
-        open_node(controller, peer=SERVES) as one,
-        open_node(controller, name="two", peer=SERVES) as two,
-    ):
-        keys = await one.store(CHUNKS)
-        await controller.up_to_date(1)
-        name(controller, address_of(two))
+    async with pair(open_node) as (controller, one, two, keys):
         assert (await transfer(one, address_of(two), keys)).leading == CHUNKS
         await controller.kill()
         await until(lambda: not one.status["connected"])

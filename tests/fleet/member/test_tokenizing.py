@@ -22,8 +22,7 @@ from kvtier.fleet.member.tokenizing import Tokenizers
 from kvtier.lab.demo import model as demo_model
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc.frames import MAX_FRAME_BYTES
-from tests.fleet.member.conftest import OpenNode
-from tests.rigs.scripted_controller import scripted_controller
+from tests.fleet.member.conftest import Registered
 from tests.rigs.waiting import until
 
 if find_spec("transformers") is None:
@@ -205,9 +204,8 @@ async def test_missing_tokenizer_is_reported(served: ServedModels, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("fast")
-async def test_tokenize_command_returns_tokens(open_node: OpenNode) -> None:
-    async with scripted_controller() as controller, open_node(controller) as one:
-        conversation = await controller.up_to_date()
+async def test_tokenize_command_returns_tokens(registered: Registered) -> None:
+    async with registered() as (conversation, one):
         one.instance.served.add("engine", PLAIN, LAYOUT, EngineModel(["m"], TokenizerSource("/models/m")))
         done = await conversation.done(lambda ticket: Tokenize(ticket, PLAIN, "Hello world you"))
         assert (done.tokens, done.keys, done.chunks, done.reason) == ([5, 5, 3], b"", 0, None)
