@@ -3,14 +3,7 @@ from __future__ import annotations
 import itertools
 
 from kvtier.concurrency.breaker import Backoff, Breaker
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.rigs.clock import Clock
 
 
 def test_opens_after_consecutive_failures_and_for_longer_each_time() -> None:

@@ -15,6 +15,7 @@ from kvtier.concurrency.breaker import MAX_PAUSE, MIN_PAUSE
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.backend import MAX_HOLDERS_ASKED, DirectoryClient, PeersBackend
 from kvtier.peers.protocol import Hello
+from tests.rigs.clock import Clock
 from tests.rigs.scripted_peer import ScriptedPeer, reading_from
 from tests.rigs.waiting import until
 
@@ -205,13 +206,6 @@ async def test_holder_with_fewer_chunks_than_reported() -> None:
 
 
 # Slow and failing.
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 async def asked(client: DirectoryClient, directory: ScriptedDirectory) -> bool:

@@ -15,16 +15,10 @@ from kvtier.peers import grants as grants_module
 from kvtier.peers.grants import Grant, GrantBook
 from kvtier.settings.peer import PeerSettings
 from kvtier.transports.base import Access, RemoteSpan
+from tests.rigs.clock import Clock
 from tests.rigs.peer_server import held
 
 PAGES = 16
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -11,14 +11,7 @@ from kvtier.peers.client import Outage
 from kvtier.peers.remote_leases import RemoteLease, RemoteLeases, usable_seconds
 from kvtier.peers.throughput import REMEMBERED_SECONDS, PeerThroughput, fastest
 from kvtier.testing.backend import make_key
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.rigs.clock import Clock
 
 
 class Released:
@@ -36,12 +29,12 @@ def lease(number: int, ends: float, key: int | None = None) -> RemoteLease:
 def test_leases_are_bounded_and_expire() -> None:
     clock, released = Clock(), Released()
     leases = RemoteLeases(released, limit=3, clock=clock)
-    leases.add([lease(number, 110.0) for number in range(3)])
-    leases.add([lease(3, 120.0)])
+    leases.add([lease(number, 1010.0) for number in range(3)])
+    leases.add([lease(3, 1020.0)])
     assert released.numbers == [0], "the oldest is released"
     assert leases.find(make_key(0)) is None
     assert leases.find(make_key(3)) is not None
-    clock.now = 110.0
+    clock.now += 10.0
     assert leases.find(make_key(1)) is None
     assert leases.take(make_key(2)) is None
     assert len(leases) == 1
@@ -51,7 +44,7 @@ def test_leases_are_bounded_and_expire() -> None:
 def test_lease_is_taken_once() -> None:
     released = Released()
     leases = RemoteLeases(released, clock=Clock())
-    leases.add([lease(1, 110.0)])
+    leases.add([lease(1, 1010.0)])
     assert leases.take(make_key(1)) is not None
     assert leases.take(make_key(1)) is None
     leases.drop([make_key(1)])
@@ -61,8 +54,8 @@ def test_lease_is_taken_once() -> None:
 def test_newest_lease_of_a_chunk_is_kept() -> None:
     released = Released()
     leases = RemoteLeases(released, clock=Clock())
-    leases.add([lease(1, 110.0, key=5), lease(2, 111.0, key=6)])
-    leases.add([lease(3, 112.0, key=5)])
+    leases.add([lease(1, 1010.0, key=5), lease(2, 1011.0, key=6)])
+    leases.add([lease(3, 1012.0, key=5)])
     assert released.numbers == [1]
     found = leases.find(make_key(5))
     assert found is not None

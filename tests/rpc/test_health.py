@@ -5,15 +5,9 @@ import logging
 import pytest
 
 from kvtier.rpc.client import UNRESPONSIVE_SECONDS, Health
+from tests.rigs.clock import Clock
 
 logger = logging.getLogger("kvtier.test_health")
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from kvtier.events import Evict, Store
 from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
 from kvtier.tiers.admission import PARTS, Admission, Doorkeeper
 from kvtier.tiers.planner import FIRST, TransferPlanner
+from tests.rigs.clock import Clock
 
 LENGTH = 1 << 20
 DISK, POOL = 1, 2
@@ -41,22 +42,14 @@ class FakeTier:
     count: int = 0
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def read(self) -> float:
-        return self.now
-
-
 class AdmissionSetup:
     """Memory, a disk that admits selectively and, if it is given, a pool below."""
 
     def __init__(self, admit: str, write: str = "through", pool: FakeTier | None = None) -> None:
         self.tiers = [FakeTier(), FakeTier(admit, write), *([pool] if pool else [])]
         self.clock = Clock()
-        self.catalog = Catalog([LruPolicy.factory() for _ in self.tiers], clock=self.clock.read)
-        self.planner = TransferPlanner(self.catalog, self.tiers, self.clock.read)
+        self.catalog = Catalog([LruPolicy.factory() for _ in self.tiers], clock=self.clock)
+        self.planner = TransferPlanner(self.catalog, self.tiers, self.clock)
 
     def store(
         self, keys: Sequence[ChunkKey], parent: ChunkKey | None = None, **hints: float
@@ -186,7 +179,7 @@ def test_policy_of_the_first_tier_tells_what_is_expected() -> None:
 def test_prompts_are_expected_if_others_like_them_have_come_back(policy: type[EvictionPolicy]) -> None:
     for returning in (True, False):
         clock = Clock()
-        catalog = Catalog([policy.factory(policy.settings_type(type=""), 4000 * LENGTH)], clock=clock.read)
+        catalog = Catalog([policy.factory(policy.settings_type(type=""), 4000 * LENGTH)], clock=clock)
         for at in range(300):
             clock.now += 10
             catalog.add_chain(KEYS[3 * at : 3 * at + 3], FIRST, [LENGTH] * 3, State.READY)

@@ -9,18 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtier.tiers.costs import HALF_LIFE_SECONDS, MIN_SUCCESS, ReadCost
+from tests.rigs.clock import Clock
 
 MIB = 1 << 20
-
-
-class Clock:
-    """A clock that only the test advances."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

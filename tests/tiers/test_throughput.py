@@ -7,18 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers.throughput import MAX_AGE_SECONDS, MIN_SAMPLES, SAMPLES, Throughput
+from tests.rigs.clock import Clock
 
 MIB = 1 << 20
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

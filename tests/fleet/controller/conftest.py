@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvtier.fleet.controller.state import State
 from tests.rigs.running_controller import RunningController, running_controller
 from tests.rigs.waiting import until
 
@@ -46,3 +47,10 @@ async def controller(tmp_path: Path) -> AsyncIterator[RunningController]:
     """A complete controller without a token."""
     async with running_controller(tmp_path) as running:
         yield running
+
+
+@pytest.fixture
+async def state(anyio_backend: str, tmp_path: Path) -> AsyncIterator[State]:
+    """An open state file."""
+    async with State.open(tmp_path / "state.sqlite") as opened:
+        yield opened

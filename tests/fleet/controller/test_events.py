@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
@@ -16,22 +15,9 @@ from kvtier.fleet.controller import events as events_module
 from kvtier.fleet.controller.errors import TooManyOperations, UnknownName
 from kvtier.fleet.controller.events import RESTARTED, Event, EventLog
 from kvtier.fleet.controller.state import State
+from tests.rigs.clock import Clock
 
 pytestmark = pytest.mark.anyio
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-async def state(anyio_backend: str, tmp_path: Path) -> AsyncIterator[State]:
-    async with State.open(tmp_path / "state.sqlite") as opened:
-        yield opened
 
 
 async def open_state(path: Path) -> None:
@@ -191,7 +177,7 @@ async def test_foreign_file_is_left_unchanged(tmp_path: Path) -> None:
 def test_full_disk_is_not_fatal(state: State, caplog: pytest.LogCaptureFixture) -> None:
     log = EventLog(state)
     # The minimum: there is no room for another page.
-    state._connection.execute("PRAGMA max_page_count = 1")
+    state.read("PRAGMA max_page_count = 1", tuple)
     events = [finished(log) for _ in range(200)]
     assert log.newest(1) == [events[-1]]
     assert caplog.text.count("changes are not persisted") == 1

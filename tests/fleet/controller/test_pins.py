@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from kvtier.fleet.controller.errors import TooManyPins
 from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.state import State
+from tests.rigs.clock import Clock
 from tests.rigs.running_controller import keys_of
 
 KEYS = keys_of("prompt", 6)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-async def state(anyio_backend: str, tmp_path: Path) -> AsyncIterator[State]:
-    async with State.open(tmp_path / "state.sqlite") as opened:
-        yield opened
 
 
 def test_pins_survive_a_restart(state: State) -> None:
