@@ -308,7 +308,7 @@ class EngineModel:
         self.layout = layout
         self.parts = [Part(random, layout) for _ in range(parts)]
         sides = [part.side for part in self.parts]
-        self.sides = SchedulerSides(sides, chunk_tokens=CHUNK, has_states=layout.has_states)
+        self.sides = SchedulerSides(sides, layout)
         self.requests: dict[str, Running] = {}
         self.lag = random.randint(0, 1)
         """How many steps late it learns of the results of a step: with asynchronous scheduling, one."""

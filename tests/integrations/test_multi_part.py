@@ -49,7 +49,7 @@ class Side:
 
 def combined(*sides: Side, has_states: bool = False) -> SchedulerSides:
     every: Any = sides
-    return SchedulerSides(every, chunk_tokens=64, has_states=has_states)
+    return SchedulerSides(every, ChunkLayout(64, (GroupLayout(16, (4096,), state=has_states),)))
 
 
 @pytest.mark.parametrize(

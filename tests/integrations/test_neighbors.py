@@ -89,8 +89,7 @@ def side(bridge: Any = None) -> SchedulerSide:
 
 
 def connector(one: SchedulerSide | None = None) -> KVTierConnector:
-    sides = SchedulerSides([one or side()], chunk_tokens=32, has_states=False)
-    return bare_connector(scheduler=sides)
+    return bare_connector(scheduler=SchedulerSides([one or side()], LAYOUT))
 
 
 def multi(*connectors: Any) -> MultiConnector:

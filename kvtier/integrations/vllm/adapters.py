@@ -18,6 +18,7 @@ import functools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier.concurrency.threads import run_in_background
 from kvtier.integrations.vllm.compat import is_empty
 from kvtier.integrations.vllm.identity import is_adapter
+from kvtier.integrations.vllm.patches import wrap
 from kvtier.logs import RateLimitedLogs
 from kvtier.memory.fingerprint import Signature, fingerprint, signature
 
@@ -251,16 +253,14 @@ def follow_loads() -> None:
     """Have vLLM's workers of this process remember what they load. Idempotent."""
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    original = getattr(WorkerLoRAManager, "_load_adapter", None)
-    if original is None:  # No method of vLLM's interface: a version without it stores nothing of adapters.
+    # No method of vLLM's interface: a version without it stores nothing of adapters.
+    if not hasattr(WorkerLoRAManager, "_load_adapter"):
         logger.warning(
             "the KV of LoRA adapters is not stored: this vLLM has no WorkerLoRAManager._load_adapter"
         )
-    if original is None or hasattr(original, "__wrapped__"):
         return
 
-    @functools.wraps(original)
-    def load_adapter(manager: Any, lora: LoRARequest) -> Any:
+    def load(original: Callable[..., Any], manager: Any, lora: LoRARequest) -> Any:
         before = _files_or_none(lora.lora_path)
         _loaded.pop(lora.lora_int_id, None)
         loaded = original(manager, lora)
@@ -273,7 +273,7 @@ def follow_loads() -> None:
                 logger.warning("adapter %s has changed while it was loaded", lora.lora_name)
         return loaded
 
-    WorkerLoRAManager._load_adapter = load_adapter
+    wrap(WorkerLoRAManager, "_load_adapter", load)
 
 
 def _files_or_none(path: str) -> tuple[Path, Signature] | None:

@@ -63,21 +63,16 @@ class Bridges(NamedTuple):
         return Hello(protocol.VERSION, engine, role, rank, model.layout, model.namespace)
 
     def _open(self, bridge_type: type[BridgeT], hello: Hello) -> BridgeT:
-        bridge = self._connect(bridge_type, hello)
+        """Connect to the cache process of ``settings.socket``, or start one if that is not set."""
+        path = self.settings.socket or default_address(self.settings)
+        starts = self.settings.socket is None and not hello.to
+        process = CacheProcess(self.settings, path) if starts else None
+        bridge = bridge_type(hello, path, process.start_in_background if process else None, logger)
         if self.waits:
             bridge.expect_answers_within(IDLE_TIMEOUT_SECONDS)
-        return bridge
-
-    def _connect(self, bridge_type: type[BridgeT], hello: Hello) -> BridgeT:
-        """Connect to the cache process of ``settings.socket``, or start one if that is not set."""
-        settings = self.settings
-        if settings.socket is None and not hello.to:
-            path = default_address(settings)
-            process = CacheProcess(settings, path)
-            bridge = bridge_type(hello, path, process.start_in_background, logger)
+        if process is not None:
             process.start_and_wait(bridge.connect)
             return bridge
-        bridge = bridge_type(hello, settings.socket or default_address(settings), logger=logger)
         try:
             bridge.connect()
         except ChannelError as error:

@@ -7,7 +7,7 @@ All loads are asynchronous, and limited to chunks that have been verified in hos
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -97,7 +97,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._reports_part = self._model.parts > 1 or (self._spins and backend not in ("mp", "uni"))
         if role is KVConnectorRole.SCHEDULER:
             self._identities.log(vllm_config, weights_id)
-            self._scheduler = self._combined([self._open_part(self._model)])
+            self._scheduler = SchedulerSides([self._open_part(self._model)], self._model.layout)
             recompute_failed_loads()
             follow_engine()
             finish_before_resets()
@@ -110,21 +110,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if vllm_config.lora_config is not None:
                 follow_loads()
             rank %= self._model.layout.ranks
-            stages = settings.kv_transfer.device == "cuda"
-            timeout = IDLE_TIMEOUT_SECONDS if self._bridges.waits else CONFIRM_SECONDS
-            bridge = self._worker_bridge = self._bridges.worker(self._model, rank)
+            self._worker_bridge = self._bridges.worker(self._model, rank)
             self._worker = WorkerSide(
                 self._model,
-                bridge,
+                self._worker_bridge,
                 rank,
-                stages=stages,
-                confirm_timeout=timeout,
+                stages=settings.kv_transfer.device == "cuda",
+                confirm_timeout=IDLE_TIMEOUT_SECONDS if self._bridges.waits else CONFIRM_SECONDS,
                 writes_before_hooks=writes_before_hooks(vllm_config, kv_cache_config),
             )
-
-    def _combined(self, sides: Sequence[SchedulerSide]) -> SchedulerSides:
-        layout = self._model.layout
-        return SchedulerSides(sides, chunk_tokens=layout.chunk_tokens, has_states=layout.has_states)
 
     def _open_part(self, model: ModelLayout, to: str = "") -> SchedulerSide:
         """Return the scheduler's side of a part of the engine, whose cache process may be at an address."""
@@ -140,15 +134,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         bridge = self._bridges.scheduler(model, engine_model(config), weights.current, to=to)
         if self._pool is not None:
             weights.bind(self._pool)
-        lookahead = lookahead_tokens(config)
-        deferred = config.device_config.device_type != "cpu"
         return SchedulerSide(
             settings,
             model,
             bridge,
             weights=weights,
-            lookahead=lookahead,
-            deferred=deferred,
+            lookahead=lookahead_tokens(config),
+            deferred=config.device_config.device_type != "cpu",
             numbered=numbers_inputs(config),
             whole_blocks=hits_end_at_blocks(config),
             step_tokens=int(config.scheduler_config.max_num_batched_tokens),
@@ -251,9 +243,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if len(self._sides.sides) > 1:  # vLLM 0.33 calls this again when it wakes up.
             return
         others = other_parts(self._model, metadata.values(), first.epoch)
-        self._scheduler = self._combined(
-            [first, *(self._open_part(model, address) for model, address in others)]
-        )
+        sides = [first, *(self._open_part(model, address) for model, address in others)]
+        self._scheduler = SchedulerSides(sides, self._model.layout)
 
     # Worker hooks.
 

@@ -80,6 +80,23 @@ class PageCopies(ABC):
     deferred = False
     """Whether copies may be in flight when a call returns."""
 
+    def __init__(self, layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._pages = pages  # Keeps alive the memory that native code references by address only.
+        self._null_block = null_block
+
+    def _slices(self, chunks: Sequence[ChunkCopy]) -> list[tuple[int, Sequence[Sequence[int]]]]:
+        """Return the offset of this rank's pages of each chunk, and the chunk's blocks."""
+        # Computed once per length: most chunks have the same length, and a model may have a hundred layers.
+        before = {
+            tokens: self._layout.share(tokens, self._rank) for tokens in {each.tokens for each in chunks}
+        }
+        return [
+            (each.offset if each.staging else each.offset + HEADER_BYTES + before[each.tokens], each.blocks)
+            for each in chunks
+        ]
+
     @abstractmethod
     def load(self, memory: Memory, chunks: Sequence[ChunkCopy], after: Sequence[int] = ()) -> int:
         """Copy from ``memory`` to the engine's KV memory; return a ticket for :meth:`done`.
@@ -120,40 +137,24 @@ def regions(pages: Pages) -> list[list[tuple[int, int, int, int]]]:
     ]
 
 
-def rank_slices(
-    layout: ChunkLayout, rank: int, chunks: Sequence[ChunkCopy]
-) -> list[tuple[int, Sequence[Sequence[int]]]]:
-    """Return the offset of this rank's pages of each chunk, and the chunk's blocks."""
-    # Computed once per length: most chunks have the same length, and a model may have a hundred layers.
-    before = {tokens: layout.share(tokens, rank) for tokens in {chunk.tokens for chunk in chunks}}
-    return [
-        (chunk.offset if chunk.staging else chunk.offset + HEADER_BYTES + before[chunk.tokens], chunk.blocks)
-        for chunk in chunks
-    ]
-
-
 class NativeCopies(PageCopies):
     """One native call for all chunks and layers, on at most ``threads`` threads; 0 chooses their number."""
 
     def __init__(
         self, layout: ChunkLayout, rank: int, pages: Pages, null_block: int, *, threads: int = 0
     ) -> None:
-        self._layout = layout
+        super().__init__(layout, rank, pages, null_block)
         self._threads = threads
-        self._rank = rank
-        self._pages = pages  # Keeps alive the memory that is referenced below by address only.
         self._memory = native.core.KvMemory(regions(pages), null_block)
 
     def load(self, memory: Memory, chunks: Sequence[ChunkCopy], after: Sequence[int] = ()) -> int:
         """See :meth:`PageCopies.load`."""
-        slices = rank_slices(self._layout, self._rank, chunks)
-        self._memory.load(_bytes_of(memory), slices, self._threads)
+        self._memory.load(_bytes_of(memory), self._slices(chunks), self._threads)
         return 0
 
     def save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """See :meth:`PageCopies.save`."""
-        slices = rank_slices(self._layout, self._rank, chunks)
-        self._memory.save(_bytes_of(memory), slices, self._threads)
+        self._memory.save(_bytes_of(memory), self._slices(chunks), self._threads)
         return 0
 
 
@@ -167,12 +168,6 @@ class TorchCopies(PageCopies):
 
     Optimized for the host only: on a GPU each copy waits for the device.
     """
-
-    def __init__(self, layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -> None:
-        self._layout = layout
-        self._rank = rank
-        self._pages = pages
-        self._null_block = null_block
 
     def load(self, memory: Memory, chunks: Sequence[ChunkCopy], after: Sequence[int] = ()) -> int:
         """See :meth:`PageCopies.load`."""
@@ -201,7 +196,7 @@ class TorchCopies(PageCopies):
         """Yield for each layer of each chunk: engine pages, block ids, chunk pages, indices into those."""
         for chunk in chunks:
             selected = [self._select(blocks) for blocks in chunk.blocks]
-            [(first, _)] = rank_slices(self._layout, self._rank, [chunk])
+            [(first, _)] = self._slices([chunk])
             for span in self._layout.spans(chunk.tokens, 0):
                 blocks, kept = selected[span.group]
                 if len(blocks):
@@ -284,9 +279,7 @@ class CudaCopies(PageCopies):
     deferred = True
 
     def __init__(self, layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -> None:
-        self._layout = layout
-        self._rank = rank
-        self._pages = pages  # Keeps alive the memory that is referenced below by address only.
+        super().__init__(layout, rank, pages, null_block)
         self._device = pages[0][0].device
         self._memory = native.cuda.DevicePages(self._device.index or 0, regions(pages), null_block)
         if not self._memory.staged:
@@ -308,15 +301,13 @@ class CudaCopies(PageCopies):
             for ticket in after:  # torch copies on the engine's stream.
                 self.hold(ticket)
             return self._torch.load(memory, chunks)
-        slices = rank_slices(self._layout, self._rank, chunks)
-        return self._track(self._memory.load(pinned, slices, self._stream(), after=list(after)))
+        return self._track(self._memory.load(pinned, self._slices(chunks), self._stream(), after=list(after)))
 
     def save(self, memory: Memory, chunks: Sequence[ChunkCopy]) -> int:
         """See :meth:`PageCopies.save`. Does not block for copies into the arena."""
         if not isinstance(memory, ArenaMap) or (pinned := self._pinned(memory)) is None:
             return self._torch.save(memory, chunks)
-        slices = rank_slices(self._layout, self._rank, chunks)
-        return self._track(self._memory.save(pinned, slices, self._stream()))
+        return self._track(self._memory.save(pinned, self._slices(chunks), self._stream()))
 
     def hold(self, ticket: int) -> None:
         """See :meth:`PageCopies.hold`."""

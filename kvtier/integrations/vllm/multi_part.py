@@ -123,11 +123,10 @@ class SchedulerSides:
     Blocks as each of them does. Most engines have one part.
     """
 
-    def __init__(self, sides: Sequence[SchedulerSide], *, chunk_tokens: int, has_states: bool) -> None:
+    def __init__(self, sides: Sequence[SchedulerSide], layout: ChunkLayout) -> None:
         """``sides``: by number of their part; the first one reports events and metrics for all."""
         self.sides = sides
-        self._chunk_tokens = chunk_tokens
-        self._has_states = has_states
+        self._layout = layout
 
     @property
     def first(self) -> SchedulerSide:
@@ -144,10 +143,10 @@ class SchedulerSides:
             return ASK_AGAIN
         tokens = min(counts)
         if tokens < max(counts):
-            if self._has_states:  # A state cannot step back.
+            if self._layout.has_states:  # A state cannot step back.
                 return NOTHING
             # Within a chunk, a part with a longer one may lack blocks that attention needs there.
-            tokens -= (local_tokens + tokens) % self._chunk_tokens
+            tokens -= (local_tokens + tokens) % self._layout.chunk_tokens
         return (tokens, True) if tokens > 0 else NOTHING
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata | MultiPartMetadata:

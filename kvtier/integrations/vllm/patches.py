@@ -19,6 +19,19 @@ FINISH_SECONDS = 1.0
 """How long a reset waits for saves of requests that have finished."""
 
 
+def wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+    """Have calls of a method call ``around`` with it and their arguments. Idempotent."""
+    original = getattr(owner, name)
+    if hasattr(original, "__wrapped__"):  # An earlier engine of this process has wrapped it.
+        return
+
+    @functools.wraps(original)
+    def method(*arguments: Any, **named: Any) -> Any:
+        return around(original, *arguments, **named)
+
+    setattr(owner, name, method)
+
+
 def recompute_failed_loads() -> None:
     """Have vLLM's scheduler recompute the requests whose load kvtier reports as failed. Idempotent.
 
@@ -27,51 +40,41 @@ def recompute_failed_loads() -> None:
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    original = Scheduler._handle_failed_recving
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def handle_failed_recving(scheduler: Scheduler, request_ids: Iterable[str]) -> set[str]:
+    def handle(
+        original: Callable[..., set[str]], scheduler: Scheduler, request_ids: Iterable[str]
+    ) -> set[str]:
         ours = [each for each in connectors(scheduler) if hasattr(each, "loads_request")]
         own = {name for name in request_ids if any(each.loads_request(name) for each in ours)}
         policy, scheduler.recompute_kv_load_failures = scheduler.recompute_kv_load_failures, True
         try:
-            failed: set[str] = original(scheduler, own)
+            failed = original(scheduler, own)
         finally:
             scheduler.recompute_kv_load_failures = policy
         failed |= original(scheduler, set(request_ids) - own)
         return failed
 
-    Scheduler._handle_failed_recving = handle_failed_recving
+    wrap(Scheduler, "_handle_failed_recving", handle)
 
 
 def follow_engine() -> None:
     """Have vLLM's engine core call its connectors when it gets other weights or adapters. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
-    for method, hook, first in (
-        ("set_weight_version", "set_weight_version", False),
-        ("add_lora", "adapter_loads", True),
-        ("remove_lora", "adapter_removed", False),
-    ):
-        original = getattr(EngineCore, method)
-        if not hasattr(original, "__wrapped__"):
-            setattr(EngineCore, method, _followed(original, hook, first=first))
-
-
-def _followed(original: Callable[..., Any], hook: str, *, first: bool) -> Callable[..., Any]:
-    """Return a method of the engine core that also calls a method of its connectors, before or after."""
-
-    @functools.wraps(original)
-    def method(core: EngineCore, argument: Any) -> Any:
-        result = None if first else original(core, argument)
+    def notify(original: Callable[..., Any], core: EngineCore, argument: Any, *, hook: str) -> Any:
+        # Of an adapter, before: if its files change until the workers read them, the next check finds that.
+        result = None if hook == "adapter_loads" else original(core, argument)
         for each in connectors(core.scheduler):
             if hasattr(each, hook):
                 getattr(each, hook)(argument)
-        return original(core, argument) if first else result
+        return original(core, argument) if hook == "adapter_loads" else result
 
-    return method
+    hooks = {
+        "set_weight_version": "set_weight_version",
+        "add_lora": "adapter_loads",
+        "remove_lora": "adapter_removed",
+    }
+    for method, hook in hooks.items():
+        wrap(EngineCore, method, functools.partial(notify, hook=hook))
 
 
 def finish_before_resets() -> None:
@@ -82,12 +85,7 @@ def finish_before_resets() -> None:
     """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    original = EngineCore.reset_prefix_cache
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def reset_prefix_cache(core: EngineCore, *arguments: bool, **options: bool) -> bool:
+    def reset(original: Callable[..., bool], core: EngineCore, *arguments: bool, **options: bool) -> bool:
         deadline = time.monotonic() + FINISH_SECONDS
         scheduler = core.scheduler
         if not isinstance(core, EngineCoreProc) and not scheduler.has_unfinished_requests():
@@ -95,4 +93,4 @@ def finish_before_resets() -> None:
                 core.step_fn()
         return bool(original(core, *arguments, **options))
 
-    EngineCore.reset_prefix_cache = reset_prefix_cache
+    wrap(EngineCore, "reset_prefix_cache", reset)

@@ -178,10 +178,8 @@ class SchedulerSide:
             found = self._lookups.matched(state, local_tokens, self._wait_left(LOOKUP_WAIT_SECONDS))
             if found == ASK_AGAIN or state.lookup.ticket is None:
                 return found
-        return ASK_AGAIN if self._awaits_room(state) else found
-
-    def _awaits_room(self, state: RequestState) -> bool:
-        return self._early.awaits_room(state, self._wait_left(LOOKUP_WAIT_SECONDS))
+        awaits_room = self._early.awaits_room(state, self._wait_left(LOOKUP_WAIT_SECONDS))
+        return ASK_AGAIN if awaits_room else found
 
     def _wait_left(self, limit: float) -> float:
         """Return how long a hook may still wait in this step, given the ``limit`` for all of its hooks."""
