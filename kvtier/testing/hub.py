@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Self, cast
-from urllib.parse import unquote, urlsplit
+from typing import Any, Self
 
 from blake3 import blake3
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import FileResponse
+from uvicorn import Config, Server
 
 COMMIT_CHARACTERS = 40
 DEFAULT_BRANCH = "main"
 LOOPBACK = "127.0.0.1"
+READ = ["GET", "HEAD"]
 
 
 @dataclass(frozen=True)
@@ -32,28 +34,32 @@ class _Repository:
     commits: dict[str, dict[str, _File]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
 
-    def commit(self, revision: str) -> str | None:
-        """Return the commit of a branch or of a commit's own name."""
-        return self.branches.get(revision) or (revision if revision in self.commits else None)
-
 
 class Hub:
     """A server of models by name and revision, for the clients of :meth:`variables`. Thread-safe."""
 
     def __init__(self) -> None:
         self._repositories: dict[str, _Repository] = {}
-        self._server = ThreadingHTTPServer((LOOPBACK, 0), _Handler)
-        self._server.daemon_threads = True
-        cast("Any", self._server).hub = self
-        self.url = f"http://{LOOPBACK}:{self._server.server_port}"
+        self._listener = socket.create_server((LOOPBACK, 0))
+        app = FastAPI(openapi_url=None)
+        models = "/api/models/{name:path}"
+        app.get(models + "/tree/{revision}")(self._list)
+        app.get(models + "/tree/{revision}/{folder:path}")(self._list)
+        app.get(models + "/revision/{revision}")(self._describe)
+        app.get(models)(self._describe)
+        app.api_route("/{name:path}/resolve/{revision}/{file:path}", methods=READ)(self._file)
+        self._server = Server(Config(app, log_config=None, log_level="critical"))
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), daemon=True)
+        self.url = f"http://{LOOPBACK}:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._server.serve_forever, name="hub", daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
 
     def push(self, name: str, folder: Path, branch: str = DEFAULT_BRANCH) -> str:
         """Commit the files of a folder to a branch, and return the commit. The folder must not change.
@@ -83,118 +89,47 @@ class Hub:
             **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(exempt)),
         }
 
-    def _repository(self, name: str) -> _Repository | None:
-        return self._repositories.get(name)
+    def _describe(self, name: str, revision: str = DEFAULT_BRANCH) -> dict[str, Any]:
+        commit, files = self._commit(name, revision)
+        siblings = [{"rfilename": file} for file in files]
+        return {"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": []}
+
+    def _list(self, name: str, revision: str, folder: str = "") -> list[dict[str, Any]]:
+        prefix = f"{folder}/" if folder else ""
+        _, files = self._commit(name, revision)
+        entries = [
+            {"type": "file", "path": path, "size": file.size, "oid": file.etag[:COMMIT_CHARACTERS]}
+            for path, file in files.items()
+            if path.startswith(prefix)
+        ]
+        if prefix and not entries:
+            raise _not_found("EntryNotFound")
+        return entries
+
+    def _file(self, name: str, revision: str, file: str) -> FileResponse:
+        commit, files = self._commit(name, revision)
+        if file not in files:
+            raise _not_found("EntryNotFound")
+        found = files[file]
+        return FileResponse(found.path, headers={"ETag": f'"{found.etag}"', "X-Repo-Commit": commit})
+
+    def _commit(self, name: str, revision: str) -> tuple[str, Mapping[str, _File]]:
+        """Return the commit of a branch or of a commit's own name, and its files."""
+        repository = self._repositories.get(name)
+        if repository is None:
+            raise _not_found("RepoNotFound")
+        commit = repository.branches.get(revision, revision)
+        if commit not in repository.commits:
+            raise _not_found("RevisionNotFound")
+        return commit, repository.commits[commit]
+
+
+def _not_found(code: str) -> HTTPException:
+    """Return the answer for a repository, revision or entry that does not exist, with the hub's code."""
+    return HTTPException(404, headers={"X-Error-Code": code})
 
 
 def _file(path: Path) -> _File:
     digest = blake3()
     digest.update_mmap(path)
     return _File(path, path.stat().st_size, digest.hexdigest())
-
-
-class _NotFound(Exception):
-    """There is no such repository, revision or entry: the message is the hub's error code for that."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        """Answer with a description, or with a file."""
-        try:
-            self._answer()
-        except _NotFound as error:
-            self._send_json({"error": "not found"}, HTTPStatus.NOT_FOUND, {"X-Error-Code": str(error)})
-
-    do_HEAD = do_GET  # noqa: N815 - the name in the base class
-
-    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - as in the base class
-        """Log nothing."""
-
-    def _answer(self) -> None:
-        path = unquote(urlsplit(self.path).path).strip("/")
-        if path.startswith("api/models/"):
-            self._describe(path.removeprefix("api/models/"))
-            return
-        name, found, rest = path.partition("/resolve/")
-        if not found:
-            raise _NotFound("EntryNotFound")
-        commit, file = self._commit(name, rest)
-        entry = self._files(name, commit).get(file)
-        if entry is None:
-            raise _NotFound("EntryNotFound")
-        self._send_file(entry, commit)
-
-    def _describe(self, path: str) -> None:
-        """Answer with a repository at a revision, or with its files."""
-        for kind in ("/revision/", "/tree/"):
-            name, found, revision = path.partition(kind)
-            if found:
-                break
-        commit, folder = self._commit(name, revision or DEFAULT_BRANCH)
-        files = self._files(name, commit)
-        if found == "/tree/":
-            prefix = f"{folder}/" if folder else ""
-            entries = list(_entries(files, prefix))
-            if prefix and not entries:
-                raise _NotFound("EntryNotFound")
-            self._send_json(entries)
-            return
-        siblings = [{"rfilename": file} for file in files]
-        self._send_json({"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": []})
-
-    def _commit(self, name: str, path: str) -> tuple[str, str]:
-        """Return the commit that a path begins with, by its name or a branch, and the rest of the path."""
-        repository = self._hub._repository(name)
-        if repository is None:
-            raise _NotFound("RepoNotFound")
-        revision, _, rest = path.partition("/")
-        commit = repository.commit(revision)
-        if commit is None:
-            raise _NotFound("RevisionNotFound")
-        return commit, rest
-
-    def _files(self, name: str, commit: str) -> Mapping[str, _File]:
-        repository = self._hub._repository(name)
-        assert repository is not None
-        return repository.commits[commit]
-
-    @property
-    def _hub(self) -> Hub:
-        return cast("Hub", cast("Any", self.server).hub)
-
-    def _send_json(
-        self, body: object, status: HTTPStatus = HTTPStatus.OK, headers: Mapping[str, str] | None = None
-    ) -> None:
-        encoded = json.dumps(body).encode()
-        self._send_head(status, {"Content-Type": "application/json", **(headers or {})}, len(encoded))
-        if self.command != "HEAD":
-            self.wfile.write(encoded)
-
-    def _send_file(self, entry: _File, commit: str) -> None:
-        headers = {"ETag": f'"{entry.etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
-        start, _, stop = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
-        first, end = int(start), min(int(stop) + 1, entry.size) if stop else entry.size
-        status = HTTPStatus.OK
-        if "Range" in self.headers:
-            status = HTTPStatus.PARTIAL_CONTENT
-            headers["Content-Range"] = f"bytes {first}-{end - 1}/{entry.size}"
-        self._send_head(status, headers, end - first)
-        if self.command != "HEAD":
-            with entry.path.open("rb") as file:
-                self.connection.sendfile(file, first, end - first)
-
-    def _send_head(self, status: HTTPStatus, headers: Mapping[str, str], size: int) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(size))
-        self.end_headers()
-
-
-def _entries(files: Mapping[str, _File], prefix: str) -> Iterator[dict[str, object]]:
-    """Yield the files below a folder as the hub lists them."""
-    for name, file in files.items():
-        if name.startswith(prefix):
-            yield {"type": "file", "path": name, "size": file.size, "oid": file.etag[:COMMIT_CHARACTERS]}
