@@ -30,7 +30,7 @@ from kvtier.backends.base import Backend, Outcome
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.testing.cancelling import Through, cancelled_at
-from kvtier.testing.noise import SENTINEL, noise, poison
+from kvtier.testing.noise import is_poisoned, noise, poison, same
 from kvtier.testing.plugin import recorded_arenas
 from kvtier.tiers.seal import Seal
 
@@ -44,25 +44,11 @@ def make_key(number: int) -> ChunkKey:
     return ChunkKey(noise(b"key %d" % number, KEY_BYTES))
 
 
-_STAINED = memoryview(bytes([SENTINEL]) * MIB)
-
-
 def blank(length: int) -> memoryview:
     """Allocate writable, page-aligned memory, like a slice of the arena, filled with the sentinel byte."""
     view = memoryview(mmap.mmap(-1, length))
     poison(view)
     return view
-
-
-def is_poisoned(view: memoryview) -> bool:
-    """Return whether every byte is the sentinel byte."""
-    pieces = (view[start : start + MIB] for start in range(0, len(view), MIB))
-    return all(same(piece, _STAINED[: len(piece)]) for piece in pieces)
-
-
-def same(first: memoryview | bytes, second: memoryview | bytes) -> bool:
-    """Compare two buffers without holding the GIL for long."""
-    return len(first) == len(second) and xxh3_128_digest(first) == xxh3_128_digest(second)
 
 
 class BackendConformance:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from blake3 import blake3
+from xxhash import xxh3_128_digest
 
 from kvtier.units import MIB
 
 SENTINEL = 0xA5
+
+_STAINED = memoryview(bytes([SENTINEL]) * MIB)
 
 
 def noise(seed: bytes, length: int) -> bytes:
@@ -17,4 +20,16 @@ def noise(seed: bytes, length: int) -> bytes:
 def poison(view: memoryview) -> None:
     """Fill memory with :data:`SENTINEL`."""
     for start in range(0, len(view), MIB):
-        view[start : start + MIB] = bytes([SENTINEL]) * len(view[start : start + MIB])
+        piece = view[start : start + MIB]
+        piece[:] = _STAINED[: len(piece)]
+
+
+def is_poisoned(view: memoryview) -> bool:
+    """Return whether every byte is the sentinel byte."""
+    pieces = (view[start : start + MIB] for start in range(0, len(view), MIB))
+    return all(same(piece, _STAINED[: len(piece)]) for piece in pieces)
+
+
+def same(first: memoryview | bytes, second: memoryview | bytes) -> bool:
+    """Compare two buffers without holding the GIL for long."""
+    return len(first) == len(second) and xxh3_128_digest(first) == xxh3_128_digest(second)

@@ -28,8 +28,7 @@ pytest.register_assert_rewrite(
     "kvtier.testing.codec",
     "kvtier.testing.eviction",
     "kvtier.testing.transport",
-    "kvtier.testing.transport",
-    "kvtier.testing.transport_pair",
+    "kvtier.testing.transport_sides",
 )
 
 

@@ -17,10 +17,11 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Coroutine, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import anyio
 import anyio.lowlevel
@@ -31,33 +32,163 @@ from xxhash import xxh3_128_hexdigest
 from kvtier.backends.base import Outcome
 from kvtier.concurrency.tasks import DetachedTask
 from kvtier.errors import PeerError
-from kvtier.testing.backend import is_poisoned, same
 from kvtier.testing.cancelling import Through, cancelled_at
-from kvtier.testing.noise import poison
+from kvtier.testing.noise import is_poisoned, poison, same
 from kvtier.testing.relay import Relay
-from kvtier.testing.transport_pair import (
-    FAILED,
-    GRACE_SECONDS,
-    KIB,
-    MISS,
-    OK,
-    SHORT_DEADLINE,
+from kvtier.testing.transport_sides import (
     TIMEOUT_SECONDS,
+    Certificate,
     Linked,
-    TransportSuite,
+    Method,
+    OtherProcess,
+    Side,
+    dial_nowhere,
+    dial_to,
     fill,
     holds,
     none_greater,
     part,
+    pattern,
+    resources,
     until,
 )
-from kvtier.testing.transport_process import OtherProcess, resources
-from kvtier.testing.transport_side import MIB, Certificate, dial_nowhere, pattern
-from kvtier.transports.base import Access, RemoteSpan
+from kvtier.transports.base import Access, RemoteSpan, Transport
+from kvtier.units import KIB, MIB
+
+OK, MISS, FAILED = Outcome.OK, Outcome.MISS, Outcome.FAILED
+
+SHORT_DEADLINE = 1.0
+GRACE_SECONDS = 10.0
+"""How long after its deadline a call may return on a busy machine."""
 
 
-class TransportConformance(TransportSuite):
+class TransportConformance:
     """Tests of the contract of :class:`~kvtier.transports.base.Transport`. Name your subclass ``Test...``."""
+
+    pytestmark = pytest.mark.anyio
+
+    transport: ClassVar[type[Transport]]
+    """The class to test."""
+    settings: ClassVar[Mapping[str, Any]]
+    """The transport's settings, as in the configuration, without ``deadline``."""
+    counts_files: ClassVar[bool] = True
+    """Whether closing the transport closes all its file descriptors. False if a library keeps some open."""
+    counts_threads: ClassVar[bool] = True
+    """Whether closing the transport stops all its threads."""
+
+    def certificate(self, path: Path) -> Certificate | None:
+        """Create a certificate in ``path`` to run the suite over TLS; ``None``, the default: without TLS."""
+        return None
+
+    @property
+    def over_connections(self) -> bool:
+        """Whether the transport uses the connections that it is given."""
+        # Not issubclass(), which checks more than the method.
+        return hasattr(self.transport, "serve")
+
+    @pytest.fixture
+    def anyio_backend(self) -> str:
+        """The cache process runs on asyncio."""
+        return "asyncio"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def process(cls) -> Iterator[OtherProcess]:
+        """The other process. It may not be running: a test that kills it does not restart it."""
+        process = OtherProcess()
+        yield process
+        process.kill()
+
+    @pytest.fixture
+    def other(self, process: OtherProcess) -> OtherProcess:
+        """The other process, running."""
+        process.start()
+        return process
+
+    @pytest.fixture
+    def tls(self, tmp_path: Path) -> Certificate | None:
+        """The certificate for this test's connections."""
+        return self.certificate(tmp_path / "certificate")
+
+    @asynccontextmanager
+    async def linked(
+        self,
+        other: OtherProcess,
+        tls: Certificate | None = None,
+        *,
+        deadline: float = TIMEOUT_SECONDS,
+        capacity: int = 24 * MIB,
+        relayed: bool = False,
+    ) -> AsyncIterator[Linked]:
+        """Open both sides, and link this one to the other. Fails if either has open leases at the end."""
+        settings = {**self.settings, "deadline": deadline}
+        endpoint, port = await other.open(self.transport, settings, capacity, tls)
+        async with AsyncExitStack() as stack:
+            here = await stack.enter_async_context(Side.open(self.transport, settings, capacity, tls))
+            relay = stack.enter_context(Relay.to(port)) if relayed else None
+            dial = dial_to(relay.port if relay else port, tls) if port else dial_nowhere
+            link = await here.transport.connect(endpoint, dial)
+            linked = Linked(here, other, endpoint, link, relay)
+            try:
+                yield linked
+            except BaseException:
+                # Its state is unknown, and must not affect the next test.
+                other.kill()
+                raise
+            finally:
+                await link.close()
+                for lease in linked.leases:
+                    lease.release()
+        if other.is_running:
+            await other.do("close")
+
+    @pytest.fixture
+    async def pair(self, other: OtherProcess, tls: Certificate | None) -> AsyncIterator[Linked]:
+        """Both sides, linked directly."""
+        async with self.linked(other, tls) as linked:
+            yield linked
+
+    async def assert_reads(self, pair: Linked, spans: Sequence[RemoteSpan], seed: int = 0) -> None:
+        """Read whole slices that were granted with ``seed``, and check their bytes."""
+        outcomes, views = await pair.read(spans)
+        assert outcomes == [OK] * len(spans)
+        for index, view in enumerate(views):
+            assert await holds(view, seed + index), f"item {index} has wrong bytes"
+
+    async def until_reads(self, pair: Linked, spans: Sequence[RemoteSpan], seed: int = 0) -> None:
+        """Like :meth:`assert_reads`, over a link whose deadline a read may exceed on a busy machine."""
+        views = pair.views([span.length for span in spans])
+        outcomes: set[Outcome] = set()
+        with anyio.fail_after(TIMEOUT_SECONDS):
+            while outcomes != {OK}:
+                outcomes = set(await pair.transfer("read", spans, views))
+                assert outcomes <= {OK, FAILED}
+        for index, view in enumerate(views):
+            assert await holds(view, seed + index), f"item {index} has wrong bytes"
+
+    async def held_back(
+        self, pair: Linked, transfer: Callable[[], Coroutine[Any, Any, Sequence[Outcome]]]
+    ) -> DetachedTask[Sequence[Outcome]]:
+        """Start a transfer of more than 1 MiB, and return it when the relay holds back the rest.
+
+        On a busy machine, a short deadline may pass before. The transfer is then started again.
+        """
+        assert pair.relay is not None
+        relay = pair.relay
+        relay.hold_after(MIB)
+        with anyio.fail_after(TIMEOUT_SECONDS):
+            while True:
+                call = DetachedTask(transfer())
+                while not relay.is_holding and not await call.wait(0.005):
+                    pass
+                if relay.is_holding:
+                    return call
+                assert FAILED in call.result()
+
+    def require_connections(self) -> None:
+        """Skip the test if the transport does not use connections that the suite can control."""
+        if not self.over_connections:
+            pytest.skip("the transport does not use connections")
 
     # Data.
 
@@ -75,9 +206,9 @@ class TransportConformance(TransportSuite):
         views = pair.views(lengths)
         for index, view in enumerate(views):
             view[:] = pattern(1000 + index, len(view))
-        assert list(await pair.link.write(list(zip(views, spans, strict=True)))) == [OK] * count
+        assert await pair.write(views, spans) == [OK] * count
         for span, view in zip(spans, views, strict=True):
-            assert await pair.other.digest(span.offset, span.length) == xxh3_128_hexdigest(view)
+            assert await pair.there(span, view)
 
     @pytest.mark.parametrize("size", [1, 2, 4095, 4096, 4097, MIB - 1, 5 * MIB + 3, 64 * MIB])
     async def test_every_size(self, other: OtherProcess, tls: Certificate | None, size: int) -> None:
@@ -88,8 +219,8 @@ class TransportConformance(TransportSuite):
             (view,) = pair.views([size])
             assert list(await pair.link.read([(span, view)])) == [OK]
             assert await holds(view, 1)
-            assert list(await pair.link.write([(view, target)])) == [OK]
-            assert await pair.other.digest(target.offset, size) == xxh3_128_hexdigest(view)
+            assert await pair.write([view], [target]) == [OK]
+            assert await pair.there(target, view)
 
     @pytest.mark.parametrize(("start", "length"), [(1, 1), (4095, 2), (0, 9999), (777, 5000), (9999, 1)])
     async def test_a_part_of_a_slice(self, pair: Linked, start: int, length: int) -> None:
@@ -101,7 +232,7 @@ class TransportConformance(TransportSuite):
         assert view == pattern(1, 10_000)[start : start + length]
         assert is_poisoned(memory[:4097])
         assert is_poisoned(memory[4097 + length :])
-        assert await pair.other.digest(other.offset, 10_000) == xxh3_128_hexdigest(pattern(2, 10_000))
+        assert await pair.there(other, pattern(2, 10_000))
 
     @pytest.mark.parametrize(("start", "length"), [(1, 1), (4095, 2), (0, 9999), (777, 5000), (9999, 1)])
     async def test_writing_a_part_of_a_slice(self, pair: Linked, start: int, length: int) -> None:
@@ -109,11 +240,11 @@ class TransportConformance(TransportSuite):
         spans = await pair.other.grant([10_000] * 3, access=Access.WRITE, seed=1)
         (view,) = pair.views([length])
         view[:] = pattern(9, length)
-        assert list(await pair.link.write([(view, part(spans[1], start, length))])) == [OK]
+        assert await pair.write([view], [part(spans[1], start, length)]) == [OK]
         expected = [bytearray(pattern(seed, 10_000)) for seed in (1, 2, 3)]
         expected[1][start : start + length] = view
         for span, content in zip(spans, expected, strict=True):
-            assert await pair.other.digest(span.offset, 10_000) == xxh3_128_hexdigest(content)
+            assert await pair.there(span, content)
 
     async def test_a_batch_of_a_thousand(self, pair: Linked) -> None:
         """Spans of many lengths, in random order, some of them repeated."""
@@ -144,9 +275,9 @@ class TransportConformance(TransportSuite):
                 for view in views:
                     await fill(view, seed + 1000)
                 for _ in range(3):
-                    assert list(await pair.link.write(list(zip(views, spans, strict=True)))) == [OK] * 4
+                    assert await pair.write(views, spans) == [OK] * 4
                 for span, view in zip(spans, views, strict=True):
-                    assert await pair.other.digest(span.offset, span.length) == xxh3_128_hexdigest(view)
+                    assert await pair.there(span, view)
 
             async with anyio.create_task_group() as tasks:
                 for seed in range(4):
@@ -214,10 +345,9 @@ class TransportConformance(TransportSuite):
         views = pair.views([5000] * len(spans))
         for index, view in enumerate(views):
             view[:] = pattern(100 + index, 5000)
-        outcomes = await pair.link.write(list(zip(views, spans, strict=True)))
-        assert list(outcomes) == [MISS, OK, MISS, MISS, MISS, OK]
+        assert await pair.write(views, spans) == [MISS, OK, MISS, MISS, MISS, OK]
         for span, seed in ((good, 101), (beside, 105), (readable, 7)):
-            assert await pair.other.digest(span.offset, 5000) == xxh3_128_hexdigest(pattern(seed, 5000))
+            assert await pair.there(span, pattern(seed, 5000))
         await pair.assert_no_leases()
 
     async def test_offsets_beyond_the_arena(self, pair: Linked) -> None:
@@ -229,8 +359,7 @@ class TransportConformance(TransportSuite):
         assert OK not in outcomes[1:-1]
         assert (outcomes[0], outcomes[-1]) == (OK, OK)
         assert all(same(view, pattern(1, 5000)) for view in (views[0], views[-1]))
-        outcomes = list(await pair.link.write(list(zip(views[1:-1], bad, strict=True))))
-        assert OK not in outcomes
+        assert OK not in await pair.write(views[1:-1], bad)
         await self.assert_reads(pair, [good], 1)
 
     # Endpoints and closing.
@@ -322,17 +451,14 @@ class TransportConformance(TransportSuite):
     @pytest.mark.parametrize("through", ["scope", "task"])
     @pytest.mark.parametrize("method", ["read", "write"])
     async def test_cancelling_at_every_step(
-        self, pair: Linked, method: str, through: Through, lag: int
+        self, pair: Linked, method: Method, through: Through, lag: int
     ) -> None:
         """A cancelled call does not write to memory afterwards, and the link stays usable."""
         sizes = [300 * KIB, 20, 2 * MIB]
         granted = await pair.other.grant(sizes, access=Access(method), seed=1)
         checked = await pair.other.grant([1000], seed=9)
         views = pair.views(sizes)
-        if method == "read":
-            operation = partial(pair.link.read, list(zip(granted, views, strict=True)))
-        else:
-            operation = partial(pair.link.write, list(zip(views, granted, strict=True)))
+        operation = partial(pair.transfer, method, granted, views)
         for step in itertools.count(1):
             cancelled = await cancelled_at(step, operation, through=through, lag=lag)
             for view in views:
@@ -395,7 +521,7 @@ class TransportConformance(TransportSuite):
 
     @pytest.mark.parametrize("method", ["read", "write"])
     async def test_a_peer_that_is_killed_in_mid_transfer(
-        self, other: OtherProcess, tls: Certificate | None, method: str
+        self, other: OtherProcess, tls: Certificate | None, method: Method
     ) -> None:
         """The call is ``FAILED`` within the deadline and leaks nothing. Later calls fail as well."""
         size = 32 * MIB
@@ -405,9 +531,7 @@ class TransportConformance(TransportSuite):
             (span,) = await pair.other.grant([size], access=Access(method))
             (view,) = pair.views([size])
 
-            def transfer() -> Coroutine[Any, Any, Sequence[Outcome]]:
-                return pair.link.read([(span, view)]) if method == "read" else pair.link.write([(view, span)])
-
+            transfer = partial(pair.transfer, method, [span], [view])
             if pair.relay is not None:
                 call = await self.held_back(pair, transfer)
             else:
@@ -461,7 +585,7 @@ class TransportConformance(TransportSuite):
             pair.other.pause()
             try:
                 began = time.monotonic()
-                outcomes = list(await pair.link.read(list(zip(spans, views, strict=True))))
+                outcomes = list(await pair.transfer("read", spans, views))
                 assert time.monotonic() - began < SHORT_DEADLINE + GRACE_SECONDS
                 # A one-sided transfer may not need the peer's CPU.
                 assert outcomes == [FAILED, FAILED] or self.transport.one_sided
@@ -475,7 +599,7 @@ class TransportConformance(TransportSuite):
 
     @pytest.mark.parametrize("method", ["read", "write"])
     async def test_a_connection_loss_that_heals(
-        self, other: OtherProcess, tls: Certificate | None, method: str
+        self, other: OtherProcess, tls: Certificate | None, method: Method
     ) -> None:
         """The transfer resumes over new connections, and does not resend bytes that have arrived."""
         self.require_connections()
@@ -487,9 +611,7 @@ class TransportConformance(TransportSuite):
             if method == "write":
                 await fill(view, 5)
             pair.relay.hold_after(size // 2)
-            call = DetachedTask(
-                pair.link.read([(span, view)]) if method == "read" else pair.link.write([(view, span)])
-            )
+            call = DetachedTask(pair.transfer(method, [span], [view]))
             await until(lambda: pair.relay is not None and pair.relay.is_holding)
             pair.relay.cut()
             await anyio.sleep(0.3)
@@ -498,7 +620,7 @@ class TransportConformance(TransportSuite):
             assert list(await call.join()) == [OK]
             if method == "read":
                 assert await holds(view, 1)
-            assert await pair.other.digest(span.offset, size) == xxh3_128_hexdigest(view)
+            assert await pair.there(span, view)
             assert pair.relay.forwarded < size * 3 // 2, "bytes that had arrived were sent again"
             await pair.assert_no_leases()
 
@@ -510,8 +632,8 @@ class TransportConformance(TransportSuite):
         async with self.linked(other, tls, deadline=SHORT_DEADLINE, relayed=True) as pair:
             assert pair.relay is not None
             spans = await pair.other.grant([8 * MIB, 1], seed=1)
-            reads = list(zip(spans, pair.views([8 * MIB, 1]), strict=True))
-            call = await self.held_back(pair, lambda: pair.link.read(reads))
+            views = pair.views([8 * MIB, 1])
+            call = await self.held_back(pair, partial(pair.transfer, "read", spans, views))
             began = time.monotonic()
             pair.relay.cut()
             assert FAILED in await call.join()

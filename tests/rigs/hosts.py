@@ -1,7 +1,7 @@
 """Run a program on a host of a test network, and call its methods over stdin and stdout.
 
-The test uses :class:`HostProcess`. The program's module ends with ``serve_commands(commands)``: for each line
-on stdin, a JSON list ``[name, arguments]``, it calls the method of that name and writes the result to stdout.
+The test uses :class:`HostProcess`. The program's module ends with a call of
+:func:`kvtier.testing.transport_sides.serve_commands`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ import asyncio
 import gc
 import importlib.util
 import json
-import os
 import select
-import sys
 import threading
-import traceback
 from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import pytest
 
 from tests.rigs.network import Host, Network
@@ -101,23 +97,3 @@ class LeakCheck:
         links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()]
         current = await self.resources()
         return f"{current}, expected {before}: {links}, {self._threads()}, {asyncio.all_tasks()}"
-
-
-def serve_commands(commands: object) -> None:
-    """Run commands from stdin one at a time, until stdin is closed."""
-    asyncio.run(_serve_commands(commands))
-
-
-async def _serve_commands(commands: object) -> None:
-    # Redirect stdout to stderr, so that the output of a library is not taken for a reply.
-    with os.fdopen(os.dup(1), "w") as replies:
-        os.dup2(2, 1)
-        while line := await anyio.to_thread.run_sync(sys.stdin.readline):
-            name, arguments = json.loads(line)
-            try:
-                reply = {"result": await getattr(commands, name)(**arguments)}
-            except Exception as error:
-                traceback.print_exc()
-                reply = {"error": f"{type(error).__name__}: {error}"}
-            replies.write(json.dumps(reply, default=str) + "\n")
-            replies.flush()

@@ -27,8 +27,9 @@ from kvtier.peers.source import Read, Source
 from kvtier.pipeline.found import FoundPrefix
 from kvtier.pipeline.query import Expected, Query
 from kvtier.testing.backend import make_key, noise, same
+from kvtier.testing.transport_sides import serve_commands
 from tests.rigs.forks import Forked, python
-from tests.rigs.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck, serve_commands
+from tests.rigs.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck
 
 MODULE = "tests.rigs.instance_process"
 SECRET = "what the processes of these tests know"
@@ -278,4 +279,4 @@ def _block_after(batches: int) -> anyio.Event:
 
 
 if __name__ == "__main__":
-    serve_commands(Commands())
+    anyio.run(serve_commands, Commands())

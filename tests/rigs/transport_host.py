@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from typing import Any
-
 import anyio
 
 from kvtier.memory.slices import Lease
-from kvtier.plugins import Plugins
 from kvtier.testing.backend import is_poisoned, poison, same
-from kvtier.testing.transport_side import Side, dial_nowhere, dial_to, pattern
-from kvtier.transports.base import Access, Link, RemoteSpan, SupportsConnections
-from tests.rigs.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck, serve_commands
-
-CAPACITY = 128 << 20
+from kvtier.testing.transport_sides import Commands, pattern, serve_commands
+from kvtier.transports.base import RemoteSpan
+from tests.rigs.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck
 
 
-class Commands(LeakCheck):
-    """The commands that a test can run. Patterns are those of ``transport_side``, given by their seeds."""
+class HostCommands(Commands, LeakCheck):
+    """The commands that a test can run. Patterns are those of ``transport_sides``, given by their seeds."""
 
     def __init__(self) -> None:
-        self._stack = AsyncExitStack()
+        super().__init__()
         self._poisoned: list[Lease] = []
-
-    async def open(self, settings: dict[str, Any], address: str) -> dict[str, object]:
-        kind = Plugins.load([]).transport(settings["type"])
-        self._side = await self._stack.enter_async_context(
-            Side.open(kind, settings, CAPACITY, address=address)
-        )
-        return {"endpoint": self._side.transport.endpoint.hex(), "port": self._side.port}
-
-    async def close(self) -> None:
-        """Close everything. Fails if anything is still leased."""
-        await self._stack.aclose()
-        # An arena that is closed while garbage holds a view of it is unmapped only with its object.
-        del self._side
-
-    async def connect(self, endpoint: str, address: str, port: int) -> None:
-        transport = self._side.transport
-        dial = dial_to(port, address=address) if isinstance(transport, SupportsConnections) else dial_nowhere
-        self._link: Link = await transport.connect(bytes.fromhex(endpoint), dial)
-        self._stack.push_async_callback(self._link.close)
-
-    async def grant(self, lengths: list[int], access: str, seed: int = 0) -> list[RemoteSpan]:
-        return self._side.grants.grant(lengths, Access(access), seed)
 
     async def clear(self) -> None:
         """End all grants."""
-        self._side.grants.clear()
+        self.side.grants.clear()
 
     async def holds(self, spans: list[list[int]], seed: int) -> bool:
         """Whether the spans of this arena hold the patterns from a seed on."""
         return all(
-            same(self._side.arena.view(offset, length), pattern(seed + index, length))
+            same(self.side.arena.view(offset, length), pattern(seed + index, length))
             for index, (_, offset, length) in enumerate(spans)
         )
 
@@ -63,9 +34,9 @@ class Commands(LeakCheck):
 
         The memory of a failed read is poisoned and kept; see :meth:`untouched`.
         """
-        leases = self._room(spans)
+        leases = self.side.allocate([length for _, _, length in spans])
         items = [(RemoteSpan(*span), lease.view) for span, lease in zip(spans, leases, strict=True)]
-        outcomes = [outcome.value for outcome in await self._link.read(items)]
+        outcomes = [outcome.value for outcome in await self.link.read(items)]
         intact = [same(view, pattern(seed + at, len(view))) for at, (_, view) in enumerate(items)]
         for outcome, lease in zip(outcomes, leases, strict=True):
             if outcome == "ok":
@@ -76,11 +47,11 @@ class Commands(LeakCheck):
         return {"outcomes": outcomes, "intact": intact}
 
     async def write(self, spans: list[list[int]], seed: int) -> list[str]:
-        leases = self._room(spans)
+        leases = self.side.allocate([length for _, _, length in spans])
         for at, lease in enumerate(leases):
             lease.view[:] = pattern(seed + at, lease.length)
         items = [(lease.view, RemoteSpan(*span)) for span, lease in zip(spans, leases, strict=True)]
-        outcomes = await self._link.write(items)
+        outcomes = await self.link.write(items)
         for lease in leases:
             lease.release()
         return [outcome.value for outcome in outcomes]
@@ -95,16 +66,11 @@ class Commands(LeakCheck):
     async def is_idle(self) -> bool:
         """Wait until no transfer holds a lease. Return ``False`` on a timeout."""
         with anyio.move_on_after(LEAK_TIMEOUT_SECONDS):
-            while self._side.transfer_leases:
+            while self.side.transfer_leases:
                 await anyio.sleep(0.02)
             return True
         return False
 
-    def _room(self, spans: Sequence[Sequence[int]]) -> list[Lease]:
-        leases = [self._side.arena.allocate(length) for _, _, length in spans]
-        assert None not in leases, "the arena of the test is too small"
-        return [lease for lease in leases if lease is not None]
-
 
 if __name__ == "__main__":
-    serve_commands(Commands())
+    anyio.run(serve_commands, HostCommands())

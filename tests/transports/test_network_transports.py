@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvtier.plugins import Plugins
+from kvtier.testing.transport_sides import name_of
 from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess, transport_on_hosts
 from tests.rigs.network import Network
 from tests.rigs.waiting import wait_until
@@ -23,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 LENGTHS = [4096, 1, 5 * MIB + 4099, 65_536, 2 * MIB, 12_345]
 LONG = [32 * MIB]
 ROUNDS = 25
+CAPACITY = 128 << 20
 
 Spans = list[list[int]]
 
@@ -34,9 +37,10 @@ class Pair:
         self.network = network
         self.near, self.far = (HostProcess(host, PROGRAM) for host in network.hosts)
         settings = {"type": kind, "deadline": deadline, **KINDS[kind]}
+        name = name_of(Plugins.load([]).transport(kind))
         self.before = [side.call("resources") for side in (self.near, self.far)]
         for side in (self.near, self.far):
-            side.send("open", settings=settings, address=side.host.address)
+            side.send("open", kind=name, settings=settings, capacity=CAPACITY, address=side.host.address)
         self.near.result()
         self.near.call("connect", address=self.far.host.address, **self.far.result())
 

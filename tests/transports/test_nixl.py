@@ -22,8 +22,7 @@ from kvtier.concurrency.sockets.connection import Connection, Deadline
 from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena
 from kvtier.memory.slices import Lease
-from kvtier.testing.transport_process import OtherProcess
-from kvtier.testing.transport_side import Side, dial_nowhere, dial_to, pattern
+from kvtier.testing.transport_sides import OtherProcess, Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan
 from kvtier.transports.nixl.link import Endpoint, encode_endpoint
 from kvtier.transports.nixl.process import MAX_STARTS

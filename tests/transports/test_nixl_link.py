@@ -13,7 +13,7 @@ from kvtier.concurrency.tasks import DetachedTask
 from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena
-from kvtier.testing.transport_side import dial_to
+from kvtier.testing.transport_sides import dial_to
 from kvtier.transports.nixl.link import ARENA_BYTES, Endpoint, NixlLink
 from kvtier.transports.nixl.process import NixlProcess
 from kvtier.transports.nixl.protocol import Opened

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvtier.testing.transport import TransportConformance
-from kvtier.testing.transport_side import Certificate
+from kvtier.testing.transport_sides import Certificate
 from kvtier.transports.tcp import TcpTransport
 from tests.rigs.certificates import make_certificate
 

@@ -20,8 +20,7 @@ from kvtier.backends.base import Outcome
 from kvtier.concurrency.sockets.connection import POLL_SECONDS, Connection, Deadline
 from kvtier.testing.backend import is_poisoned
 from kvtier.testing.relay import Relay
-from kvtier.testing.transport_pair import fill, holds, until
-from kvtier.testing.transport_side import MIB, Certificate, Side, dial_to, pattern
+from kvtier.testing.transport_sides import MIB, Certificate, Side, dial_to, fill, holds, pattern, until
 from kvtier.transports.base import Access, Link, RemoteSpan
 from kvtier.transports.tcp import TcpTransport
 from kvtier.transports.tcp.wire import RequestReader, answer_bytes, encode_answer, encode_request

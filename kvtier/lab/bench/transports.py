@@ -22,8 +22,7 @@ from kvtier.lab.bench.sides import BenchFailed, Chunk, Side, expect_ok, timed
 from kvtier.lab.bench.turns import Advance, Turns, closing
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
-from kvtier.testing.transport_process import OtherProcess
-from kvtier.testing.transport_side import SimpleGrants, dial_to
+from kvtier.testing.transport_sides import OtherProcess, SimpleGrants, dial_to
 from kvtier.transports.base import Link, RemoteSpan, Transport
 from kvtier.transports.nixl.settings import NixlSettings
 from kvtier.transports.tcp.transport import TcpSettings
