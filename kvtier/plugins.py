@@ -110,7 +110,7 @@ class Plugins:
     def _call(self, hook: str, name: str, **arguments: object) -> list[Any]:
         """Call a hook of one plugin. Return its results."""
         others = [plugin for other, plugin in self._manager.list_name_plugin() if other != name]
-        label = _label(name, self._sources[name])
+        label = self._label(name)
         try:
             results: list[Any] = self._manager.subset_hook_caller(hook, others)(**arguments)
         except Exception as error:
@@ -118,13 +118,13 @@ class Plugins:
         return results
 
     def _add(self, hook: str, result: object, name: str) -> None:
-        label = _label(name, self._sources[name])
+        label = self._label(name)
         if not isinstance(result, Mapping) or not all(isinstance(value, type) for value in result.values()):
             raise PluginError(f"plugin {label}: {hook} must return a dict from names to classes")
         provided = self._provided[hook]
         for key, value in result.items():
             if key in provided:
-                first = _label(provided[key][1], self._sources[provided[key][1]])
+                first = self._label(provided[key][1])
                 raise PluginError(
                     f"{first} and {label} both provide {key!r} in {hook}: uninstall one, or remove it from "
                     "the setting plugins"
@@ -141,6 +141,9 @@ class Plugins:
                 raise PluginError(f"the codec {name!r} of {owner} has no code from 1 to {MAX_CODE}: {code!r}")
             if (other := names.setdefault(code, name)) != name:
                 raise PluginError(f"the codecs {other!r} and {name!r} have the same code {code}")
+
+    def _label(self, name: str) -> str:
+        return _label(name, self._sources[name])
 
     def names(self, hook: str) -> list[str]:
         """Return the names that a hook's implementations provide, in load order."""
@@ -215,23 +218,14 @@ class Plugins:
 
     def loaded(self) -> list[LoadedPlugin]:
         """Return the loaded plugins, built-in ones first."""
-        return [
-            LoadedPlugin(
-                name,
-                source,
-                tuple(sorted(hook.name for hook in self._manager.get_hookcallers(self._plugin(name)) or ())),
-                tuple(
-                    key
-                    for provided in self._provided.values()
-                    for key, (_, owner) in provided.items()
-                    if owner == name
-                ),
-            )
-            for name, source in self._sources.items()
-        ]
-
-    def _plugin(self, name: str) -> object:
-        return self._manager.get_plugin(name)
+        found = []
+        for name, source in self._sources.items():
+            callers = self._manager.get_hookcallers(self._manager.get_plugin(name)) or ()
+            hooks = tuple(sorted(hook.name for hook in callers))
+            provided = (pair for by_name in self._provided.values() for pair in by_name.items())
+            names = tuple(key for key, (_, owner) in provided if owner == name)
+            found.append(LoadedPlugin(name, source, hooks, names))
+        return found
 
     def tier_settings(self, settings: Settings) -> list[TierSettings]:
         """Return the tiers, each validated by its backend's ``settings_type``, with ``queue`` filled in.
@@ -280,6 +274,7 @@ class Plugins:
                 f"{settings.at(f'{key}.type')} is {type_name}, which engines cannot copy to: the first "
                 f"tier must be memory; put one of {memory} before the {type_name} tier"
             )
+        # Before the tier itself, which takes any mapping for them.
         for name, find in (("eviction", self.eviction), ("codec", self.codec)) if is_local else ():
             choice = valid_choice(raw.get(name, backend.settings_type.model_fields[name].default))
             if choice is None:  # The tier's own validation reports it.

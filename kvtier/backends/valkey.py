@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from kvtier.backends.redis import RedisBackend
-from kvtier.backends.redis.settings import RedisSettings, url_description
+from kvtier.backends.redis.settings import URL_FORMS, RedisSettings
 from kvtier.backends.redis.topology import ClientLibrary
 from kvtier.settings import TierSettings
 
@@ -19,7 +19,7 @@ class ValkeySettings(RedisSettings):
 
     scheme: ClassVar[str] = "valkey"
 
-    url: str = Field(description=url_description("valkey"), examples=["valkey://cache:6379/0"])
+    url: str = Field(description=URL_FORMS.format("valkey"), examples=["valkey://cache:6379/0"])
 
 
 class ValkeyBackend(RedisBackend):

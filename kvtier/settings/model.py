@@ -170,7 +170,7 @@ class LocalTierSettings(TierSettings):
     )
     low_watermark: Fraction = Field(
         default=0.9,
-        validate_default=True,
+        validate_default=True,  # A high watermark may be below it.
         description="Fraction of the capacity in use at which eviction stops.",
         examples=[0.9],
     )

@@ -29,6 +29,7 @@ _ORCHESTRATOR_VALUE = re.compile(r"(tcp|udp|sctp)://.*")
 
 
 _UNREADABLE = object()
+"""In place of a variable's value, so that the others are read, and reported, too."""
 
 
 def configured_file() -> Path | None:

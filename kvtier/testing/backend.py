@@ -33,8 +33,7 @@ from kvtier.testing.cancelling import Through, cancelled_at
 from kvtier.testing.noise import is_poisoned, noise, poison, same
 from kvtier.testing.plugin import recorded_arenas
 from kvtier.tiers.seal import Seal
-
-KIB, MIB = 1 << 10, 1 << 20
+from kvtier.units import KIB, MIB
 
 OK, MISS = Outcome.OK, Outcome.MISS
 

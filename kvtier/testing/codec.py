@@ -19,8 +19,8 @@ import pytest
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.testing.noise import SENTINEL, noise
 from kvtier.tiers.codec import Codec
+from kvtier.units import MIB
 
-KIB, MIB = 1 << 10, 1 << 20
 LAYOUTS: dict[str, ChunkLayout | None] = {
     "unknown layout": None,
     "one layer": ChunkLayout(16, (GroupLayout(16, (4096,)),)),

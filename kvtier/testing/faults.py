@@ -43,6 +43,9 @@ class WrapperBackend(Backend):
         """The wrapped backend."""
         return self._inner
 
+    async def before_call(self) -> None:
+        """Run before each of the four calls below is forwarded. Override it, to do something."""
+
     async def open(self) -> None:
         """See :meth:`Backend.open`."""
         await self._inner.open()
@@ -53,18 +56,22 @@ class WrapperBackend(Backend):
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """See :meth:`Backend.contains`."""
+        await self.before_call()
         return await self._inner.contains(keys)
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """See :meth:`Backend.put`."""
+        await self.before_call()
         return await self._inner.put(items)
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """See :meth:`Backend.get`."""
+        await self.before_call()
         return await self._inner.get(items)
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
         """See :meth:`Backend.delete`."""
+        await self.before_call()
         await self._inner.delete(keys)
 
     def capabilities(self) -> Capabilities:
@@ -164,27 +171,8 @@ class SlowBackend(WrapperBackend):
         """Continue waiting calls."""
         self._resumed.set()
 
-    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """See :meth:`Backend.contains`."""
-        await self._wait()
-        return await self._inner.contains(keys)
-
-    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        """See :meth:`Backend.put`."""
-        await self._wait()
-        return await self._inner.put(items)
-
-    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        """See :meth:`Backend.get`."""
-        await self._wait()
-        return await self._inner.get(items)
-
-    async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """See :meth:`Backend.delete`."""
-        await self._wait()
-        await self._inner.delete(keys)
-
-    async def _wait(self) -> None:
+    async def before_call(self) -> None:
+        """Wait for :meth:`resume`, and for the delay."""
         self.waiting += 1
         try:
             with anyio.CancelScope(shield=self._stubborn):

@@ -174,7 +174,7 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
         if not await gone.is_gone():
             return
         async with self._replacing:
-            if self._folder is not gone:
+            if self._folder is not gone:  # Another put has replaced it meanwhile.
                 return
             settings = self._settings
             self._folder = await ObjectFolder.open(settings.name, settings.path, direct=settings.direct)

@@ -51,6 +51,7 @@ class UringTransfers:
 
     def close(self) -> None:
         """Detach from the event loop. Call it after :meth:`wait`."""
+        # The results of the last batches: the event loop may not have seen their event yet.
         self._settle()
         self._loop.remove_reader(self._engine.event_fd)
 

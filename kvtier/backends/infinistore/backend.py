@@ -112,6 +112,7 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
         """Close every connection. Waits up to ``CLOSE_SECONDS`` for replies that are still arriving."""
         for pool in (self._values, self._pointers, self._lookups):
             pool.close()
+        # Shielded: a connection that is closed in the middle of a reply crashes the server.
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._drain.close, CLOSE_SECONDS)
         if self._rdma is not None:
@@ -199,6 +200,7 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
         name = pointer.name(base)
         try:
             with self._pair(deadline) as (pointers, values):
+                # First, as they take the room that this value may need.
                 self._remove_orphans(pointers)
                 former = read_pointer(pointers, base)
                 try:
@@ -220,6 +222,7 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
         """Return whether the server closed the connection during a value because it is full."""
         name = _new_pointer(length).name(b"kvtier-room")
         with suppress(OSError), self._pointers.checkout(Deadline(ROOM_SECONDS)) as connection:
+            # The value is announced and never sent: nothing else can follow on this connection.
             connection.in_sync = False
             self._orphans.append(name)
             return connection.lacks_room(name, length)

@@ -85,6 +85,7 @@ class InfiniStoreRDMA:
             # The queue pair is destroyed only with the last reference to this.
             connection.conn = None
 
+        # Shielded, so that the device leaves the arena alone before a cancelled caller reuses it.
         with CancelScope(shield=True):
             await to_thread.run_sync(end)
 

@@ -82,6 +82,7 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Store each view. ``FULL`` if no segment has room. For a duplicate key, the last view wins."""
+        # The library requires unique names.
         views = dict(items)
         names = self._names(list(views))
         codes = await self._call(

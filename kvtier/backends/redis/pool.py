@@ -58,13 +58,9 @@ class Node:
     def __init__(self, endpoint: Endpoint, access: Access) -> None:
         self.endpoint = endpoint
         self._access = access
-        self._dialer = Dialer(endpoint.host, endpoint.port, self._new_connection, self._log_in)
-        self.chunks = ConnectionPool(access.connections, self._dialer.connect)
-        self.lookups = ConnectionPool(1, self._dialer.connect)
-
-    async def resolve(self, deadline: Deadline) -> None:
-        """Resolve the host name, before any pool is used. See :meth:`Dialer.find`."""
-        await self._dialer.find(deadline)
+        self.dialer = Dialer(endpoint.host, endpoint.port, self._new_connection, self._log_in)
+        self.chunks = ConnectionPool(access.connections, self.dialer.connect)
+        self.lookups = ConnectionPool(1, self.dialer.connect)
 
     def close(self) -> None:
         """Close every connection."""
@@ -166,6 +162,7 @@ class Pool:
             return batch.answers
         except TimeoutError:
             return batch.answers  # The call that held the topology lock has logged it.
+        # Servers that left the pool: their connections would stay open for ever.
         self._keep(placement.endpoints)
         batch.place(placement)
         await self._round(batch)
@@ -198,14 +195,13 @@ class Pool:
     async def _execute_on(self, batch: Batch[ItemT, AnswerT], target: Target, indices: Sequence[int]) -> None:
         node = self._node(target.endpoint)
         try:
-            await node.resolve(batch.deadline)
+            await node.dialer.find(batch.deadline)
         except OSError as error:
             self._note_failure(node, error)
             return
         runs = batch.runs(indices, one_by_one=target.asking)
         answers: list[list[AnswerT | ErrorReply | None]] = [[] for _ in runs]
         waiting = deque(zip(runs, answers, strict=True))
-        del runs
 
         async def process_runs() -> None:
             while waiting:

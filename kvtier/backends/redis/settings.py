@@ -18,7 +18,7 @@ DEFAULT_PORT, DEFAULT_SENTINEL_PORT = 6379, 26379
 MAX_DATABASES = 1 << 16
 
 _ENDPOINT = re.compile(r"(?:\[(?P<bracketed>[^\[\]]+)\]|(?P<host>[^\[\]:]+))(?::(?P<port>[0-9]{1,5}))?")
-_URL_FORMS = (
+URL_FORMS = (
     "URL of the pool: `{0}://HOST:PORT/DATABASE`, `{0}s://` for TLS, `unix:///PATH?db=0`, "
     "`{0}+sentinel://HOST:PORT,HOST:PORT/SERVICE/DATABASE`, `{0}+cluster://HOST:PORT,HOST:PORT`, the last "
     "two with `{0}s+` for TLS. May contain a user and a password before the host; prefer `user` and "
@@ -137,11 +137,6 @@ def _endpoint(text: str, default_port: int) -> Endpoint:
     return Endpoint(match["bracketed"] or match["host"], port)
 
 
-def url_description(scheme: str) -> str:
-    """Return the description of the setting ``url``."""
-    return _URL_FORMS.format(scheme)
-
-
 class RedisSettings(TierSettings):
     """Settings of a tier of type ``redis``. The server's ``maxmemory`` controls capacity and eviction."""
 
@@ -150,7 +145,7 @@ class RedisSettings(TierSettings):
 
     scheme: ClassVar[str] = "redis"
 
-    url: str = Field(description=url_description("redis"), examples=["redis://cache:6379/0"])
+    url: str = Field(description=URL_FORMS.format("redis"), examples=["redis://cache:6379/0"])
     user: str | None = Field(
         default=None,
         description="ACL user on the server. If omitted, its default user.",

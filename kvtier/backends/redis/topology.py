@@ -118,6 +118,7 @@ class Control:
         except (self._error, OSError, ValueError, TypeError, IndexError) as error:
             raise ControlFailed(endpoint) from error
         finally:
+            # Shielded, because a cancelled query would leave its socket open.
             with move_on_after(CLOSE_SECONDS, shield=True):
                 await client.aclose()
 
@@ -170,6 +171,7 @@ class Topology(ABC):
         self._pool_url = pool_url
         self._control = control
         self._known: Placement | None = None
+        # One batch discovers the placement, and those that wait for the lock use its result.
         self._lock = Lock()
 
     async def placement(self, deadline: Deadline) -> Placement:
