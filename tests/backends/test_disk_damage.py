@@ -8,6 +8,7 @@ import resource
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -179,27 +180,20 @@ def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     mount.mkdir()
     with image.open("wb") as file:
         file.truncate(64 << 20)
-    loop = ""
-    for command in (
-        ["mkfs.ext4", "-q", "-E", "lazy_itable_init=1", str(image)],
-        ["losetup", "--find", "--show", "--direct-io=on", str(image)],
-        ["mount", "LOOP", str(mount)],
-    ):
+
+    def run(*command: str) -> str:
         try:
-            result = subprocess.run(
-                [loop if argument == "LOOP" else argument for argument in command],
-                check=True,
-                capture_output=True,
-                text=True,
-            )
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError) as error:
-            if loop:
-                subprocess.run(["losetup", "--detach", loop], check=True)
             pytest.skip(f"cannot mount an image here: {error}")
-        loop = loop or result.stdout.strip()
-    yield mount, image
-    subprocess.run(["umount", str(mount)], check=True)
-    subprocess.run(["losetup", "--detach", loop], check=True)
+
+    with ExitStack() as stack:
+        run("mkfs.ext4", "-q", "-E", "lazy_itable_init=1", str(image))
+        loop = run("losetup", "--find", "--show", "--direct-io=on", str(image))
+        stack.callback(run, "losetup", "--detach", loop)
+        run("mount", loop, str(mount))
+        stack.callback(run, "umount", str(mount))
+        yield mount, image
 
 
 async def test_read_error_is_a_failure(

@@ -7,12 +7,12 @@ import errno
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
 from kvtier import native
-from kvtier.backends.disk import uring
 from kvtier.backends.disk.backend import object_path
 from kvtier.errors import TierError
 from kvtier.memory.arena import Arena
@@ -96,14 +96,20 @@ async def test_io_uring_setting_fails_if_unavailable(tmp_path: Path, monkeypatch
 @needs_ring
 async def test_event_loop_wakes_up_once_per_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wakeups = 0
-    settle = uring.UringTransfers._settle
 
-    def counted(ring: uring.UringTransfers) -> None:
-        nonlocal wakeups
-        wakeups += 1
-        settle(ring)
+    class Counted:
+        def __init__(self, depth: int, engine: Any = native.core.DiskEngine) -> None:
+            self.engine = engine(depth)
 
-    monkeypatch.setattr(uring.UringTransfers, "_settle", counted)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.engine, name)
+
+        def finished(self) -> Any:
+            nonlocal wakeups
+            wakeups += 1
+            return self.engine.finished()
+
+    monkeypatch.setattr(native.core, "DiskEngine", Counted)
     async with opened(disk(tmp_path, concurrency=3)) as backend:
         items = [(make_key(number), filled(PAGE)) for number in range(20)]
         assert list(await backend.put(items)) == [OK] * 20
@@ -213,13 +219,10 @@ async def test_close_waits_for_pending_calls(tmp_path: Path) -> None:
 
 @needs_ring
 async def test_repeated_open_and_close_leaks_no_descriptors(tmp_path: Path) -> None:
-    def descriptors() -> int:
-        return len(open_files())
-
     counts = []
     for number in range(10):
         async with opened(SealedBackend(disk(tmp_path))) as backend:
             assert list(await backend.put(chunks([number]))) == [OK]
         del backend
-        counts.append(descriptors())
+        counts.append(len(open_files()))
     assert counts[-1] <= counts[1], counts

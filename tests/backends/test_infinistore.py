@@ -6,8 +6,8 @@ import mmap
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,10 +26,12 @@ from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance, blank, make_key, noise, same
 from kvtier.testing.servers import free_port
+from tests.rigs import chunks as rig
 from tests.rigs.chunks import FAILED, FULL, MISS, OK, blanks, chunks
 from tests.rigs.composed_backends import SealedBackend, SealedSuite
 from tests.rigs.open_files import open_files
 from tests.rigs.servers.infinistore import HOST, InfiniStoreServer
+from tests.rigs.tcp_server import serving
 
 pytestmark = pytest.mark.anyio
 DEADLINE_SECONDS = 2.0
@@ -54,27 +56,12 @@ def server(running: InfiniStoreServer) -> InfiniStoreServer:
     return running
 
 
-def descriptors() -> int:
-    return len(open_files())
-
-
 def backend_on(server: InfiniStoreServer, **more: Any) -> InfiniStoreBackend:
     return InfiniStoreBackend(InfiniStoreSettings(name="pool", **{**server.tier(), **more}))
 
 
-@asynccontextmanager
-async def opened(server: InfiniStoreServer, **more: Any) -> AsyncIterator[InfiniStoreBackend]:
-    backend = backend_on(server, **{"deadline": LONG_DEADLINE_SECONDS, **more})
-    await backend.open()
-    try:
-        yield backend
-    finally:
-        await backend.close()
-
-
-def blank_pages(length: int) -> memoryview:
-    """Return zero pages, which use no memory until written."""
-    return memoryview(mmap.mmap(-1, length))
+def opened(server: InfiniStoreServer, **more: Any) -> AbstractAsyncContextManager[InfiniStoreBackend]:
+    return rig.opened(backend_on(server, **{"deadline": LONG_DEADLINE_SECONDS, **more}))
 
 
 class TestInfiniStore(BackendConformance):
@@ -161,7 +148,7 @@ async def test_value_larger_than_the_pool_is_full(
     async with opened(server, deadline=5.0) as backend:
         (small,) = chunks([1])
         assert list(await backend.put([(make_key(2), blank(16)), small])) == [OK, OK]
-        giant = blank_pages(1100 * MIB)
+        giant = memoryview(mmap.mmap(-1, 1100 * MIB))  # Uses no memory: its pages are never written.
         assert list(await backend.put([(make_key(3), giant), small])) == [FULL, OK]
         assert "the server is full" in caplog.text
 
@@ -276,7 +263,7 @@ async def test_writes_cut_off_by_the_deadline_do_not_crash_the_server(server: In
 
 def test_drain_reads_an_abandoned_value_to_its_end(server: InfiniStoreServer) -> None:
     """The server (0.2.35) crashes if a connection is closed while it is sending."""
-    before = descriptors()
+    before = len(open_files())
     drain = Drain()
     with server.connected() as connection:
         connection.put(b"long", bytes(64 * MIB))
@@ -289,20 +276,20 @@ def test_drain_reads_an_abandoned_value_to_its_end(server: InfiniStoreServer) ->
             reader.close()
         drain.close(LONG_DEADLINE_SECONDS)
         assert list(connection.exist([b"long", b"short"])) == [True, False]
-    assert descriptors() == before
+    assert len(open_files()) == before
 
 
 async def test_connections_to_a_paused_server_are_closed_after_a_while(
     server: InfiniStoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(infinistore, "CLOSE_SECONDS", 0.0)
-    before = descriptors()
+    before = len(open_files())
     async with opened(server, deadline=DEADLINE_SECONDS) as backend:
         assert list(await backend.put(chunks([1]))) == [OK]
         server.pause()
         assert list(await backend.get(blanks([1]))) == [FAILED]
     server.kill()
-    assert descriptors() == before
+    assert len(open_files()) == before
 
 
 async def test_prefix_ends_at_the_first_missing_chunk(server: InfiniStoreServer) -> None:
@@ -356,38 +343,29 @@ async def test_consecutive_values_of_critical_sizes(server: InfiniStoreServer, p
 
 
 async def test_leaves_no_connections_or_threads(server: InfiniStoreServer) -> None:
-    before = descriptors()
+    before = len(open_files())
     threads = threading.active_count()
     for _ in range(5):
         async with opened(server, connections=2) as backend:
             assert list(await backend.put(chunks(range(20)))) == [OK] * 20
             assert list(await backend.get(blanks(range(20)))) == [OK] * 20
-    assert descriptors() == before
+    assert len(open_files()) == before
     assert threading.active_count() <= threads + 8, "more than the idle threads that anyio keeps for a while"
 
 
-async def test_check_rejects_a_server_of_another_protocol(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def reply(stream: anyio.abc.ByteStream) -> None:
-        async with stream:
-            with suppress(anyio.EndOfStream):  # Some connections stay unused.
-                await stream.receive()
-                await stream.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+async def test_check_rejects_a_server_of_another_protocol(caplog: pytest.LogCaptureFixture) -> None:
+    def reply(connection: socket.socket) -> None:
+        if connection.recv(1):  # Some connections stay unused.
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
-    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
-        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+    with serving(reply) as port:
         settings = InfiniStoreSettings(
-            name="pool", type="infinistore", url=f"infinistore://127.0.0.1:{port}", deadline=1.0
+            name="pool", type="infinistore", url=f"infinistore://{HOST}:{port}", deadline=1.0
         )
-        backend = InfiniStoreBackend(settings)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(listener.serve, reply)
+        async with rig.opened(InfiniStoreBackend(settings)) as backend:
             assert list(await backend.get(blanks([1]))) == [FAILED]
             with pytest.raises(TierError, match="does not answer like an InfiniStore"):
                 await backend.check()
-            tasks.cancel_scope.cancel()
-        await backend.close()
     assert "status" in caplog.text
 
 

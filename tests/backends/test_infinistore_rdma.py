@@ -15,6 +15,7 @@ import pytest
 from kvtier.backends.infinistore import InfiniStoreBackend, InfiniStoreSettings
 from kvtier.memory.arena import Arena
 from kvtier.testing.backend import make_key, noise, same
+from tests.rigs import chunks
 from tests.rigs.chunks import FAILED, FULL, MISS, OK
 from tests.rigs.servers.infinistore import InfiniStoreServer
 
@@ -110,13 +111,9 @@ def library(server: InfiniStoreServer, monkeypatch: pytest.MonkeyPatch) -> Libra
 @asynccontextmanager
 async def opened(library: Library, arena: Arena, **more: Any) -> AsyncIterator[InfiniStoreBackend]:
     merged = {**library.server.tier(), "connection": "rdma", "deadline": 1.0, **more}
-    backend = InfiniStoreBackend(InfiniStoreSettings(name="pool", **merged))
-    await backend.open()
-    try:
+    async with chunks.opened(InfiniStoreBackend(InfiniStoreSettings(name="pool", **merged))) as backend:
         await backend.register(arena)
         yield backend
-    finally:
-        await backend.close()
 
 
 @pytest.fixture

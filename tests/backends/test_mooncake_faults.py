@@ -8,8 +8,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from kvtier.backends.mooncake.client import address_of
 from kvtier.errors import TierError
 from kvtier.memory.arena import Arena
 from kvtier.testing.backend import blank, is_poisoned, make_key, noise, poison, same
-from tests.rigs.chunks import FAILED, FULL, MISS, OK
+from tests.rigs import chunks
+from tests.rigs.chunks import FAILED, FULL, MISS, OK, filled
 from tests.rigs.open_files import open_files
 from tests.rigs.servers.mooncake import HOST, MooncakeServer
+from tests.rigs.tcp_server import serving
 
 pytestmark = pytest.mark.anyio
 
@@ -49,22 +51,9 @@ def server(pool: MooncakeServer, tmp_path: Path) -> MooncakeServer:
     return pool
 
 
-@asynccontextmanager
-async def opened(tier: dict[str, Any], **more: Any) -> AsyncIterator[MooncakeBackend]:
-    backend = MooncakeBackend(MooncakeSettings(name="pool", **{"deadline": 1.5, **tier, **more}))
-    await backend.open()
-    try:
-        yield backend
-    finally:
-        with anyio.CancelScope(shield=True):
-            await backend.close()
-
-
-def filled(length: int, seed: bytes = b"") -> memoryview:
-    pattern = noise(seed, 10_007)
-    view = memoryview(mmap.mmap(-1, length))
-    view[:] = (pattern * (length // len(pattern) + 1))[:length]
-    return view
+def opened(tier: dict[str, Any], **more: Any) -> AbstractAsyncContextManager[MooncakeBackend]:
+    settings = MooncakeSettings(name="pool", **{"deadline": 1.5, **tier, **more})
+    return chunks.opened(MooncakeBackend(settings))
 
 
 def blanks(count: int, length: int) -> list[tuple[Any, memoryview]]:
@@ -361,33 +350,21 @@ async def test_close_leaks_no_descriptors_or_threads(server: MooncakeServer) -> 
     "reply", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["no reply", "a web server"]
 )
 async def test_server_of_another_protocol_fails_every_call(reply: bytes) -> None:
-    with socket.create_server((HOST, 0)) as listener:
+    ended = threading.Event()
 
-        def serve() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                connections.append(connection)
-                connection.sendall(reply)
+    def serve(connection: socket.socket) -> None:
+        connection.sendall(reply)
+        ended.wait()
 
-        connections: list[socket.socket] = []
-        thread = threading.Thread(target=serve)
-        thread.start()
+    with serving(serve) as port:
         try:
-            async with opened(
-                {"type": "mooncake", "master": f"{HOST}:{listener.getsockname()[1]}"}
-            ) as backend:
+            async with opened({"type": "mooncake", "master": f"{HOST}:{port}"}) as backend:
                 with anyio.fail_after(TIMEOUT_SECONDS):
                     assert list(await backend.put([(KEYS[0], filled(MIB))])) == [FAILED]
                     with pytest.raises(TierError, match="rejects this client"):
                         await backend.check()
         finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
-            for connection in connections:
-                connection.close()
+            ended.set()
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1:1", "[::1]:1", "nowhere.invalid:1"])

@@ -18,22 +18,19 @@ from kvtier.backends.redis.protocol import DRAIN_BYTES, ErrorReply, encode
 from kvtier.backends.redis.settings import Endpoint
 from kvtier.errors import TierError
 from kvtier.testing.backend import is_poisoned, make_key, poison
+from tests.rigs.chunks import FAILED, FULL, MISS, OK
 from tests.rigs.open_files import open_files
 from tests.rigs.redis_pool import (
-    FAILED,
-    FULL,
     KEYS,
     MIB,
-    MISS,
-    OK,
     Start,
+    assert_rejected,
     assert_unreachable,
     assert_works,
     buffers,
     info,
     opened,
     values,
-    warnings,
 )
 from tests.rigs.servers.redis import RedisServer
 
@@ -57,7 +54,7 @@ async def test_backend_waits_for_a_server_that_starts_later(
             await assert_unreachable(backend)
             assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
             assert list(await backend.get(buffers(100))) == [FAILED] * len(KEYS)
-        (warning,) = warnings(caplog)
+        (warning,) = caplog.messages
         assert warning == f"pool: 127.0.0.1:{server.port} failed: Connection refused"
         server.start()
         await assert_works(backend)
@@ -110,7 +107,7 @@ async def test_paused_server_fails_by_the_deadline(
         assert list(await backend.get(buffers(MIB))) == [FAILED] * len(KEYS)
         assert list(await backend.put(values(64 * MIB, KEYS[:1]))) == [FAILED]
         await assert_unreachable(backend)
-        (warning,) = warnings(caplog)
+        (warning,) = caplog.messages
         assert warning == f"pool: 127.0.0.1:{server.port} failed: no answer in time"
         server.resume()
     async with opened(server) as backend:
@@ -164,7 +161,7 @@ async def test_full_server_is_logged_once(start: Start, caplog: pytest.LogCaptur
         assert set(outcomes) == {OK, FULL}
         assert list(await backend.put(values(8 * MIB, KEYS[-1:]))) == [FULL]
         assert list(await backend.contains(KEYS)) == [outcome is OK for outcome in outcomes]
-        (warning,) = warnings(caplog)
+        (warning,) = caplog.messages
         assert "raise its maxmemory, or set its maxmemory-policy to allkeys-lru" in warning
         await backend.delete(KEYS)
         assert list(await backend.put(values(8 * MIB, KEYS[:1]))) == [OK]
@@ -194,13 +191,7 @@ async def test_rejected_password_is_reported_with_its_setting(
     async with opened(server) as backend:
         await assert_works(backend)
     async with opened(server, **credentials) as backend:
-        assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
-        await assert_unreachable(backend)
-        with pytest.raises(TierError) as failure:
-            await backend.check()
-    assert str(failure.value) == f"127.0.0.1:{server.port} {message}"
-    (warning,) = warnings(caplog)
-    assert warning == f"pool: 127.0.0.1:{server.port} {message}"
+        await assert_rejected(backend, f"127.0.0.1:{server.port} {message}", caplog)
 
 
 @pytest.mark.parametrize(
@@ -217,10 +208,7 @@ async def test_url_that_does_not_fit_the_server(
     async with opened(server, url=url.format(server.type, server.port)) as backend:
         with pytest.raises(ConnectionError, match=f"no server answers: .* {re.escape(message)}"):
             await backend.contains(KEYS)
-        with pytest.raises(TierError, match=re.escape(message)):
-            await backend.check()
-    (warning,) = warnings(caplog)
-    assert message in warning
+        await assert_rejected(backend, message, caplog)
 
 
 async def test_password_for_a_server_without_one(
@@ -231,7 +219,7 @@ async def test_password_for_a_server_without_one(
     async with opened(server, password="hunter2") as backend:
         assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
     assert "hunter2" not in caplog.text
-    assert len(warnings(caplog)) == 2
+    assert len(caplog.messages) == 2
 
 
 async def test_user_without_permission_reads_but_does_not_write(
@@ -243,7 +231,7 @@ async def test_user_without_permission_reads_but_does_not_write(
     async with opened(server, user="reader", password="sesame") as reader:
         assert list(await reader.get(buffers(MIB))) == [OK] * len(KEYS)
         assert list(await reader.put(values(100))) == [FAILED] * len(KEYS)
-        assert "allow GET, SET, EXISTS and UNLINK" in "".join(warnings(caplog))
+        assert "allow GET, SET, EXISTS and UNLINK" in "".join(caplog.messages)
         with pytest.raises(TierError, match="denies its user the commands that kvtier needs"):
             await reader.check()
 
@@ -292,7 +280,7 @@ async def test_value_larger_than_the_server_accepts(start: Start, caplog: pytest
     server = start(options=["--proto-max-bulk-len", "1mb"])
     async with opened(server) as backend:
         assert list(await backend.put(values(8 * MIB, KEYS[:1]))) == [FAILED]
-        assert "raise its proto-max-bulk-len, or lower `chunk_tokens`" in "".join(warnings(caplog))
+        assert "raise its proto-max-bulk-len, or lower `chunk_tokens`" in "".join(caplog.messages)
         await assert_works(backend, 1000)
 
 
@@ -305,7 +293,7 @@ async def test_full_server_names_the_setting_of_its_clients(
         assert protocol.read_reply(connection) == b"PONG"
         async with opened(server) as backend:
             assert list(await backend.put(values(100, KEYS[:1]))) == [FAILED]
-    (warning,) = warnings(caplog)
+    (warning,) = caplog.messages
     assert "raise its maxclients, or lower `connections`" in warning
 
 
@@ -330,7 +318,7 @@ def test_describe_refusal(reply: str, message: str) -> None:
 
 
 async def test_connections_and_threads_are_bounded(server: RedisServer) -> None:
-    before = descriptors()
+    before = len(open_files())
     async with opened(server, connections=3) as backend:
         async with anyio.create_task_group() as tasks:
             for _ in range(6):
@@ -342,7 +330,7 @@ async def test_connections_and_threads_are_bounded(server: RedisServer) -> None:
         for _ in range(20):
             await backend.put(values(100))
         assert info(server)["connected_clients"] <= 5
-    assert descriptors() == before
+    assert len(open_files()) == before
     assert threading.active_count() < 20
 
 
@@ -355,11 +343,6 @@ async def test_thousands_of_keys_are_one_batch(server: RedisServer) -> None:
         assert list(await backend.get(items)) == [OK, MISS] * 100
         await backend.delete(keys)
         assert True not in await backend.contains(keys)
-
-
-def descriptors() -> int:
-    """Return the number of open file descriptors of this process."""
-    return len(open_files())
 
 
 def wait_for_traffic(server: RedisServer, field: str, minimum: int) -> None:

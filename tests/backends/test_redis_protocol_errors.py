@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -13,69 +12,34 @@ import pytest
 from kvtier.backends.redis import RedisBackend, RedisSettings
 from kvtier.errors import TierError
 from kvtier.testing.servers import free_port
-from tests.rigs.redis_pool import (
-    FAILED,
-    KEYS,
-    MISS,
-    OK,
-    Start,
-    assert_unreachable,
-    buffers,
-    info,
-    opened,
-    values,
-    warnings,
-)
+from tests.rigs import chunks
+from tests.rigs.chunks import FAILED, MISS, OK
+from tests.rigs.redis_pool import KEYS, Start, assert_unreachable, buffers, info, opened, values
 from tests.rigs.servers.redis import HOST, RedisServer
+from tests.rigs.tcp_server import serving
 from tests.rigs.waiting import wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.loop_may_block("starts servers")]
 
 
-@contextlib.contextmanager
+@contextmanager
 def scripted_server(*replies: bytes, closes: bool = False) -> Iterator[int]:
     """Run a server that sends the next reply, or repeats the last one, for any input. Yield its port."""
     pending = list(replies)
-    with socket.create_server((HOST, 0)) as listener, contextlib.ExitStack() as stack:
 
-        def converse(connection: socket.socket) -> None:
-            with contextlib.suppress(OSError), connection:
-                while connection.recv(1 << 16):
-                    connection.sendall(pending.pop(0) if len(pending) > 1 else pending[0])
-                    if closes:
-                        return
+    def converse(connection: socket.socket) -> None:
+        while connection.recv(1 << 16):
+            connection.sendall(pending.pop(0) if len(pending) > 1 else pending[0])
+            if closes:
+                return
 
-        def accept() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                thread = threading.Thread(target=converse, args=[connection])
-                thread.start()
-                stack.callback(thread.join)
-                stack.callback(end, connection)
-
-        def end(connection: socket.socket) -> None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-        accepting = threading.Thread(target=accept)
-        accepting.start()
-        yield int(listener.getsockname()[1])
-        listener.shutdown(socket.SHUT_RDWR)
-        accepting.join()
+    with serving(converse) as port:
+        yield port
 
 
-@contextlib.asynccontextmanager
-async def opened_on_port(port: int, **given: Any):
+def opened_on_port(port: int, **given: Any) -> AbstractAsyncContextManager[RedisBackend]:
     settings = {"name": "pool", "type": "redis", "url": f"redis://{HOST}:{port}", "deadline": 0.5, **given}
-    backend = RedisBackend(RedisSettings(**settings))
-    await backend.open()
-    try:
-        yield backend
-    finally:
-        await backend.close()
+    return chunks.opened(RedisBackend(RedisSettings(**settings)))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +70,7 @@ async def test_invalid_replies_fail_and_are_logged_once(
                 await backend.delete(KEYS)
             else:
                 await assert_unreachable(backend)
-    (warning,) = warnings(caplog)
+    (warning,) = caplog.messages
     assert f"{HOST}:{port}" in warning
 
 
@@ -193,7 +157,7 @@ async def test_replica_is_read_only(start: Start, caplog: pytest.LogCaptureFixtu
         assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
         with pytest.raises(TierError, match="is a read-only replica: set `url` to its primary"):
             await backend.check()
-    (warning,) = warnings(caplog)
+    (warning,) = caplog.messages
     assert "is a read-only replica: set `url` to its primary" in warning
 
 

@@ -6,27 +6,18 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier.backends.redis import RedisBackend
 from kvtier.errors import TierError
 from tests.rigs.certificates import expire, make_certificate
-from tests.rigs.redis_pool import (
-    FAILED,
-    KEYS,
-    assert_unreachable,
-    assert_works,
-    backend_on,
-    opened,
-    values,
-    warnings,
-)
+from tests.rigs.chunks import FAILED
+from tests.rigs.redis_pool import KEYS, assert_rejected, assert_works, backend_on, opened, values
 from tests.rigs.servers.redis import HOST, RedisServer, TLSFiles
+from tests.rigs.tcp_server import serving
 
 pytestmark = [
     pytest.mark.anyio,
@@ -60,17 +51,6 @@ def listens(port: int) -> bool:
     """Return whether a port accepts connections."""
     with socket.socket() as connection:
         return connection.connect_ex((HOST, port)) == 0
-
-
-async def assert_rejected(backend: RedisBackend, message: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Assert that all calls fail, and that the log (once) and `check` contain the message."""
-    assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
-    await assert_unreachable(backend)
-    (warning,) = warnings(caplog)
-    assert message in warning
-    with pytest.raises(TierError) as failure:
-        await backend.check()
-    assert message in str(failure.value)
 
 
 async def test_self_signed_certificate_as_ca_file(scheme: str, serve: Serve, files: TLSFiles) -> None:
@@ -133,7 +113,7 @@ def rejecting_server(files: TLSFiles, last_words: str) -> Iterator[int]:
         context.verify_mode = ssl.CERT_REQUIRED
 
     def reject(accepted: socket.socket) -> None:
-        with suppress(OSError), context.wrap_socket(accepted, True, do_handshake_on_connect=False) as client:
+        with context.wrap_socket(accepted, True, do_handshake_on_connect=False) as client:
             with suppress(ssl.SSLError):
                 client.do_handshake()
             if last_words == "reset":
@@ -142,18 +122,8 @@ def rejecting_server(files: TLSFiles, last_words: str) -> Iterator[int]:
                 while socket.socket.recv(client, 1 << 16):
                     pass
 
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server((HOST, 0)))
-        threads = stack.enter_context(ThreadPoolExecutor())
-
-        def accept() -> None:
-            with suppress(OSError):
-                while True:
-                    threads.submit(reject, listener.accept()[0])
-
-        threads.submit(accept)
-        stack.callback(listener.shutdown, socket.SHUT_RDWR)
-        yield listener.getsockname()[1]
+    with serving(reject) as port:
+        yield port
 
 
 @pytest.mark.parametrize("last_words", ["alert", "close", "reset"])
@@ -164,8 +134,10 @@ async def test_client_is_rejected_after_its_handshake(
         settings = {"type": scheme, "url": f"{scheme}s://{HOST}:{port}"}
         async with opened(RedisServer(tmp_path, tls=files), **settings) as backend:
             await assert_rejected(backend, "check `certificate_file` and `key_file`", caplog)
+        caplog.clear()
+        async with opened(RedisServer(tmp_path, tls=files), **settings) as backend:
             assert set(await backend.put(values(8 << 20))) == {FAILED}
-            assert "check `certificate_file` and `key_file`" in str(backend._pool.last_fault)
+            assert "check `certificate_file` and `key_file`" in caplog.text
 
 
 async def test_expired_certificate_is_rejected(

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, closing
 from functools import lru_cache
 from typing import Any
 
 import pytest
 
-from kvtier.backends.base import Backend, Outcome
+from kvtier.backends.base import Backend
 from kvtier.backends.redis import RedisBackend, RedisSettings
 from kvtier.backends.valkey import ValkeyBackend, ValkeySettings
+from kvtier.errors import TierError
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import blank, make_key, noise, same
+from tests.rigs import chunks
+from tests.rigs.chunks import FAILED, OK
 from tests.rigs.servers.redis import HOST, RedisServer
 
-OK, MISS, FULL, FAILED = Outcome.OK, Outcome.MISS, Outcome.FULL, Outcome.FAILED
 MIB = 1 << 20
 KEYS = [make_key(number) for number in range(8)]
 
@@ -33,15 +35,9 @@ def backend_on(server: RedisServer, **settings: Any) -> RedisBackend:
     return RedisBackend(RedisSettings(**merged))
 
 
-@asynccontextmanager
-async def opened(server: RedisServer, **settings: Any) -> AsyncIterator[RedisBackend]:
-    """Open a backend on a server."""
-    backend = backend_on(server, **settings)
-    await backend.open()
-    try:
-        yield backend
-    finally:
-        await backend.close()
+def opened(server: RedisServer, **settings: Any) -> AbstractAsyncContextManager[RedisBackend]:
+    """Open a backend on a server within the block."""
+    return chunks.opened(backend_on(server, **settings))
 
 
 @lru_cache(maxsize=2 * len(KEYS))
@@ -77,9 +73,14 @@ def info(server: RedisServer) -> dict[str, Any]:
     return reply
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the messages logged so far at WARNING or above."""
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+async def assert_rejected(backend: Backend, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Assert that all calls fail, and that the log (once) and ``check`` contain the message."""
+    assert list(await backend.put(values(100))) == [FAILED] * len(KEYS)
+    await assert_unreachable(backend)
+    (warning,) = caplog.messages
+    assert message in warning
+    with pytest.raises(TierError, match=re.escape(message)):
+        await backend.check()
 
 
 async def assert_unreachable(backend: Backend) -> None:

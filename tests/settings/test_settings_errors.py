@@ -232,22 +232,65 @@ def test_duplicate_key(write_file: WriteFile) -> None:
     assert "line 3, column 1: duplicate key 'linger'" in message
 
 
-def test_two_tiers_with_the_same_name(plugins: Plugins) -> None:
-    message = tier_error(plugins, RAM, {**SSD, "name": "ram"})
-    assert message.startswith("tiers[1].name (set on the command line")
-    assert "is 'ram', which tiers[0] already uses: choose another name" in message
-
-
-def test_capacity_smaller_than_a_page(plugins: Plugins) -> None:
-    message = tier_error(plugins, {**RAM, "capacity": "4kB"})
-    assert message.startswith("tiers[0].capacity")
-    assert "4000 bytes is less than one page of 4096: use a size that holds many chunks" in message
-
-
-def test_capacity_with_a_wrong_unit(plugins: Plugins) -> None:
-    message = tier_error(plugins, RAM, {**SSD, "capacity": "5 gigs"})
-    assert message.startswith("tiers[1].capacity")
-    assert "'5 gigs' is not a size: use a number of bytes, or for example 5GiB or 500MB" in message
+@pytest.mark.parametrize(
+    ("tiers", "key", "message"),
+    [
+        (
+            [RAM, SSD | {"name": "ram"}],
+            "tiers[1].name",
+            "is 'ram', which tiers[0] already uses: choose another name",
+        ),
+        (
+            [RAM | {"capacity": "4kB"}],
+            "tiers[0].capacity",
+            "4000 bytes is less than one page of 4096: use a size that holds many chunks",
+        ),
+        (
+            [RAM, SSD | {"capacity": "5 gigs"}],
+            "tiers[1].capacity",
+            "'5 gigs' is not a size: use a number of bytes, or for example 5GiB or 500MB",
+        ),
+        (
+            [SSD, RAM],
+            "tiers[0].type",
+            "the first tier must be memory; put one of cpu, hugepage before the disk tier",
+        ),
+        (
+            [RAM, {key: SSD[key] for key in ("name", "type", "capacity")}],
+            "tiers[1].path",
+            "is required, for example /var/cache/kvtier",
+        ),
+        (
+            [RAM | {"low_watermark": 0.8, "high_watermark": 0.7}],
+            "tiers[0].low_watermark",
+            "0.8 is above high_watermark (0.7): use at most 0.7",
+        ),
+        ([RAM | {"high_watermark": 0.5}], "tiers[0].low_watermark", "0.9 is above high_watermark (0.5)"),
+        (
+            [RAM, SSD | {"write": "sometimes"}],
+            "tiers[1].write",
+            "is 'sometimes': it should be 'through', 'on_evict' or 'never'",
+        ),
+        (
+            [RAM, SSD | {"type": "tape"}],
+            "tiers[1].type",
+            "unknown tier type 'tape': use one of cpu, hugepage, disk, ",
+        ),
+        ([RAM, {"name": "a"}], "tiers[1].type", "is missing: use one of cpu, hugepage, disk"),
+        ([RAM, {"type": 7}], "tiers[1].type", "is 7: use one of cpu, hugepage, disk"),
+        (
+            [RAM | {"eviction": "mru"}],
+            "tiers[0].eviction",
+            "unknown eviction policy 'mru': use one of lru,",
+        ),
+        ([RAM, SSD | {"pth": "/x"}], "tiers[1].pth", "is not a setting: did you mean tiers[1].path?"),
+        ([RAM | {"name": "my ram"}], "tiers[0].name", "for example ram"),
+    ],
+)
+def test_invalid_tier(plugins: Plugins, tiers: list[dict[str, Any]], key: str, message: str) -> None:
+    shown = tier_error(plugins, *tiers)
+    assert shown.startswith(f"{key} (set on the command line")
+    assert message in shown
 
 
 @pytest.mark.parametrize(
@@ -258,65 +301,6 @@ def test_size_that_no_medium_has(plugins: Plugins, key: str, size: object) -> No
     message = tier_error(plugins, RAM, SSD | {key: size})
     assert message.startswith(f"tiers[1].{key} (set on the command line")
     assert message.endswith("is more than 8191PiB: use for example 5GiB or 500MB")
-
-
-def test_first_tier_must_be_memory(plugins: Plugins) -> None:
-    message = tier_error(plugins, SSD, RAM)
-    assert message.startswith("tiers[0].type")
-    assert "the first tier must be memory; put one of cpu, hugepage before the disk tier" in message
-
-
-def test_missing_path(plugins: Plugins) -> None:
-    message = tier_error(plugins, RAM, {key: SSD[key] for key in ("name", "type", "capacity")})
-    assert message.startswith("tiers[1].path")
-    assert message.endswith("is required, for example /var/cache/kvtier")
-
-
-def test_low_watermark_above_the_high_one(plugins: Plugins) -> None:
-    message = tier_error(plugins, {**RAM, "low_watermark": 0.8, "high_watermark": 0.7})
-    assert message.startswith("tiers[0].low_watermark")
-    assert "0.8 is above high_watermark (0.7): use at most 0.7" in message
-
-
-def test_high_watermark_below_the_default_low_one(plugins: Plugins) -> None:
-    assert "0.9 is above high_watermark (0.5)" in tier_error(plugins, {**RAM, "high_watermark": 0.5})
-
-
-def test_invalid_write_policy(plugins: Plugins) -> None:
-    message = tier_error(plugins, RAM, {**SSD, "write": "sometimes"})
-    assert message.startswith("tiers[1].write")
-    assert "is 'sometimes': it should be 'through', 'on_evict' or 'never'" in message
-
-
-def test_unknown_tier_type_lists_the_available_ones(plugins: Plugins) -> None:
-    message = tier_error(plugins, RAM, {**SSD, "type": "tape"})
-    assert message.startswith("tiers[1].type")
-    assert "unknown tier type 'tape': use one of cpu, hugepage, disk, " in message
-
-
-@pytest.mark.parametrize(("tier", "problem"), [({"name": "a"}, "is missing"), ({"type": 7}, "is 7")])
-def test_tier_without_a_type(plugins: Plugins, tier: Mapping[str, Any], problem: str) -> None:
-    message = tier_error(plugins, RAM, tier)
-    assert message.startswith("tiers[1].type")
-    assert f"{problem}: use one of cpu, hugepage, disk" in message
-
-
-def test_unknown_eviction_policy_lists_the_available_ones(plugins: Plugins) -> None:
-    message = tier_error(plugins, {**RAM, "eviction": "mru"})
-    assert message.startswith("tiers[0].eviction")
-    assert "unknown eviction policy 'mru': use one of lru," in message
-
-
-def test_unknown_setting_of_a_tier(plugins: Plugins) -> None:
-    message = tier_error(plugins, RAM, {**SSD, "pth": "/x"})
-    assert message.startswith("tiers[1].pth")
-    assert "is not a setting: did you mean tiers[1].path?" in message
-
-
-def test_invalid_tier_name(plugins: Plugins) -> None:
-    message = tier_error(plugins, {**RAM, "name": "my ram"})
-    assert message.startswith("tiers[0].name")
-    assert "for example ram" in message
 
 
 def test_error_names_the_variable_of_a_tier(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import socket
@@ -27,7 +28,7 @@ from soak.commands import INSTANCES, TIERS, Commands
 from soak.disks import Disk
 from soak.faults import Faults
 from soak.findings import Record
-from soak.lane import STUCK_SECONDS, Lane, Request
+from soak.lane import STUCK_SECONDS, Lane
 from soak.oracle import Oracle, Question
 from soak.pressure import held_by_engines, reserve_too_much
 from soak.recovery import Recovery
@@ -106,22 +107,25 @@ def test_engine_is_stopped_within_the_block(oracle: Oracle, process: subprocess.
 
 
 @pytest.mark.parametrize("stopped", ["never", "before", "still", "in-parts", "too-short"])
-def test_request_of_a_stopped_engine_is_not_stuck(oracle: Oracle, stopped: str) -> None:
+def test_request_of_a_stopped_engine_is_not_stuck(
+    oracle: Oracle, process: subprocess.Popen[bytes], stopped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = Record()
-    lane = make_lane(oracle, record)
-    now = time.monotonic()
-    sent = now - 2 * STUCK_SECONDS
-    lane._pending[0] = Request(TURN, 1, oracle.question(1, 0), sent, None)
+    lane = make_lane(oracle, record, process.pid)
+    sent = 1000.0
+    now = sent + 2 * STUCK_SECONDS
+    clock = iter([sent, *([sent + 1.0] if stopped == "still" else []), *itertools.repeat(now, 9)])
+    monkeypatch.setattr("soak.lane.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    lane.send(TURN)
     match stopped:
         case "before":  # The request was sent while it was stopped.
             lane.pauses.append((sent - 1000.0, now - 1.0))
-        case "still":
-            lane._stopped_at = sent + 1.0
         case "in-parts":
             lane.pauses += [(sent + 1.0, sent + 0.8 * STUCK_SECONDS), (now - 0.9 * STUCK_SECONDS, now)]
         case "too-short":
             lane.pauses.append((sent - 1000.0, sent + 0.1 * STUCK_SECONDS))
-    lane.collect_answers()
+    with lane.stopped() if stopped == "still" else nullcontext():
+        lane.collect_answers()
     assert record.found == ({"stuck request": 1} if stopped in ("never", "too-short") else {})
 
 
