@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,25 +12,31 @@ import httpx
 
 from kvtier.testing.servers import free_port
 from tests.rigs.cache_process import START_SECONDS, TIMEOUT_SECONDS, StoppableProcess
+from tests.rigs.forks import python
 
 
 class ControllerProcess(StoppableProcess):
     """A controller whose address and state survive it, so that it can be restarted."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
         self.log = folder / "controller.log"
-        self._state = folder / "controller.sqlite"
+        self.state = folder / "controller.sqlite"
+        listen = self.url.removeprefix("http://")
+        self._arguments = ["--listen", listen, "--state", str(self.state), *options]
         self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT_SECONDS, trust_env=False, verify=False)
 
     def start(self) -> None:
         """Start the process and wait until it answers."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-        command = [sys.executable, "-m", "kvtier", "controller"]
-        options = ["--listen", self.url.removeprefix("http://"), "--state", str(self._state)]
         with self.log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [*command, *options], env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            self._process = python(
+                "kvtier",
+                "controller",
+                *self._arguments,
+                environment=environment,
+                stdout=output,
+                stderr=output,
             )
         self.wait_until(self._is_up, seconds=START_SECONDS)
 
@@ -72,13 +76,13 @@ class ControllerProcess(StoppableProcess):
     ) -> dict[str, Any]:
         """Move, wait for the end, and return the event."""
         accepted = self.post("/move", old_position=old, new_position=new, tokens=list(tokens), **options)
-        event = self.wait_for_end(accepted["event_id"])
+        event = self.wait_for_end(accepted)
         assert event["num_tokens"] == accepted["num_tokens"]
         return event
 
-    def wait_for_end(self, event_id: str) -> dict[str, Any]:
+    def wait_for_end(self, accepted: Any) -> dict[str, Any]:
         """Wait for the end of an event, and return it."""
-        event: dict[str, Any] = self.get(f"/events/{event_id}", wait=TIMEOUT_SECONDS)
+        event: dict[str, Any] = self.get(f"/events/{accepted['event_id']}", wait=TIMEOUT_SECONDS)
         assert event["ended_at"] is not None, (event, self.tail())
         return event
 

@@ -321,6 +321,26 @@ class RunningController:
         assert event["state"] in ("done", "failed"), event
         return event
 
+    async def error_of(self, accepted: Any) -> str:
+        """Wait until an event has failed, and return the reason."""
+        event = await self.wait_for_end(accepted)
+        assert event["state"] == "failed", event
+        error: str = event["error"]
+        return error
+
+    async def failed(self, path: str, **body: Any) -> str:
+        """Send a POST, wait until its event has failed, and return the reason."""
+        return await self.error_of(await self.post(path, **body))
+
+    async def post_held(
+        self, path: str, at: ScriptedInstance, kind: type[Command] = Fetch, **body: Any
+    ) -> tuple[Any, Gate]:
+        """Send a POST, and hold its first command of a type at an instance until the gate is opened."""
+        gate = at.before = Gate(kind)
+        accepted = await self.post(path, **body)
+        await gate.reached.wait()
+        return accepted, gate
+
     async def done(self, path: str, **body: Any) -> Any:
         """Send a POST, wait until its event is done, and return the event."""
         event = await self.wait_for_end(await self.post(path, **body))

@@ -102,7 +102,7 @@ def test_moved_chunks_are_hit_at_the_target_only(
         moving = {"old_position": ["instance-1", "cpu"], "new_position": ["instance-2", "cpu"]}
         accepted = controller.post("/move", **moving, tokens=FIRST)
         assert accepted["num_tokens"] == LENGTH
-        event = controller.wait_for_end(accepted["event_id"])
+        event = controller.wait_for_end(accepted)
         assert (event["state"], event["error"]) == ("done", None)
         assert (event["chunks"], event["chunks_done"], event["result"]["removed"]) == (CHUNKS,) * 3
         assert controller.lookup(FIRST) == {"instance-2": {"ram": LENGTH}}

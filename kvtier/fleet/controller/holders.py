@@ -302,6 +302,11 @@ class Holders:
         return [label in labels[rows[key[0]].get(key, EMPTY_SET)] for key in keys]
 
     @property
+    def sets(self) -> int:
+        """Number of combinations of places, including those without a key until they are swept."""
+        return len(self._sets)
+
+    @property
     def needs_sweep(self) -> bool:
         """Whether :meth:`sweep` has work to do."""
         return self._sweep.is_due

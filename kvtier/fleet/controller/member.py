@@ -79,6 +79,10 @@ class HitWindow:
         self._reports: deque[tuple[float, Hits]] = deque()
         """The latest counters, after those of the beginning of the window."""
 
+    def __len__(self) -> int:
+        """Return how many heartbeats it keeps."""
+        return len(self._reports)
+
     def add(self, heartbeat: Heartbeat, now: float) -> None:
         """Add the counters of a heartbeat."""
         counters = Hits(heartbeat.looked_up_tokens, [tier.hit_tokens for tier in heartbeat.tiers])

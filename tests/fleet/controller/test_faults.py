@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvtier.testing.relay import Relay
 from kvtier.testing.servers import free_port
 from tests.fleet.controller.node_process import NodeProcess
-from tests.fleet.controller.nodes import CHUNK_BYTES, CHUNK_TOKENS, TIMEOUT_SECONDS, prompt
-from tests.rigs.forks import Forked, python
+from tests.fleet.controller.nodes import CHUNK_BYTES, CHUNK_TOKENS, prompt
+from tests.rigs.controller_process import ControllerProcess
 from tests.rigs.waiting import wait_until
 
 CHUNKS = 20
@@ -26,59 +25,20 @@ TOKENS = prompt(CHUNKS)
 MOVE = {"old_position": ["a", "ssd"], "new_position": ["b", "ram"], "tokens": TOKENS}
 
 
-class Controller:
-    """``kvtier controller`` on a fixed port, so that it can be restarted."""
+class Controller(ControllerProcess):
+    """A controller that soon notices an instance that is gone."""
 
     def __init__(self, folder: Path) -> None:
-        self.url = f"http://127.0.0.1:{free_port()}"
-        self._folder = folder
-        self._process: Forked | None = None
-        self._client = httpx.Client(base_url=self.url, timeout=30, trust_env=False, verify=False)
-
-    def start(self) -> None:
-        listen, state = self.url.removeprefix("http://"), str(self._folder / "state.sqlite")
-        options = ["--listen", listen, "--state", state, "--instance-timeout", "2s", "--heartbeat", "0.2s"]
-        with (self._folder / "controller.log").open("ab") as log:
-            self._process = python("kvtier", "controller", *options, stderr=log)
-        wait_until(self._is_up)
-
-    def kill(self) -> None:
-        """Send SIGKILL, and wait. Idempotent."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def close(self) -> None:
-        self.kill()
-        self._client.close()
-
-    def post(self, path: str, **body: Any) -> Any:
-        answer = self._client.post(path, json=body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def get(self, path: str, **query: Any) -> Any:
-        return self._client.get(path, params=query).raise_for_status().json()
-
-    def wait_for_end(self, accepted: Any) -> Any:
-        event = self.get(f"/events/{accepted['event_id']}", wait=TIMEOUT_SECONDS)
-        assert event["state"] in ("done", "failed"), event
-        return event
+        super().__init__(folder, "--instance-timeout", "2s", "--heartbeat", "0.2s")
 
     def held(self, instance: str, tier: str) -> int:
         """Return the number of leading chunks of the prompt that a tier holds."""
-        tokens: int = self.post("/lookup", tokens=TOKENS)["instances"].get(instance, {}).get(tier, 0)
-        return tokens // CHUNK_TOKENS
+        return self.lookup(TOKENS).get(instance, {}).get(tier, 0) // CHUNK_TOKENS
 
-    def up_to_date(self) -> set[str]:
-        instances = self.get("/instances")["instances"]
-        return {found["instance"] for found in instances if found["up_to_date"] and found["models"]}
-
-    def _is_up(self) -> bool:
-        try:
-            return bool(self.get("/healthz"))
-        except httpx.TransportError:
-            return False
+    def wait_until_ready(self, *names: str) -> None:
+        """Wait until exactly these instances have reported all their chunks, and the model."""
+        self.wait_until_registered(*names)
+        self.wait_until(lambda: all(found["models"] for found in self.get("/instances")["instances"]))
 
 
 class Cluster:
@@ -97,7 +57,7 @@ class Cluster:
         self.controller.start()
         self.a.start()
         self.b.start()
-        wait_until(lambda: self.controller.up_to_date() == {"a", "b"})
+        self.controller.wait_until_ready("a", "b")
         self.a.store(CHUNKS)
         wait_until(lambda: self.controller.held("a", "ram") == CHUNKS)
         places = {"old_position": ["a", "ram"], "new_position": ["a", "ssd"]}
@@ -114,7 +74,7 @@ class Cluster:
 
     def complete(self) -> None:
         """Repeat the move, and check that everything is at the target, unchanged."""
-        wait_until(lambda: self.controller.up_to_date() == {"a", "b"})
+        self.controller.wait_until_ready("a", "b")
         event = self.controller.wait_for_end(self.controller.post("/move", **MOVE))
         assert event["state"] == "done", event
         assert event["result"]["reason"] is None
@@ -152,7 +112,7 @@ def test_source_killed_during_a_move(cluster: Cluster) -> None:
     cluster.relay.heal()
     cluster.relay.release()
     cluster.a.start()
-    wait_until(lambda: cluster.controller.up_to_date() == {"a", "b"})
+    cluster.controller.wait_until_ready("a", "b")
     arrived = cluster.controller.held("b", "ram")
     assert arrived == event["result"]["chunks"]
     assert cluster.controller.held("a", "ssd") == CHUNKS, "it received no command to delete"
@@ -180,7 +140,7 @@ def test_controller_killed_during_a_move(cluster: Cluster) -> None:
     event = cluster.controller.wait_for_end(accepted)
     assert event["state"] == "failed"
     assert "the controller was restarted" in event["error"]
-    wait_until(lambda: cluster.controller.up_to_date() == {"a", "b"})
+    cluster.controller.wait_until_ready("a", "b")
     assert cluster.controller.held("a", "ssd") == CHUNKS, "it received no confirmation"
     cluster.complete()
 
@@ -192,7 +152,7 @@ def test_unresponsive_instance_is_disconnected_and_readmitted(cluster: Cluster) 
     event = cluster.controller.wait_for_end(accepted)
     assert event["state"] == "failed"
     assert "no message for 2 s" in event["error"]
-    assert cluster.controller.up_to_date() == {"a"}
+    cluster.controller.wait_until_registered("a")
     assert cluster.controller.held("a", "ssd") == CHUNKS
     cluster.b.signal(signal.SIGCONT)
     cluster.complete()

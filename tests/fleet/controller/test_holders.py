@@ -103,6 +103,14 @@ def sweep_all(holders: Holders) -> int:
     return slices
 
 
+def in_all_combinations(places: int) -> tuple[Holders, list[ChunkKey]]:
+    """Return an index with one key in each combination of places."""
+    holders, keys = Holders(), keys_of("each in other places", 1 << places)
+    for place in range(places):
+        holders.add(place, [key for number, key in enumerate(keys) if number >> place & 1])
+    return holders, keys
+
+
 def test_dropped_place_is_empty() -> None:
     holders, keys = Holders(), keys_of("prompt", 300)
     holders.add(0, keys)
@@ -165,41 +173,32 @@ def test_number_of_sets_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unused_sets_are_removed() -> None:
-    holders = Holders()
-    keys = keys_of("each in other places", 4096)
-    for bit in range(12):
-        holders.add(bit, [key for number, key in enumerate(keys) if number >> bit & 1])
+    holders, keys = in_all_combinations(12)
     assert holders.needs_sweep
     for bit in range(1, 12):
         holders.remove(bit, keys)
     sweep_all(holders)
-    assert len(holders._sets) == 2, "the empty set, and the set of the only place left"
+    assert holders.sets == 2, "the empty set, and the set of the only place left"
     assert holders.prefixes([keys[1]]) == {0: 1}
     assert not holders.needs_sweep
 
 
 def test_many_sets_are_swept_in_slices() -> None:
-    holders = Holders()
-    keys = keys_of("each in other places", 2 * SETS_PER_SLICE)
-    for bit in range(15):
-        holders.add(bit, [key for number, key in enumerate(keys) if number >> bit & 1])
+    holders, keys = in_all_combinations(15)
     holders.drop([14])
     assert sweep_all(holders) > ROWS + 2
-    assert len(holders._sets) == SETS_PER_SLICE
+    assert holders.sets == SETS_PER_SLICE
     assert holders.prefixes([keys[-1]]) == dict.fromkeys(range(14), 1)
 
 
 def test_places_dropped_between_slices_are_swept() -> None:
-    holders = Holders()
-    keys = keys_of("each in other places", 2 * SETS_PER_SLICE)
-    for bit in range(15):
-        holders.add(bit, [key for number, key in enumerate(keys) if number >> bit & 1])
+    holders, keys = in_all_combinations(15)
     holders.drop([14])
     for place in range(13, 2, -1):
         holders.sweep()
         holders.drop([place])
     sweep_all(holders)
-    assert len(holders._sets) == 8
+    assert holders.sets == 8
     assert len(holders) == len(keys) * 7 // 8
     for place in range(3):
         holders.remove(place, keys)

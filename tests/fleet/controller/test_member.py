@@ -236,7 +236,7 @@ def test_number_of_reports_is_bounded() -> None:
     window = HitWindow()
     for number in range(100_000):
         window.add(counters(number, 0), number / 100)
-    assert len(window._reports) <= 1.1 * WINDOW_SECONDS / STEP_SECONDS
+    assert len(window) <= 1.1 * WINDOW_SECONDS / STEP_SECONDS
     assert window.hits().looked_up == pytest.approx(100 * WINDOW_SECONDS, abs=200)
 
 

@@ -39,7 +39,6 @@ class Fleet:
     """A controller and two instances, each with memory for half of the prompts and a disk."""
 
     def __init__(self, folder: Path) -> None:
-        self.state = folder / "state.sqlite"
         self.controller = Controller(folder)
         self.instances = {
             name: NodeProcess(name, self.controller.url, ram=PROMPTS * CHUNKS // 2, disk=str(folder / name))
@@ -62,7 +61,14 @@ class Fleet:
             self._killed.discard(name)
         for number in range(PROMPTS):
             self._store(name, number, CHUNKS)
-        wait_until(lambda: name in self.controller.up_to_date())
+        wait_until(lambda: self._serves(name))
+
+    def _serves(self, name: str) -> bool:
+        """Whether an instance has reported all its chunks, and the model."""
+        instances = self.controller.get("/instances")["instances"]
+        return any(
+            found["instance"] == name and found["up_to_date"] and found["models"] for found in instances
+        )
 
     def kill(self, name: str) -> None:
         """Send SIGKILL to an instance between two of its own calls."""
@@ -147,7 +153,7 @@ class Fleet:
 
     def _listed_pins(self) -> dict[str, set[str]]:
         listed: dict[str, set[str]] = {name: set() for name in self.instances}
-        with closing(sqlite3.connect(self.state)) as database:
+        with closing(sqlite3.connect(self.controller.state)) as database:
             for name, joined in database.execute("SELECT instance, keys FROM pins"):
                 listed[name] |= {key.hex() for key in split_keys(joined)}
         return listed

@@ -206,8 +206,7 @@ async def test_full_target_takes_what_fits_and_the_source_keeps_the_rest(
             "tokens": 3 * CHUNK, "chunks": 3, "bytes": 300, "removed": 3, "unpinned": 0, "reason": "no room",
         }  # fmt: skip
         assert list(a.held[RAM]) == KEYS[3:]
-        event = await controller.wait_for_end(await controller.post("/move", **A_TO_B))
-        assert (event["state"], event["error"]) == ("failed", "no room"), "no chunk fits"
+        assert await controller.failed("/move", **A_TO_B) == "no room", "no chunk fits"
         assert list(a.held[RAM]) == KEYS[3:]
 
 
@@ -262,9 +261,7 @@ async def test_invalid_operations_are_refused(controller: RunningController) -> 
 
 async def test_source_without_a_listener_is_reported(controller: RunningController) -> None:
     async with controller.instance("a", ram=KEYS, peer=None) as a, controller.instance("b"):
-        event = await controller.wait_for_end(await controller.post("/move", **A_TO_B))
-        assert event["state"] == "failed"
-        assert "set peer.listen" in event["error"]
+        assert "set peer.listen" in await controller.failed("/move", **A_TO_B)
         assert list(a.held[RAM]) == KEYS
 
 
@@ -275,9 +272,7 @@ async def test_opposite_moves_are_serialized_and_lose_nothing(
     controller: RunningController,
 ) -> None:
     async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
-        gate = b.before = Gate()
-        first = await controller.post("/move", **A_TO_B)
-        await gate.reached.wait()
+        first, gate = await controller.post_held("/move", b, **A_TO_B)
         back = await controller.post("/move", **B_TO_A)
         same = await controller.post("/move", **A_TO_B)
         queued = await controller.get(f"/events/{back['event_id']}", wait=0.01)
@@ -293,9 +288,7 @@ async def test_opposite_moves_are_serialized_and_lose_nothing(
 
 async def test_duplicate_move_has_nothing_to_do(controller: RunningController) -> None:
     async with controller.instance("a", ram=KEYS), controller.instance("b") as b:
-        gate = b.before = Gate()
-        first = await controller.post("/move", **A_TO_B)
-        await gate.reached.wait()
+        first, gate = await controller.post_held("/move", b, **A_TO_B)
         second = await controller.post("/move", **A_TO_B)
         assert second["num_tokens"] == WHOLE + 44
         gate.opened.set()
@@ -309,9 +302,7 @@ async def test_clear_during_a_move_runs_after_it(
     controller: RunningController,
 ) -> None:
     async with controller.instance("a", ram=KEYS), controller.instance("b") as b:
-        gate = b.before = Gate()
-        move = await controller.post("/move", **A_TO_B)
-        await gate.reached.wait()
+        move, gate = await controller.post_held("/move", b, **A_TO_B)
         clear = await controller.post("/clear", instance="b")
         other = await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS[1:])
         assert other["num_tokens"] == 0, "it concerns other chunks"

@@ -33,13 +33,9 @@ async def test_disconnected_target_fails_the_move_and_the_source_keeps_everythin
     controller: RunningController,
 ) -> None:
     async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
-        gate = b.before = Gate()
-        accepted = await controller.post("/move", **A_TO_B)
-        await gate.reached.wait()
+        accepted, _ = await controller.post_held("/move", b, **A_TO_B)
         await b.websocket.close()
-        event = await controller.wait_for_end(accepted)
-        assert event["state"] == "failed"
-        assert "the target 'b' disconnected" in event["error"]
+        assert "the target 'b' disconnected" in await controller.error_of(accepted)
         assert list(a.held[RAM]) == KEYS
         assert not a.commands
 
@@ -48,9 +44,7 @@ async def test_disconnected_source_leaves_the_confirmed_chunks_at_the_target(
     controller: RunningController,
 ) -> None:
     async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
-        gate = a.before = Gate(Delete)
-        accepted = await controller.post("/move", **A_TO_B)
-        await gate.reached.wait()
+        accepted, _ = await controller.post_held("/move", a, Delete, **A_TO_B)
         await a.websocket.close()
         event = await controller.wait_for_end(accepted)
         assert event["state"] == "failed"
@@ -68,24 +62,20 @@ async def test_disconnected_source_is_the_reason_for_missing_chunks(controller: 
             del controller.network.instances["a:8200"]
 
         b.before = disconnect
-        event = await controller.wait_for_end(await controller.post("/move", **A_TO_B))
-        assert event["state"] == "failed"
-        assert "the source 'a' disconnected: the peer does not hold it" in event["error"]
+        assert "the source 'a' disconnected: the peer does not hold it" in await controller.failed(
+            "/move", **A_TO_B
+        )
 
 
 async def test_queued_operation_fails_if_its_instance_has_disconnected(controller: RunningController) -> None:
     async with controller.instance("b") as b:
         async with controller.instance("a", ram=KEYS):
-            gate = b.before = Gate()
-            first = await controller.post("/move", **A_TO_B)
-            await gate.reached.wait()
+            first, gate = await controller.post_held("/move", b, **A_TO_B)
             second = await controller.post("/move", **A_TO_B)
         await controller.wait_until(lambda: "a" not in controller.registry.members)
         gate.opened.set()
         assert (await controller.wait_for_end(first))["state"] == "failed"
-        event = await controller.wait_for_end(second)
-        assert event["state"] == "failed"
-        assert "there is no instance 'a'; known: b" in event["error"]
+        assert "there is no instance 'a'; known: b" in await controller.error_of(second)
 
 
 async def test_stalled_instance_fails_the_operation(
@@ -94,21 +84,16 @@ async def test_stalled_instance_fails_the_operation(
     monkeypatch.setattr(operation, "STALL_SECONDS", 0.05)
     async with controller.instance("a", ram=KEYS), controller.instance("b") as b:
         b.before = Gate()
-        event = await controller.wait_for_end(await controller.post("/move", **A_TO_B))
-        assert event["state"] == "failed"
-        assert "made no progress for 0.05 s" in event["error"]
+        assert "made no progress for 0.05 s" in await controller.failed("/move", **A_TO_B)
         await controller.wait_until(lambda: b.cancelled)
 
 
 async def test_error_of_an_instance_is_the_reason(controller: RunningController) -> None:
     async with controller.instance("a", ram=KEYS) as a, controller.instance("b") as b:
         b.refuse = "its transport is broken"
-        event = await controller.wait_for_end(await controller.post("/move", **A_TO_B))
-        assert (event["state"], event["error"]) == ("failed", "b: its transport is broken")
+        assert await controller.failed("/move", **A_TO_B) == "b: its transport is broken"
         b.refuse, a.refuse = None, "its disk is read-only"
-        event = await controller.wait_for_end(await controller.post("/move", **A_TO_B))
-        assert event["state"] == "failed"
-        assert "its disk is read-only" in event["error"]
+        assert "its disk is read-only" in await controller.failed("/move", **A_TO_B)
 
 
 async def test_internal_error_fails_the_event(
@@ -116,9 +101,7 @@ async def test_internal_error_fails_the_event(
 ) -> None:
     async with controller.instance("a", ram=KEYS), controller.instance("b"):
         monkeypatch.setattr("kvtier.fleet.controller.moves.fetch_chunks", lambda *_: 1 / 0)
-        event = await controller.wait_for_end(await controller.post("/move", **A_TO_B))
-        assert event["state"] == "failed"
-        assert "see the controller's log" in event["error"]
+        assert "see the controller's log" in await controller.failed("/move", **A_TO_B)
 
 
 # Shutdown
@@ -126,9 +109,7 @@ async def test_internal_error_fails_the_event(
 
 async def test_shutdown_completes_operations_in_flight(controller: RunningController) -> None:
     async with controller.instance("a", ram=KEYS), controller.instance("b") as b:
-        gate = b.before = Gate()
-        accepted = await controller.post("/move", **A_TO_B)
-        await gate.reached.wait()
+        accepted, gate = await controller.post_held("/move", b, **A_TO_B)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(controller.controller.operations.finish, 10)
             await anyio.lowlevel.checkpoint()
@@ -151,9 +132,7 @@ async def test_shutdown_fails_operations_after_its_timeout(tmp_path: Path) -> No
         await operations.finish(0.01)
         operations.stop()
         for accepted in (move, queued):
-            event = await controller.wait_for_end(accepted)
-            assert event["state"] == "failed"
-            assert "the controller was stopped" in event["error"]
+            assert "the controller was stopped" in await controller.error_of(accepted)
         await controller.wait_until(lambda: b.cancelled)
         assert list(a.held[RAM]) == KEYS
 

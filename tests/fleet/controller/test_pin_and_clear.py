@@ -99,9 +99,7 @@ async def test_chunks_that_are_stored_again_while_they_are_cleared_stay_pinned(
 async def test_an_unpin_waits_for_pins(controller: RunningController) -> None:
     """Else the pin would be listed when it is confirmed, after the unpin has ended it on the instance."""
     async with controller.instance("a", ram=KEYS) as a:
-        a.before = gate = Gate(Pin)
-        pin = await controller.post("/pin", instance="a", tier="ram", tokens=TOKENS)
-        await gate.reached.wait()
+        pin, gate = await controller.post_held("/pin", a, Pin, instance="a", tier="ram", tokens=TOKENS)
         unpin = await controller.post("/unpin", instance="a", tier="ram", tokens=TOKENS)
         await anyio.sleep(0.05)
         assert [type(command) for command in a.commands] == [Pin]
