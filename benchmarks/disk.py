@@ -37,7 +37,7 @@ import anyio
 from benchmarks.common import MIB, filled, parse, ratio, show, speed
 from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.disk.backend import DiskBackend, DiskSettings, walk
-from kvtier.lab.bench.limits import in_threads, read_file, write_file
+from kvtier.lab.bench.limits import RawFiles
 from kvtier.lab.bench.rows import rotated
 from kvtier.lab.bench.sides import object_length, unseal
 from kvtier.memory.arena import Arena
@@ -123,6 +123,7 @@ class Bench:
 
     def __init__(self, folder: Path, arena: Arena, chunks: Chunks, depth: int, *, direct: bool) -> None:
         self._raw = folder / "raw"
+        self._raw_files = RawFiles(self._raw, depth)
         self._folders = {side: folder / side for side in SIDES}
         self._arena = arena
         self._chunks = chunks
@@ -169,10 +170,10 @@ class Bench:
         return AiofilesBackend(settings) if side == "aiofiles" else DiskBackend(settings)
 
     async def _raw_write(self) -> None:
-        in_threads(self._depth, self._chunks, lambda item: write_file(self._raw / item[0].hex(), item[1]))
+        await self._raw_files.put(self._chunks)
 
     async def _raw_read(self) -> None:
-        in_threads(self._depth, self._chunks, lambda item: read_file(self._raw / item[0].hex(), item[1]))
+        await self._raw_files.get(self._chunks)
 
     def _remove(self, sides: Sequence[str]) -> None:
         for side in sides:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 
 import anyio
 
@@ -53,12 +54,17 @@ def check_peers(plugins: Plugins, settings: Settings) -> list[Check]:
 async def _check_all(
     peers: Sequence[str], credentials: Credentials, transport: Transport, transport_name: str
 ) -> list[Check]:
-    try:
-        async with _open(transport) as scratch:
-            trial = _Trial(credentials, transport, transport_name, scratch)
-            return [await trial.check(address) for address in peers]
-    except PeerError as error:
-        return [Check("transport", "fail", f"{transport_name}: {error}")]
+    """Open the transport on a small arena, and connect to peers, one after the other."""
+    with closing(Arena.create(TRIAL_BYTES)) as arena:
+        try:
+            await transport.open(arena, _NoGrants())
+            try:
+                trial = _Trial(credentials, transport, transport_name, arena.view(0, TRIAL_BYTES))
+                return [await trial.check(address) for address in peers]
+            finally:
+                await transport.close()
+        except PeerError as error:
+            return [Check("transport", "fail", f"{transport_name}: {error}")]
 
 
 def _check_listening(peer: PeerSettings) -> Check:
@@ -86,37 +92,21 @@ class _NoGrants:
         return None
 
 
-@asynccontextmanager
-async def _open(transport: Transport) -> AsyncIterator[memoryview]:
-    """Open the transport on a small arena, and yield memory of it to read into."""
-    arena = Arena.create(TRIAL_BYTES)
-    try:
-        await transport.open(arena, _NoGrants())
-        try:
-            yield arena.view(0, TRIAL_BYTES)
-        finally:
-            await transport.close()
-    finally:
-        arena.close()
-
-
+@dataclass(frozen=True)
 class _Trial:
-    """Connects to peers, one after the other."""
+    """Connects to peers with an open transport, and reads into ``scratch``."""
 
-    def __init__(
-        self, credentials: Credentials, transport: Transport, transport_name: str, scratch: memoryview
-    ) -> None:
-        self._credentials = credentials
-        self._transport = transport
-        self._transport_name = transport_name
-        self._scratch = scratch
-        self._threads = WorkerThreads(1)
+    credentials: Credentials
+    transport: Transport
+    transport_name: str
+    scratch: memoryview
+    threads: WorkerThreads = field(default_factory=lambda: WorkerThreads(1))
 
     async def check(self, address: str) -> Check:
         """Check one peer."""
         name = f"peer {address}"
         host, port = split_address(address)
-        dialer = PeerDialer(host, port, self._credentials, INSTANCE_NAME, self._threads)
+        dialer = PeerDialer(host, port, self.credentials, INSTANCE_NAME, self.threads)
         started = time.monotonic()
         try:
             connection = await dialer.dial()
@@ -146,24 +136,24 @@ class _Trial:
         description = (
             f"{printable(welcome.instance)}, {peer_transport}, connected in {_milliseconds(seconds)}"
         )
-        if welcome.transport != self._transport_name:
+        if welcome.transport != self.transport_name:
             return Check(
                 name,
                 "fail",
                 description,
-                f"peer.transport is {peer_transport} there and {self._transport_name} here: "
+                f"peer.transport is {peer_transport} there and {self.transport_name} here: "
                 "set the same transport on both sides",
             )
 
         def dial(deadline: Deadline) -> Connection:
             return dialer.dial_data(connection, deadline)
 
-        link = await self._transport.connect(welcome.endpoint, dial)
+        link = await self.transport.connect(welcome.endpoint, dial)
         try:
-            if self._transport.one_sided:
+            if self.transport.one_sided:
                 return Check(name, "ok", f"{description}; linked")
             started = time.monotonic()
-            (outcome,) = await link.read([(RemoteSpan(1, 0, len(self._scratch)), self._scratch)])
+            (outcome,) = await link.read([(RemoteSpan(1, 0, len(self.scratch)), self.scratch)])
             read_time = _milliseconds(time.monotonic() - started)
         finally:
             await link.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -63,7 +63,8 @@ async def list_chunks(folder: Path, limit: int, failed: Failed) -> Listing:
         if limit:
             newest = heapq.nlargest(limit, newest)
     holder = await aiofiles.os.wrap(lock_holder)(folder)
-    described = await aiofiles.os.wrap(_describe_all)(sorted(newest, reverse=True))
+    newest.sort(reverse=True)
+    described = await aiofiles.os.wrap(lambda: [_describe(file) for file in newest])()
     return Listing(holder, chunks, total, described)
 
 
@@ -74,10 +75,40 @@ async def verify(
 
     ``progress`` receives the bytes verified, and the bytes of all chunks, ``failed`` unreadable folders.
     """
-    if not delete:
-        return await _verify(folder, delete=False, progress=progress, failed=failed)
-    async with _claimed(folder):
-        return await _verify(folder, delete=True, progress=progress, failed=failed)
+    checked = read = done = 0
+    corrupt: list[tuple[Path, str]] = []
+
+    async def verify_from_queue() -> None:
+        nonlocal checked, read, done
+        for file in queue:
+            try:
+                async with aiofiles.open(file.path, "rb", buffering=0) as stream:
+                    content = await stream.readall()
+                read += len(content)
+                StoredHeader.verify(memoryview(content), ChunkKey(bytes.fromhex(file.path.stem)))
+            except FileNotFoundError:
+                # Evicted by a running cache process.
+                continue
+            except OSError as error:
+                # Not deleted, as its content is unknown.
+                corrupt.append((file.path, f"cannot be read: {error}"))
+            except CorruptChunk as error:
+                corrupt.append((file.path, str(error)))
+                if delete:
+                    with suppress(FileNotFoundError):
+                        await aiofiles.os.unlink(file.path)
+            checked += 1
+            done += file.length
+            progress(done, total)
+
+    async with _claimed(folder) if delete else nullcontext():
+        files = [file async for batch in _files(folder, failed) for file in batch]
+        total = sum(file.length for file in files)
+        queue = iter(files)
+        async with open_tasks() as tasks:
+            for _ in range(READERS):
+                tasks.start_soon(verify_from_queue)
+    return Verification(checked, read, sorted(corrupt))
 
 
 async def claimed_chunks(folder: Path) -> list[ChunkFile]:
@@ -88,11 +119,10 @@ async def claimed_chunks(folder: Path) -> list[ChunkFile]:
 
 async def remove(folder: Path, files: Sequence[ChunkFile], progress: Callable[[int], None]) -> None:
     """Remove chunks of a folder that is not in use. ``progress`` receives the number of each batch."""
-    unlink_all = aiofiles.os.wrap(_unlink_all)
     async with _claimed(folder):
         for start in range(0, len(files), LISTED_AT_ONCE):
             batch = files[start : start + LISTED_AT_ONCE]
-            await unlink_all(batch)
+            await aiofiles.os.wrap(_unlink_all)(batch)
             progress(len(batch))
         for prefix in {file.path.parent for file in files}:
             with suppress(OSError):
@@ -134,10 +164,6 @@ def _unlink_all(files: Sequence[ChunkFile]) -> None:
         file.path.unlink(missing_ok=True)
 
 
-def _describe_all(files: Sequence[ChunkFile]) -> list[dict[str, object]]:
-    return [_describe(file) for file in files]
-
-
 def _describe(file: ChunkFile) -> dict[str, object]:
     facts: dict[str, object] = {
         "key": file.path.stem,
@@ -156,41 +182,3 @@ def _describe(file: ChunkFile) -> dict[str, object]:
         "parent": header.parent.hex(),
         "namespace": header.namespace.hex(),
     }
-
-
-async def _verify(
-    folder: Path, *, delete: bool, progress: Callable[[int, int], None], failed: Failed
-) -> Verification:
-    files = [file async for batch in _files(folder, failed) for file in batch]
-    total = sum(file.length for file in files)
-    queue = iter(files)
-    checked = read = done = 0
-    corrupt: list[tuple[Path, str]] = []
-
-    async def verify_from_queue() -> None:
-        nonlocal checked, read, done
-        for file in queue:
-            try:
-                async with aiofiles.open(file.path, "rb", buffering=0) as stream:
-                    content = await stream.readall()
-                read += len(content)
-                StoredHeader.verify(memoryview(content), ChunkKey(bytes.fromhex(file.path.stem)))
-            except FileNotFoundError:
-                # Evicted by a running cache process.
-                continue
-            except OSError as error:
-                # Not deleted, as its content is unknown.
-                corrupt.append((file.path, f"cannot be read: {error}"))
-            except CorruptChunk as error:
-                corrupt.append((file.path, str(error)))
-                if delete:
-                    with suppress(FileNotFoundError):
-                        await aiofiles.os.unlink(file.path)
-            checked += 1
-            done += file.length
-            progress(done, total)
-
-    async with open_tasks() as tasks:
-        for _ in range(READERS):
-            tasks.start_soon(verify_from_queue)
-    return Verification(checked, read, sorted(corrupt))

@@ -3,11 +3,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 from kvtier.backends.disk.backend import object_path
@@ -140,18 +138,13 @@ def test_verify_while_a_cache_process_runs(kvtier: Kvtier, folder: Path) -> None
 def test_chunk_removed_during_verify_is_not_corrupt(
     kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def listed_before(*_: Any) -> AsyncIterator[list[inspect_files.ChunkFile]]:
-        yield files
+    removed, real = chunks(folder)[1], inspect_files.aiofiles.open
 
-    def ignore(path: Path, error: OSError) -> None:
-        raise AssertionError(path) from error
+    def open_late(*arguments: Any, **named: Any) -> Any:
+        removed.unlink(missing_ok=True)
+        return real(*arguments, **named)
 
-    async def list_files() -> list[inspect_files.ChunkFile]:
-        return [file async for batch in inspect_files._files(folder, ignore) for file in batch]
-
-    files = anyio.run(list_files)
-    files[1].path.unlink()
-    monkeypatch.setattr(inspect_files, "_files", listed_before)
+    monkeypatch.setattr(inspect_files.aiofiles, "open", open_late)
     result = kvtier("inspect", "verify", folder)
     assert (result.status, result.output) == (0, "2 chunks, 16KiB read, 0 corrupt.\n")
 

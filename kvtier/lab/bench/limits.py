@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvtier.backends.mooncake.settings import MooncakeSettings
 from kvtier.backends.redis.settings import RedisSettings
 from kvtier.lab.bench.chunks import filled
 from kvtier.lab.bench.raw_resp import LogIn, RawRESP
-from kvtier.lab.bench.sides import BenchFailed, Chunk, InThreads, Side, expect
+from kvtier.lab.bench.sides import Chunk, InThreads, Side, expect
 from kvtier.memory.arena import Arena, address_of
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
@@ -60,12 +59,12 @@ def _raw_files(tier: DiskSettings) -> Side | None:
 def _has_direct(folder: Path) -> bool:
     probe = folder / "probe"
     try:
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600))
+        with _opened(probe, os.O_WRONLY | os.O_CREAT):
+            return True
     except OSError:
         return False
     finally:
         probe.unlink(missing_ok=True)
-    return True
 
 
 def _raw_resp(tier: RedisSettings) -> Side | None:
@@ -116,80 +115,47 @@ def _copy(pairs: Sequence[tuple[int, int, int]]) -> float:
     return time.perf_counter() - started
 
 
-class RawFiles(Side):
+class RawFiles(InThreads):
     """One file per chunk in an existing folder, written and read with O_DIRECT by ``threads`` threads."""
 
     title = "raw O_DIRECT"
 
     def __init__(self, folder: Path, threads: int) -> None:
+        super().__init__(range(threads))
         self._folder = folder
-        self._threads = threads
 
-    async def put(self, chunks: Sequence[Chunk]) -> float:
-        """See :meth:`Side.put`."""
-        return self._timed(chunks, lambda chunk: write_file(self._path(chunk[0]), chunk[1]))
+    def put_one(self, connection: int, key: ChunkKey, view: memoryview) -> None:
+        """See :meth:`InThreads.put_one`."""
+        with _opened(self._path(key), os.O_WRONLY | os.O_CREAT) as descriptor:
+            moved = os.pwrite(descriptor, view, 0)
+        expect(0, moved == len(view), f"short write of {moved} bytes: is the disk full?")
 
-    async def get(self, chunks: Sequence[Chunk]) -> float:
-        """See :meth:`Side.get`."""
-        return self._timed(chunks, lambda chunk: read_file(self._path(chunk[0]), chunk[1]))
+    def get_one(self, connection: int, key: ChunkKey, view: memoryview) -> None:
+        """See :meth:`InThreads.get_one`."""
+        with _opened(self._path(key), os.O_RDONLY) as descriptor:
+            moved = os.preadv(descriptor, [view], 0)
+        expect(0, moved == len(view), f"short read of {moved} bytes")
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
         """See :meth:`Side.forget`."""
         for key in keys:
             self._path(key).unlink(missing_ok=True)
 
-    def _timed(self, chunks: Sequence[Chunk], work: Callable[[Chunk], object]) -> float:
-        started = time.perf_counter()
-        in_threads(self._threads, chunks, work)
-        return time.perf_counter() - started
+    async def close(self) -> None:
+        """See :meth:`Side.close`."""
+        self._threads.shutdown()
 
     def _path(self, key: ChunkKey) -> Path:
         return self._folder / key.hex()
 
 
-def in_threads(depth: int, chunks: Sequence[Chunk], work: Callable[[Chunk], object]) -> None:
-    """Call ``work`` for each chunk, in at most ``depth`` threads. Blocks; raises the first error."""
-    pending = deque(chunks)
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            while pending and not failed:
-                work(pending.popleft())
-        except IndexError:
-            return
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(min(depth, len(chunks)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
-
-
-def write_file(path: Path, view: memoryview) -> None:
-    """Write a view of aligned whole pages to a file. Raises ``OSError`` and :class:`BenchFailed`."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     try:
-        moved = os.pwrite(descriptor, view, 0)
+        yield descriptor
     finally:
         os.close(descriptor)
-    if moved != len(view):
-        raise BenchFailed(f"short write of {moved} bytes: is the disk full?")
-
-
-def read_file(path: Path, view: memoryview) -> None:
-    """Read a file into a view. Raises ``OSError`` and :class:`BenchFailed`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    try:
-        moved = os.preadv(descriptor, [view], 0)
-    finally:
-        os.close(descriptor)
-    if moved != len(view):
-        raise BenchFailed(f"short read of {moved} bytes")
 
 
 class InfiniStoreLibrary(InThreads):

@@ -107,7 +107,7 @@ class BackendSide(Side):
 
 
 class InThreads(Side):
-    """A side with blocking calls: one thread per connection moves chunks."""
+    """A side with blocking calls: one thread per connection, or number of a thread, moves chunks."""
 
     def __init__(self, connections: Sequence[Any]) -> None:
         self._connections = connections

@@ -101,6 +101,7 @@ async def test_raw_files_return_what_they_were_given_and_are_deleted(tmp_path: P
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(FileNotFoundError):
         await side.get(chunks)
+    await side.close()
     del chunks
     arena.close()
 
