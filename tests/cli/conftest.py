@@ -23,9 +23,11 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from tests.rigs.bridges import CHUNK_TOKENS, is_serving
 from tests.rigs.forks import Forked, python
+from tests.rigs.servers.redis import RedisServer
 from tests.rigs.waiting import wait_until
 
 PAYLOAD_BYTES = 5000
+RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
 
 
 class Result(NamedTuple):
@@ -147,6 +149,17 @@ def held(folder: Path) -> Iterator[str]:
             yield (folder / ".lock").read_text()
         finally:
             portal.call(claimed.close)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A real Redis."""
+    if missing := RedisServer.missing():
+        pytest.skip(missing)
+    folder = tmp_path / "server"
+    folder.mkdir()
+    with RedisServer(folder) as server:
+        yield server
 
 
 @pytest.fixture

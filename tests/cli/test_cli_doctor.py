@@ -202,10 +202,6 @@ def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.Monke
 def test_disk_room_includes_the_chunks_of_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store(tmp_path / "disk", 1)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=MEBIBYTE))
-    assert checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE + 8192), tmp_path / "disk").status == "ok"
-    assert (
-        checks.check_disk_room(disk(tmp_path / "disk", MEBIBYTE + 8193), tmp_path / "disk").status == "warn"
-    )
     room = checks.check_disk_room
     assert room(disk(tmp_path / "disk", MEBIBYTE + 8192), tmp_path / "disk").status == "ok"
     assert room(disk(tmp_path / "disk", MEBIBYTE + 8193), tmp_path / "disk").status == "warn"
@@ -284,12 +280,6 @@ def test_io_uring_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.found.startswith("Function not implemented")
 
 
-def test_torch_is_not_imported_if_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda _: None)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert checks.check_gpu().found == "torch is not installed"
-
-
 def test_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = "/" + "x" * 69
     monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -349,22 +339,23 @@ def fake_torch(count: int) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("count", "status", "found"), [(2, "ok", "GPU 0, GPU 1"), (0, "warn", "torch sees none")]
+    ("installed", "torch", "status", "found"),
+    [
+        (False, None, "warn", "torch is not installed"),
+        (True, None, "warn", "torch cannot be used: ModuleNotFoundError"),
+        (True, fake_torch(0), "warn", "torch sees none"),
+        (True, fake_torch(2), "ok", "GPU 0, GPU 1"),
+    ],
 )
-def test_gpus(count: int, status: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda _: object())
-    monkeypatch.setitem(sys.modules, "torch", fake_torch(count))
+def test_gpus(
+    installed: bool, torch: SimpleNamespace | None, status: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the module is ``None``, its import fails."""
+    monkeypatch.setattr(checks, "find_spec", lambda _: object() if installed else None)
+    monkeypatch.setitem(sys.modules, "torch", torch)
     check = checks.check_gpu()
     assert check.status == status
     assert check.found.startswith(found)
-
-
-def test_broken_torch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda _: object())
-    monkeypatch.setitem(sys.modules, "torch", None)
-    check = checks.check_gpu()
-    assert check.status == "warn"
-    assert "torch cannot be used: ModuleNotFoundError" in check.found
 
 
 @pytest.fixture

@@ -29,9 +29,8 @@ from kvtier.testing.servers import free_port
 from tests.plugins.conftest import write_metadata
 from tests.rigs.chunks import DictBackend
 
-from .conftest import Kvtier, held, spawn, store
+from .conftest import RAM, Kvtier, held, spawn, store
 
-RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
 TIMEOUT_SECONDS = 240
 SHORT = "1s"
 """Deadline of tiers that exceed it. Long enough for the steps before, also on a busy machine."""

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from subprocess import DEVNULL
 from typing import Any
 
 import pytest
 
-from kvtier.bridge import client
-from kvtier.errors import ChannelError
 from kvtier.testing.servers import free_port
-from tests.rigs.forks import Forked, python
 
-from .conftest import Kvtier
+from .conftest import RAM, Kvtier, cache_process
 
 SECRET = "sixteen or more characters"
-RAM = {"name": "ram", "type": "cpu", "capacity": "16MiB"}
-TIMEOUT_SECONDS = 30
 
 Serve = Callable[..., str]
 Doctor = Callable[..., dict[str, Any]]
@@ -30,32 +24,17 @@ Doctor = Callable[..., dict[str, Any]]
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
     """Start a listening instance, and return its address."""
-    running: list[Forked] = []
+    with ExitStack() as stack:
 
-    def start(**peer: Any) -> str:
-        address = f"127.0.0.1:{free_port()}"
-        path = tmp_path / f"{len(running)}.sock"
-        settings = {
-            "tiers": [RAM],
-            "socket": str(path),
-            "peer": {"listen": address, "secret": SECRET, **peer},
-        }
-        config = tmp_path / f"{len(running)}.yaml"
-        config.write_text(json.dumps(settings))
-        running.append(python("kvtier", "serve", "--config", str(config), stdout=DEVNULL, stderr=DEVNULL))
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while True:
-            try:
-                client.status(path)
-                return address
-            except ChannelError:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+        def start(**peer: Any) -> str:
+            address = f"127.0.0.1:{free_port()}"
+            folder = tmp_path / address
+            folder.mkdir()
+            settings = {"listen": address, "secret": SECRET, **peer}
+            stack.enter_context(cache_process(folder, tiers=[RAM], peer=settings))
+            return address
 
-    yield start
-    for process in running:
-        process.kill()
-        process.wait()
+        yield start
 
 
 @pytest.fixture

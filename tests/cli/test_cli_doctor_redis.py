@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,23 +12,11 @@ import pytest
 from kvtier.cli import checks
 from tests.rigs.servers.redis import RedisServer
 
-from .conftest import Kvtier
+from .conftest import RAM, Kvtier
 
-RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
 DEADLINE_SECONDS = 1.0
 
 Examine = Callable[..., dict[str, str]]
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
-    missing = RedisServer.missing()
-    if missing:
-        pytest.skip(missing)
-    folder = tmp_path / "server"
-    folder.mkdir()
-    with RedisServer(folder) as server:
-        yield server
 
 
 @pytest.fixture
@@ -52,24 +38,15 @@ def examine(kvtier: Kvtier, server: RedisServer, monkeypatch: pytest.MonkeyPatch
     return run
 
 
-def send_commands(server: RedisServer, *commands: str) -> str:
-    """Send commands to the server, and return the one-line answer to the last."""
-    with (
-        socket.create_connection(("127.0.0.1", server.port)) as connection,
-        connection.makefile("rw") as stream,
-    ):
-        for command in commands:
-            stream.write(f"{command}\r\n")
-            stream.flush()
-            answer = stream.readline().strip()
-        return answer
+def make_user(server: RedisServer, *rules: str) -> None:
+    server.command("ACL", "SETUSER", "kvtier", "on", ">secret", *rules)
 
 
 def test_healthy_server_is_left_unchanged(examine: Examine, server: RedisServer) -> None:
     found = examine(status=0)["found"]
     times = r"written in \S+ \(\S+ [GM]B/s\), read in \S+ \(\S+ [GM]B/s\), looked up in \S+"
     assert re.fullmatch(rf"Redis [\d.]+.*; 4MiB {times}", found)
-    assert send_commands(server, "DBSIZE") == ":0"
+    assert server.command("DBSIZE") == 0
 
 
 def test_server_is_down(examine: Examine, server: RedisServer) -> None:
@@ -91,7 +68,7 @@ def test_server_is_paused(examine: Examine, server: RedisServer) -> None:
 
 
 def test_wrong_password(examine: Examine, server: RedisServer) -> None:
-    send_commands(server, "CONFIG SET requirepass open-sesame")
+    server.command("CONFIG", "SET", "requirepass", "open-sesame")
     for wrong, remedy in (({}, "set `password`"), ({"password": "letmein"}, "check `user` and `password`")):
         check = examine(status=1, **wrong)
         assert check["remedy"] == remedy
@@ -101,14 +78,14 @@ def test_wrong_password(examine: Examine, server: RedisServer) -> None:
 
 
 def test_short_password_does_not_garble_the_message(examine: Examine, server: RedisServer) -> None:
-    send_commands(server, "CONFIG SET requirepass open-sesame")
+    server.command("CONFIG", "SET", "requirepass", "open-sesame")
     found = examine(status=1, password="e")["found"]
     assert found == f"127.0.0.1:{server.port} rejects the user or password"
 
 
 @pytest.mark.parametrize("rules", ["~* -@all +info", "~other* +@all", "~* +@all -info"])
 def test_missing_rule_of_the_user(examine: Examine, server: RedisServer, rules: str) -> None:
-    send_commands(server, f"ACL SETUSER kvtier on >secret {rules}")
+    make_user(server, *rules.split())
     check = examine(status=1, user="kvtier", password="secret")
     assert check["found"].endswith("denies its user the commands that kvtier needs")
     assert check["remedy"].startswith("allow GET, SET, EXISTS and UNLINK on keys that begin with `prefix`")
@@ -116,7 +93,7 @@ def test_missing_rule_of_the_user(examine: Examine, server: RedisServer, rules: 
 
 
 def test_rule_that_is_missing_for_writes(examine: Examine, server: RedisServer) -> None:
-    send_commands(server, "ACL SETUSER kvtier on >secret ~* +@all -set")
+    make_user(server, "~*", "+@all", "-set")
     check = examine(status=1, user="kvtier", password="secret")
     assert "allow GET, SET, EXISTS and UNLINK" in check["found"]
     assert check["remedy"] == "", "not that it may not run"
@@ -128,11 +105,12 @@ def test_tls_to_a_plain_port(examine: Examine, server: RedisServer) -> None:
 
 
 def test_server_is_full(examine: Examine, server: RedisServer) -> None:
-    send_commands(server, "CONFIG SET maxmemory-policy noeviction", "CONFIG SET maxmemory 1mb")
+    server.command("CONFIG", "SET", "maxmemory", "1mb")
+    server.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
     assert "it has no room for a chunk of 4MiB" in examine(status=1)["found"]
 
 
 def test_user_without_the_permission_to_delete(examine: Examine, server: RedisServer) -> None:
-    send_commands(server, "ACL SETUSER kvtier on >secret ~* +@all -del -unlink -expire -pexpire")
+    make_user(server, "~*", "+@all", "-del", "-unlink", "-expire", "-pexpire")
     found = examine(status=1, user="kvtier", password="secret")["found"]
     assert "it still holds a chunk" in found

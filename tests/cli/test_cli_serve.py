@@ -45,6 +45,15 @@ def serving(address: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+def refusal(address: Path, tiers: str) -> str:
+    """Run a cache process that does not start, and return its message."""
+    process = fork("serve", "--socket", address, KVTIER_TIERS=tiers)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in errors
+    return errors
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_serves_until_a_signal(serving: subprocess.Popen[str], address: Path, number: signal.Signals) -> None:
     with socket.socket(socket.AF_UNIX) as client:
@@ -57,20 +66,15 @@ def test_serves_until_a_signal(serving: subprocess.Popen[str], address: Path, nu
 
 
 def test_second_process_on_the_same_socket_is_refused(serving: subprocess.Popen[str], address: Path) -> None:
-    second = fork("serve", "--socket", address, KVTIER_TIERS=TIERS)
-    _, errors = second.communicate(timeout=60)
-    assert second.returncode == 1
-    assert errors.startswith(f"error: process {serving.pid} already serves on {address}")
+    message = f"error: process {serving.pid} already serves on {address}"
+    assert refusal(address, TIERS).startswith(message)
 
 
 def test_unwritable_path(tmp_path: Path, address: Path) -> None:
     (tmp_path / "file").touch()
     disk = {"name": "ssd", "type": "disk", "capacity": "1MiB", "path": str(tmp_path / "file" / "disk")}
-    process = fork("serve", "--socket", address, KVTIER_TIERS=json.dumps([*json.loads(TIERS), disk]))
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert errors.startswith(f"error: tier 'ssd': path {tmp_path}/file/disk cannot be used (Not a directory)")
-    assert "Traceback" not in errors
+    message = f"error: tier 'ssd': path {tmp_path}/file/disk cannot be used (Not a directory)"
+    assert refusal(address, json.dumps([*json.loads(TIERS), disk])).startswith(message)
 
 
 def test_pool_that_cannot_be_reached_is_named(address: Path) -> None:
@@ -123,10 +127,7 @@ def test_invalid_option_names_the_setting(kvtier: Kvtier) -> None:
 
 def test_more_memory_than_the_host_has_is_refused(address: Path) -> None:
     tiers = json.dumps([{"name": "ram", "type": "cpu", "capacity": "1000TiB"}])
-    process = fork("serve", "--socket", address, KVTIER_TIERS=tiers)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
     memory = format_size(memory_info()["MemTotal"] - memory_info()["Hugetlb"])
-    assert errors == (
+    assert refusal(address, tiers) == (
         f"error: the `capacity` of tier 'ram' is 1000TiB, and this host has {memory} of memory: lower it\n"
     )

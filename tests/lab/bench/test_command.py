@@ -14,11 +14,10 @@ import pytest
 
 from kvtier.cli import options
 from kvtier.memory import host
-from tests.cli.conftest import Kvtier, spawn, store
+from tests.cli.conftest import RAM, Kvtier, spawn, store
 from tests.rigs.servers.redis import RedisServer
 
 SMALL = ("--size", "64KiB", "--chunks", "3", "--in-flight", "2", "--turns", "2")
-RAM = {"name": "ram", "type": "cpu", "capacity": "64MiB"}
 TIMEOUT_SECONDS = 60
 
 Configure = Callable[..., None]

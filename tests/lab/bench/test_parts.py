@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from kvtier.lab.bench.chunks import make_chunks, random_keys
 from kvtier.lab.bench.limits import RawFiles, limit_of
 from kvtier.lab.bench.raw_resp import LogIn, RawRESP
 from kvtier.lab.bench.report import remarks_of, table_of
-from kvtier.lab.bench.rows import Extent, Row, Samples, percentile, ratios, rotated
+from kvtier.lab.bench.rows import Direction, Extent, Row, Samples, percentile, ratios, rotated
 from kvtier.lab.bench.run import describe_error
 from kvtier.lab.bench.sides import BenchFailed, Chunk, Side
 from kvtier.memory.arena import Arena
@@ -49,16 +49,16 @@ def test_samples_without_a_limit_have_no_ratio() -> None:
 
 
 def test_table_shows_a_dash_for_missing_values() -> None:
-    samples = Samples()
-    samples.turns |= {"kvtier": [2.0], "limit": [1.0]}
-    samples.singles = [0.0005]
-    direction = samples.direction(10**9)
-    without_limit = Samples()
-    without_limit.turns |= {"kvtier": [2.0]}
-    without_limit.singles = [0.0005]
+    def direction(**turns: list[float]) -> Direction:
+        samples = Samples()
+        samples.turns |= turns
+        samples.singles = [0.0005]
+        return samples.direction(10**9)
+
+    both, alone = direction(kvtier=[2.0], limit=[1.0]), direction(kvtier=[2.0])
     rows = [
-        Row("ram", "cpu", "memcpy", direction, direction, 1e6),
-        Row("shelf", "shelf", None, without_limit.direction(10**9), direction, None),
+        Row("ram", "cpu", "memcpy", both, both, 1e6),
+        Row("shelf", "shelf", None, alone, both, None),
         Row("pool", "redis", error="Connection refused [not markup]"),
     ]
     console = Console(width=160)
@@ -82,6 +82,16 @@ def test_errors_are_described_for_the_user() -> None:
     assert "install the package that provides it" in describe_error(missing)
 
 
+@pytest.fixture
+def chunks() -> Iterator[list[Chunk]]:
+    """Three chunks in an arena."""
+    arena = Arena.create(1 << 20)
+    chunks = make_chunks(arena, random_keys(3), 8192)
+    yield chunks
+    chunks.clear()
+    arena.close()
+
+
 async def put_and_get(side: Side, chunks: Sequence[Chunk]) -> None:
     """Put chunks, and get them back into cleared views."""
     content = [bytes(view) for _, view in chunks]
@@ -92,9 +102,9 @@ async def put_and_get(side: Side, chunks: Sequence[Chunk]) -> None:
     assert [bytes(view) for _, view in chunks] == content
 
 
-async def test_raw_files_return_what_they_were_given_and_are_deleted(tmp_path: Path) -> None:
-    arena = Arena.create(1 << 20)
-    chunks = make_chunks(arena, random_keys(3), 8192)
+async def test_raw_files_return_what_they_were_given_and_are_deleted(
+    chunks: list[Chunk], tmp_path: Path
+) -> None:
     side, keys = RawFiles(tmp_path, 2), [key for key, _ in chunks]
     await put_and_get(side, chunks)
     await side.forget(keys)
@@ -102,15 +112,11 @@ async def test_raw_files_return_what_they_were_given_and_are_deleted(tmp_path: P
     with pytest.raises(FileNotFoundError):
         await side.get(chunks)
     await side.close()
-    del chunks
-    arena.close()
 
 
-async def test_raw_resp_logs_in_and_deletes_its_keys(tmp_path: Path) -> None:
+async def test_raw_resp_logs_in_and_deletes_its_keys(chunks: list[Chunk], tmp_path: Path) -> None:
     if missing := RedisServer.missing():
         pytest.skip(missing)
-    arena = Arena.create(1 << 20)
-    chunks = make_chunks(arena, random_keys(3), 8192)
     with RedisServer(tmp_path, password="secret") as server:
         side = RawRESP(("127.0.0.1", server.port), 2, LogIn(None, "secret", 3))
         await put_and_get(side, chunks)
@@ -121,20 +127,14 @@ async def test_raw_resp_logs_in_and_deletes_its_keys(tmp_path: Path) -> None:
         await side.close()
         with pytest.raises(BenchFailed, match="WRONGPASS"):
             RawRESP(("127.0.0.1", server.port), 1, LogIn(None, "guess"))
-    del chunks
-    arena.close()
 
 
-async def test_raw_resp_times_out() -> None:
-    arena = Arena.create(1 << 20)
-    (chunk,) = make_chunks(arena, random_keys(1), 8192)
+async def test_raw_resp_times_out(chunks: list[Chunk]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         side = RawRESP(listener.getsockname()[:2], 1, timeout=0.05)
         with pytest.raises(TimeoutError):
-            await side.put([chunk])
+            await side.put(chunks)
         await side.close()
-    del chunk
-    arena.close()
 
 
 @pytest.mark.parametrize(
