@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import anyio
-import httpx
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from kvtier.concurrency.processes import exit_on_signals
-from kvtier.errors import ChannelError
 from kvtier.lab.demo.client import Client, Completion
 from kvtier.lab.demo.disaggregated_serving import Pushed, Serving, serving
 from kvtier.lab.demo.work import Options, Steps, conclude, work_folder
@@ -41,12 +39,9 @@ def run_disaggregated(options: Options, console: Console) -> bool:
     with exit_on_signals(), work_folder(options) as work:
         steps = Steps(console)
         with serving(options, work, steps, prompts=PROMPTS + 2, new_tokens=CONCURRENT_TOKENS) as running:
-            try:
-                result = _measure(running, steps)
-            except (httpx.HTTPError, ChannelError, ExceptionGroup) as error:
-                raise running.failure(error) from error
+            result = _measure(running, steps)
             with steps.step("stopping all processes"):
-                running.stop()
+                running.servers.stop()
         console.print(table(result))
         found = problems(result)
         conclude(found, work, console, "logs and settings")

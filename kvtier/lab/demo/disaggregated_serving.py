@@ -14,7 +14,7 @@ import yaml
 
 from kvtier.bridge import client as bridge
 from kvtier.lab.demo.client import Client
-from kvtier.lab.demo.server import DemoFailed, Server, start_cache, start_proxy, start_vllm
+from kvtier.lab.demo.server import Server, Servers, running_servers, start_cache, start_proxy, start_vllm
 from kvtier.lab.demo.work import (
     CACHE_READY_SECONDS,
     CHUNK_TOKENS,
@@ -64,8 +64,7 @@ class Serving:
     prefiller: Client
     decoder: Client
     proxy: Client
-    servers: list[Server] = field(default_factory=list)
-    """In start order."""
+    servers: Servers
     prompts: list[list[int]] = field(default_factory=list)
 
     def status(self, name: str) -> dict[str, Any]:
@@ -77,27 +76,6 @@ class Serving:
         kv_transfers = self.status("prefiller")["kv_transfers"]
         tokens = self.proxy.get("/stats")["transferred_tokens"]
         return Pushed(tokens, kv_transfers["pushed_bytes"], kv_transfers["pushing_seconds"])
-
-    def stop(self) -> None:
-        """Stop all servers in reverse start order: engines before their cache processes."""
-        while self.servers:
-            self.servers[-1].stop()
-            self.servers.pop()
-
-    def kill(self) -> None:
-        """Kill all remaining servers."""
-        for server in reversed(self.servers):
-            server.kill()
-
-    def failure(self, error: BaseException) -> DemoFailed:
-        """Wrap an error of a request, with the log of a server that has exited, or of the last one."""
-        while isinstance(error, ExceptionGroup):
-            error = error.exceptions[0]
-        if isinstance(error, DemoFailed):
-            return error
-        ended = [server for server in self.servers if server.ended]
-        server = (ended or self.servers[-1:])[0]
-        return server.failure(f"failed to respond ({error})")
 
 
 @contextmanager
@@ -121,21 +99,21 @@ def serving(
     with ExitStack() as stack:
         model = stack.enter_context(served_model(options, work, steps))
         clients = {name: stack.enter_context(Client(port, model.name)) for name, port in ports.items()}
-        running = Serving(work, clients["prefiller"], clients["decoder"], clients["proxy"])
-        stack.callback(running.kill)
+        servers = stack.enter_context(running_servers())
+        running = Serving(work, clients["prefiller"], clients["decoder"], clients["proxy"], servers)
         with steps.step("starting the cache processes"):
             for name in ROLES:
                 cache = start_cache(
                     work.config(name), work.log(f"{name}-cache"), f"the {name}'s cache process"
                 )
-                running.servers.append(cache)
-            for name, cache in zip(ROLES, running.servers, strict=True):
+                servers.append(cache)
+            for name, cache in zip(ROLES, servers, strict=True):
                 cache.wait_until(partial(cache_answers, work.socket(name)), CACHE_READY_SECONDS)
         with steps.step("starting vLLM twice, as prefiller and decoder"):
             engines = {
                 name: _start_engine(name, model, ports[name], options, work, new_tokens) for name in ROLES
             }
-            running.servers += engines.values()
+            servers += engines.values()
             for name, engine in engines.items():
                 engine.wait_until(clients[name].healthy, VLLM_READY_SECONDS)
         with steps.step("starting the proxy"):

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import httpx
 import yaml
 from rich import box
 from rich.console import Console
@@ -14,9 +13,8 @@ from rich.table import Table
 
 from kvtier.bridge import client as bridge
 from kvtier.concurrency.processes import exit_on_signals
-from kvtier.errors import ChannelError
 from kvtier.lab.demo.client import Client, Completion
-from kvtier.lab.demo.server import DemoFailed, Server, start_cache, start_vllm
+from kvtier.lab.demo.server import DemoFailed, Servers, running_servers, start_cache, start_vllm
 from kvtier.lab.demo.work import (
     CACHE_READY_SECONDS,
     CHUNK_TOKENS,
@@ -48,15 +46,10 @@ def run_demo(options: Options, console: Console) -> bool:
     All subprocesses are stopped, however it ends. Files are kept if the user asked for them, or a result is
     not as expected. Raises :class:`DemoFailed`.
     """
+    steps = Steps(console)
     with exit_on_signals(), work_folder(options) as work:
-        demo = _Demo(options, work, Steps(console))
-        try:
-            with served_model(options, work, demo.steps) as model:
-                runs = demo.run(model)
-        except (httpx.HTTPError, ChannelError) as error:
-            raise demo.failure(error) from error
-        finally:
-            demo.kill()
+        with served_model(options, work, steps) as model, running_servers() as servers:
+            runs = _Demo(options, work, steps, model, servers).run()
         console.print(table(runs))
         found = problems(runs, (options.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
         conclude(found, work, console, "logs, settings and disk tier")
@@ -68,52 +61,32 @@ class _Demo:
     options: Options
     work: Work
     steps: Steps
-    vllm: Server | None = None
-    cache: Server | None = None
+    model: Model
+    servers: Servers
+    """The cache process and the engine."""
     prompt: list[int] = field(default_factory=list)
 
-    def run(self, model: Model) -> list[Run]:
+    def run(self) -> list[Run]:
         self._write_settings()
         runs = []
         self._start_cache()
-        with self._serving(model) as client:
+        with self._serving() as client:
             runs.append(self._measure(client, "cold"))
             self._wait_until_stored()
             with self.steps.step("emptying vLLM's own prefix cache"):
                 if not client.reset_prefix_cache():
                     raise DemoFailed("vLLM did not reset its prefix cache")
             runs.append(self._measure(client, "warm from memory", "host"))
-            self._kill_vllm()
-        with self._serving(model) as client:
+            with self.steps.step("killing vLLM (kill -9)"):
+                self.servers.pop().kill()
+        with self._serving() as client:
             runs.append(self._measure(client, "warm from memory, vLLM restarted", "host"))
-            with self.steps.step("stopping vLLM and the cache process"):
-                self.stop()
+            self._stop()
         self._start_cache()
-        with self._serving(model) as client:
+        with self._serving() as client:
             runs.append(self._measure(client, "warm from disk, both restarted", "disk"))
-            with self.steps.step("stopping vLLM and the cache process"):
-                self.stop()
+            self._stop()
         return runs
-
-    def stop(self) -> None:
-        """Stop the engine, then its cache process."""
-        for server in (self.vllm, self.cache):
-            if server is not None:
-                server.stop()
-        self.vllm = self.cache = None
-
-    def kill(self) -> None:
-        """Kill all remaining servers."""
-        for server in (self.vllm, self.cache):
-            if server is not None:
-                server.kill()
-
-    def failure(self, error: Exception) -> DemoFailed:
-        """Wrap an error of a request, with the log of the server that failed."""
-        server = self.cache if isinstance(error, ChannelError) else self.vllm
-        if server is None:
-            return DemoFailed(str(error))
-        return server.failure(f"failed to respond ({error})")
 
     def _write_settings(self) -> None:
         settings = {
@@ -129,26 +102,31 @@ class _Demo:
 
     def _start_cache(self) -> None:
         with self.steps.step("starting the cache process"):
-            self.cache = start_cache(self.work.config(), self.work.log("cache"))
-            self.cache.wait_until(lambda: cache_answers(self.work.socket()), CACHE_READY_SECONDS)
+            self.servers.append(cache := start_cache(self.work.config(), self.work.log("cache")))
+            cache.wait_until(lambda: cache_answers(self.work.socket()), CACHE_READY_SECONDS)
+
+    def _stop(self) -> None:
+        with self.steps.step("stopping vLLM and the cache process"):
+            self.servers.stop()
 
     @contextlib.contextmanager
-    def _serving(self, model: Model) -> Iterator[Client]:
+    def _serving(self) -> Iterator[Client]:
         """Start vLLM and warm it up with a prompt shorter than a chunk, so that nothing is stored."""
         port = free_port()
-        with Client(port, model.name) as client:
+        with Client(port, self.model.name) as client:
             with self.steps.step("starting vLLM"):
-                self.vllm = start_vllm(
-                    model.name,
+                vllm = start_vllm(
+                    self.model.name,
                     port=port,
                     config=self.work.config(),
                     log=self.work.log("vllm"),
                     max_tokens=self.options.tokens + NEW_TOKENS + SPARE_TOKENS,
                     arguments=vllm_arguments(self.options),
                     scratch=self.work.sockets,
-                    variables=model.variables,
+                    variables=self.model.variables,
                 )
-                self.vllm.wait_until(client.healthy, VLLM_READY_SECONDS)
+                self.servers.append(vllm)
+                vllm.wait_until(client.healthy, VLLM_READY_SECONDS)
                 if not self.prompt:
                     (self.prompt,) = make_prompts(client, self.options.tokens)
                 client.complete(self.prompt[-WARM_UP_TOKENS:], 2)
@@ -161,17 +139,11 @@ class _Demo:
     def _wait_until_stored(self) -> None:
         """Wait until all chunks are committed, which may be after the response."""
         chunks = self.options.tokens // CHUNK_TOKENS
-        assert self.cache is not None
         with self.steps.step(f"storing {chunks} chunks"):
-            self.cache.wait_until(lambda: self._stored_chunks() >= chunks, STORED_SECONDS)
+            self.servers[0].wait_until(lambda: self._stored_chunks() >= chunks, STORED_SECONDS)
 
     def _stored_chunks(self) -> int:
         return int(bridge.status(self.work.socket())["tiers"][0]["chunks"])
-
-    def _kill_vllm(self) -> None:
-        with self.steps.step("killing vLLM (kill -9)"):
-            assert self.vllm is not None
-            self.vllm.kill()
 
 
 @dataclass(frozen=True)

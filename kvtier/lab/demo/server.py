@@ -14,8 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import httpx
+
+from kvtier.errors import ChannelError
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 40.0
@@ -93,6 +97,41 @@ class Server:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+class Servers(list[Server]):
+    """Running servers, in the order of their start: cache processes first."""
+
+    def stop(self) -> None:
+        """Stop all in reverse order: engines before their cache processes."""
+        while self:
+            self[-1].stop()
+            self.pop()
+
+    def failure(self, error: BaseException) -> DemoFailed:
+        """Wrap an error of a request, with the log of a server that has exited, or else of the one asked."""
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, DemoFailed):
+            return error
+        if not self:
+            return DemoFailed(str(error))
+        asked = self[0] if isinstance(error, ChannelError) else self[-1]
+        server = next((server for server in self if server.ended), asked)
+        return server.failure(f"failed to respond ({error})")
+
+
+@contextlib.contextmanager
+def running_servers() -> Iterator[Servers]:
+    """Yield a list for servers, and kill those in it at the end. Raises: DemoFailed: a request failed."""
+    servers = Servers()
+    try:
+        yield servers
+    except (httpx.HTTPError, ChannelError, ExceptionGroup) as error:
+        raise servers.failure(error) from error
+    finally:
+        for server in reversed(servers):
+            server.kill()
 
 
 def start_cache(config: Path, log: Path, name: str = "the cache process") -> Server:
