@@ -102,6 +102,7 @@ async def serving(
         timeout_graceful_shutdown=CANCEL_SECONDS,
         workers=1,
     )
+    # load() makes a context from the names of files, or resets it: one that exists is set after it.
     config.load()
     config.ssl = ssl
     server = Server(config)
@@ -117,6 +118,7 @@ async def serving(
             try:
                 yield host, port
             finally:
+                # The tasks are not cancelled: the end of the block waits until the server has stopped.
                 server.should_exit = True
 
 
@@ -321,6 +323,7 @@ class _Connection(H11Protocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:  # noqa: ANN401 - uvicorn's own
         super().__init__(*arguments, **named)
+        # In place of the one that uvicorn has made: its class is no parameter.
         self.conn = _Parser(h11.SERVER, MAX_HEAD_BYTES)
         self.access_log = False
         self._timeout: asyncio.TimerHandle | None = None
@@ -357,7 +360,7 @@ class _Connection(H11Protocol):
         with suppress(h11.LocalProtocolError):  # A response has begun, or must have no body.
             super().send_400_response(msg)
         self.transport.close()
-        if self.cycle is not None:
+        if self.cycle is not None:  # The application would wait for the rest of the body forever.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 

@@ -26,7 +26,7 @@ class ChangedWarnings:
 
     def note(self, peer: str, error: str) -> None:
         """Record the result of an operation: an error, or an empty string for success."""
-        before = self._last.pop(peer, "")
+        before = self._last.pop(peer, "")  # It is added again as the last: the first is forgotten.
         if error and error != before and not self._warn(self._message, peer, error):
             error = before  # So that it is logged later if it lasts.
         self._last[peer] = error

@@ -58,7 +58,7 @@ class _Loop:
 
     def call(self, function: Callable[..., object], *args: object, **named: object) -> object:
         """Call a function or coroutine function there, and wait for its result."""
-        with self._lock:
+        with self._lock:  # So that close() knows of every call that has begun.
             if self._closed:
                 raise KVTierError(cache.CLOSED)
             call: Future[Any] = self._portal.start_task_soon(partial(function, *args, **named))
@@ -70,6 +70,7 @@ class _Loop:
         """Refuse new calls, and wait for those of other threads, and for one that Ctrl-C has interrupted."""
         with self._lock:
             self._closed = True
+        # Of a copy, because each call removes itself when it ends.
         wait(self._calls.copy())
 
 

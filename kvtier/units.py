@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from reprlib import repr as _shown
 from typing import Annotated
 
@@ -113,25 +113,16 @@ def check_number(value: object) -> object:
     return value
 
 
-_SIZE_PATTERN = rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(SIZE_UNITS)})?\s*$"
-_DURATION_PATTERN = rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(DURATION_UNITS)})?\s*$"
+def _schema(number: str, units: Iterable[str]) -> WithJsonSchema:
+    """Return the JSON schema of a number, or text with one of these units."""
+    pattern = rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(units)})?\s*$"
+    return WithJsonSchema({"anyOf": [{"type": "string", "pattern": pattern}, {"type": number, "minimum": 0}]})
 
-Size = Annotated[
-    int,
-    BeforeValidator(parse_size),
-    WithJsonSchema(
-        {"anyOf": [{"type": "string", "pattern": _SIZE_PATTERN}, {"type": "integer", "minimum": 0}]}
-    ),
-]
+
+Size = Annotated[int, BeforeValidator(parse_size), _schema("integer", SIZE_UNITS)]
 """A setting in bytes."""
 
-Duration = Annotated[
-    float,
-    BeforeValidator(parse_duration),
-    WithJsonSchema(
-        {"anyOf": [{"type": "string", "pattern": _DURATION_PATTERN}, {"type": "number", "minimum": 0}]}
-    ),
-]
+Duration = Annotated[float, BeforeValidator(parse_duration), _schema("number", DURATION_UNITS)]
 """A setting in seconds."""
 
 Integer = Annotated[int, BeforeValidator(check_number)]

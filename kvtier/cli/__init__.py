@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -17,6 +15,7 @@ from kvtier.cli import (
     cache_process,
     config,
     controller_commands,
+    demo,
     doctor,
     inspect,
     services,
@@ -28,7 +27,6 @@ from kvtier.cli.terminal import messages
 from kvtier.errors import KVTierError, SettingsError
 from kvtier.version import __version__
 
-DEMO_MODULE = "kvtier.cli.demo"
 CONTROLLER_PANEL = "Controller commands"
 
 
@@ -42,8 +40,7 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    if find_spec(DEMO_MODULE) is not None:
-        app.command("demo")(import_module(DEMO_MODULE).demo)
+    app.command()(demo.demo)
     app.command()(services.serve)
     app.command(epilog=epilog(*services.CONTROLLER_EXAMPLES))(services.controller)
     app.command(epilog=epilog(*services.PROXY_EXAMPLES))(services.proxy)
@@ -69,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     errors: list[KVTierError] = []
     try:
         app(args=arguments, prog_name="kvtier")
-    except* KVTierError as group:
+    except* KVTierError as group:  # Of task groups. What is not a KVTierError is raised again.
         errors = _leaves(group)
     if errors:
         for error in errors:

@@ -43,6 +43,8 @@ VLLM_SUFFIX_BYTES = 37
 COMMAND_SECONDS = 60.0
 SERVER = "python -m vllm.entrypoints.openai.api_server"
 """vLLM's server without its command."""
+VLLM_COMMAND = "vllm command"
+INSTEAD = f"start `{SERVER}` instead, or reinstall vLLM"
 _OTHER = "or set another `path`"
 
 
@@ -94,7 +96,8 @@ def _local(tiers: Sequence[TierSettings]) -> list[LocalTierSettings]:
 def check_machine(requirements: Requirements) -> Iterator[Check]:
     """Run all checks of the machine."""
     version = vllm_version()
-    command = VLLMCommand() if version is not None else None
+    # Started first, because the others take as long.
+    command = start_vllm_command() if version is not None else None
     tiers, capacity = _local(requirements.tiers), requirements.memory_bytes
     info = memory_info()
     yield check_python()
@@ -120,7 +123,7 @@ def check_machine(requirements: Requirements) -> Iterator[Check]:
     yield check_gpu()
     yield check_vllm(version)
     if command is not None:
-        yield command.check()
+        yield check_vllm_command(command)
 
 
 def check_python() -> Check:
@@ -335,46 +338,40 @@ def check_lmcache_variables(variables: Mapping[str, str] = os.environ) -> Check:
     return Check(name, "ok", "none set")
 
 
-class VLLMCommand:
-    """The ``vllm`` command, started with ``--version`` to see whether it can: that takes seconds."""
+def start_vllm_command() -> tuple[str, subprocess.Popen[str]] | Check:
+    """Start ``vllm --version``, which takes seconds. Return its path and process, or why there is none."""
+    own = str(Path(sys.executable).parent)
+    path = which("vllm", path=os.pathsep.join((own, os.environ.get("PATH", ""))))
+    if path is None:
+        return Check(VLLM_COMMAND, "warn", "not found", f"start `{SERVER}`, or add its folder to PATH")
+    try:
+        return path, subprocess.Popen(
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+    except OSError as error:  # Its interpreter does not exist, for example.
+        return Check(VLLM_COMMAND, "warn", f"{path} cannot be started: {error.strerror}", INSTEAD)
 
-    def __init__(self) -> None:
-        own = str(Path(sys.executable).parent)
-        self.path = which("vllm", path=os.pathsep.join((own, os.environ.get("PATH", ""))))
-        self._error: OSError | None = None
-        self._process: subprocess.Popen[str] | None = None
-        if self.path is None:
-            return
-        try:
-            self._process = subprocess.Popen(
-                [self.path, "--version"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            )
-        except OSError as error:  # Its interpreter does not exist, for example.
-            self._error = error
 
-    def check(self) -> Check:
-        """Wait for the command, and return whether it has started. Blocking."""
-        name = "vllm command"
-        remedy = f"start `{SERVER}` instead, or reinstall vLLM"
-        if self._error is not None:
-            return Check(name, "warn", f"{self.path} cannot be started: {self._error.strerror}", remedy)
-        if self._process is None:
-            return Check(name, "warn", "not found", f"start `{SERVER}`, or add its folder to PATH")
-        try:
-            output, _ = self._process.communicate(timeout=COMMAND_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
-            return Check(name, "warn", f"{self.path} --version does not end", remedy)
-        last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no output")
-        if self._process.returncode:
-            return Check(name, "warn", f"{self.path} cannot start: {last[:300]}", remedy)
-        return Check(name, "ok", f"{self.path}, {last[:100]}")
+def check_vllm_command(started: tuple[str, subprocess.Popen[str]] | Check) -> Check:
+    """Wait for the command, and return whether it has started. Blocking."""
+    if isinstance(started, Check):
+        return started
+    path, process = started
+    try:
+        output, _ = process.communicate(timeout=COMMAND_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return Check(VLLM_COMMAND, "warn", f"{path} --version does not end", INSTEAD)
+    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no output")
+    if process.returncode:
+        return Check(VLLM_COMMAND, "warn", f"{path} cannot start: {last[:300]}", INSTEAD)
+    return Check(VLLM_COMMAND, "ok", f"{path}, {last[:100]}")
 
 
 def check_direct_io(name: str, path: Path) -> Check:

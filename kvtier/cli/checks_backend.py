@@ -320,6 +320,7 @@ class _Trial:
         return seconds
 
     async def _read(self, key: ChunkKey, view: memoryview) -> float:
+        # Cleared, so that a backend that fills nothing is noticed.
         written, view[:] = bytes(view), bytes(len(view))
         outcome, seconds = await self._call_single("reading a chunk", lambda: self._seal.get([(key, view)]))
         if self._seal.corrupt or (outcome is Outcome.OK and view != written):

@@ -179,7 +179,7 @@ class ControllerAPI:
 
 def _is_refused(error: httpx.TransportError) -> bool:
     """Return whether the connection was refused: then the request was not sent."""
-    cause: BaseException | None = error
+    cause: BaseException | None = error  # httpx and httpcore have each wrapped it.
     while cause is not None:
         if isinstance(cause, ConnectionRefusedError):
             return True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from kvtier.cli.options import Command, epilog, make_command, option, own_parameters, read_secret
+from kvtier.cli.options import Command, epilog, make_command, option, own_parameters, parsed, read_secret
 from kvtier.cli.terminal import CONFIG_HELP
 from kvtier.units import format_size, parse_duration
 
@@ -58,8 +58,6 @@ NO_WAIT = option(
 COMMANDS: list[tuple[Command, str]] = []
 """All controller commands, with their examples."""
 
-
-__all__ = ["COMMANDS"]
 Where = Annotated[str, typer.Argument(metavar="WHERE", help="The tier that holds them, as INSTANCE/TIER.")]
 
 
@@ -129,7 +127,7 @@ def _controller(url: str | None, token_file: Path | None, config: Path | None) -
         yield client
 
 
-def parse_place(text: str, parameter: str) -> tuple[str, str]:
+def _place(text: str, parameter: str) -> tuple[str, str]:
     """Parse ``INSTANCE/TIER``."""
     instance, slash, tier = text.partition("/")
     if not (instance and slash and tier) or "/" in tier:
@@ -140,12 +138,8 @@ def parse_place(text: str, parameter: str) -> tuple[str, str]:
     return instance, tier
 
 
-def parse_seconds(text: str | None, parameter: str) -> float | None:
-    """Parse a duration such as ``10m`` into seconds."""
-    try:
-        return None if text is None else parse_duration(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=parameter) from error
+def _seconds(text: str | None, parameter: str) -> float | None:
+    return None if text is None else parsed(parse_duration, text, parameter)
 
 
 def _prompt(
@@ -238,7 +232,7 @@ def move(
     Chunks are removed from FROM only after TO has confirmed them. Ctrl-C stops waiting, but not the move.
     Exit status 1 if it fails.
     """
-    positions = {"old_position": parse_place(source, "FROM"), "new_position": parse_place(target, "TO")}
+    positions = {"old_position": _place(source, "FROM"), "new_position": _place(target, "TO")}
     call.operate("move", **positions, copy=copy)
 
 
@@ -263,7 +257,7 @@ def prefetch(
 
     They are copied from the instance's other tiers, or from other instances.
     """
-    call.operate("prefetch", **_at(where), deadline=parse_seconds(deadline, "--deadline"))
+    call.operate("prefetch", **_at(where), deadline=_seconds(deadline, "--deadline"))
 
 
 @controller_command(
@@ -283,7 +277,7 @@ def pin(
     ] = None,
 ) -> None:
     """Protect a prompt's chunks from eviction, also across restarts of the instance."""
-    call.operate("pin", **_at(where), ttl=parse_seconds(ttl, "--ttl"))
+    call.operate("pin", **_at(where), ttl=_seconds(ttl, "--ttl"))
 
 
 @controller_command(
@@ -314,7 +308,7 @@ def clear(
 
     Shows the amount first, and asks for confirmation.
     """
-    instance, tier = parse_place(where, "WHERE") if "/" in where else (where, None)
+    instance, tier = _place(where, "WHERE") if "/" in where else (where, None)
     if not yes:
         typer.confirm(_question(call, instance, tier), abort=True, err=True)
     call.operate("clear", instance=instance, tier=tier)
@@ -372,7 +366,7 @@ def events(
 
 
 def _at(where: str) -> dict[str, str]:
-    instance, tier = parse_place(where, "WHERE")
+    instance, tier = _place(where, "WHERE")
     return {"instance": instance, "tier": tier}
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from kvtier.cli.terminal import messages, output
+from kvtier.cli.terminal import output
+from kvtier.errors import KVTierError
 
 MODEL_FILES = ("config.json", "params.json")
 """What a folder with a model contains: the configuration of Hugging Face, or that of Mistral."""
@@ -58,20 +58,14 @@ def demo(
         _check_model(model)
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        _print_error(f"{', '.join(missing)} cannot be imported: install them, or run `make demo` in a clone")
-        raise typer.Exit(1)
+        names = ", ".join(missing)
+        raise KVTierError(f"{names} cannot be imported: install them, or run `make demo` in a clone")
     from kvtier.lab.demo.disaggregated import run_disaggregated
     from kvtier.lab.demo.run import run_demo
-    from kvtier.lab.demo.server import DemoFailed
     from kvtier.lab.demo.work import Options
 
     options = Options(model, tokens, work_dir, keep, dtype, vllm_arguments or [])
-    try:
-        shown = (run_disaggregated if disaggregated else run_demo)(options, output())
-    except DemoFailed as error:
-        _print_error(str(error))
-        raise typer.Exit(1) from error
-    if not shown:
+    if not (run_disaggregated if disaggregated else run_demo)(options, output()):
         raise typer.Exit(1)
 
 
@@ -86,7 +80,3 @@ def _check_model(model: str) -> None:
         return
     remedy = "name a folder with a model, or a model of the hub such as Qwen/Qwen3-0.6B"
     raise typer.BadParameter(f"{problem}: {remedy}", param_hint="--model")
-
-
-def _print_error(what: str) -> None:
-    messages().print(f"[red]error:[/red] {escape(what)}")

@@ -78,7 +78,7 @@ async def verify(
     checked = read = done = 0
     corrupt: list[tuple[Path, str]] = []
 
-    async def verify_from_queue() -> None:
+    async def verify_from_queue() -> None:  # Several at once, from one iterator.
         nonlocal checked, read, done
         for file in queue:
             try:

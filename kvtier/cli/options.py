@@ -20,7 +20,7 @@ from kvtier.errors import KVTierError, SettingsError
 Command = Callable[..., None]
 
 ALL = "all"
-MAX_CHUNK_SIZE = "1GiB"
+MAX_BYTES = 1 << 30
 
 JSONFile = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="Write the results to this file as JSON.")
@@ -48,6 +48,7 @@ class Named(Protocol):
 
 
 NamedT = TypeVar("NamedT", bound=Named)
+ValueT = TypeVar("ValueT")
 
 
 def option(name: str, kind: Any, *flags: str, default: Any = None, **info: Any) -> Parameter:  # noqa: ANN401 - a type
@@ -144,15 +145,26 @@ def select(known: Sequence[NamedT], names: Sequence[str], parameter: str) -> lis
     return [each for each in known if each in found]
 
 
+def parsed(parse: Callable[[str], ValueT], text: str, parameter: str) -> ValueT:
+    """Return the value of an option. Raises ``BadParameter`` for a ``ValueError``."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=parameter) from error
+
+
+def parse_bytes(text: str, parameter: str) -> int:
+    """Return a size from 1 byte to 1 GiB. Raises ``BadParameter``."""
+    from kvtier.units import parse_size
+
+    length = parsed(parse_size, text, parameter)
+    if not 0 < length <= MAX_BYTES:
+        raise typer.BadParameter("use a size from 1 to 1GiB", param_hint=parameter)
+    return length
+
+
 def parse_chunk_size(text: str) -> int:
     """Return the size of ``--size`` in bytes, rounded up to whole pages."""
     from kvtier.memory.header import OBJECT_ALIGNMENT
-    from kvtier.units import parse_size
 
-    try:
-        length = parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--size") from error
-    if not 0 < length <= parse_size(MAX_CHUNK_SIZE):
-        raise typer.BadParameter(f"use a size from 1 to {MAX_CHUNK_SIZE}", param_hint="--size")
-    return -(-length // OBJECT_ALIGNMENT) * OBJECT_ALIGNMENT
+    return -(-parse_bytes(text, "--size") // OBJECT_ALIGNMENT) * OBJECT_ALIGNMENT

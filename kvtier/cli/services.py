@@ -152,6 +152,7 @@ def serve(
     settings = load_settings(overrides, file=config)
     set_up_logging(settings.log_level)
 
+    # After the settings, so that an invalid one is reported at once.
     import anyio
 
     from kvtier.bridge.serve import serve as serve_engines

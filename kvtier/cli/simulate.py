@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from kvtier.cli.options import ALL, JSONFile, PlotFile, check_outputs, epilog, write_outputs
+from kvtier.cli.options import ALL, JSONFile, PlotFile, check_outputs, epilog, parse_bytes, write_outputs
 from kvtier.cli.terminal import AsJson, messages, output, print_json
 
 if TYPE_CHECKING:
-    from kvtier.lab.simulation.replay import Advance, Model
+    from kvtier.lab.simulation.replay import Model
     from kvtier.lab.simulation.study import Study
     from kvtier.lab.simulation.trace import Trace
     from kvtier.observability.whatif.simulated_cache import SimulatedTiers
@@ -107,6 +106,7 @@ def simulate(
     """
     from kvtier.lab.simulation.replay import Model
     from kvtier.lab.simulation.report import json_of, save_plot
+    from kvtier.lab.simulation.trace import Trace
     from kvtier.plugins import Plugins
     from kvtier.settings import load_settings
 
@@ -115,21 +115,25 @@ def simulate(
         raise typer.BadParameter("--capacity is for a simulation without --config, which has capacities")
     settings = load_settings(file=config)
     plugins = Plugins.load(settings.plugins)
-    model = Model(_token_bytes(kv_size), prefill)
+    model = Model(parse_bytes(kv_size, "--token-bytes"), prefill)
     given = _speeds(speed or [])
     speeds = (_measured(bench) if bench is not None else {}) | given
     policies = _policies(plugins, policy or [])
     studies = []
     for path in traces:
-        trace = _load(path, chunk_tokens, limit)
+        with messages().status(f"reading {escape(str(path))}"):
+            trace = Trace.read(path, chunk_tokens, limit)
         if config is None:
             caches = _sized(plugins, trace, model, capacity or DEFAULT_CAPACITIES, policies, speeds)
         else:
             caches = _configured(plugins, settings, policies, speeds)
-        _check_names(given, caches[0].names)
-        if bench is not None and not speeds.keys() & set(caches[0].names):
-            names = ", ".join(caches[0].names)
-            raise typer.BadParameter(f"{bench} has no results of a tier {names}", param_hint="--bench")
+        names = caches[0].names
+        if unknown := sorted(given.keys() - set(names)):
+            reason = f"there is no tier {unknown[0]!r}: use one of {', '.join(names)}"
+            raise typer.BadParameter(reason, param_hint="--speed")
+        if bench is not None and not speeds.keys() & set(names):
+            reason = f"{bench} has no results of a tier {', '.join(names)}"
+            raise typer.BadParameter(reason, param_hint="--bench")
         studies.append(_study(trace, plugins, caches, model, windows))
         if not as_json:
             _print(studies[-1], windows=windows > 0)
@@ -178,18 +182,6 @@ def _policies(plugins: Plugins, given: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _token_bytes(text: str) -> int:
-    from kvtier.units import parse_size
-
-    try:
-        size = parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--token-bytes") from error
-    if not 0 < size <= 1 << 30:
-        raise typer.BadParameter("use a size from 1 to 1GiB", param_hint="--token-bytes")
-    return size
-
-
 def _speeds(given: Sequence[str]) -> dict[str, float]:
     """Return GB/s by tier. Raises ``BadParameter``."""
     speeds = {}
@@ -204,13 +196,6 @@ def _speeds(given: Sequence[str]) -> dict[str, float]:
     return speeds
 
 
-def _check_names(speeds: dict[str, float], names: Sequence[str]) -> None:
-    if unknown := sorted(set(speeds).difference(names)):
-        raise typer.BadParameter(
-            f"there is no tier {unknown[0]!r}: use one of {', '.join(names)}", param_hint="--speed"
-        )
-
-
 def _measured(path: Path) -> dict[str, float]:
     """Return GB/s by tier, as `kvtier bench --output` has written them. Raises ``BadParameter``."""
     try:
@@ -223,30 +208,17 @@ def _measured(path: Path) -> dict[str, float]:
         ) from error
 
 
-def _load(path: Path, chunk_tokens: int, limit: int | None) -> Trace:
-    from kvtier.lab.simulation.trace import Trace
-
-    with messages().status(f"reading {escape(str(path))}"):
-        return Trace.read(path, chunk_tokens, limit)
-
-
 def _study(
     trace: Trace, plugins: Plugins, caches: Sequence[SimulatedTiers], model: Model, windows: int
 ) -> Study:
-    from kvtier.lab.simulation.study import steps_of, study
-
-    with _progress(trace.name, steps_of(trace, caches)) as advance:
-        return study(trace, plugins, caches, model, windows=windows, advance=advance)
-
-
-@contextmanager
-def _progress(name: str, total: int) -> Iterator[Advance]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from kvtier.lab.simulation.study import steps_of, study
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=messages(), transient=True) as bar:
-        task = bar.add_task(escape(name), total=total)
-        yield lambda requests: bar.advance(task, requests)
+        task = bar.add_task(escape(trace.name), total=steps_of(trace, caches))
+        return study(trace, plugins, caches, model, windows=windows, advance=partial(bar.advance, task))
 
 
 def _print(study: Study, *, windows: bool) -> None:

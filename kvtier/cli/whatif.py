@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvtier.cli.cache_process import Socket, cache_process
+from kvtier.cli.options import parsed
 from kvtier.cli.terminal import AsJson, ConfigFile, messages, output, print_json, table
 from kvtier.observability.whatif.report import Change, Point, Report, TierCurve
 from kvtier.units import format_size, parse_size
@@ -76,12 +77,8 @@ def whatif(
 
 def _parse_added(text: str) -> int:
     """Return a size that may be negative. Raises: typer.BadParameter."""
-    shrinks = text.startswith("-")
-    try:
-        size = parse_size(text.removeprefix("-").removeprefix("+"))
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--add") from error
-    return -size if shrinks else size
+    size = parsed(parse_size, text.removeprefix("-").removeprefix("+"), "--add")
+    return -size if text.startswith("-") else size
 
 
 def _only(report: Report, tier: str) -> Report:

@@ -324,7 +324,7 @@ def test_vllm_command(
         (tmp_path / "vllm").chmod(0o755)
         if "sleep" in script:
             monkeypatch.setattr(checks, "COMMAND_SECONDS", 0.1)
-    check = checks.VLLMCommand().check()
+    check = checks.check_vllm_command(checks.start_vllm_command())
     assert check.status == status
     assert found in check.found
     assert (status == "ok") == ("python -m vllm.entrypoints.openai.api_server" not in check.remedy)

@@ -48,6 +48,7 @@ class Helper:
 
     def __init__(self, module: str, *arguments: object, environment: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", module, *map(str, arguments)]
+        # In a session of its own: Ctrl-C ends this process first, which then kills it.
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from kvtier.lab.bench.sides import BenchFailed, InThreads, expect
+from kvtier.backends.redis.protocol import encode
+from kvtier.lab.bench.sides import InThreads, expect
 from kvtier.memory.keys import ChunkKey
 
-_ACKNOWLEDGED = b"+OK\r\n"
 _TIMEOUT = struct.Struct("ll")
 """A ``struct timeval``. With Python's own timeouts, a socket is non-blocking and needs a poll per call."""
 
@@ -66,9 +66,7 @@ class RawRESP(InThreads):
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
         """See :meth:`Side.forget`."""
         connection = self._connections[0]
-        connection.sendall(
-            b"".join(b"*2\r\n$3\r\nDEL\r\n$68\r\nraw:%b\r\n" % key.hex().encode() for key in keys)
-        )
+        connection.sendall(b"".join(encode(b"DEL", b"raw:" + key.hex().encode()) for key in keys))
         exactly(connection, 4 * len(keys))
 
 
@@ -128,20 +126,14 @@ def _send(connection: socket.socket, head: bytes, view: memoryview, tail: bytes)
 
 def _expect_ok(connection: socket.socket) -> None:
     reply = line(connection)
-    if reply != _ACKNOWLEDGED[:-2]:
-        raise BenchFailed(f"the server replied {reply.decode(errors='replace')!r}")
+    expect(0, reply == b"+OK", f"the server replied {reply.decode(errors='replace')!r}")
 
 
 def _log_in(connection: socket.socket, log_in: LogIn) -> None:
     if log_in.password is not None:
-        command = ["AUTH", *([log_in.user] if log_in.user else []), log_in.password]
-        connection.sendall(_command(command))
+        arguments = [*([log_in.user] if log_in.user else []), log_in.password]
+        connection.sendall(encode(b"AUTH", *(argument.encode() for argument in arguments)))
         _expect_ok(connection)
     if log_in.database:
-        connection.sendall(_command(["SELECT", str(log_in.database)]))
+        connection.sendall(encode(b"SELECT", b"%d" % log_in.database))
         _expect_ok(connection)
-
-
-def _command(arguments: Sequence[str]) -> bytes:
-    encoded = [argument.encode() for argument in arguments]
-    return b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in encoded)

@@ -52,6 +52,7 @@ def run(work: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
                 result.set_exception(error)
 
     try:
+        # A daemon: a call that hangs must not keep the program from its exit.
         threading.Thread(target=thread, name="kvtier-bench", daemon=True).start()
         while not result.done():
             # A signal that arrives just before a wait does not interrupt it, however long it takes.

@@ -142,7 +142,7 @@ class InThreads(Side):
             while pending:
                 try:
                     key, view = pending.popleft()
-                except IndexError:
+                except IndexError:  # Another thread has taken the last one.
                     return
                 move_one(connection, key, view)
 

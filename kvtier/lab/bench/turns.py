@@ -34,7 +34,7 @@ class Turns:
 
     async def run(self, chunks: Sequence[Chunk], advance: Advance) -> None:
         """Run all turns, after one that is not counted. Raises :class:`BenchFailed`, and what a side does."""
-        for turn in range(-1, self._extent.turns):
+        for turn in range(-1, self._extent.turns):  # The first one warms up.
             for name in rotated(list(self._sides), turn + 1):
                 with others_paused(self._sides, name):
                     await self._run_turn(name, chunks, counted=turn >= 0)

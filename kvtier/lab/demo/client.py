@@ -42,6 +42,7 @@ class Client:
     def __init__(self, port: int, model: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._model = model
+        # Loopback is not reached through the proxy of the environment.
         self._http = httpx.Client(base_url=self.url, timeout=ANSWER_SECONDS, trust_env=False)
 
     def __enter__(self) -> Client:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from kvtier.errors import ChannelError
+from kvtier.errors import ChannelError, KVTierError
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 40.0
@@ -38,7 +38,7 @@ CONNECTOR = {
 }
 
 
-class DemoFailed(Exception):
+class DemoFailed(KVTierError):
     """The demo cannot continue. The message contains the reason and the end of the relevant log."""
 
 
@@ -92,7 +92,7 @@ class Server:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
-        self.kill()
+        self.kill()  # Its children may outlive it.
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
