@@ -53,11 +53,10 @@ from kvtier.concurrency.processes import exit_on_signals
 from kvtier.lab.demo.client import Client
 from kvtier.lab.demo.server import Server, start_vllm
 from kvtier.lab.demo.work import VLLM_READY_SECONDS
+from kvtier.lab.simulation.formats import MOONCAKE, read_lines, read_trace
 from kvtier.lab.simulation.replay import Model
 from kvtier.lab.simulation.study import Study, study
 from kvtier.lab.simulation.trace import Trace
-from kvtier.lab.simulation.traces.lines import decode_lines
-from kvtier.lab.simulation.traces.mooncake import BLOCK_TOKENS, read_mooncake
 from kvtier.observability.recording.reader import TraceRequest
 from kvtier.observability.whatif.simulated_cache import configured
 from kvtier.plugins import Plugins
@@ -166,8 +165,8 @@ def parsed() -> argparse.Namespace:
 
 def read_plan(options: argparse.Namespace) -> list[Planned]:
     """Return the requests to replay, in the order of their time."""
-    requests = read_mooncake(options.trace, options.blocks * BLOCK_TOKENS)
-    rows = (row for _, row in decode_lines(options.trace, Session))
+    requests, _ = read_trace(options.trace, options.blocks * MOONCAKE.block_tokens)
+    rows = (msgspec.json.decode(line, type=Session) for _, line in read_lines(options.trace))
     inside = [
         Planned((request.time - options.start) / options.speed, session_of(row), request.chunks)
         for request, row in zip(requests, rows, strict=True)

@@ -14,6 +14,7 @@ from kvtier.plugins import Plugins
 
 TOKEN_BYTES = 128 << 10
 """KV bytes of a token: those of Llama 3.1 8B in bfloat16."""
+CHUNK_TOKENS = 512
 PREFILL_TOKENS_PER_SECOND = 10_000.0
 
 Advance = Callable[[int], None]

@@ -15,8 +15,7 @@ from blake3 import blake3
 
 from kvtier import native
 from kvtier.catalog.hints import ChunkHints
-from kvtier.lab.simulation.traces import read_trace
-from kvtier.lab.simulation.traces.lines import TraceError
+from kvtier.lab.simulation.formats import TraceError, read_trace
 from kvtier.memory.keys import KEY_BYTES, TOKEN_BYTES, ChunkKey, split_keys
 from kvtier.observability.recording.reader import TraceRequest
 

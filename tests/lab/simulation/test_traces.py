@@ -12,8 +12,8 @@ import pytest
 
 from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import KVTierError
+from kvtier.lab.simulation.formats import read_trace
 from kvtier.lab.simulation.trace import Trace
-from kvtier.lab.simulation.traces import read_trace
 from kvtier.observability.recording.format import ID_BYTES, MAGIC, VERSION, Header, Record, encode_frame
 from kvtier.observability.recording.reader import TraceRequest
 from tests.lab.simulation.making import bailian_line, mooncake_line
