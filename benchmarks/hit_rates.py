@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.common import parse, show
-from kvtier.lab.simulation.capacities import Capacity, parse_capacities
-from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model
+from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, capacity_of
 from kvtier.lab.simulation.study import Study, study
 from kvtier.lab.simulation.trace import Trace
 from kvtier.observability.whatif.simulated_cache import one_tier
@@ -38,7 +37,7 @@ class Task(NamedTuple):
     """One column of a table, which one process computes."""
 
     path: Path
-    capacity: Capacity
+    capacity: str
     policies: Sequence[str]
     limit: int | None
 
@@ -51,7 +50,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="read at most this many requests of each trace")
     given = parse(parser, capacity="50%,100%")
     policies = given.policy.split(",") if given.policy else built_in()
-    capacities = parse_capacities(given.capacity)
+    capacities = given.capacity.split(",")
     tasks = [Task(path, capacity, policies, given.limit) for path in given.traces for capacity in capacities]
     with ProcessPoolExecutor(PROCESSES) as pool:
         columns = list(pool.map(compute, tasks))
@@ -67,7 +66,7 @@ def built_in() -> list[str]:
 def compute(task: Task) -> Study:
     plugins, model = Plugins.load([]), Model()
     trace = Trace.read(task.path, CHUNK_TOKENS, task.limit)
-    capacity = task.capacity.of(trace.unique, model.chunk_bytes(trace))
+    capacity = capacity_of(task.capacity, trace, model)
     caches = [one_tier(plugins, policy, capacity, {}) for policy in task.policies]
     result = study(trace, plugins, caches, model, windows=HALVES)
     print(f"{task.path.name}: {share(result):.3g} %", file=sys.stderr)

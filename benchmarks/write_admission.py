@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.common import parse, show
-from kvtier.lab.simulation.capacities import Capacity, parse_capacities
-from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, Outcome, replay
+from kvtier.lab.simulation.replay import CHUNK_TOKENS, Model, Outcome, capacity_of, replay
 from kvtier.lab.simulation.trace import Trace
 from kvtier.observability.whatif.simulated_cache import configured
 from kvtier.plugins import Plugins
@@ -36,8 +35,8 @@ class Task(NamedTuple):
     """One row of a table, which one process computes."""
 
     path: Path
-    memory: Capacity
-    disk: Capacity
+    memory: str
+    disk: str
     admit: str
     policy: str
     limit: int | None
@@ -66,11 +65,10 @@ def main() -> None:
     parser.add_argument("--policy", default="lru", help="of both tiers; default: %(default)s")
     parser.add_argument("--limit", type=int, help="read at most this many requests of each trace")
     given = parse(parser, memory="50%", disk="100%")
-    [memory] = parse_capacities(given.memory)
     tasks = [
-        Task(path, memory, disk, admit, given.policy, given.limit)
+        Task(path, given.memory, disk, admit, given.policy, given.limit)
         for path in given.traces
-        for disk in parse_capacities(given.disk)
+        for disk in given.disk.split(",")
         for admit in ADMIT
     ]
     with ProcessPoolExecutor(PROCESSES) as pool:
@@ -83,9 +81,7 @@ def main() -> None:
 def compute(task: Task) -> Result:
     plugins, model = Plugins.load([]), Model()
     trace = Trace.read(task.path, CHUNK_TOKENS, task.limit)
-    memory, disk = (
-        capacity.of(trace.unique, model.chunk_bytes(trace)) for capacity in (task.memory, task.disk)
-    )
+    memory, disk = (capacity_of(text, trace, model) for text in (task.memory, task.disk))
     full = {"eviction": task.policy, "high_watermark": 1.0, "low_watermark": 1.0}
     settings = Settings(
         tiers=[

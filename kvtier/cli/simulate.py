@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from kvtier.cli.options import ALL, JSONFile, PlotFile, check_outputs, epilog, parse_bytes, write_outputs
+from kvtier.cli.options import (
+    ALL,
+    JSONFile,
+    PlotFile,
+    check_outputs,
+    epilog,
+    parse_bytes,
+    parsed,
+    write_outputs,
+)
 from kvtier.cli.terminal import AsJson, messages, output, print_json
 
 if TYPE_CHECKING:
@@ -151,14 +160,16 @@ def _sized(
     policies: Sequence[str],
     speeds: dict[str, float],
 ) -> list[SimulatedTiers]:
-    from kvtier.lab.simulation.capacities import parse_capacities
+    from kvtier.lab.simulation.replay import capacity_of
     from kvtier.observability.whatif.simulated_cache import one_tier
     from kvtier.settings import DEFAULT_EVICTION
 
-    chunk_bytes = model.chunk_bytes(trace)
+    def parse(text: str) -> int:
+        return capacity_of(text, trace, model)
+
     return [
-        one_tier(plugins, policy, size.of(trace.unique, chunk_bytes), speeds)
-        for size in parse_capacities(capacity)
+        one_tier(plugins, policy, parsed(parse, text, "--capacity"), speeds)
+        for text in capacity.split(",")
         for policy in policies or [DEFAULT_EVICTION]
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,13 @@ from kvtier.lab.simulation.trace import Trace, chunk_keys
 from kvtier.memory.header import object_bytes
 from kvtier.observability.whatif.simulated_cache import SimulatedCache, SimulatedTiers
 from kvtier.plugins import Plugins
+from kvtier.units import format_size, parse_size
 
 TOKEN_BYTES = 128 << 10
 """KV bytes of a token: those of Llama 3.1 8B in bfloat16."""
 CHUNK_TOKENS = 512
 PREFILL_TOKENS_PER_SECOND = 10_000.0
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 Advance = Callable[[int], None]
 """Receives a number of requests that were processed."""
@@ -31,6 +34,27 @@ class Model:
     def chunk_bytes(self, trace: Trace) -> int:
         """Return the size of a chunk object, which is that of the trace if known."""
         return trace.chunk_bytes or object_bytes(trace.chunk_tokens * self.token_bytes)
+
+
+def capacity_of(text: str, trace: Trace, model: Model) -> int:
+    """Return a capacity in bytes. ``text``: a size, or a percentage of what the trace stores, as in ``5%``.
+
+    A percentage is rounded down to whole chunks, but at least one. Raises ``ValueError`` with the remedy.
+    """
+    chunk_bytes = model.chunk_bytes(trace)
+    if match := _PERCENT.fullmatch(text):
+        percent = float(match[1])
+        if not 0 < percent <= 1000:
+            raise ValueError(f"{text.strip()}: use a percentage above 0, up to 1000 %")
+        # As an integer, because 0.07 * 100 is more than 7.
+        return max(1, trace.unique * round(percent * 1_000_000) // 100_000_000) * chunk_bytes
+    try:
+        size = parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; or a percentage such as 5%") from error
+    if size < chunk_bytes:
+        raise ValueError(f"{text.strip()} holds no chunk of {format_size(chunk_bytes)}: use a larger one")
+    return size
 
 
 @dataclass(frozen=True, slots=True)
