@@ -16,8 +16,8 @@ from rich.table import Table as RichTable
 from benchmarks.results import Table, record
 from kvtier.bridge.client import Bridge, SchedulerBridge, WorkerBridge
 from kvtier.bridge.protocol import Reserved, Run
-from kvtier.lab.bench.chunks import filled
 from kvtier.lab.bench.rows import ratios
+from kvtier.lab.bench.sides import filled
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.rpc.calls import Call
 from kvtier.units import MIB

@@ -41,7 +41,7 @@ from kvtier.backends.disk.backend import DiskBackend, DiskSettings, object_path
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.policies.lru import LruPolicy
-from kvtier.lab.bench.chunks import filled
+from kvtier.lab.bench.sides import filled
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, chunk_keys
 from kvtier.pipeline.query import Query

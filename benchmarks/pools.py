@@ -39,9 +39,8 @@ from benchmarks.pools_sides import (
     TierSide,
     fill_arena,
 )
-from kvtier.lab.bench.chunks import clear_stamps, have_stamps, put_stamps
 from kvtier.lab.bench.rows import rotated
-from kvtier.lab.bench.sides import Chunk
+from kvtier.lab.bench.sides import Chunk, clear_stamps, have_stamps, put_stamps
 from kvtier.memory.arena import Arena
 from kvtier.plugins import Plugins
 from kvtier.testing.servers import Server

@@ -14,10 +14,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from kvtier.lab.bench import limits, raw_resp
-from kvtier.lab.bench.chunks import make_chunks
 from kvtier.lab.bench.limits import name_of
 from kvtier.lab.bench.raw_resp import connected, exactly, fill, line
-from kvtier.lab.bench.sides import BackendSide, Chunk, InThreads, Side, expect
+from kvtier.lab.bench.sides import BackendSide, Chunk, InThreads, Side, expect, make_chunks
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 

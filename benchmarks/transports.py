@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 import anyio
 
 from benchmarks.common import MIB, parse, ratio, show, speed
-from kvtier.lab.bench.chunks import clear_stamps, have_stamps
 from kvtier.lab.bench.rows import KVTIER, LIMIT, percentile
-from kvtier.lab.bench.sides import Chunk, Side
+from kvtier.lab.bench.sides import Chunk, Side, clear_stamps, have_stamps
 from kvtier.lab.bench.transports import family, open_sides
 from kvtier.lab.bench.turns import others_paused
 from kvtier.plugins import Plugins

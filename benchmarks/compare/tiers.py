@@ -23,8 +23,7 @@ from kvtier.backends.redis import RedisBackend
 from kvtier.backends.redis.settings import RedisSettings
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.policies.lru import LruPolicy
-from kvtier.lab.bench.chunks import clear_stamps, have_stamps, make_chunks, random_keys
-from kvtier.lab.bench.sides import BackendSide, Chunk
+from kvtier.lab.bench.sides import BackendSide, Chunk, clear_stamps, have_stamps, make_chunks, random_keys
 from kvtier.memory.arena import Arena
 from kvtier.settings import LocalTierSettings
 from kvtier.tiers.seal import Seal

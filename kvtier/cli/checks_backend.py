@@ -27,9 +27,8 @@ from kvtier.backends.disk.backend import DiskSettings, lock_holder
 from kvtier.cli.checks import Check, find_obstacle, nearest_folder, remedy_of
 from kvtier.concurrency.threads import WORKER_NAME
 from kvtier.errors import KVTierError, TierError
-from kvtier.lab.bench.chunks import make_chunks, random_keys
 from kvtier.lab.bench.run import GRACE_SECONDS, run, within
-from kvtier.lab.bench.sides import BackendSide, Overdue, Stuck, timed, unseal
+from kvtier.lab.bench.sides import BackendSide, Overdue, Stuck, make_chunks, random_keys, timed, unseal
 from kvtier.lab.bench.tiers import DELETING_PAUSE_SECONDS, OPENING_SECONDS, deleting, opened
 from kvtier.lab.bench.turns import closing
 from kvtier.memory.arena import Arena

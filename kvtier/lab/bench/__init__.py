@@ -2,7 +2,7 @@
 
 ::
 
-    sides.py chunks.py                   one way to a medium, kvtier's backend as one; what it moves
+    sides.py                             one way to a medium, kvtier's backend as one; what it moves
     limits.py raw_resp.py                limits of tiers: minimal code that moves the same bytes
     raw_sockets.py bare_nixl.py          limits of transports
     mirror.py                            the memory of the other process, and processes that map it

@@ -19,9 +19,8 @@ from kvtier.backends.disk.backend import DiskSettings
 from kvtier.backends.infinistore.settings import InfiniStoreSettings
 from kvtier.backends.mooncake.settings import MooncakeSettings
 from kvtier.backends.redis.settings import RedisSettings
-from kvtier.lab.bench.chunks import filled
 from kvtier.lab.bench.raw_resp import LogIn, RawRESP
-from kvtier.lab.bench.sides import Chunk, InThreads, Side, expect
+from kvtier.lab.bench.sides import Chunk, InThreads, Side, expect, filled
 from kvtier.memory.arena import Arena, address_of
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.lab.bench.chunks import STAMP_BYTES
-from kvtier.lab.bench.sides import BenchFailed, Chunk
+from kvtier.lab.bench.sides import STAMP_BYTES, BenchFailed, Chunk
 from kvtier.memory.arena import Arena, ArenaMap, address_of
 from kvtier.memory.keys import ChunkKey
 

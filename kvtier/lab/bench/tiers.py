@@ -13,11 +13,10 @@ import anyio
 from anyio import CancelScope
 
 from kvtier.backends.base import Backend
-from kvtier.lab.bench.chunks import make_chunks, random_keys
 from kvtier.lab.bench.limits import limit_of
 from kvtier.lab.bench.rows import KVTIER, LIMIT, Extent, Row
 from kvtier.lab.bench.run import within
-from kvtier.lab.bench.sides import BackendSide, BenchFailed, Chunk, Side, Stuck
+from kvtier.lab.bench.sides import BackendSide, BenchFailed, Chunk, Side, Stuck, make_chunks, random_keys
 from kvtier.lab.bench.turns import Advance, Turns, closing
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey

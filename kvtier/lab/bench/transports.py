@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.lab.bench.bare_nixl import BareNixl
-from kvtier.lab.bench.chunks import make_chunks, random_keys
 from kvtier.lab.bench.mirror import Mirror
 from kvtier.lab.bench.raw_sockets import RawSockets
 from kvtier.lab.bench.rows import KVTIER, LIMIT, Extent, Row
-from kvtier.lab.bench.sides import BenchFailed, Chunk, Side, expect_ok, timed
+from kvtier.lab.bench.sides import BenchFailed, Chunk, Side, expect_ok, make_chunks, random_keys, timed
 from kvtier.lab.bench.turns import Advance, Turns, closing
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey

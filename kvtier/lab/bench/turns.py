@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from kvtier.lab.bench.chunks import clear_stamps, have_stamps, put_stamps
 from kvtier.lab.bench.rows import KVTIER, LIMIT, Extent, Row, Samples, rotated
 from kvtier.lab.bench.run import within
-from kvtier.lab.bench.sides import BenchFailed, Chunk, Side, Stuck
+from kvtier.lab.bench.sides import BenchFailed, Chunk, Side, Stuck, clear_stamps, have_stamps, put_stamps
 from kvtier.memory.arena import Arena
 
 STOP_SECONDS = 10

@@ -10,13 +10,12 @@ import pytest
 from rich.console import Console
 
 from kvtier.backends.redis.settings import RedisSettings
-from kvtier.lab.bench.chunks import make_chunks, random_keys
 from kvtier.lab.bench.limits import RawFiles, limit_of
 from kvtier.lab.bench.raw_resp import LogIn, RawRESP
 from kvtier.lab.bench.report import remarks_of, table_of
 from kvtier.lab.bench.rows import Direction, Extent, Row, Samples, percentile, ratios, rotated
 from kvtier.lab.bench.run import describe_error
-from kvtier.lab.bench.sides import BenchFailed, Chunk, Side
+from kvtier.lab.bench.sides import BenchFailed, Chunk, Side, make_chunks, random_keys
 from kvtier.memory.arena import Arena
 from tests.rigs.chunks import DictBackend
 from tests.rigs.servers.redis import RedisServer
