@@ -151,6 +151,7 @@ class Instance:
                 cache.arena, settings.peer, one_sided=transport.one_sided, reserve=transfer.reserve
             )
             await transport.open(cache.arena, grants)
+            # Before what uses the transport, which then ends first.
             stack.push_async_callback(_close, transport, peers)
             peers.connect()
             nixl = server = None
@@ -211,6 +212,7 @@ class Instance:
             try:
                 yield
             finally:
+                # First, so that no further request waits for the controller.
                 if self.peers is not None:
                     self.peers.set_directory(None)
                 if self._kv_transfers is not None:

@@ -53,6 +53,7 @@ class Admission:
     @contextmanager
     def admit(self) -> Iterator[Ticket]:
         """Admit a request while the block runs. Raises :class:`Refused` when over the limit or draining."""
+        # Both close the connection, because the body is not read.
         if self.draining:
             message = "this proxy is shutting down and accepts no new requests: use another one"
             raise Refused(503, message, {**BUSY, "connection": "close"})
@@ -70,6 +71,7 @@ class Admission:
             self.held_bytes -= ticket.held_bytes
             self._in_flight.discard(ticket)
             if not self._in_flight:
+                # anyio's events cannot be cleared: each one is for the next time that nothing is in flight.
                 self._ended.set()
                 self._ended = anyio.Event()
 

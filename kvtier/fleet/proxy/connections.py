@@ -115,6 +115,7 @@ class Connections:
         """Close all connections; requests in flight fail."""
         for connection in self._open:
             connection.abort()
+        # Not a loop over the set: each connection leaves it when it is closed.
         while self._open:
             await next(iter(self._open)).closed.wait()
 
@@ -298,6 +299,7 @@ class _Connection(asyncio.Protocol):
             self._http.receive_data(b"")
 
     async def _wait_readable(self) -> None:
+        # A timer costs less than the cancel scope that anyio would need for each piece of a stream.
         waiter = self._waiter = self._loop.create_future()
         timer = self._loop.call_later(self._idle_timeout, self._time_out, waiter)
         try:

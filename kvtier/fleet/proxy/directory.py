@@ -73,6 +73,7 @@ class Directory:
         self._client = httpx.AsyncClient(
             base_url=settings.controller,
             headers=headers,
+            # Without TLS, not httpx' default either: it loads the CA certificates, which is slow.
             trust_env=False,
             verify=verification(settings.controller) or False,
         )

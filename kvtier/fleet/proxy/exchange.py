@@ -87,6 +87,7 @@ class Exchange:
                     await client.wait_disconnect()
                     tasks.cancel_scope.cancel()
 
+                # Not before the body is complete: it would take messages that are a part of it.
                 tasks.start_soon(cancel_on_disconnect)
                 await self._answer(client, Body(self._path, content))
                 tasks.cancel_scope.cancel()
@@ -100,6 +101,7 @@ class Exchange:
         decoder = self._choose(Role.DECODE, body)
         if decoder is None:
             raise Refused(503, NO_DECODE_ENGINE, BUSY)
+        # Reserved meanwhile: a burst of requests would else choose the same decoder.
         with decoder.reserved():
             tokens = await self._prefill(body, headers, decoder)
         tried: list[Upstream] = []
@@ -170,6 +172,7 @@ class Exchange:
             return 0
         assert decoder.peer is not None
         content = body.for_prefill(decoder.peer)
+        # An engine with both roles cannot transfer to itself.
         same = self._proxy.upstreams.find(Role.PREFILL, decoder.url)
         tried: list[Upstream] = [] if same is None else [same]
         for number in range(MAX_TRIES):

@@ -47,6 +47,7 @@ class Proxy:
                 yield proxy
             finally:
                 tasks.cancel_scope.cancel()
+                # Also if it is cancelled: else only the garbage collector would close the connections.
                 with CancelScope(shield=True):
                     await proxy.upstreams.aclose()
 

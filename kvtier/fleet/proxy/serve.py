@@ -51,6 +51,7 @@ async def run_proxy(settings: ProxySettings) -> AsyncIterator[Running]:
         try:
             yield Running(address, proxy)
         finally:
+            # Also if it is cancelled: else clients would see closed connections instead of an error.
             with CancelScope(shield=True):
                 await proxy.admission.stop()
 

@@ -159,6 +159,7 @@ class RecordingFile:
         if self._bytes > len(header) or not self._is_unused():
             self._rotate()
             self._open()
+        # What is left is the beginning of a recording without a record, of a process that was killed.
         os.ftruncate(self._descriptor, 0)
         self._bytes = 0
         os.fchmod(self._descriptor, 0o600)
@@ -203,6 +204,7 @@ class RecordingFile:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError:
+            # A part of a record would make those after it unreadable.
             with suppress(OSError):
                 os.ftruncate(self._descriptor, self._bytes)
             raise

@@ -64,13 +64,13 @@ def read_recording(path: Path) -> Iterator[TraceRequest]:
     reason, also if a file cannot be read.
     """
     with ExitStack() as stack:
-        parts = [stack.enter_context(_Part(path))]
+        parts = [_Part(path, stack)]
         seen = {parts[0].inode}
         for number in range(1, MAX_FILES):
             name = older(path, number)
             if not name.is_file() or not is_recording(name):
                 break
-            part = stack.enter_context(_Part(name))
+            part = _Part(name, stack)
             if part.header.id != parts[0].header.id:
                 break
             # The writer may have renamed a file that is open here already.
@@ -84,28 +84,19 @@ def read_recording(path: Path) -> Iterator[TraceRequest]:
 class _Part:
     """One open file of a recording."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        """Open the file until ``stack`` is closed. Raises :class:`RecordingError`."""
         self._path = path
         self._record = 0
         """From 1; 0 in the header."""
         try:
-            self._raw = path.open("rb")
+            raw = stack.enter_context(path.open("rb"))
         except OSError as error:
             raise RecordingError(f"cannot read {path}: {error.strerror}") from error
-        try:
-            status = os.fstat(self._raw.fileno())
-            self.inode = status.st_dev, status.st_ino
-            self._stream = expanded(self._raw)
-            self.header = self._read_header()
-        except BaseException:
-            self._raw.close()
-            raise
-
-    def __enter__(self) -> _Part:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._raw.close()
+        status = os.fstat(raw.fileno())
+        self.inode = status.st_dev, status.st_ino
+        self._stream = expanded(raw)
+        self.header = self._read_header()
 
     def _read_header(self) -> Header:
         if self._read(len(MAGIC)) != MAGIC:

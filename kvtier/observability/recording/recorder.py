@@ -83,6 +83,7 @@ class Recorder:
                         await self._closing.wait()
                     await self._flush()
                 await self._flush()
+                # RuntimeError: no thread can be started.
                 with suppress(OSError, RuntimeError):
                     await self._threads(self._file.close)
         finally:

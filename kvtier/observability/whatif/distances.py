@@ -130,6 +130,7 @@ class ReuseDistances:
     def _limit(self) -> None:
         """Forget what is too much, and number the places anew if most of them are vacant."""
         while len(self._places) > self._max_chunks:
+            # As long as the oldest chunk is nearer than the largest capacity, only a smaller sample helps.
             if sum(self._blocks) * SAMPLED < self._reach * self.threshold and self.threshold > MIN_THRESHOLD:
                 self.lower()
             else:

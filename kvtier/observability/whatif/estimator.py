@@ -91,6 +91,7 @@ class Estimator(Observer):
         size = _size(keys)
         if self._stopped or self._taken_bytes - self._processed_bytes + size > MAX_PENDING_BYTES:
             return False
+        # First, so that the thread never finds more processed than taken.
         self._taken_bytes += size
         self._pending.append((time.monotonic(), item))
         return True

@@ -99,6 +99,18 @@ DONE = b"data: [DONE]\n\n"
 EVENTS = [*(event(number) for number in range(TOKENS)), DONE]
 
 
+def completion(params: dict[str, Any] | None, peer: str | None, tokens: int) -> dict[str, Any]:
+    """Return the response to a request with these parameters from the proxy to kvtier."""
+    choices = [{"index": 0, "text": " hello"}]
+    body: dict[str, Any] = {"id": "cmpl-1", "choices": choices, "usage": {"n": 1.0}}
+    if params is not None:
+        own: dict[str, Any] = {"peer": peer}
+        if "kv_transfer" in params:
+            own["transferred"] = {"tokens": tokens, "from": peer}
+        body["kv_transfer_params"] = {"kvtier": own, "other": 1}
+    return body
+
+
 async def normal(answer: Answer) -> None:
     """Respond like an engine."""
     request = answer.request
@@ -108,17 +120,8 @@ async def normal(answer: Answer) -> None:
             await answer.send_chunk(content)
         await answer.end_stream()
         return
-    body: dict[str, Any] = {
-        "id": "cmpl-1",
-        "choices": [{"index": 0, "text": " hello"}],
-        "usage": {"n": 1.0},
-    }
-    if request.kvtier_params is not None:
-        params: dict[str, Any] = {"peer": answer.stub.peer}
-        if "kv_transfer" in request.kvtier_params:
-            params["transferred"] = {"tokens": answer.stub.transferred_tokens, "from": answer.stub.peer}
-        body["kv_transfer_params"] = {"kvtier": params, "other": 1}
-    await answer.respond(body)
+    stub = answer.stub
+    await answer.respond(completion(request.kvtier_params, stub.peer, stub.transferred_tokens))
 
 
 def responds(status: int, content: object = None, **headers: str) -> Behaviour:
@@ -225,6 +228,13 @@ class Stub:
         with anyio.fail_after(30):
             while not condition():
                 await self._changed.wait()
+
+    def stream(self, content: bytes) -> Slow:
+        """Answer the next request with a stream that begins like this, and goes on as the test sends it."""
+        slow = Slow()
+        slow.send(content)
+        self.then.append(slow)
+        return slow
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Stub]:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from tests.fleet.proxy.stub import DONE, completion, event
 
 app = FastAPI()
 
@@ -37,21 +38,15 @@ async def complete(request: Request) -> Response:
         return StreamingResponse(
             _events(body.get("max_tokens", 16), body.get("pause", 0)), media_type="text/event-stream"
         )
-    answer = {"id": "cmpl-1", "object": "text_completion", "choices": [{"index": 0, "text": " hello"}]}
     params = (body.get("kv_transfer_params") or {}).get("kvtier")
-    if params is not None:
-        result: dict[str, Any] = {"peer": "0.0.0.0:55555"}
-        if "kv_transfer" in params:
-            result["transferred"] = {"tokens": 300, "from": "127.0.0.1:55556"}
-        answer["kv_transfer_params"] = {"kvtier": result}
-    return JSONResponse(answer)
+    return JSONResponse(completion(params, "0.0.0.0:55555", 300))
 
 
-async def _events(count: int, pause: float) -> AsyncIterator[str]:
+async def _events(count: int, pause: float) -> AsyncIterator[bytes]:
     for number in range(count):
-        yield f"data: {json.dumps({'choices': [{'index': 0, 'text': f' {number}'}]})}\n\n"
+        yield event(number)
         await asyncio.sleep(pause)
-    yield "data: [DONE]\n\n"
+    yield DONE
 
 
 class Server(uvicorn.Server):

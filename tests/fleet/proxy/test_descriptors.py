@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
-import selectors
-import socket
 from collections import Counter
-from contextlib import suppress
 from typing import Any
 
+import anyio
+import httpx
 import pytest
 
 from kvtier.fleet.proxy.checks import MAX_FAILED
 from kvtier.fleet.proxy.connections import Connections
 from kvtier.fleet.proxy.upstream import State
-from tests.rigs.waiting import LIMIT_SECONDS
 
 from .conftest import LONG, Cluster
 from .proxy_process import ProxyProcess, Start, start
@@ -30,35 +27,29 @@ CLIENTS = 3 * FILES
 def outcomes(proxy: ProxyProcess, clients: int, tokens: int) -> Counter[str]:
     """Request that many streams at once; return how many got each status, or were closed without one."""
     body = {"model": "m", "prompt": "x", "stream": True, "max_tokens": tokens, "pause": 0.1}
-    content = json.dumps(body).encode()
-    request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode()
-    address = (proxy.client.base_url.host, proxy.client.base_url.port)
     found: Counter[str] = Counter()
-    received: dict[socket.socket, bytes] = {}
-    with selectors.DefaultSelector() as selector:
-        for _ in range(clients):
-            client = socket.create_connection(address, timeout=LIMIT_SECONDS)
-            received[client] = b""
-            selector.register(client, selectors.EVENT_READ)
-            with suppress(OSError):  # Closed by the proxy already, as is found below.
-                client.sendall(request + content)
-        while received:
-            ready = selector.select(LIMIT_SECONDS)
-            assert ready, f"{len(received)} clients wait without a response"
-            for key, _ in ready:
-                client = key.fileobj
-                assert isinstance(client, socket.socket)
-                try:
-                    piece = client.recv(65536)
-                except ConnectionError:
-                    piece = b""
-                received[client] += piece
-                content, whole = received[client], b"data: [DONE]\n\n" in received[client]
-                if not piece or whole or content[9:12] not in (b"", b"200"):
-                    found["200" if whole else content[9:12].decode() or "closed"] += 1
-                    selector.unregister(client)
-                    client.close()
-                    del received[client]
+
+    async def request(client: httpx.AsyncClient) -> None:
+        try:
+            answer = await client.post("/v1/completions", json=body)
+        except (httpx.NetworkError, httpx.RemoteProtocolError):
+            found["closed"] += 1
+        else:
+            cut_off = answer.status_code == 200 and not answer.text.endswith("data: [DONE]\n\n")
+            found["cut off" if cut_off else str(answer.status_code)] += 1
+
+    async def request_all() -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with (
+            httpx.AsyncClient(
+                base_url=proxy.client.base_url, trust_env=False, verify=False, timeout=60, limits=limits
+            ) as client,
+            anyio.create_task_group() as tasks,
+        ):
+            for _ in range(clients):
+                tasks.start_soon(request, client)
+
+    anyio.run(request_all)
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 from kvtier.fleet.proxy.upstream import Role
 
 from .conftest import LONG, PROMPT, Cluster, running
-from .stub import DONE, EVENTS, Slow, event, responds
+from .stub import DONE, EVENTS, event, responds
 
 pytestmark = pytest.mark.anyio
 
@@ -187,8 +187,6 @@ async def test_client_receives_params_but_cannot_set_those_of_kvtier(
 
 
 async def test_stream_is_forwarded_immediately_and_unchanged(cluster: Cluster) -> None:
-    slow = Slow()
-    cluster.decoders[0].then.append(slow)
     contents = [
         b": a comment\n\n",
         event(1),
@@ -197,7 +195,7 @@ async def test_stream_is_forwarded_immediately_and_unchanged(cluster: Cluster) -
         b"\xff\x00 no text\n\n",
         DONE,
     ]
-    slow.send(contents[0])
+    slow = cluster.decoders[0].stream(contents[0])
     async with cluster.stream() as response:
         received, pieces = b"", aiter(response.aiter_raw())
         for content in contents:

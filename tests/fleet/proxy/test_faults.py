@@ -16,7 +16,6 @@ from .stub import (
     DONE,
     EVENTS,
     Behaviour,
-    Slow,
     Stub,
     dies,
     dies_after_head,
@@ -228,9 +227,7 @@ async def test_decoder_dies_in_mid_event(cluster: Cluster) -> None:
 
 async def test_idle_stream_times_out() -> None:
     async with running(0, 1, idle_timeout="200ms") as cluster:
-        slow = Slow()
-        cluster.decoders[0].then.append(slow)
-        slow.send(event(1))
+        cluster.decoders[0].stream(event(1))
         answer = await cluster.complete(stream=True)
         assert events_of(answer.content)[1]["error"]["code"] == 502
 
@@ -279,9 +276,8 @@ async def test_client_disconnects_before_the_answer(cluster: Cluster, stream: bo
 
 
 async def test_client_disconnects_in_mid_stream(cluster: Cluster) -> None:
-    stub, slow = cluster.decoders[0], Slow()
-    stub.then.append(slow)
-    slow.send(event(1))
+    stub = cluster.decoders[0]
+    stub.stream(event(1))
     async with cluster.stream() as response:
         assert await anext(aiter(response.aiter_raw())) == event(1)
     await stub.wait_until(lambda: stub.disconnected)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from .conftest import PROMPT, Cluster, events_of, running
-from .stub import Slow, event, hangs, normal
+from .stub import event, hangs, normal
 
 pytestmark = pytest.mark.anyio
 
@@ -97,9 +97,7 @@ async def test_client_disconnects_within_its_body(cluster: Cluster) -> None:
 
 
 async def test_shutdown_finishes_streams_and_refuses_requests(cluster: Cluster) -> None:
-    slow, admission = Slow(), cluster.proxy.admission
-    cluster.decoders[0].then.append(slow)
-    slow.send(event(1))
+    slow, admission = cluster.decoders[0].stream(event(1)), cluster.proxy.admission
     async with anyio.create_task_group() as tasks, cluster.stream() as response:
         received = aiter(response.aiter_raw())
         assert await anext(received) == event(1)
@@ -119,9 +117,7 @@ async def test_shutdown_finishes_streams_and_refuses_requests(cluster: Cluster) 
 
 async def test_shutdown_interrupts_requests_after_its_timeout() -> None:
     async with running() as cluster:
-        slow = Slow()
-        cluster.decoders[0].then.append(slow)
-        slow.send(event(1))
+        cluster.decoders[0].stream(event(1))
         cluster.prefillers[0].then.extend([normal, hangs])
         answers: list[httpx.Response] = []
 

@@ -106,14 +106,6 @@ def test_proxy_continues_without_a_paused_or_killed_prefiller(start: Start) -> N
     assert proxy.client.get("/stats").json()["prefills"]["transferred"] == 1
 
 
-def test_paused_decoder_is_replaced(start: Start) -> None:
-    proxy, _, decoders = start(0, 2)
-    decoders[0].process.send_signal(signal.SIGSTOP)
-    for _ in range(4):
-        assert proxy.complete(prompt="x").status_code == 200
-    decoders[0].process.send_signal(signal.SIGCONT)
-
-
 @pytest.fixture
 def run_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Run a failing command in this process, and return its error output."""

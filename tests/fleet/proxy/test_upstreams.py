@@ -57,9 +57,8 @@ async def test_engines_are_added_and_removed(cluster: Cluster) -> None:
 
 
 async def test_removed_engine_finishes_its_requests(cluster: Cluster) -> None:
-    slow, (decoder,) = Slow(), cluster.decoders
-    decoder.then.append(slow)
-    slow.send(event(1))
+    (decoder,) = cluster.decoders
+    slow = decoder.stream(event(1))
     async with cluster.stream() as response:
         received = aiter(response.aiter_raw())
         assert await anext(received) == event(1)

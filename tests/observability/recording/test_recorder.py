@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -112,24 +112,12 @@ async def test_disk_that_hangs_does_not_keep_the_process_from_exiting(
     blocked.set()
 
 
-def fail_to_write(self: RecordingFile, batch: Sequence[LookedUp]) -> None:
-    raise OSError(5, "Input/output error")
-
-
-def fail_to_start(self: RecordingFile, batch: Sequence[LookedUp]) -> None:
-    raise RuntimeError("can't start new thread")
-
-
-def fail_by_a_defect(self: RecordingFile, batch: Sequence[LookedUp]) -> None:
-    raise ValueError("a defect")
-
-
 @pytest.mark.parametrize(
-    ("fail", "reason"),
+    ("error", "reason"),
     [
-        (fail_to_write, "Input/output error"),
-        (fail_to_start, "can't start new thread"),
-        (fail_by_a_defect, "a defect"),
+        (OSError(5, "Input/output error"), "Input/output error"),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (ValueError("a defect"), "a defect"),
     ],
 )
 async def test_any_error_of_the_writer_only_ends_the_recording_with_one_warning(
@@ -137,9 +125,12 @@ async def test_any_error_of_the_writer_only_ends_the_recording_with_one_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    fail: Callable[[RecordingFile, Sequence[LookedUp]], None],
+    error: Exception,
     reason: str,
 ) -> None:
+    def fail(self: RecordingFile, batch: Sequence[LookedUp]) -> None:
+        raise error
+
     monkeypatch.setattr(RecordingFile, "write", fail)
     async with recording(RecordingSettings(path=path)) as recorder:
         record(recorder)

@@ -211,18 +211,23 @@ def test_sample_is_lowered_as_often_as_it_is_behind(
     assert lowered == [HALVINGS, 2]
 
 
-async def test_answers_are_made_in_the_thread_and_only_if_something_has_changed(
+async def test_lookups_are_processed_and_answers_are_made_in_a_thread_and_only_if_something_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They take milliseconds: none for the event loop, and no more than one in an interval."""
     # Longer than the test on any machine.
     monkeypatch.setattr("kvtier.observability.whatif.estimator.REPORT_SECONDS", 3600.0)
-    threads: list[int] = []
+    observe, observing, threads = Estimate.observe, set[int](), list[int]()
 
     def note(*arguments: Any) -> Any:
         threads.append(threading.get_ident())
         return report_of(*arguments)
 
+    def note_lookup(self: Estimate, seen: PromptLookup) -> None:
+        observing.add(threading.get_ident())
+        observe(self, seen)
+
+    monkeypatch.setattr(Estimate, "observe", note_lookup)
     async with opened() as (instance, model):
         monkeypatch.setattr("kvtier.observability.whatif.estimator.report_of", note)
         for first in range(5):
@@ -233,6 +238,7 @@ async def test_answers_are_made_in_the_thread_and_only_if_something_has_changed(
         monkeypatch.setattr("kvtier.observability.whatif.estimator.REPORT_SECONDS", 0.0)
         await until(lambda: chunks_of(instance) == 15)
     assert len(threads) == 2
+    assert set(threads) == observing
     assert threading.get_ident() not in threads
 
 
@@ -248,18 +254,3 @@ async def test_thread_waits_until_its_time_is_within_the_budget(monkeypatch: pyt
     await estimator._pace(0.01)
     assert waits[0] == 0
     assert 1.0 < waits[1] <= 2.0
-
-
-async def test_lookups_are_processed_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    observe, threads = Estimate.observe, set()
-
-    def note(self: Estimate, seen: PromptLookup) -> None:
-        threads.add(threading.get_ident())
-        observe(self, seen)
-
-    monkeypatch.setattr(Estimate, "observe", note)
-    async with opened() as (instance, model):
-        await serve(model, [1, 2, 3])
-        await until(lambda: chunks_of(instance) == 3)
-    assert threads
-    assert threading.get_ident() not in threads
