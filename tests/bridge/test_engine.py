@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import cast
 
@@ -20,7 +17,6 @@ from kvtier.bridge import protocol
 from kvtier.bridge.protocol import Abandon, Found, Hello, Lookup, Reserve, Reserved, Run
 from kvtier.bridge.server import BridgeServer, Connection
 from kvtier.bridge.session import EngineSession
-from kvtier.cache import TieredCache
 from kvtier.catalog.catalog import State
 from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import ProtocolError
@@ -35,38 +31,14 @@ from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import encode_body
 from kvtier.rpc.wire import Wire
 from kvtier.tiers.planner import FIRST
+from tests.rigs.engine_sessions import NAMESPACE, ROOT, engine_of, session
 
 pytestmark = pytest.mark.anyio
 
-BUILT_IN = Plugins.load([])
-"""Loaded at import time: loading would block the event loop for too long."""
 CHUNK_TOKENS = 64
 LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024,)),))
 OBJECT_BYTES = object_bytes(LAYOUT.payload_bytes(CHUNK_TOKENS))
-NAMESPACE = bytes(range(32))
-ROOT = root_key(NAMESPACE)
 KEYS = chunk_keys(ROOT, range(CHUNK_TOKENS * 12), CHUNK_TOKENS)
-HELLO = Hello(protocol.VERSION, "engine", "scheduler", 0, LAYOUT, NAMESPACE)
-
-
-@asynccontextmanager
-async def engine_of(
-    capacity: str = "4MiB",
-    *,
-    tier_type: str = "cpu",
-    plugins: Plugins = BUILT_IN,
-    reserve_share: float = 1.0,
-) -> AsyncIterator[tuple[EngineSession, TieredCache]]:
-    settings = Settings(
-        chunk_tokens=CHUNK_TOKENS,
-        tiers=[{"name": "ram", "type": tier_type, "capacity": capacity}],
-        reserve_share=reserve_share,
-    )
-    async with TieredCache.open(settings, plugins=plugins) as cache:
-        engine = EngineSession(cache, HELLO, itertools.count(1))
-        yield engine, cache
-        engine.close()
-        assert cache.arena.leases == cache.catalog.count(FIRST)
 
 
 def reserve(
@@ -89,7 +61,7 @@ def look_up(engine: EngineSession, ticket: int, keys: list[ChunkKey]) -> Found:
 
 
 async def test_leases_are_released_singly_and_in_bulk() -> None:
-    async with engine_of() as (engine, cache):
+    async with engine_of(LAYOUT) as (engine, cache):
         store(engine, KEYS)
         first, second = look_up(engine, 1, KEYS), look_up(engine, 2, KEYS)
         assert len({*first.leases, *second.leases}) == 24
@@ -107,7 +79,7 @@ async def test_leases_are_released_singly_and_in_bulk() -> None:
 
 
 async def test_unknown_lease_numbers_are_ignored() -> None:
-    async with engine_of() as (engine, cache):
+    async with engine_of(LAYOUT) as (engine, cache):
         store(engine, KEYS)
         found = look_up(engine, 1, KEYS)
         engine.reads.release([0, -1, 10**18, found.leases[0], found.leases[0]])
@@ -119,7 +91,7 @@ async def test_unknown_lease_numbers_are_ignored() -> None:
 
 
 async def test_reused_ticket_is_a_new_lookup() -> None:
-    async with engine_of() as (engine, cache):
+    async with engine_of(LAYOUT) as (engine, cache):
         store(engine, KEYS)
         first, second = look_up(engine, 1, KEYS), look_up(engine, 1, KEYS[:3])
         engine.reads.release(first.leases)
@@ -132,7 +104,7 @@ async def test_reused_ticket_is_a_new_lookup() -> None:
 async def test_random_operations_match_a_model() -> None:
     """Random lookups, releases in any order, cancellations and reconnects."""
     rng = random.Random(7)
-    async with engine_of() as (engine, cache):
+    async with engine_of(LAYOUT) as (engine, cache):
         store(engine, KEYS)
         held: dict[int, set[int]] = {}
         for ticket in range(1, 400):
@@ -165,7 +137,7 @@ async def test_random_operations_match_a_model() -> None:
 
 
 async def test_memory_is_freed_with_the_last_lease() -> None:
-    async with engine_of() as (engine, cache):
+    async with engine_of(LAYOUT) as (engine, cache):
         store(engine, KEYS)
         found = look_up(engine, 1, KEYS)
         await cache.clear(KEYS)
@@ -201,7 +173,7 @@ class Buffer:
 
 
 async def test_arena_and_buffer_leases_interleave_and_are_released_together() -> None:
-    async with engine_of() as (engine, cache):
+    async with engine_of(LAYOUT) as (engine, cache):
         store(engine, KEYS[:3])
         store(engine, KEYS[6:])
         buffer = Buffer(engine, KEYS[3:6])
@@ -219,7 +191,7 @@ async def test_arena_and_buffer_leases_interleave_and_are_released_together() ->
 
 
 async def test_staged_chunk_is_removed_when_its_lease_is_released() -> None:
-    async with engine_of() as (engine, _):
+    async with engine_of(LAYOUT) as (engine, _):
         buffer = Buffer(engine, KEYS)
         first, second = look_up(engine, 1, KEYS), look_up(engine, 2, KEYS)
         engine.reads.release(first.leases[2:4])
@@ -233,7 +205,7 @@ async def test_staged_chunk_is_removed_when_its_lease_is_released() -> None:
 
 
 async def test_leases_do_not_outlive_their_buffer() -> None:
-    async with engine_of() as (engine, _):
+    async with engine_of(LAYOUT) as (engine, _):
         store(engine, KEYS[:3])
         buffer = Buffer(engine, KEYS[3:6])
         found = look_up(engine, 1, KEYS[:6])
@@ -249,7 +221,7 @@ async def test_leases_do_not_outlive_their_buffer() -> None:
 
 
 async def test_reserved_chunks_have_headers_and_are_pending_in_order() -> None:
-    async with engine_of() as (engine, cache):
+    async with engine_of(LAYOUT) as (engine, cache):
         reserved = reserve(engine, KEYS, last=10)
         assert all(reserved.leases)
         for at, (key, offset) in enumerate(zip(KEYS, reserved.offsets, strict=True)):
@@ -264,7 +236,7 @@ async def test_reserved_chunks_have_headers_and_are_pending_in_order() -> None:
 
 
 async def test_hints_are_stored_with_the_chunks_and_replaced_by_lookups() -> None:
-    async with engine_of() as (engine, cache):
+    async with engine_of(LAYOUT) as (engine, cache):
         catalog = cache.catalog
         runs = [
             Run(ROOT, join_keys(KEYS[:2]), CHUNK_TOKENS, hints=ChunkHints(priority=1)),
@@ -284,7 +256,7 @@ async def test_hints_are_stored_with_the_chunks_and_replaced_by_lookups() -> Non
 
 
 async def test_held_and_duplicate_chunks_are_refused() -> None:
-    async with engine_of() as (engine, cache):
+    async with engine_of(LAYOUT) as (engine, cache):
         store(engine, KEYS[3:6])
         granted = reserve(engine, KEYS).leases
         assert [bool(lease) for lease in granted] == [True] * 3 + [False] * 3 + [True] * 6
@@ -305,13 +277,7 @@ async def test_chunks_are_declined_except_of_models_with_states_and_for_decode_i
 ) -> None:
     """A state needs its chunks, and these are useless without it."""
     groups = (GroupLayout(16, (1024,)), *([GroupLayout(16, (1024,), state=True)] if state else []))
-    tier = {"name": "ram", "type": "cpu", "capacity": "1MiB", "eviction": "resume"}
-    settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=[tier], reserve_share=1)
-    async with TieredCache.open(settings, plugins=BUILT_IN) as cache:
-        hello = Hello(
-            protocol.VERSION, "engine", "scheduler", 0, ChunkLayout(CHUNK_TOKENS, groups), NAMESPACE
-        )
-        engine = EngineSession(cache, hello, itertools.count(1))
+    async with engine_of(ChunkLayout(CHUNK_TOKENS, groups), "1MiB", eviction="resume") as (engine, cache):
         keys = chunk_keys(ROOT, range(CHUNK_TOKENS * 200), CHUNK_TOKENS)
         worthy = Run(ROOT, join_keys(keys), CHUNK_TOKENS, hints=ChunkHints(priority=100))
         engine.commit([lease for lease in engine.reserve(Reserve(1, [worthy])).leases if lease], 0)
@@ -322,16 +288,11 @@ async def test_chunks_are_declined_except_of_models_with_states_and_for_decode_i
         leases = engine.reserve(Reserve(2, [worthless])).leases
         assert [bool(lease) for lease in leases] == [state or awaited] * 4
         assert cache.counts["store_declined"] == (0 if state or awaited else 4)
-        engine.close()
 
 
 async def test_memory_is_kept_while_another_rank_may_write() -> None:
     layout = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (1024,)),), ranks=2)
-    settings = Settings(chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": "4MiB"}])
-    async with TieredCache.open(settings, plugins=BUILT_IN) as cache:
-        engine = EngineSession(
-            cache, Hello(protocol.VERSION, "engine", "scheduler", 0, layout, NAMESPACE), itertools.count(1)
-        )
+    async with engine_of(layout) as (engine, cache):
         lost, stored = reserve(engine, KEYS[:2]).leases
         engine.writes.give_up([lost], 1)
         engine.commit([stored], 1)
@@ -340,11 +301,10 @@ async def test_memory_is_kept_while_another_rank_may_write() -> None:
         assert cache.arena.leases == 1
         assert cache.catalog.state(KEYS[0], FIRST) is State.ABSENT
         assert cache.catalog.state(KEYS[1], FIRST) is State.READY
-        engine.close()
 
 
 async def test_reserve_evicts_cold_chunks_and_ends_at_capacity() -> None:
-    async with engine_of("1MiB") as (engine, cache):
+    async with engine_of(LAYOUT, "1MiB") as (engine, cache):
         fitting = cache.arena.capacity // OBJECT_BYTES
         keys = chunk_keys(ROOT, range(CHUNK_TOKENS * (fitting + 5)), CHUNK_TOKENS)
         reserved = reserve(engine, keys)
@@ -358,7 +318,7 @@ async def test_reserve_evicts_cold_chunks_and_ends_at_capacity() -> None:
 
 @pytest.mark.parametrize("last", [0, -1, CHUNK_TOKENS + 1, 2**62])
 async def test_invalid_size_of_last_chunk_is_refused(last: int) -> None:
-    async with engine_of() as (engine, cache):
+    async with engine_of(LAYOUT) as (engine, cache):
         with pytest.raises(ProtocolError, match="invalid run"):
             reserve(engine, KEYS, last=last)
         assert (cache.arena.used, len(cache.catalog)) == (0, 0)
@@ -366,7 +326,7 @@ async def test_invalid_size_of_last_chunk_is_refused(last: int) -> None:
 
 @pytest.mark.parametrize("parent", [b"", bytes(31), bytes(33)])
 async def test_invalid_parent_key_is_refused(parent: bytes) -> None:
-    async with engine_of() as (engine, cache):
+    async with engine_of(LAYOUT) as (engine, cache):
         with pytest.raises(ProtocolError, match="invalid run"):
             reserve(engine, KEYS, parent=ChunkKey(parent))
         assert (cache.arena.used, len(cache.catalog)) == (0, 0)
@@ -388,7 +348,7 @@ class MemoryPlugin:
 async def test_memory_of_a_plugin_can_be_the_first_tier() -> None:
     plugins = Plugins.load([])
     plugins.register(MemoryPlugin(), "mine", "a test")
-    async with engine_of(tier_type="mine", plugins=plugins) as (engine, cache):
+    async with engine_of(LAYOUT, type="mine", plugins=plugins) as (engine, cache):
         store(engine, KEYS)
         found = look_up(engine, 1, KEYS)
         assert found.offsets == look_up(engine, 2, KEYS).offsets
@@ -399,11 +359,13 @@ async def test_memory_of_a_plugin_can_be_the_first_tier() -> None:
 async def test_flooding_engine_does_not_starve_other_tasks() -> None:
     """Neither its reads nor its replies ever block, so the server must yield."""
 
+    hello = Hello(protocol.VERSION, "engine", "scheduler", 0, LAYOUT, NAMESPACE)
+
     class Flood(Wire):
         unsent = 0
 
         def __init__(self) -> None:
-            self.first = iter([[encode_body(HELLO)]])
+            self.first = iter([[encode_body(hello)]])
             self.replies = 0
 
         async def receive(self) -> list[bytes]:
@@ -433,11 +395,11 @@ async def test_flooding_engine_does_not_starve_other_tasks() -> None:
 
 async def test_engine_reserves_at_most_its_share() -> None:
     """Known chunks need no memory, and what is stored or given up counts no more."""
-    async with engine_of(f"{16 * OBJECT_BYTES}B", reserve_share=0.25) as (engine, cache):
+    async with engine_of(LAYOUT, f"{16 * OBJECT_BYTES}B", reserve_share=0.25) as (engine, cache):
         first = reserve(engine, KEYS)
         assert [bool(lease) for lease in first.leases] == [True] * 4 + [False] * 8
         assert cache.counts["store_dropped"] == 8
-        other = EngineSession(cache, HELLO, itertools.count(100))
+        other = session(cache, LAYOUT, first_lease=100)
         assert all(reserve(other, KEYS[4:8], KEYS[3]).leases), "the share is that of each engine"
         other.close()
         engine.commit(first.leases[:3], 0)
@@ -449,7 +411,7 @@ async def test_engine_reserves_at_most_its_share() -> None:
 
 async def test_engine_may_always_reserve_one_chunk() -> None:
     """A share that is smaller than a chunk would keep it from storing any."""
-    async with engine_of(f"{16 * OBJECT_BYTES}B", reserve_share=0.01) as (engine, _):
+    async with engine_of(LAYOUT, f"{16 * OBJECT_BYTES}B", reserve_share=0.01) as (engine, _):
         assert [bool(lease) for lease in reserve(engine, KEYS[:2]).leases] == [True, False]
         assert not any(reserve(engine, KEYS[1:2], KEYS[0]).leases)
         engine.commit([1], 0)

@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 import pytest
 from xxhash import xxh3_64_digest
 
-from kvtier import Settings
-from kvtier.bridge import protocol
-from kvtier.bridge.protocol import Found, Hello, Lookup, Reserve, Run
+from kvtier.bridge.protocol import Found, Lookup, Reserve, Run
 from kvtier.bridge.session import EngineSession
 from kvtier.cache import TieredCache
 from kvtier.catalog.partial_matches import block_tags_of
 from kvtier.errors import ProtocolError
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
-from kvtier.memory.keys import ChunkKey, block_hashes, chunk_keys, join_keys, root_key
+from kvtier.memory.keys import ChunkKey, block_hashes, chunk_keys, join_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout
-from kvtier.plugins import Plugins
+from tests.rigs.engine_sessions import NAMESPACE, ROOT, engine_of
 from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 
-BUILT_IN = Plugins.load([])
-"""Loaded at import time: loading would block the event loop for too long."""
 CHUNK_TOKENS, BLOCK, WINDOW = 256, 16, 128
 FULL = ChunkLayout(CHUNK_TOKENS, (GroupLayout(BLOCK, (1024,)),))
 WINDOWS = ChunkLayout(CHUNK_TOKENS, (GroupLayout(BLOCK, (1024,)), GroupLayout(BLOCK, (1024,), WINDOW)))
-NAMESPACE = bytes(range(32))
-ROOT = root_key(NAMESPACE)
-
-
-@asynccontextmanager
-async def engine_of(layout: ChunkLayout) -> AsyncIterator[tuple[EngineSession, TieredCache]]:
-    settings = Settings(
-        chunk_tokens=CHUNK_TOKENS, tiers=[{"name": "ram", "type": "cpu", "capacity": "16MiB"}]
-    )
-    async with TieredCache.open(settings, plugins=BUILT_IN) as cache:
-        hello = Hello(protocol.VERSION, "engine", "scheduler", 0, layout, NAMESPACE)
-        engine = EngineSession(cache, hello, itertools.count(1))
-        yield engine, cache
-        engine.close()
 
 
 def keys_of(tokens: list[int]) -> list[ChunkKey]:
@@ -70,7 +48,7 @@ def look_up(engine: EngineSession, tokens: list[int]) -> Found:
 @pytest.mark.parametrize("layout", [FULL, WINDOWS], ids=["full", "windows"])
 async def test_the_engine_learns_how_many_tokens_a_partial_hit_holds(layout: ChunkLayout) -> None:
     """They decide which blocks of a window are stored, and the length of the payload does not tell them."""
-    async with engine_of(layout) as (engine, cache):
+    async with engine_of(layout, "16MiB") as (engine, cache):
         for tail in range(BLOCK, CHUNK_TOKENS):
             stored = list(range(1000 * tail, 1000 * tail + tail))
             store(engine, stored)
@@ -98,7 +76,7 @@ def change(offset: int, cache: TieredCache, changes: dict[str, int]) -> None:
 async def test_a_header_that_does_not_fit_its_payload_is_not_used(changes: dict[str, int]) -> None:
     """Its chunk may come from a peer."""
     stored = list(range(100))
-    async with engine_of(WINDOWS) as (engine, cache):
+    async with engine_of(WINDOWS, "16MiB") as (engine, cache):
         change(store(engine, stored), cache, changes)
         found = look_up(engine, stored + [7] * 100)
         assert (found.last_tokens, found.block_hashes) == (CHUNK_TOKENS, b"")
@@ -106,7 +84,7 @@ async def test_a_header_that_does_not_fit_its_payload_is_not_used(changes: dict[
 
 async def test_a_corrupt_header_is_not_used() -> None:
     stored = list(range(100))
-    async with engine_of(FULL) as (engine, cache):
+    async with engine_of(FULL, "16MiB") as (engine, cache):
         offset = store(engine, stored)
         head = cache.arena.view(offset, HEADER_BYTES)
         head[150] ^= 1
@@ -117,13 +95,13 @@ async def test_a_corrupt_header_is_not_used() -> None:
 
 @pytest.mark.parametrize("root", [b"half", bytes(33)])
 async def test_an_invalid_root_is_refused(root: bytes) -> None:
-    async with engine_of(FULL) as (engine, _):
+    async with engine_of(FULL, "16MiB") as (engine, _):
         with pytest.raises(ProtocolError, match="root key of"):
             engine.look_up(Lookup(1, join_keys(keys_of(list(range(300)))), 300, root=root, marks=b"mark"))
 
 
 async def test_more_hashes_than_blocks_are_refused() -> None:
-    async with engine_of(FULL) as (engine, _):
+    async with engine_of(FULL, "16MiB") as (engine, _):
         run = Run(ROOT, join_keys(keys_of(list(range(256)))), 256, block_hashes=bytes(17 * 16))
         with pytest.raises(ProtocolError, match="block hashes"):
             engine.reserve(Reserve(1, [run]))
@@ -133,7 +111,7 @@ async def test_more_hashes_than_blocks_are_refused() -> None:
 @pytest.mark.parametrize("longer", [33, 240, 255, 256])
 async def test_a_longer_chunk_replaces_a_shorter_one(layout: ChunkLayout, longer: int) -> None:
     tokens = list(range(longer))
-    async with engine_of(layout) as (engine, cache):
+    async with engine_of(layout, "16MiB") as (engine, cache):
         store(engine, tokens[:32])
         store(engine, [9] * 50)
         store(engine, tokens)
@@ -144,14 +122,14 @@ async def test_a_longer_chunk_replaces_a_shorter_one(layout: ChunkLayout, longer
 @pytest.mark.parametrize("longer", [48, 255, 256])
 async def test_a_shorter_chunk_stored_late_is_removed(longer: int) -> None:
     tokens = list(range(longer))
-    async with engine_of(FULL) as (engine, cache):
+    async with engine_of(FULL, "16MiB") as (engine, cache):
         store(engine, tokens)
         store(engine, tokens[:32])
         await until(lambda: cache.catalog.keys(0, NAMESPACE) == keys_of(tokens))
 
 
 async def test_the_last_of_two_with_the_same_blocks_stays() -> None:
-    async with engine_of(FULL) as (engine, cache):
+    async with engine_of(FULL, "16MiB") as (engine, cache):
         store(engine, list(range(33)))
         store(engine, list(range(32)))
         await until(lambda: cache.catalog.keys(0, NAMESPACE) == keys_of(list(range(32))))

@@ -56,6 +56,10 @@ class Side:
             lambda ticket: Ask(ticket, text), Answer, lambda answer, _wanted: answer.text
         ).reply()
 
+    def send_bytes(self, data: bytes) -> None:
+        """Send bytes at once, past the queue."""
+        self.wire.frames.socket.sendall(data)
+
 
 open_wires: list[SocketWire] = []
 """Closed after each test, by ``conftest.py``."""

@@ -190,11 +190,11 @@ def test_listener_that_sends_no_welcome_does_not_block(
         monkeypatch.setattr(caller, "wait", lambda *_: pytest.fail("it blocks"))
         assert not caller.ready()
         server.accept()
-        greeting = caller._greeting
-        assert greeting is not None
+        before = open_files()
         assert not caller.ready()
-        assert caller._greeting is greeting, "one attempt at a time"
-        wait_until(lambda: (caller.ready(), caller._greeting is not greeting)[1])
+        assert open_files() == before, "one attempt at a time"
+        assert caller.starts == 0
+        wait_until(lambda: (caller.ready(), caller.starts == 1)[1])
         assert server.receive(Hello)
         assert not caller.accepts_requests
         caller.retry_now()
@@ -208,7 +208,7 @@ def test_full_backlog_does_not_block(path: Path) -> None:
     listener.listen(0)
     callers = [Caller(path) for _ in range(8)]
     assert not any(caller.ready() for caller in callers)
-    assert any(caller._greeting is None for caller in callers), "the backlog is not full"
+    assert any(caller.starts for caller in callers), "the backlog is not full"
     for caller in callers:
         caller.close()
     listener.close()

@@ -99,7 +99,7 @@ async def test_error_of_the_protocol_is_sent_as_refusal() -> None:
 )
 async def test_invalid_bytes_end_the_connection(data: bytes) -> None:
     ours, theirs = sides()
-    theirs.wire.frames.socket.sendall(data)
+    theirs.send_bytes(data)
     await ours.run()
     assert isinstance(ours.cause, ProtocolError)
     refusal = FrameSocket(theirs.wire.frames.socket).read()
@@ -145,21 +145,35 @@ async def test_side_that_reads_nothing_is_disconnected() -> None:
         ours.endpoint.send(Answer(message.ticket, "x" * DRAIN_BYTES))
 
     requests = b"".join(encode(Ask(number, "")) for number in range(1, 9))
-    theirs.wire.frames.socket.send(requests)
+    theirs.send_bytes(requests)
     await ours.run(handle)
     assert "read nothing for 0.2 s" in str(ours.cause)
 
 
-async def test_slow_reader_is_waited_for() -> None:
-    ours, theirs = sides(idle_timeout=2.0)
+class OtherSocket(socket.socket):
+    """Not a plain socket, like those with TLS, whose data the event loop may not see."""
+
+
+def replace_socket(side: Side, kind: type[socket.socket]) -> None:
+    side.wire.frames.socket = kind(fileno=side.wire.frames.socket.detach())
+
+
+@pytest.mark.parametrize("kind", [socket.socket, OtherSocket])
+@pytest.mark.parametrize("is_at_once", [False, True], ids=["in a task", "at once"])
+async def test_slow_reader_is_waited_for(kind: type[socket.socket], is_at_once: bool) -> None:
+    ours, theirs = sides() if is_at_once else sides(idle_timeout=2.0)
+    replace_socket(ours, kind)
     count, received = 8, 0
 
-    async def handle(message: Ask) -> None:
+    def at_once(message: Ask) -> None:
         ours.endpoint.send(Answer(message.ticket, "x" * DRAIN_BYTES))
 
-    theirs.wire.frames.socket.send(b"".join(encode(Ask(number, "")) for number in range(1, count + 1)))
+    async def handle(message: Ask) -> None:
+        at_once(message)
+
+    theirs.send_bytes(b"".join(encode(Ask(number, "")) for number in range(1, count + 1)))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ours.run, handle)
+        tasks.start_soon(partial(ours.endpoint.run, handle, at_once=at_once if is_at_once else None))
         while received < count:
             received += len(await theirs.wire.receive())
             assert ours.endpoint.unsent <= 2 * DRAIN_BYTES + 100
@@ -177,11 +191,11 @@ async def test_side_that_sends_unasked_reads_on() -> None:
     for _ in range(4):
         ours.endpoint.send(Note(bytes(DRAIN_BYTES)))
     assert ours.endpoint.unsent > DRAIN_BYTES
-    theirs.wire.frames.socket.send(encode(Note(b"1")))
+    theirs.send_bytes(encode(Note(b"1")))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(lambda: ours.endpoint.run(handle, drains=False))
         await until(lambda: seen)
-        theirs.wire.frames.socket.send(encode(Note(b"2")))
+        theirs.send_bytes(encode(Note(b"2")))
         await until(lambda: len(seen) == 2)
         assert ours.endpoint.unsent > DRAIN_BYTES
         tasks.cancel_scope.cancel()
@@ -227,7 +241,7 @@ async def test_too_long_message_is_an_error_of_its_sender() -> None:
 
 async def test_first_message_and_those_that_came_with_it() -> None:
     ours, theirs = sides()
-    theirs.wire.frames.socket.send(encode(Hello(3)) + encode(Note(b"1")) + encode(Note(b"2")))
+    theirs.send_bytes(encode(Hello(3)) + encode(Note(b"1")) + encode(Note(b"2")))
     assert await ours.endpoint.receive(1.0) == Hello(3)
     seen: list[bytes] = []
 
@@ -261,7 +275,7 @@ async def test_many_messages_leave_turns_to_other_tasks() -> None:
             await anyio.lowlevel.checkpoint()
 
     theirs.wire.frames.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    theirs.wire.frames.socket.send(encode(Note(b"")) * (10 * TURN_MESSAGES))
+    theirs.send_bytes(encode(Note(b"")) * (10 * TURN_MESSAGES))
     theirs.endpoint.close()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(count)
@@ -296,7 +310,7 @@ async def test_requests_that_are_not_read_do_not_keep_replies_from_being_read() 
         )
         assert ours.endpoint.unsent > DRAIN_BYTES
         tasks.start_soon(ours.run)
-        theirs.wire.frames.socket.send(encode(Answer(call.ticket, "early")))
+        theirs.send_bytes(encode(Answer(call.ticket, "early")))
         with anyio.fail_after(30):
             assert await call.reply() == "early"
         tasks.cancel_scope.cancel()
@@ -316,7 +330,7 @@ async def test_refused_side_is_awaited_until_it_closes() -> None:
         tasks.start_soon(refuse)
         assert decode((await theirs.wire.receive())[0]) == Refused("no")
         for data in (encode(Note(b"")), LENGTH.pack(MAX_FRAME_BYTES + 1), encode(Note(b""))):
-            theirs.wire.frames.socket.sendall(data)
+            theirs.send_bytes(data)
             await anyio.sleep(0.01)
         assert not ended
         theirs.endpoint.close()
@@ -356,7 +370,7 @@ async def test_waiting_handler_may_let_other_messages_pass() -> None:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ours.run, handle)
-        theirs.wire.frames.socket.sendall(encode(Ask(1, "")))
+        theirs.send_bytes(encode(Ask(1, "")))
         await waiting.wait()
         ours.endpoint.send(Note(b"1"))
         assert decode((await theirs.wire.receive())[0]) == Note(b"1")
@@ -401,15 +415,10 @@ async def test_messages_are_handled_at_once() -> None:
         await call.reply()
 
 
-class OtherSocket(socket.socket):
-    """Not a plain socket, like those with TLS, whose data the event loop may not see."""
-
-
 @pytest.mark.parametrize("kind", [socket.socket, OtherSocket])
 async def test_messages_that_are_not_handled_at_once_keep_their_place(kind: type[socket.socket]) -> None:
     ours, theirs = sides()
-    plain = ours.wire.frames.socket
-    ours.wire.frames.socket = kind(fileno=plain.detach())
+    replace_socket(ours, kind)
     seen: list[str] = []
 
     def at_once(message: Note | Ask) -> bool:
@@ -427,33 +436,13 @@ async def test_messages_that_are_not_handled_at_once_keep_their_place(kind: type
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(ours.endpoint.run, handle, at_once=at_once))
         for message in messages:
-            theirs.wire.frames.socket.send(encode(message))
+            theirs.send_bytes(encode(message))
             await anyio.lowlevel.checkpoint()
         await until(lambda: len(seen) == len(messages))
-        theirs.wire.frames.socket.send(b"".join(map(encode, messages)))
+        theirs.send_bytes(b"".join(map(encode, messages)))
         await until(lambda: len(seen) == 2 * len(messages))
         tasks.cancel_scope.cancel()
     assert seen == 2 * numbers
-
-
-@pytest.mark.parametrize("kind", [socket.socket, OtherSocket])
-async def test_slow_reader_is_waited_for_before_more_is_handled_at_once(kind: type[socket.socket]) -> None:
-    ours, theirs = sides()
-    plain = ours.wire.frames.socket
-    ours.wire.frames.socket = kind(fileno=plain.detach())
-    count, received = 8, 0
-
-    def at_once(message: Ask) -> None:
-        ours.endpoint.send(Answer(message.ticket, "x" * DRAIN_BYTES))
-
-    theirs.wire.frames.socket.send(b"".join(encode(Ask(number, "")) for number in range(1, count + 1)))
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(ours.endpoint.run, at_once=at_once))
-        while received < count:
-            received += len(await theirs.wire.receive())
-            assert ours.endpoint.unsent <= 2 * DRAIN_BYTES + 100
-            await anyio.sleep(0.001)
-        tasks.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("seconds", [0, 0.01])

@@ -51,7 +51,7 @@ async def test_late_answer_ends_the_outage() -> None:
         [body] = reader.feed(theirs.wire.frames.socket.recv(1000))
         ping = decode(body)
         assert isinstance(ping, Ping)
-        theirs.wire.frames.socket.send(encode(Pong(ping.ticket)))
+        theirs.send_bytes(encode(Pong(ping.ticket)))
         await until(lambda: not keep_alive.unresponsive)
         tasks.cancel_scope.cancel()
     assert changes[:2] == [True, False]
