@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import permutations
 
 import pytest
 
-from kvtier.backends.base import Backend, Capabilities, GetItem, Outcome, PutItem, SupportsTTL
+from kvtier.backends.base import Backend, Capabilities, SupportsTTL
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import HEADER_BYTES
-from kvtier.memory.keys import ChunkKey
 from kvtier.testing.faults import FaultyBackend, SlowBackend, WrapperBackend
 from kvtier.tiers.breaker import CircuitBreaker
-from tests.rigs.chunks import OK, blanks, chunks, disk, memory, opened
+from tests.rigs.chunks import OK, DictBackend, blanks, chunks, disk, memory, opened
 from tests.rigs.composed_backends import SealedBackend, tier_over
 
 pytestmark = pytest.mark.anyio
@@ -21,10 +20,11 @@ pytestmark = pytest.mark.anyio
 WRAPPERS: list[Callable[[Backend], WrapperBackend]] = [WrapperBackend, FaultyBackend, SlowBackend]
 
 
-class Remote(Backend, SupportsTTL):
+class Remote(DictBackend, SupportsTTL):
     """A backend with rare capabilities: one inherited, one implemented without its protocol class."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.registered: list[Arena] = []
 
     @property
@@ -33,21 +33,6 @@ class Remote(Backend, SupportsTTL):
 
     async def register(self, arena: Arena) -> None:
         self.registered.append(arena)
-
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        return [False for _ in keys]
-
-    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        return [Outcome.FULL for _ in items]
-
-    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        return [Outcome.MISS for _ in items]
-
-    async def delete(self, keys: Sequence[ChunkKey]) -> None: ...
 
 
 def names(capabilities: Capabilities) -> set[str]:

@@ -10,7 +10,7 @@ from kvtier.backends.disk.backend import DiskBackend, DiskSettings, object_path
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import BackendConformance
-from tests.rigs.composed_backends import SealedBackend, SealedSuite, TierBackend
+from tests.rigs.composed_backends import SealedSuite, TierSuite
 
 CAPACITY = 256 << 20
 
@@ -20,14 +20,10 @@ class TestCpu(BackendConformance):
         return CpuBackend(LocalTierSettings(name="ram", type="cpu", capacity=CAPACITY))
 
 
-class TestSealedCpu(SealedSuite, TestCpu):
-    def make_backend(self, path: Path) -> Backend:
-        return SealedBackend(super().make_backend(path))
+class TestSealedCpu(SealedSuite, TestCpu): ...
 
 
-class TestCpuTier(SealedSuite, TestCpu):
-    def make_backend(self, path: Path) -> Backend:
-        return TierBackend(super().make_backend(path))
+class TestCpuTier(TierSuite, TestCpu): ...
 
 
 class TestHugePage(BackendConformance):
@@ -75,21 +71,16 @@ class TestBufferedThreadsDisk(TestThreadsDisk):
     direct = False
 
 
-class TestSealedDisk(SealedSuite, TestDisk):
-    def make_backend(self, path: Path) -> Backend:
-        return SealedBackend(super().make_backend(path))
+class TestSealedDisk(SealedSuite, TestDisk): ...
 
 
-class TestDiskTier(SealedSuite, TestDisk):
-    def make_backend(self, path: Path) -> Backend:
-        return TierBackend(super().make_backend(path))
+class TestDiskTier(TierSuite, TestDisk): ...
 
 
-class TestUncheckedDiskTier(SealedSuite, TestDisk):
+class TestUncheckedDiskTier(TierSuite, TestDisk):
     """Without a checksum, a bit flip in the payload is not detected."""
 
-    def make_backend(self, path: Path) -> Backend:
-        return TierBackend(super().make_backend(path), checksum=False)
+    checksum = False
 
     def corrupt(self, path: Path, key: ChunkKey) -> bool:
         return False

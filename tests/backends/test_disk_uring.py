@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 from kvtier import native
@@ -116,23 +115,6 @@ async def test_event_loop_wakes_up_once_per_batch(tmp_path: Path, monkeypatch: p
         assert wakeups == 1
         assert list(await backend.get(items)) == [OK] * 20
         assert wakeups == 2
-
-
-@needs_ring
-async def test_concurrent_puts_and_gets_keep_their_bytes(tmp_path: Path) -> None:
-    async with opened(disk(tmp_path, concurrency=2)) as backend:
-        values = {make_key(number): filled(PAGE * (1 + number % 5), b"%d" % number) for number in range(60)}
-
-        async def put_and_get(number: int) -> None:
-            part = list(values.items())[number::6]
-            assert list(await backend.put(part)) == [OK] * len(part)
-            views = [(key, blank(len(value))) for key, value in part]
-            assert list(await backend.get(views)) == [OK] * len(part)
-            assert all(same(view, values[key]) for key, view in views)
-
-        async with anyio.create_task_group() as group:
-            for number in range(6):
-                group.start_soon(put_and_get, number)
 
 
 @needs_ring

@@ -28,7 +28,7 @@ from kvtier.testing.backend import BackendConformance, blank, make_key, noise, s
 from kvtier.testing.servers import free_port
 from tests.rigs import chunks as rig
 from tests.rigs.chunks import FAILED, FULL, MISS, OK, blanks, chunks
-from tests.rigs.composed_backends import SealedBackend, SealedSuite
+from tests.rigs.composed_backends import SealedSuite
 from tests.rigs.open_files import open_files
 from tests.rigs.servers.infinistore import HOST, InfiniStoreServer
 from tests.rigs.tcp_server import serving
@@ -90,9 +90,7 @@ class TestInfiniStore(BackendConformance):
         return self.server.corrupt(key, prefix=self.prefix)
 
 
-class TestSealedInfiniStore(SealedSuite, TestInfiniStore):
-    def make_backend(self, path: Path) -> Backend:
-        return SealedBackend(super().make_backend(path))
+class TestSealedInfiniStore(SealedSuite, TestInfiniStore): ...
 
 
 @pytest.mark.skipif(not Path("/dev/infiniband").exists(), reason="no RDMA device")

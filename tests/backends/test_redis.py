@@ -12,7 +12,7 @@ from kvtier.backends.base import Backend
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
 from tests.rigs.certificates import make_certificate
-from tests.rigs.composed_backends import SealedBackend, SealedSuite
+from tests.rigs.composed_backends import SealedSuite
 from tests.rigs.redis_pool import backend_on
 from tests.rigs.servers.redis import RedisServer
 from tests.rigs.servers.valkey import ValkeyServer
@@ -48,9 +48,7 @@ class TestRedis(BackendConformance):
         return self.server.corrupt(key)
 
 
-class TestSealedRedis(SealedSuite, TestRedis):
-    def make_backend(self, path: Path) -> Backend:
-        return SealedBackend(super().make_backend(path))
+class TestSealedRedis(SealedSuite, TestRedis): ...
 
 
 class TestRedisOverUnixSocket(TestRedis):

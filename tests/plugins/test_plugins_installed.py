@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.hookspecs import hookspec
-from tests.plugins.conftest import PACKAGE, Kvtier, Python, install, write_metadata
+from tests.plugins.conftest import PACKAGE, Kvtier, Python, write_metadata
 
 pytestmark = pytest.mark.usefixtures("example_installed")
 
@@ -148,11 +148,6 @@ def test_pip_installs_the_example(tmp_path: Path, python: Python) -> None:
     assert result.returncode == 0, result.stderr
     loaded = json.loads(python("-m", "kvtier", "plugins", "--json", PYTHONPATH=str(target)).stdout)
     assert "kvtier-example 1.2.3" in [plugin["source"] for plugin in loaded]
-
-
-def test_install_helper_copies_the_modules(tmp_path: Path) -> None:
-    install(PACKAGE, tmp_path / "again")
-    assert (tmp_path / "again" / "kvtier_example" / "plugin.py").is_file()
 
 
 def test_every_hook_is_documented() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 from kvtier.backends.base import Backend, Capabilities, GetItem, Outcome, PutItem, StoredObject, SupportsScan
 from kvtier.catalog.catalog import Catalog
@@ -18,12 +19,24 @@ from kvtier.tiers.tier import Deletions, Tier
 
 
 class SealedSuite:
-    """Mixin of a conformance suite for a :class:`SealedBackend` or a :class:`TierBackend`."""
+    """Mixin of a conformance suite that puts its backends behind a seal."""
 
     chunk_objects = True
 
+    def make_backend(self, path: Path) -> Backend:
+        return SealedBackend(super().make_backend(path))
+
     def seal(self, backend: SealedBackend | TierBackend) -> Seal:
         return backend.seal
+
+
+class TierSuite(SealedSuite):
+    """Mixin of a conformance suite that puts its backends into a tier."""
+
+    checksum = True
+
+    def make_backend(self, path: Path) -> Backend:
+        return TierBackend(super(SealedSuite, self).make_backend(path), checksum=self.checksum)
 
 
 class SealedBackend(WrapperBackend, SupportsScan):

@@ -77,11 +77,3 @@ def test_secret_is_revealed_only_to_child_processes(tmp_path: Path) -> None:
     assert SECRET not in repr(settings)
     copied = Settings.model_validate_json(settings.model_dump_json(context=REVEALED))
     assert copied.peer == settings.peer
-
-
-def test_given_values_and_defaults_have_their_origin() -> None:
-    settings = load_settings({"kv_transfer": {"timeout": "500ms", "buffer": "1GiB"}})
-    assert (settings.kv_transfer.timeout, settings.kv_transfer.buffer) == (0.5, 1 << 30)
-    assert (settings.role, settings.origin("role").kind) == ("both", "default")
-    given = load_settings({"role": "decode"})
-    assert (given.role, given.origin("role").kind) == ("decode", "override")
