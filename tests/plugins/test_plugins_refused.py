@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -34,44 +36,50 @@ def test_built_in_names_use_the_same_hooks(plugins: Plugins) -> None:
     assert {loaded.source for loaded in plugins.loaded()} == {"built in"}
 
 
-def test_conflict_with_a_built_in_name(plugins: Plugins) -> None:
-    mine = plugin(kvtier_backends=lambda: {"cpu": CpuBackend})
-    with pytest.raises(
-        PluginError, match=r"kvtier\.backends \(built in\) and mine \(mine 1\) both provide 'cpu'"
-    ):
-        plugins.register(mine, "mine", "mine 1")
-
-
 def test_two_plugins_with_the_same_name(plugins: Plugins) -> None:
     plugins.register(plugin(), "mine", "mine 1")
     with pytest.raises(PluginError, match="two plugins are named 'mine': mine 1 and yours 2"):
         plugins.register(plugin(), "mine", "yours 2")
 
 
-def test_unknown_hook_is_refused(plugins: Plugins) -> None:
-    with pytest.raises(PluginError, match=r"mine \(mine 1\) does not match kvtier's hooks: .*kvtier_backend"):
-        plugins.register(plugin(kvtier_backend=lambda: {"a": CpuBackend}), "mine", "mine 1")
+def returning(value: object) -> Callable[[], object]:
+    return lambda: value
 
 
-def test_hook_with_wrong_arguments(plugins: Plugins) -> None:
-    with pytest.raises(PluginError, match="does not match kvtier's hooks"):
-        plugins.register(plugin(kvtier_observers=lambda settings, more: []), "mine", "mine 1")
+def codec(code: object) -> Callable[[], object]:
+    return returning({"broken": type("Broken", (IdentityCodec,), {"code": code})})
 
 
-def test_hook_that_raises_is_refused(plugins: Plugins) -> None:
-    def fail() -> None:
-        raise ZeroDivisionError("oh")
-
-    with pytest.raises(
-        PluginError, match=r"mine \(mine 1\) failed in kvtier_backends: ZeroDivisionError: oh"
-    ):
-        plugins.register(plugin(kvtier_backends=fail), "mine", "mine 1")
-
-
-@pytest.mark.parametrize("hook_result", [[CpuBackend], {"a": "CpuBackend"}, {"a": None}])
-def test_hook_result_that_is_not_a_dict_of_classes(plugins: Plugins, hook_result: object) -> None:
-    with pytest.raises(PluginError, match="kvtier_backends must return a dict from names to classes"):
-        plugins.register(plugin(kvtier_backends=lambda: hook_result), "mine", "mine 1")
+@pytest.mark.parametrize(
+    ("hook", "function", "message"),
+    [
+        (
+            "kvtier_backends",
+            returning({"cpu": CpuBackend}),
+            "kvtier.backends (built in) and mine (mine 1) both provide 'cpu'",
+        ),
+        ("kvtier_backend", returning({}), "mine (mine 1) does not match kvtier's hooks: "),
+        ("kvtier_observers", lambda settings, more: [], "mine (mine 1) does not match kvtier's hooks: "),
+        (
+            "kvtier_backends",
+            lambda: 1 / 0,
+            "mine (mine 1) failed in kvtier_backends: ZeroDivisionError: division by zero",
+        ),
+        *(
+            ("kvtier_backends", returning(result), "kvtier_backends must return a dict from names to classes")
+            for result in ([CpuBackend], {"a": "CpuBackend"}, {"a": None})
+        ),
+        *(
+            ("kvtier_codecs", codec(code), "the codec 'broken' of mine has no code from 1 to 65535")
+            for code in (-1, 65_536, "x", None)
+        ),
+    ],
+)
+def test_invalid_hook_is_refused(
+    plugins: Plugins, hook: str, function: Callable[..., object], message: str
+) -> None:
+    with pytest.raises(PluginError, match=re.escape(message)):
+        plugins.register(plugin(**{hook: function}), "mine", "mine 1")
 
 
 class First(IdentityCodec):
@@ -86,13 +94,6 @@ def test_two_codecs_with_the_same_code(plugins: Plugins) -> None:
     plugins.register(plugin(kvtier_codecs=lambda: {"first": First}), "one", "one 1")
     with pytest.raises(PluginError, match="the codecs 'first' and 'second' have the same code 7"):
         plugins.register(plugin(kvtier_codecs=lambda: {"second": Second}), "two", "two 1")
-
-
-@pytest.mark.parametrize("code", [-1, 65_536, "x", None])
-def test_codec_without_a_valid_code(plugins: Plugins, code: object) -> None:
-    codec = type("Broken", (IdentityCodec,), {"code": code})
-    with pytest.raises(PluginError, match="the codec 'broken' of mine has no code from 1 to 65535"):
-        plugins.register(plugin(kvtier_codecs=lambda: {"broken": codec}), "mine", "mine 1")
 
 
 def test_observers_that_are_not_a_list(plugins: Plugins) -> None:

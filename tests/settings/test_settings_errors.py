@@ -114,18 +114,20 @@ def test_wrong_unit_in_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'5 parsecs' is not a duration: use a number of seconds, or for example 250ms, 2s or 1m" in message
 
 
-def test_variable_that_is_not_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTIER_TIERS", "[{name: ram}]")
+@pytest.mark.parametrize(
+    ("name", "value", "example"),
+    [
+        ("KVTIER_TIERS", "[{name: ram}]", '[{"name": "ram", "type": "cpu", "capacity": "5GiB"}]'),
+        ("KVTIER_PLUGINS", "a,b", '["kvtier-example"]'),
+    ],
+)
+def test_variable_that_is_not_json(
+    name: str, value: str, example: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
     message = load_error()
-    assert message.startswith("KVTIER_TIERS is not JSON")
-    assert (
-        """use for example KVTIER_TIERS='[{"name": "ram", "type": "cpu", "capacity": "5GiB"}]'""" in message
-    )
-
-
-def test_list_that_is_not_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTIER_PLUGINS", "a,b")
-    assert """use for example KVTIER_PLUGINS='["kvtier-example"]'""" in load_error()
+    assert message.startswith(f"{name} is not JSON")
+    assert f"use for example {name}='{example}'" in message
 
 
 @pytest.mark.parametrize(
@@ -208,28 +210,6 @@ def test_file_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert str(tmp_path / "none.yaml") in message
     assert "No such file or directory" in message
     assert "KVTIER_CONFIG_FILE or --config" in message
-
-
-def test_file_that_does_not_parse(write_file: WriteFile) -> None:
-    path = write_file("chunk_tokens: 256\nprefetch: {policy: wait\nlinger: 1s\n")
-    message = load_error(file=path)
-    assert message.startswith(f"the settings file {path} is not YAML: line 3, column")
-
-
-def test_binary_file(tmp_path: Path) -> None:
-    path = tmp_path / "kvtier.yaml"
-    path.write_bytes(b"\xff\xfe\x00\xd8binary")
-    assert f"the settings file {path} is not YAML" in load_error(file=path)
-
-
-@pytest.mark.parametrize("text", ["- chunk_tokens", "just a word", "1: 2"])
-def test_file_that_is_not_a_mapping(text: str, write_file: WriteFile) -> None:
-    assert "use lines such as chunk_tokens: 256" in load_error(file=write_file(text))
-
-
-def test_duplicate_key(write_file: WriteFile) -> None:
-    message = load_error(file=write_file("linger: 1s\nchunk_tokens: 1\nlinger: 2s\n"))
-    assert "line 3, column 1: duplicate key 'linger'" in message
 
 
 @pytest.mark.parametrize(

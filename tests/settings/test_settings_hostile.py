@@ -45,6 +45,12 @@ def merged(levels: int) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("- chunk_tokens", "use lines such as chunk_tokens: 256"),
+        ("just a word", "use lines such as chunk_tokens: 256"),
+        ("1: 2", "use lines such as chunk_tokens: 256"),
+        ("linger: 1s\nchunk_tokens: 1\nlinger: 2s\n", ", line 3, column 1: duplicate key 'linger'"),
+        ("chunk_tokens: 256\nprefetch: {policy: wait\nlinger: 1s\n", " is not YAML: line 3, column "),
+        (b"\xff\xfe\x00\xd8binary", " is not YAML: line 1: not UTF-16 text"),
         ("linger: 1s\n{a: 1}: 2\n", ", line 2, column 1: a key is not text"),
         ("? [a]\n: 2\n", ", line 1, column 3: a key is not text"),
         ("tiers:\n- capacity: {{ size }}\n", ", line 2, column 14: a key is not text"),
