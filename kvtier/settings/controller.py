@@ -1,4 +1,4 @@
-"""Settings for the controller connection and for the metrics endpoint."""
+"""Settings of the connection to the controller."""
 
 from __future__ import annotations
 

@@ -426,20 +426,12 @@ class TransportConformance:
             assert pair.relay is not None
             (span,) = await pair.other.grant([size])
             (view,) = pair.views([size])
-            pair.relay.hold_after(MIB)
-            outcomes: list[Outcome] = []
-
-            async def read() -> None:
-                outcomes.extend(await pair.link.read([(span, view)]))
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(read)
-                await until(lambda: pair.relay is not None and pair.relay.is_holding)
-                await pair.other.do("revoke", grant=span.grant)
-                assert await pair.other.do("transfer_leases") > 0
-                pair.relay.release()
+            call = await self.held_back(pair, partial(pair.transfer, "read", [span], [view]))
+            await pair.other.do("revoke", grant=span.grant)
+            assert await pair.other.do("transfer_leases") > 0
+            pair.relay.release()
             # Parts whose transfer had not started may be misses.
-            assert outcomes in ([OK], [MISS])
+            assert (outcomes := list(await call.join())) in ([OK], [MISS])
             assert outcomes != [OK] or await holds(view, 0)
             await pair.assert_no_leases()
             (again,) = await pair.other.grant([1000], seed=5)
