@@ -26,7 +26,15 @@ from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.controller.registry import Registry
 from kvtier.fleet.controller.serve import run_controller
 from kvtier.fleet.controller.settings import ServiceSettings
-from kvtier.fleet.member.protocol import VERSION, Changed, Hello, Model, TierDescription, decode_from_instance
+from kvtier.fleet.member.protocol import (
+    VERSION,
+    Changed,
+    Hello,
+    Model,
+    Serves,
+    TierDescription,
+    decode_from_instance,
+)
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
 from kvtier.rpc.endpoint import Endpoint
@@ -76,7 +84,7 @@ class Commands:
     async def fill(self, keys: int) -> float:
         """Add that many keys, each held by one instance; return the memory used in bytes."""
         members = [await self._registry.admit(hello(number), unconnected()) for number in range(INSTANCES)]
-        self._registry.serves(members[0], [MODEL])
+        self._registry.report(members[0], Serves([MODEL]))
         self._prompts = keys // PROMPT_CHUNKS
         before = resident_bytes()
         for prompt in range(self._prompts):

@@ -24,13 +24,8 @@ from kvtier.fleet.member.protocol import (
     Changed,
     Done,
     FromInstance,
-    Heartbeat,
     Hello,
-    Lost,
     Report,
-    Serves,
-    UpToDate,
-    WhatIf,
     WhoHolds,
     WhoServes,
     decode_from_instance,
@@ -95,18 +90,10 @@ async def _handle(registry: Registry, member: Member, message: Report | WhoHolds
             if len(message.addresses) > MAX_ADDRESSES:
                 raise ProtocolError(f"the instance asks for more than {MAX_ADDRESSES} addresses at once")
             member.endpoint.send(registry.served_at(message))
-        case Heartbeat():
-            registry.update_heartbeat(member, message)
-        case WhatIf():
-            registry.update_what_if(member, message.report)
-        case Serves():
-            registry.serves(member, message.models)
-        case UpToDate():
-            registry.up_to_date(member)
-        case Lost():
-            registry.lost(member)
         case Hello():
             raise ProtocolError("unexpected Hello")
+        case _:
+            registry.report(member, message)
 
 
 async def _index(registry: Registry, member: Member, changed: Changed) -> None:

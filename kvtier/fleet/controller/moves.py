@@ -7,7 +7,7 @@ from functools import partial
 
 from kvtier.fleet.controller.errors import CommandFailed, MemberGone, UnknownName, WrongRequest
 from kvtier.fleet.controller.events import Kind, Result
-from kvtier.fleet.controller.member import PEERS, Member, TierRef
+from kvtier.fleet.controller.member import PEERS, TierRef
 from kvtier.fleet.controller.operation import (
     Operation,
     Part,
@@ -155,27 +155,15 @@ class Prefetch(Operation):
             result.reason = result.reason or "the instance gave no reason"
 
     def _plan(self, chunks: PromptChunks, target: TierRef) -> Plan:
-        holders, keys = self._registry.holders, chunks.keys
         member = target.member
-        own = dict.fromkeys(member.places, member.id)
-        here = holders.prefixes_of(own, keys).get(member.id, 0)
-        peers = holders.prefixes_of(self._peers(member), keys[here:])
-        peer = max(peers, key=lambda address: peers[address], default=None)
-        known = chunks.first(here + (peers[peer] if peer is not None else 0))
+        here = self._registry.held(member.id, chunks.keys)
+        peers = self._registry.peers_with(member, chunks.keys[here:])
+        peer, further = (peers[0][0].hello.peer, peers[0][1]) if peers else (None, 0)
+        known = chunks.first(here + further)
         # Only the instance can look up shared pools, so request all chunks.
         pools = any(tier.shared and tier.type != PEERS for tier in member.hello.tiers)
         plan = Plan.of(target.tier, known)._replace(peer=peer, more=pools)
         return plan._replace(parts=[Part(target.tier, chunks)]) if pools else plan
-
-    def _peers(self, member: Member) -> dict[int, str]:
-        """Return the peer addresses by place. Instances do not serve chunks from shared pools."""
-        return {
-            place: other.hello.peer
-            for other in self._registry.members.values()
-            if other is not member and other.hello.peer is not None
-            for place, tier in zip(other.places, other.hello.tiers, strict=True)
-            if not tier.shared
-        }
 
 
 async def fetch_chunks(

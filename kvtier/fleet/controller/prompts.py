@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import compress
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import anyio
 from anyio import to_thread
@@ -60,26 +61,19 @@ class PromptChunks(NamedTuple):
 
     def selected(self, mask: Sequence[bool]) -> PromptChunks:
         """Return only the chunks for which ``mask`` is true."""
-        return PromptChunks(
-            self.model,
-            list(compress(self.keys, mask)),
-            list(compress(self.tokens, mask)),
-            list(compress(self.lengths, mask)),
-        )
+        return self._each(lambda column: list(compress(column, mask)))
 
     def first(self, chunks: int) -> PromptChunks:
         """Return only the first ``chunks`` chunks."""
-        return self._slice(0, chunks)
+        return self._each(itemgetter(slice(chunks)))
 
     def slices(self, size: int) -> Iterator[PromptChunks]:
         """Yield the chunks, ``size`` at a time."""
         for start in range(0, len(self.keys), size):
-            yield self._slice(start, start + size)
+            yield self._each(itemgetter(slice(start, start + size)))
 
-    def _slice(self, start: int, stop: int) -> PromptChunks:
-        return PromptChunks(
-            self.model, self.keys[start:stop], self.tokens[start:stop], self.lengths[start:stop]
-        )
+    def _each(self, choose: Callable[[Any], Any]) -> PromptChunks:
+        return PromptChunks(self.model, choose(self.keys), choose(self.tokens), choose(self.lengths))
 
 
 class Prompts:

@@ -39,15 +39,18 @@ from kvtier.fleet.member.protocol import (
     Heartbeat,
     HeldBy,
     Hello,
+    Lost,
     Model,
     ServedAt,
+    Serves,
+    UpToDate,
     Welcome,
+    WhatIf,
     WhoHolds,
     WhoServes,
 )
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
-from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.settings.peer import join_address, split_address
 
@@ -303,35 +306,26 @@ class Registry:
         logger.info("instance %s disconnected: %s", member.id, member.closed_reason)
         self.changes.notify()
 
-    def serves(self, member: Member, models: Sequence[Model]) -> None:
-        """Set the models that a member serves. Raises: RefusedInstance."""
-        check_models(models)
-        member.models = tuple(models)
-        self.models.add(models)
-        self.changes.notify()
-
-    def update_heartbeat(self, member: Member, heartbeat: Heartbeat) -> None:
-        """Store a member's heartbeat. Raises: RefusedInstance."""
-        check_heartbeat(heartbeat, len(member.places))
-        member.heartbeat = heartbeat
-        member.hit_window.add(heartbeat, time.monotonic())
-        self.changes.notify()
-
-    def update_what_if(self, member: Member, report: WhatIfReport) -> None:
-        """Store what other settings would bring to a member. Raises: RefusedInstance."""
-        check_what_if(report, [tier.name for tier in member.hello.tiers])
-        member.what_if, member.what_if_at = report, time.time()
-        self.changes.notify()
-
-    def up_to_date(self, member: Member) -> None:
-        """Mark a member as up to date: it has reported all its chunks."""
-        member.up_to_date = True
-        self.changes.notify()
-
-    def lost(self, member: Member) -> None:
-        """Drop a member's chunks from the index. It will report them again."""
-        member.up_to_date = False
-        self._drop(member)
+    def report(self, member: Member, message: Serves | Heartbeat | WhatIf | UpToDate | Lost) -> None:
+        """Store what a member reports on itself. Raises: RefusedInstance."""
+        match message:
+            case Serves(models):
+                check_models(models)
+                member.models = tuple(models)
+                self.models.add(models)
+            case Heartbeat():
+                check_heartbeat(message, len(member.places))
+                member.heartbeat = message
+                member.hit_window.add(message, time.monotonic())
+            case WhatIf(report):
+                check_what_if(report, [tier.name for tier in member.hello.tiers])
+                member.what_if, member.what_if_at = report, time.time()
+            case UpToDate():
+                member.up_to_date = True
+            case Lost():
+                # It will report its chunks again.
+                member.up_to_date = False
+                self._drop(member)
         self.changes.notify()
 
     def stored(self, member: Member, tier: int, keys: Sequence[ChunkKey]) -> None:
@@ -346,11 +340,18 @@ class Registry:
             self.holders.remove(member.places[tier], keys)
             self._after_change()
 
-    def held_by(self, member: Member, question: WhoHolds, keys: Sequence[ChunkKey]) -> HeldBy:
-        """Return the peers that hold most leading chunks, the best first. Shared pools do not count."""
+    def peers_with(self, member: Member, keys: Sequence[ChunkKey]) -> list[tuple[Member, int]]:
+        """Return the other members that hold leading keys, and how many, the best first.
+
+        Shared pools do not count, nor do members that do not serve peers.
+        """
         found = self.holders.prefixes_of(self._sources, keys)
         found.pop(member, None)
-        best = sorted(found.items(), key=lambda item: -item[1])[:MAX_HOLDERS]
+        return sorted(found.items(), key=lambda item: -item[1])
+
+    def held_by(self, member: Member, question: WhoHolds, keys: Sequence[ChunkKey]) -> HeldBy:
+        """Return the peer addresses of the members that hold most leading keys, the best first."""
+        best = self.peers_with(member, keys)[:MAX_HOLDERS]
         return HeldBy(
             question.ticket, [other.hello.peer or "" for other, _ in best], [count for _, count in best]
         )
