@@ -44,6 +44,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvtier.memory.layout import ChunkLayout
+from kvtier.observability.whatif.report import Count
 from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.rpc.frames import Interim, Message, Ping, Pong, Refused, Reply, Request, decoder
 
@@ -133,14 +134,14 @@ class Lost(Message, frozen=True, array_like=True, tag=13):
 class TierState(msgspec.Struct, frozen=True, array_like=True):
     """State of one tier, in the order of ``Hello.tiers``."""
 
-    used: int
+    used: Count
     """In bytes."""
-    chunks: int
+    chunks: Count
     available: bool
     """Whether its circuit breaker is closed."""
-    found: int
+    found: Count
     """Number of chunks that lookups have hit in it since the instance started."""
-    hit_tokens: int = 0
+    hit_tokens: Count = 0
     """Of these chunks, without lookups that a request repeated."""
 
 
@@ -148,13 +149,13 @@ class Heartbeat(Message, frozen=True, array_like=True, tag=14):
     """State of the instance. All counts are since it started."""
 
     tiers: list[TierState]
-    looked_up: int
+    looked_up: Count
     """Number of chunks that engines have looked up."""
     engines: list[str]
-    leases: int
-    pending_bytes: int
+    leases: Count
+    pending_bytes: Count
     """Bytes that are still to be written to lower tiers."""
-    looked_up_tokens: int = 0
+    looked_up_tokens: Count = 0
     """Tokens of the lookups in which ``hit_tokens`` were hit."""
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+MAX_COUNT = 1 << 62
+"""The sum of two counts still fits into 64 bits."""
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Amount = Annotated[float, Meta(ge=0, le=MAX_COUNT)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class _Documented:
@@ -17,10 +25,10 @@ class _Documented:
 class Point(_Documented):
     """One capacity of a tier."""
 
-    capacity_bytes: int
-    hit_rate: float
+    capacity_bytes: Count
+    hit_rate: Share
     """Of the whole cache, if the tier had this capacity and everything else stayed as it is. From 0 to 1."""
-    fast_hit_rate: float | None = None
+    fast_hit_rate: Share | None = None
     """Of these, the hits in this tier and faster ones: what a lower tier has as well is found there later."""
 
 
@@ -30,10 +38,10 @@ class TierCurve(_Documented):
 
     tier: str
     policy: str
-    capacity_bytes: int
-    hit_rate: float
+    capacity_bytes: Count
+    hit_rate: Share
     """Estimated at the capacity of today, to be compared with :attr:`Report.measured_hit_rate`."""
-    useful_bytes: int
+    useful_bytes: Count
     """The least capacity with almost as many hits, also in this tier and faster ones: more brings nothing."""
     points: Sequence[Point]
     """By capacity, the smallest first."""
@@ -44,14 +52,14 @@ class Change(_Documented):
     """One change of the settings, and what it would bring. Either a capacity or a policy changes."""
 
     tier: str
-    capacity_bytes: int | None
+    capacity_bytes: Count | None
     """The new capacity of the tier."""
     policy: str | None
     """The new eviction policy of the tier."""
-    hit_rate: float
-    gained: float
+    hit_rate: Share
+    gained: Annotated[float, Meta(ge=-1, le=1)]
     """Hit rate minus that of today, both estimated; may be negative."""
-    gpu_seconds_a_day: float | None
+    gpu_seconds_a_day: Annotated[float, Meta(ge=-MAX_COUNT, le=MAX_COUNT)] | None
     """Prefill that the engines would not do; ``None`` while the speed of prefill is unknown."""
 
 
@@ -59,32 +67,32 @@ class Change(_Documented):
 class Report(_Documented):
     """The estimate of one host."""
 
-    seconds: float
+    seconds: Amount
     """For how long lookups have been observed."""
-    chunks: int
+    chunks: Count
     """How many chunks of lookups were observed."""
-    sampled: int
+    sampled: Count
     """Of these, those in the sample."""
-    sampling: float
+    sampling: Share
     """The part of all keys that the sample has today, up to 1."""
-    cpu_share: float
+    cpu_share: Amount
     """What the estimate takes of one core."""
-    dropped: int
+    dropped: Count
     """Lookups that were not observed, because the estimate could not keep up."""
-    measured_hit_rate: float | None
+    measured_hit_rate: Share | None
     """Of the cache itself in the same time; ``None`` before the first lookup."""
-    prefill_tokens_per_second: float | None
+    prefill_tokens_per_second: Amount | None
     """Measured by the engines; ``None`` if none has reported it."""
     tiers: Sequence[TierCurve]
     changes: Sequence[Change]
     """The most useful ones first."""
     stopped: str = ""
     """Why nothing is observed any more; empty while it is."""
-    looked_up: int = 0
+    looked_up: Count = 0
     """Chunks of all lookups since then: also of those that wait to be observed, and of dropped ones."""
-    behind_seconds: float = 0.0
+    behind_seconds: Amount = 0.0
     """For how long the oldest lookup that is not observed yet has been waiting."""
-    observed: float = 1.0
+    observed: Share = 1.0
     """Which part of these was observed, from 0 to 1."""
 
 

@@ -253,8 +253,11 @@ INVALID_MESSAGES = {
     "tier -1": (encode_body(Changed(-1, b"", b"")), "reports on tier -1"),
     "ticket": (encode_body(Done(77, b"", 0, 0)), "Done answers a request that was not sent"),
     "fewer tiers": (pack(14, [], 0, [], 0, 0), "0 tiers, but it registered 3"),
-    "negative bytes": (pack(14, [TierState(-1, 0, True, 0)] * 3, 0, [], 0, 0), "-1 is not between 0"),
-    "huge count": (pack(14, [TierState(1 << 63, 0, True, 0)] * 3, 0, [], 0, 0), "is not between 0 and"),
+    "negative bytes": (
+        pack(14, [TierState(-1, 0, True, 0)] * 3, 0, [], 0, 0),
+        ">= 0 - at `$[1][0][0]`",
+    ),
+    "huge count": (pack(14, [TierState(1 << 63, 0, True, 0)] * 3, 0, [], 0, 0), "Expected `int` <= "),
     "engines": (pack(14, [TierState(0, 0, True, 0)] * 3, 0, ["e"] * 500, 0, 0), "500 engines"),
     "engine": (pack(14, [TierState(0, 0, True, 0)] * 3, 0, ["\x07"], 0, 0), "not printable"),
     "no names": (serves(names=[]), "has 0 names"),
