@@ -129,7 +129,7 @@ def xxh3_128(data: bytes | memoryview) -> bytes:
     """
 
 class ChunkTable:
-    """See :class:`kvtier.catalog.table.ChunkTable`. Keeps the GIL.
+    """See :class:`kvtier.catalog.table.PythonTable`. Keeps the GIL.
 
     The columns are locked during each call only. ``lengths`` and ``children``: by tier. All methods raise
     ``IndexError`` if a row or a tier is out of bounds, and :meth:`fill` ``ValueError`` if a key does not have

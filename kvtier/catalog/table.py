@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Protocol
+from typing import TypeAlias
 
 from kvtier import native
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns
@@ -41,108 +41,35 @@ class TableColumns:
         """By tier: how many chunks there name each chunk as their parent."""
 
 
-class ChunkTable(Protocol):
+class PythonTable:
     """Which chunk has which row, and operations on many chunks that change several columns.
 
     Synchronous and not thread-safe. Each call takes time proportional to its arguments: in the native core
     10 to 200 ns per chunk, of which cache misses of the processor are most.
     """
 
-    parents_only: int
-    """Number of rows of chunks that are in no tier, but the parent of one that is."""
-
-    def find(self, key: ChunkKey) -> int:
-        """Return the row of a chunk, or :data:`NO_ROW`."""
-
-    def find_all(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Return the rows of chunks, :data:`NO_ROW` for those that have none."""
-
-    def prefix(self, keys: Sequence[ChunkKey], among: int) -> tuple[list[int], bytes]:
-        """Return the rows of the leading chunks that are READY in some tier, and the fastest one of each.
-
-        ``among``: a bit mask of the tiers to consider.
-        """
-
-    def absent(self, keys: Sequence[ChunkKey], tier: int) -> list[int]:
-        """Return the positions of the chunks that are not READY in a tier."""
-
-    def fill(
-        self,
-        keys: Sequence[ChunkKey],
-        rows: Sequence[int],
-        lengths: Sequence[int],
-        parent: int,
-        space: int,
-        generation: int,
-    ) -> None:
-        """Describe consecutive chunks in vacant rows. ``parent``: the row before the first.
-
-        Raises ``ValueError``, and gives no row to any, if one of them has one or occurs twice.
-        """
-
-    def enter(self, rows: Sequence[int], tier: int, ready: bool) -> int:
-        """Set the tier's bit of chunks that are not there. Return the sum of their lengths."""
-
-    def leave(self, keys: Sequence[ChunkKey], tier: int) -> tuple[list[int], int]:
-        """Clear the tier's bit of chunks. Return their rows, and the sum of their lengths.
-
-        Raises ``KeyError`` with the key, and changes nothing, if one is not there or occurs twice. Call
-        :meth:`release` next.
-        """
-
-    def release(self, rows: Sequence[int], tier: int) -> list[int]:
-        """Give up the rows of chunks that have left a tier, and of their parents, if nothing needs them.
-
-        A row is needed while its chunk is in some tier, or the parent of one that is. Return those that are
-        vacant now.
-        """
-
-    def free_parents(self, rows: Sequence[int]) -> list[int]:
-        """Give up those of the rows that nothing needs any more, and return them."""
-
-
-def make_table(columns: TableColumns) -> ChunkTable:
-    """Return an empty table, native if possible."""
-    if not native.available():
-        return PythonTable(columns)
-    shared = columns.shared
-    return native.core.ChunkTable(
-        shared.keys,
-        shared.parents,
-        columns.ready,
-        columns.pending,
-        columns.spaces,
-        columns.generations,
-        shared.lengths,
-        columns.lengths,
-        columns.children,
-    )
-
-
-class PythonTable:
-    """:class:`ChunkTable` without the native core.
-
-    256 dictionaries by the key's first byte, because the growth of a single one with ten million entries
-    blocks for half a second.
-    """
-
     def __init__(self, columns: TableColumns) -> None:
         self.parents_only = 0
+        """Number of rows of chunks that are in no tier, but the parent of one that is."""
+        # 256, by the key's first byte: the growth of one with ten million entries blocks for half a second.
         self._rows: list[dict[bytes, int]] = [{} for _ in range(256)]
         self._columns = columns
         self._keys, self._parents = columns.shared.keys, columns.shared.parents
         self._ready, self._pending = columns.ready, columns.pending
 
     def find(self, key: ChunkKey) -> int:
-        """Return the row of a chunk."""
+        """Return the row of a chunk, or :data:`NO_ROW`."""
         return self._rows[key[0]].get(key, NO_ROW) if key else NO_ROW
 
     def find_all(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Return the rows of chunks."""
+        """Return the rows of chunks, :data:`NO_ROW` for those that have none."""
         return [self.find(key) for key in keys]
 
     def prefix(self, keys: Sequence[ChunkKey], among: int) -> tuple[list[int], bytes]:
-        """Return the rows of the leading chunks that are READY, and the fastest tier of each."""
+        """Return the rows of the leading chunks that are READY in some tier, and the fastest one of each.
+
+        ``among``: a bit mask of the tiers to consider.
+        """
         rows: list[int] = []
         for key in keys:
             row = self.find(key)
@@ -168,7 +95,10 @@ class PythonTable:
         space: int,
         generation: int,
     ) -> None:
-        """Describe consecutive chunks in vacant rows."""
+        """Describe consecutive chunks in vacant rows. ``parent``: the row before the first.
+
+        Raises ``ValueError``, and gives no row to any, if one of them has one or occurs twice.
+        """
         if any(len(key) != KEY_BYTES for key in keys):
             raise ValueError(f"a key must have {KEY_BYTES} bytes")
         if len(set(keys)) < len(keys) or any(self.find(key) != NO_ROW for key in keys):
@@ -181,7 +111,7 @@ class PythonTable:
             self._rows[key[0]][key] = parent = row
 
     def enter(self, rows: Sequence[int], tier: int, ready: bool) -> int:
-        """Set the tier's bit of chunks."""
+        """Set the tier's bit of chunks that are not there. Return the sum of their lengths."""
         masks = self._ready if ready else self._pending
         lengths, own, children = self._columns.shared.lengths, *self._of(tier)
         used = 0
@@ -194,7 +124,11 @@ class PythonTable:
         return used
 
     def leave(self, keys: Sequence[ChunkKey], tier: int) -> tuple[list[int], int]:
-        """Clear the tier's bit of chunks."""
+        """Clear the tier's bit of chunks. Return their rows, and the sum of their lengths.
+
+        Raises ``KeyError`` with the key, and changes nothing, if one is not there or occurs twice. Call
+        :meth:`release` next.
+        """
         rows, seen, ready, pending = self.find_all(keys), set[int](), self._ready, self._pending
         for key, row in zip(keys, rows, strict=True):
             if row == NO_ROW or row in seen or not (ready[row] | pending[row]) >> tier & 1:
@@ -207,7 +141,11 @@ class PythonTable:
         return rows, sum(lengths[row] for row in rows)
 
     def release(self, rows: Sequence[int], tier: int) -> list[int]:
-        """Give up the rows of chunks that have left a tier, and of their parents."""
+        """Give up the rows of chunks that have left a tier, and of their parents, if nothing needs them.
+
+        A row is needed while its chunk is in some tier, or the parent of one that is. Return those that are
+        vacant now.
+        """
         above = [parent for row in rows if (parent := self._parents[row]) >= 0]
         _, children = self._of(tier)
         for parent in above:
@@ -226,7 +164,7 @@ class PythonTable:
         return freed + self.free_parents(above) if may_free_parents else freed
 
     def free_parents(self, rows: Sequence[int]) -> list[int]:
-        """Give up those of the rows that nothing needs any more."""
+        """Give up those of the rows that nothing needs any more, and return them."""
         freed = []
         for row in rows:
             if self._ready[row] | self._pending[row] or self._is_parent(row):
@@ -248,6 +186,27 @@ class PythonTable:
 
     def _of(self, tier: int) -> tuple[array[int], array[int]]:
         return self._columns.lengths[tier], self._columns.children[tier]
+
+
+ChunkTable: TypeAlias = "PythonTable | native.core.ChunkTable"
+
+
+def make_table(columns: TableColumns) -> ChunkTable:
+    """Return an empty table, native if possible."""
+    if not native.available():
+        return PythonTable(columns)
+    shared = columns.shared
+    return native.core.ChunkTable(
+        shared.keys,
+        shared.parents,
+        columns.ready,
+        columns.pending,
+        columns.spaces,
+        columns.generations,
+        shared.lengths,
+        columns.lengths,
+        columns.children,
+    )
 
 
 @cache
