@@ -135,8 +135,10 @@ class TieredCache:
         self.load_or_compute = self._looking_up.load_or_compute
         """Decides what is loaded and what is computed."""
         self._finished = self._closed = False
-        self._observe_lookup: ObserveLookup | None = None
-        self._observe_model: ObserveModel | None = None
+        self.observe_lookup: ObserveLookup | None = None
+        """Receives every lookup with ``expected`` that is neither local nor repeated."""
+        self.observe_model: ObserveModel | None = None
+        """Receives every model passed to :meth:`model`."""
 
     @classmethod
     @asynccontextmanager
@@ -218,8 +220,8 @@ class TieredCache:
         """Return access to one model's chunks by token IDs, with ``token_bytes`` bytes of KV per token."""
         self._check_open()
         model = ModelCache(self, name, token_bytes=token_bytes, salt=salt)
-        if self._observe_model is not None:
-            self._observe_model(name, model.namespace, model.layout)
+        if self.observe_model is not None:
+            self.observe_model(name, model.namespace, model.layout)
         return model
 
     def add_observer(self, observer: Observer) -> None:
@@ -229,14 +231,6 @@ class TieredCache:
     def remove_observer(self, observer: Observer) -> None:
         """Undo :meth:`add_observer`."""
         self.observers.remove(observer)
-
-    def observe_lookups(self, observe: ObserveLookup | None) -> None:
-        """Report every lookup with ``expected`` that is neither local nor repeated from now on."""
-        self._observe_lookup = observe
-
-    def observe_models(self, observe: ObserveModel | None) -> None:
-        """Report every model passed to :meth:`model` from now on."""
-        self._observe_model = observe
 
     # Control path: synchronous.
 
@@ -280,14 +274,13 @@ class TieredCache:
         return found
 
     def _report_lookup(self, query: Query, expected: Expected | None, found: int) -> None:
-        """Report a lookup to its observer."""
-        if self._observe_lookup is None or expected is None or not query.keys:
+        if self.observe_lookup is None or expected is None or not query.keys:
             return
         layout = self.layouts.get(expected.namespace)
         tokens = 0 if layout is None else layout.chunk_tokens
         size = object_bytes(layout.payload_bytes(tokens)) if layout is not None else expected.lengths[0]
         compute = query.compute_seconds / len(query.keys)
-        self._observe_lookup(
+        self.observe_lookup(
             PromptLookup(time.monotonic(), query.keys, size, tokens, found, compute, query.hints)
         )
 

@@ -69,7 +69,7 @@ class Instance:
         self._kv_transfers = transfer
         self.served = served or ServedModels()
         """The models of the connected engines, maintained by the bridge server, and of programs."""
-        cache.observe_models(self._add_model)
+        cache.observe_model = self._add_model
         self.stagings = stagings
         """The engines' staging buffers, if ``kv_transfer.device`` is ``cuda``."""
         self._controller_client: ControllerClient | None = None

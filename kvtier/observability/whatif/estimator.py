@@ -201,7 +201,7 @@ async def estimating(cache: TieredCache, plugins: Plugins) -> AsyncIterator[Esti
     tiers = [tier.settings for tier in cache.tiers]
     local = [tier for tier in tiers if isinstance(tier, LocalTierSettings)]
     estimator = Estimator(Estimate(plugins, cache.settings, local))
-    cache.observe_lookups(estimator.observe_lookup)
+    cache.observe_lookup = estimator.observe_lookup
     cache.add_observer(estimator)
     try:
         async with open_tasks() as tasks:
@@ -212,4 +212,4 @@ async def estimating(cache: TieredCache, plugins: Plugins) -> AsyncIterator[Esti
                 tasks.cancel_scope.cancel()
     finally:
         cache.remove_observer(estimator)
-        cache.observe_lookups(None)
+        cache.observe_lookup = None

@@ -107,7 +107,7 @@ async def test_chunks_that_were_stored_without_a_lookup_are_hits_later(eviction:
 async def test_repeated_and_local_lookups_do_not_count() -> None:
     seen: list[PromptLookup] = []
     async with opened() as (instance, model):
-        instance.cache.observe_lookups(seen.append)
+        instance.cache.observe_lookup = seen.append
         prompt = tokens_of([1, 2, 3])
         await serve(model, [1, 2, 3])
         keys, expected = model.keys(prompt), Expected(model.namespace, [CHUNK_OBJECT_BYTES] * 3)
@@ -125,7 +125,7 @@ async def test_it_can_be_switched_off() -> None:
     async with opened(whatif={"enabled": False}) as (instance, model):
         await serve(model, [1, 2, 3])
         assert instance.what_if() is None
-        assert not [one for one in instance.cache.observers if isinstance(one, Estimator)]
+        assert instance.cache.observe_lookup is None
 
 
 async def test_failure_warns_once_and_serving_goes_on(
