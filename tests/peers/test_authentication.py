@@ -6,6 +6,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvtier.rpc.frames import Ping, Pong, Refused, encode
 from kvtier.rpc.handshake import OPENING_BYTES, PROOF_BYTES, Handshake
 from kvtier.settings.peer import PeerSettings
 from kvtier.testing.backend import make_key
-from tests.rigs.authority import Authority
+from tests.rigs.certificates import Authority, openssl
 from tests.rigs.peer_server import SECRET, RawClient, serving
 from tests.rigs.waiting import until
 from tests.rpc.test_handshake import feed_all
@@ -30,6 +31,11 @@ from tests.rpc.test_handshake import feed_all
 pytestmark = pytest.mark.anyio
 
 OTHER_SECRET = "another secret altogether"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path, "authority")
 
 
 def credentials(secret: str | None = SECRET, tls: dict[str, str] | None = None) -> Credentials:
@@ -69,6 +75,9 @@ async def test_refusal_sends_no_reason(recorded: bool) -> None:
         assert await raw.read_to_end() == b""
 
 
+Impersonate = Callable[[socket.socket], Awaitable[bytes]]
+
+
 async def test_server_without_secret_receives_only_opening_and_proof() -> None:
     received = await received_by(_impersonate_without_secret)
     assert len(received) == OPENING_BYTES + PROOF_BYTES
@@ -92,15 +101,12 @@ async def _reply_http(connected: socket.socket) -> bytes:
     return await receive_exactly(connected, OPENING_BYTES)
 
 
-async def test_echoing_server_receives_no_proof() -> None:
-    assert len(await received_by(_echo)) == OPENING_BYTES
+@pytest.mark.parametrize("impersonate", [_echo, _reply_http])
+async def test_other_server_receives_no_proof(impersonate: Impersonate) -> None:
+    assert len(await received_by(impersonate)) == OPENING_BYTES
 
 
-async def test_http_server_receives_no_proof() -> None:
-    assert len(await received_by(_reply_http)) == OPENING_BYTES
-
-
-async def received_by(impersonate: Callable[[socket.socket], Awaitable[bytes]]) -> bytes:
+async def received_by(impersonate: Impersonate) -> bytes:
     """Return all bytes that a client sends to an impostor of a server."""
     executor = WorkerThreads(1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -224,6 +230,14 @@ async def test_client_that_disconnects_during_handshake_is_released() -> None:
 # TLS.
 
 
+def context_of(authority: Authority) -> ssl.SSLContext:
+    """Return a client's context without a certificate of its own."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(authority.certificate)
+    return context
+
+
 async def ping(served: Any, chosen: Credentials) -> None:
     client = RawClient(await served.connect_authenticated(chosen))
     await client.request(Hello(VERSION, "a test", "control"))
@@ -231,8 +245,7 @@ async def ping(served: Any, chosen: Credentials) -> None:
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-async def test_certificates_of_same_authority_are_accepted(tmp_path: Path, secret: str | None) -> None:
-    authority = Authority(tmp_path, "authority")
+async def test_certificates_of_same_authority_are_accepted(authority: Authority, secret: str | None) -> None:
     async with serving(
         secret=secret, tls=authority.sign("server"), checksum=False, ram=4000, share=1
     ) as served:
@@ -248,8 +261,7 @@ async def test_certificates_of_same_authority_are_accepted(tmp_path: Path, secre
         await ping(served, chosen)
 
 
-async def test_secret_is_required_besides_certificates(tmp_path: Path) -> None:
-    authority = Authority(tmp_path, "authority")
+async def test_secret_is_required_besides_certificates(authority: Authority) -> None:
     async with serving(tls=authority.sign("server")) as served:
         for secret in (OTHER_SECRET, None):
             with pytest.raises(PeerError, match="secret"):
@@ -271,8 +283,7 @@ async def test_foreign_certificate_is_refused_by_both_sides(tmp_path: Path) -> N
         await ping(served, credentials(None, ours.sign("client")))
 
 
-async def test_expired_certificate_is_refused_by_both_sides(tmp_path: Path) -> None:
-    authority = Authority(tmp_path, "authority")
+async def test_expired_certificate_is_refused_by_both_sides(authority: Authority) -> None:
     expired, good = authority.sign("expired", days=-1), authority.sign("good")
     async with serving(secret=None, tls=good) as served:
         with pytest.raises(PeerError, match="certificate"):
@@ -283,24 +294,18 @@ async def test_expired_certificate_is_refused_by_both_sides(tmp_path: Path) -> N
             await served.connect_authenticated(credentials(None, good))
 
 
-async def test_missing_certificate_is_refused(tmp_path: Path) -> None:
-    authority = Authority(tmp_path, "authority")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.load_verify_locations(authority.certificate)
+async def test_missing_certificate_is_refused(authority: Authority) -> None:
+    context = context_of(authority)
     async with serving(secret=None, tls=authority.sign("server")) as served:
         with pytest.raises(PeerError, match="certificate"):
             await served.connect_authenticated(Credentials(b"", context, None))
         await until(lambda: served.refused() == {"wrong certificate": 1})
 
 
-async def test_older_tls_is_refused(tmp_path: Path) -> None:
-    authority = Authority(tmp_path, "authority")
+async def test_older_tls_is_refused(authority: Authority) -> None:
     files = authority.sign("client")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
+    context = context_of(authority)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    context.load_verify_locations(files["authority"])
     context.load_cert_chain(files["certificate"], files["key"])
     async with serving(secret=None, tls=authority.sign("server")) as served:
         with pytest.raises(PeerError):
@@ -308,8 +313,7 @@ async def test_older_tls_is_refused(tmp_path: Path) -> None:
         await until(lambda: sum(served.refused().values()) == 1)
 
 
-async def test_tls_on_one_side_only_is_reported(tmp_path: Path) -> None:
-    authority = Authority(tmp_path, "authority")
+async def test_tls_on_one_side_only_is_reported(authority: Authority) -> None:
     async with serving(tls=authority.sign("server")) as served:
         with pytest.raises(PeerError, match=r"peer\.tls"):
             await served.connect_authenticated(credentials())
@@ -318,9 +322,8 @@ async def test_tls_on_one_side_only_is_reported(tmp_path: Path) -> None:
             await served.connect_authenticated(credentials(SECRET, authority.sign("client")))
 
 
-async def test_stalled_tls_handshake_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_tls_handshake_times_out(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(authentication, "ACCEPT_SECONDS", 0.3)
-    authority = Authority(tmp_path, "authority")
     async with serving(secret=None, tls=authority.sign("server")) as served:
         raw = RawClient(await served.connect())
         await raw.send(b"\x16\x03\x01\x02\x00\x01")
@@ -328,8 +331,7 @@ async def test_stalled_tls_handshake_times_out(tmp_path: Path, monkeypatch: pyte
         assert served.refused() == {"timeout": 1}
 
 
-async def test_refusal_over_tls_is_received(tmp_path: Path) -> None:
-    authority = Authority(tmp_path, "authority")
+async def test_refusal_over_tls_is_received(authority: Authority) -> None:
     async with serving(secret=None, tls=authority.sign("server")) as served:
         client = RawClient(await served.connect_authenticated(credentials(None, authority.sign("client"))))
         assert isinstance(await client.request(Hello(VERSION + 1, "new", "control")), Refused)
@@ -340,8 +342,8 @@ async def test_refusal_over_tls_is_received(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["certificate", "key", "authority"])
 @pytest.mark.parametrize("damage", ["missing", "garbage"])
-def test_unusable_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
-    files = Authority(tmp_path, "authority").sign("peer")
+def test_unusable_file_is_named(authority: Authority, name: str, damage: str) -> None:
+    files = authority.sign("peer")
     path = Path(files[name])
     if damage == "missing":
         path.unlink()
@@ -351,19 +353,15 @@ def test_unusable_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
         credentials(None, files)
 
 
-def test_key_of_another_certificate_is_reported(tmp_path: Path) -> None:
-    authority = Authority(tmp_path, "authority")
+def test_key_of_another_certificate_is_reported(authority: Authority) -> None:
     files = {**authority.sign("peer"), "key": authority.sign("other")["key"]}
     with pytest.raises(SettingsError, match=r"peer\.tls\.key"):
         credentials(None, files)
 
 
-def test_encrypted_key_is_refused_without_prompt(tmp_path: Path) -> None:
-    authority = Authority(tmp_path, "authority")
+def test_encrypted_key_is_refused_without_prompt(authority: Authority) -> None:
     files = authority.sign("peer")
-    authority._run(
-        "ec", "-in", files["key"], "-aes256", "-passout", "pass:secret", "-out", files["key"] + "x"
-    )
+    openssl("ec", "-in", files["key"], "-aes256", "-passout", "pass:secret", "-out", files["key"] + "x")
     with pytest.raises(SettingsError, match=r"peer\.tls\.key"):
         credentials(None, {**files, "key": files["key"] + "x"})
 
@@ -374,15 +372,12 @@ def test_secret_or_certificate_is_required() -> None:
 
 
 def test_detach_refuses_buffered_bytes() -> None:
-    ours, theirs = socket.socketpair()
-    connection = Connection(socket.AF_UNIX)
-    connection._socket.close()
-    connection._socket = ours
-    connection.deadline = Deadline(5)
-    connection._set_up()
-    theirs.send(b"more")
-    connection.fill()
-    with pytest.raises(ProtocolViolation):
-        connection.detach()
-    connection.close()
-    theirs.close()
+    connection = Connection(socket.AF_INET)
+    with socket.create_server(("127.0.0.1", 0)) as listener, closing(connection):
+        connection.deadline = Deadline(60)
+        connection.connect(listener.getsockname())
+        with listener.accept()[0] as theirs:
+            theirs.send(b"more")
+            connection.fill()
+            with pytest.raises(ProtocolViolation):
+                connection.detach()

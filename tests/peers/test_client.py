@@ -34,7 +34,7 @@ from kvtier.rpc.authentication import Credentials
 from kvtier.rpc.frames import Message, Ping, Pong, Refused
 from kvtier.settings.peer import PeerSettings
 from kvtier.testing.cancelling import Through, cancelled_at
-from tests.rigs.authority import Authority
+from tests.rigs.certificates import Authority
 from tests.rigs.open_files import sockets
 from tests.rigs.scripted_peer import NoAuthentication, ScriptedPeer, reading_from
 from tests.rigs.waiting import until

@@ -1,4 +1,4 @@
-"""Self-signed certificates for tests."""
+"""Certificates for tests: self-signed ones, and those of a throwaway authority. Skips without openssl."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ import pytest
 from tests.rigs.servers.redis import TLSFiles
 
 EXPIRED = ("-startdate", "200101000000Z", "-enddate", "200102000000Z")
+_NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+def openssl(*arguments: str | Path) -> None:
+    """Run openssl. Skips the test if it is missing."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is missing: apt-get install openssl")
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True)
 
 
 def expire(files: TLSFiles) -> None:
@@ -24,36 +32,43 @@ def expire(files: TLSFiles) -> None:
         "[e]\nsubjectAltName=IP:127.0.0.1\nbasicConstraints=CA:TRUE\n"
     )
     request = folder / "request.pem"
-    for command in (
-        ["req", "-new", "-key", files.key, "-subj", "/CN=kvtier", "-out", request],
-        [
-            *("ca", "-batch", "-selfsign", "-rand_serial", "-config", configuration, *EXPIRED),
-            *("-keyfile", files.key, "-in", request, "-out", files.certificate),
-        ],
-    ):
-        subprocess.run(["openssl", *command], check=True, capture_output=True)
+    openssl("req", "-new", "-key", files.key, "-subj", "/CN=kvtier", "-out", request)
+    openssl(
+        *("ca", "-batch", "-selfsign", "-rand_serial", "-config", configuration, *EXPIRED),
+        *("-keyfile", files.key, "-in", request, "-out", files.certificate),
+    )
 
 
 def make_certificate(folder: Path, name: str = "IP:127.0.0.1") -> TLSFiles:
-    """Create a self-signed certificate for a host (``DNS:...`` or ``IP:...``). Skips without openssl."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is missing: apt-get install openssl")
+    """Create a self-signed certificate for a host (``DNS:...`` or ``IP:...``)."""
     folder.mkdir(parents=True)
     certificate, key = folder / "certificate.pem", folder / "key.pem"
-    command = [
-        *(
-            "openssl",
-            "req",
-            "-x509",
-            "-days",
-            "2",
-            "-subj",
-            "/CN=kvtier",
-            "-addext",
-            f"subjectAltName={name}",
-        ),
-        *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
-        *("-keyout", str(key), "-out", str(certificate)),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    openssl(
+        *("req", "-x509", "-days", "2", "-subj", "/CN=kvtier", "-addext", f"subjectAltName={name}"),
+        *(*_NEW_KEY, "-keyout", key, "-out", certificate),
+    )
     return TLSFiles(certificate, key, authority=certificate)
+
+
+class Authority:
+    """A throwaway certificate authority that signs certificates in a folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._key = folder / f"{name}.key"
+        self.certificate = folder / f"{name}.pem"
+        openssl(
+            *("req", "-x509", "-subj", f"/CN={name}", "-days", "2", *_NEW_KEY),
+            *("-keyout", self._key, "-out", self.certificate),
+        )
+
+    def sign(self, name: str, days: int = 2) -> dict[str, str]:
+        """Return the ``peer.tls`` settings of one instance. Negative ``days``: an expired certificate."""
+        key, request, certificate = (self._folder / f"{name}{end}" for end in ("-key.pem", ".csr", ".pem"))
+        openssl("req", "-subj", f"/CN={name}", *_NEW_KEY, "-keyout", key, "-out", request)
+        openssl(
+            *("x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self._key),
+            *("-CAcreateserial", "-days", str(days), "-out", certificate),
+        )
+        return {"certificate": str(certificate), "key": str(key), "authority": str(self.certificate)}

@@ -22,7 +22,7 @@ from kvtier.fleet.controller.registry import MAX_MEMBERS
 from kvtier.fleet.controller.serve import run_controller, serve
 from kvtier.fleet.controller.settings import ServiceSettings, default_state
 from kvtier.fleet.controller.stream import MAX_READERS
-from tests.rigs.authority import Authority
+from tests.rigs.certificates import Authority
 from tests.rigs.running_controller import TIMEOUT_SECONDS
 
 TOKEN = "an unguessable token"
