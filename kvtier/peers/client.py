@@ -142,7 +142,7 @@ class PeerClient:
             if source is None and not self._tried.is_set():
                 await self._tried.wait()
                 source = self.source
-            if source is None or (not force and source.last_message_at < self._unanswered_at):
+            if source is None or (not force and source.endpoint.last_message_at < self._unanswered_at):
                 return None
             sent_at = time.monotonic()
             try:

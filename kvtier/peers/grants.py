@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.memory.slices import Lease, Slices
@@ -36,6 +36,8 @@ class Grant:
     """Slices that hold no complete chunk yet, or never will, and may not be accessed."""
     unfilled: dict[int, Reservation] = field(default_factory=dict)
     """With :attr:`Access.WRITE`: what is not committed yet, by slice. Owned by the user of the table."""
+    until_ready: Callable[[Sequence[int]], Awaitable[None]] | None = None
+    """Waits until each of these slices may be accessed, or never will be."""
     on_end: Callable[[], None] | None = None
     """Called once when the grant ends or expires, synchronously. Must not raise."""
     _starts: list[int] | None = None

@@ -127,6 +127,8 @@ class PendingGrant:
         self._progress = anyio.Event()
         self._scope = CancelScope()
         grant.unready.update(late)
+        grant.on_end = self._end
+        grant.until_ready = self._wait
 
     async def run(self) -> None:
         """Make chunks readable as they arrive, until all have arrived or the grant has ended."""
@@ -142,15 +144,13 @@ class PendingGrant:
                 ]
                 await self._seal(landed)
 
-    async def wait(self, chunks: Sequence[int]) -> None:
-        """Wait until each of these is readable, has failed, or has lost its grant."""
+    async def _wait(self, chunks: Sequence[int]) -> None:
         waiting = self._late.keys() & set(chunks)
         while waiting:
             await self._progress.wait()
             waiting &= self._late.keys()
 
-    def end(self) -> None:
-        """Wake all waiters, because the grant has ended."""
+    def _end(self) -> None:
         self._late.clear()
         self._scope.cancel()
         self._notify()

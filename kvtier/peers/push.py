@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import anyio
 
@@ -19,7 +19,6 @@ from kvtier.logs import printable
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.peers.protocol import (
-    NO_GRANT,
     Announce,
     Announced,
     Commit,
@@ -29,8 +28,8 @@ from kvtier.peers.protocol import (
     Withdraw,
     Withdrawn,
 )
-from kvtier.peers.remote_leases import RemoteLease, usable_seconds
-from kvtier.peers.source import MAX_NUMBER, Source, expect_length
+from kvtier.peers.remote_leases import RemoteLease, leases_of, usable_seconds
+from kvtier.peers.source import Source, expect_length
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.sealer import Sealer
 
@@ -65,14 +64,13 @@ class PushOutcome(Enum):
         return self in (PushOutcome.OK, PushOutcome.HELD)
 
 
-class RemoteRoom:
+class RemoteRoom(NamedTuple):
     """A peer's response to one :class:`Reserve`, by the positions of the chunks."""
 
-    def __init__(self, leases: Mapping[int, RemoteLease], reserved: Reserved) -> None:
-        self.leases = leases
-        self.held = reserved.held
-        self.pending = reserved.pending
-        self.refusal = printable(reserved.refusal)
+    leases: dict[int, RemoteLease]
+    held: list[int]
+    pending: list[int]
+    refusal: str
 
 
 class Pusher:
@@ -138,7 +136,7 @@ class Pusher:
             self.source.release(room.leases.values())
 
         def settle(reserved: Reserved, wanted: bool) -> RemoteRoom:
-            room = RemoteRoom(_leases_of(reserved, headers, sent_at, shares), reserved)
+            room = _room_of(reserved, headers, sent_at, shares)
             if not wanted:
                 give_back(room)
             return room
@@ -286,24 +284,22 @@ class _Push:
             del self._sealed[index]
 
 
-def _leases_of(
-    reserved: Reserved, headers: Sequence[ChunkHeader], sent_at: float, shares: int
-) -> dict[int, RemoteLease]:
+def _room_of(reserved: Reserved, headers: Sequence[ChunkHeader], sent_at: float, shares: int) -> RemoteRoom:
     """Validate a response. Raises :class:`kvtier.errors.ProtocolError`."""
     count = len(reserved.positions)
     expect_length(reserved.offsets, count)
     listed = [*reserved.positions, *reserved.held, *reserved.pending]
     if len(set(listed)) < len(listed) or any(not 0 <= at < len(headers) for at in listed):
         raise ProtocolError("the peer's reservation lists chunks that were not requested")
-    if count and not (NO_GRANT < reserved.grant <= MAX_NUMBER and 0 < reserved.seconds < float("inf")):
-        raise ProtocolError("the reservation is inconsistent")
-    ends = sent_at + usable_seconds(reserved.seconds)
-    leases = {}
-    for number, (at, offset) in enumerate(zip(reserved.positions, reserved.offsets, strict=True)):
-        length = headers[at].payload_bytes // shares
-        if offset < 0 or offset + length > MAX_NUMBER:
-            raise ProtocolError("the peer's reservation has an invalid offset")
-        leases[at] = RemoteLease(
-            headers[at].key, reserved.grant, number, offset, length, ready=True, ends=ends
-        )
-    return leases
+    if count and not 0 < reserved.seconds < float("inf"):
+        raise ProtocolError("the peer's reservation has an invalid lifetime")
+    granted = [headers[at] for at in reserved.positions]
+    leases = leases_of(
+        reserved.grant,
+        [header.key for header in granted],
+        reserved.offsets,
+        [header.payload_bytes // shares for header in granted],
+        sent_at + usable_seconds(reserved.seconds),
+    )
+    by_position = dict(zip(reserved.positions, leases, strict=True))
+    return RemoteRoom(by_position, reserved.held, reserved.pending, printable(reserved.refusal))

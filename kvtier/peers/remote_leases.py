@@ -1,20 +1,17 @@
-"""Chunks that a peer has granted to this host, and their release."""
+"""Chunks that a peer has granted to this host."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import anyio
-
-from kvtier.errors import ChannelError
+from kvtier.errors import ProtocolError
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.protocol import Release, Released
-from kvtier.rpc.endpoint import Endpoint
+from kvtier.peers.protocol import NO_GRANT
 from kvtier.transports.base import RemoteSpan
 
+MAX_NUMBER = (1 << 63) - 1
 MAX_LEASES = 65_536
 """Per peer; about 15 MB."""
 LAST_SECONDS = 0.5
@@ -110,38 +107,28 @@ class RemoteLeases:
             del self._by_key[oldest]
 
 
-class Releases:
-    """Releases leases at a connected peer, with one message per grant, and waits for no response."""
+def leases_of(
+    grant: int,
+    keys: Sequence[ChunkKey],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    ends: float,
+    *,
+    ready: int | None = None,
+) -> list[RemoteLease]:
+    """Return the leases of a grant in a peer's response.
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._unsent: dict[int, list[int]] = {}
-        """Numbers of leases by grant."""
-        self._added = anyio.Event()
-
-    def add(self, leases: Iterable[RemoteLease]) -> None:
-        """Release these soon. Does nothing once the connection has ended, which ends the grants as well."""
-        if self._endpoint.closed:
-            return
-        for lease in leases:
-            self._unsent.setdefault(lease.grant, []).append(lease.number)
-        self._added.set()
-
-    async def run(self) -> None:
-        """Send releases until cancelled. Ends the connection if one cannot be sent."""
-        while True:
-            await self._added.wait()
-            self._added = anyio.Event()
-            unsent, self._unsent = self._unsent, {}
-            try:
-                for grant, numbers in unsent.items():
-                    self._endpoint.call(
-                        partial(Release, grant=grant, chunks=numbers),
-                        Released,
-                        lambda _released, _wanted: None,
-                    )
-            except ChannelError as error:
-                self._endpoint.end(error)
+    ``ready``: how many leading ones may be read now; default all. Raises :class:`ProtocolError` for numbers
+    that no grant has.
+    """
+    if keys and not NO_GRANT < grant <= MAX_NUMBER:
+        raise ProtocolError("the peer's grant has an invalid number")
+    leases = []
+    for number, (key, offset, length) in enumerate(zip(keys, offsets, lengths, strict=True)):
+        if offset < 0 or length <= 0 or offset + length > MAX_NUMBER:
+            raise ProtocolError("the peer's grant has an invalid offset or length")
+        leases.append(RemoteLease(key, grant, number, offset, length, ready is None or number < ready, ends))
+    return leases
 
 
 def usable_seconds(lease: float) -> float:

@@ -226,10 +226,6 @@ class Reservations:
         self._open -= len(taken)
         return taken
 
-    def _release(self, owner: Hashable, number: int, chunks: Sequence[int]) -> None:
-        for target in self._targets():
-            target.grants.release(owner, number, chunks, Access.WRITE)
-
     async def end(self, owner: Hashable) -> None:
         """Drop the reservations and announcements of a disconnected peer, then end its grants. Idempotent.
 
@@ -273,7 +269,8 @@ class Reservations:
         found = self._find(owner, request.grant)
         if found is None:
             # Too late to commit, but the writes have ended, so the memory can be released.
-            self._release(owner, request.grant, request.chunks)
+            for target in self._targets():
+                target.grants.release(owner, request.grant, request.chunks, Access.WRITE)
             return [False] * len(request.chunks)
         target, grant = found
         filled = self._take_unfilled(grant, request.chunks)

@@ -15,7 +15,7 @@ from anyio.abc import TaskGroup
 from kvtier.errors import PeerError
 from kvtier.logs import printable
 from kvtier.peers.client import PeerClient
-from kvtier.settings.peer import split_address
+from kvtier.settings.peer import join_address, split_address
 
 MAX_TEMPORARY_PEERS = 64
 """Temporary peers at once, which the settings do not name."""
@@ -29,17 +29,16 @@ MAX_REMEMBERED = 1024
 """Entries per cache of addresses."""
 MAX_ADDRESS_LENGTH = 300
 
-Address = tuple[str, int]
 KeyT = TypeVar("KeyT")
 NoteT = TypeVar("NoteT")
 
 
-def _parse_target(address: str) -> Address:
-    """Normalize an address. Raises ``ValueError``, whose message names the mistake."""
+def normal_address(address: str) -> str:
+    """Return ``HOST:PORT`` in one form. Raises ``ValueError``, whose message names the mistake."""
     if len(address) > MAX_ADDRESS_LENGTH or not address.isprintable() or " " in address:
         raise ValueError(f"{printable(address)[:MAX_ADDRESS_LENGTH]!r} is not an address")
     host, port = split_address(address)
-    return host.lower(), port
+    return join_address(host.lower(), port)
 
 
 @dataclass(eq=False)
@@ -72,15 +71,15 @@ class Roster:
     ) -> None:
         self.configured = tuple(configured)
         """Peers of the settings, which every lookup queries."""
-        self._by_target = {_parse_target(client.address): client for client in configured}
+        self._by_target = {normal_address(client.address): client for client in configured}
         self._make_temporary = make_temporary
         self._idle = idle
-        self._temporary: dict[Address, _Temporary] = {}
+        self._temporary: dict[str, _Temporary] = {}
         self._open = 0
         """Temporary peers whose tasks run, including those that are closing."""
-        self._unusable: dict[Address, float] = {}
+        self._unusable: dict[str, float] = {}
         """Until when an address is skipped, on the clock of :func:`time.monotonic`."""
-        self._instances: dict[Address, str] = {}
+        self._instances: dict[str, str] = {}
         """Instance names by address, to find addresses that lead to the same instance."""
         self._started = anyio.Event()
         self._tasks: TaskGroup | None = None
@@ -107,7 +106,7 @@ class Roster:
         False for configured peers, and for addresses that recently had no peer.
         """
         try:
-            target = _parse_target(address)
+            target = normal_address(address)
         except ValueError:
             return False
         if target in self._by_target or self._unusable.get(target, 0.0) > time.monotonic():
@@ -121,7 +120,7 @@ class Roster:
         Cancellation does not abort a connection attempt. Raises :class:`PeerError`.
         """
         try:
-            target = _parse_target(address)
+            target = normal_address(address)
         except ValueError as error:
             raise PeerError(str(error)) from error
         with anyio.move_on_after(seconds):
@@ -152,7 +151,7 @@ class Roster:
     # Bookkeeping: synchronous.
 
     @contextmanager
-    def _using(self, target: Address, address: str) -> Iterator[PeerClient]:
+    def _using(self, target: str, address: str) -> Iterator[PeerClient]:
         client = self._by_target.get(target) or self._alias(target)
         if client is not None and (client.source is not None or client.connecting):
             with self._in_use(client):
@@ -178,7 +177,7 @@ class Roster:
             entry.users -= 1
             client.last_used = time.monotonic()
 
-    def _add_temporary(self, target: Address, address: str) -> _Temporary:
+    def _add_temporary(self, target: str, address: str) -> _Temporary:
         if self._tasks is None:
             raise PeerError("the cache is closed or closing")
         if len(self._temporary) >= MAX_TEMPORARY_PEERS:
@@ -197,16 +196,16 @@ class Roster:
         self._tasks.start_soon(self._serve, target, entry)
         return entry
 
-    def _close(self, target: Address, entry: _Temporary) -> None:
+    def _close(self, target: str, entry: _Temporary) -> None:
         """Cancel its task, and remove it at once so that no caller gets it."""
         entry.scope.cancel()
         self._remove(target, entry)
 
-    def _remove(self, target: Address, entry: _Temporary) -> None:
+    def _remove(self, target: str, entry: _Temporary) -> None:
         if self._temporary.get(target) is entry:
             del self._temporary[target]
 
-    def _alias(self, target: Address) -> PeerClient | None:
+    def _alias(self, target: str) -> PeerClient | None:
         """Return the available peer that is the same instance as this address, if known."""
         instance = self._instances.get(target)
         if instance is None:
@@ -216,7 +215,7 @@ class Roster:
             None,
         )
 
-    def _find_duplicate(self, target: Address, client: PeerClient) -> PeerClient | None:
+    def _find_duplicate(self, target: str, client: PeerClient) -> PeerClient | None:
         """Return an existing connection to the same instance under another address, and drop this one."""
         entry = self._temporary.get(target)
         if entry is None or entry.client is not client:
@@ -231,7 +230,7 @@ class Roster:
 
     # Task of one temporary peer.
 
-    async def _serve(self, target: Address, entry: _Temporary) -> None:
+    async def _serve(self, target: str, entry: _Temporary) -> None:
         try:
             with entry.scope:
                 async with anyio.create_task_group() as tasks:
@@ -243,7 +242,7 @@ class Roster:
             self._open -= 1
             self._remove(target, entry)
 
-    async def _close_when_idle(self, target: Address, entry: _Temporary) -> None:
+    async def _close_when_idle(self, target: str, entry: _Temporary) -> None:
         while (left := self._idle - entry.idle_seconds(time.monotonic())) > 0:  # noqa: ASYNC110
             await anyio.sleep(left)
         self._close(target, entry)

@@ -15,10 +15,9 @@ from anyio.abc import TaskGroup
 from kvtier.errors import ChannelError, ProtocolError
 from kvtier.memory.keys import split_keys
 from kvtier.peers import protocol
-from kvtier.peers.grants import Grant, GrantBook
+from kvtier.peers.grants import GrantBook
 from kvtier.peers.lookup import PeerLookup, PendingGrant
 from kvtier.peers.reservations import Reservations
-from kvtier.pipeline.found import FoundChunk
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Reply
 from kvtier.rpc.wire import Wire
@@ -52,7 +51,6 @@ class Session:
         self._counts = counts
         self._commits = anyio.Semaphore(MAX_COMMITS)
         self._awaits = 0
-        self._pending: dict[int, PendingGrant] = {}
         self._tasks: TaskGroup
 
     async def serve(self) -> ChannelError:
@@ -128,21 +126,12 @@ class Session:
         offsets = [chunk.lease.offset for chunk in chunks]
         lengths = [chunk.lease.length for chunk in chunks]
         if late:
-            self._expect(grant, {index: chunks[index] for index in late})
+            pending = PendingGrant(self._lookup, grant, {index: chunks[index] for index in late})
+            self._tasks.start_soon(pending.run)
         ready = late[0] if late else count
         self._endpoint.send(
             protocol.Granted(request.ticket, grant.number, positions, offsets, lengths, ready)
         )
-
-    def _expect(self, grant: Grant, late: dict[int, FoundChunk]) -> None:
-        pending = self._pending[grant.number] = PendingGrant(self._lookup, grant, late)
-
-        def end() -> None:
-            self._pending.pop(grant.number, None)
-            pending.end()
-
-        grant.on_end = end
-        self._tasks.start_soon(pending.run)
 
     def _accept_await(self, request: protocol.Await) -> None:
         self._check_numbers(request.grant, request.chunks)
@@ -154,10 +143,10 @@ class Session:
 
     async def _answer_await(self, request: protocol.Await) -> None:
         try:
-            pending = self._pending.get(request.grant)
-            if pending is not None:
-                await pending.wait(request.chunks)
             grant = self._grants.find(self, request.grant)
+            if grant is not None and grant.until_ready is not None:
+                await grant.until_ready(request.chunks)
+                grant = self._grants.find(self, request.grant)
             readable = [grant is not None and grant.is_accessible(index) for index in request.chunks]
             self._send(protocol.Readable(request.ticket, readable))
         finally:

@@ -15,7 +15,6 @@ from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.peers.dialing import ControlConnection, PeerDialer
 from kvtier.peers.protocol import (
-    NO_GRANT,
     Await,
     Contained,
     Contains,
@@ -27,7 +26,7 @@ from kvtier.peers.protocol import (
     Welcome,
     decode_from_server,
 )
-from kvtier.peers.remote_leases import Releases, RemoteLease, RemoteLeases, usable_seconds
+from kvtier.peers.remote_leases import RemoteLease, RemoteLeases, leases_of, usable_seconds
 from kvtier.peers.throughput import PeerThroughput
 from kvtier.rpc.calls import ReplyT, ResultT
 from kvtier.rpc.endpoint import Endpoint
@@ -35,7 +34,6 @@ from kvtier.rpc.keep_alive import KeepAlive, Timeouts
 from kvtier.rpc.wire import SocketWire
 from kvtier.transports.base import Link, Transport
 
-MAX_NUMBER = (1 << 63) - 1
 MAX_PUSHES = 8
 """Concurrent batches over all prompts: some are written while others are reserved or verified."""
 DISCONNECT_SECONDS = 6.0
@@ -68,8 +66,7 @@ class Source:
         self.welcome: Welcome = control.welcome
         self.throughput = throughput
         self.endpoint = Endpoint(SocketWire(control.sock), decode_from_server)
-        self._releases = Releases(self.endpoint)
-        self.leases = RemoteLeases(self._releases.add)
+        self.leases = RemoteLeases(self.release)
         self.one_sided = transport.one_sided
         self.pushing = anyio.Semaphore(MAX_PUSHES)
         """Acquired for each batch that is pushed to this peer."""
@@ -88,6 +85,9 @@ class Source:
         self._usable_seconds = usable_seconds(control.welcome.lease)
         self._link: Link | None = None
         self._linking = anyio.Lock()
+        self._unsent: dict[int, list[int]] = {}
+        """Numbers of leases to release, by grant."""
+        self._released = anyio.Event()
         self._transfers: set[CancelScope] = set()
         self._drained = anyio.Event()
 
@@ -95,11 +95,6 @@ class Source:
     def over(self) -> bool:
         """Whether the connection has ended."""
         return self.endpoint.closed
-
-    @property
-    def last_message_at(self) -> float:
-        """When the peer last sent a message, on the clock of :func:`time.monotonic`."""
-        return self.endpoint.last_message_at
 
     @property
     def unresponsive(self) -> bool:
@@ -115,7 +110,7 @@ class Source:
         """Run until the connection ends, close everything, and return the cause."""
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._releases.run)
+                tasks.start_soon(self._send_releases)
                 tasks.start_soon(self._run_keep_alive)
                 cause = await self.endpoint.run()
                 tasks.cancel_scope.cancel()
@@ -207,8 +202,24 @@ class Source:
                 call.abandon()
 
     def release(self, leases: Iterable[RemoteLease]) -> None:
-        """Release these leases soon, without waiting for the response."""
-        self._releases.add(leases)
+        """Release these leases soon, with one message per grant, without waiting for the response."""
+        if self.over:
+            return  # The end of the connection has ended the grants as well.
+        for lease in leases:
+            self._unsent.setdefault(lease.grant, []).append(lease.number)
+        self._released.set()
+
+    async def _send_releases(self) -> None:
+        while True:
+            await self._released.wait()
+            self._released = anyio.Event()
+            unsent, self._unsent = self._unsent, {}
+            try:
+                for grant, numbers in unsent.items():
+                    release = partial(Release, grant=grant, chunks=numbers)
+                    self.endpoint.call(release, Released, lambda _released, _wanted: None)
+            except ChannelError as error:
+                self.endpoint.end(error)
 
     # Transfers.
 
@@ -258,23 +269,21 @@ class Source:
         count = len(granted.positions)
         expect_length(granted.offsets, count)
         expect_length(granted.lengths, count)
-        if not 0 <= granted.ready <= count or (count and not NO_GRANT < granted.grant <= MAX_NUMBER):
+        if not 0 <= granted.ready <= count:
             raise ProtocolError("the peer's grant is inconsistent")
         if len(set(granted.positions)) < count or any(not 0 <= at < len(keys) for at in granted.positions):
             raise ProtocolError("the peer's grant lists chunks that were not requested")
         if prefix and count and max(granted.positions) >= count:
             raise ProtocolError("the peer's grant has a gap in the prefix")
-        # The grant began after the request was sent, on a clock that is not known here: it ends no earlier.
-        ends = sent_at + self._usable_seconds
-        leases = []
-        for number, (position, offset, length) in enumerate(
-            zip(granted.positions, granted.offsets, granted.lengths, strict=True)
-        ):
-            if offset < 0 or length <= 0 or offset + length > MAX_NUMBER:
-                raise ProtocolError("the peer's grant has an invalid offset or length")
-            ready = number < granted.ready
-            leases.append(RemoteLease(keys[position], granted.grant, number, offset, length, ready, ends))
-        return leases
+        return leases_of(
+            granted.grant,
+            [keys[position] for position in granted.positions],
+            granted.offsets,
+            granted.lengths,
+            # The grant began after the request was sent, on a clock unknown here: it ends no earlier.
+            sent_at + self._usable_seconds,
+            ready=granted.ready,
+        )
 
     # End.
 

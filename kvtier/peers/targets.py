@@ -18,7 +18,7 @@ import anyio
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
 from kvtier.logs import RateLimitedLog, printable
-from kvtier.peers.roster import remember
+from kvtier.peers.roster import normal_address, remember
 from kvtier.settings import Settings
 from kvtier.settings.peer import join_address, split_address
 
@@ -133,9 +133,3 @@ class Targets:
         finally:
             wanted = False
         return list(found)
-
-
-def normal_address(address: str) -> str:
-    """Return ``HOST:PORT`` in one form. Raises ``ValueError`` if it is not an address."""
-    host, port = split_address(address)
-    return join_address(host.lower(), port)

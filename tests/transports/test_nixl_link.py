@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.anyio
 
 CAPACITY = 1 << 20
 LIMIT_SECONDS = 30
-ENDPOINT = Endpoint.of(bytes(ARENA_BYTES), "agent", CAPACITY, Opened(1, "", 4096, b"metadata"))
+AGENT = SimpleNamespace(name="agent", capacity=CAPACITY, opened=Opened(1, "", 4096, b"metadata"))
+ENDPOINT = Endpoint.of(bytes(ARENA_BYTES), cast("NixlProcess", AGENT))
 
 
 class ProcessWithoutPeer:

@@ -96,7 +96,7 @@ async def start(
         script.write_text(WORKER + change + MAIN)
         settings = NixlSettings(type="nixl")
         nixl_process = await NixlProcess.start(
-            Region(4 * MIB, memory), settings, "kvtier-test", executor, serves=False
+            Region(4 * MIB, memory), settings, executor, serves=False
         )
         started.append(nixl_process)
         return nixl_process

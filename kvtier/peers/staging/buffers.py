@@ -115,14 +115,7 @@ class Staging(PushTarget):
     @property
     def endpoints(self) -> list[bytes]:
         """Encoded NIXL endpoints for peers to write to, one per rank."""
-        encoded = []
-        for nixl_process in self._nixl_processes:
-            assert nixl_process.opened is not None
-            endpoint = Endpoint.of(
-                bytes(ARENA_BYTES), nixl_process.name, self._slices.capacity, nixl_process.opened
-            )
-            encoded.append(endpoint.encode())
-        return encoded
+        return [Endpoint.of(bytes(ARENA_BYTES), process).encode() for process in self._nixl_processes]
 
     @property
     def closed(self) -> bool:
@@ -347,8 +340,8 @@ class EngineStaging:
             staging = self._stagings.create(self.layout, nixl_processes)
             capacity = self._stagings.capacity
             for rank, (worker, nixl_process) in enumerate(zip(workers, nixl_processes, strict=True)):
-                handle = b"" if nixl_process.opened is None else nixl_process.opened.handle
-                await worker.notify(Offer(staging.number, handle or _path(shared[rank]), capacity, ""))
+                handle = nixl_process.opened.handle or _path(shared[rank])
+                await worker.notify(Offer(staging.number, handle, capacity, ""))
             while not staging.closed:
                 if self._current is None and self._all_opened(staging.number):
                     self._current = staging
@@ -414,24 +407,23 @@ class Stagings:
         engines = self._of_model(namespace)
         return engines[0].current if len(engines) == 1 else None
 
-    def refusal(self, namespace: bytes) -> str:
-        """Return why chunks of a namespace cannot be staged here; empty if they can."""
-        if not self.enabled:
-            return "kv_transfer.device is cpu there"
-        if len(self._of_model(namespace)) > 1:
-            return "several engines there serve this model, each with its own staging buffer"
-        return "" if self.find(namespace) else "the engine there has no staging buffer at present"
-
     def answer(self, request: Stage, rejection: str) -> Staged:
         """Return the buffers that a peer may write chunks of a namespace to, or why there are none.
 
         ``rejection``: why this host takes no chunks of it; empty if it does.
         """
-        reason = rejection or self.refusal(request.namespace)
         staging = self.find(request.namespace)
-        if reason or staging is None:
-            return Staged(request.ticket, 0, [], reason)
-        return Staged(request.ticket, staging.number, staging.endpoints, "")
+        if rejection:
+            reason = rejection
+        elif not self.enabled:
+            reason = "kv_transfer.device is cpu there"
+        elif len(self._of_model(request.namespace)) > 1:
+            reason = "several engines there serve this model, each with its own staging buffer"
+        elif staging is None:
+            reason = "the engine there has no staging buffer at present"
+        else:
+            return Staged(request.ticket, staging.number, staging.endpoints, "")
+        return Staged(request.ticket, 0, [], reason)
 
     def _of_model(self, namespace: bytes) -> list[EngineStaging]:
         return [engine for engine in self._engines.values() if engine.namespace == namespace]
@@ -443,9 +435,8 @@ class Stagings:
         else:
             shared.append(Arena.create(self.capacity))
             region = Region(self.capacity, shared[-1].fd)
-        name = f"kvtier-{secrets.token_hex(8)}"
         assert self._nixl is not None
-        return await NixlProcess.start(region, self._nixl, name, self._executor, serves=True)
+        return await NixlProcess.start(region, self._nixl, self._executor, serves=True)
 
     def create(self, layout: ChunkLayout, nixl_processes: Sequence[NixlProcess]) -> Staging:
         """Create the buffers of one engine from its running NIXL processes."""

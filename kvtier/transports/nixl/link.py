@@ -21,7 +21,7 @@ from kvtier.memory.arena import Arena, address_of
 from kvtier.memory.slices import Lease
 from kvtier.transports.base import Dial, Link, ReadItem, RemoteSpan, WriteItem
 from kvtier.transports.nixl.process import NixlProcess, Part
-from kvtier.transports.nixl.protocol import DONE, Opened
+from kvtier.transports.nixl.protocol import DONE
 
 logger = logging.getLogger("kvtier")
 
@@ -56,9 +56,10 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     metadata: bytes
 
     @classmethod
-    def of(cls, arena: bytes, name: str, length: int, opened: Opened) -> Endpoint:
-        """Return the endpoint of an arena of ``length`` bytes that a NIXL process has registered."""
-        return cls(_MAGIC, ENDPOINT_VERSION, arena, name, opened.address, length, opened.metadata)
+    def of(cls, arena: bytes, serving: NixlProcess) -> Endpoint:
+        """Return the endpoint of an arena that a NIXL process has registered."""
+        opened, length = serving.opened, serving.capacity
+        return cls(_MAGIC, ENDPOINT_VERSION, arena, serving.name, opened.address, length, opened.metadata)
 
     def encode(self) -> bytes:
         """Encode as MessagePack."""

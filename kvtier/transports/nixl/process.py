@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import signal
 import socket
 import subprocess
@@ -101,12 +102,17 @@ class NixlProcess:
     A task receives its messages, and kills and reaps it when the connection ends.
     """
 
-    def __init__(self, name: str, connected: socket.socket, executor: WorkerThreads) -> None:
+    opened: Opened
+    """Its memory and its agent."""
+
+    def __init__(self, region: Region, connected: socket.socket, executor: WorkerThreads) -> None:
         """``connected``: this side of the connection to the process."""
-        self.name = name
-        self.opened: Opened | None = None
+        self.name = f"kvtier-{secrets.token_hex(8)}"
+        self.capacity = region.capacity
+        """Of its memory, in bytes."""
         self.exited = anyio.Event()
         """Set when the process has exited, and does not access memory any more."""
+        self._region = region
         self._executor = executor
         self._process: subprocess.Popen[bytes] | None = None
         self._next_ticket = 0
@@ -116,7 +122,7 @@ class NixlProcess:
 
     @classmethod
     async def start(
-        cls, region: Region, settings: NixlSettings, name: str, executor: WorkerThreads, *, serves: bool
+        cls, region: Region, settings: NixlSettings, executor: WorkerThreads, *, serves: bool
     ) -> NixlProcess:
         """Start a process that creates an agent and registers the memory. Raises :class:`PeerError`.
 
@@ -126,11 +132,11 @@ class NixlProcess:
         while True:
             attempts += 1
             ours, theirs = socket.socketpair()
-            started = cls(name, ours, executor)
+            started = cls(region, ours, executor)
             try:
                 with theirs:
-                    await started._spawn(region, settings, theirs)
-                await started._open(region, settings, serves=serves)
+                    await started._spawn(settings, theirs)
+                await started._open(settings, serves=serves)
             except NixlProcessEnded as error:
                 await started.end()
                 if attempts == MAX_STARTS:
@@ -209,7 +215,8 @@ class NixlProcess:
             if process.returncode not in (0, -signal.SIGKILL):
                 logger.debug("nixl transport: a NIXL process exited with code %d", process.returncode)
 
-    async def _spawn(self, region: Region, settings: NixlSettings, theirs: socket.socket) -> None:
+    async def _spawn(self, settings: NixlSettings, theirs: socket.socket) -> None:
+        region = self._region
         arguments = [str(number) for number in (theirs.fileno(), region.fd, region.capacity)]
         environment = settings.environment()
         shared = [theirs.fileno()]
@@ -231,11 +238,11 @@ class NixlProcess:
 
         await in_thread(spawn, self._executor)
 
-    async def _open(self, region: Region, settings: NixlSettings, *, serves: bool) -> None:
+    async def _open(self, settings: NixlSettings, *, serves: bool) -> None:
         backends = list(settings.backends)
         options = {key: str(value) for key, value in settings.options.items()}
         self.opened = await self._request(
-            lambda ticket: Open(ticket, self.name, serves, backends, options, region.kind), Opened
+            lambda ticket: Open(ticket, self.name, serves, backends, options, self._region.kind), Opened
         )
 
     async def _request(self, request: Callable[[int], Request], answer_type: type[AnswerT]) -> AnswerT:

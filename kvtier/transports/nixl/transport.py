@@ -109,17 +109,12 @@ class NixlTransport(Transport, SupportsConnections):
     async def _start(self, *, serves: bool = False) -> NixlProcess:
         """Start a process. Raises :class:`PeerError`."""
         assert self._arena is not None
-        name = f"kvtier-{secrets.token_hex(8)}"
         region = Region(self._arena.capacity, self._arena.fd)
-        return await NixlProcess.start(region, self._settings, name, self._executor, serves=serves)
+        return await NixlProcess.start(region, self._settings, self._executor, serves=serves)
 
     async def _serve(self) -> None:
-        assert self._arena is not None
-        server = self._server = await self._start(serves=True)
-        assert server.opened is not None
-        self._endpoint = Endpoint.of(
-            self._arena_number, server.name, self._arena.capacity, server.opened
-        ).encode()
+        self._server = await self._start(serves=True)
+        self._endpoint = Endpoint.of(self._arena_number, self._server).encode()
         self._serving.set()
 
     def _note_exit(self) -> None:

@@ -93,7 +93,7 @@ class TcpLink(Link):
         if not batch.parts:
             return batch.outcomes
         self._queue.add(batch.parts)
-        for _ in range(self._queue.add_drivers(self._pool.size)):
+        for _ in range(min(self._pool.size - len(self._drivers), len(self._queue))):
             driver = asyncio.ensure_future(self._drive())
             self._drivers.add(driver)
             driver.add_done_callback(self._driver_done)
@@ -116,19 +116,19 @@ class TcpLink(Link):
             logger.error("tcp transport: transfer task failed", exc_info=error)
 
     async def _drive(self) -> None:
-        attempts = _Attempts()
-        while self._queue.keep_driver():
-            try:
+        driver, attempts = asyncio.current_task(), _Attempts()
+        assert driver is not None
+        try:
+            while self._queue:
                 await self._use_connection(attempts)
-            except BaseException:
-                # A bug here or in ``dial``. The queue must not count this driver as running.
-                self._queue.remove_driver()
-                raise
-            if attempts.is_peer_lost:
-                self._queue.fail()
-            if attempts.pause:
-                with move_on_after(attempts.pause):
-                    await self._closing.wait()
+                if attempts.is_peer_lost:
+                    self._queue.fail()
+                if attempts.pause:
+                    with move_on_after(attempts.pause):
+                        await self._closing.wait()
+        finally:
+            # Not only in its callback, which runs later: what is queued until then needs another driver.
+            self._drivers.discard(driver)
 
     async def _use_connection(self, attempts: _Attempts) -> None:
         """Transfer queued parts over one connection until the queue is empty or the connection breaks."""

@@ -153,14 +153,16 @@ class Batch:
 
 
 class PartQueue:
-    """A FIFO queue of parts, with a count of the drivers that process it."""
+    """A FIFO queue of parts, and which of them connections are using."""
 
     def __init__(self) -> None:
         self._parts: deque[Part] = deque()
-        self._drivers = 0
         self._in_use: dict[Connection, Sequence[Part]] = {}
         """The parts whose memory a connection is using now."""
         self._interrupted: set[Connection] = set()
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
     def add(self, parts: Sequence[Part]) -> None:
         """Append parts."""
@@ -217,20 +219,3 @@ class PartQueue:
         was = connection in self._interrupted
         self._interrupted.discard(connection)
         return was
-
-    def add_drivers(self, limit: int) -> int:
-        """Return how many drivers to start for the queued parts, at most ``limit`` in all, and count them."""
-        more = max(min(limit - self._drivers, len(self._parts)), 0)
-        self._drivers += more
-        return more
-
-    def keep_driver(self) -> bool:
-        """Return whether the calling driver has work. If not, it must exit, and is not counted any more."""
-        if not self._parts:
-            self._drivers -= 1
-            return False
-        return True
-
-    def remove_driver(self) -> None:
-        """Uncount a driver that exits before the queue is empty."""
-        self._drivers -= 1
