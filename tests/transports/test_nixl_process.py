@@ -95,9 +95,7 @@ async def start(
     async def start(change: str = "") -> NixlProcess:
         script.write_text(WORKER + change + MAIN)
         settings = NixlSettings(type="nixl")
-        nixl_process = await NixlProcess.start(
-            Region(4 * MIB, memory), settings, executor, serves=False
-        )
+        nixl_process = await NixlProcess.start(Region(4 * MIB, memory), settings, executor, serves=False)
         started.append(nixl_process)
         return nixl_process
 
