@@ -17,9 +17,9 @@ from rich.text import Text
 
 from kvtier.cli import controller_api, controller_output
 from kvtier.testing.servers import free_port
+from tests.rigs.controller_stub import EVENT, Raw, Stub
 
 from .conftest import Kvtier, spawn
-from .controller_stub import EVENT, Raw, Stub
 
 FOUND = {"model": "m", "num_tokens": 12, "instances": {"b": {"ssd": 12}, "a": {"ram": 12, "ssd": 4}}}
 ACCEPTED = {"event_id": "e1", "num_tokens": 12}

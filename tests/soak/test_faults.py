@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import socket
 import subprocess
@@ -9,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +33,7 @@ from soak.recovery import Recovery
 from soak.schedule import Fault, Phase, Turn
 from soak.stack import DISK_BYTES
 from tests.rigs import scripted_engine as scripted
+from tests.rigs.controller_stub import Stub
 from tests.rigs.waiting import until
 
 Plugins.load([])
@@ -261,55 +260,30 @@ def test_disk_beyond_its_capacity_is_a_finding(tmp_path: Path, monkeypatch: pyte
         assert record.found.total() == findings
 
 
-class FakeController(BaseHTTPRequestHandler):
-    """Accepts commands, and has the pins of ``PINS``."""
-
-    commands: list[tuple[str, Any]]
-    pins: list[Any]
-    refused = "clear"
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.commands.append((self.path, body))
-        if self.path == "/lookup":
-            held = body["tokens"] == [1] * 9
-            self._answer({"instances": {"instance-1": {"ram": 9} if held else {"ssd": 9}}})
-        elif self.path == f"/{self.refused}":
-            self.send_error(404)
-        else:
-            self._answer({"event_id": "e"})
-
-    def do_GET(self) -> None:
-        self._answer({"pins": self.pins} if self.path == "/pins" else {"result": {"chunks": 2}})
-
-    def _answer(self, answer: Any) -> None:
-        content = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def controller(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    FakeController.commands, FakeController.pins = [], []
-    monkeypatch.setattr(ThreadingHTTPServer, "request_queue_size", 64)
-    with ThreadingHTTPServer(("127.0.0.1", 0), FakeController) as http:
-        thread = threading.Thread(target=http.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{http.server_port}"
-        http.shutdown()
-        thread.join()
+def controller() -> Iterator[Stub]:
+    """Accepts all commands but one, and has no pins."""
+    with Stub().serving() as stub:
+        stub.respond("POST /lookup", lambda body: {"instances": {"instance-1": {held_in(body): 9}}})
+        for command in ("pin", "move", "unpin"):
+            stub.respond(f"POST /{command}", {"event_id": "e"})
+        stub.respond("GET /events/e", {"result": {"chunks": 2}})
+        stub.respond("GET /pins", {"pins": []})
+        yield stub
 
 
-def test_chunks_are_pinned_cleared_and_moved_and_unpinned_at_the_end(oracle: Oracle, controller: str) -> None:
+def held_in(body: Any) -> str:
+    return "ram" if body["tokens"] == [1] * 9 else "ssd"
+
+
+def test_chunks_are_pinned_cleared_and_moved_and_unpinned_at_the_end(
+    oracle: Oracle, controller: Stub
+) -> None:
     record = Record()
-    processed = Commands(controller, oracle, record.count).operate(random.Random(1))
+    processed = Commands(controller.url, oracle, record.count).operate(random.Random(1))
     places = len(INSTANCES) * len(TIERS)
-    sent = [(path, body) for path, body in FakeController.commands if path != "/lookup"]
+    commands = ("/pin", "/clear", "/move", "/unpin")
+    sent = [(path, body) for call, _, body, _ in controller.requests if (path := call[5:]) in commands]
     names = [path for path, _ in sent]
     assert {name: names.count(name) for name in names} == {
         "/pin": places,
@@ -333,12 +307,12 @@ def test_commands_to_a_controller_that_is_gone_are_not_accepted(oracle: Oracle) 
     assert "does not answer" in commands.move(1)
 
 
-def test_pin_that_is_left_is_a_finding(controller: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pin_that_is_left_is_a_finding(controller: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "RECOVERY_SECONDS", 0.0)
     record = Record()
-    check = Recovery(SimpleNamespace(controller=SimpleNamespace(url=controller)), [], None, record)  # type: ignore[arg-type]
+    check = Recovery(SimpleNamespace(controller=controller), [], None, record)  # type: ignore[arg-type]
     check.wait_for(check.pins_left, "be without pins")
     assert not record.found
-    FakeController.pins = [{"instance": "instance-0"}]
+    controller.respond("GET /pins", {"pins": [{"instance": "instance-0"}]})
     check.wait_for(check.pins_left, "be without pins")
     assert record.found == {"failed recovery": 1}

@@ -50,13 +50,14 @@ class Raw(NamedTuple):
 class Stub:
     """Answers each call with the next of its scripted answers, and repeats the last.
 
-    Other calls are answered with 404. The answer ``None`` closes the connection without a response.
+    Other calls are answered with 404. The answer ``None`` closes the connection without a response. A
+    function returns the answer to a body.
     """
 
     def __init__(self, port: int = 0) -> None:
         self.requests: list[StubRequest] = []
         self._answers: dict[str, deque[tuple[int, Any]]] = {}
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        self._server = _Server(("127.0.0.1", port), _handler(self))
         self.port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -69,7 +70,8 @@ class Stub:
         answers = self._answers.get(request.call)
         if answers is None:
             return 404, {"detail": f"no answer is set for {request.call}", "known": []}
-        return answers.popleft() if len(answers) > 1 else answers[0]
+        status, answer = answers.popleft() if len(answers) > 1 else answers[0]
+        return status, answer(request.body) if callable(answer) else answer
 
     @contextmanager
     def serving(self) -> Iterator[Stub]:
@@ -81,6 +83,10 @@ class Stub:
             self._server.shutdown()
             self._server.server_close()
             thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 64
 
 
 def _handler(stub: Stub) -> type[BaseHTTPRequestHandler]:
