@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -17,25 +17,13 @@ from kvtier.backends.redis.protocol import DRAIN_BYTES, ErrorReply, encode
 from kvtier.concurrency.sockets.connection import (
     BUFFER_BYTES,
     IOV_MAX,
-    Connection,
     Deadline,
     ProtocolViolation,
 )
 from kvtier.testing.backend import noise
+from tests.rigs.tcp_server import connected
 
 SECONDS = 100.0
-
-
-@contextmanager
-def connected(deadline: Deadline | None = None) -> Iterator[tuple[Connection, socket.socket]]:
-    """A connection and the server's end of it."""
-    connection = Connection(socket.AF_INET)
-    with ExitStack() as stack:
-        stack.callback(connection.close)
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        stack.enter_context((deadline or Deadline(SECONDS)).bounds(connection))
-        connection.connect(listener.getsockname())
-        yield connection, stack.enter_context(listener.accept()[0])
 
 
 def received(peer: socket.socket, length: int) -> bytes:
@@ -177,9 +165,9 @@ def test_unrequested_data_is_detected() -> None:
 
 
 def test_unresponsive_server_times_out() -> None:
-    with connected(Deadline(0.05)) as (connection, _), pytest.raises(TimeoutError):
+    with connected(0.05) as (connection, _), pytest.raises(TimeoutError):
         protocol.read_reply(connection)
-    with connected(Deadline(0.05)) as (connection, _), pytest.raises(TimeoutError):
+    with connected(0.05) as (connection, _), pytest.raises(TimeoutError):
         connection.send([memoryview(bytes(64 << 20))])
 
 

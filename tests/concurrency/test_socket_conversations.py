@@ -25,7 +25,6 @@ from kvtier.concurrency.sockets.connection import (
     EXPECT,
     RECEIVE,
     SEND,
-    Connection,
     Deadline,
     Operation,
     Progress,
@@ -33,24 +32,12 @@ from kvtier.concurrency.sockets.connection import (
 )
 from kvtier.concurrency.sockets.executor import SMALL_BYTES, IoExecutor
 from tests.rigs.certificates import make_certificate
+from tests.rigs.tcp_server import connected
 
 pytestmark = pytest.mark.usefixtures("implementation")
 
 SECONDS = 60.0
 LARGE = 4 * SMALL_BYTES
-
-
-@contextmanager
-def connected(seconds: float = SECONDS) -> Iterator[tuple[Connection, socket.socket]]:
-    """Open a connection, and the server's end of it."""
-    connection = Connection(socket.AF_INET)
-    with ExitStack() as stack:
-        stack.callback(connection.close)
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        stack.enter_context(Deadline(SECONDS).bounds(connection))
-        connection.connect(listener.getsockname())
-        connection.deadline = Deadline(seconds)
-        yield connection, stack.enter_context(listener.accept()[0])
 
 
 @contextmanager

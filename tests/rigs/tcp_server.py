@@ -1,4 +1,4 @@
-"""A TCP server on loopback that a test scripts connection by connection."""
+"""TCP servers on loopback, of which a test scripts each connection."""
 
 from __future__ import annotations
 
@@ -7,8 +7,26 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
+from kvtier.concurrency.sockets.connection import Connection, Deadline
+
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 100
+LONG_SECONDS = 100.0
+"""Longer than any test."""
+
+
+@contextmanager
+def connected(seconds: float | Deadline = LONG_SECONDS) -> Iterator[tuple[Connection, socket.socket]]:
+    """Open a connection with a deadline, and the server's end of it."""
+    connection = Connection(socket.AF_INET)
+    deadline = seconds if isinstance(seconds, Deadline) else Deadline(seconds)
+    with ExitStack() as stack:
+        stack.callback(connection.close)
+        listener = stack.enter_context(socket.create_server((HOST, 0)))
+        with Deadline(LONG_SECONDS).bounds(connection):
+            connection.connect(listener.getsockname())
+        stack.enter_context(deadline.bounds(connection))
+        yield connection, stack.enter_context(listener.accept()[0])
 
 
 @contextmanager
