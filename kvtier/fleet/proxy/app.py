@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvtier.fleet.proxy.body import CHAT_PATH
-from kvtier.fleet.proxy.client import error_body
+from kvtier.fleet.proxy.client import Refused, error_body
 from kvtier.fleet.proxy.exchange import Exchange, Models
 from kvtier.fleet.proxy.metrics import ProxyMetrics
 from kvtier.fleet.proxy.proxy import Proxy
@@ -73,7 +73,7 @@ def make_app(proxy: Proxy) -> FastAPI:
     app.router.routes.append(Route("/v1/models", Models(proxy), methods=["GET"]))
     _add_monitoring(app, proxy)
     app.include_router(_engines(proxy))
-    add_error_handlers(app, _error_response)
+    add_error_handlers(app, _error_response, Refused)
     return app
 
 
@@ -162,6 +162,8 @@ def _engines(proxy: Proxy) -> APIRouter:
 async def _error_response(_: Request, error: Exception) -> Response:
     """Return an error in the format of OpenAI's API."""
     match error:
+        case Refused():
+            return JSONResponse(error_body(error.status, str(error)), error.status, error.headers)
         case HTTPException():
             return JSONResponse(error_body(error.status_code, error.detail), error.status_code, error.headers)
         case RequestValidationError():

@@ -71,8 +71,8 @@ async def test_lack_of_descriptors_is_not_a_fault_of_the_engines(
         patch.setattr(asyncio.BaseEventLoop, "create_connection", fail)
         patch.setattr(Connections, "_reusable", lambda _: None)
         await cluster.wait_until(lambda: all(tried[port] > MAX_FAILED for port in ports))  # Health checks.
-        for prompt in ("x", LONG):
-            answer = await cluster.complete(prompt=prompt)
+        answers = [await cluster.complete(prompt=prompt) for prompt in ("x", LONG)]
+        for answer in (*answers, await cluster.client.get("/v1/models")):
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
             assert "this proxy has too many open files" in answer.json()["error"]["message"]
         assert [(engine.state, engine.failed) for engine in cluster.proxy.upstreams] == [(State.UP, 0)] * 2
