@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from kvtier.fleet.proxy.body import CHAT_PATH
 from kvtier.fleet.proxy.client import Refused, error_body
-from kvtier.fleet.proxy.exchange import Exchange, Models
+from kvtier.fleet.proxy.exchange import Exchange, list_models
 from kvtier.fleet.proxy.metrics import ProxyMetrics
 from kvtier.fleet.proxy.proxy import Proxy
 from kvtier.fleet.proxy.settings import engine_url, peer_address
@@ -67,10 +67,14 @@ class _Endpoint:
 
 def make_app(proxy: Proxy) -> FastAPI:
     """Return the ASGI application of a proxy."""
+
+    async def models(request: Request) -> Response:
+        return await list_models(proxy.upstreams, request.headers.raw)
+
     app = FastAPI(title="kvtier proxy", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     # Plain routes instead of FastAPI's: an exchange reads the body, responds and handles disconnects itself.
     app.router.routes.extend(Route(path, _Endpoint(proxy, path), methods=["POST"]) for path in COMPLETIONS)
-    app.router.routes.append(Route("/v1/models", Models(proxy), methods=["GET"]))
+    app.router.routes.append(Route("/v1/models", models, methods=["GET"]))
     _add_monitoring(app, proxy)
     app.include_router(_engines(proxy))
     add_error_handlers(app, _error_response, Refused)

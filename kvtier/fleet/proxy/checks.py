@@ -66,13 +66,19 @@ class Checks:
                 reason = None  # It is slow, but sends responses.
             failed = failed + 1 if reason else 0
             if reason and (upstream.state != State.UP or failed >= MAX_FAILED or reason == UNREACHABLE):
-                self._mark_down(upstream, reason)
+                if upstream.state != State.DOWN and not upstream.removed:
+                    logger.warning("%s engine %s %s", upstream.role, upstream.url, reason)
+                upstream.mark_down(reason)
             elif not reason:
                 due = upstream.state != State.UP or time.monotonic() > probed + PROBE_AGAIN_SECONDS
                 if upstream.peer is None and due and upstream.role in self._roles:
                     probed = time.monotonic()
                     await self._discover_peer(upstream)
-                self._mark_up(upstream)
+                if upstream.state != State.UP and not upstream.removed:
+                    logger.info(
+                        "%s engine %s is up, peer address %s", upstream.role, upstream.url, upstream.peer
+                    )
+                    upstream.mark_up()
             await upstream.sleep(self._interval)
         await upstream.wait_idle()
         await upstream.connections.aclose()
@@ -92,16 +98,6 @@ class Checks:
         if response.status_code >= 500:
             return f"answered /health with {response.status_code}"
         return None
-
-    def _mark_up(self, upstream: Upstream) -> None:
-        if upstream.state != State.UP and not upstream.removed:
-            logger.info("%s engine %s is up, peer address %s", upstream.role, upstream.url, upstream.peer)
-            upstream.mark_up()
-
-    def _mark_down(self, upstream: Upstream, reason: str) -> None:
-        if upstream.state != State.DOWN and not upstream.removed:
-            logger.warning("%s engine %s %s", upstream.role, upstream.url, reason)
-        upstream.mark_down(reason)
 
     async def _discover_peer(self, upstream: Upstream) -> None:
         """Learn the instance's peer address from a one-token completion; log a warning on failure."""

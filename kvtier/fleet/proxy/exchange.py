@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 import httpx
+from starlette.responses import Response
 
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.fleet.proxy.body import Body, response_params, without_params
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvtier.fleet.proxy.admission import Ticket
     from kvtier.fleet.proxy.directory import Held
     from kvtier.fleet.proxy.proxy import Proxy
+    from kvtier.fleet.proxy.upstream import Upstreams
     from kvtier.http import Message, Receive, Send
 
 logger = logging.getLogger("kvtier.proxy")
@@ -283,29 +285,18 @@ def _streams(response: httpx.Response) -> bool:
     return content_type.lower().startswith(EVENT_STREAM.decode())
 
 
-class Models:
-    """ASGI application that tries the decode engines until one responds."""
-
-    def __init__(self, proxy: Proxy) -> None:
-        self._proxy = proxy
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        client = Client(scope, receive, send)
-        tried: list[Upstream] = []
-        while upstream := self._proxy.upstreams.choose(Role.DECODE, lambda _: 0, tried):
-            tried.append(upstream)
-            try:
-                with upstream.reserved(), upstream.awaiting_response(), anyio.move_on_after(MODELS_SECONDS):
-                    await self._forward(client, upstream)
-                    return
-            except UpstreamLost as lost:
-                logger.warning("%s", lost)
-        await client.refuse(Refused(503, NO_DECODE_ENGINE, BUSY))
-
-    async def _forward(self, client: Client, upstream: Upstream) -> None:
-        request = httpx.Request("GET", upstream.endpoint("/v1/models"), headers=to_engine(client.headers))
-        async with upstream.connections.exchange(request, MODELS_SECONDS) as response:
-            content = await read_body(response) or b""
-        await client.start(response.status_code, to_client(response.headers.raw, len(content)))
-        await client.end(content)
+async def list_models(upstreams: Upstreams, headers: Headers) -> Response:
+    """Return the answer of the first decode engine that gives one. Raises :class:`Refused`."""
+    tried: list[Upstream] = []
+    while upstream := upstreams.choose(Role.DECODE, lambda _: 0, tried):
+        tried.append(upstream)
+        request = httpx.Request("GET", upstream.endpoint("/v1/models"), headers=to_engine(headers))
+        try:
+            with upstream.reserved(), upstream.awaiting_response(), anyio.move_on_after(MODELS_SECONDS):
+                async with upstream.connections.exchange(request, MODELS_SECONDS) as response:
+                    answer = Response(await read_body(response) or b"", response.status_code)
+                answer.raw_headers = to_client(response.headers.raw, len(answer.body))
+                return answer
+        except UpstreamLost as lost:
+            logger.warning("%s", lost)
+    raise Refused(503, NO_DECODE_ENGINE, BUSY)

@@ -29,8 +29,9 @@ def begin(path: Path, max_bytes: int = MIB, files: int = 4) -> RecordingFile:
     return RecordingFile.open(RecordingSettings(path=path, max_bytes=max_bytes, files=files))
 
 
-def write(path: Path, *batch: LookedUp) -> None:
-    """Write a recording of one batch."""
-    file = begin(path)
+def write(path: Path, *batch: LookedUp, files: int = 4) -> RecordingFile:
+    """Write a recording of one batch. Return its file, which is closed."""
+    file = begin(path, files=files)
     file.write(batch)
     file.close()
+    return file

@@ -85,9 +85,7 @@ def test_files_are_rotated_and_read_in_order(path: Path, tmp_path: Path) -> None
 
 
 def test_single_file_begins_anew(path: Path, tmp_path: Path) -> None:
-    file = begin(path, MIB, 1)
-    file.write([looked_up(10_000, float(number)) for number in range(100)])
-    file.close()
+    write(path, *(looked_up(10_000, float(number)) for number in range(100)), files=1)
     assert [name.name for name in tmp_path.iterdir()] == ["traffic"]
     assert path.stat().st_size <= MIB
     assert times(path)[-1] == 99.0
@@ -113,10 +111,8 @@ def test_reader_sees_each_record_once_while_files_are_renamed(path: Path) -> Non
 
 
 def test_too_long_lookup_is_left_out(path: Path) -> None:
-    file = begin(path)
     longest = MAX_BODY_BYTES // NUMBER_BYTES - 16
-    file.write([looked_up(longest, 1.0), looked_up(longest + 16, 2.0), looked_up(1, 3.0)])
-    file.close()
+    file = write(path, looked_up(longest, 1.0), looked_up(longest + 16, 2.0), looked_up(1, 3.0))
     assert times(path) == [1.0, 3.0]
     assert file.too_long == 1
 
@@ -178,8 +174,7 @@ def test_fewer_files_than_before(path: Path, tmp_path: Path) -> None:
     for _ in range(5):
         write(path, looked_up(1))
     (tmp_path / "traffic.9").write_text("dear")
-    file = begin(path, files=2)
-    file.close()
+    write(path, files=2)
     assert sorted(name.name for name in tmp_path.iterdir()) == ["traffic", "traffic.1", "traffic.9"]
 
 
