@@ -121,7 +121,8 @@ class Instance:
 
         if settings.peer.guessable:
             logger.warning("peer.secret: %s: %s", GUESSABLE, GUESSABLE_REMEDY)
-        if settings.role == "prefill" and not _may_transfer(settings):
+        named = settings.kv_transfer.targets or settings.peer.others or settings.controller.url
+        if settings.role == "prefill" and not named:
             logger.warning(
                 "no request can have KV transferred: set kv_transfer.targets to the decode instances, or "
                 "controller.url"
@@ -263,11 +264,6 @@ def _base_name(settings: Settings) -> str:
     if settings.controller.url is not None:
         return settings.controller.instance_name
     return f"{socket.gethostname()}:{os.getpid()}"
-
-
-def _may_transfer(settings: Settings) -> bool:
-    named = settings.kv_transfer.targets or settings.peer.others
-    return bool(named) or settings.controller.url is not None
 
 
 def _check_peers_tier(settings: Settings) -> None:

@@ -157,7 +157,7 @@ def _engines(proxy: Proxy) -> APIRouter:
         if not found:
             raise HTTPException(404, f"unknown engine {url}")
         for upstream in found:
-            proxy.remove(upstream)
+            proxy.upstreams.remove(upstream)
         return found
 
     return router

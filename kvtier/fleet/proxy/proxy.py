@@ -13,7 +13,7 @@ from kvtier.fleet.proxy.admission import Admission
 from kvtier.fleet.proxy.checks import Checks
 from kvtier.fleet.proxy.directory import Directory
 from kvtier.fleet.proxy.metrics import Statistics
-from kvtier.fleet.proxy.settings import ProxySettings
+from kvtier.fleet.proxy.settings import EngineAddress, ProxySettings
 from kvtier.fleet.proxy.upstream import Role, Upstream, Upstreams
 
 
@@ -37,10 +37,9 @@ class Proxy:
         """Check the configured engines until the block exits; all requests must have ended by then."""
         async with open_tasks() as tasks:
             proxy = cls(settings, tasks)
-            for address in settings.prefillers:
-                proxy.add(Role.PREFILL, *address)
-            for address in settings.decoders:
-                proxy.add(Role.DECODE, *address)
+            for role, engines in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
+                for text in engines:
+                    proxy.add(role, *EngineAddress.of(text))
             if proxy.directory is not None:
                 tasks.start_soon(proxy.directory.run)
             try:
@@ -59,7 +58,3 @@ class Proxy:
         upstream = self.upstreams.add(role, url, peer)
         self._tasks.start_soon(self._checks.watch, upstream)
         return upstream
-
-    def remove(self, upstream: Upstream) -> None:
-        """Send an engine no further requests; requests in flight complete normally."""
-        self.upstreams.remove(upstream)

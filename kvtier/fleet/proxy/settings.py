@@ -163,13 +163,3 @@ class ProxySettings(CommandSettings):
         if self.max_held < self.max_body:
             raise ValueError("max_held: it must be at least max_body")
         return self
-
-    @property
-    def prefillers(self) -> list[EngineAddress]:
-        """The prefill engines, parsed."""
-        return [EngineAddress.of(text) for text in self.prefill]
-
-    @property
-    def decoders(self) -> list[EngineAddress]:
-        """The decode engines, parsed."""
-        return [EngineAddress.of(text) for text in self.decode]

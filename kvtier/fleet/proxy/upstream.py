@@ -226,7 +226,7 @@ class Upstreams:
         return upstream
 
     def remove(self, upstream: Upstream) -> None:
-        """Remove an engine; its requests in flight complete."""
+        """Send an engine no further requests; requests in flight complete normally."""
         del self._upstreams[upstream.role, upstream.url]
         upstream.remove()
         self.draining.add(upstream)

@@ -185,7 +185,7 @@ async def test_error_of_the_last_decoder_is_forwarded() -> None:
 
 async def test_no_decoder_is_an_error(cluster: Cluster) -> None:
     for engine in cluster.proxy.upstreams.of(Role.DECODE):
-        cluster.proxy.remove(engine)
+        cluster.proxy.upstreams.remove(engine)
     answer = await cluster.complete()
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert "no decode engine can be reached" in answer.json()["error"]["message"]

@@ -20,7 +20,7 @@ from kvtier.fleet.proxy.settings import EngineAddress, ProxySettings
 from kvtier.fleet.proxy.upstream import SLACK, Role, State, Upstream, Upstreams
 from kvtier.settings.peer import is_loopback
 
-from .conftest import Cluster, running, settings_of
+from .conftest import Cluster, running
 from .stub import DONE, Slow, Stub, event, responds
 
 pytestmark = pytest.mark.anyio
@@ -206,7 +206,7 @@ async def test_models_come_from_a_decoder() -> None:
             "so",
         )
         for engine in cluster.proxy.upstreams.of(Role.DECODE):
-            cluster.proxy.remove(engine)
+            cluster.proxy.upstreams.remove(engine)
         assert (await cluster.client.get("/v1/models")).status_code == 503
 
 
@@ -333,7 +333,6 @@ def test_invalid_settings(values: dict[str, Any], message: str) -> None:
 def test_engine_addresses() -> None:
     assert EngineAddress.of("http://a:1/v1/") == ("http://a:1", None)
     assert EngineAddress.of("https://a/base=[::1]:5") == ("https://a/base", "[::1]:5")
-    assert settings_of(decode=["http://a:1=b:2"]).decoders == [EngineAddress("http://a:1", "b:2")]
 
 
 async def test_many_connections_to_one_engine(cluster: Cluster) -> None:
