@@ -58,6 +58,7 @@ async def serve(registry: Registry, websocket: WebSocket) -> None:
     try:
         hello = check_hello(await endpoint.receive(HELLO_SECONDS), Hello, VERSION)
         member = await registry.admit(hello, endpoint)
+        # Both sides send unasked, so neither may wait until the other one reads.
         error = await endpoint.run(partial(_handle, registry, member), refuses=False, drains=False)
     except KVTierError as refusal:
         error = refusal

@@ -48,8 +48,10 @@ class HolderSets:
         """The place of each live label."""
         self._numbers: dict[tuple[int, ...], int] = {(): EMPTY_SET}
         self._vacant: list[int] = []
-        self._with: dict[int, dict[int, int]] = {}
-        self._without: dict[int, dict[int, int]] = {}
+        self.sets_with: dict[int, dict[int, int]] = {}
+        """The cached results of :meth:`with_label`, by label and set number."""
+        self.sets_without: dict[int, dict[int, int]] = {}
+        """The same of :meth:`without_label`."""
         self._transitions = 0
 
     def __len__(self) -> int:
@@ -58,34 +60,23 @@ class HolderSets:
     def add_label(self, label: int, place: int) -> None:
         """Assign a new label to a place."""
         self.live[label] = place
-        self._with[label] = {}
-        self._without[label] = {}
+        self.sets_with[label] = {}
+        self.sets_without[label] = {}
 
     def remove_label(self, label: int) -> None:
         """Remove a label. Sets may contain it until they are swept."""
-        del self.live[label], self._with[label], self._without[label]
-
-    def transitions_with(self, label: int) -> dict[int, int]:
-        """Return the cached results of :meth:`with_label` for a label, by set number."""
-        return self._with[label]
-
-    def transitions_without(self, label: int) -> dict[int, int]:
-        """Return the cached results of :meth:`without_label` for a label, by set number."""
-        return self._without[label]
+        del self.live[label], self.sets_with[label], self.sets_without[label]
 
     def with_label(self, number: int, label: int) -> int:
         """Return the set with this label added, or the same set if ``MAX_SETS`` is reached."""
         labels = self.labels[number]
+        number_with = number
         if label not in labels:
             others = [other for other in labels if other in self.live]
             labels_with = tuple(sorted([*others, label]))
             if labels_with in self._numbers or not others or len(self) < MAX_SETS:
                 number_with = self._number(labels_with)
-            else:
-                number_with = number
-        else:
-            number_with = number
-        self._cache_transition(self._with[label], number, number_with)
+        self._cache_transition(self.sets_with[label], number, number_with)
         return number_with
 
     def without_label(self, number: int, label: int) -> int:
@@ -96,7 +87,7 @@ class HolderSets:
             number_without = self._number(
                 tuple(other for other in labels if other != label and other in self.live)
             )
-        self._cache_transition(self._without[label], number, number_without)
+        self._cache_transition(self.sets_without[label], number, number_without)
         return number_without
 
     def _cache_transition(self, transitions: dict[int, int], before: int, after: int) -> None:
@@ -107,7 +98,7 @@ class HolderSets:
 
     def _clear_transitions(self) -> None:
         """Clear in place: callers that iterate over keys hold references to these dictionaries."""
-        for transitions in (*self._with.values(), *self._without.values()):
+        for transitions in (*self.sets_with.values(), *self.sets_without.values()):
             transitions.clear()
         self._transitions = 0
 
@@ -192,7 +183,7 @@ class Holders:
             label = self._labels[place] = next(self._new_labels)
             self._sets.add_label(label, place)
         rows, sets = self._rows, self._sets
-        transitions, counts, max_row = sets.transitions_with(label), sets.keys, self._max_row
+        transitions, counts, max_row = sets.sets_with[label], sets.keys, self._max_row
         alone = sets.with_label(EMPTY_SET, label)
         added = new = 0
         for key in keys:
@@ -223,7 +214,7 @@ class Holders:
         if label is None:
             return
         rows, sets = self._rows, self._sets
-        transitions, counts = sets.transitions_without(label), sets.keys
+        transitions, counts = sets.sets_without[label], sets.keys
         removed = 0
         for key in keys:
             row = rows[key[0]]
@@ -279,6 +270,7 @@ class Holders:
         last = EMPTY_SET
         for index, key in enumerate(keys):
             number = rows[key[0]].get(key, EMPTY_SET)
+            # Chunks of one prompt mostly have the same holders, so most of them end here.
             if number == last and index:
                 continue
             last = number

@@ -49,6 +49,7 @@ class Move(Operation):
                 f"instance {source.member.id!r} does not serve peers: set peer.listen in its settings"
             )
         for _, chunks in plan.slices():
+            # Before the fetch, in which the source reads them into memory.
             promoted = self._keys_to_promote(source, target, chunks.keys)
             try:
                 arrived = await fetch_chunks(target, peer, chunks, result, report)

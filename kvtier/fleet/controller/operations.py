@@ -131,6 +131,7 @@ class Operations:
             chunks=plan.chunks,
         )
         lock = LockRequest(operation.instances, operation.roots, exclusive=operation.exclusive)
+        # An operation that holds the lock may leave something to do for this one.
         if plan.is_empty and self.locks.is_free(lock):
             self.events.finish(event)
         else:
@@ -153,6 +154,7 @@ class Operations:
             self.events.fail(event, "internal error: see the controller's log")
         finally:
             self._in_flight.discard(scope)
+            # No effect unless it was cancelled: the event has ended otherwise.
             self.events.fail(event, f"{STOPPED}; {PARTIAL_PROGRESS}")
             self._log(event)
 

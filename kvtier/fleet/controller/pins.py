@@ -130,6 +130,7 @@ class Pins:
         before = pins.get(pin.keys[-1])
         if before is not None:
             self._counts[instance] -= len(before.keys)
+            # Drops and restarts look a pin up by its last key, which both have.
             shorter, longer = sorted((before.keys, pin.keys), key=len)
             keys = list(dict.fromkeys([*(set(shorter) - set(longer)), *longer]))
             pin = Pin(keys, max(pin.until, before.until), max(pin.given_at, before.given_at))

@@ -210,6 +210,7 @@ class Registry:
             await self._to_sweep.wait()
             self._to_sweep = anyio.Event()
             while self.holders.needs_sweep:
+                # A slice takes longer on a slow host, and so does the pause after it.
                 seconds = self._sweep_slice()
                 await anyio.sleep(seconds / SWEEP_SHARE - seconds)
 
@@ -266,6 +267,7 @@ class Registry:
         Raises: RefusedInstance, ChannelError.
         """
         check_hello(hello)
+        # A loop, because another one with the id may register while one is pinged.
         while (current := self._members.get(hello.instance)) is not None:
             if current.hello.incarnation == hello.incarnation:
                 self.leave(current, "it has reconnected")
@@ -302,6 +304,7 @@ class Registry:
         for place in member.places:
             self._sources.pop(place, None)
         self._drop(member)
+        # Only now: whoever gets a place next must not get its chunks.
         self._vacant_places.extend(member.places)
         logger.info("instance %s disconnected: %s", member.id, member.closed_reason)
         self.changes.notify()

@@ -105,6 +105,7 @@ async def _connect(path: Path) -> sqlite3.Connection:
 
 def _connect_existing(path: Path) -> sqlite3.Connection:
     """Open and lock the file. Blocks."""
+    # Opened in a worker thread and used in the event loop. A lock is refused at once: its holder keeps it.
     connection = sqlite3.connect(path, timeout=0, check_same_thread=False)
     try:
         _prepare(connection, path)

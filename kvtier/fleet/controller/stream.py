@@ -105,6 +105,7 @@ class Reader(Response):
             seen = await changes.after(seen)
             self._instances_changed = True
             self._wakeup.set()
+            # Every heartbeat is a change: a thousand instances would wake each reader all the time.
             await anyio.sleep(EVENTS_SECONDS)
 
     async def _send_updates(self, scope: CancelScope) -> None:

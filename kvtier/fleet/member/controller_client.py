@@ -193,12 +193,12 @@ class ControllerClient:
             connection = await connect(
                 f"{scheme}://{parts.netloc}{parts.path}{CONNECT_PATH}",
                 additional_headers=headers,
-                compression=None,
+                compression=None,  # Messages are mostly random keys.
                 proxy=None,
                 ssl=self._tls,
                 open_timeout=CONNECT_SECONDS,
                 close_timeout=CLOSE_SECONDS,
-                ping_interval=None,
+                ping_interval=None,  # The session has pings of its own.
                 max_size=MAX_FRAME_BYTES,
             )
         except InvalidStatus as error:
@@ -212,6 +212,7 @@ class ControllerClient:
         finally:
             with CancelScope(shield=True), anyio.move_on_after(CLOSE_SECONDS):
                 await connection.close()
+            # A controller that reads nothing would keep the socket open, with all that is queued for it.
             connection.transport.abort()
 
     @cached_property

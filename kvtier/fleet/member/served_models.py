@@ -90,6 +90,7 @@ class ServedModels:
         names = [name for name in map(_printable, model.names) if name]
         if not names:
             return
+        # The last one is the one that was reported last, see _forget_oldest.
         known = self._models.pop(namespace, None)
         if known is not None:
             names = [*known.names, *names]

@@ -233,6 +233,7 @@ class Session:
             reason = f"this instance is busy with {MAX_COMMANDS} commands already"
             self._endpoint.send(Failed(command.ticket, reason))
             return
+        # Not in the handler, so that a Cancel is read while the command runs.
         scope = self._running[command.ticket] = CancelScope()
         self._tasks.start_soon(self._execute, command, scope)
 
@@ -255,6 +256,7 @@ class Session:
                 await work.run()
             tasks.cancel_scope.cancel()
         if work.changes:
+            # The controller deletes elsewhere, and answers lookups, by what was reported before the answer.
             await self.inventory.flush()
         answer = work.answer("it was cancelled" if scope.cancelled_caught else None)
         encode_body(answer)  # Raises if it is too long.

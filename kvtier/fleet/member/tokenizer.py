@@ -49,7 +49,7 @@ decode_answer: Callable[[bytes], Tokens | Failed] = decoder(Tokens | Failed, "an
 def main() -> None:
     """Answer requests until the end of standard input."""
     # Redirect stdout to stderr, so that output of libraries does not mix with the answers.
-    answers = os.dup(1)
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     tokenizer: Any = None
     for body in _requests():
@@ -63,7 +63,8 @@ def main() -> None:
             encoded = encode(answer)
         except Exception as error:  # A third-party tokenizer may raise anything.
             encoded = encode(Failed(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]))
-        _write(answers, encoded)
+        answers.write(encoded)
+        answers.flush()
 
 
 def load(source: TokenizerSource) -> Any:  # noqa: ANN401 - a type of transformers
@@ -90,12 +91,6 @@ def _requests() -> Iterator[bytes]:
     reader = FrameReader()
     while data := os.read(0, READ_BYTES):
         yield from reader.feed(data)
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 if __name__ == "__main__":

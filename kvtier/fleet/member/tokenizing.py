@@ -77,6 +77,7 @@ class Tokenizers:
             raise ChannelError(f"too many requests: {MAX_WAITING} prompts are already queued for tokenizing")
         self._waiting += 1
         try:
+            # A helper answers one request at a time, and the number of helpers is limited.
             async with self._lock:
                 helper = await self._helper(source)
                 return await helper.ask(Prompt(prompt), ANSWER_SECONDS)

@@ -124,8 +124,11 @@ async def _execute(node: Node, command: dict[str, Any]) -> object:
             length = await node.model.retrieve(tokens, found) * TOKEN_BYTES
             return found[:length] == rows(tokens)[:length]
         case "pinned":
-            pins, now = node.cache.catalog.pins, time.monotonic()
-            return [key.hex() for key in list(pins._until) if pins.holds(key, now)]
+            catalog, now = node.cache.catalog, time.monotonic()
+            held = {key for tier in node.cache.tiers for key in catalog.keys(tier.index)}
+            pinned = [key.hex() for key in held if catalog.pins.holds(key, now)]
+            assert len(pinned) == catalog.pinned, "nothing else is pinned"
+            return pinned
     return True
 
 
