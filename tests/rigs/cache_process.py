@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from kvtier.bridge import client
 from kvtier.bridge.spawn import default_address
@@ -134,13 +134,14 @@ class CacheProcess(StoppableProcess):
         """The settings of an engine's connector: vLLM's ``kv_connector_extra_config``."""
         return self.settings
 
-    def start(self, *, fault: Sequence[str] = ()) -> None:
-        """Start the process and wait until it answers. ``fault`` is as in ``faulty_serve.py``."""
+    def start(self, *, fault: Sequence[str] = ()) -> Self:
+        """Start the process, wait until it answers, and return it. ``fault`` is as in ``faulty_serve.py``."""
         self._hold.touch()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
         environment = {**inherited, **self.environment, "KVTIER_CONFIG_FILE": str(self.config)}
         self._process = self._run(environment, fault)
         self.wait_until(lambda status: True, START_SECONDS)
+        return self
 
     def _run(self, environment: dict[str, str], fault: Sequence[str]) -> Process:
         faulty = [str(Path(__file__).with_name("faulty_serve.py")), str(self._hold), *fault]

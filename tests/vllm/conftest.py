@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtier.bridge import client
-from tests.rigs.cache_process import CHUNK, CacheProcess, ForkedCacheProcess, StartedCacheProcess
+from kvtier.testing.servers import free_port
+from tests.rigs.cache_process import (
+    CHUNK,
+    TIMEOUT_SECONDS,
+    CacheProcess,
+    ForkedCacheProcess,
+    StartedCacheProcess,
+)
 from tests.rigs.controller_process import ControllerProcess
 from tests.rigs.vllm import models
 from tests.rigs.vllm.engine import Engine, Engines
@@ -23,6 +30,10 @@ StartEngine = Callable[..., AbstractContextManager[Engine]]
 Oracle = Callable[..., list[int]]
 MakeCache = Callable[..., CacheProcess]
 FillDisk = Callable[..., None]
+
+
+SECRET = "0123456789abcdef" * 4
+"""Of peers. As long as 32 random bytes, so that no instance warns."""
 
 
 class Running(NamedTuple):
@@ -74,6 +85,33 @@ def make_cache() -> Iterator[MakeCache]:
         yield make
 
 
+def peer_settings(count: int, **more: Any) -> list[dict[str, Any]]:
+    """Return the setting ``peer`` of each of some cache processes that are peers of each other."""
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
+    shared: dict[str, Any] = {
+        "secret": SECRET,
+        "transport": {"type": "tcp", "deadline": TIMEOUT_SECONDS},
+        "timeout": "2s",  # Enough on a busy machine.
+        "share": 0.9,  # Memory is small, and two prompts are loaded at once.
+        **more,
+    }
+    return [
+        {"listen": own, "others": [other for other in addresses if other != own], **shared}
+        for own in addresses
+    ]
+
+
+def check_answers(
+    engine: Engine, oracle: Oracle, model: Path, prompts: Sequence[list[int]], cached: int | None = None
+) -> None:
+    """Check the tokens of every prompt, and with ``cached`` how many of them come from kvtier."""
+    for tokens in prompts:
+        answer = engine.generate(tokens)
+        assert answer.tokens == oracle(model, tokens)
+        assert cached is None or answer.cached == cached
+    engine.reset_prefix_cache()
+
+
 @pytest.fixture
 def controller(tmp_path: Path) -> Iterator[ControllerProcess]:
     """A running controller."""
@@ -86,9 +124,7 @@ def controller(tmp_path: Path) -> Iterator[ControllerProcess]:
 @pytest.fixture
 def cache(make_cache: MakeCache) -> CacheProcess:
     """A running cache process with 64 MiB of memory and 256 MiB of disk."""
-    cache = make_cache()
-    cache.start()
-    return cache
+    return make_cache().start()
 
 
 @pytest.fixture

@@ -23,9 +23,7 @@ FIRST = prompt(1000)
 
 @pytest.fixture
 def cache(make_cache: MakeCache) -> CacheProcess:
-    cache = make_cache(partial_chunks=True)
-    cache.start()
-    return cache
+    return make_cache(partial_chunks=True).start()
 
 
 def conversation(oracle: Oracle, model: Path, number: int) -> Iterator[tuple[str, list[int]]]:
@@ -131,8 +129,7 @@ def test_partial_chunks_of_a_chat_do_not_pile_up(
 def test_without_partial_chunks_only_whole_chunks_are_stored(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
-    cache = make_cache(partial_chunks=False)
-    cache.start()
+    cache = make_cache(partial_chunks=False).start()
     with start(llama, cache) as engine:
         engine.generate(FIRST, NEW)
         engine.reset_prefix_cache()

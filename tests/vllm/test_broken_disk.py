@@ -66,8 +66,7 @@ def test_damaged_file_is_recomputed(
 def test_full_disk_stays_within_its_capacity(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
-    cache = make_cache(ssd={"capacity": 2 * MIB})  # three chunks
-    cache.start()
+    cache = make_cache(ssd={"capacity": 2 * MIB}).start()  # three chunks
     with start(llama, cache) as engine:
         for number in range(3):
             tokens = prompt(LENGTH, start=2000 * number)

@@ -39,8 +39,7 @@ def test_modes(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle, partial_chunks: bool
 ) -> None:
     """The tokens are always the same; only what is looked up, loaded and stored differs."""
-    cache = make_cache(partial_chunks=partial_chunks)
-    cache.start()
+    cache = make_cache(partial_chunks=partial_chunks).start()
     tokens = oracle(llama, prompt(LENGTH))
     with start(llama, cache) as engine:
         for mode in ("off", "read"):
@@ -78,8 +77,7 @@ def test_mode_of_one_request_does_not_affect_another(llama: Path, running: Runni
 def test_states_are_stored_and_loaded_by_mode(
     tmp_path: Path, make_cache: MakeCache, start: StartEngine
 ) -> None:
-    cache = make_cache(chunk_tokens="auto")
-    cache.start()
+    cache = make_cache(chunk_tokens="auto").start()
     granite = models.make_granite(tmp_path)
     with start(granite, cache, **MAMBA) as engine:
         tokens = generate(engine, "off").tokens

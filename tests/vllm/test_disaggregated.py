@@ -88,6 +88,13 @@ class Pair(NamedTuple):
         count = transferred(self.prefill(tokens))
         return self.decode(tokens, count) if count else self.decoder.generate(tokens)
 
+    def settle(self) -> None:
+        """Wait until nothing is leased or in flight."""
+        self.prefiller.resume()
+        for cache, engine in ((self.source, self.prefiller), (self.target, self.decoder)):
+            cache.wait_until(is_quiet)
+            engine.wait_until_free()
+
     def check(self, model: Path, oracle: Oracle, tokens: list[int], *, windows: bool = False) -> None:
         """Check the answer, and that the decoder computed only the last token of the prompt.
 
@@ -206,10 +213,7 @@ def running(hosts: Hosts, llama: Path) -> Iterator[Pair]:
 def pair(running: Pair) -> Iterator[Pair]:
     """Two engines for many tests. After each test nothing may be leased or in flight."""
     yield running
-    running.prefiller.resume()
-    for cache, engine in ((running.source, running.prefiller), (running.target, running.decoder)):
-        cache.wait_until(is_quiet)
-        engine.wait_until_free()
+    running.settle()
 
 
 def check_lengths_around_a_chunk(model: Path, oracle: Oracle, pair: Pair, *, windows: bool = False) -> None:

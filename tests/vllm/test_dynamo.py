@@ -72,8 +72,7 @@ class Indexer:
 def test_dynamo_finds_what_the_tiers_hold(
     llama: Path, make_cache: MakeCache, start: StartEngine, tmp_path: Path
 ) -> None:
-    cache = make_cache(ram={"capacity": 6 * MIB}, ssd={"write": "through"})
-    cache.start()
+    cache = make_cache(ram={"capacity": 6 * MIB}, ssd={"write": "through"}).start()
     port = free_port()
     config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
     with start(

@@ -16,8 +16,7 @@ from tests.vllm.conftest import MakeCache
 def test_chunk_size_not_a_multiple_of_the_block_size(
     llama: Path, make_cache: MakeCache, engines: Engines
 ) -> None:
-    cache = make_cache(chunk_tokens=100)
-    cache.start()
+    cache = make_cache(chunk_tokens=100).start()
     with (
         pytest.raises(RuntimeError, match=r"chunk_tokens is 100.*block size 32: use `auto`, 96 or"),
         engines.engine(llama, cache.connector),
@@ -49,8 +48,7 @@ def test_model_that_cannot_continue_after_cached_tokens(
     make: Callable[[Path], Path], message: str, make_cache: MakeCache, engines: Engines, tmp_path: Path
 ) -> None:
     """vLLM disables prefix caching for these: MLA on a CPU answers wrongly after any load."""
-    cache = make_cache(chunk_tokens="auto")
-    cache.start()
+    cache = make_cache(chunk_tokens="auto").start()
     model = make(tmp_path / "model")
     with pytest.raises(RuntimeError) as refused, engines.engine(model, cache.connector):
         pass

@@ -70,9 +70,7 @@ def test_no_request_ends_the_engine(
     llama: Path, make_cache: MakeCache, oracle: Oracle, tmp_path: Path, count: int
 ) -> None:
     """With one kvtier, and with two in a ``MultiConnector``."""
-    caches = [make_cache() for _ in range(count)]
-    for cache in caches:
-        cache.start()
+    caches = [make_cache().start() for _ in range(count)]
     model = tmp_path / "model"
     shutil.copytree(llama, model)
     write_tokenizer(model)

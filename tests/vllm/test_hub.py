@@ -39,9 +39,7 @@ def with_tokenizer(model: Path, folder: Path) -> Path:
 
 @pytest.fixture
 def cache(make_cache: MakeCache, controller: ControllerProcess) -> CacheProcess:
-    cache = make_cache(controller={"url": controller.url, "instance_id": "instance"})
-    cache.start()
-    return cache
+    return make_cache(controller={"url": controller.url, "instance_id": "instance"}).start()
 
 
 def test_commits_of_a_model_by_its_name(

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from kvtier.testing.servers import free_port
 from tests.rigs.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
 from tests.rigs.servers import RedisServer
 from tests.rigs.vllm import models
 from tests.rigs.vllm.engine import Answer, Engine
 from tests.rigs.vllm.models import prompt
-from tests.vllm.conftest import MakeCache, Oracle, StartEngine
+from tests.vllm.conftest import MakeCache, Oracle, StartEngine, peer_settings
 
 LENGTH = 1000
 WHOLE = LENGTH // CHUNK * CHUNK
@@ -186,13 +185,7 @@ def pools(make_cache: MakeCache, stack: ExitStack) -> list[CacheProcess]:
 
 def peers(make_cache: MakeCache, stack: ExitStack) -> list[CacheProcess]:
     """Return two cache processes that are peers."""
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    shared = {"secret": "sixteen or more characters", "timeout": "2s", "share": 0.9}
-    transport = {"type": "tcp", "deadline": TIMEOUT_SECONDS}
-    return [
-        make_cache(peer={"listen": own, "others": [of_other], "transport": transport, **shared})
-        for own, of_other in (addresses, addresses[::-1])
-    ]
+    return [make_cache(peer=peer) for peer in peer_settings(2)]
 
 
 @pytest.mark.slow
@@ -212,9 +205,7 @@ def test_replaced_files_and_chunks_of_another_host(
     """The first one stores chunks of a model and an adapter. Where the second runs, both are replaced."""
     served = tmp_path / "served-model"
     with ExitStack() as stack:
-        first, second = make(make_cache, stack)
-        first.start()
-        second.start()
+        first, second = (cache.start() for cache in make(make_cache, stack))
         for cache, model, seed, hits in (
             (first, llama, 1, (0, 0)),
             (second, other, None, (0, 0)),

@@ -58,9 +58,7 @@ def test_failed_load_of_another_connector_stores_nothing_wrong(
     llama: Path, make_cache: MakeCache, engines: Engines, oracle: Oracle, lossy_first: bool
 ) -> None:
     """vLLM computes the lost blocks again over several steps. Two kvtier get the request and its hints."""
-    caches = [make_cache() for _ in range(2)]
-    for cache in caches:
-        cache.start()
+    caches = [make_cache().start() for _ in range(2)]
     ours = [kvtier(cache.connector) for cache in caches]
     children = [LOSSY, *ours] if lossy_first else [*ours, LOSSY]
     arguments: dict[str, Any] = {"max_num_batched_tokens": 256, "connector_type": MULTI}
@@ -116,9 +114,7 @@ def test_tokens_beside(
         pytest.skip("its ranks write to the same files")
     if name == "NixlConnector":
         pytest.importorskip("nixl", reason="NIXL is not installed")
-    caches = [make_cache() for _ in range(1 + (name == "KVTierConnector"))]
-    for cache in caches:
-        cache.start()
+    caches = [make_cache().start() for _ in range(1 + (name == "KVTierConnector"))]
     children = [kvtier(each.connector) for each in caches]
     if name != "KVTierConnector":
         children.append(neighbor(name, tmp_path))

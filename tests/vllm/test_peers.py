@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 
-from kvtier.testing.servers import free_port
 from tests.rigs.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
-from tests.rigs.vllm.engine import Engine
 from tests.rigs.vllm.models import prompt
-from tests.vllm.conftest import MakeCache, Oracle, StartEngine
+from tests.vllm.conftest import SECRET, MakeCache, Oracle, StartEngine, check_answers, peer_settings
 
 LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
 PROMPTS = [prompt(LENGTH, start=1200 * number) for number in range(4)]
 LATER = prompt(LENGTH, start=9000)
 DEADLINE_SECONDS = 2.0
-SECRET = "0123456789abcdef" * 4  # As long as 32 random bytes, so that no instance warns.
 TRANSPORTS: dict[str, dict[str, Any]] = {"tcp": {"type": "tcp"}, "nixl": {"type": "nixl"}}
 
 MakePeers = Callable[..., list[CacheProcess]]
@@ -42,32 +39,15 @@ def make_peers(make_cache: MakeCache, transport: dict[str, Any]) -> MakePeers:
         deadline: float = TIMEOUT_SECONDS,
         **settings: Any,
     ) -> list[CacheProcess]:
-        addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
-        caches = []
-        for number, address in enumerate(addresses):
-            peer = {
-                "listen": address,
-                "others": [other for other in addresses if other != address],
-                "secret": secrets[number] if secrets else SECRET,
-                "transport": {**transport, "deadline": deadline},
-                "timeout": "2s",  # Enough on a busy machine.
-                "share": 0.9,  # Memory is small, and two prompts are loaded at once.
-            }
-            if rams:
-                settings["ram"] = rams[number]
-            caches.append(make_cache(peer=peer, **settings))
-        return caches
+        peers = peer_settings(count, transport={**transport, "deadline": deadline})
+        for peer, secret in zip(peers, secrets, strict=False):
+            peer["secret"] = secret
+        return [
+            make_cache(peer=peer, ram=ram, **settings)
+            for peer, ram in zip(peers, rams or [None] * count, strict=True)
+        ]
 
     return make
-
-
-def check(engine: Engine, oracle: Oracle, llama: Path, cached: int | None = None) -> None:
-    """Check the tokens of every prompt, and with ``cached`` how many of them come from kvtier."""
-    for tokens in PROMPTS:
-        answer = engine.generate(tokens)
-        assert answer.tokens == oracle(llama, tokens)
-        assert cached is None or answer.cached == cached
-    engine.reset_prefix_cache()
 
 
 def store(
@@ -92,12 +72,10 @@ def test_peer_hits_what_another_engine_computed(
     llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
 ) -> None:
     """Chunks come from the first one's memory, or from its disk if they do not fit into its memory."""
-    first, second = make_peers(2, rams=[{"capacity": 10 * MIB}, {}])
-    first.start()
-    second.start()
+    first, second = (cache.start() for cache in make_peers(2, rams=[{"capacity": 10 * MIB}, {}]))
     store(first, start, llama)
     with start(llama, second) as engine:
-        check(engine, oracle, llama, cached=WHOLE_CHUNKS)
+        check_answers(engine, oracle, llama, PROMPTS, WHOLE_CHUNKS)
     assert second.status()["counts"]["found_peers"] == len(PROMPTS) * WHOLE_CHUNKS // CHUNK
     wait_until_no_grants(first)
     wait_until_no_grants(second)
@@ -107,15 +85,13 @@ def test_peer_hits_what_another_engine_computed(
 def test_one_of_three_peers_is_killed(
     llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
 ) -> None:
-    first, second, third = make_peers(3)
-    for cache in (first, second, third):
-        cache.start()
+    first, second, third = (cache.start() for cache in make_peers(3))
     store(first, start, llama)
     with start(llama, second) as engine:
-        check(engine, oracle, llama, cached=WHOLE_CHUNKS)
+        check_answers(engine, oracle, llama, PROMPTS, WHOLE_CHUNKS)
     first.kill()
     with start(llama, third) as engine:
-        check(engine, oracle, llama, cached=WHOLE_CHUNKS)
+        check_answers(engine, oracle, llama, PROMPTS, WHOLE_CHUNKS)
     assert third.status()["counts"]["found_peers"] == len(PROMPTS) * WHOLE_CHUNKS // CHUNK
     wait_until_no_grants(second)
     wait_until_no_grants(third)
@@ -126,9 +102,9 @@ def test_peer_outage_during_loads_costs_misses(
     llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle, outage: str
 ) -> None:
     """After it recovers, its chunks are hit again."""
-    first, second = make_peers(2, rams=[{"capacity": 10 * MIB}, {}], deadline=DEADLINE_SECONDS)
-    first.start()
-    second.start()
+    first, second = (
+        cache.start() for cache in make_peers(2, rams=[{"capacity": 10 * MIB}, {}], deadline=DEADLINE_SECONDS)
+    )
     store(first, start, llama, [*PROMPTS, LATER])
     with start(llama, second) as engine:
         requests = [engine.submit(tokens) for tokens in PROMPTS]
@@ -140,7 +116,7 @@ def test_peer_outage_during_loads_costs_misses(
         expected = [oracle(llama, tokens) for tokens in PROMPTS]
         assert [engine.answer(request).tokens for request in requests] == expected
         engine.reset_prefix_cache()
-        check(engine, oracle, llama)
+        check_answers(engine, oracle, llama, PROMPTS)
         if outage == "killed":
             first.start()
         else:
@@ -160,12 +136,10 @@ def test_peer_outage_during_loads_costs_misses(
 def test_peer_with_another_secret_is_not_used(
     llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
 ) -> None:
-    first, second = make_peers(2, secrets=[SECRET, SECRET[::-1]])
-    first.start()
-    second.start()
+    first, second = (cache.start() for cache in make_peers(2, secrets=[SECRET, SECRET[::-1]]))
     store(first, start, llama)
     with start(llama, second) as engine:
-        check(engine, oracle, llama, cached=0)
+        check_answers(engine, oracle, llama, PROMPTS, 0)
     log = second.log.read_text()
     assert log.count("WARNING") == 2, log  # One as the client, one as the server.
     assert log.count("peer.secret") == 2
@@ -176,10 +150,8 @@ def test_peer_with_another_secret_is_not_used(
 def test_target_without_room_recomputes(
     llama: Path, make_peers: MakePeers, start: StartEngine, oracle: Oracle
 ) -> None:
-    first, second = make_peers(2, rams=[{}, {"capacity": 2 * MIB}])
-    first.start()
-    second.start()
+    first, second = (cache.start() for cache in make_peers(2, rams=[{}, {"capacity": 2 * MIB}]))
     store(first, start, llama)
     with start(llama, second) as engine:
-        check(engine, oracle, llama)
+        check_answers(engine, oracle, llama, PROMPTS)
     wait_until_no_grants(first)

@@ -18,7 +18,7 @@ from tests.rigs.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess, 
 from tests.rigs.servers import SERVERS
 from tests.rigs.vllm.engine import Engine, Engines
 from tests.rigs.vllm.models import prompt
-from tests.vllm.conftest import MakeCache, Oracle, StartEngine
+from tests.vllm.conftest import MakeCache, Oracle, StartEngine, check_answers
 
 LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
@@ -53,15 +53,6 @@ def pool(server: Server, deadline: float = TIMEOUT_SECONDS) -> dict[str, Any]:
     return {**server.tier(), "deadline": deadline, "queue": 64 * MIB}
 
 
-def check(engine: Engine, oracle: Oracle, llama: Path, cached: int | None = None) -> None:
-    """Check the tokens of every prompt, and with ``cached`` how many of them come from kvtier."""
-    for tokens in PROMPTS:
-        answer = engine.generate(tokens)
-        assert answer.tokens == oracle(llama, tokens)
-        assert cached is None or answer.cached == cached
-    engine.reset_prefix_cache()
-
-
 def wait_until_recovered(cache: CacheProcess, chunks: int) -> None:
     """Wait until the pool answers again, and the index lists at least ``chunks`` chunks in it."""
     cache.wait_until(lambda status: status["tiers"][1]["available"])
@@ -92,19 +83,17 @@ def store_until_complete(engine: Engine, cache: CacheProcess) -> list[int]:
 def test_engine_hits_what_another_stored(
     llama: Path, server: Server, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
-    first, second = make_cache(pool=pool(server)), make_cache(pool=pool(server))
-    first.start()
-    second.start()
+    first, second = (make_cache(pool=pool(server)).start() for _ in range(2))
     with start(llama, first) as engine:
-        check(engine, oracle, llama, cached=0)
+        check_answers(engine, oracle, llama, PROMPTS, 0)
         first.wait_until_stored(len(PROMPTS) * WHOLE_CHUNKS)
     with start(llama, second) as engine:
-        check(engine, oracle, llama, cached=WHOLE_CHUNKS)
+        check_answers(engine, oracle, llama, PROMPTS, WHOLE_CHUNKS)
     assert second.status()["counts"]["found_pool"] == len(PROMPTS) * WHOLE_CHUNKS // CHUNK
     first.stop()
     first.start()
     with start(llama, first) as engine:
-        check(engine, oracle, llama, cached=WHOLE_CHUNKS)
+        check_answers(engine, oracle, llama, PROMPTS, WHOLE_CHUNKS)
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +121,7 @@ def test_damaged_value_is_recomputed(
     start: StartEngine,
     oracle: Oracle,
 ) -> None:
-    cache = make_cache(pool=pool(server))
-    cache.start()
+    cache = make_cache(pool=pool(server)).start()
     with start(llama, cache) as engine:
         engine.generate(prompt(LENGTH))
         cache.wait_until_stored(WHOLE_CHUNKS)
@@ -170,8 +158,7 @@ def test_outage_costs_misses(
 ) -> None:
     """During loads and stores, for longer than the deadline. A killed server comes back empty."""
     # Room for two of four prompts.
-    cache = make_cache(ram={"capacity": 8 * MIB}, pool=pool(server, DEADLINE_SECONDS))
-    cache.start()
+    cache = make_cache(ram={"capacity": 8 * MIB}, pool=pool(server, DEADLINE_SECONDS)).start()
     with start(llama, cache) as engine:
         for number, tokens in enumerate(PROMPTS, 1):
             assert engine.generate(tokens).tokens == oracle(llama, tokens)
@@ -188,7 +175,7 @@ def test_outage_costs_misses(
         assert [engine.answer(request).tokens for request in requests] == expected
         time.sleep(DEADLINE_SECONDS)  # The outage lasts into stores.
         engine.reset_prefix_cache()
-        check(engine, oracle, llama)
+        check_answers(engine, oracle, llama, PROMPTS)
         if killed:
             server.start()
         else:

@@ -152,8 +152,7 @@ def test_routers_see_what_the_tiers_hold(
 ) -> None:
     """Under eviction from vLLM, memory and disk, after a reset, and after the cache process was killed."""
     ssd = {"capacity": 12 * MIB, "write": "through"}
-    cache = make_cache(ram={"capacity": 6 * MIB}, ssd=ssd, partial_chunks=True)
-    cache.start()
+    cache = make_cache(ram={"capacity": 6 * MIB}, ssd=ssd, partial_chunks=True).start()
     prompts = [prompt(4 * CHUNK + 40, start=start) for start in range(0, 10 * LENGTH, LENGTH)]
     config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{tmp_path}/events"}
     with start(

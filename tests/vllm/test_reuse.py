@@ -77,8 +77,7 @@ def test_warm_from_disk_in_new_processes(
 def test_memory_outlives_the_engine(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
-    cache = make_cache(ssd={"write": "never"})
-    cache.start()
+    cache = make_cache(ssd={"write": "never"}).start()
     with start(llama, cache) as engine:
         engine.generate(prompt(LENGTH))
         cache.wait_until(lambda status: status["tiers"][0]["chunks"] == LENGTH // CHUNK)
@@ -124,8 +123,7 @@ def test_chat_reuses_decoded_tokens(llama: Path, running: Running, oracle: Oracl
 def test_decoded_tokens_are_not_stored_without_save_decode(
     llama: Path, make_cache: MakeCache, start: StartEngine
 ) -> None:
-    cache = make_cache(save_decode=False)
-    cache.start()
+    cache = make_cache(save_decode=False).start()
     with start(llama, cache) as engine:
         engine.generate(prompt(300), 100)
         cache.wait_until_stored(300)

@@ -125,8 +125,7 @@ def test_request_waiting_for_the_disk_does_not_block_others(
 def test_memory_too_small_for_the_prompt(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
-    cache = make_cache(ram={"capacity": 2 * MIB})  # three chunks
-    cache.start()
+    cache = make_cache(ram={"capacity": 2 * MIB}).start()  # three chunks
     with start(llama, cache) as engine:
         for _ in range(2):
             assert engine.generate(prompt(LENGTH)).tokens == oracle(llama, prompt(LENGTH))

@@ -139,8 +139,7 @@ def declares_divided_blocks() -> bool:
 
 @pytest.mark.parametrize("shape", cases(ONE_HOST))
 def test_shape_on_one_host(shape: Shape, make_cache: MakeCache, start: Start) -> None:
-    cache = make_cache()
-    cache.start()
+    cache = make_cache().start()
     if shape.dcp > 1 and not declares_divided_blocks():
         with pytest.raises(AssertionError, match=r"install vLLM 0\.31 or newer"):
             start(shape, cache)
@@ -157,8 +156,7 @@ def test_shape_on_one_host(shape: Shape, make_cache: MakeCache, start: Start) ->
 
 def test_ends_of_prompts_of_every_length_with_windows(make_cache: MakeCache, start: Start) -> None:
     """Which blocks of a window a chunk has depends on its exact length."""
-    cache = make_cache(partial_chunks=True)
-    cache.start()
+    cache = make_cache(partial_chunks=True).start()
     engine = start(Shape(windows=True, layers=2), cache)
     worse = dict.fromkeys(range(CHUNK // 2, CHUNK + 40), 0)
     deadline = time.monotonic() + TIMEOUT_SECONDS
@@ -181,8 +179,7 @@ def test_ends_of_prompts_of_every_length_with_windows(make_cache: MakeCache, sta
 @pytest.mark.parametrize("windows", [True, False], ids=["windows", "full attention"])
 def test_whole_prompts_of_every_length(make_cache: MakeCache, start: Start, windows: bool) -> None:
     """vLLM computes the last token again, and must then have all blocks in its window."""
-    cache = make_cache(partial_chunks=True)
-    cache.start()
+    cache = make_cache(partial_chunks=True).start()
     engine = start(Shape(windows=windows, layers=2), cache)
     left = [1, 2, 16, 17, *range(CHUNK // 2, CHUNK + 40)]
     deadline = time.monotonic() + TIMEOUT_SECONDS
@@ -204,12 +201,9 @@ def make_hosts(make_cache: MakeCache) -> Callable[[int], list[CacheProcess]]:
     """``make_hosts(count)``: a running cache process for each host of an engine."""
 
     def make(count: int) -> list[CacheProcess]:
-        caches = []
-        for _ in range(count):
-            peer = {"listen": f"127.0.0.1:{free_port()}", "secret": SECRET, "transport": {"type": "tcp"}}
-            caches.append(make_cache(peer=peer))
-            caches[-1].start()
-        return caches
+        peer = {"secret": SECRET, "transport": {"type": "tcp"}}
+        addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
+        return [make_cache(peer={"listen": address, **peer}).start() for address in addresses]
 
     return make
 

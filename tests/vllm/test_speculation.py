@@ -109,6 +109,18 @@ def run(engine: Engine, prompts: list[list[int]] = PROMPTS, new: int = NEW) -> R
     return Run(answers, drafted, accepted)
 
 
+def run_plain(
+    engines: Engines,
+    model: Path,
+    arguments: dict[str, Any],
+    prompts: list[list[int]] = PROMPTS,
+    new: int = NEW,
+) -> Run:
+    """Run prompts in vLLM without kvtier."""
+    with engines.engine(model, None, enable_prefix_caching=False, **arguments) as plain:
+        return run(plain, prompts, new)
+
+
 def drafts(engine: Engine) -> tuple[float, float]:
     """Return how many tokens were drafted, and how many of them accepted."""
     metrics = engine.metrics()
@@ -118,8 +130,7 @@ def drafts(engine: Engine) -> tuple[float, float]:
 def check(method: Method, cache: CacheProcess, start: StartEngine, engines: Engines, folder: Path) -> None:
     """Compare cold, warm from memory, and warm from disk in new processes, with vLLM without kvtier."""
     model, arguments = method.arguments(folder)
-    with engines.engine(model, None, enable_prefix_caching=False, **arguments) as plain:
-        expected = run(plain)
+    expected = run_plain(engines, model, arguments)
     assert 0 < expected.accepted <= expected.drafted
     with start(model, cache, **arguments) as engine:
         cold = run(engine)
@@ -211,8 +222,7 @@ def test_preemption(
     method = METHODS[name]
     model, arguments = method.arguments(tmp_path)
     prompts = [prompt(400, start=600 * number) for number in range(4)]
-    with engines.engine(model, None, enable_prefix_caching=False, **arguments) as plain:
-        expected = run(plain, prompts, 150).tokens
+    expected = run_plain(engines, model, arguments, prompts, 150).tokens
     small = {"kv_cache_memory_bytes": method.layers * LAYER_BYTES * 1100, "max_model_len": 1024}
     with start(model, cache, **arguments, **small) as engine:
         for _ in range(2):
@@ -252,10 +262,8 @@ def test_settings(
     settings: dict[str, Any], make_cache: MakeCache, start: StartEngine, engines: Engines, tmp_path: Path
 ) -> None:
     model, arguments = METHODS["eagle"].arguments(tmp_path)
-    cache = make_cache(**settings)
-    cache.start()
-    with engines.engine(model, None, enable_prefix_caching=False, **arguments) as plain:
-        expected = run(plain)
+    cache = make_cache(**settings).start()
+    expected = run_plain(engines, model, arguments)
     with start(model, cache, **arguments) as engine:
         run(engine)
         cache.wait_until_idle()
@@ -289,8 +297,7 @@ def test_two_ranks(
 ) -> None:
     method = METHODS[name]
     model, arguments = method.arguments(tmp_path)
-    with engines.engine(model, None, enable_prefix_caching=False, **arguments) as plain:
-        expected = run(plain)
+    expected = run_plain(engines, model, arguments)
     with start(model, cache, tensor_parallel_size=2, **arguments) as engine:
         run(engine)
         cache.wait_until_idle()

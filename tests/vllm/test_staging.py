@@ -19,6 +19,7 @@ from tests.vllm.test_disaggregated import (
     check_lengths_around_a_chunk,
     fresh,
     is_quiet,
+    pair,
     test_abort_at_the_prefiller_ends_the_transfer,
     test_chat_transfers_cached_chunks_too,
     test_decoder_hits_transferred_chunks_without_hints,
@@ -33,6 +34,7 @@ from tests.vllm.test_disaggregated import (
 
 pytestmark = pytest.mark.slow
 __all__ = [
+    "pair",
     "test_abort_at_the_prefiller_ends_the_transfer",
     "test_chat_transfers_cached_chunks_too",
     "test_decoder_hits_transferred_chunks_without_hints",
@@ -65,16 +67,6 @@ def running(hosts: Hosts, llama: Path) -> Iterator[Pair]:
         for cache in (pair.source, pair.target):
             cache.wait_until(lambda status: len(status["staging"]) == 1)
         yield pair
-
-
-@pytest.fixture
-def pair(running: Pair) -> Iterator[Pair]:
-    """Two engines for many tests. After each test nothing may be leased or in flight."""
-    yield running
-    running.prefiller.resume()
-    for cache, engine in ((running.source, running.prefiller), (running.target, running.decoder)):
-        cache.wait_until(is_quiet)
-        engine.wait_until_free()
 
 
 def test_every_chunk_goes_through_the_staging_buffers(llama: Path, pair: Pair, oracle: Oracle) -> None:

@@ -47,9 +47,7 @@ def tokens_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture
 def cache(make_cache: MakeCache) -> CacheProcess:
-    cache = make_cache(chunk_tokens="auto")
-    cache.start()
-    return cache
+    return make_cache(chunk_tokens="auto").start()
 
 
 @pytest.mark.parametrize(

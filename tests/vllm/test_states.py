@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvtier.testing.servers import free_port
 from tests.rigs.cache_process import TIMEOUT_SECONDS, CacheProcess
 from tests.rigs.vllm import models
 from tests.rigs.vllm.engine import Answer, Engine, Engines
 from tests.rigs.vllm.models import prompt
-from tests.vllm.conftest import MakeCache, StartEngine
+from tests.vllm.conftest import MakeCache, StartEngine, peer_settings
 
 BLOCK = 128
 MAMBA: dict[str, Any] = {
@@ -100,9 +99,7 @@ def hybrid(request: pytest.FixtureRequest, granite: Path, tmp_path_factory: pyte
 
 @pytest.fixture
 def cache(make_cache: MakeCache) -> CacheProcess:
-    cache = make_cache(chunk_tokens="auto")
-    cache.start()
-    return cache
+    return make_cache(chunk_tokens="auto").start()
 
 
 def prompts_of(lengths: list[int]) -> list[list[int]]:
@@ -233,14 +230,7 @@ def test_chunks_and_state_come_from_a_peer(
 ) -> None:
     prompts = hybrid.prompts(700, 500)
     tokens = plain.answers(hybrid, prompts)
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    peer = {"secret": "sixteen or more characters", "transport": {"type": "tcp"}, "timeout": "2s"}
-    first, second = (
-        make_cache(chunk_tokens="auto", peer={**peer, "listen": address, "others": [other]})
-        for address, other in zip(addresses, reversed(addresses), strict=True)
-    )
-    first.start()
-    second.start()
+    first, second = (make_cache(chunk_tokens="auto", peer=peer).start() for peer in peer_settings(2))
     with start(hybrid.path, first, **hybrid.arguments) as engine:
         store(engine, first, prompts, tokens)
     with start(hybrid.path, second, **hybrid.arguments) as engine:
@@ -257,8 +247,7 @@ def test_load_that_fails_is_computed(
     """The cache process grants chunks and state, and stops before it confirms their copies."""
     prompts = hybrid.prompts(700)
     tokens = plain.answers(hybrid, prompts)
-    cache = make_cache(chunk_tokens="auto", prefetch={"policy": "timeout"})
-    cache.start()
+    cache = make_cache(chunk_tokens="auto", prefetch={"policy": "timeout"}).start()
     with start(hybrid.path, cache, **hybrid.arguments) as engine:
         store(engine, cache, prompts, tokens)
         engine.hold()

@@ -19,8 +19,7 @@ WAITS = 20 * 0.002
 def test_paused_cache_process_delays_no_step_and_serves_again(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
-    cache = make_cache(prefetch={"policy": "timeout", "deadline": "60s"})
-    cache.start()
+    cache = make_cache(prefetch={"policy": "timeout", "deadline": "60s"}).start()
     expected = [oracle(llama, tokens, NEW) for tokens in PROMPTS]
     with start(llama, cache) as engine:
         assert engine.generate(PROMPTS[0], NEW).tokens == expected[0]
@@ -54,8 +53,7 @@ def test_requests_in_flight_during_a_pause_complete(
     llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
     """The pause hits decoding, a prefill and a load. No block stays reserved."""
-    cache = make_cache(prefetch={"policy": "timeout", "deadline": "60s"})
-    cache.start()
+    cache = make_cache(prefetch={"policy": "timeout", "deadline": "60s"}).start()
     expected = [oracle(llama, tokens, NEW) for tokens in PROMPTS]
     with start(llama, cache, max_num_batched_tokens=256) as engine:
         engine.generate(PROMPTS[0], NEW)
