@@ -21,12 +21,7 @@ PAGES, LANE, FLIGHT, CALLS, PINNED = (
 )
 
 CPP = (
-    Mutation(
-        "the engine's stream is not recorded",
-        PAGES,
-        "record(flight->completed, engine);",
-        "",
-    ),
+    Mutation("the engine's stream is not recorded", PAGES, "record(flight->completed, engine);", ""),
     Mutation(
         "a copy does not wait for the engine",
         PAGES,
@@ -58,12 +53,7 @@ CPP = (
         "        in_flight_.emplace(next_, std::move(flight));",
         "        wait_for(flight->completed, engine);\n        in_flight_.emplace(next_, std::move(flight));",
     ),
-    Mutation(
-        "the end of a copy is not recorded",
-        PAGES,
-        "record(flight.completed, lane.drains());",
-        "",
-    ),
+    Mutation("the end of a copy is not recorded", PAGES, "record(flight.completed, lane.drains());", ""),
     Mutation(
         "the end of a direct copy is not recorded",
         PAGES,
@@ -161,10 +151,7 @@ CPP = (
         "static_cast<void>(error);",
     ),
     Mutation(
-        "reported errors stay",
-        CALLS,
-        "static_cast<void>(cudaGetLastError());  // Clear it,",
-        "// Clear it,",
+        "reported errors stay", CALLS, "static_cast<void>(cudaGetLastError());  // Clear it,", "// Clear it,"
     ),
     Mutation(
         "threads that pin use device 0",
@@ -172,12 +159,7 @@ CPP = (
         'check(cudaSetDevice(device), "cudaSetDevice");',
         "static_cast<void>(device);",
     ),
-    Mutation(
-        "the arena stays pinned",
-        PINNED,
-        "ignore(cudaHostUnregister(memory_.data()));",
-        "",
-    ),
+    Mutation("the arena stays pinned", PINNED, "ignore(cudaHostUnregister(memory_.data()));", ""),
     Mutation(
         "the arena is pinned for one device only",
         PINNED,

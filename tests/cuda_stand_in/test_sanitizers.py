@@ -35,12 +35,7 @@ def test_sanitizers_find_nothing(sanitizer: str) -> None:
     tests = [f"{folder}/test_{subject}.py" for subject in ("copies", "copy_errors", "staging")]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--timeout=600", *tests],
-        env={
-            **os.environ,
-            **OPTIONS,
-            "LD_PRELOAD": " ".join(libraries),
-            "KVTIER_TEST_SANITIZER": sanitizer,
-        },
+        env={**os.environ, **OPTIONS, "LD_PRELOAD": " ".join(libraries), "KVTIER_TEST_SANITIZER": sanitizer},
         cwd=ROOT,
         capture_output=True,
         text=True,

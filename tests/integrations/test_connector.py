@@ -105,11 +105,7 @@ def test_both_bridges_wait_as_long_as_the_prefetch_policy_says(
     [("cpu", True, True), ("cpu", True, False), ("cpu", False, True), ("cuda", True, True)],
 )
 def test_amx_is_requested_before_the_first_step(
-    device: str,
-    tiles: bool,
-    granted: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    device: str, tiles: bool, granted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise, an engine in bfloat16 whose first step computes one token ends with SIGILL."""
     calls: list[str] = []

@@ -18,12 +18,7 @@ USED = {
     "EngineCore": {"add_lora", "remove_lora", "scheduler", "set_weight_version"},
     "Scheduler": {"get_kv_connector"},
     "AttentionSpec": {"num_kv_heads", "head_size"},
-    "BlockPool": {
-        "cached_block_hash_to_block",
-        "get_num_free_blocks",
-        "hash_block_size",
-        "num_gpu_blocks",
-    },
+    "BlockPool": {"cached_block_hash_to_block", "get_num_free_blocks", "hash_block_size", "num_gpu_blocks"},
     "BlockStored": {"kv_cache_spec_kind", "kv_cache_spec_sliding_window", "medium"},
     "ChunkedLocalAttentionSpec": {"attention_chunk_size"},
     "KVCacheConfig": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvtier.memory.arena import Arena, ArenaMap
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout
 from kvtier.rpc.calls import Call
-from tests.integrations.test_worker import LAYOUT, Bridge
+from tests.integrations.test_worker import LAYOUT, Bridge, counts
 from tests.rigs.cuda_stand_in.control import TRANSFER, StandIn
 from tests.rigs.cuda_stand_in.fixtures import stand_in
 
@@ -130,14 +131,22 @@ def bridge(stand_in: StandIn) -> Iterator[CacheProcess]:
     created.close()
 
 
-@pytest.fixture
-def engine(stand_in: StandIn, bridge: CacheProcess) -> Iterator[Worker]:
+@contextmanager
+def running(
+    stand_in: StandIn, bridge: CacheProcess, *layout: ChunkLayout, **options: bool
+) -> Iterator[Worker]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        made = Worker(stand_in, bridge, monkeypatch)
+        made = Worker(stand_in, bridge, monkeypatch, *layout, **options)
         yield made
         made.side.close()
         made.memory.free()
     del made.side  # pytest keeps the worker.
+
+
+@pytest.fixture
+def engine(stand_in: StandIn, bridge: CacheProcess) -> Iterator[Worker]:
+    with running(stand_in, bridge) as worker:
+        yield worker
 
 
 def job(chunk: ChunkCopy, *, last: bool = True, request: str = "request") -> Job:
@@ -236,32 +245,24 @@ def test_blocks_of_states_are_waited_for_in_the_next_step(stand_in: StandIn, bri
     layout = ChunkLayout(64, (GroupLayout(64, (PAGE,), state=True), GroupLayout(16, (PAGE,))))
     state = ChunkCopy(3, 3 << 16, STATE_TOKENS, ([9], []))
     kv = ChunkCopy(4, 4 << 16, 64, ([], [1, 2, 3, 4]))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        engine = Worker(stand_in, bridge, monkeypatch, layout)
+    with running(stand_in, bridge, layout) as engine:
         engine.step([], [Job("request", 1, [kv, state])])
         first, second = engine.copies()
         assert engine.step([9, 20], given=[20]) == {first}, "the state is copied first, and alone waited for"
         assert engine.step([21]) == {first}, "as it comes after that step"
         assert second not in set().union(*stand_in.held().values())
         stand_in.synchronize()
-        engine.side.close()
-        engine.memory.free()
-        del engine.side
 
 
 @stuck
 def test_all_saves_are_waited_for_if_a_step_writes_before_the_hooks(
     stand_in: StandIn, bridge: CacheProcess
 ) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        engine = Worker(stand_in, bridge, monkeypatch, writes_before_hooks=True)
+    with running(stand_in, bridge, writes_before_hooks=True) as engine:
         engine.step([], [job(SAVED)])
         zeroes = stand_in.write(engine.kv[1], 0)
         assert stand_in.held()[zeroes] == set(engine.copies())
         stand_in.synchronize()
-        engine.side.close()
-        engine.memory.free()
-        del engine.side
 
 
 @stuck
@@ -310,9 +311,7 @@ def test_slow_copies_read_a_limited_number_of_blocks(engine: Worker, bridge: Cac
     engine.machine.synchronize()
     engine.side.take_results()
     assert bridge.abandoned == [[40]]
-    stats = engine.side.take_stats()
-    assert stats is not None
-    assert stats.data["not_stored_chunks"] == 1
+    assert counts(engine.side)["not_stored_chunks"] == 1
     engine.step([], [job(chunk(41, 1, 2, 3, 4), last=False)])
     assert len(engine.copies()) == limit + 1, "the device has caught up"
     engine.machine.synchronize()

@@ -154,11 +154,17 @@ def state_of(transfer: PromptTransfers, params: object) -> RequestState:
     return state
 
 
-def test_prompt_is_transferred_with_its_tail_and_answered() -> None:
+def transferring() -> tuple[Bridge, PromptTransfers, RequestState]:
+    """Begin the transfer of a prompt."""
     bridge = Bridge()
     transfer = kv_transfers(bridge)
     state = state_of(transfer, {"kvtier": TRANSFER})
     transfer.begin(state)
+    return bridge, transfer, state
+
+
+def test_prompt_is_transferred_with_its_tail_and_answered() -> None:
+    bridge, transfer, state = transferring()
     transfer.begin(state)
     assert bridge.started == [("10.0.0.2:8200", 2, 100)]
     assert transfer.wants_tail(state)
@@ -172,20 +178,14 @@ def test_prompt_is_transferred_with_its_tail_and_answered() -> None:
 
 
 def test_answer_promises_only_transferred_tokens() -> None:
-    bridge = Bridge()
-    transfer = kv_transfers(bridge)
-    state = state_of(transfer, {"kvtier": TRANSFER})
-    transfer.begin(state)
+    bridge, transfer, state = transferring()
     bridge.result = KVTransferResult(1, 64, "no room")
     assert transfer.finish(state) == 64
     assert transfer.answer(state.request, 0) == {"kvtier": {"peer": "0.0.0.0:8200"}}
 
 
 def test_abandoned_kv_transfer_restarts_unless_a_load_failed() -> None:
-    bridge = Bridge()
-    transfer = kv_transfers(bridge)
-    state = state_of(transfer, {"kvtier": TRANSFER})
-    transfer.begin(state)
+    bridge, transfer, state = transferring()
     transfer.give_up(state)
     transfer.give_up(state)
     assert bridge.ended == [(1, False)]

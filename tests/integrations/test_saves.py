@@ -16,8 +16,11 @@ from kvtier.integrations.vllm.request import RequestState, SaveProgress
 from kvtier.integrations.vllm.saves import Saves
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from tests.rigs.stepping import make_request
 
 LAYOUT = ChunkLayout(16, (GroupLayout(16, (64,), state=True), GroupLayout(16, (64,))))
+KV = ChunkLayout(16, (GroupLayout(16, (64,)),))
+WINDOW = ChunkLayout(16, (GroupLayout(16, (64,), window=16),))
 BLOCKS: Any = ([7], [])
 
 
@@ -59,27 +62,34 @@ def bridge() -> Bridge:
     return Bridge()
 
 
+def saves_of(
+    bridge: Any, layout: ChunkLayout, counted: dict[str, float] | None = None, **options: Any
+) -> Saves:
+    """Return the saves of an engine; what they count is in ``counted``."""
+    stats: Any = SimpleNamespace(add=({} if counted is None else counted).__setitem__)
+    return Saves(Settings(), layout, bridge, stats, **options)
+
+
 @pytest.fixture
 def saves(bridge: Bridge) -> Saves:
-    any_bridge: Any = bridge
-    stats: Any = SimpleNamespace(add=lambda *_: None)
-    return Saves(Settings(), LAYOUT, any_bridge, stats)
+    return saves_of(bridge, LAYOUT)
+
+
+def requests(count: int) -> list[RequestState]:
+    """Return requests whose prompt of three chunks is computed."""
+    states = []
+    for number in range(count):
+        request = make_request(48, request_id=str(number), num_computed_tokens=48)
+        keys = [ChunkKey(bytes([number, at]) * 16) for at in range(3)]
+        saving = SaveProgress(computed=48)
+        states.append(RequestState(request, ChunkKey(bytes(32)), 16, keys=keys, saving=saving))
+    return states
 
 
 @pytest.fixture
 def state() -> RequestState:
-    request: Any = SimpleNamespace(
-        request_id="a",
-        num_preemptions=0,
-        num_prompt_tokens=48,
-        num_computed_tokens=32,
-        num_tokens=48,
-        cache_salt=None,
-        lora_request=None,
-    )
-    root = ChunkKey(bytes(32))
-    keys = [ChunkKey(bytes([number]) * 32) for number in (1, 2, 3)]
-    return RequestState(request, root, 16, keys=keys, saving=SaveProgress(computed=48))
+    (state,) = requests(1)
+    return state
 
 
 def step(saves: Saves) -> list[list[int]]:
@@ -211,10 +221,7 @@ def test_step_waits_only_for_room_that_is_useless_later(
     bridge: Bridge, state: RequestState, window: int, kv_transfer: int | None
 ) -> None:
     """If vLLM may free its blocks before the next step, or a peer waits for the chunk."""
-    any_bridge: Any = bridge
-    stats: Any = SimpleNamespace(add=lambda *_: None)
-    layout = ChunkLayout(16, (GroupLayout(16, (64,), window=window),))
-    saves = Saves(Settings(), layout, any_bridge, stats)
+    saves = saves_of(bridge, ChunkLayout(16, (GroupLayout(16, (64,), window=window),)))
     state.transfer.ticket = kv_transfer
     assert saves.plan(state, 48, 3) == 3
     saves.step(lambda _: None, 0.5)
@@ -245,41 +252,9 @@ def test_step_waits_for_room_that_was_requested_before_it(
     assert (bridge.waits, bridge.abandoned) == ([0.5], [])
 
 
-KV = ChunkLayout(16, (GroupLayout(16, (64,)),))
-
-
-def on_gpu(bridge: Bridge, blocks: int) -> tuple[Saves, dict[str, float]]:
-    """Return the saves of an engine with so many blocks on a GPU, and what is counted."""
-    counted: dict[str, float] = {}
-    any_bridge: Any = bridge
-    stats: Any = SimpleNamespace(add=counted.__setitem__)
-    return Saves(Settings(), KV, any_bridge, stats, blocks=blocks, deferred=True), counted
-
-
-def requests(count: int) -> list[RequestState]:
-    """Return requests whose prompt of three chunks is computed."""
-    made = []
-    for number in range(count):
-        request: Any = SimpleNamespace(
-            request_id=str(number),
-            cache_salt=None,
-            lora_request=None,
-            num_preemptions=0,
-            num_prompt_tokens=48,
-            num_computed_tokens=48,
-            num_tokens=48,
-            all_token_ids=list(range(48)),
-        )
-        keys = [ChunkKey(bytes([number, at]) * 16) for at in range(3)]
-        saving = SaveProgress(computed=48)
-        made.append(RequestState(request, ChunkKey(bytes(32)), 16, keys=keys, saving=saving))
-    return made
-
-
-def test_blocks_are_kept_while_workers_may_be_copying(bridge: Bridge) -> None:
-    saves, _ = on_gpu(bridge, 100)
+def test_blocks_are_kept_while_workers_may_be_copying(bridge: Bridge, state: RequestState) -> None:
+    saves = saves_of(bridge, KV, blocks=100, deferred=True)
     bridge.answers = True
-    [state] = requests(1)
     assert saves.plan(state, 48, 3) == 3
     saves.step(lambda _: ([1, 2, 3],), 0.5)
     bridge.answer()
@@ -291,10 +266,7 @@ def test_blocks_are_kept_while_workers_may_be_copying(bridge: Bridge) -> None:
 
 def test_blocks_are_not_kept_on_the_host(bridge: Bridge, state: RequestState) -> None:
     """Copies are complete when their step ends."""
-    any_bridge: Any = bridge
-    stats: Any = SimpleNamespace(add=lambda *_: None)
-    saves = Saves(Settings(), KV, any_bridge, stats, blocks=100)
-    [state] = requests(1)
+    saves = saves_of(bridge, KV, blocks=100)
     saves.plan(state, 48, 3)
     saves.step(lambda _: ([1, 2, 3],), 0.5)
     bridge.answer()
@@ -303,7 +275,8 @@ def test_blocks_are_not_kept_on_the_host(bridge: Bridge, state: RequestState) ->
 
 
 def test_finished_requests_keep_a_limited_number_of_blocks(bridge: Bridge) -> None:
-    saves, counted = on_gpu(bridge, 12)
+    counted: dict[str, float] = {}
+    saves = saves_of(bridge, KV, counted, blocks=12, deferred=True)
     first, second, third, fourth = requests(4)
     for state in (first, second):
         assert saves.finish(state, 48, ([1, 2, 3, NULL_BLOCK],))
@@ -313,9 +286,8 @@ def test_finished_requests_keep_a_limited_number_of_blocks(bridge: Bridge) -> No
     assert saves.finish(fourth, 48, ([10, 11, 12],))
 
 
-def test_one_request_may_keep_more_than_that(bridge: Bridge) -> None:
-    saves, _ = on_gpu(bridge, 4)
-    [state] = requests(1)
+def test_one_request_may_keep_more_than_that(bridge: Bridge, state: RequestState) -> None:
+    saves = saves_of(bridge, KV, blocks=4, deferred=True)
     assert saves.finish(state, 48, ([1, 2, 3],))
 
 
@@ -343,9 +315,7 @@ def test_step_may_write_what_is_new_to_its_requests() -> None:
 
 def test_step_waits_once_for_room_in_advance_that_is_late(bridge: Bridge, state: RequestState) -> None:
     """In the step that computes the chunk: before it, the answer is no use yet, and after it too late."""
-    any_bridge: Any = bridge
-    stats: Any = SimpleNamespace(add=lambda *_: None)
-    saves = Saves(Settings(), ChunkLayout(16, (GroupLayout(16, (64,), window=16),)), any_bridge, stats)
+    saves = saves_of(bridge, WINDOW)
     saves.expect_chunk(state, 0)
     saves.step(lambda _: None, 0.5)
     assert bridge.waits == []
@@ -360,9 +330,7 @@ def test_chunks_with_late_room_are_saved_once_it_is_granted_in_their_step(
     bridge: Bridge, state: RequestState
 ) -> None:
     """While that request is pending, no other can be sent."""
-    any_bridge: Any = bridge
-    stats: Any = SimpleNamespace(add=lambda *_: None)
-    saves = Saves(Settings(), ChunkLayout(16, (GroupLayout(16, (64,), window=16),)), any_bridge, stats)
+    saves = saves_of(bridge, WINDOW)
     saves.expect_chunk(state, 0)
     saves.expect_chunk(state, 1)
     saves.step(lambda _: None, 0.5)

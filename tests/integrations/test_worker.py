@@ -128,6 +128,13 @@ def side(bridge: Bridge, copies: Copies, buffer: Buffer, monkeypatch: pytest.Mon
     return WorkerSide(ModelLayout(LAYOUT, b"n" * 32, (), ()), any_bridge, 0, confirm_timeout=CONFIRM_TIMEOUT)
 
 
+def counts(side: WorkerSide) -> dict[str, Any]:
+    """Return what a worker has counted since the last call."""
+    stats = side.take_stats()
+    assert stats is not None
+    return stats.data
+
+
 class Buffer:
     """A staging buffer that the test can lose."""
 
@@ -226,9 +233,7 @@ def test_load_in_parts_is_reported_and_confirmed_once(
     copies.finished.add(1)
     assert side.take_results() == (set(), {"a", "b"}, set())
     assert sorted(bridge.confirmed) == [[1, 3, 5], [2, 4]]
-    stats = side.take_stats()
-    assert stats is not None
-    assert stats.data["loaded_tokens"] == 5 * 64
+    assert counts(side)["loaded_tokens"] == 5 * 64
 
 
 def test_loaded_tokens_are_those_of_the_hit(side: WorkerSide, copies: Copies) -> None:
@@ -236,9 +241,8 @@ def test_loaded_tokens_are_those_of_the_hit(side: WorkerSide, copies: Copies) ->
     side.load([Job("a", 1, [ChunkCopy(1, 0, 60, ([NULL_BLOCK, 2, NULL_BLOCK, NULL_BLOCK],))])])
     copies.finished.add(1)
     side.take_results()
-    stats = side.take_stats()
-    assert stats is not None
-    assert (stats.data["loaded_tokens"], stats.data["loaded_bytes"]) == (16, 4096)
+    found = counts(side)
+    assert (found["loaded_tokens"], found["loaded_bytes"]) == (16, 4096)
 
 
 def test_copied_tokens_of_models_with_windows_and_states() -> None:
@@ -321,9 +325,7 @@ def test_ranks_write_in_turn_what_they_share(monkeypatch: pytest.MonkeyPatch) ->
         copies.finished.add(1)
         side.save([])
         assert bridge.committed == [[1, 2, 3, 4]]
-        stats = side.take_stats()
-        assert stats is not None
-        assert stats.data["stored_bytes"] == 2 * shared.rank_bytes(64)
+        assert counts(side)["stored_bytes"] == 2 * shared.rank_bytes(64)
 
 
 def test_sleep_and_wake(side: WorkerSide, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:

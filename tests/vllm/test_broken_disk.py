@@ -84,12 +84,7 @@ def test_full_disk_stays_within_its_capacity(
 
 @pytest.mark.parametrize("fault", [pytest.param("fail-get", marks=pytest.mark.slow), "hang-get"])
 def test_unreadable_disk_costs_misses(
-    llama: Path,
-    make_cache: MakeCache,
-    fill_disk: FillDisk,
-    start: StartEngine,
-    oracle: Oracle,
-    fault: str,
+    llama: Path, make_cache: MakeCache, fill_disk: FillDisk, start: StartEngine, oracle: Oracle, fault: str
 ) -> None:
     cache = make_cache(ssd={"deadline": "300ms"})
     fill_disk(cache, prompt(LENGTH))

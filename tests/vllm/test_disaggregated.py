@@ -402,10 +402,7 @@ def test_decoder_without_room_recomputes(llama: Path, hosts: Hosts, pair: Pair, 
 def test_different_layouts_are_refused_with_one_clear_message(
     llama: Path, hosts: Hosts, pair: Pair, oracle: Oracle
 ) -> None:
-    with (
-        hosts.cache() as target,
-        hosts.engine(llama, target, "kv_consumer", block_size=64) as engine,
-    ):
+    with hosts.cache() as target, hosts.engine(llama, target, "kv_consumer", block_size=64) as engine:
         other = pair._replace(decoder=engine, target=target)
         for _ in range(3):
             tokens = fresh()

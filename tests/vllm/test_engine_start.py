@@ -25,10 +25,7 @@ def test_chunk_size_not_a_multiple_of_the_block_size(
 
 
 def test_unknown_setting(llama: Path, engines: Engines) -> None:
-    with (
-        pytest.raises(RuntimeError, match=r"chunk_toks"),
-        engines.engine(llama, {"chunk_toks": 256}),
-    ):
+    with pytest.raises(RuntimeError, match=r"chunk_toks"), engines.engine(llama, {"chunk_toks": 256}):
         pass
 
 

@@ -64,11 +64,7 @@ LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1,
 
 
 def test_adapter_trained_again_into_the_same_folder(
-    llama: Path,
-    cache: CacheProcess,
-    start: StartEngine,
-    place: Place,
-    expected: Callable[[int], list[int]],
+    llama: Path, cache: CacheProcess, start: StartEngine, place: Place, expected: Callable[[int], list[int]]
 ) -> None:
     """Each time with a new engine, while the cache process runs on."""
     assert expected(1) != expected(2)

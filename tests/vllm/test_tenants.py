@@ -45,11 +45,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]
 
 
 def test_adapters_do_not_share(
-    llama: Path,
-    cache: CacheProcess,
-    start: StartEngine,
-    oracle: Oracle,
-    adapters: list[dict[str, object]],
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle, adapters: list[dict[str, object]]
 ) -> None:
     variants = [None, *adapters]
     expected = [oracle(llama, prompt(LENGTH), lora=lora) for lora in variants]

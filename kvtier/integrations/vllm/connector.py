@@ -35,12 +35,7 @@ from kvtier.integrations.vllm.layout import ModelLayout, model_layout, namespace
 from kvtier.integrations.vllm.logs import LogThread
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
-from kvtier.integrations.vllm.multi_part import (
-    MultiPartMetadata,
-    SchedulerSides,
-    other_parts,
-    part_metadata,
-)
+from kvtier.integrations.vllm.multi_part import MultiPartMetadata, SchedulerSides, other_parts, part_metadata
 from kvtier.integrations.vllm.parts import engine_rank
 from kvtier.integrations.vllm.patches import finish_before_resets, follow_engine, recompute_failed_loads
 from kvtier.integrations.vllm.plain import plain, text

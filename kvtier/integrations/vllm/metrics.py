@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, Counter
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -90,10 +90,7 @@ def other_parts(
     if missing := model.parts - len(by_part):
         raise UnsupportedEngine(f"vLLM reports no worker of {missing} of the engine's {model.parts} parts")
     return [
-        (
-            model._replace(layout=part.layout, namespace=part.namespace, part=number),
-            _address(part, epoch),
-        )
+        (model._replace(layout=part.layout, namespace=part.namespace, part=number), _address(part, epoch))
         for number, part in sorted(by_part.items())
         if number
     ]
