@@ -104,7 +104,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             if vllm_config.lora_config is not None:
                 follow_loads()
-            rank %= self._model.layout.ranks
+            rank %= self._model.layout.ranks  # Within its part, as the cache process of its host counts.
             self._worker_bridge = self._bridges.worker(self._model, rank)
             self._worker = WorkerSide(
                 self._model,
@@ -196,6 +196,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the KV events since the last call."""
+        # Of every side: each counts the steps of other connectors' loads by these calls.
         events = [side.events() for side in self._sides.sides]
         return events[0]
 
@@ -307,6 +308,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the counts since the last call."""
         if self._worker is not None:
             return self._worker.take_stats()
+        # Of every side, or what is not reported would add up for as long as the engine runs.
         stats = [side.take_stats() for side in self._scheduler.sides] if self._scheduler else [None]
         return stats[0]
 
@@ -331,7 +333,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         sides = self._scheduler.sides if self._scheduler else [self._worker] if self._worker else []
         for side in sides:
             side.close()
-        self._log.flush()
+        self._log.flush()  # Last: what closing has logged is in its queue, and its thread is a daemon.
 
     @property
     def _sides(self) -> SchedulerSides:

@@ -264,7 +264,7 @@ class KVEvents:
             self._ended.clear()
             held, self._held = self._held, self._published.take_all()
             self._held.update(held)
-        while self._ended:
+        while self._ended:  # First: the same blocks of other weights may be published as stored after it.
             if events := self._ended[0].remove_outdated(STEP_PUBLISHED):
                 return _merged(events)
             self._ended.popleft()

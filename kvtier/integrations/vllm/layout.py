@@ -279,6 +279,7 @@ def probe(
 
     Raises :class:`LayoutError` with the name of the group and of a layer.
     """
+    # It has a neighbour on either side, where wrong views would write as well.
     block = max(0, blocks - 2)
     views = [page[block] for page in pages]
     before = [view.clone() for view in views]

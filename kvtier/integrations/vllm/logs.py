@@ -72,7 +72,7 @@ class LogThread(QueueHandler):
             return
         if len(self._records) < MAX_RECORDS:
             self._records.append(record)
-        if not self._waiting.is_set():
+        if not self._waiting.is_set():  # set() takes a lock, even if it changes nothing.
             self._waiting.set()
 
     def _write(self) -> None:
@@ -81,6 +81,7 @@ class LogThread(QueueHandler):
             self._waiting.wait()
             self._flushing.wait(GATHER_SECONDS)
             self._waiting.clear()
+            # A record is removed after it was written: an empty queue means to flush() that nothing is left.
             while self._records:
                 try:
                     self._forward.emit(self._records[0])

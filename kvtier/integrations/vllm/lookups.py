@@ -181,6 +181,7 @@ class Lookups:
         """
         progress = state.lookup
         assert progress.ticket is not None
+        # vLLM asks again in each step: a wait in every one of them would slow down all other requests.
         wait = 0.0 if progress.waited else wait
         progress.waited = True
         lookup = self._bridge.found(progress.ticket, wait)

@@ -58,6 +58,7 @@ class Shape(NamedTuple):
     @property
     def part_ranks(self) -> int:
         """The ranks of one part."""
+        # As many consecutive ones as are all of one stage and on one host.
         return math.gcd(self.stage_ranks, self.ranks // self.hosts)
 
     @property

@@ -160,7 +160,7 @@ class PromptTransfers:
         reason = ""
         try:
             result = self._bridge.transferred(ticket)
-        except KeyError:
+        except KeyError:  # Its connection was lost, and with it what the cache process knew of it.
             return 0
         self._finished.append(ticket)
         if result is not None:

@@ -170,6 +170,7 @@ class Saves:
     @property
     def room(self) -> int:
         """Number of further chunks that can be planned. Each chunk may need two reservations."""
+        # Less one, because `plan` may add a partial chunk beyond its limit.
         return MAX_RESERVED_CHUNKS // 2 - sum(len(save.keys) for save in self._planned) - 1
 
     @property
@@ -265,6 +266,7 @@ class Saves:
         if end:
             state.saving.tail_end, state.saving.tail_planned = end, True
             tail = state.tail_key(end)
+            # Only after all whole chunks before it: without them it is never hit.
             if tail is not None and end // self._layout.chunk_tokens == state.saving.next_chunk:
                 keys.append(tail)
                 sizes.append(end % self._layout.chunk_tokens)
@@ -303,6 +305,7 @@ class Saves:
     def awaits_room(self, state: RequestState, wait: float) -> bool:
         """Return whether room in advance is not granted yet. Blocks up to ``wait`` seconds for the answer."""
         if self._requested:
+            # The last one: the cache process answers in the order of the requests.
             self._bridge.await_reply(self._requested[-1][0], wait)
         asked = [save for call, saves in self._requested if not call.settled for save in saves]
         return any(
@@ -447,7 +450,7 @@ class Saves:
         if awaited and self._bridge.await_reply(awaited[-1], wait) is not None:
             jobs += self._use_answers(blocks_of)
         for save in self._pending():
-            save.fresh = save.in_advance
+            save.fresh = save.in_advance  # What was late once is waited for by no further step.
             if save.state_blocks is not None:  # The next step may overwrite its blocks.
                 save.cancelled = True
         return jobs + self._last_jobs()

@@ -243,7 +243,7 @@ class SchedulerSide:
         self._plan_saves(output)
         copyable = self._foreign_loads.copyable(blocks_of)
         saves = self._saves.step(copyable, self._wait_left(STEP_WAIT_SECONDS))
-        if not self._saves.unreserved:
+        if not self._saves.unreserved:  # No chunk can be added to a transfer that has ended.
             self._kv_transfers.end_finished()
         self._bridge.probe()
         self._waited_before = self._bridge.waited
@@ -373,7 +373,7 @@ class SchedulerSide:
         """
         requests, self._requests = self._requests, {}
         for state in requests.values():
-            self._give_up(state)
+            self._give_up(state)  # Before the bridge uses other weights, as no lookup may be left then.
         self._saves.drop()
         self._loads.fail_all("the weights have changed")
         self._bridge.use_weights(self.weights.current)
@@ -389,7 +389,7 @@ class SchedulerSide:
 
     def events(self) -> Iterable[KVCacheEvent]:
         """Return the changes of the tiers as vLLM's KV events. Called at the end of a step's results."""
-        self._foreign_loads.process()
+        self._foreign_loads.process()  # vLLM calls this once for each step whose results it has processed.
         if self._events is None:
             return ()
         try:

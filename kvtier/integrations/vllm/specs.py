@@ -87,7 +87,7 @@ def shards_of(
     shape = part.shape
     heads = math.lcm(*(_shards(spec, vllm_config, config, group) for spec in _specs(group)))
     if shape.tp % heads:
-        heads = shape.tp
+        heads = shape.tp  # Ranks share parts of heads then: no two of them are known to hold the same.
     divided = block_tokens_of(group, shape.dcp) > group.kv_cache_spec.block_size
     held = [
         (shape.tp_rank(rank) * heads // shape.tp, shape.dcp_rank(rank) if divided else 0)

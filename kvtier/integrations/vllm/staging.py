@@ -26,6 +26,7 @@ ON_DEVICES = {"cuda"}
 """Device types that benefit from a buffer. Tests add ``cpu``, which only differs in the type of memory."""
 
 _OPEN_ON_FIRST_USE = 1
+"""``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``, the only flag, and required."""
 
 
 class _OnGPU:
@@ -59,7 +60,7 @@ class _OnGPU:
     def close(self) -> None:
         """Close the memory."""
         with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # No copy may use the address any more.
             ctypes.CDLL("libcuda.so.1").cuIpcCloseMemHandle(ctypes.c_uint64(self._address))
 
 

@@ -155,7 +155,7 @@ class WorkerSide:
         """Copy chunks into the engine's blocks. :meth:`take_results` reports the outcome."""
         self._bridge.update()
         self._waited_before = self._bridge.waited
-        for more in (True, False):
+        for more in (True, False):  # Parts first: the batch of a last part includes the earlier ones.
             if group := [job for job in jobs if job.more is more]:
                 self._begin_load(group, more=more)
         self._poll_copies()
@@ -272,6 +272,7 @@ class WorkerSide:
                 return False
         except RuntimeError as error:
             self._fail_on_device(batch, error)
+        # Checked at the end: during the copy, another process may have taken the place of the first.
         if batch.epoch != self._bridge.epoch:  # The leases ended with their cache process.
             batch.fail("lost the connection to its cache process")
         return end(batch)
@@ -390,7 +391,7 @@ class WorkerSide:
         """Wait for running copies, disconnect from the cache process and release the arena."""
         try:
             self._copies.close()
-            self._poll_copies()
+            self._poll_copies()  # Commits what these copies have saved.
             self._store_log.write()
             self._staging.close()
         finally:
