@@ -201,19 +201,26 @@ def test_failed_move(kvtier: Kvtier, stub: Stub) -> None:
     assert json.loads(shown.output)["error"] == "b is gone"
 
 
-def test_move_of_nothing(kvtier: Kvtier, stub: Stub) -> None:
-    stub.respond("GET /events/e1", {**EVENT, "chunks": 0, "num_tokens": 0})
-    result = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]")
-    message = "No chunk of it is held there: none was moved (a/ram -> b/ram).\n"
-    assert (result.status, result.output) == (0, message)
-
-
-def test_partial_move(kvtier: Kvtier, stub: Stub) -> None:
-    result = {**EVENT["result"], "tokens": 9, "chunks": 3, "reason": "b/ram is full"}
-    stub.respond("GET /events/e1", {**EVENT, "chunks_done": 3, "result": result})
-    message = kvtier("move", "a/ram", "b/ram", "--tokens", "[1]").output
-    assert message.startswith("9 tokens moved (a/ram -> b/ram): 3 of 4 chunks, ")
-    assert message.endswith(". b/ram is full\n")
+@pytest.mark.parametrize(
+    ("changes", "output"),
+    [
+        (
+            {"chunks": 0, "num_tokens": 0},
+            "No chunk of it is held there: none was moved (a/ram -> b/ram).\n",
+        ),
+        (
+            {
+                "chunks_done": 3,
+                "result": {**EVENT["result"], "tokens": 9, "chunks": 3, "reason": "b/ram is full"},
+            },
+            "9 tokens moved (a/ram -> b/ram): 3 of 4 chunks, 4KiB in 2s (2KiB/s). b/ram is full\n",
+        ),
+    ],
+    ids=["nothing", "a part"],
+)
+def test_incomplete_move(kvtier: Kvtier, stub: Stub, changes: dict[str, Any], output: str) -> None:
+    stub.respond("GET /events/e1", EVENT | changes)
+    assert kvtier("move", "a/ram", "b/ram", "--tokens", "[1]") == (0, output, "")
 
 
 def test_ctrl_c_does_not_end_the_operation(stub: Stub) -> None:

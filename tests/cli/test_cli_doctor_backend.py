@@ -29,7 +29,7 @@ from kvtier.testing.servers import free_port
 from tests.plugins.conftest import write_metadata
 from tests.rigs.chunks import DictBackend
 
-from .conftest import RAM, Kvtier, held, spawn, store
+from .conftest import RAM, Kvtier, Result, held, spawn, store
 
 TIMEOUT_SECONDS = 240
 SHORT = "1s"
@@ -108,6 +108,7 @@ class Found(NamedTuple):
 
 
 Doctor = Callable[..., list[Found]]
+Run = Callable[..., Result]
 
 
 @pytest.fixture(autouse=True)
@@ -130,25 +131,28 @@ def _only_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def tiers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def configure(*tiers: dict[str, Any]) -> None:
-        monkeypatch.setenv("KVTIER_TIERS", json.dumps([RAM, *tiers], default=str))
+def run(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the doctor with these tiers below memory."""
 
-    return configure
+    def run(tiers: Sequence[dict[str, Any]], *arguments: object) -> Result:
+        monkeypatch.setenv("KVTIER_TIERS", json.dumps([RAM, *tiers], default=str))
+        return kvtier("doctor", *arguments)
+
+    return run
 
 
 @pytest.fixture
-def examine(kvtier: Kvtier) -> Doctor:
-    """Run the doctor, and return its checks of backends."""
+def examine(run: Run) -> Doctor:
+    """Run the doctor on the first of these tiers, or on those that are named, and return its checks."""
 
-    def run(*arguments: object, status: int = 0) -> list[Found]:
-        result = kvtier("doctor", "--json", *arguments)
+    def examine(*tiers: dict[str, Any], names: str = "", status: int = 0, size: str = "4MiB") -> list[Found]:
+        result = run(tiers, "--json", "--backend", names or tiers[0]["name"], "--size", size)
         assert result.status == status, result
         report = json.loads(result.output)
         assert report["ok"] is (status == 0)
         return [Found(**check) for check in report["checks"] if check["name"].startswith("backend ")]
 
-    return run
+    return examine
 
 
 def disk(path: Path, **options: object) -> dict[str, Any]:
@@ -159,9 +163,8 @@ def shelf(**options: object) -> dict[str, Any]:
     return {"name": "pool", "type": "shelf", **options}
 
 
-def test_memory_and_disk(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
-    tiers(disk(tmp_path / "disk"))
-    ram, ssd = examine("--backend", "all")
+def test_memory_and_disk(examine: Doctor, tmp_path: Path) -> None:
+    ram, ssd = examine(disk(tmp_path / "disk"), names="all")
     assert ram[:2] == ("backend ram (cpu)", "ok")
     assert ssd[:2] == ("backend ssd (disk)", "ok")
     assert re.fullmatch(f"4MiB {TIMES}", ram.found)
@@ -169,52 +172,44 @@ def test_memory_and_disk(examine: Doctor, tiers: Callable[..., None], tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_chunk_size_option(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
-    tiers(disk(tmp_path / "disk", capacity="1MiB"), shelf())
-    _, ssd, pool = examine("--backend", "all", "--size", "1100000")
+def test_chunk_size_option(examine: Doctor, tmp_path: Path) -> None:
+    _, ssd, pool = examine(disk(tmp_path / "disk", capacity="1MiB"), shelf(), names="all", size="1100000")
     assert "; 1MiB written" in ssd.found, "at most the capacity of the tier"
     assert "1.05MiB written" in pool.found, "rounded up to whole pages"
 
 
-def test_tier_of_less_than_two_pages(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
-    tiers(disk(tmp_path / "disk", capacity="8191"))
-    (ssd,) = examine("--backend", "ssd")
+def test_tier_of_less_than_two_pages(examine: Doctor, tmp_path: Path) -> None:
+    (ssd,) = examine(disk(tmp_path / "disk", capacity="8191"))
     assert "; 4KiB written" in ssd.found
 
 
-def test_memory_is_allocated_only_for_the_chunk(examine: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTIER_TIERS", json.dumps([{**RAM, "capacity": "1000TiB"}]))
-    (ram,) = examine("--backend", "ram")
-    assert ram.status == "ok"
+def test_memory_is_allocated_only_for_the_chunk(examine: Doctor) -> None:
+    (large,) = examine({"name": "large", "type": "cpu", "capacity": "1000TiB"})
+    assert large.status == "ok"
 
 
-def test_disk_in_use_by_a_cache_process_is_not_affected(
-    examine: Doctor, tiers: Callable[..., None], tmp_path: Path
-) -> None:
+def test_disk_in_use_by_a_cache_process_is_not_affected(examine: Doctor, tmp_path: Path) -> None:
     chunk = store(tmp_path, 1)
     content = chunk.read_bytes()
-    tiers(disk(tmp_path))
     with held(tmp_path):
         before = sorted(tmp_path.rglob("*"))
-        (ssd,) = examine("--backend", "ssd")
+        (ssd,) = examine(disk(tmp_path))
     assert ssd.status == "ok"
     assert re.search(rf"{tmp_path} is in use by process \d+ on host .*, which is not affected", ssd.found)
     assert sorted(tmp_path.rglob("*")) == before
     assert chunk.read_bytes() == content
 
 
-def test_unwritable_disk(examine: Doctor, tiers: Callable[..., None], tmp_path: Path) -> None:
+def test_unwritable_disk(examine: Doctor, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    tiers(disk(tmp_path / "file" / "disk"))
-    (ssd,) = examine("--backend", "ssd", status=1)
+    (ssd,) = examine(disk(tmp_path / "file" / "disk"), status=1)
     assert ssd.status == "fail"
     assert ssd.found == f"{tmp_path}/file is not a folder"
     assert f"mv {tmp_path}/file" in ssd.remedy
 
 
-def test_pool_describes_itself(examine: Doctor, tiers: Callable[..., None]) -> None:
-    tiers(shelf())
-    (pool,) = examine("--backend", "shelf")
+def test_pool_describes_itself(examine: Doctor) -> None:
+    (pool,) = examine(shelf(), names="shelf")
     assert pool[:2] == ("backend pool (shelf)", "ok")
     assert re.fullmatch(f"a shelf; 4MiB {TIMES}", pool.found)
 
@@ -232,61 +227,50 @@ def test_pool_describes_itself(examine: Doctor, tiers: Callable[..., None]) -> N
     ],
 )
 def test_faulty_pool(
-    fault: str,
-    found: str,
-    checksum: str,
-    examine: Doctor,
-    tiers: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    fault: str, found: str, checksum: str, examine: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTIER_CHECKSUM", checksum)
-    tiers(shelf(fault=fault))
-    (pool,) = examine("--backend", "pool", status=1)
+    (pool,) = examine(shelf(fault=fault), status=1)
     assert pool.status == "fail"
     assert pool.found.startswith(found)
     assert pool.remedy
 
 
-def test_unreachable_server(examine: Doctor, tiers: Callable[..., None]) -> None:
-    tiers({"name": "pool", "type": "redis", "url": f"redis://127.0.0.1:{free_port()}"})
-    (pool,) = examine("--backend", "pool", status=1)
+def test_unreachable_server(examine: Doctor) -> None:
+    (pool,) = examine({"name": "pool", "type": "redis", "url": f"redis://127.0.0.1:{free_port()}"}, status=1)
     assert pool.status == "fail"
     assert "Connection refused" in pool.found
     assert pool.remedy.startswith("check that it runs and is reachable")
 
 
-def test_corruption_is_reported_with_the_logged_warning(examine: Doctor, tiers: Callable[..., None]) -> None:
-    tiers(shelf(fault="flip"))
-    (pool,) = examine("--backend", "pool", status=1)
+def test_corruption_is_reported_with_the_logged_warning(examine: Doctor) -> None:
+    (pool,) = examine(shelf(fault="flip"), status=1)
     assert pool.found.endswith("payload that does not match its checksum")
 
 
-def test_pool_that_never_deletes(examine: Doctor, tiers: Callable[..., None]) -> None:
-    tiers(shelf(hangs_in="never delete", deadline=SHORT))
-    (pool,) = examine("--backend", "pool", status=1)
-    assert pool.found == f"it still holds a chunk {SHORT} after it was deleted"
-
-
-def test_pool_that_logs_a_warning(examine: Doctor, tiers: Callable[..., None]) -> None:
-    tiers(shelf(warning="it is getting late"))
-    (pool,) = examine("--backend", "pool")
+def test_pool_that_logs_a_warning(examine: Doctor) -> None:
+    (pool,) = examine(shelf(warning="it is getting late"))
     assert pool.status == "warn"
     assert pool.found.endswith("; it is getting late")
 
 
-def test_error_of_a_pool_without_secrets(examine: Doctor, tiers: Callable[..., None]) -> None:
-    refusal = "shelf://user:letmein@host refuses the password letmein too: see `password`"
-    tiers(shelf(refusal=refusal, password="letmein"))
-    (pool,) = examine("--backend", "pool", status=1)
-    assert pool.found == "shelf://**********@host refuses the password ********** too: see `password`"
-
-
-@pytest.mark.parametrize(("method", "doing"), [("check", "checking the backend"), ("get", "reading a chunk")])
-def test_hanging_pool(method: str, doing: str, examine: Doctor, tiers: Callable[..., None]) -> None:
-    tiers(shelf(hangs_in=method, deadline=SHORT))
-    (pool,) = examine("--backend", "pool", status=1)
-    assert pool.found == f"{doing} takes longer than {SHORT}, the tier's `deadline`"
-    assert "raise the tier's `deadline`" in pool.remedy
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"hangs_in": "check"}, f"checking the backend takes longer than {SHORT}, the tier's `deadline`"),
+        ({"hangs_in": "get"}, f"reading a chunk takes longer than {SHORT}, the tier's `deadline`"),
+        ({"hangs_in": "never delete"}, f"it still holds a chunk {SHORT} after it was deleted"),
+        (
+            {"refusal": "shelf://user:letmein@host refuses letmein: see `password`", "password": "letmein"},
+            "shelf://**********@host refuses **********: see `password`",
+        ),
+    ],
+    ids=["check", "get", "delete", "secrets"],
+)
+def test_message_of_a_pool(options: dict[str, Any], found: str, examine: Doctor) -> None:
+    (pool,) = examine(shelf(deadline=SHORT, **options), status=1)
+    assert pool.found == found
+    assert ("raise the tier's `deadline`" in pool.remedy) == ("takes longer" in found)
 
 
 STUCK_PLUGIN = """
@@ -341,28 +325,25 @@ def test_hanging_thread_does_not_block_the_command(call: str, tmp_path: Path) ->
     assert pool["found"].endswith("does not end when it is cancelled") is call.startswith("spread")
 
 
-def test_table(kvtier: Kvtier, tiers: Callable[..., None], tmp_path: Path) -> None:
-    tiers(disk(tmp_path / "disk"), shelf(fault="full"))
-    result = kvtier("doctor", "--backend", "ssd", "-b", "pool")
+def test_table(run: Run, tmp_path: Path) -> None:
+    result = run([disk(tmp_path / "disk"), shelf(fault="full")], "--backend", "ssd", "-b", "pool")
     assert result.status == 1
     assert re.search(rf"^OK +backend ssd \(disk\) +{DISK}; 4MiB {TIMES}", result.output, re.MULTILINE)
     assert re.search(r"^FAIL +backend pool \(shelf\) +it has no room", result.output, re.MULTILINE)
     assert doctor.HINT not in result.output
 
 
-def test_without_backend_no_chunk_is_written(kvtier: Kvtier, tiers: Callable[..., None]) -> None:
-    tiers(shelf(fault="full"))
-    result = kvtier("doctor")
+def test_without_backend_no_chunk_is_written(run: Run) -> None:
+    result = run([shelf(fault="full")])
     assert result.status == 0
     assert "tiers: ram (cpu, 64MiB), pool (shelf)" in result.output
     assert "backend pool" not in result.output
     assert result.output.splitlines()[-1] == doctor.HINT
 
 
-def test_stopped_pool_is_reported_without_backend(kvtier: Kvtier, tiers: Callable[..., None]) -> None:
+def test_stopped_pool_is_reported_without_backend(run: Run) -> None:
     url = f"redis://127.0.0.1:{free_port()}"
-    tiers({"name": "pool", "type": "redis", "url": url}, shelf(name="other"))
-    result = kvtier("doctor")
+    result = run([{"name": "pool", "type": "redis", "url": url}, shelf(name="other")])
     assert result.status == 1
     assert re.search(r"^FAIL +tier pool \(redis\) .*Connection refused", result.output, re.MULTILINE)
     assert re.search(r"^OK +tier other \(shelf\) +a shelf; looked up in ", result.output, re.MULTILINE)
@@ -381,11 +362,8 @@ def test_stopped_pool_is_reported_without_backend(kvtier: Kvtier, tiers: Callabl
         (("--size", "4MiB"), "requires --backend"),
     ],
 )
-def test_invalid_options(
-    arguments: tuple[str, ...], message: str, kvtier: Kvtier, tiers: Callable[..., None]
-) -> None:
-    tiers(shelf())
-    result = kvtier("doctor", *arguments)
+def test_invalid_options(arguments: tuple[str, ...], message: str, run: Run) -> None:
+    result = run([shelf()], *arguments)
     assert (result.status, result.output) == (2, "")
     assert message in result.message
 
