@@ -28,7 +28,7 @@ import httpx
 from rich.console import Console
 
 from benchmarks.common import parse, show
-from kvtier.lab.demo.disaggregated_serving import Serving, serving
+from kvtier.lab.demo.disaggregated import Serving, serving
 from kvtier.lab.demo.work import Options, Steps, work_folder
 
 NEW_TOKENS = 8

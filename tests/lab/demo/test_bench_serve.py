@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvtier.lab.demo.disaggregated_serving import serving
+from kvtier.lab.demo.disaggregated import serving
 from kvtier.lab.demo.work import MODEL_NAME, Options, Steps, work_folder
 from tests.rigs.cache_process import is_idle
 

@@ -11,8 +11,7 @@ from rich.table import Table
 
 from kvtier.lab.demo import disaggregated, run
 from kvtier.lab.demo.client import Completion
-from kvtier.lab.demo.disaggregated import Result
-from kvtier.lab.demo.disaggregated_serving import Pushed
+from kvtier.lab.demo.disaggregated import Pushed, Result
 from kvtier.lab.demo.run import Run
 from kvtier.lab.demo.work import Steps
 
