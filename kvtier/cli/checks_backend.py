@@ -112,8 +112,6 @@ async def _run_check(name: str, tier: TierSettings, run: Callable[[], Awaitable[
         try:
             parts = await run()
             check = Check(name, "warn" if warnings else "ok", _join_parts([*parts, *warnings[:1]]))
-        except Problem as problem:
-            check = _failed(name, str(problem), problem.remedy, warnings)
         except Overdue as late:
             whose = "" if late.seconds == OPENING_SECONDS else ", the tier's `deadline`"
             still = ", and does not end when it is cancelled" if isinstance(late, Stuck) else ""
@@ -163,11 +161,11 @@ def isolated_settings(
 @contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
     if obstacle := find_obstacle(path):
-        raise Problem(*obstacle)
+        raise TierError(*obstacle)
     try:
         folder = TemporaryDirectory(dir=nearest_folder(path), prefix=".kvtier-doctor-")
     except OSError as error:
-        raise Problem(f"{path} cannot be written: {error.strerror}", remedy_of(error, path)) from error
+        raise TierError(f"{path} cannot be written: {error.strerror}", remedy_of(error, path)) from error
     with folder as name:
         yield Path(name)
 
@@ -220,20 +218,12 @@ def _secrets(model: BaseModel | Mapping[Any, Any]) -> Iterator[str]:
             yield from _secrets(value)
 
 
-class Problem(KVTierError):
-    """A problem found in a backend, with its remedy."""
-
-    def __init__(self, found: str, remedy: str = "") -> None:
-        super().__init__(found)
-        self.remedy = remedy
-
-
 async def run_trial(backend: Backend, tier: TierSettings, size: int, *, checksum: bool) -> str:
     """Write, read and delete one chunk object, and return a description of the result.
 
     Opens and closes the backend. ``size`` is in bytes, a multiple of the page size.
 
-    Raises: Problem, and any error of the backend.
+    Raises: TierError, and any error of the backend.
     """
     arena = Arena.create(size)
     trial = _Trial(backend, tier, checksum=checksum)
@@ -297,25 +287,25 @@ class _Trial:
         if held == expected:
             return seconds
         if held:
-            raise Problem("it reports a chunk as held that was never stored", _REMEDY_INCORRECT)
-        raise Problem("it does not hold a chunk whose write it confirmed", _REMEDY_INCORRECT)
+            raise TierError("it reports a chunk as held that was never stored", _REMEDY_INCORRECT)
+        raise TierError("it does not hold a chunk whose write it confirmed", _REMEDY_INCORRECT)
 
     async def _contains(self, key: ChunkKey) -> tuple[bool, float]:
         try:
             return await self._call_single("looking a chunk up", lambda: self._backend.contains([key]))
         except OSError as error:
             found, remedy = getattr(error, "found", error), getattr(error, "remedy", "")
-            raise Problem(f"the lookup of a chunk failed: {found}", remedy or REMEDY_FAILED) from error
+            raise TierError(f"the lookup of a chunk failed: {found}", remedy or REMEDY_FAILED) from error
 
     async def _write(self, key: ChunkKey, view: memoryview) -> float:
         outcome, seconds = await self._call_single("writing a chunk", lambda: self._seal.put([(key, view)]))
         if outcome is Outcome.FULL:
-            raise Problem(
+            raise TierError(
                 f"it has no room for a chunk of {format_size(len(view))}",
                 "give it more capacity, or enable eviction",
             )
         if outcome is not Outcome.OK:
-            raise Problem("it did not store a chunk", REMEDY_FAILED)
+            raise TierError("it did not store a chunk", REMEDY_FAILED)
         return seconds
 
     async def _read(self, key: ChunkKey, view: memoryview) -> float:
@@ -323,11 +313,11 @@ class _Trial:
         written, view[:] = bytes(view), bytes(len(view))
         outcome, seconds = await self._call_single("reading a chunk", lambda: self._seal.get([(key, view)]))
         if self._seal.corrupt or (outcome is Outcome.OK and view != written):
-            raise Problem("it returned other bytes than were written", _REMEDY_INCORRECT)
+            raise TierError("it returned other bytes than were written", _REMEDY_INCORRECT)
         if outcome is Outcome.MISS:
-            raise Problem("it did not return a chunk that it reported as held", _REMEDY_INCORRECT)
+            raise TierError("it did not return a chunk that it reported as held", _REMEDY_INCORRECT)
         if outcome is not Outcome.OK:
-            raise Problem("it stored a chunk but could not read it", REMEDY_FAILED)
+            raise TierError("it stored a chunk but could not read it", REMEDY_FAILED)
         return seconds
 
     async def _delete(self, key: ChunkKey) -> None:
@@ -341,7 +331,7 @@ class _Trial:
             if not held:
                 return
             if time.monotonic() > until:
-                raise Problem(
+                raise TierError(
                     f"it still holds a chunk {format_duration(self._deadline)} after it was deleted",
                     "allow this user to delete",
                 )
@@ -353,7 +343,9 @@ class _Trial:
         """Call a batch method with one item. Return its only result, and the time in seconds."""
         answers, seconds = await self._timed(operation, call)
         if len(answers) != 1:
-            raise Problem(f"{operation}: it returned {len(answers)} results for one item", _REMEDY_INCORRECT)
+            raise TierError(
+                f"{operation}: it returned {len(answers)} results for one item", _REMEDY_INCORRECT
+            )
         return answers[0], seconds
 
     async def _timed(self, operation: str, call: Callable[[], Awaitable[AnswerT]]) -> tuple[AnswerT, float]:
