@@ -74,6 +74,15 @@ async def connect_raw(address: tuple[str, int]) -> AsyncIterator[anyio.abc.Socke
         yield stream
 
 
+async def read_to_end(stream: anyio.abc.SocketStream) -> bytes:
+    """Return what the server sends until it closes the connection."""
+    received = b""
+    with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+        while True:
+            received += await stream.receive()
+    return received
+
+
 async def test_serves_on_ipv6() -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6 on this machine")
@@ -274,9 +283,7 @@ async def test_incomplete_request_times_out(sent: bytes, monkeypatch: pytest.Mon
     async with serving(hello, "127.0.0.1:0") as address, connect_raw(address) as stream:
         if sent:
             await stream.send(sent)
-        with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
-            while True:
-                await stream.receive()
+        await read_to_end(stream)
 
 
 async def test_active_connection_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,13 +309,10 @@ async def test_oversized_or_invalid_head_is_rejected() -> None:
             b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 200_000,
             b"\x16\x03\r\n\r\n",
         ):
-            received = b""
             async with connect_raw(address) as stream:
-                with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                with suppress(anyio.BrokenResourceError):
                     await stream.send(sent)
-                    while True:
-                        received += await stream.receive()
-            assert b"200" not in received
+                assert b"200" not in await read_to_end(stream)
         assert (await get(address)).text == "hello"
 
 
@@ -319,8 +323,7 @@ async def test_connections_are_limited() -> None:
 
             async def idle() -> None:
                 async with connect_raw(address) as stream:
-                    with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
-                        await stream.receive()
+                    await read_to_end(stream)
                     ended[0].send_nowait(None)
 
             for _ in range(12):
@@ -390,9 +393,7 @@ async def test_invalid_body_ends_a_request_without_a_traceback(
             while answered != "after" and b"\r\n\r\n" not in received:
                 received += await stream.receive()
             await stream.send(b"no length\r\n")
-            with suppress(anyio.EndOfStream):
-                while True:
-                    received += await stream.receive()
+            received += await read_to_end(stream)
     assert (b" 400 " in received, b" 200 " in received) == (answered == "after", answered != "after")
     assert b"more" not in received
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
