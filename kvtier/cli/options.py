@@ -33,21 +33,17 @@ PlotFile = Annotated[
 ]
 
 
-class Named(Protocol):
-    """A tier, or what else a command selects by name or type."""
+class _Named(Protocol):
+    """A tier, or what else a command selects by its name or type in the settings."""
 
     @property
-    def name(self) -> str:
-        """Its name in the settings."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def type(self) -> str:
-        """Its type in the settings."""
-        ...
+    def type(self) -> str: ...
 
 
-NamedT = TypeVar("NamedT", bound=Named)
+NamedT = TypeVar("NamedT", bound=_Named)
 ValueT = TypeVar("ValueT")
 
 

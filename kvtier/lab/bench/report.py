@@ -91,12 +91,10 @@ def save_plot(rows: Sequence[Row], extent: Extent, path: Path) -> None:
 
     Omits failed rows. Raises ``OSError``.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if row.put is not None and row.get is not None]
     figure = Figure(figsize=(8, 1.6 + 0.7 * len(shown)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for offset, name in ((-BAR / 2, "put"), (BAR / 2, "get")):
         directions = [row.put if name == "put" else row.get for row in shown]

@@ -126,11 +126,9 @@ def save_plot(studies: Sequence[Study], path: Path) -> None:
 
     Omits caches with a shared pool, which have no capacity. Raises ``OSError``.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.5 + 4 * len(studies)), layout="constrained")
-    FigureCanvasAgg(figure)
     for at, study in enumerate(studies, 1):
         axes = figure.add_subplot(len(studies), 1, at)
         rows = sorted(
