@@ -43,6 +43,7 @@ def doctor(
     """
     from kvtier.cli.checks import check_machine, check_settings
     from kvtier.cli.checks_backend import check_pools, exit_command
+    from kvtier.cli.checks_peers import check_peers
 
     if size is not None and not backend:
         raise typer.BadParameter("requires --backend", param_hint="--size")
@@ -50,23 +51,17 @@ def doctor(
         checks, requirements = check_settings(config)
         trials = _trials(requirements, backend or [], size)
         checks = [*checks, *check_machine(requirements)]
-        settings = requirements.settings
-        if (
-            requirements.plugins is not None
-            and settings is not None
-            and (settings.peer.used or settings.kv_transfer.targets)
-        ):
-            from kvtier.cli.checks_peers import check_peers
-
+        plugins, settings = requirements.plugins, requirements.settings
+        if plugins is not None and settings is not None:
             status.update("connecting to peers")
-            checks += check_peers(requirements.plugins, settings)
+            checks += check_peers(plugins, settings)
         threads = threading.enumerate()
         if backend:
             status.update("writing and reading chunks")
             checks += trials
-        elif requirements.plugins is not None:
+        elif plugins is not None:
             status.update("connecting to shared pools")
-            checks += check_pools(requirements.plugins, requirements.tiers)
+            checks += check_pools(plugins, requirements.tiers)
     failed = any(check.status == "fail" for check in checks)
     _print(checks, failed=failed, as_json=as_json, hint="" if backend else HINT)
     exit_command(threads, failed=failed)
