@@ -141,11 +141,11 @@ class Run:
             time.sleep(seconds / 4)
             process.start()
             return
-        process.signal(signal.SIGSTOP)
+        process.pause()
         try:
             time.sleep(seconds)
         finally:
-            process.signal(signal.SIGCONT)
+            process.resume()
 
     def _attack(self, family: str, target: str, addresses: Addresses) -> int:
         """Attack from another process, which then exits: what it has reserved is free only then."""

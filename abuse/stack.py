@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from kvtier.bridge import client
 from kvtier.errors import ChannelError, KVTierError
 from kvtier.testing.servers import free_port
 from soak.disks import Disk
+from tests.rigs.cache_process import StoppableProcess
 
 ROOT = Path(__file__).parents[1]
 START_SECONDS = 120.0
@@ -35,7 +35,7 @@ class AbuseError(KVTierError):
     """A process does not start, or does not answer."""
 
 
-class Process:
+class Process(StoppableProcess):
     """A program, with its output in a log."""
 
     def __init__(self, name: str, folder: Path, arguments: list[str], answers: Callable[[], bool]) -> None:
@@ -46,12 +46,6 @@ class Process:
         self.logged = 0
         """How many bytes of the log have been checked."""
         self._arguments = arguments
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
 
     @property
     def exited(self) -> int | None:
@@ -79,22 +73,6 @@ class Process:
             if self.exited is not None or time.monotonic() > deadline:
                 raise AbuseError(f"{self.name} does not answer, exit status {self.exited}: {self.tail()}")
             time.sleep(POLL_SECONDS)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        """Send SIGKILL, and wait."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def tail(self) -> str:
-        """Return the end of the log."""
-        return self.log.read_text(errors="replace")[-2000:]
 
     def anonymous_bytes(self) -> int:
         """Return how much memory it has, without the arena."""
