@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
+from kvtier_objectstore.settings import ObjectStoreSettings
 from s3_server import BUCKET, READER_KEY, S3Server
 from stores import FULL, MISS, OK, found, make, opened, values
 
@@ -64,9 +65,8 @@ def test_valid_settings(url: str) -> None:
 
 def test_credentials_from_a_file_are_not_shown(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("hunter2\n")
-    settings = make(
-        url="s3://b", credentials={"secret_access_key": {"file": str(tmp_path / "key")}}
-    )._settings
+    secret = {"secret_access_key": {"file": str(tmp_path / "key")}}
+    settings = ObjectStoreSettings(name="pool", type="objectstore", url="s3://b", credentials=secret)
     assert settings.credentials["secret_access_key"].get_secret_value() == "hunter2"
     assert "hunter2" not in repr(settings) + str(settings.model_dump_json())
 
