@@ -15,80 +15,11 @@ from kvtier.memory.slices import PAGE_BYTES, Lease, Leases
 from tests.memory.leases import allocate
 
 
-@pytest.mark.parametrize(("requested", "pages"), [(1, 1), (4095, 1), (4096, 1), (4097, 2), (12288, 3)])
-def test_lease_is_whole_pages_and_its_view_has_the_requested_length(
-    arena: Arena, requested: int, pages: int
-) -> None:
-    first, second = arena.allocate(requested), arena.allocate(1)
-    assert first is not None
-    assert second is not None
-    assert (first.offset, first.length, len(first.view)) == (0, requested, requested)
-    assert second.offset == pages * PAGE_BYTES
-    assert arena.used == (pages + 1) * PAGE_BYTES
-
-
 def test_new_arena_is_one_free_run() -> None:
     arena = Arena.create(PAGE_BYTES + 1)
     assert (arena.capacity, arena.page_bytes) == (2 * PAGE_BYTES, PAGE_BYTES)
     assert (arena.used, arena.leases, arena.fragments) == (0, 0, 1)
     arena.close()
-
-
-def test_allocation_is_best_fit(arena: Arena) -> None:
-    runs = [allocate(arena, pages) for pages in (4, 1, 2, 1, 3, 1)]
-    holes = {run.length // PAGE_BYTES: run.offset for run in runs[::2]}
-    for run in runs[::2]:
-        run.release()
-    assert allocate(arena, 2).offset == holes[2]
-    assert allocate(arena, 3).offset == holes[3]
-    assert allocate(arena, 1).offset == holes[4]
-
-
-def test_separate_holes_are_not_combined(arena: Arena) -> None:
-    runs = [allocate(arena, 1) for _ in range(16)]
-    for run in runs[::2]:
-        run.release()
-    assert arena.capacity - arena.used == 8 * PAGE_BYTES
-    assert arena.allocate(2 * PAGE_BYTES) is None
-    runs[1].release()
-    assert allocate(arena, 3).offset == 0
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_freed_runs_are_merged_in_any_order(arena: Arena, order: tuple[int, ...]) -> None:
-    runs = [allocate(arena, 4) for _ in range(4)]
-    assert arena.fragments == 0
-    assert arena.allocate(1) is None
-    for index in order:
-        runs[index].release()
-    assert (arena.fragments, arena.used, arena.leases) == (1, 0, 0)
-    assert allocate(arena, 16).offset == 0
-
-
-def test_memory_is_freed_with_the_last_handle(arena: Arena) -> None:
-    lease = allocate(arena, 16)
-    shared = lease.share()
-    again = shared.share()
-    assert (arena.leases, arena.used, lease.is_exclusive) == (3, arena.capacity, False)
-    lease.release()
-    shared.release()
-    assert (arena.leases, arena.used, again.is_exclusive) == (1, arena.capacity, True)
-    assert arena.allocate(1) is None
-    again.release()
-    assert (arena.leases, arena.used) == (0, 0)
-
-
-def test_releasing_a_handle_twice_frees_once(arena: Arena) -> None:
-    lease = allocate(arena, 1)
-    shared = lease.share()
-    lease.release()
-    lease.release()
-    assert (arena.leases, arena.used) == (1, PAGE_BYTES)
-    shared.release()
-    reallocated = allocate(arena, 1)
-    shared.release()
-    lease.release()
-    assert (arena.leases, arena.used, reallocated.offset) == (1, PAGE_BYTES, 0)
 
 
 def test_released_lease_has_no_view_and_cannot_be_shared(arena: Arena) -> None:
