@@ -6,7 +6,7 @@ import importlib.util
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from kvtier.plugins import Plugins
 from kvtier.rpc.authentication import Credentials
 from kvtier.settings import TierSettings
 from kvtier.testing.backend import make_key, same
+from tests.rigs.children import children
 from tests.rigs.instance_process import SECRET, InstanceProcess, payload_of
 from tests.rigs.open_files import sockets
 from tests.rigs.waiting import until
@@ -63,11 +64,7 @@ def _installed(kind: str) -> str:
 
 def open_resources() -> tuple[int, int]:
     """Count the sockets and child processes of this process."""
-    children = 0
-    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        with suppress(FileNotFoundError):  # The thread may have exited.
-            children += len((task / "children").read_text().split())
-    return sockets(), children
+    return sockets(), len(children(os.getpid()))
 
 
 async def until_released(before: tuple[int, int]) -> None:

@@ -21,6 +21,7 @@ import pytest
 from kvtier.peers.staging.push import REFUSED_SECONDS
 from kvtier.testing.servers import free_port
 from tests.rigs.cache_process import MIB, CacheProcess, is_idle
+from tests.rigs.children import nixl_processes
 from tests.rigs.staging_engine import CHUNKS, PAGES, Result, Side, side
 
 torch = pytest.importorskip("torch")
@@ -146,14 +147,6 @@ def pair(shared: Pair) -> Iterator[Pair]:
     shared.wait_until_idle()
 
 
-def nixl_processes(process: CacheProcess) -> list[int]:
-    """Return the children of a cache process that load NIXL."""
-    pid = process.status()["pid"]
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    found = {int(child) for path in children for child in path.read_text().split()}
-    return [child for child in found if b"nixl/worker.py" in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
 def test_chunks_go_from_buffer_to_buffer_and_memory_is_freed(pair: Pair) -> None:
     """Three times the capacity of the buffers, so that slices are reused."""
     rounds = 3 * BUFFER // (ALL * SLOT)
@@ -203,7 +196,7 @@ def test_lost_buffers_are_recreated(pair: Pair, which: str) -> None:
     pair.decode_cache.wait_until(lambda status: status["staging"][0]["chunks"] == 2)
     victim: CacheProcess = getattr(pair, which)
     lost = (pair.prefill if which == "prefill_cache" else pair.decode).refresh()
-    for pid in nixl_processes(victim):
+    for pid in nixl_processes(victim.status()["pid"]):
         os.kill(pid, signal.SIGKILL)
     pair.prefill.store(prompt, 2, ALL)
     pair.prefill.end(prompt, True)
@@ -291,7 +284,7 @@ def test_killed_engine_frees_its_buffers(which: str) -> None:
         cache_process = pair.prefill_cache if which == "prefill" else pair.decode_cache
         cache_process.wait_until(lambda status: not status["engines"] and not status["staging"])
         pair.wait_until_idle()
-        assert len(nixl_processes(cache_process)) <= 2, "only those of the arena remain"
+        assert len(nixl_processes(cache_process.status()["pid"])) <= 2, "only those of the arena remain"
 
 
 @pytest.mark.slow

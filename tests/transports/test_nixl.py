@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing, nullcontext, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ import pytest
 
 from kvtier.backends.base import Outcome
 from kvtier.concurrency.sockets.connection import Connection, Deadline
+from kvtier.concurrency.tasks import DetachedTask
 from kvtier.errors import PeerError
 from kvtier.memory.arena import Arena
 from kvtier.memory.slices import Lease
+from kvtier.testing.noise import is_poisoned, poison
 from kvtier.testing.transport_sides import OtherProcess, Side, dial_nowhere, dial_to, pattern
 from kvtier.transports.base import Access, Link, RemoteSpan
 from kvtier.transports.nixl.link import Endpoint, encode_endpoint
@@ -29,6 +31,7 @@ from kvtier.transports.nixl.process import MAX_STARTS
 from kvtier.transports.nixl.settings import NixlSettings
 from kvtier.transports.nixl.transport import NixlTransport
 from kvtier.transports.nixl.worker import LARGE_PAGE_BYTES, map_shared
+from tests.rigs.children import children, nixl_processes
 from tests.rigs.mapped import flags_at
 
 pytest.importorskip("nixl_cu13")
@@ -76,24 +79,6 @@ async def open_link(
         assert side.arena.leases == side.grants.leases
 
 
-def children(pid: int) -> set[int]:
-    """Return the running child processes of a process."""
-    total: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError):  # The thread may have exited.
-            total |= {int(child) for child in (task / "children").read_text().split()}
-    return total
-
-
-def nixl_processes(pid: int) -> set[int]:
-    """Return the children that load NIXL."""
-    return {
-        child
-        for child in children(pid)
-        if b"transports/nixl/worker.py" in Path(f"/proc/{child}/cmdline").read_bytes()
-    }
-
-
 async def share_of_time_awake(pids: set[int]) -> float:
     """Return the share of the next 0.3 s that threads are running or runnable, summed over all threads.
 
@@ -115,7 +100,7 @@ def awake_seconds(pids: set[int]) -> float:
 
 def serving_process(peer: OtherProcess) -> int:
     """Return the process that serves the arena of the peer."""
-    (nixl_process,) = nixl_processes(peer._running.pid)
+    (nixl_process,) = nixl_processes(peer.pid)
     return nixl_process
 
 
@@ -132,12 +117,13 @@ async def paused(pid: int) -> AsyncIterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def poison(view: memoryview) -> None:
-    view[:] = b"\xee" * len(view)
-
-
-def is_poisoned(view: memoryview) -> bool:
-    return bytes(view) == b"\xee" * len(view)
+@contextmanager
+def memory(side: Side, length: int) -> Iterator[Lease]:
+    """Allocate memory of the arena."""
+    lease = side.arena.allocate(length)
+    assert lease is not None
+    yield lease
+    lease.release()
 
 
 async def test_memory_outside_the_arena_and_read_only_memory(peer: OtherProcess) -> None:
@@ -152,15 +138,14 @@ async def test_memory_outside_the_arena_and_read_only_memory(peer: OtherProcess)
         assert await link.write([(memoryview(pattern(9, 5000)), target)]) == [Outcome.OK]
         assert await link.read([(target, views[0])]) == [Outcome.OK]
         assert read[0] == pattern(9, 5000)
-        everything = side.arena.allocate(side.arena.capacity)
-        assert everything is not None
-        assert await link.read([(first, views[0])]) == [Outcome.FAILED]
-        everything.release()
+        with memory(side, side.arena.capacity):
+            assert await link.read([(first, views[0])]) == [Outcome.FAILED]
 
 
 async def test_empty_spans_are_read(peer: OtherProcess) -> None:
     async with open_link(peer, SHARED_MEMORY_SETTINGS) as (_, _, link):
-        empty = (await peer.grant([4096]))[0]._replace(length=0)
+        (span,) = await peer.grant([4096])
+        empty = RemoteSpan(span.grant, span.offset, 0)
         with anyio.fail_after(10):
             assert await link.read([(empty, memoryview(bytearray()))] * 2) == [Outcome.OK] * 2
 
@@ -168,8 +153,6 @@ async def test_empty_spans_are_read(peer: OtherProcess) -> None:
 async def test_spans_outside_the_peer_arena_are_misses(peer: OtherProcess) -> None:
     async with open_link(peer, SHARED_MEMORY_SETTINGS) as (side, _, link):
         (good,) = await peer.grant([4096], seed=1)
-        lease = side.arena.allocate(4096)
-        assert lease is not None
         outside = [
             RemoteSpan(1, -4096, 4096),
             RemoteSpan(1, CAPACITY, 4096),
@@ -177,13 +160,14 @@ async def test_spans_outside_the_peer_arena_are_misses(peer: OtherProcess) -> No
             RemoteSpan(1, 1 << 63, 4096),
             RemoteSpan(1, 0, -1),
         ]
-        poison(lease.view)
-        assert await link.read([(span, lease.view) for span in outside]) == [Outcome.MISS] * 5
-        assert is_poisoned(lease.view)
-        assert await link.write([(lease.view, span) for span in outside]) == [Outcome.MISS] * 5
-        assert await link.read([(outside[0], lease.view), (good, lease.view)]) == [Outcome.MISS, Outcome.OK]
-        assert lease.view == pattern(1, 4096)
-        lease.release()
+        with memory(side, 4096) as lease:
+            poison(lease.view)
+            assert await link.read([(span, lease.view) for span in outside]) == [Outcome.MISS] * 5
+            assert is_poisoned(lease.view)
+            assert await link.write([(lease.view, span) for span in outside]) == [Outcome.MISS] * 5
+            outcomes = await link.read([(outside[0], lease.view), (good, lease.view)])
+            assert outcomes == [Outcome.MISS, Outcome.OK]
+            assert lease.view == pattern(1, 4096)
 
 
 @pytest.mark.parametrize("settings", [TCP_SETTINGS, SHARED_MEMORY_SETTINGS], ids=["tcp", "memory"])
@@ -199,124 +183,87 @@ async def test_idle_processes_use_no_cpu(peer: OtherProcess, settings: dict[str,
 async def test_link_recovers_from_killed_processes(peer: OtherProcess) -> None:
     async with open_link(peer) as (side, _, link):
         (span,) = await peer.grant([MIB], seed=5)
-        lease = side.arena.allocate(MIB)
-        assert lease is not None
-        assert await link.read([(span, lease.view)]) == [Outcome.OK]
-        for find_victims in (lambda: [serving_process(peer)], lambda: nixl_processes(os.getpid())):
-            for victim in find_victims():
-                os.kill(victim, signal.SIGKILL)
+        with memory(side, MIB) as lease:
             assert await link.read([(span, lease.view)]) == [Outcome.OK]
-            assert lease.view == pattern(5, MIB)
-            poison(lease.view)
-        lease.release()
+            for find_victims in (lambda: [serving_process(peer)], lambda: nixl_processes(os.getpid())):
+                for victim in find_victims():
+                    os.kill(victim, signal.SIGKILL)
+                assert await link.read([(span, lease.view)]) == [Outcome.OK]
+                assert lease.view == pattern(5, MIB)
+                poison(lease.view)
 
 
-async def test_read_from_stopped_peer_fails_and_writes_nothing_later(peer: OtherProcess) -> None:
-    async with open_link(peer, {**TCP_SETTINGS, "deadline": "2s"}) as (side, _, link):
-        (span,) = await peer.grant([32 * MIB], seed=7)
-        lease = side.arena.allocate(32 * MIB)
-        assert lease is not None
-        assert await link.read([(span, lease.view)]) == [Outcome.OK]
-        poison(lease.view)
-        async with paused(serving_process(peer)):
-            start = time.monotonic()
-            assert await link.read([(span, lease.view)]) == [Outcome.FAILED]
-            assert time.monotonic() - start < 30
-            poison(lease.view)
-        await assert_readable_again(peer, link, lease)
-
-
-async def assert_readable_again(peer: OtherProcess, link: Link, unused: Lease) -> None:
-    """Wait for the peer, whose serving process may be restarting. Nothing was written to unused memory."""
-    (small,) = await peer.grant([4096], seed=8)
-    with anyio.fail_after(30):
-        while await link.read([(small, memoryview(bytearray(4096)))]) != [Outcome.OK]:
-            await asyncio.sleep(0.05)
-    assert is_poisoned(unused.view)
-    unused.release()
-
-
-async def test_cancelled_read_from_stopped_peer(peer: OtherProcess) -> None:
-    async with open_link(peer, {**TCP_SETTINGS, "deadline": "90s"}) as (side, _, link):
-        (span,) = await peer.grant([8 * MIB], seed=7)
-        lease = side.arena.allocate(8 * MIB)
-        assert lease is not None
-        assert await link.read([(span, lease.view)]) == [Outcome.OK]
-        async with paused(serving_process(peer)):
-            reading = asyncio.ensure_future(link.read([(span, lease.view)]))
-            await asyncio.sleep(0.2)
-            start = time.monotonic()
-            reading.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await reading
-            assert time.monotonic() - start < 30, "it waited for the deadline"
-            poison(lease.view)
-        await assert_readable_again(peer, link, lease)
+@pytest.mark.parametrize(
+    ("deadline", "length", "cancelled"), [("2s", 32 * MIB, False), ("90s", 8 * MIB, True)]
+)
+async def test_read_from_stopped_peer_fails_and_writes_nothing_later(
+    peer: OtherProcess, deadline: str, length: int, *, cancelled: bool
+) -> None:
+    async with open_link(peer, {**TCP_SETTINGS, "deadline": deadline}) as (side, _, link):
+        (span,) = await peer.grant([length], seed=7)
+        with memory(side, length) as lease:
+            assert await link.read([(span, lease.view)]) == [Outcome.OK]
+            async with paused(serving_process(peer)):
+                reading = DetachedTask(link.read([(span, lease.view)]))
+                await asyncio.sleep(0.2)
+                if cancelled:
+                    reading.cancel()
+                assert await reading.wait(30), "a cancelled call waited for the deadline"
+                assert reading.cancelled if cancelled else reading.result() == [Outcome.FAILED]
+                poison(lease.view)
+            # Its serving process may be restarting.
+            (small,) = await peer.grant([4096], seed=8)
+            with anyio.fail_after(30):
+                while await link.read([(small, memoryview(bytearray(4096)))]) != [Outcome.OK]:
+                    await asyncio.sleep(0.05)
+            assert is_poisoned(lease.view)
 
 
 async def test_64_reads_with_a_quarter_cancelled(peer: OtherProcess) -> None:
     async with open_link(peer) as (side, _, link):
         length = 256 << 10  # Small enough not to block the event loop.
         spans = await peer.grant([length] * 64, seed=100)
-        leases = [side.arena.allocate(length) for _ in spans]
-        reads = [
-            asyncio.ensure_future(link.read([(span, lease.view)]))
-            for span, lease in zip(spans, leases, strict=True)
-            if lease is not None
-        ]
-        assert len(reads) == 64
-        await asyncio.sleep(0.01)
-        for number in range(0, 64, 4):
-            reads[number].cancel()
-
-        async def stain_if_cancelled(number: int) -> bool:
-            with suppress(asyncio.CancelledError):
-                await reads[number]
-                return False
-            lease = leases[number]
-            assert lease is not None
-            poison(lease.view)
-            return True
-
-        cancelled = await asyncio.gather(*map(stain_if_cancelled, range(0, 64, 4)))
-        assert any(cancelled)
-        for number, lease in enumerate(leases):
-            assert lease is not None
-            if number % 4:
-                assert await reads[number] == [Outcome.OK]
+        with ExitStack() as stack:
+            leases = [stack.enter_context(memory(side, length)) for _ in spans]
+            reads = [
+                DetachedTask(link.read([(span, lease.view)]))
+                for span, lease in zip(spans, leases, strict=True)
+            ]
+            await asyncio.sleep(0.01)
+            for read in reads[::4]:
+                read.cancel()
+            for read, lease in zip(reads, leases, strict=True):
+                await read.wait()
+                if read.cancelled:
+                    poison(lease.view)
+            assert any(read.cancelled for read in reads)
+            for number, (read, lease) in enumerate(zip(reads, leases, strict=True)):
+                if read.cancelled:
+                    assert is_poisoned(lease.view), "it was written after the read had ended"
+                    continue
+                assert read.result() == [Outcome.OK]
                 assert lease.view == pattern(100 + number, length)
-        for number, was_cancelled in zip(range(0, 64, 4), cancelled, strict=True):
-            lease = leases[number]
-            assert lease is not None
-            assert is_poisoned(lease.view) == was_cancelled
-        for lease in leases:
-            assert lease is not None
-            lease.release()
 
 
 @pytest.mark.parametrize("write", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_peer_killed_during_transfer(peer: OtherProcess, *, write: bool) -> None:
     async with open_link(peer, {**TCP_SETTINGS, "deadline": "90s"}) as (side, _, link):
         spans = await peer.grant([32 * MIB] * 3, access=Access.WRITE if write else Access.READ)
-        lease = side.arena.allocate(96 * MIB)
-        assert lease is not None
-        views = [lease.view[at * 32 * MIB : (at + 1) * 32 * MIB] for at in range(3)]
-        transfer = asyncio.ensure_future(
-            link.write(list(zip(views, spans, strict=True)))
-            if write
-            else link.read(list(zip(spans, views, strict=True)))
-        )
-        await asyncio.sleep(0.02)
-        peer.kill()
-        start = time.monotonic()
-        outcomes = await transfer
-        assert set(outcomes) <= {Outcome.OK, Outcome.FAILED}
-        assert time.monotonic() - start < 30, "it waited for the deadline"
-        with anyio.fail_after(30):  # Its NIXL process ends a moment after it.
-            while await link.read([(spans[0], views[0])]) != [Outcome.FAILED]:
-                await anyio.sleep(0.01)
-        del views
-        lease.release()
+        with ExitStack() as stack:
+            views = [stack.enter_context(memory(side, 32 * MIB)).view for _ in spans]
+            transfer = DetachedTask(
+                link.write(list(zip(views, spans, strict=True)))
+                if write
+                else link.read(list(zip(spans, views, strict=True)))
+            )
+            await asyncio.sleep(0.02)
+            peer.kill()
+            assert await transfer.wait(30), "it waited for the deadline"
+            assert set(transfer.result()) <= {Outcome.OK, Outcome.FAILED}
+            with anyio.fail_after(30):  # Its NIXL process ends a moment after it.
+                while await link.read([(spans[0], views[0])]) != [Outcome.FAILED]:
+                    await anyio.sleep(0.01)
+            del views
 
 
 async def test_restarted_peer_requires_new_link(peer: OtherProcess) -> None:

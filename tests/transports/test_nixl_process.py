@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from kvtier.concurrency import processes
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
 from kvtier.transports.nixl import process
-from kvtier.transports.nixl.process import NixlProcess, NixlProcessEnded, Part, Region
+from kvtier.transports.nixl.process import Batch, NixlProcess, NixlProcessEnded, Part, Region
 from kvtier.transports.nixl.protocol import DONE, DROPPED, LOST
 from kvtier.transports.nixl.settings import NixlSettings
 from kvtier.transports.nixl.worker import MAX_BYTES_IN_FLIGHT
@@ -92,11 +92,13 @@ async def start(
     started: list[NixlProcess] = []
     tasks = len(asyncio.all_tasks())
 
-    async def start(change: str = "") -> NixlProcess:
+    async def start(change: str = "", peers: Sequence[str] = ()) -> NixlProcess:
         script.write_text(WORKER + change + MAIN)
         settings = NixlSettings(type="nixl")
         nixl_process = await NixlProcess.start(Region(4 * MIB, memory), settings, executor, serves=False)
         started.append(nixl_process)
+        for peer in peers:
+            await nixl_process.add_peer(peer, 4096, b"metadata")
         return nixl_process
 
     yield start
@@ -106,6 +108,11 @@ async def start(
     assert len(asyncio.all_tasks()) == tasks
     executor.close()
     os.close(memory)
+
+
+async def ended(nixl_process: NixlProcess, batch: Batch) -> None:
+    with anyio.fail_after(TIMEOUT_SECONDS):
+        await nixl_process.until_ended(batch)
 
 
 def parts(length: int = 4096) -> list[Part]:
@@ -137,7 +144,6 @@ async def test_process_is_reaped_if_the_event_loop_ends_while_it_starts(
 
 async def test_transfers_of_several_batches(start: Start) -> None:
     nixl_process = await start()
-    assert nixl_process.opened is not None
     assert nixl_process.opened.metadata == b"m" * MIB, "more than the socket takes at once"
     await nixl_process.add_peer("peer", 4096, b"metadata")
     with anyio.fail_after(TIMEOUT_SECONDS):
@@ -157,14 +163,12 @@ async def test_process_continues_after_a_peer_that_it_cannot_add(start: Start) -
     with pytest.raises(PeerError, match="NIXL still has transfers with that agent in flight"):
         await nixl_process.add_peer("slow", 4096, b"metadata")
     batch = nixl_process.transfer("peer", [parts()], write=False)
-    with anyio.fail_after(TIMEOUT_SECONDS):
-        await nixl_process.until_ended(batch)
+    await ended(nixl_process, batch)
     assert batch.results == [DONE]
 
 
 async def test_waiting_transfers_are_dropped(start: Start) -> None:
-    nixl_process = await start()
-    await nixl_process.add_peer("slow", 4096, b"metadata")
+    nixl_process = await start(peers=["slow"])
     running = nixl_process.transfer("slow", [parts(MAX_BYTES_IN_FLIGHT)], write=True)
     waiting = nixl_process.transfer("slow", [parts()] * 3, write=True)
     nixl_process.drop(waiting)
@@ -178,8 +182,7 @@ async def test_cancelled_wait_ends_the_process_of_a_transfer_that_does_not_end(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "GRACE_SECONDS", 0.1)
-    nixl_process = await start()
-    await nixl_process.add_peer("slow", 4096, b"metadata")
+    nixl_process = await start(peers=["slow"])
     batch = nixl_process.transfer("slow", [parts()], write=True)
     await nixl_process.add_peer("peer", 4096, b"metadata")  # By the next message, the transfer is running.
     waiting = asyncio.ensure_future(nixl_process.until_ended(batch))
@@ -194,8 +197,7 @@ async def test_cancelled_wait_ends_the_process_of_a_transfer_that_does_not_end(
 async def test_killed_process_ends_requests_and_transfers(
     start: Start, spawned: list[subprocess.Popen[bytes]]
 ) -> None:
-    nixl_process = await start()
-    await nixl_process.add_peer("slow", 4096, b"metadata")
+    nixl_process = await start(peers=["slow"])
     batch = nixl_process.transfer("slow", [parts()] * 2, write=True)
     (child,) = spawned
     child.send_signal(signal.SIGSTOP)
@@ -216,8 +218,7 @@ async def test_killed_process_ends_requests_and_transfers(
 
 
 async def test_process_ends_at_a_malformed_message(start: Start) -> None:
-    nixl_process = await start()
-    await nixl_process.add_peer("slow", 4096, b"metadata")
+    nixl_process = await start(peers=["slow"])
     batch = nixl_process.transfer("slow", [parts()], write=True)
     nixl_process._endpoint._wire.write(b"\xc1")
     nixl_process._endpoint._wire.flush_now()
@@ -237,21 +238,20 @@ async def test_process_ends_at_a_malformed_message(start: Start) -> None:
 )
 async def test_process_that_violates_the_protocol_is_killed(start: Start, report: str) -> None:
     nixl_process = await start(
-        f"def report(self):\n    if self._ended: {report}\nworker.NixlWorker._report_ended = report\n"
+        f"def report(self):\n    if self._ended: {report}\nworker.NixlWorker._report_ended = report\n",
+        peers=["peer"],
     )
-    await nixl_process.add_peer("peer", 4096, b"metadata")
     batch = nixl_process.transfer("peer", [parts()], write=True)
-    with anyio.fail_after(TIMEOUT_SECONDS):
-        await nixl_process.until_ended(batch)
+    await ended(nixl_process, batch)
     assert nixl_process.exited.is_set()
     assert batch.results == [LOST]
 
 
 async def test_process_that_reads_nothing_is_killed(start: Start) -> None:
-    nixl_process = await start("Agent.state = lambda self, handle: time.sleep(3600)\n")
-    await nixl_process.add_peer("peer", 4096, b"metadata")
-    nixl_process._endpoint._wire.frames._limit = MIB
-    batches = [nixl_process.transfer("peer", [parts(1 << 40) * 1024], write=True) for _ in range(200)]
+    change = "Agent.state = lambda self, handle: time.sleep(3600)\n"
+    nixl_process = await start(change, peers=["peer"])
+    large = [Part(1 << 40, 1 << 40, 1 << 40)] * 1024  # More bytes in all than a connection queues.
+    batches = [nixl_process.transfer("peer", [large], write=True) for _ in range(700)]
     with anyio.fail_after(TIMEOUT_SECONDS):
         for batch in batches:
             await batch.ended.wait()
@@ -295,9 +295,7 @@ def many_descriptors() -> Iterator[None]:
 
 @pytest.mark.usefixtures("many_descriptors")
 async def test_descriptors_may_be_above_1023(start: Start) -> None:
-    nixl_process = await start()
-    await nixl_process.add_peer("peer", 4096, b"metadata")
+    nixl_process = await start(peers=["peer"])
     batch = nixl_process.transfer("peer", [parts()], write=True)
-    with anyio.fail_after(TIMEOUT_SECONDS):
-        await nixl_process.until_ended(batch)
+    await ended(nixl_process, batch)
     assert batch.results == [DONE]
