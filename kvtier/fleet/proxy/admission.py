@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import anyio
 from anyio import CancelScope
 
-from kvtier.fleet.proxy.client import BUSY, ClientDisconnected, Refused
+from kvtier.fleet.proxy.client import BUSY, CLOSE, ClientDisconnected, Refused
 from kvtier.units import format_size
 
 if TYPE_CHECKING:
@@ -53,16 +53,15 @@ class Admission:
     @contextmanager
     def admit(self) -> Iterator[Ticket]:
         """Admit a request while the block runs. Raises :class:`Refused` when over the limit or draining."""
-        # Both close the connection, because the body is not read.
         if self.draining:
             message = "this proxy is shutting down and accepts no new requests: use another one"
-            raise Refused(503, message, {**BUSY, "connection": "close"})
+            raise Refused(503, message, BUSY | CLOSE)
         if len(self._in_flight) >= self._max_requests:
             message = (
                 f"{len(self._in_flight)} requests are in flight, the limit of this proxy (--max-requests): "
                 "try again later"
             )
-            raise Refused(429, message, {**BUSY, "connection": "close"})
+            raise Refused(429, message, BUSY | CLOSE)
         ticket = Ticket()
         self._in_flight.add(ticket)
         try:
@@ -93,7 +92,7 @@ class Admission:
                 if not message.get("more_body", False):
                     return bytes(content)
         assert scope.cancelled_caught
-        raise Refused(408, f"the body has not arrived within {BODY_SECONDS:g} s", {"connection": "close"})
+        raise Refused(408, f"the body has not arrived within {BODY_SECONDS:g} s", CLOSE)
 
     async def drain(self, seconds: float) -> None:
         """Admit no new requests and wait for those in flight; cancel them after ``seconds``."""
@@ -122,10 +121,10 @@ class Admission:
                 f"the bodies of requests in flight fill {format_size(self._max_held)} "
                 "(--max-held): try again later"
             )
-            raise Refused(429, message, {**BUSY, "connection": "close"})
+            raise Refused(429, message, BUSY | CLOSE)
         ticket.held_bytes += len(piece)
         self.held_bytes += len(piece)
 
     def _too_long(self) -> Refused:
         message = f"the body is longer than {format_size(self._max_body)} (--max-body)"
-        return Refused(413, message, {"connection": "close"})
+        return Refused(413, message, CLOSE)

@@ -95,12 +95,10 @@ def _add_monitoring(app: FastAPI, proxy: Proxy) -> None:
 
     @app.get("/metrics")
     async def prometheus() -> Response:
-        """Return the metrics in Prometheus' text format."""
         return metrics.response()
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
-        """Return latencies and request outcomes."""
         statistics = proxy.statistics
         return {
             "prefill_ttft": statistics.prefill.summary(),
@@ -133,7 +131,6 @@ def _engines(proxy: Proxy) -> APIRouter:
 
     @router.get("/engines", response_model=list[EngineAnswer])
     async def engines() -> list[Upstream]:
-        """Return the state of all engines."""
         return list(proxy.upstreams)
 
     @router.post("/engines", status_code=201, response_model=EngineAnswer)

@@ -24,7 +24,8 @@ KINDS = {
 RETRY_SECONDS = 1
 """``Retry-After`` of a rejected request."""
 BUSY = {"retry-after": str(RETRY_SECONDS)}
-
+CLOSE = {"connection": "close"}
+"""Of a request whose body was not read, so that the connection cannot be used again."""
 
 EVENT_STREAM = b"text/event-stream"
 Headers = list[tuple[bytes, bytes]]

@@ -318,8 +318,6 @@ class _Connection(asyncio.Protocol):
 
 
 class _Body(httpx.AsyncByteStream):
-    """Response body."""
-
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
 

@@ -16,6 +16,7 @@ from kvtier.fleet.proxy.body import Body, response_params, without_params
 from kvtier.fleet.proxy.checks import reachable_address
 from kvtier.fleet.proxy.client import (
     BUSY,
+    CLOSE,
     EVENT_STREAM,
     Client,
     ClientDisconnected,
@@ -95,7 +96,7 @@ class Exchange:
                 tasks.cancel_scope.cancel()
         if ticket.stopped and not client.ended:
             message = "this proxy is shutting down: send the request to another one"
-            raise Refused(503, message, {**BUSY, "connection": "close"})
+            raise Refused(503, message, BUSY | CLOSE)
 
     async def _answer(self, client: Client, body: Body) -> None:
         headers = to_engine(client.headers)

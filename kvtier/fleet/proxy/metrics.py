@@ -24,7 +24,6 @@ RECENT = 10_000
 BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 LINE = "=" * 31
 
-
 OUTCOMES = ("ok", "error", "refused", "interrupted", "cancelled")
 PREFILL_OUTCOMES = ("transferred", "kept", "refused", "failed")
 SKIP_REASONS = ("short", "cached", "no_prefiller", "no_peer", "unsuitable")

@@ -227,7 +227,6 @@ class Estimate:
         return [] if self.base is None else [self.base, *self.trials.values()]
 
     def _serve(self, seen: PromptLookup, keys: Sequence[ChunkKey], positions: Sequence[int]) -> None:
-        """Serve a lookup in all miniature caches."""
         assert self.base is not None
         if seen.chunk_bytes != self._chunk_bytes:
             self._others += 1

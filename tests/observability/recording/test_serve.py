@@ -56,23 +56,6 @@ def test_lookups_of_engines_are_recorded_once(path: Path, tmp_path: Path, start:
     assert not [key for key in KEYS if key[:8] in content]
 
 
-def test_killed_process_leaves_a_readable_file(path: Path, tmp_path: Path, start: Start) -> None:
-    process = start("--record", str(path))
-    scheduler, _ = store(tmp_path / "socket", KEYS[:1])
-    look_up(scheduler, KEYS, len(KEYS) * CHUNK_TOKENS)
-    wait_until(lambda: recorded(tmp_path)["recorded"] == 1)
-    for _ in range(100):
-        look_up(scheduler, KEYS, len(KEYS) * CHUNK_TOKENS)
-    process.kill()
-    process.wait()
-    requests = list(read_recording(path))
-    assert 1 <= len(requests) <= 101
-    assert all(request.chunks == requests[0].chunks for request in requests)
-    start("--record", str(path))
-    assert list(read_recording(path)) == []
-    assert list(read_recording(tmp_path / "traffic.1")) == requests
-
-
 def test_rest_is_written_at_exit(path: Path, tmp_path: Path, start: Start) -> None:
     process = start("--record", str(path))
     scheduler, _ = store(tmp_path / "socket", KEYS[:1])
