@@ -188,6 +188,7 @@ class TieredCache:
             try:
                 yield cache
             finally:
+                # Shielded: what only memory holds is written, even if the program is cancelled.
                 with anyio.CancelScope(shield=True):
                     await cache.finish()
                 cache._closed = True
@@ -196,6 +197,7 @@ class TieredCache:
     async def _start(self, tasks: TaskGroup) -> None:
         """Find the chunks in the tiers, and start the background tasks."""
         for tier in self.lower:
+            # Before anything is read: such a medium transfers only from and to registered memory.
             if tier.capabilities.registration is not None:
                 await tier.capabilities.registration.register(self.arena)
             await self._holding.load(tier)

@@ -148,7 +148,7 @@ class ExpectStage(Observer):
         excess = len(self._ended) - MAX_ENDED
         for key in list(islice(self._ended, max(0, excess))):
             del self._ended[key]
-        for key in withdrawn:
+        for key in withdrawn:  # Only now: a lookup that is woken looks at the next ones as well.
             self.wake(key)
 
     def begin(self, keys: Sequence[ChunkKey], take: Take) -> Expectation:

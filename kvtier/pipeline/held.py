@@ -41,6 +41,7 @@ class HeldStage:
     def __init__(self, hierarchy: Hierarchy, writer: Writer) -> None:
         self._hierarchy = hierarchy
         self._writer = writer
+        # Two scans of a tier at once would both add what neither has found in the catalog.
         self._loading: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)
 
     async def load(self, tier: Tier) -> list[ChunkKey]:

@@ -148,6 +148,7 @@ class Reader:
             try:
                 await self._execute(event, read)
             finally:
+                # To the front again, in prefix order: later chunks are of no use without them.
                 waiting.extendleft(reversed(self._finish(read)))
             if read.failed:
                 self._divert(waiting, read.source)
@@ -161,6 +162,7 @@ class Reader:
         flights = [waiting.popleft() for _ in range(count)]
         for flight in flights:
             flight.untried &= ~(1 << source)
+        # The tier has leases of its own: after a deadline, it uses the memory longer than the flights do.
         return Read(source, flights, [ChunkBytes(flight.key, flight.lease.share()) for flight in flights])
 
     async def _execute(self, event: Prefetch, read: Read) -> None:

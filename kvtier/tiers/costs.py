@@ -81,6 +81,7 @@ class ReadCost:
         spread = self._weight * self._squares - self._bytes**2
         if spread > MIN_SPREAD * self._bytes**2:
             fitted = (self._weight * self._products - self._bytes * self._seconds) / spread
+            # Noise must make neither the time per byte nor the latency negative.
             slope = min(max(fitted, 0.0), slope)
         # Rounding may make the difference negative.
         return max(self._seconds - slope * self._bytes, 0.0) / self._weight, slope

@@ -388,7 +388,7 @@ class Tier(Level):
                         outcomes = await operation([(chunk.key, chunk.lease.view) for chunk in chunks])
                         self._batches_returned += 1
             finally:
-                started.set()
+                started.set()  # Also if it has failed or was cancelled before it had a slot.
                 settle(chunks, outcomes)
                 for chunk in chunks:
                     chunk.lease.release()
@@ -403,6 +403,7 @@ class Tier(Level):
                 self.breaker.record_failure(missed)
             await ended.wait()
             return outcomes
+        # The deadline is that of a usual batch: one of a fast medium may be larger.
         seconds = self.settings.deadline * max(1.0, total / BATCH_BYTES)
         if await self._wait_for(ended, seconds, action, consequence):
             return outcomes

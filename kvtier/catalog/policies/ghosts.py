@@ -58,6 +58,7 @@ class Ghosts:
         place = self._stop
         bucket = hashed & len(self._heads) - 1
         newest = self._heads[bucket]
+        # Never 0, which marks a hash that was discarded.
         self._tags[place & slots - 1] = hashed >> 32 | 1
         self._before[place & slots - 1] = place - newest & _BITS
         self._heads[bucket] = place & _BITS

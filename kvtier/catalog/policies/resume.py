@@ -139,6 +139,7 @@ class ResumePolicy(EvictionPolicy):
         visits = self._visits
         last = visits.of_row[rows[-1]]
         tail = visits.tails[last]
+        # Or the one before: the last chunk is often a partial one, which the next turn has in another form.
         returning = rows[-1] in (tail, self._chunks.parents[tail]) and self._kind(last) != LEFT
         if (ghost := visits.ghost_keys[last]) and returning:
             # It went on: only a prompt that does so, too, is the same. That is known once it is stored.
@@ -160,6 +161,7 @@ class ResumePolicy(EvictionPolicy):
             was_last = visits.tails[visits.of_row[row]] == row
             visit = visits.lose(row)
             if reason is RemovalReason.EVICTED and was_last and self._kind(visit) != LEFT:
+                # By the chunk before the last: that one is often partial, and the next turn has another.
                 parent = self._chunks.parents[row]
                 visits.remember(visit, self._chunks.key(row if parent == NO_PARENT else parent))
             if not visits.counts[visit]:

@@ -212,7 +212,7 @@ class Visits:
 
     def remember(self, visit: int, key: bytes) -> None:
         """Remember a key of a visit, unless it has one, or another visit has the same."""
-        number = hash(key) or 1
+        number = hash(key) or 1  # 0 stands for no key.
         if self.ghost_keys[visit] or number in self.ghosts or len(self.ghosts) >= MAX_GHOSTS:
             return
         self.ghosts[number] = visit
