@@ -174,7 +174,7 @@ class _Listener(socket.socket):
         """Accept a connection. Raises ``BlockingIOError`` if none waits, or others have to be served."""
         while True:
             self._accepted += 1
-            if self._accepted > MAX_ACCEPTED:
+            if self._accepted > MAX_ACCEPTED:  # asyncio calls again until this is raised.
                 self._accepted = 0
                 raise BlockingIOError
             try:

@@ -92,7 +92,7 @@ def _root(
 def _add_plugin_commands(app: typer.Typer) -> None:
     """Add the commands of plugins. Only warn about a broken plugin, so that `kvtier doctor` can run."""
     found = entry_points(group="kvtier")
-    if not found:
+    if not found:  # Then the settings need not be read.
         return
     from kvtier.plugins import Plugins
     from kvtier.settings import load_settings

@@ -285,6 +285,7 @@ def follow(controller: ControllerAPI, event_id: str) -> Event:
                 event = controller.event(event_id, wait=POLL_SECONDS)
                 if event.state in ENDED:
                     return event
+                # So that the rate leaves out the time in the queue.
                 if event.state == "running" and began is None:
                     began = time.monotonic()
                 bars.update(

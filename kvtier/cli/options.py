@@ -67,6 +67,7 @@ def make_command(
     def command(**values: Any) -> None:  # noqa: ANN401 - as given on the command line
         run(values)
 
+    # Typer and inspect read these in place of the function's own.
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command

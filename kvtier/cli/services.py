@@ -74,7 +74,7 @@ def _kind(field: FieldInfo) -> Any:  # noqa: ANN401 - a type
     kind = field.annotation
     while (arguments := get_args(kind)) and get_origin(kind) is not tuple:
         kind = next(argument for argument in arguments if argument is not NoneType)
-    return list[str] if get_origin(kind) is tuple else kind
+    return list[str] if get_origin(kind) is tuple else kind  # To Typer, a tuple has a fixed length.
 
 
 def _level(text: str) -> str:

@@ -157,6 +157,7 @@ class InThreads(Side):
 
         used = self._connections[: len(chunks)]
         started = time.perf_counter()
+        # Consumed, to wait for all threads, and to raise what one of them has raised.
         for _ in self._threads.map(run, used) if len(used) > 1 else map(run, used):
             pass
         return time.perf_counter() - started

@@ -102,6 +102,7 @@ async def open_sides(
         granted = await other.grant([size] * count, access=None)
         mirror = Mirror(arena, Path(await other.do("arena_path")), chunks)
         stack.callback(mirror.close)
+        # The mirror finds a chunk at its own offset in both arenas.
         assert [span.offset for span in granted] == [mirror.offset(view) for _, view in chunks]
         link = LinkSide(await transport.connect(endpoint, dial_to(port)), mirror, granted[0].grant)
         stack.push_async_callback(link.close)

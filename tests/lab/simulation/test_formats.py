@@ -208,12 +208,6 @@ def test_requests_are_sorted_by_time(tmp_path: Path) -> None:
     assert [trace.times[request] for request in trace.order] == [1.0, 2.0, 3.0]
 
 
-def test_repeated_chunks_of_a_prompt_are_left_out(tmp_path: Path) -> None:
-    trace = Trace.read(written(tmp_path / "trace", mooncake_line(0, [4, 5, 4, 6, 5])), 512)
-    assert list(trace.chunks) == [4, 5, 6]
-    assert trace.repeated == 2
-
-
 def test_large_ids_are_renumbered(tmp_path: Path) -> None:
     ids = [(1 << 64) - 1, 1 << 40, 0]
     trace = Trace.read(written(tmp_path / "trace", mooncake_line(0, ids), mooncake_line(1, ids[::-1])), 512)

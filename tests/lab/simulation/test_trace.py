@@ -47,9 +47,10 @@ def test_chunks_left_out_do_not_count_for_the_limit() -> None:
     assert number_chunks(ids, ends) == (array("I", [15, 3, 4, 3]), 16, 3)
 
 
-def test_length_of_chunks_is_that_of_whole_prompts() -> None:
+def test_repeated_chunks_of_a_prompt_are_left_out() -> None:
     trace = trace_of([1, 2, 2, 2], [5])
     assert (trace.repeated, list(trace.ends), trace.unique) == (2, [2, 3], 3)
+    assert list(trace_of([4, 5, 4, 6, 5]).chunks) == [4, 5, 6]
 
 
 # Keys: as good as the digests of a cache, because policies take parts of them as hashes.
