@@ -12,6 +12,8 @@ import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager, suppress
+from io import FileIO
+from pathlib import Path
 from ssl import SSLContext
 from typing import Any
 
@@ -166,8 +168,7 @@ class _Listener(socket.socket):
         self._accepted = 0
         self.connections = 0
         """Those that are open."""
-        self._spare: int | None = None
-        self._keep_spare()
+        self._spare = _spare_descriptor()
         self._warn = RateLimitedLog(logger)
 
     def accept(self) -> tuple[socket.socket, Any]:
@@ -189,7 +190,7 @@ class _Listener(socket.socket):
     def close(self) -> None:
         """Close it. Idempotent."""
         super().close()
-        self._close_spare()
+        self._spare.close()
 
     def _refuse(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
@@ -199,24 +200,20 @@ class _Listener(socket.socket):
 
     def _refuse_next(self, error: OSError) -> bool:
         """Refuse the next connection, with the descriptor kept for that; return whether there was one."""
-        if not self._close_spare():
+        if self._spare.closed:
             return False
+        self._spare.close()
         try:
             self._refuse(super().accept()[0])
         finally:
             with suppress(OSError):
-                self._keep_spare()
+                self._spare = _spare_descriptor()
         self._warn("%s:%d refuses connections: %s", *self.getsockname()[:2], describe_lack(error))
         return True
 
-    def _keep_spare(self) -> None:
-        self._spare = os.open(os.devnull, os.O_RDONLY)
 
-    def _close_spare(self) -> bool:
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            os.close(spare)
-        return spare is not None
+def _spare_descriptor() -> FileIO:
+    return Path(os.devnull).open("rb", buffering=0)
 
 
 class _Accepted(socket.socket):
