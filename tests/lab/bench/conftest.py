@@ -1,14 +1,13 @@
-"""Fixtures of the CLI tests. The server holds one key of another client."""
+"""A Redis server that holds one key of another client."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.cli.conftest import _clean_environment, kvtier
 from tests.cli.conftest import server as server_without_keys
 from tests.rigs.servers.redis import RedisServer
 
-__all__ = ["_clean_environment", "kvtier", "server_without_keys"]
+__all__ = ["server_without_keys"]
 
 
 @pytest.fixture
