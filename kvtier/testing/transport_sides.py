@@ -36,6 +36,7 @@ from kvtier.concurrency.sockets.connection import Connection, Deadline, TLSConne
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.memory.arena import Arena
 from kvtier.memory.slices import Lease
+from kvtier.rpc.listener import accept_all
 from kvtier.testing.noise import noise, poison, same
 from kvtier.testing.relay import Relay
 from kvtier.transports.base import Access, Dial, Link, RemoteSpan, SupportsConnections, Transport
@@ -187,29 +188,20 @@ async def _listening(
     listener.setblocking(False)
     with listener:
         async with open_tasks() as tasks:
-            tasks.start_soon(_accept, listener, transport.serve, context)
+            tasks.start_soon(accept_all, listener, partial(_serve, transport, context))
             try:
                 yield listener.getsockname()[1]
             finally:
                 tasks.cancel_scope.cancel()
 
 
-async def _accept(
-    listener: socket.socket,
-    serve: Callable[[socket.socket], Coroutine[Any, Any, None]],
-    context: ssl.SSLContext | None,
+async def _serve(
+    transport: SupportsConnections, context: ssl.SSLContext | None, connected: socket.socket, _: object
 ) -> None:
-    async def serve_connection(connected: socket.socket) -> None:
-        with suppress(OSError):
-            secured = connected if context is None else await _secured(context, connected)
-            with secured:
-                await serve(secured)
-
-    async with anyio.create_task_group() as tasks:
-        while True:
-            await anyio.wait_readable(listener)
-            with suppress(BlockingIOError, ConnectionError):
-                tasks.start_soon(serve_connection, listener.accept()[0])
+    with suppress(OSError):
+        secured = connected if context is None else await _secured(context, connected)
+        with secured:
+            await transport.serve(secured)
 
 
 async def _secured(context: ssl.SSLContext, connected: socket.socket) -> socket.socket:
