@@ -16,6 +16,7 @@ from kvtier.backends.redis.protocol import ErrorReply, Refused
 from kvtier.backends.redis.settings import Endpoint
 from kvtier.backends.redis.topology import ControlFailed
 from kvtier.concurrency.sockets.connection import ClosedUnanswered
+from kvtier.logs import printable
 
 OTHER_NODE_CODES = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "READONLY", "TRYAGAIN"})
 """Another server may accept the command: refresh the topology."""
@@ -61,7 +62,6 @@ _CLOSED = f"does `url` match its TLS? If so, {_CHECK_CERTIFICATE}"
 _PLAIN = "its port is probably a plain one: use a `url` without TLS"
 _NOT_TLS = {"WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"}
 """OpenSSL's reasons for an answer that is not TLS."""
-MAX_MESSAGE_LENGTH = 200
 
 
 class Fault(NamedTuple):
@@ -109,7 +109,7 @@ def describe_refusal(reply: ErrorReply, endpoint: Endpoint) -> Fault:
         if message is None and phrase in reply.message:
             message = by_phrase
     if message is None:
-        return Fault(f"{endpoint} replied: {_printable(reply.message)}")
+        return Fault(f"{endpoint} replied: {printable(reply.message)}")
     found, _, remedy = message.partition(": ")
     return Fault(found.format(endpoint), remedy)
 
@@ -164,14 +164,10 @@ def describe_control_failure(failed: ControlFailed) -> Fault:
         return Fault(
             f"{failed.endpoint} does not answer in time", "is it running, and does `url` match its TLS?"
         )
-    return Fault(f"{failed.endpoint} sent an unexpected reply: {_printable(text)}")
+    return Fault(f"{failed.endpoint} sent an unexpected reply: {printable(text)}")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_MESSAGE_LENGTH])
