@@ -31,6 +31,8 @@ from kvtier.rpc.calls import Call, ReplyT
 from kvtier.rpc.client import GREETING_SECONDS, Client, UnixConnection
 from kvtier.rpc.frames import Ping, Pong, Reply, Request
 
+NOTHING_FOUND = protocol.Found(0, [], [], [], 0)
+
 
 @dataclass
 class LookupState:
@@ -41,23 +43,10 @@ class LookupState:
     leases: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
-    fetching: int = 0
+    found: protocol.Found = NOTHING_FOUND
+    """The last answer. What it says of the whole lookup holds until the next one."""
     pending_sources: list[int] = field(default_factory=list)
     """The sources of the chunks in flight. Each of them may still fail."""
-    needed: int = 0
-    """With states: how many leases there must be. With fewer, all are useless."""
-    staging: int = 0
-    """Number of the staging buffer that holds the chunks whose source is one past the last tier."""
-    held: int = 0
-    """With states: how many leading chunks are held, also beyond the last state."""
-    last_tokens: int = 0
-    """If the last chunk is to be used in part: how many tokens its blocks hold."""
-    block_hashes: bytes = b""
-    """The block hashes of that chunk, once it has arrived."""
-    parent: bytes = b""
-    """The key before that chunk, once it has arrived."""
-    likely_blocks: int = 0
-    """How many of its blocks are expected to be equal. Never more are."""
     updated_at: float = 0.0
     """Time of the last answer (:func:`time.monotonic`); each batch that arrives causes one."""
 
@@ -69,12 +58,12 @@ class LookupState:
     @property
     def final(self) -> bool:
         """Whether the lookup is complete."""
-        return self.answered and not self.fetching
+        return self.answered and not self.found.fetching
 
     @property
     def located(self) -> bool:
         """Whether it is known which chunks are held. Chunks in flight may still fail."""
-        return self.answered and len(self.pending_sources) == self.fetching
+        return self.answered and len(self.pending_sources) == self.found.fetching
 
     @property
     def total(self) -> int:
@@ -218,13 +207,8 @@ class SchedulerBridge(Bridge):
         lookup.leases += found.leases
         lookup.offsets += found.offsets
         lookup.sources += found.sources
-        lookup.fetching = found.fetching
+        lookup.found = found
         lookup.pending_sources = [source for source, count in found.pending_sources for _ in range(count)]
-        lookup.needed = found.needed
-        lookup.staging = found.staging
-        lookup.held = found.held
-        lookup.last_tokens, lookup.block_hashes = found.last_tokens, found.block_hashes
-        lookup.parent, lookup.likely_blocks = found.parent, found.likely_blocks
         lookup.updated_at = time.monotonic()
 
     def _take_held(self, held: protocol.Held) -> None:
@@ -287,6 +271,7 @@ class SchedulerBridge(Bridge):
         """
         if not self.reserves:
             return None
+        # Messages keep their order: once this request is answered, those before it have been handled.
         self._abandoned_sent = len(self._abandoned)
         self._reserving = self.call(
             "reservations",
@@ -299,7 +284,8 @@ class SchedulerBridge(Bridge):
     def probe(self) -> None:
         """Ping the cache process if it fetches chunks and has sent nothing for :data:`PROBE_SECONDS`."""
         quiet = not self.calls and self._health.idle_seconds >= PROBE_SECONDS
-        if quiet and any(lookup.fetching for lookup in self._lookups.values()) and self.accepts_requests:
+        fetching = quiet and any(lookup.found.fetching for lookup in self._lookups.values())
+        if fetching and self.accepts_requests:
             self.call("pings", Ping, Pong, lambda pong, _wanted: pong)
 
     def abandon(self, leases: Sequence[int]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,6 +17,7 @@ import anyio
 
 from kvtier.cache import TieredCache
 from kvtier.pipeline.found import FoundPrefix, Ready
+from kvtier.rpc.wire import peer_credentials
 from kvtier.tiers.host_memory import Reservation
 
 
@@ -281,7 +281,6 @@ def _arena_bytes(write: Reservation) -> int:
 
 SO_PEERPIDFD = 77
 """Of Linux 6.5. Unlike ``SO_PEERCRED``, it also works for a process in another PID namespace."""
-_UCRED = struct.Struct("=iII")
 
 
 class WriterProcess:
@@ -298,7 +297,7 @@ class WriterProcess:
     @classmethod
     def of(cls, connected: socket.socket) -> WriterProcess:
         """Return the process that has connected."""
-        pid, _, _ = _UCRED.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        pid, _ = peer_credentials(connected)
         try:
             return cls(connected.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD), pid)
         except OSError:  # An older kernel, no file descriptor, or it has exited.

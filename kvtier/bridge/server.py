@@ -37,7 +37,7 @@ from kvtier.logs import ChangedWarnings
 from kvtier.pipeline.found import FoundPrefix
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message, check_hello
-from kvtier.rpc.wire import SocketWire
+from kvtier.rpc.wire import SocketWire, peer_credentials
 from kvtier.units import format_size
 
 if TYPE_CHECKING:
@@ -163,6 +163,7 @@ class Connection:
         self._server.leave(self, engine, replaced=self._replaced)
 
     def _welcome(self, hello: protocol.Hello) -> None:
+        # A number of its own tells what is granted from now on from what was granted before.
         cache, first = self._server.cache, self._server.next_lease()
         if self._process is not None:
             filling = hello.holding if hello.epoch == self._server.epoch else ()
@@ -330,12 +331,12 @@ class BridgeServer:
 
     async def handle(self, connected: socket.socket) -> None:
         """Serve one connection of this host until the engine closes it."""
-        wire = SocketWire(connected)
-        if (user := wire.frames.peer_uid) not in (0, os.getuid()):
+        _, user = peer_credentials(connected)
+        if user not in (0, os.getuid()):
             logger.warning("rejected a connection of user %d", user)
-            wire.close()
+            connected.close()
             return
-        await self._serve(wire, remote=False)
+        await self._serve(SocketWire(connected), remote=False)
 
     async def handle_remote(self, connected: socket.socket) -> None:
         """Serve the scheduler of an engine of another host, which has authenticated as a peer."""
@@ -419,6 +420,7 @@ class BridgeServer:
         else:
             engine.absent_ranks.discard(hello.rank)
             engine.writes.worker_writes(hello.rank, hello.client, hello.holding if again else ())
+        # A worker knows the weights at startup only.
         self.use_weights(engine, hello.weights or engine.weights)
         self._connections[hello.engine].add(connection)
         return engine

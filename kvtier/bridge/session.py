@@ -235,6 +235,7 @@ class EngineSession:
                 hints += [] if kv_transfer else [run.hints] * len(headers)
         # A state needs its chunks, and these are useless without it.
         declining = not self.layout.has_states and not any(run.awaited for run in request.runs)
+        # A rank that has left would never fill its slices.
         within = 0 if self.absent_ranks else self._within_share(in_arena)
         chunks_in_arena = self._cache.reserve_all(in_arena[:within], hints[:within], declining=declining)
         reserved = chain(chunks_in_arena, repeat(None))
@@ -323,6 +324,7 @@ class EngineSession:
             elif write.complete():
                 complete.append(write)
         self._cache.commit(complete)
+        # Only now: until a chunk is READY, the ones that it supersedes are all that can be found.
         for write in complete:
             header = write.header
             if write.extends:

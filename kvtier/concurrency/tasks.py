@@ -49,6 +49,7 @@ async def wait_for_event(event: anyio.Event, seconds: float | None) -> bool:
         started = time.monotonic()
         with anyio.move_on_after(step):
             await event.wait()
+        # A slice that took much longer was one in which this process did not run.
         seconds -= min(time.monotonic() - started, 2 * step)
     return event.is_set()
 

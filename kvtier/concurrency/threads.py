@@ -134,6 +134,7 @@ class WorkerThreads:
     def __init__(self, max_threads: int) -> None:
         self._max_threads = max_threads
         self._pool = _Pool()
+        # At exit, daemon threads need not end.
         weakref.finalize(self, self._pool.end).atexit = False
 
     def __call__(self, function: Callable[[], None]) -> Call:

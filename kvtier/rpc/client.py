@@ -164,6 +164,7 @@ class UnixConnection(Generic[VersionedT]):
         try:
             if self._frames.unsent:
                 self._frames.flush()
+            # poll(2) takes whole milliseconds, and almost one counts as one: less would end a wait early.
             if milliseconds := int(wait * 1000 + 0.05):
                 self._poll.poll(milliseconds)
             elif wait > 0:
@@ -182,6 +183,7 @@ class UnixConnection(Generic[VersionedT]):
                 raise Rejected(f"{self._server} rejects this process: {message.reason}")
         if self.welcome is None:
             self.welcome = check_welcome(messages.pop(0), self._welcome, self._version)
+            # Only a welcome brings one: the kernel closes those that come with later messages.
             self._frames.takes_fds = False
         return messages
 
@@ -456,6 +458,7 @@ class Client(ABC, Generic[VersionedT]):
     def _give_up(self, error: ChannelError) -> None:
         self._logger.warning("%s: continuing without it until it is back", error)
         self._drop()
+        # The first attempt follows at once. The pauses are for attempts that fail.
         self._retry_at = time.monotonic()
 
     def _drop(self) -> None:

@@ -59,6 +59,7 @@ async def listening(path: Path, handle: Callable[[socket.socket], Awaitable[None
 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.setblocking(False)
+        # bind(2) creates the file with this mask. With chmod afterwards, others could connect in between.
         mask = os.umask(0o177)
         try:
             listener.bind(str(path))

@@ -23,6 +23,16 @@ TURN_SECONDS = 0.001
 _CREDENTIALS = struct.Struct("3i")
 
 
+def peer_credentials(connected: socket.socket) -> tuple[int, int]:
+    """Return process id and user id at the other end of a Unix socket (unix(7), SO_PEERCRED).
+
+    The process id is 0 in another PID namespace.
+    """
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
+    return pid, uid
+
+
 Take = Callable[[Sequence[bytes]], Sequence[bytes]]
 """Handles the bodies of frames without waiting, and returns those that it leaves to its caller."""
 
@@ -81,13 +91,6 @@ class FrameSocket:
         self._limit = limit
         self._fds: list[int] = []
         self._reader = FrameReader()
-
-    @property
-    def peer_uid(self) -> int:
-        """User id of the process at the other end of a Unix socket (unix(7), SO_PEERCRED)."""
-        credentials = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        uid: int = _CREDENTIALS.unpack(credentials)[1]
-        return uid
 
     def write(self, body: bytes, fds: Sequence[int] = ()) -> None:
         """Queue a frame; ``fds`` go with its first byte, and need an empty queue."""
@@ -202,6 +205,7 @@ class SocketWire(Wire):
                     return
                 if not ended.done():
                     ended.set_result(rest)
+            # A task handles the rest, and calls this again.
             loop.remove_reader(number)
 
         loop.add_reader(number, receive)

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvtier.bridge.client import LookupState
+from kvtier.bridge.protocol import Found
 from kvtier.integrations.vllm import request as request_module
 from kvtier.integrations.vllm.lookups import hit_of, reported_tokens
 from kvtier.integrations.vllm.request import Hit, RequestState, request_root
@@ -83,9 +85,8 @@ def test_no_hashes_without_granularity() -> None:
 
 def found(chunks: int, last_tokens: int = 0, block_hashes: bytes = b"", parent: bytes = b"") -> LookupState:
     call: Any = SimpleNamespace(result=True, settled=True)
-    return LookupState(
-        call, list(range(chunks)), last_tokens=last_tokens, block_hashes=block_hashes, parent=parent
-    )
+    answer = Found(1, [], [], [], 0, last_tokens=last_tokens, block_hashes=block_hashes, parent=parent)
+    return LookupState(call, list(range(chunks)), found=answer)
 
 
 def other(shared: int) -> list[int]:
@@ -120,7 +121,8 @@ def test_a_hit_never_exceeds_the_prompt(chunks: int, final: bool) -> None:
     state.extend(len(TOKENS))
     lookup = found(chunks, CHUNK, block_hashes(other(CHUNK), BLOCK), state.parent(1))
     if not final:
-        lookup.fetching, lookup.pending_sources, lookup.likely_blocks = 1, [1], 1000
+        lookup.found = replace(lookup.found, fetching=1, likely_blocks=1000)
+        lookup.pending_sources = [1]
     assert hit_of(lookup, state, LAYOUT).tokens <= len(TOKENS)
 
 

@@ -173,7 +173,7 @@ class _Side:
             loaded = [[self._torch.zeros_like(page) for page in expected[0]]]
             chunks = enumerate(zip(lookup.offsets, lookup.sources, strict=True))
             for at, (offset, source) in chunks:
-                staging = lookup.staging if source == self._scheduler.staging_source else 0
+                staging = lookup.found.staging if source == self._scheduler.staging_source else 0
                 intact &= self._copy(staging, offset, at, rank, loaded, save=False)
             self._wait_for_device()
             confirmed &= wait_for_reply(worker, worker.confirm(lookup.leases))

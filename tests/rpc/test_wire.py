@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.errors import ChannelClosed, ProtocolError
 from kvtier.rpc.frames import LENGTH, MAX_FRAME_BYTES
-from kvtier.rpc.wire import FrameSocket, SocketWire
+from kvtier.rpc.wire import FrameSocket, SocketWire, peer_credentials
 
 pytestmark = pytest.mark.anyio
 
@@ -103,7 +103,7 @@ def test_file_descriptors_arrive_only_where_they_are_taken(pair: Pair) -> None:
 
 
 def test_user_of_the_other_side(pair: Pair) -> None:
-    assert pair[0].peer_uid == os.getuid()
+    assert peer_credentials(pair[0].socket) == (os.getpid(), os.getuid())
 
 
 async def test_wire_waits_for_whole_frames_and_for_room() -> None:

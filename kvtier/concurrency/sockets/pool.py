@@ -36,6 +36,7 @@ class ConnectionPool(Generic[ConnectionT]):
         self._connect = connect
         self._idle: deque[ConnectionT] = deque()
         self._lock = Lock()
+        # Fast: a free slot must not cost each request a turn of the event loop.
         self._slots = anyio.Semaphore(size, fast_acquire=True)
         self._in_use = 0
         self._closed = False

@@ -141,7 +141,7 @@ class Loads:
             return ChunkCopy(lease, offset, STATE_TOKENS, pages)
         tokens = load.hit.stored_tokens(index, self._layout.chunk_tokens)
         pages = chunk_blocks(self._layout, load.blocks, index, tokens, load.state.lookup.local_tokens)
-        staging = lookup.staging if lookup.sources[index] == self._bridge.staging_source else 0
+        staging = lookup.found.staging if lookup.sources[index] == self._bridge.staging_source else 0
         return ChunkCopy(lease, offset, tokens, pages, staging)
 
     def is_short(self, request_id: str) -> bool:

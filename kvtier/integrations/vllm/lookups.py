@@ -39,9 +39,10 @@ def hit_of(lookup: LookupState, state: RequestState, layout: ChunkLayout) -> Hit
     Its last chunk may belong to another prompt: as many of its blocks are used as are equal.
     """
     chunk, tokens, chunks = layout.chunk_tokens, int(state.request.num_tokens), lookup.total
-    if chunks < lookup.needed:
+    if chunks < lookup.found.needed:
         return NO_HIT
-    if not lookup.last_tokens:
+    last_tokens = lookup.found.last_tokens
+    if not last_tokens:
         # With states, the last lease is that of the state.
         chunks = max(0, chunks - layout.has_states)
         return Hit(min(chunks * chunk, tokens), chunks)
@@ -49,8 +50,8 @@ def hit_of(lookup: LookupState, state: RequestState, layout: ChunkLayout) -> Hit
     equal = 0 if start >= tokens else _equal(lookup, state, start)
     if state.lookahead:  # The KV of the last of these blocks depends on tokens after it.
         equal -= 1
-    used = layout.usable(lookup.last_tokens, min(max(0, equal) * layout.granularity, tokens - start))
-    return Hit(start + used, chunks, lookup.last_tokens) if used else Hit(min(start, tokens), chunks - 1)
+    used = layout.usable(last_tokens, min(max(0, equal) * layout.granularity, tokens - start))
+    return Hit(start + used, chunks, last_tokens) if used else Hit(min(start, tokens), chunks - 1)
 
 
 def reported_tokens(hit: Hit, state: RequestState, layout: ChunkLayout, *, whole_blocks: bool = False) -> int:
@@ -74,11 +75,11 @@ def reported_tokens(hit: Hit, state: RequestState, layout: ChunkLayout, *, whole
 def _equal(lookup: LookupState, state: RequestState, start: int) -> int:
     """Return how many blocks of the last chunk are the prompt's from ``start`` on, or will have been."""
     if not lookup.final:
-        return lookup.likely_blocks
+        return lookup.found.likely_blocks
     before = start // state.chunk_tokens
-    if before > len(state.keys) or lookup.parent != state.parent(before):
+    if before > len(state.keys) or lookup.found.parent != state.parent(before):
         return 0  # The same tokens after others.
-    return equal_blocks(state.block_hashes(start, int(state.request.num_tokens)), lookup.block_hashes)
+    return equal_blocks(state.block_hashes(start, int(state.request.num_tokens)), lookup.found.block_hashes)
 
 
 def stalled(state: RequestState, lookup: LookupState) -> bool:
@@ -200,11 +201,11 @@ class Lookups:
                 "request %s: no chunk has arrived for %.1f s, %d are in flight: computing the prompt instead",
                 state.request.request_id,
                 progress.timeout,
-                lookup.fetching,
+                lookup.found.fetching,
             )
             self.cancel(state)
             return NOTHING
-        progress.local_tokens, progress.branch = local_tokens, lookup.held
+        progress.local_tokens, progress.branch = local_tokens, lookup.found.held
         progress.hit = hit_of(lookup, state, self._layout)
         tokens = reported_tokens(progress.hit, state, self._layout, whole_blocks=self._whole_blocks)
         return (tokens - local_tokens, True) if tokens > local_tokens else NOTHING
