@@ -356,7 +356,7 @@ def test_request_waits_while_its_chunks_arrive(
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     for remaining in (4, 3, 2, 1):
         cache.send(Found(ticket, [], [], [], remaining))
-        wait_until(lambda remaining=remaining: engine.known(ticket).fetching == remaining)
+        wait_until(lambda remaining=remaining: engine.known(ticket).found.fetching == remaining)
         clock[0] += 0.9 * TIMEOUT
         assert engine.scheduler.matched_tokens(request, 0) == (None, False)
     clock[0] += 0.2 * TIMEOUT
@@ -454,7 +454,9 @@ class Streamed:
         offsets = [4096 * lease for lease in leases]
         engine.cache.send(Found(ticket, leases, offsets, [0] * len(leases), fetching, **more))
         wait_until(
-            lambda: (len(engine.known(ticket).leases), engine.known(ticket).fetching) == (known, fetching)
+            lambda: (
+                (len(engine.known(ticket).leases), engine.known(ticket).found.fetching) == (known, fetching)
+            )
         )
 
     def matched(self, local: int = 0) -> tuple[int | None, bool]:

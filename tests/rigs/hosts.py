@@ -18,18 +18,19 @@ from typing import Any
 import anyio
 import pytest
 
+from tests.rigs.forks import Forked
 from tests.rigs.network import Host, Network
 
 TIMEOUT_SECONDS = 60.0
 LEAK_TIMEOUT_SECONDS = 30.0
 
 
-class HostProcess:
-    """A Python module that runs on a host. Calls block; closing the network kills the process."""
+class CommandProcess:
+    """A process that serves commands. Calls block."""
 
-    def __init__(self, host: Host, module: str) -> None:
-        self.host = host
-        self._process = host.python(module)
+    def __init__(self, process: Forked) -> None:
+        self._process = process
+        self.send_signal = process.send_signal
 
     def call(self, name: str, **arguments: object) -> Any:
         """Call a method and return its result."""
@@ -45,9 +46,9 @@ class HostProcess:
     def result(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, "the process on the host exited"
+        assert line, "the process has ended"
         reply = json.loads(line)
-        assert "error" not in reply, f"on the host {self.host.address}: {reply['error']}"
+        assert "error" not in reply, reply["error"]
         return reply["result"]
 
     @property
@@ -62,6 +63,14 @@ class HostProcess:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+class HostProcess(CommandProcess):
+    """A Python module that runs on a host. Closing the network kills the process."""
+
+    def __init__(self, host: Host, module: str) -> None:
+        super().__init__(host.python(module))
+        self.host = host
 
 
 def transport_on_hosts(name: str) -> str:

@@ -6,7 +6,6 @@ network.
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import time
@@ -28,8 +27,8 @@ from kvtier.pipeline.found import FoundPrefix
 from kvtier.pipeline.query import Expected, Query
 from kvtier.testing.backend import make_key, noise, same
 from kvtier.testing.transport_sides import serve_commands
-from tests.rigs.forks import Forked, python
-from tests.rigs.hosts import LEAK_TIMEOUT_SECONDS, LeakCheck
+from tests.rigs.forks import python
+from tests.rigs.hosts import LEAK_TIMEOUT_SECONDS, CommandProcess, LeakCheck
 
 MODULE = "tests.rigs.instance_process"
 SECRET = "what the processes of these tests know"
@@ -94,7 +93,7 @@ class InstanceProcess:
             "peer": peer,
             "blocks_after": blocks_after,
         }
-        self._process: Forked | None = None
+        self._process: CommandProcess | None = None
 
     @property
     def address(self) -> str:
@@ -110,7 +109,7 @@ class InstanceProcess:
     async def start(self) -> None:
         # In a thread, since the first start waits for the parent of all.
         run = partial(python, MODULE, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._process = await anyio.to_thread.run_sync(run)
+        self._process = CommandProcess(await anyio.to_thread.run_sync(run))
         self.port = await self._call("open", listen=self.address, **self._settings)
         for number in self.numbers:
             await self.compute([number], drains=True)
@@ -144,25 +143,14 @@ class InstanceProcess:
         """Kill the process with SIGKILL and reap it. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            await anyio.to_thread.run_sync(process.wait)
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                pipe.close()
+            process.send_signal(signal.SIGKILL)  # Now, not when a thread has started.
+            await anyio.to_thread.run_sync(process.kill)
 
     async def _call(self, name: str, **arguments: object) -> Any:
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps([name, arguments]) + "\n")
-        process.stdin.flush()
+        assert self._process is not None
+        self._process.send(name, **arguments)
         with anyio.fail_after(60):
-            line = await anyio.to_thread.run_sync(process.stdout.readline, abandon_on_cancel=True)
-        assert line, "the process has ended"
-        reply = json.loads(line)
-        assert "error" not in reply, reply["error"]
-        return reply["result"]
+            return await anyio.to_thread.run_sync(self._process.result, abandon_on_cancel=True)
 
 
 class Commands(LeakCheck):

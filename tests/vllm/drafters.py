@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.rigs.vllm.models import _COMMON
 
-HIDDEN, HEAD = _COMMON["hidden_size"], _COMMON["head_dim"]
+HIDDEN, HEAD = _COMMON["hidden_size"], 64
 
 
 def make_target(
@@ -129,7 +129,14 @@ def _save(directory: Path, shape: dict[str, Any], weights: dict[str, Any]) -> Pa
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
-    config = {**_COMMON, "hidden_act": "silu", "rms_norm_eps": 1e-12, "torch_dtype": "float32", **shape}
+    config = {
+        **_COMMON,
+        "head_dim": HEAD,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-12,
+        "torch_dtype": "float32",
+        **shape,
+    }
     (directory / "config.json").write_text(json.dumps(config))
     tensors = {name: weight.clone() for name, weight in weights.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

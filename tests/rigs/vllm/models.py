@@ -25,7 +25,6 @@ _COMMON: dict[str, Any] = {
     "intermediate_size": 512,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 64,
     "max_position_embeddings": 4096,
     "initializer_range": 0.15,
     "bos_token_id": None,
@@ -68,7 +67,7 @@ def make_llama(directory: Path, *, kv_heads: int = 2, width: int = 256, seed: in
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"num_key_value_heads": kv_heads, "hidden_size": width, "intermediate_size": 2 * width}
-    config = LlamaConfig(num_hidden_layers=4, **_COMMON | sizes)
+    config = LlamaConfig(num_hidden_layers=4, head_dim=64, **_COMMON | sizes)
     return _save(LlamaForCausalLM, config, directory, seed)
 
 
@@ -79,7 +78,12 @@ def make_hybrid(directory: Path) -> Path:
 
     kinds = ["sliding_attention", "full_attention"] * 2
     config = Gemma3TextConfig(
-        num_hidden_layers=4, layer_types=kinds, sliding_window=WINDOW, query_pre_attn_scalar=64, **_COMMON
+        **_COMMON,
+        num_hidden_layers=4,
+        head_dim=64,
+        layer_types=kinds,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=64,
     )
     return _save(Gemma3ForCausalLM, config, directory)
 
@@ -125,9 +129,8 @@ def make_granite(directory: Path) -> Path:
     """Make a Granite 4 hybrid: three Mamba 2 layers and one of full attention, four KV-cache groups."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
-    common = {name: value for name, value in _STATES.items() if name != "head_dim"}
     config = GraniteMoeHybridConfig(
-        **common,
+        **_STATES,
         **_MAMBA,
         num_hidden_layers=4,
         layer_types=["mamba", "mamba", "attention", "mamba"],
@@ -144,7 +147,7 @@ def make_falcon(directory: Path) -> Path:
     """Make a Falcon-H1: every layer has both attention and a Mamba 2 state."""
     from transformers import FalconH1Config, FalconH1ForCausalLM
 
-    config = FalconH1Config(**_STATES | {"head_dim": 32}, **_MAMBA, num_hidden_layers=3, mamba_d_ssm=256)
+    config = FalconH1Config(**_STATES, **_MAMBA, head_dim=32, num_hidden_layers=3, mamba_d_ssm=256)
     return _save(FalconH1ForCausalLM, config, directory)
 
 
@@ -153,9 +156,8 @@ def make_zamba(directory: Path) -> Path:
     """Make a Zamba2: Mamba 2 layers, some with attention that they share."""
     from transformers import Zamba2Config, Zamba2ForCausalLM
 
-    common = {name: value for name, value in _STATES.items() if name != "head_dim"}
     config = Zamba2Config(
-        **common | {"num_key_value_heads": 4},
+        **_STATES | {"num_key_value_heads": 4},
         num_hidden_layers=4,
         layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
         attention_head_dim=64,
@@ -177,13 +179,9 @@ def make_deepseek(directory: Path) -> Path:
     """Make a DeepSeek-V2: latent attention (MLA), without experts."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-    common = {
-        name: value for name, value in _COMMON.items() if name not in ("head_dim", "num_key_value_heads")
-    }
     config = DeepseekV2Config(
-        **common,
+        **_COMMON | {"num_key_value_heads": 4},
         num_hidden_layers=2,
-        num_key_value_heads=4,
         first_k_dense_replace=2,
         kv_lora_rank=64,
         q_lora_rank=None,
@@ -206,6 +204,7 @@ def make_qwen3_next(directory: Path) -> Path:
     config = Qwen3NextConfig(
         **_STATES,
         num_hidden_layers=4,
+        head_dim=64,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
         linear_num_value_heads=4,
         linear_num_key_heads=2,
