@@ -1,22 +1,5 @@
 """The exceptions of kvtier.
 
-::
-
-    KVTierError
-    ├── SettingsError        a setting is unknown, malformed or conflicts with another; names the key
-    ├── PluginError          a plugin cannot be loaded, or two plugins claim one name
-    ├── LayoutError          a model's KV cache layout is not supported (Mamba, a wrong chunk size)
-    ├── ArenaError           the shared memory cannot be created or mapped
-    ├── TierError            a tier cannot be opened: an unwritable path, a directory in use
-    ├── CorruptChunk         a chunk does not match its header
-    ├── ChannelError         communication between engine and cache process, or two instances, failed
-    │   ├── ProtocolError    the other side violated the protocol
-    │   ├── ChannelClosed    the other side closed the connection
-    │   ├── Rejected         the other side rejected the connection; the message is its reason
-    │   └── PeerError        a peer is unreachable, fails authentication or refuses to serve
-    ├── ControllerError      the controller cannot execute a request (kvtier.fleet.controller.errors)
-    └── UnsupportedEngine    the vLLM version or configuration is not supported
-
 A lost chunk, an unavailable tier or a torn file does not raise. These are outcomes
 (:class:`kvtier.backends.base.Outcome`) and count as a miss.
 """

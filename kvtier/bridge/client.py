@@ -7,7 +7,6 @@ Called from vLLM's hooks. Nothing blocks except what takes a ``wait``, :meth:`Wo
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -72,6 +71,7 @@ class LookupState:
 
 
 SERVER = "the cache process"
+StartServer = Callable[[], None] | None
 
 
 def open_connection(path: Path, hello: Hello) -> UnixConnection[Welcome]:
@@ -83,11 +83,7 @@ class Bridge(Client[Welcome]):
     """A connection to the cache process that is replaced when it is lost."""
 
     def __init__(
-        self,
-        hello: Hello,
-        path: Path,
-        start: Callable[[], None] | None = None,
-        logger: logging.Logger | None = None,
+        self, hello: Hello, path: Path, start: StartServer = None, logger: Logger | None = None
     ) -> None:
         """``start`` starts a cache process on ``path`` without blocking, for when the connection is lost."""
         super().__init__(path, SERVER, start, logger)
@@ -126,11 +122,7 @@ class SchedulerBridge(Bridge):
     """Scheduler's end: look up, reserve, release."""
 
     def __init__(
-        self,
-        hello: protocol.Hello,
-        path: Path,
-        start: Callable[[], None] | None = None,
-        logger: Logger | None = None,
+        self, hello: Hello, path: Path, start: StartServer = None, logger: Logger | None = None
     ) -> None:
         super().__init__(hello, path, start, logger)
         self._lookups: dict[int, LookupState] = {}
@@ -365,11 +357,7 @@ class WorkerBridge(Bridge):
     """Worker's end: the arena, a staging buffer, confirm and commit."""
 
     def __init__(
-        self,
-        hello: protocol.Hello,
-        path: Path,
-        start: Callable[[], None] | None = None,
-        logger: Logger | None = None,
+        self, hello: Hello, path: Path, start: StartServer = None, logger: Logger | None = None
     ) -> None:
         super().__init__(hello, path, start, logger)
         self._client = secrets.randbits(63)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
@@ -23,38 +24,21 @@ COMMIT_POLL_SECONDS = 0.02
 """How often to check whether the workers have filled the reserved chunks. Only at the end of a prompt."""
 
 
+@dataclass(eq=False)
 class EngineKVTransfers:
     """Starts and ends the KV transfers of one engine, and reports their results to it."""
 
-    def __init__(
-        self,
-        begin: Callable[[str, Sequence[ChunkKey]], Transfer],
-        catalog: Catalog,
-        layout: ChunkLayout,
-        warnings_: ChangedWarnings,
-        seconds: float,
-        tasks: TaskGroup,
-        notify: Callable[[KVTransferResult], Awaitable[None]],
-    ) -> None:
-        """``begin`` starts to push the chunks of a prompt to a peer. Raises :class:`PeerError`.
-
-        ``seconds``: how long reserved chunks may take to be filled and pushed once a prompt is computed.
-
-        ``tasks``: the task group of the connection that ``notify`` sends on.
-        """
-        self._begin = begin
-        self._catalog = catalog
-        self._layout = layout
-        self._warnings = warnings_
-        self._seconds = seconds
-        self._tasks = tasks
-        self._notify = notify
-        self._open: dict[int, tuple[Transfer, list[ChunkKey]]] = {}
-
-    @property
-    def count(self) -> int:
-        """Number of running transfers."""
-        return len(self._open)
+    push: Callable[[str, Sequence[ChunkKey]], Transfer]
+    """Starts to push the chunks of a prompt to a peer. Raises :class:`PeerError`."""
+    catalog: Catalog
+    layout: ChunkLayout
+    warnings: ChangedWarnings
+    seconds: float
+    """How long reserved chunks may take to be filled and pushed once a prompt is computed."""
+    tasks: TaskGroup
+    """Those of the connection that :attr:`notify` sends on."""
+    notify: Callable[[KVTransferResult], Awaitable[None]]
+    _open: dict[int, tuple[Transfer, list[ChunkKey]]] = field(default_factory=dict)
 
     def find(self, ticket: int) -> Transfer | None:
         """Return a running transfer, or ``None``."""
@@ -63,15 +47,15 @@ class EngineKVTransfers:
     def begin(self, request: KVTransfer) -> KVTransferResult | None:
         """Push chunks as they become READY; return a result if that fails. Raises :class:`ProtocolError`."""
         keys = split_keys(request.keys)
-        if request.ticket in self._open or not 0 < request.tokens <= len(keys) * self._layout.chunk_tokens:
+        if request.ticket in self._open or not 0 < request.tokens <= len(keys) * self.layout.chunk_tokens:
             raise ProtocolError("invalid KV transfer: ticket in use, or tokens do not match its keys")
         try:
-            transfer = self._begin(request.to, keys)
+            transfer = self.push(request.to, keys)
         except PeerError as error:
-            self._warnings.note(request.to, str(error))
+            self.warnings.note(request.to, str(error))
             return KVTransferResult(request.ticket, 0, str(error))
         self._open[request.ticket] = transfer, keys
-        self._tasks.start_soon(self._watch, request, transfer)
+        self.tasks.start_soon(self._watch, request, transfer)
         return None
 
     def end(self, request: EndKVTransfer) -> None:
@@ -80,7 +64,7 @@ class EngineKVTransfers:
         if transfer is None:
             return
         if request.complete:
-            self._tasks.start_soon(self._finish, transfer, keys)
+            self.tasks.start_soon(self._finish, transfer, keys)
         else:
             transfer.abort()
 
@@ -92,7 +76,7 @@ class EngineKVTransfers:
 
     async def _finish(self, transfer: Transfer, keys: Sequence[ChunkKey]) -> None:
         # Workers commit chunks on their own connections, possibly later than this.
-        deadline = anyio.current_time() + self._seconds
+        deadline = anyio.current_time() + self.seconds
         while (
             not transfer.ended.is_set()
             and (transfer.staging.filling or self._any_pending(keys))
@@ -100,17 +84,17 @@ class EngineKVTransfers:
         ):
             with anyio.move_on_after(COMMIT_POLL_SECONDS):
                 await transfer.ended.wait()
-        await transfer.finish(self._seconds)
+        await transfer.finish(self.seconds)
 
     def _any_pending(self, keys: Sequence[ChunkKey]) -> bool:
-        return any(self._catalog.state(key, FIRST) is State.PENDING for key in keys)
+        return any(self.catalog.state(key, FIRST) is State.PENDING for key in keys)
 
     async def _watch(self, request: KVTransfer, transfer: Transfer) -> None:
         await transfer.ended.wait()
         self._open.pop(request.ticket, None)
         result = transfer.result
-        last_error = f"{result.last_error}; here: {self._layout}" if result.refused else result.last_error
+        last_error = f"{result.last_error}; here: {self.layout}" if result.refused else result.last_error
         if not transfer.unnamed:
-            self._warnings.note(request.to, last_error)
-        tokens = min(result.leading * self._layout.chunk_tokens, request.tokens)
-        await self._notify(KVTransferResult(request.ticket, tokens, last_error))
+            self.warnings.note(request.to, last_error)
+        tokens = min(result.leading * self.layout.chunk_tokens, request.tokens)
+        await self.notify(KVTransferResult(request.ticket, tokens, last_error))

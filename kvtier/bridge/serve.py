@@ -108,7 +108,7 @@ async def _serving_metrics(listen: str | None, server: BridgeServer) -> AsyncIte
     from kvtier.http import serving
     from kvtier.observability.metrics import MAX_REQUESTS, CacheMetrics, application
 
-    with CacheMetrics.of(server.cache, server.status, server.what_if) as metrics:
+    with CacheMetrics.of(server.cache, server.status, server.instance.what_if) as metrics:
         async with serving(
             application(metrics), listen, setting="metrics.listen", limit_concurrency=MAX_REQUESTS
         ) as (host, port):

@@ -42,7 +42,6 @@ from kvtier.units import format_size
 
 if TYPE_CHECKING:
     from kvtier.observability.recording.recorder import Recorder
-    from kvtier.observability.whatif.report import Report
     from kvtier.peers.dialing import RemoteEngines
     from kvtier.peers.staging.buffers import Offer
 
@@ -236,7 +235,7 @@ class Connection:
                 self.send(protocol.StatusReport(message.ticket, json.dumps(self._server.status()).encode()))
             case protocol.WhatIf():
                 enabled = self._server.cache.settings.whatif.enabled
-                self.send(protocol.WhatIfAnswer(message.ticket, enabled, self._server.what_if()))
+                self.send(protocol.WhatIfAnswer(message.ticket, enabled, self._server.instance.what_if()))
             case protocol.ClearWeights():
                 await self._clear_weights(message)
             case protocol.Clear() if self._engine is not None:
@@ -311,7 +310,7 @@ class BridgeServer:
 
     def __init__(self, instance: Instance, recorder: Recorder | None = None) -> None:
         self.cache = instance.cache
-        self._instance = instance
+        self.instance = instance
         self._recorder = recorder
         self.epoch = secrets.randbits(63)
         self._numbers = itertools.count(1)
@@ -362,7 +361,7 @@ class BridgeServer:
     @property
     def peer(self) -> str | None:
         """Address on which this instance listens for peers, with the bound port; ``None`` if it does not."""
-        listen, serving = self.cache.settings.peer.listen, self._instance.server
+        listen, serving = self.cache.settings.peer.listen, self.instance.server
         if listen is None or serving is None:
             return None
         return f"{listen.rpartition(':')[0]}:{serving.address[1]}"
@@ -370,7 +369,7 @@ class BridgeServer:
     @property
     def stages(self) -> bool:
         """Whether engines may have staging buffers."""
-        return self._instance.stagings is not None
+        return self.instance.stagings is not None
 
     @cached_property
     def remote_engines(self) -> RemoteEngines | None:
@@ -382,7 +381,7 @@ class BridgeServer:
         from kvtier.peers.dialing import RemoteEngines
         from kvtier.rpc.authentication import Credentials
 
-        return RemoteEngines(Credentials.from_settings(settings), self._instance.name)
+        return RemoteEngines(Credentials.from_settings(settings), self.instance.name)
 
     @property
     def engines(self) -> int:
@@ -427,12 +426,9 @@ class BridgeServer:
 
     def _returned(self, hello: protocol.Hello) -> EngineSession | None:
         """Return the engine of a process that had disconnected, if its memory was kept."""
+        client = hello.engine, hello.layout, hello.namespace
         for engine in self._departed:
-            if (engine.name, engine.layout, engine.startup_namespace) == (
-                hello.engine,
-                hello.layout,
-                hello.namespace,
-            ):
+            if (engine.name, engine.layout, engine.startup_namespace) == client:
                 self._departed.remove(engine)
                 return engine
         return None
@@ -493,14 +489,14 @@ class BridgeServer:
     def use_weights(self, engine: EngineSession, weights: protocol.Weights) -> None:
         """Process that an engine has other weights."""
         engine.use_weights(weights)
-        self._instance.served.add(engine.name, weights.namespace, engine.layout, engine.model)
+        self.instance.served.add(engine.name, weights.namespace, engine.layout, engine.model)
 
     def kv_transfers(
         self, connection: Connection, engine: EngineSession, tasks: TaskGroup
     ) -> EngineKVTransfers:
         """Return the KV transfers of a scheduler's connection."""
         return EngineKVTransfers(
-            partial(self._instance.transfer_kv, hinted=True),
+            partial(self.instance.transfer_kv, hinted=True),
             self.cache.catalog,
             engine.layout,
             self._warnings,
@@ -513,7 +509,7 @@ class BridgeServer:
         self, connection: Connection, engine: EngineSession, rank: int, request: protocol.RequestStaging
     ) -> None:
         """Provide a staging buffer for a worker, or report why none is available."""
-        stagings = self._instance.stagings
+        stagings = self.instance.stagings
         if stagings is None:
             connection.send(
                 protocol.OfferStaging(0, b"", 0, "kv_transfer.device is cpu in the cache process")
@@ -529,21 +525,17 @@ class BridgeServer:
         connections.discard(connection)
         if not connections and not replaced:
             del self._connections[engine.name], self._engines[engine.name]
-            if engine.staging is not None and self._instance.stagings is not None:
-                self._instance.stagings.remove(engine.name)
+            if engine.staging is not None and self.instance.stagings is not None:
+                self.instance.stagings.remove(engine.name)
                 engine.staging = None
             engine.close()
             if len(engine.writes):
                 self._departed.add(engine)
-            self._instance.served.remove(engine.name)
+            self.instance.served.remove(engine.name)
             logger.info("engine %s disconnected", engine.name)
             if not self._engines:
                 self.engine_connected = anyio.Event()
                 self.idle.set()
-
-    def what_if(self) -> Report | None:
-        """Return what other settings would bring; ``None`` if that is not known."""
-        return self._instance.what_if()
 
     def status(self) -> dict[str, object]:
         """Return what each engine holds, and the counters since the start."""
@@ -564,5 +556,5 @@ class BridgeServer:
             "engines": engines,
             "reservations": reservations,
             **recording,
-            **self._instance.status(),
+            **self.instance.status(),
         }

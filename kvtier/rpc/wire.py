@@ -181,11 +181,7 @@ class SocketWire(Wire):
         return bodies
 
     async def receive_rest(self, take: Take) -> Sequence[bytes]:
-        """Pass bodies to ``take`` as they arrive, until it leaves some of them; return these.
-
-        The event loop calls ``take`` as soon as it has read. Raises what ``take`` raises, and
-        :class:`kvtier.errors.ChannelError`.
-        """
+        """See :meth:`Wire.receive_rest`. The event loop calls ``take`` as soon as it has read."""
         if type(self.frames.socket) is not socket.socket:  # TLS may have read what the loop cannot see.
             return await super().receive_rest(take)
         import asyncio  # Slow, and not needed by a NIXL process.

@@ -140,8 +140,9 @@ class Connection:
         self.is_plain = True
         """Whether the socket is unencrypted, so that native code may use it directly; false for TLS."""
         self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._buffer = bytearray(BUFFER_BYTES)
-        self._buffer_view = memoryview(self._buffer)
+        self.scratch = bytearray(BUFFER_BYTES)
+        """The receive buffer."""
+        self._buffer_view = memoryview(self.scratch)
         self._start = self._stop = 0
 
     def connect(self, address: Any) -> None:  # noqa: ANN401 - what socket.connect takes
@@ -175,11 +176,6 @@ class Connection:
         return self._socket.fileno()
 
     @property
-    def scratch(self) -> bytearray:
-        """The receive buffer."""
-        return self._buffer
-
-    @property
     def buffered(self) -> bool:
         """Whether received data is buffered and unread."""
         return self._start < self._stop
@@ -198,7 +194,7 @@ class Connection:
 
     def line(self) -> bytes:
         """Read a line, and return it without its CRLF."""
-        while (end := self._buffer.find(_CRLF, self._start, self._stop)) < 0:
+        while (end := self.scratch.find(_CRLF, self._start, self._stop)) < 0:
             self.fill()
         line = bytes(self._buffer_view[self._start : end])
         self._start = end + len(_CRLF)
@@ -251,7 +247,7 @@ class Connection:
             seconds = self.deadline.remaining()
         except TimeoutError as error:
             return Progress(0, 0, error.with_traceback(None))
-        ended = native.core.exchange(self._socket.fileno(), operations, self._buffer, seconds)
+        ended = native.core.exchange(self._socket.fileno(), operations, self.scratch, seconds)
         progress = progress_of(*ended)
         if operations[progress.operations :] and operations[progress.operations][0] == EXPECT:
             self.put_back(progress.received)

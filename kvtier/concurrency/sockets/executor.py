@@ -85,16 +85,13 @@ class IoExecutor:
         self, fd: int, operations: Sequence[Operation], unread: bytearray, seconds: float
     ) -> asyncio.Future[tuple[int, int, int]]:
         """Run :func:`_native.exchange` in a native thread, which holds the memory until it completes."""
-        core = self._core or self._open()
+        if self._core is None:
+            self._core = native.core.Pump(self._limit)
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._core.fileno(), self._collect)
         ended = self._loop.create_future()
-        self._waiting[core.start(fd, operations, unread, seconds)] = ended
+        self._waiting[self._core.start(fd, operations, unread, seconds)] = ended
         return ended
-
-    def _open(self) -> _native.Pump:
-        self._core = native.core.Pump(self._limit)
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._core.fileno(), self._collect)
-        return self._core
 
     def _collect(self) -> None:
         assert self._core is not None

@@ -30,6 +30,7 @@ class ConnectionPool(Generic[ConnectionT]):
     """A pool of at most ``size`` concurrent connections to one server, opened on demand."""
 
     def __init__(self, size: int, connect: Callable[[Deadline], ConnectionT]) -> None:
+        """``connect`` opens a connection. It blocks, and raises ``OSError``."""
         self.size = size
         self.executor = IoExecutor(size)
         """Executes operations over the connections; its threads may :meth:`checkout` one."""
@@ -48,7 +49,7 @@ class ConnectionPool(Generic[ConnectionT]):
         The connection is closed after any exception, and reused otherwise, so read every due reply.
         """
         deadline.remaining()
-        connection = self.idle() or self.connect(deadline)
+        connection = self.idle() or self._connect(deadline)
         with self.bound(connection, deadline):
             yield connection
 
@@ -87,10 +88,6 @@ class ConnectionPool(Generic[ConnectionT]):
                 return connection
             connection.close()
 
-    def connect(self, deadline: Deadline) -> ConnectionT:
-        """Open a new connection. Blocks. Raises ``OSError``."""
-        return self._connect(deadline)
-
     @asynccontextmanager
     async def acquire(self, deadline: Deadline) -> AsyncIterator[ConnectionT]:
         """Like :meth:`checkout`, from the event loop. Waits for one of the ``size`` slots."""
@@ -114,7 +111,7 @@ class ConnectionPool(Generic[ConnectionT]):
         opened: list[ConnectionT] = []
         try:
             await finished(
-                self.executor.threads(lambda: opened.append(self.connect(deadline))), deadline.expire
+                self.executor.threads(lambda: opened.append(self._connect(deadline))), deadline.expire
             )
         except anyio.get_cancelled_exc_class():
             for connection in opened:
