@@ -168,10 +168,8 @@ async def test_lookup_in_flight_ends_with_its_scheduler(
                 await scheduler.stream.aclose()
                 await until_left(host, 2)
         async with host.peer("scheduler", epoch=host.server.epoch, holding=found.leases, seen=0):
-            with anyio.fail_after(30):
-                while (status := host.engine_status())["tickets"] != bool(in_memory):
-                    await anyio.sleep(0.005)
-            assert status["leases"] == in_memory, "blocks may still be copied from them"
+            await until(lambda: host.engine_status()["tickets"] == bool(in_memory))
+            assert host.engine_status()["leases"] == in_memory, "blocks may still be copied from them"
             async with host.peer("scheduler", epoch=host.server.epoch, seen=0) as later:
                 await later.status()
                 assert host.engine_status()["tickets"] == 0

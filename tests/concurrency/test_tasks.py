@@ -15,18 +15,13 @@ from kvtier.testing.cancelling import Through, cancelled_at
 pytestmark = pytest.mark.anyio
 
 
-async def test_event_that_is_set() -> None:
-    event = anyio.Event()
-    event.set()
-    assert await wait_for_event(event, 0)
-    assert await wait_for_event(event, None)
-
-
-async def test_event_that_is_set_later() -> None:
+async def test_event_that_is_set_now_or_later() -> None:
     event = anyio.Event()
     async with anyio.create_task_group() as group:
         group.start_soon(_set_after, event, 0.3)
         assert await wait_for_event(event, 60)
+    assert await wait_for_event(event, 0)
+    assert await wait_for_event(event, None)
 
 
 async def test_event_that_is_never_set() -> None:
@@ -117,11 +112,7 @@ async def test_stop_cancels_and_waits() -> None:
 
 async def test_stop_gives_up_on_a_task_that_ignores_its_cancellation() -> None:
     go = anyio.Event()
-
-    async def ignore() -> None:
-        await wait_shielded([go])
-
-    task = DetachedTask(ignore())
+    task = DetachedTask(wait_shielded([go]))
     await anyio.lowlevel.checkpoint()
     assert not await task.stop(0.01)
     go.set()
@@ -131,11 +122,7 @@ async def test_stop_gives_up_on_a_task_that_ignores_its_cancellation() -> None:
 @pytest.mark.parametrize("through", ["scope", "task"])
 async def test_cancelled_stop_still_waits(through: Through) -> None:
     go = anyio.Event()
-
-    async def ignore() -> None:
-        await wait_shielded([go])
-
-    task = DetachedTask(ignore())
+    task = DetachedTask(wait_shielded([go]))
     await anyio.lowlevel.checkpoint()
 
     async def stop() -> None:

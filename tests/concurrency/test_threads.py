@@ -37,21 +37,13 @@ class Work:
             self.running -= 1
         return item * 10
 
-    async def wait_until(self, condition: Callable[[], bool]) -> None:
-        await until(lambda: condition())
-
 
 async def test_results_are_ordered_and_threads_are_bounded() -> None:
     work = Work()
-    async with anyio.create_task_group() as group:
-        group.start_soon(work.wait_until, lambda: work.running == 3)
-
-        async def release() -> None:
-            await work.wait_until(lambda: work.running == 3)
-            work.released.set()
-
-        group.start_soon(release)
-        results = await spread(work, range(20), parts=3, executor=WorkerThreads(8))
+    call = asyncio.ensure_future(spread(work, range(20), parts=3, executor=WorkerThreads(8)))
+    await until(lambda: work.running == 3)
+    work.released.set()
+    results = await call
     assert results == [item * 10 for item in range(20)]
     assert work.max_running == 3
 
@@ -62,7 +54,7 @@ async def test_threads_are_bounded_over_several_calls() -> None:
     async with anyio.create_task_group() as group:
         for _ in range(3):
             group.start_soon(lambda: spread(work, range(4), parts=4, executor=executor))
-        await work.wait_until(lambda: work.running == 2)
+        await until(lambda: work.running == 2)
         work.released.set()
     assert (work.started, work.max_running) == (12, 2)
 
@@ -95,7 +87,7 @@ async def test_idle_thread_holds_no_reference_to_items() -> None:
 async def test_cancelled_task_waits_for_running_items_and_drops_the_rest(times: int) -> None:
     work = Work()
     task = asyncio.ensure_future(spread(work, range(50), parts=2, executor=WorkerThreads(2)))
-    await work.wait_until(lambda: work.running == 2)
+    await until(lambda: work.running == 2)
     for _ in range(times):
         task.cancel()
         await anyio.sleep(0.02)
@@ -119,7 +111,7 @@ async def test_cancelled_scope_waits_for_running_items_and_drops_the_rest() -> N
 
     async with anyio.create_task_group() as group:
         group.start_soon(call)
-        await work.wait_until(lambda: work.running == 2)
+        await until(lambda: work.running == 2)
         group.cancel_scope.cancel()
         with anyio.CancelScope(shield=True):
             await anyio.sleep(0.02)
@@ -153,10 +145,10 @@ async def test_threads_start_on_demand_and_end_with_their_owner() -> None:
     executor.close()
     assert await spread(work, range(9), parts=4, executor=executor) == [item * 10 for item in range(9)]
     executor.close()
-    await work.wait_until(lambda: before.issuperset(threading.enumerate()))
+    await until(lambda: before.issuperset(threading.enumerate()))
     # So do the threads of an executor that is garbage-collected.
     assert await spread(work, [1], parts=1, executor=WorkerThreads(1)) == [10]
-    await work.wait_until(lambda: before.issuperset(threading.enumerate()))
+    await until(lambda: before.issuperset(threading.enumerate()))
 
 
 async def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,9 +157,7 @@ async def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = WorkerThreads(2)
     for number in range(5):
         assert await spread(str, [number], parts=1, executor=executor) == [str(number)]
-        with anyio.fail_after(30):
-            while not before.issuperset(threading.enumerate()):
-                await anyio.sleep(0.001)
+        await until(lambda: before.issuperset(threading.enumerate()))
 
 
 async def test_exception_in_a_thread_propagates() -> None:
