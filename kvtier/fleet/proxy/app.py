@@ -17,7 +17,7 @@ from kvtier.fleet.proxy.client import Refused, error_body
 from kvtier.fleet.proxy.exchange import Exchange, list_models
 from kvtier.fleet.proxy.metrics import ProxyMetrics
 from kvtier.fleet.proxy.proxy import Proxy
-from kvtier.fleet.proxy.settings import engine_url, peer_address
+from kvtier.fleet.proxy.settings import URL, engine_url, peer_address
 from kvtier.fleet.proxy.upstream import Role, State, Upstream
 from kvtier.fleet.service import BEARER, add_error_handlers, has_token
 from kvtier.http import Message, Receive, Send
@@ -25,7 +25,6 @@ from kvtier.settings.peer import is_loopback
 from kvtier.version import __version__
 
 COMPLETIONS = ("/v1/completions", CHAT_PATH)
-URL = Annotated[str, AfterValidator(engine_url)]
 FORBIDDEN = "/engines is open to this host only, or to clients with the token of --token-file"
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from pydantic import SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, SecretStr, field_validator, model_validator
 
 from kvtier.settings.command import CommandSettings, Token, option
 from kvtier.settings.peer import WILDCARDS, Address, split_address
@@ -50,6 +50,9 @@ def engine_url(text: str) -> str:
     return str(url).rstrip("/").removesuffix("/v1")
 
 
+URL = Annotated[str, AfterValidator(engine_url)]
+
+
 def peer_address(text: str) -> str:
     """Return ``text``. Raises ``ValueError`` if it is not an address that a peer can connect to."""
     host, port = split_address(text)
@@ -85,7 +88,7 @@ class ProxySettings(CommandSettings):
         "FILE",
         "File with the token for `/engines`. Default: only this host can add and remove engines.",
     )
-    controller: str | None = option(
+    controller: URL | None = option(
         None,
         "URL",
         "URL of the controller, to look up which engine holds a prompt. Default: track prompts.",
@@ -152,11 +155,6 @@ class ProxySettings(CommandSettings):
         if duplicate := next((url for url in urls if urls.count(url) > 1), None):
             raise ValueError(f"{duplicate} is listed twice: list it once")
         return values
-
-    @field_validator("controller")
-    @classmethod
-    def _check_url(cls, url: str | None) -> str | None:
-        return None if url is None else engine_url(url)
 
     @model_validator(mode="after")
     def _check_max_held(self) -> ProxySettings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -41,11 +41,8 @@ class Cluster:
         async with self.client.stream("POST", "/v1/completions", json=body) as response:
             yield response
 
-    async def wait_until(self, condition: Callable[[], object]) -> None:
-        await until(lambda: condition())
-
     async def wait_until_ready(self) -> None:
-        await self.wait_until(lambda: all(engine.state == State.UP for engine in self.proxy.upstreams))
+        await until(lambda: all(engine.state == State.UP for engine in self.proxy.upstreams))
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -70,12 +67,12 @@ async def running(prefillers: int = 1, decoders: int = 1, **settings: Any) -> As
             async with cluster.client:
                 await cluster.wait_until_ready()
                 yield cluster
-            await cluster.wait_until(lambda: not proxy.admission.in_flight)
+            await until(lambda: not proxy.admission.in_flight)
             assert proxy.admission.held_bytes == 0
             assert [engine.load for engine in proxy.upstreams] == [0] * len(proxy.upstreams)
-            await cluster.wait_until(lambda: not any(engine.connections.used for engine in proxy.upstreams))
+            await until(lambda: not any(engine.connections.used for engine in proxy.upstreams))
         for stub in stubs:  # The proxy must have closed all connections.
-            await stub.wait_until(lambda stub=stub: not stub.connections)
+            await until(lambda stub=stub: not stub.connections)
 
 
 @pytest.fixture

@@ -81,7 +81,6 @@ class Answer:
         with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
             await self.stream.receive()
         self.stub.disconnected.append(self.request)
-        self.stub.changed()
 
 
 class Died(Exception):
@@ -213,21 +212,10 @@ class Stub:
         self.models: Behaviour = responds(200, {"object": "list", "data": [{"id": "m"}]})
         self.tokenize: Behaviour = responds(404)
         self.connections = 0
-        self._changed = anyio.Event()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    def changed(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    async def wait_until(self, condition: Callable[[], object]) -> None:
-        """Wait until the condition holds, checking after each change of this stub."""
-        with anyio.fail_after(30):
-            while not condition():
-                await self._changed.wait()
 
     def stream(self, content: bytes) -> Slow:
         """Answer the next request with a stream that begins like this, and goes on as the test sends it."""
@@ -259,7 +247,6 @@ class Stub:
                         await self._behaviour(request)(Answer(self, request, stream))
         finally:
             self.connections -= 1
-            self.changed()
 
     def _behaviour(self, request: StubRequest) -> Behaviour:
         if request.path == "/health":
@@ -272,7 +259,6 @@ class Stub:
             self.probes.append(request)
             return normal if self.always is not hangs else self.always
         self.requests.append(request)
-        self.changed()
         return self.then.popleft() if self.then else self.always
 
 

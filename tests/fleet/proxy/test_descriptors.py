@@ -14,6 +14,7 @@ import pytest
 from kvtier.fleet.proxy.checks import MAX_FAILED
 from kvtier.fleet.proxy.connections import Connections
 from kvtier.fleet.proxy.upstream import State
+from tests.rigs.waiting import until
 
 from .conftest import LONG, Cluster
 from .proxy_process import ProxyProcess, Start, start
@@ -70,7 +71,7 @@ async def test_lack_of_descriptors_is_not_a_fault_of_the_engines(
     with monkeypatch.context() as patch:
         patch.setattr(asyncio.BaseEventLoop, "create_connection", fail)
         patch.setattr(Connections, "_reusable", lambda _: None)
-        await cluster.wait_until(lambda: all(tried[port] > MAX_FAILED for port in ports))  # Health checks.
+        await until(lambda: all(tried[port] > MAX_FAILED for port in ports))  # Health checks.
         answers = [await cluster.complete(prompt=prompt) for prompt in ("x", LONG)]
         for answer in (*answers, await cluster.client.get("/v1/models")):
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")

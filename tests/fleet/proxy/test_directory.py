@@ -11,6 +11,7 @@ import pytest
 
 from kvtier.fleet.proxy.upstream import Role
 from tests.rigs.running_controller import KEYS, MODEL, TOKENS, running_controller
+from tests.rigs.waiting import until
 
 from .conftest import Cluster, running
 from .stub import Stub, hangs, responds
@@ -92,4 +93,4 @@ async def test_proxy_continues_without_an_unresponsive_controller(
             for _ in range(2):
                 assert (await cluster.complete()).status_code == 200
             assert cluster.proxy.statistics.skipped == {"cached": 1}
-            await cluster.wait_until(lambda: "the controller is unavailable" in caplog.text or fault is hangs)
+            await until(lambda: "the controller is unavailable" in caplog.text or fault is hangs)

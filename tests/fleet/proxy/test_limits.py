@@ -9,6 +9,8 @@ import anyio
 import httpx
 import pytest
 
+from tests.rigs.waiting import until
+
 from .conftest import PROMPT, Cluster, events_of, running
 from .stub import event, hangs, normal
 
@@ -22,7 +24,7 @@ async def test_too_many_requests_are_refused_with_retry_after() -> None:
         async with anyio.create_task_group() as tasks:
             for _ in range(2):
                 tasks.start_soon(cluster.complete)
-            await stub.wait_until(lambda: len(stub.requests) == 2)
+            await until(lambda: len(stub.requests) == 2)
             answer = await cluster.complete()
             assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
             error = answer.json()["error"]
@@ -32,7 +34,7 @@ async def test_too_many_requests_are_refused_with_retry_after() -> None:
             assert (await cluster.client.get("/health")).status_code == 200
             tasks.cancel_scope.cancel()
         stub.always = normal
-        await cluster.wait_until(lambda: not cluster.proxy.admission.in_flight)
+        await until(lambda: not cluster.proxy.admission.in_flight)
         assert (await cluster.complete()).status_code == 200
         assert cluster.outcomes == {"refused": 1, "cancelled": 2, "ok": 1}
 
@@ -63,13 +65,13 @@ async def test_total_of_all_bodies_is_limited() -> None:
         content = json.dumps({"prompt": "x" * 90_000}).encode()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: cluster.client.post("/v1/completions", content=content))
-            await stub.wait_until(lambda: stub.requests)
+            await until(lambda: stub.requests)
             answer = await cluster.client.post("/v1/completions", content=content)
             assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
             assert "fill 150KiB (--max-held)" in answer.json()["error"]["message"]
             assert (await cluster.complete(prompt="x")).status_code == 200
             tasks.cancel_scope.cancel()
-        await cluster.wait_until(lambda: not cluster.proxy.admission.held_bytes)
+        await until(lambda: not cluster.proxy.admission.held_bytes)
         assert (await cluster.client.post("/v1/completions", content=content)).status_code == 200
 
 
@@ -93,7 +95,7 @@ async def test_client_disconnects_within_its_body(cluster: Cluster) -> None:
         await started.wait()
         tasks.cancel_scope.cancel()
     await content.aclose()
-    await cluster.wait_until(lambda: cluster.outcomes == {"cancelled": 1})
+    await until(lambda: cluster.outcomes == {"cancelled": 1})
 
 
 async def test_shutdown_finishes_streams_and_refuses_requests(cluster: Cluster) -> None:
@@ -102,7 +104,7 @@ async def test_shutdown_finishes_streams_and_refuses_requests(cluster: Cluster) 
         received = aiter(response.aiter_raw())
         assert await anext(received) == event(1)
         tasks.start_soon(admission.drain, 30)
-        await cluster.wait_until(lambda: admission.draining)
+        await until(lambda: admission.draining)
         answer = await cluster.complete()
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert "shutting down" in answer.json()["error"]["message"]
@@ -126,13 +128,13 @@ async def test_shutdown_interrupts_requests_after_its_timeout() -> None:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(complete, PROMPT["prompt"])
-            await cluster.decoders[0].wait_until(lambda: cluster.decoders[0].requests)
-            await cluster.wait_until(lambda: cluster.proxy.statistics.first_byte.count)
+            await until(lambda: cluster.decoders[0].requests)
+            await until(lambda: cluster.proxy.statistics.first_byte.count)
             tasks.start_soon(complete, "other " * 500)
-            await cluster.prefillers[0].wait_until(lambda: len(cluster.prefillers[0].requests) == 2)
+            await until(lambda: len(cluster.prefillers[0].requests) == 2)
             await cluster.proxy.admission.drain(0.1)
         early, late = sorted(answers, key=lambda answer: answer.status_code)
         assert events_of(early.content)[1]["error"]["code"] == 503
         assert (late.status_code, late.json()["error"]["code"]) == (503, 503)
-        await cluster.prefillers[0].wait_until(lambda: cluster.prefillers[0].disconnected)
-        await cluster.decoders[0].wait_until(lambda: cluster.decoders[0].disconnected)
+        await until(lambda: cluster.prefillers[0].disconnected)
+        await until(lambda: cluster.decoders[0].disconnected)

@@ -19,6 +19,7 @@ from kvtier.fleet.proxy.prompt import BLOCK_BYTES, PrefixMemory, Prompt
 from kvtier.fleet.proxy.settings import EngineAddress, ProxySettings
 from kvtier.fleet.proxy.upstream import SLACK, Role, State, Upstream, Upstreams
 from kvtier.settings.peer import is_loopback
+from tests.rigs.waiting import until
 
 from .conftest import Cluster, running
 from .stub import DONE, Slow, Stub, event, responds
@@ -51,9 +52,9 @@ async def test_engines_are_added_and_removed(cluster: Cluster) -> None:
         assert cluster.prefillers[0].requests[0].kvtier_params == {"kv_transfer": {"to": "10.0.0.9:1"}}
         assert (len(stub.requests), len(decoder.requests)) == (1, 0)
         assert (await cluster.client.delete("/engines", params={"url": decoder.url})).status_code == 404
-        await decoder.wait_until(lambda: not decoder.connections)
+        await until(lambda: not decoder.connections)
         await cluster.client.delete("/engines", params={"url": stub.url, "role": "decode"})
-        await stub.wait_until(lambda: not stub.connections)
+        await until(lambda: not stub.connections)
 
 
 async def test_removed_engine_finishes_its_requests(cluster: Cluster) -> None:
@@ -68,7 +69,7 @@ async def test_removed_engine_finishes_its_requests(cluster: Cluster) -> None:
         assert await anext(received) == DONE
         slow.send(None)
         assert [piece async for piece in received] == []
-    await cluster.wait_until(lambda: not cluster.proxy.upstreams.draining)
+    await until(lambda: not cluster.proxy.upstreams.draining)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ async def test_engine_is_probed_again_after_an_outage(cluster: Cluster) -> None:
     await cluster.complete()
     assert len(engine.memory)
     stub.health = responds(503)
-    await cluster.wait_until(lambda: engine.state == State.DOWN)
+    await until(lambda: engine.state == State.DOWN)
     assert (len(engine.memory), engine.peer) == (0, None)
     stub.peer, stub.health = "0.0.0.0:7", responds(200, b"")
     await cluster.wait_until_ready()
@@ -342,7 +343,7 @@ async def test_many_connections_to_one_engine(cluster: Cluster) -> None:
     async with anyio.create_task_group() as tasks:
         for _ in slow:
             tasks.start_soon(lambda: cluster.complete(prompt="x", stream=True))
-        await cluster.wait_until(lambda: engine.connections.used >= 50)
+        await until(lambda: engine.connections.used >= 50)
         for behaviour in slow:
             behaviour.send(None)
     assert cluster.outcomes == {"ok": 50}
@@ -368,4 +369,4 @@ async def test_connection_cancelled_while_connecting_is_closed() -> None:
             cancelled += scope.cancelled_caught
             await connections.aclose()
         assert cancelled
-        await stub.wait_until(lambda: not stub.connections)
+        await until(lambda: not stub.connections)
