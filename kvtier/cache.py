@@ -513,6 +513,8 @@ class ModelCache:
         self._tenant = tenant_of_salt(salt) if settings.tenants else ""
         self._token_bytes = token_bytes
         self._partial = settings.partial_chunks
+        self._chunk_bytes = chunk_tokens * token_bytes
+        """Of the KV of a whole chunk."""
         self._hashes_bytes = chunk_tokens // self.layout.granularity * BLOCK_HASH_BYTES
         """Of the block hashes of a whole chunk."""
 
@@ -532,7 +534,7 @@ class ModelCache:
         parents = [self._root, *keys]
         headers, sources = [], []
         for index, key in enumerate(keys):
-            source = self._slice(view, index, len(tokens))
+            source = view[index * self._chunk_bytes : (index + 1) * self._chunk_bytes]
             blocks = hashes[index * self._hashes_bytes : (index + 1) * self._hashes_bytes]
             length = len(source) // self._token_bytes
             headers.append(ChunkHeader(key, parents[index], self.namespace, len(source), blocks, length))
@@ -590,14 +592,15 @@ class ModelCache:
             raise KVTierError(f"token IDs must be integers from 0 to 4294967295: {error}") from error
 
     def _view(self, rows: Rows, tokens: int) -> memoryview:
-        """Return the bytes of ``rows``, which must have room for the KV of ``tokens``."""
+        """Return the first bytes of ``rows``, for the KV of ``tokens``."""
         view = bytes_of(rows)
-        if len(view) < tokens * self._token_bytes:
+        length = tokens * self._token_bytes
+        if len(view) < length:
             raise LayoutError(
                 f"{tokens} tokens with {self._token_bytes} bytes of KV each do not fit {len(view)} bytes: "
                 "pass fewer tokens or a larger buffer"
             )
-        return view
+        return view[:length]
 
     def _owned(self, hints: ChunkHints | None) -> ChunkHints | None:
         """Return hints with the tenant whom the salt names, if they name none."""
@@ -645,15 +648,9 @@ class ModelCache:
         return (await self._cache.clear(self.keys(tokens))).chunks
 
     def _expected(self, tokens: int) -> Expected:
-        whole = self.layout.chunk_tokens
-        chunks = [min(whole, tokens - start) for start in range(0, tokens, whole)]
-        lengths = [object_bytes(chunk * self._token_bytes) for chunk in chunks]
+        whole, total = self._chunk_bytes, tokens * self._token_bytes
+        lengths = [object_bytes(min(whole, total - start)) for start in range(0, total, whole)]
         return Expected(self.namespace, lengths)
-
-    def _slice(self, view: memoryview, index: int, tokens: int) -> memoryview:
-        start = index * self.layout.chunk_tokens
-        stop = min(start + self.layout.chunk_tokens, tokens)
-        return view[start * self._token_bytes : stop * self._token_bytes]
 
     def _tokens(self, chunks: int, tokens: int) -> int:
         return min(chunks * self.layout.chunk_tokens, tokens)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvtier import KVTierError, LayoutError, TieredCache
+from kvtier import KVTierError, LayoutError, ModelCache, TieredCache
 from kvtier.pipeline.query import Query
 
 from .conftest import TOKEN_BYTES, MakeSettings, Prompt, rows
@@ -19,6 +20,12 @@ pytestmark = pytest.mark.anyio
 
 TOKENS = 300
 LENGTH = TOKENS * TOKEN_BYTES
+
+
+@asynccontextmanager
+async def opened(settings: MakeSettings) -> AsyncIterator[ModelCache]:
+    async with TieredCache.open(settings(ssd=0)) as cache:
+        yield cache.model("llama", token_bytes=TOKEN_BYTES)
 
 
 def as_ctypes(kind: Any, length: int) -> Any:
@@ -44,8 +51,7 @@ async def test_any_contiguous_buffer_is_stored_and_filled(
     tokens = prompt(TOKENS)
     source, target = BUFFERS[name](), BUFFERS[name]()
     ctypes.memmove(address_of(source), bytes(rows(tokens)), LENGTH)
-    async with TieredCache.open(settings(ssd=0)) as cache:
-        model = cache.model("llama", token_bytes=TOKEN_BYTES)
+    async with opened(settings) as model:
         assert await model.store(tokens, source) == TOKENS
         assert await model.retrieve(tokens, target) == TOKENS
     assert ctypes.string_at(address_of(target), LENGTH) == rows(tokens)
@@ -68,8 +74,7 @@ def address_of(buffer: Any) -> int:
 )
 async def test_read_only_memory_is_stored_and_not_filled(settings: MakeSettings, source: Any) -> None:
     tokens, target = [1] * TOKENS, bytearray(LENGTH)
-    async with TieredCache.open(settings(ssd=0)) as cache:
-        model = cache.model("llama", token_bytes=TOKEN_BYTES)
+    async with opened(settings) as model:
         assert await model.store(tokens, source) == TOKENS
         assert await model.retrieve(tokens, target) == TOKENS
         assert target == rows(tokens)
@@ -93,8 +98,7 @@ async def test_other_memory_is_a_layout_error(
     settings: MakeSettings, prompt: Prompt, rows_: Any, remedy: str
 ) -> None:
     tokens = prompt(TOKENS)
-    async with TieredCache.open(settings(ssd=0)) as cache:
-        model = cache.model("llama", token_bytes=TOKEN_BYTES)
+    async with opened(settings) as model:
         assert await model.store(tokens, rows(tokens)) == TOKENS
         for use in (model.store, model.retrieve):
             with pytest.raises(LayoutError, match=remedy):
@@ -103,8 +107,7 @@ async def test_other_memory_is_a_layout_error(
 
 async def test_a_larger_buffer_is_filled_at_its_beginning(settings: MakeSettings, prompt: Prompt) -> None:
     tokens, target = prompt(TOKENS), np.full((2 * TOKENS, TOKEN_BYTES), 7, "u1")
-    async with TieredCache.open(settings(ssd=0)) as cache:
-        model = cache.model("llama", token_bytes=TOKEN_BYTES)
+    async with opened(settings) as model:
         await model.store(tokens, rows(tokens))
         assert await model.retrieve(tokens, target) == TOKENS
     assert target[:TOKENS].tobytes() == rows(tokens)

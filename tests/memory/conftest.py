@@ -1,4 +1,4 @@
-"""An arena to allocate from."""
+"""An arena to allocate from, and leases of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.memory.arena import Arena
-from kvtier.memory.slices import PAGE_BYTES
+from kvtier.memory.slices import PAGE_BYTES, Lease
 
 
 @pytest.fixture
@@ -16,3 +16,10 @@ def arena() -> Iterator[Arena]:
     arena = Arena.create(16 * PAGE_BYTES)
     yield arena
     arena.close()
+
+
+def allocate(arena: Arena, pages: int) -> Lease:
+    """Allocate a number of pages. Fails the test if the arena is full."""
+    lease = arena.allocate(pages * PAGE_BYTES)
+    assert lease is not None
+    return lease

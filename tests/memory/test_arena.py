@@ -18,9 +18,10 @@ from kvtier.errors import ArenaError
 from kvtier.memory import arena as arena_module
 from kvtier.memory.arena import HUGE_PAGE_BYTES, MIN_PREPARED_BYTES, Arena, ArenaMap, address_of
 from kvtier.memory.slices import PAGE_BYTES
-from tests.memory.leases import allocate
 from tests.rigs.mapped import flags_at
 from tests.rigs.open_files import open_files
+
+from .conftest import allocate
 
 HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 

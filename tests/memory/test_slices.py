@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtier.errors import ArenaError
 from kvtier.memory.arena import Arena
 from kvtier.memory.slices import PAGE_BYTES, Lease, Leases
-from tests.memory.leases import allocate
+
+from .conftest import allocate
 
 
 def test_new_arena_is_one_free_run() -> None:
