@@ -501,10 +501,11 @@ class ModelCache:
             raise LayoutError(
                 f"token_bytes is {token_bytes!r}: set it to the bytes of KV per token, of all layers together"
             )
+        token_bytes = int(token_bytes)  # Products of an integer of numpy could overflow.
         settings = cache.settings
         self._cache = cache
         chunk_tokens = CHUNK_TOKENS if settings.chunk_tokens == "auto" else settings.chunk_tokens
-        self.layout = ChunkLayout(chunk_tokens, (GroupLayout(1, (int(token_bytes),)),), platform="rows")
+        self.layout = ChunkLayout(chunk_tokens, (GroupLayout(1, (token_bytes,)),), platform="rows")
         """How the KV of its chunks is laid out."""
         self.namespace = namespace(name, self.layout)
         """What identifies the model and its layout in keys."""

@@ -14,7 +14,7 @@ import pytest
 from kvtier import KVTierError, LayoutError, ModelCache, TieredCache
 from kvtier.pipeline.query import Query
 
-from .conftest import TOKEN_BYTES, MakeSettings, Prompt, rows
+from .conftest import TOKEN_BYTES, MakeSettings, Prompt, retrieve, rows
 
 pytestmark = pytest.mark.anyio
 
@@ -150,6 +150,15 @@ async def test_wrong_token_ids_are_an_error(settings: MakeSettings, tokens: Any)
         model = cache.model("llama", token_bytes=TOKEN_BYTES)
         await call_all(cache, model, tokens, "token IDs must be integers from 0 to 4294967295")
         assert cache.catalog.count(0) == cache.arena.used == 0
+
+
+async def test_bytes_of_a_token_may_be_an_integer_of_numpy(settings: MakeSettings, prompt: Prompt) -> None:
+    """Even of a type in which the bytes of a prompt overflow."""
+    tokens = prompt(1000)
+    async with TieredCache.open(settings(ssd=0)) as cache:
+        model = cache.model("llama", token_bytes=np.int16(TOKEN_BYTES))
+        assert await model.store(tokens, rows(tokens)) == 1000
+        assert await retrieve(model, tokens) == 1000
 
 
 @pytest.mark.parametrize("token_bytes", [0, -1, 1.5, "2"])
