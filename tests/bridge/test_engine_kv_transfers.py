@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,21 +20,12 @@ from kvtier.bridge.protocol import (
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import join_keys
 from kvtier.memory.layout import ChunkLayout
-from kvtier.plugins import Plugins
 from kvtier.rpc.frames import Refused
 from kvtier.testing.servers import free_port
 from tests.rigs.scripted_engine import CHUNK_TOKENS, KEYS, LAYOUT, ROOT, TOKENS, Host, Peer, open_host, store
 from tests.rigs.waiting import until
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _import_modules() -> None:
-    """Import slow modules up front: they would block the event loop of the first test for a second."""
-    import_module("kvtier.peers.kv_transfer")
-    import_module("kvtier.peers.server")
-    Plugins.load([])
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("imported_peers")]
 
 
 PEER = {"listen": "127.0.0.1:0", "secret": "sixteen or more characters", "share": 0.9}

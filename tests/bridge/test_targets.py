@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,11 @@ import pytest
 
 from kvtier.bridge.protocol import KVTransfer, KVTransferResult
 from kvtier.memory.keys import join_keys
-from kvtier.plugins import Plugins
 from tests.rigs.scripted_engine import KEYS, ROOT, TOKENS, Peer, open_host
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("imported_peers")]
 
 PEER = {"secret": "0123456789abcdef" * 4}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _import_modules() -> None:
-    """Import slow modules up front: they would block the event loop of the first test for a second."""
-    import_module("kvtier.peers.kv_transfer")
-    import_module("kvtier.peers.server")
-    Plugins.load([])
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from threading import Lock
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 from anyio import fail_after, getaddrinfo
@@ -16,14 +16,6 @@ from kvtier.concurrency.sockets.connection import Connection, Deadline
 from kvtier.concurrency.sockets.executor import IoExecutor, finished
 
 ConnectionT = TypeVar("ConnectionT", bound=Connection)
-
-
-class Address(NamedTuple):
-    """A resolved socket address."""
-
-    family: int
-    address: Any
-    """As ``socket.connect`` expects it."""
 
 
 class ConnectionPool(Generic[ConnectionT]):
@@ -150,7 +142,8 @@ class Dialer(Generic[ConnectionT]):
         self._port = port
         self._make = make
         self._greet = greet
-        self._addresses: tuple[Address, ...] = ()
+        self._addresses: list[tuple[int, Any]] = []
+        """Resolved: the family of each, and the address as ``socket.connect`` expects it."""
 
     async def find(self, deadline: Deadline) -> None:
         """Resolve the host name unless already resolved. Call before connecting. Raises ``OSError``.
@@ -160,7 +153,7 @@ class Dialer(Generic[ConnectionT]):
         if self._addresses:
             return
         if self._port is None:
-            self._addresses = (Address(socket.AF_UNIX, self._host),)
+            self._addresses = [(socket.AF_UNIX, self._host)]
             return
         try:
             with fail_after(deadline.remaining()):
@@ -169,25 +162,25 @@ class Dialer(Generic[ConnectionT]):
             raise TimeoutError("timed out resolving the host name") from None
         except UnicodeError as error:
             raise OSError("the host name is invalid") from error
-        self._addresses = tuple(Address(family, address) for family, _, _, _, address in found)
+        self._addresses = [(family, address) for family, _, _, _, address in found]
 
     def connect(self, deadline: Deadline) -> ConnectionT:
         """Open a connection that is ready for use. Blocks. Raises ``OSError``."""
         failure = OSError("the host name has no address")
-        for address in self._addresses:
+        for family, address in self._addresses:
             try:
-                return self._connect_to(address, deadline)
+                return self._connect_to(family, address, deadline)
             except OSError as error:
                 failure = error
         # The name may resolve to another host by now.
-        self._addresses = ()
+        self._addresses = []
         raise failure
 
-    def _connect_to(self, address: Address, deadline: Deadline) -> ConnectionT:
-        connection = self._make(address.family)
+    def _connect_to(self, family: int, address: object, deadline: Deadline) -> ConnectionT:
+        connection = self._make(family)
         try:
             with deadline.bounds(connection):
-                connection.connect(address.address)
+                connection.connect(address)
                 self._greet(connection)
         except BaseException:
             connection.close()
