@@ -16,6 +16,7 @@ from kvtier.bridge import leases, protocol
 from kvtier.bridge.client import status
 from kvtier.bridge.leases import WriterProcess
 from kvtier.bridge.protocol import Hello, Leave, RequestStaging
+from kvtier.peers.protocol import Stage
 from kvtier.peers.staging.buffers import Stagings
 from kvtier.plugins import Plugins
 from kvtier.rpc.client import UnixConnection
@@ -140,7 +141,7 @@ async def test_staging_buffers_of_an_engine_that_returns_are_known_to_peers(tmp_
             for worker in (again, other):
                 await worker.send(RequestStaging(""))
                 await worker.status()
-            assert "several engines" in stagings.refusal(NAMESPACE)
+            assert "several engines" in stagings.answer(Stage(1, NAMESPACE), "").refusal
 
 
 def test_exit_is_noticed_without_pidfd() -> None:
