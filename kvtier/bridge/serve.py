@@ -163,29 +163,24 @@ async def _finish(cache: TieredCache) -> None:
 @asynccontextmanager
 async def _claim(path: Path) -> AsyncIterator[None]:
     """Hold an exclusive lock for serving on ``path``; the kernel releases it when this process exits."""
-    lock = await _lock_of(path)
-    try:
-        with suppress(FileNotFoundError):
-            await aiofiles.os.unlink(path)
-        yield
-    finally:
-        await lock.release()
-
-
-async def _lock_of(path: Path) -> LockFile:
-    """Lock the lock file for ``path``. Raises :class:`ChannelError`."""
     try:
         await aiofiles.os.makedirs(path.parent, mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError):
             if not stat.S_ISSOCK((await aiofiles.os.stat(path)).st_mode):
                 raise ChannelError(f"{path} exists and is not a socket: set another `socket`")
-        return await LockFile.acquire(path.with_name(path.name + ".lock"), f"process {os.getpid()}")
+        lock = await LockFile.acquire(path.with_name(path.name + ".lock"), f"process {os.getpid()}")
     except FileLocked as error:
         raise ChannelError(
             f"{error.holder} already serves on {path}: stop it, or set another `socket`"
         ) from error
     except (OSError, ValueError) as error:
         raise ChannelError(f"cannot create socket {path}: {error}: set another `socket`") from error
+    try:
+        with suppress(FileNotFoundError):
+            await aiofiles.os.unlink(path)
+        yield
+    finally:
+        await lock.release()
 
 
 def main() -> None:

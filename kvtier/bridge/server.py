@@ -141,7 +141,16 @@ class Connection:
 
     def _start(self, engine: EngineSession, hello: protocol.Hello) -> None:
         if hello.role == "scheduler":
-            self._kv_transfers = self._server.kv_transfers(self, engine, self._tasks)
+            cache = self._server.cache
+            self._kv_transfers = EngineKVTransfers(
+                partial(self._server.instance.transfer_kv, hinted=True),
+                cache.catalog,
+                engine.layout,
+                self._server.transfer_warnings,
+                cache.settings.kv_transfer.reserve,
+                self._tasks,
+                self.notify,
+            )
             self._tasks.start_soon(self._server.notices.forward, self._send_notices)
 
     def _leave(self) -> None:
@@ -163,11 +172,11 @@ class Connection:
 
     def _welcome(self, hello: protocol.Hello) -> None:
         # A number of its own tells what is granted from now on from what was granted before.
-        cache, first = self._server.cache, self._server.next_lease()
+        cache, first = self._server.cache, next(self._server.lease_numbers)
         if self._process is not None:
             filling = hello.holding if hello.epoch == self._server.epoch else ()
             self._process.welcomed(hello.client, first, filling)
-        staging = [protocol.STAGING] if self._server.stages else []
+        staging = [] if self._server.instance.stagings is None else [protocol.STAGING]
         welcome = protocol.Welcome(
             protocol.VERSION,
             self._server.epoch,
@@ -313,12 +322,12 @@ class BridgeServer:
         self.instance = instance
         self._recorder = recorder
         self.epoch = secrets.randbits(63)
-        self._numbers = itertools.count(1)
+        self.lease_numbers = itertools.count(1)
         self._engines: dict[str, EngineSession] = {}
         self._connections: dict[str, set[Connection]] = {}
         self._departed: set[EngineSession] = set()
         """Engines without a connection, with memory that their processes may still write to."""
-        self._warnings = ChangedWarnings("KV transfer to %s failed: %s")
+        self.transfer_warnings = ChangedWarnings("KV transfer to %s failed: %s")
         self.notices = Notices()
         """Warnings for schedulers. The owner of the server enables them with :meth:`Notices.listening`."""
         self.engine_connected = anyio.Event()
@@ -366,11 +375,6 @@ class BridgeServer:
             return None
         return f"{listen.rpartition(':')[0]}:{serving.address[1]}"
 
-    @property
-    def stages(self) -> bool:
-        """Whether engines may have staging buffers."""
-        return self.instance.stagings is not None
-
     @cached_property
     def remote_engines(self) -> RemoteEngines | None:
         """Connects schedulers of this host to other hosts; ``None`` without credentials for them."""
@@ -400,7 +404,7 @@ class BridgeServer:
         engine = self._engines.get(hello.engine)
         if engine is None:
             engine = self._engines[hello.engine] = self._returned(hello) or EngineSession(
-                self.cache, hello, self._numbers, self._recorder
+                self.cache, hello, self.lease_numbers, self._recorder
             )
             self._connections[hello.engine] = set()
             self.engine_connected.set()
@@ -432,10 +436,6 @@ class BridgeServer:
                 self._departed.remove(engine)
                 return engine
         return None
-
-    def next_lease(self) -> int:
-        """Return a number that is greater than those of all reservations so far."""
-        return next(self._numbers)
 
     def worker_left(self, engine: EngineSession, rank: int, process: WriterProcess | None) -> None:
         """Void what a worker was filling. Takes ownership of its process, ``None`` if it writes no more."""
@@ -490,20 +490,6 @@ class BridgeServer:
         """Process that an engine has other weights."""
         engine.use_weights(weights)
         self.instance.served.add(engine.name, weights.namespace, engine.layout, engine.model)
-
-    def kv_transfers(
-        self, connection: Connection, engine: EngineSession, tasks: TaskGroup
-    ) -> EngineKVTransfers:
-        """Return the KV transfers of a scheduler's connection."""
-        return EngineKVTransfers(
-            partial(self.instance.transfer_kv, hinted=True),
-            self.cache.catalog,
-            engine.layout,
-            self._warnings,
-            self.cache.settings.kv_transfer.reserve,
-            tasks,
-            connection.notify,
-        )
 
     def stage(
         self, connection: Connection, engine: EngineSession, rank: int, request: protocol.RequestStaging

@@ -189,7 +189,6 @@ async def _retry_when_ready(
 
 
 def _context(tls: TLSSettings, protocol: int) -> ssl.SSLContext:
-    """Create the TLS context of one side. Raises :class:`SettingsError`."""
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
