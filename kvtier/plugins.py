@@ -97,7 +97,7 @@ class Plugins:
             )
         try:
             self._manager.register(plugin, name)
-            self._manager.check_pending()
+            self._manager.check_pending()  # Until then, pluggy accepts hooks that do not exist.
         except pluggy.PluginValidationError as error:
             raise PluginError(
                 f"plugin {_label(name, source)} does not match kvtier's hooks: {error}"

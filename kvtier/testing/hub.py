@@ -41,6 +41,7 @@ class Hub:
     def __init__(self) -> None:
         self._repositories: dict[str, _Repository] = {}
         self._listener = socket.create_server((LOOPBACK, 0))
+        # Without FastAPI's own pages, whose paths may be those of models.
         app = FastAPI(openapi_url=None)
         models = "/api/models/{name:path}"
         app.get(models + "/tree/{revision}")(self._list)

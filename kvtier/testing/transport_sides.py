@@ -442,6 +442,7 @@ def resources() -> list[int]:
 async def _main() -> None:
     async with anyio.create_task_group() as tasks:
         await serve_commands(_SuiteCommands(tasks))
+        # A task that reads repeatedly, or a library's thread, would keep the process alive.
         os._exit(0)
 
 

@@ -75,7 +75,7 @@ class InfiniStoreRDMA:
 
     async def _drop(self, connection: Any) -> None:  # noqa: ANN401 - the library has no types
         """Close ``connection``, even if other calls use it. Afterwards, the device leaves the arena alone."""
-        if connection is None or connection.conn is None:
+        if connection is None or connection.conn is None:  # Another call that used it has closed it.
             return
         if self._connection is connection:
             self._connection = None

@@ -96,6 +96,7 @@ def set_timeouts(deadline: float) -> None:
         "MC_LOG_LEVEL": "ERROR",
     }
     for name, value in values.items():
+        # Not set, or set here: a value that the user has set stays.
         if os.environ.get(name) == _set_here.get(name) != value:
             os.environ[name] = _set_here[name] = value
 

@@ -229,6 +229,7 @@ class Pool:
         pool = command.pool_of(node)
         exchange = (command.exchange_one if asking else None) or command.exchange
         try:
+            # More than once if a reply left the connection out of sync: the rest goes over another one.
             while len(answers) < len(run):
                 async with pool.acquire(deadline) as connection:
                     if asking:

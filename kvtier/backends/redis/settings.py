@@ -207,6 +207,7 @@ class RedisSettings(TierSettings):
         examples=["kvtier:"],
     )
 
+    # Before the fields are validated, so that their messages never contain a password.
     @model_validator(mode="before")
     @classmethod
     def _take_credentials_from_url(cls, values: Any) -> Any:  # noqa: ANN401 - what pydantic was given
