@@ -262,18 +262,6 @@ async def test_read_from_stopped_peer_fails_and_writes_nothing_later() -> None:
         await until_nothing_granted(process)
 
 
-async def test_expired_lease_is_requested_again() -> None:
-    process = InstanceProcess(range(4), lease=0.4)
-    async with started(process), reading_from(process) as backend:
-        await connected(backend)
-        assert await backend.held_prefix(keys_of(range(4))) == 4
-        await until(lambda: not backend.status()[0]["granted_chunks"])
-        items = await blanks(range(4), SMALL)
-        assert await backend.get(items) == [OK] * 4
-        await assert_intact(items, SMALL)
-        await until_nothing_granted(process)
-
-
 async def test_concurrent_gets_with_a_quarter_cancelled() -> None:
     process = InstanceProcess(range(64), 1 << 20, lease=2.0)
     async with started(process), reading_from(process) as backend:

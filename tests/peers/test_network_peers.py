@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
 from tests.rigs import instance_process
-from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess, transport_on_hosts
-from tests.rigs.network import Host, Network
+from tests.rigs.hosts import ON_HOSTS, TIMEOUT_SECONDS, HostProcess, transport_on_hosts
+from tests.rigs.network import Network
 from tests.rigs.waiting import wait_until
 
 PORT = 8200
 MIB = 1 << 20
 PAYLOAD = 1_000_000
 COUNT = 24
-KINDS: dict[str, dict[str, Any]] = {
-    "tcp": {},
-    # All hosts are one machine, where UCX would prefer shared memory.
-    "nixl": {"ucx": {"TLS": "tcp,self", "NET_DEVICES": Host.device}},
-}
 
 
 class Instances:
@@ -32,7 +26,7 @@ class Instances:
         self.all = [HostProcess(host, instance_process.MODULE) for host in network.hosts]
         self.before = [instance.call("resources") for instance in self.all]
         addresses = [f"{host.address}:{PORT}" for host in network.hosts]
-        transport = {"type": kind, "deadline": deadline, **KINDS[kind]}
+        transport = {"type": kind, "deadline": deadline, **ON_HOSTS[kind]}
         for instance, address in zip(self.all, addresses, strict=True):
             others = [other for other in addresses if other != address]
             instance.call(
@@ -69,7 +63,7 @@ class Instances:
             instance.kill()
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=list(ON_HOSTS))
 def kind(request: pytest.FixtureRequest) -> str:
     return transport_on_hosts(request.param)
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import anyio
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
@@ -91,47 +90,41 @@ invalid: st.SearchStrategy[ClientMessage] = st.one_of(
 
 @FEW_EXAMPLES
 @given(st.lists(st.one_of(valid, valid, valid, invalid), max_size=12))
-def test_no_message_sequence_raises_or_leaks(messages: list[ClientMessage]) -> None:
-    async def run() -> None:
-        async with SessionHarness.open() as harness:
-            _, error = await harness.run(*messages)
-            assert isinstance(error, ChannelClosed | ProtocolError)
-            replies, error = await harness.run(Ping(1))
-            assert replies == [Pong(1)], "it still serves others"
-
-    anyio.run(run)
+async def test_no_message_sequence_raises_or_leaks(messages: list[ClientMessage]) -> None:
+    async with SessionHarness.open() as harness:
+        _, error = await harness.run(*messages)
+        assert isinstance(error, ChannelClosed | ProtocolError)
+        replies, error = await harness.run(Ping(1))
+        assert replies == [Pong(1)], "it still serves others"
 
 
 @FEW_EXAMPLES
 @given(st.lists(valid, max_size=12))
-def test_every_valid_request_is_answered_with_its_ticket(messages: list[ClientMessage]) -> None:
-    async def run() -> None:
-        async with SessionHarness.open() as harness:
-            sent: list[Any] = []
+async def test_every_valid_request_is_answered_with_its_ticket(messages: list[ClientMessage]) -> None:
+    async with SessionHarness.open() as harness:
+        sent: list[Any] = []
 
-            def recorded(original: ClientMessage) -> Callable[[int], Message]:
-                def build(latest: int) -> Message:
-                    message = original(latest) if callable(original) else original
-                    assert not isinstance(message, bytes)
-                    if isinstance(message, Await | Release):
-                        message = type(message)(message.ticket, message.grant, message.chunks[:1])
-                    elif isinstance(message, Commit):
-                        chunks = message.chunks[:1]
-                        message = Commit(message.ticket, message.grant, chunks, bytes(16 * len(chunks)))
-                    sent.append(message)
-                    return message
+        def recorded(original: ClientMessage) -> Callable[[int], Message]:
+            def build(latest: int) -> Message:
+                message = original(latest) if callable(original) else original
+                assert not isinstance(message, bytes)
+                if isinstance(message, Await | Release):
+                    message = type(message)(message.ticket, message.grant, message.chunks[:1])
+                elif isinstance(message, Commit):
+                    chunks = message.chunks[:1]
+                    message = Commit(message.ticket, message.grant, chunks, bytes(16 * len(chunks)))
+                sent.append(message)
+                return message
 
-                return build
+            return build
 
-            replies, error = await harness.run(*map(recorded, messages))
-            assert isinstance(error, ChannelClosed)
-            tickets_answered = Counter(reply.ticket for reply in replies)
-            assert tickets_answered <= Counter(message.ticket for message in sent)
-            # Replies to Await and Commit are lost if the client disconnects first.
-            immediate = [message.ticket for message in sent if not isinstance(message, Await | Commit)]
-            assert Counter(immediate) <= tickets_answered
-
-    anyio.run(run)
+        replies, error = await harness.run(*map(recorded, messages))
+        assert isinstance(error, ChannelClosed)
+        tickets_answered = Counter(reply.ticket for reply in replies)
+        assert tickets_answered <= Counter(message.ticket for message in sent)
+        # Replies to Await and Commit are lost if the client disconnects first.
+        immediate = [message.ticket for message in sent if not isinstance(message, Await | Commit)]
+        assert Counter(immediate) <= tickets_answered
 
 
 async def test_grant_can_be_released_in_its_session() -> None:

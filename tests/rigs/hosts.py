@@ -73,6 +73,14 @@ class HostProcess(CommandProcess):
         self.host = host
 
 
+ON_HOSTS: dict[str, dict[str, Any]] = {
+    "tcp": {},
+    # All hosts are one machine, where UCX would prefer shared memory.
+    "nixl": {"ucx": {"TLS": "tcp,self", "NET_DEVICES": Host.device}},
+}
+"""Settings of transports between the hosts of a network."""
+
+
 def transport_on_hosts(name: str) -> str:
     """Return the name of a transport. Skips the test if it or a network of hosts cannot be used here."""
     if reason := Network.missing():

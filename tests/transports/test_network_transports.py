@@ -11,17 +11,12 @@ import pytest
 
 from kvtier.plugins import Plugins
 from kvtier.testing.transport_sides import name_of
-from tests.rigs.hosts import TIMEOUT_SECONDS, HostProcess, transport_on_hosts
+from tests.rigs.hosts import ON_HOSTS, TIMEOUT_SECONDS, HostProcess, transport_on_hosts
 from tests.rigs.network import Network
 from tests.rigs.waiting import wait_until
 
 PROGRAM = "tests.rigs.transport_host"
 MIB = 1 << 20
-KINDS: dict[str, dict[str, Any]] = {
-    "tcp": {},
-    # Both hosts are one machine, where UCX would prefer shared memory.
-    "nixl": {"ucx": {"TLS": "tcp,self", "NET_DEVICES": "link0"}},
-}
 LENGTHS = [4096, 1, 5 * MIB + 4099, 65_536, 2 * MIB, 12_345]
 LONG = [32 * MIB]
 ROUNDS = 25
@@ -36,7 +31,7 @@ class Pair:
     def __init__(self, network: Network, kind: str, deadline: str) -> None:
         self.network = network
         self.near, self.far = (HostProcess(host, PROGRAM) for host in network.hosts)
-        settings = {"type": kind, "deadline": deadline, **KINDS[kind]}
+        settings = {"type": kind, "deadline": deadline, **ON_HOSTS[kind]}
         name = name_of(Plugins.load([]).transport(kind))
         self.before = [side.call("resources") for side in (self.near, self.far)]
         for side in (self.near, self.far):
@@ -94,7 +89,7 @@ class Pair:
             side.kill()
 
 
-@pytest.fixture(params=list(KINDS), scope="module")
+@pytest.fixture(params=list(ON_HOSTS), scope="module")
 def kind(request: pytest.FixtureRequest) -> str:
     return transport_on_hosts(request.param)
 
