@@ -220,6 +220,7 @@ class PeerClient:
                 tasks.cancel_scope.cancel()
         finally:
             self._source = None
+        # Not on connecting: a peer that accepts and then fails at once would be dialled without pauses.
         if time.monotonic() - started > STABLE_SECONDS:
             self._backoff.reset()
         raise cause
@@ -235,6 +236,7 @@ class PeerClient:
                 f"peer.transport is {printable(welcome.transport)!r} there and {self._transport_name!r} "
                 "here: set the same on both sides"
             )
+        # Also refuses NaN, which is neither greater nor less.
         if not 0 < welcome.lease < float("inf"):
             raise PeerError(f"the lease time of {welcome.lease} s is invalid: see peer.lease there")
 

@@ -64,6 +64,7 @@ class Fetch:
                 async with anyio.create_task_group() as self._tasks:
                     self._dispatch(self._items)
         finally:
+            # What a cancelled read has not released would stay leased at the peer until it expires.
             for taken in list(self._taken):
                 self._release(taken)
         if scope.cancelled_caught:
@@ -148,6 +149,7 @@ class Fetch:
             )
         finally:
             throughput.end(length, moved)
+        # Reads that ended with the connection say nothing about the peer's reads.
         if not source.over and not source.unresponsive:
             batch[0].client.record_reads(failed=Outcome.FAILED in outcomes)
         self._settle(batch, outcomes)

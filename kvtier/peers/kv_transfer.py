@@ -175,6 +175,7 @@ class KVTransfer:
             return
         self._awaited.discard(key)
         self._queue.append(key)
+        # At once: the next chunk that is stored might evict it.
         self._source_of(key).lease(key)
         self._notify()
 
@@ -251,6 +252,7 @@ class KVTransfer:
                 if not self._queue:
                     await changed.wait()
                     continue
+                # Before the batch is chosen: chunks that become READY meanwhile join it.
                 await target.source.pushing.acquire()
                 source, batch = self._next_batch()
                 if batch:

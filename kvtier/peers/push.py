@@ -291,6 +291,7 @@ def _room_of(reserved: Reserved, headers: Sequence[ChunkHeader], sent_at: float,
     listed = [*reserved.positions, *reserved.held, *reserved.pending]
     if len(set(listed)) < len(listed) or any(not 0 <= at < len(headers) for at in listed):
         raise ProtocolError("the peer's reservation lists chunks that were not requested")
+    # Also refuses NaN, which is neither greater nor less.
     if count and not 0 < reserved.seconds < float("inf"):
         raise ProtocolError("the peer's reservation has an invalid lifetime")
     granted = [headers[at] for at in reserved.positions]

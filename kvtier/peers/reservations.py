@@ -187,6 +187,7 @@ class Reservations:
         self, owner: Hashable, target: PushTarget, reservations: Sequence[Reservation]
     ) -> Grant | None:
         """Grant as many leading reservations as fit, and give up the others."""
+        # A commit ends the grant before it verifies the chunks, and must not free their memory.
         leases = [reservation.lease.share() for reservation in reservations]
         grant = target.grants.grant(owner, leases, Access.WRITE)
         count = 0 if grant is None else grant.left
@@ -281,6 +282,7 @@ class Reservations:
             target.grants.release(owner, request.grant, list(filled))
             valid = await self._verify(target, filled, request)
         finally:
+            # Also if cancelled: the right to write has ended, so nobody can commit these again.
             target.commit([filled[index] for index in valid])
             self._unreserve(target, [filled[index] for index in valid])
             self._abandon(target, [filled[index] for index in filled if index not in valid])

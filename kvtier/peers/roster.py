@@ -123,6 +123,7 @@ class Roster:
             target = normal_address(address)
         except ValueError as error:
             raise PeerError(str(error)) from error
+        # A command or a lookup may come before the backend has connected.
         with anyio.move_on_after(seconds):
             await self._started.wait()
         with self._using(target, address) as client:

@@ -164,6 +164,7 @@ class PeerServer:
         self._unauthenticated[scope] = None
         try:
             with scope:
+                # Messages are short, and the other side waits for each.
                 connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 connected = await self._credentials.accept(connected, VERSION)

@@ -60,6 +60,7 @@ class Session:
                 error = await self._endpoint.run(self._respond, refuses=False)
                 self._tasks.cancel_scope.cancel()
         finally:
+            # Also if cancelled: a peer that may still write is cut off before its memory is used again.
             await self._reservations.end(self)
         if isinstance(error, ProtocolError):
             await self._endpoint.refuse(error)
@@ -77,6 +78,7 @@ class Session:
                 valid = self._reservations.release(self, message.grant, message.chunks)
                 self._endpoint.send(protocol.Released(message.ticket, valid))
             case protocol.Contains():
+                # It may yield, and answers to earlier requests must not wait for that.
                 self._endpoint.uncork()
                 held = await self._lookup.held(split_keys(message.keys))
                 self._endpoint.send(protocol.Contained(message.ticket, held))
@@ -94,6 +96,7 @@ class Session:
                 self._check_numbers(message.grant, message.chunks)
                 self._reservations.check(message)
                 self._endpoint.uncork()
+                # Waiting here stops the connection's requests: a flood of commits holds no further memory.
                 await self._commits.acquire()
                 self._tasks.start_soon(self._commit, message)
             case protocol.Stage():

@@ -116,6 +116,7 @@ class Source:
                 tasks.cancel_scope.cancel()
         finally:
             self.ended.set()
+            # Transfers use the callers' memory until they have ended, also if this is cancelled.
             with CancelScope(shield=True):
                 await self._close()
         return cause
@@ -257,6 +258,7 @@ class Source:
             await self._open_link()
 
     async def _open_link(self) -> Link:
+        # Concurrent transfers share one link: with nixl each starts a process, which takes a second.
         async with self._linking:
             if self._link is None:
                 self._link = await self._transport.connect(self.welcome.endpoint, self._dial)

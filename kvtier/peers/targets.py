@@ -98,7 +98,7 @@ class Targets:
                 # Named by its IP address, as most are. A name is resolved for no other purpose.
                 addresses = await self._resolve(wanted)
                 named = await self._registered.who_serves(addresses) if addresses else []
-            if named is not None:
+            if named is not None:  # Else the controller is unavailable, and what it named before counts.
                 self._found.pop(wanted, None)
                 if not named:
                     remember(self._refused, wanted, now + REFUSED_SECONDS)

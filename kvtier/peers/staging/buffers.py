@@ -202,6 +202,7 @@ class Staging(PushTarget):
 
     def take(self, header: ChunkHeader) -> Lease | None:
         """Reserve room for a chunk that this engine's workers will fill; ``None`` without room."""
+        # A peer writes a slice of one length on every rank.
         if self.closed or not header.payload_bytes or header.payload_bytes % self.shares:
             return None
         return self._slices.allocate(header.payload_bytes // self.shares)
@@ -350,6 +351,7 @@ class EngineStaging:
                 await anyio.sleep(TICK_SECONDS)
             logger.info("staging buffers lost with a disconnected peer; recreating them")
         finally:
+            # Before the memory is closed: peers may be writing to it until the processes have exited.
             with CancelScope(shield=True):
                 for nixl_process in nixl_processes:
                     await nixl_process.end()

@@ -256,6 +256,7 @@ class NixlLink(Link):
         if self._connecting is None:
             self._connecting = asyncio.get_running_loop().create_task(self._connect())
             self._connecting.add_done_callback(self._note_connected)
+        # Cancelling one caller must not end the attempt that the others wait for.
         return await asyncio.shield(self._connecting)
 
     def _note_connected(self, connecting: asyncio.Task[NixlProcess]) -> None:

@@ -134,6 +134,7 @@ class NixlProcess:
             ours, theirs = socket.socketpair()
             started = cls(region, ours, executor)
             try:
+                # The child has a copy: its exit closes the connection only once this one is closed.
                 with theirs:
                     await started._spawn(settings, theirs)
                 await started._open(settings, serves=serves)
@@ -275,6 +276,7 @@ class NixlProcess:
     async def _run(self) -> None:
         """Receive until the connection ends. Then kill and reap the process."""
         try:
+            # Both sides send unasked: if each waited for the other to read, neither would.
             await self._endpoint.run(at_once=self._handle, drains=False)
         finally:
             await self._reap()

@@ -73,6 +73,7 @@ class NixlTransport(Transport, SupportsConnections):
     async def cut_off(self) -> None:
         """Kill the process through which peers access the arena. It is restarted."""
         if self._server is not None:
+            # At once: a link that asks now must get the endpoint of the next process.
             self._note_exit()
             await self._server.end()
 

@@ -97,6 +97,7 @@ class TcpLink(Link):
             driver = asyncio.ensure_future(self._drive())
             self._drivers.add(driver)
             driver.add_done_callback(self._driver_done)
+        # Not a cancel scope: only this batch ends, and the drivers go on with the others.
         timer = asyncio.get_running_loop().call_later(self._deadline, self._queue.abandon, batch)
         try:
             await batch.released.wait()
@@ -106,7 +107,7 @@ class TcpLink(Link):
             raise
         finally:
             timer.cancel()
-            batch.forget()
+            batch.forget()  # A driver's frame may refer to its parts for longer.
         return batch.outcomes
 
     def _driver_done(self, driver: asyncio.Task[None]) -> None:
