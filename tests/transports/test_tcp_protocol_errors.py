@@ -336,6 +336,15 @@ async def test_read_resumes_at_the_byte_where_it_stopped() -> None:
     assert RemoteSpan(7, 5700, 3400) in requested
 
 
+async def test_consecutive_reads_over_one_connection() -> None:
+    """Each begins at the moment at which the one before has ended, and nothing is queued any more."""
+    async with side(connections=1) as served, open_link(served) as link:
+        (span,) = served.grants.grant([5000], Access.READ, 1)
+        with anyio.fail_after(LONG / 2):
+            for _ in range(10):
+                assert list(await link.read([(span, memoryview(bytearray(5000)))])) == [OK]
+
+
 async def test_concurrent_reads_and_writes_over_one_connection() -> None:
     """Neither side blocks on the other to receive."""
     async with side(connections=1, capacity=80 * MIB) as served:
