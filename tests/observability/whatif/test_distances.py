@@ -95,11 +95,15 @@ def test_threshold_is_lowered_if_the_sample_does_not_reach_far_enough() -> None:
     assert distances.rate < 256 / 4000
     recent = chunk_keys(range(16_000, 20_000))
     known = list(compress(recent, ESTIMATE_SAMPLE.of(recent, distances.threshold)))
-    forgotten = list(compress(recent, ESTIMATE_SAMPLE.of(recent, SAMPLED // 4)))
-    assert len(forgotten) > len(known) > 10
     assert NEVER not in distances.access(known, [LENGTH] * len(known))
-    for key in set(forgotten).difference(known):
-        assert distances.access([key], [LENGTH]) == [NEVER]
+
+
+def test_chunks_beyond_a_lowered_sample_are_forgotten() -> None:
+    distances, keys = ReuseDistances(1000, 10**9), chunk_keys(range(500))
+    distances.access(keys, [LENGTH] * len(keys))
+    distances.lower(0.5)
+    for key, stays in zip(keys, ESTIMATE_SAMPLE.of(keys, distances.threshold), strict=True):
+        assert (distances.access([key], [LENGTH]) != [NEVER]) == stays
 
 
 def test_stored_chunks_are_known_once() -> None:
