@@ -32,12 +32,12 @@ class CommandProcess:
         self._process = process
         self.send_signal = process.send_signal
 
-    def call(self, name: str, **arguments: object) -> Any:
+    def call(self, name: str, /, **arguments: object) -> Any:
         """Call a method and return its result."""
         self.send(name, **arguments)
         return self.result()
 
-    def send(self, name: str, **arguments: object) -> None:
+    def send(self, name: str, /, **arguments: object) -> None:
         """Start a call. Read its :meth:`result` before sending the next one."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([name, arguments]) + "\n")

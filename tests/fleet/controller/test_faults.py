@@ -58,7 +58,7 @@ class Cluster:
         self.a.start()
         self.b.start()
         self.controller.wait_until_ready("a", "b")
-        self.a.store(CHUNKS)
+        self.a.call("store", chunks=CHUNKS)
         wait_until(lambda: self.controller.held("a", "ram") == CHUNKS)
         places = {"old_position": ["a", "ram"], "new_position": ["a", "ssd"]}
         self.controller.wait_for_end(self.controller.post("/move", **places, tokens=TOKENS))
@@ -81,9 +81,9 @@ class Cluster:
         assert self.controller.held("b", "ram") == CHUNKS
         # Memory may still hold chunks that were promoted for the failed move.
         assert self.controller.held("a", "ssd") == 0
-        assert self.b.is_intact(CHUNKS)
-        assert self.a.wait_until_idle()
-        assert self.b.wait_until_idle()
+        assert self.b.call("is_intact", chunks=CHUNKS)
+        for instance in (self.a, self.b):
+            instance.call("wait_until_idle")
 
     def close(self) -> None:
         for process in (self.a, self.b):

@@ -119,12 +119,12 @@ class Fleet:
     def _store(self, name: str, number: int, chunks: int) -> None:
         with self._turns[name]:
             if name not in self._killed:
-                self.instances[name].store_prompt(number, chunks)
+                self.instances[name].call("store", number=number, chunks=chunks)
 
     def _read(self, name: str, number: int, chunks: int) -> None:
         with self._turns[name]:
             if name not in self._killed:
-                assert self.instances[name].read(number, chunks), "wrong bytes"
+                assert self.instances[name].call("read", number=number, chunks=chunks), "wrong bytes"
 
     @contextmanager
     def running(self, seed: int, operations: int) -> Iterator[None]:
@@ -142,12 +142,12 @@ class Fleet:
     def check(self, restarted: str = "") -> None:
         """Check the state once nothing runs."""
         for name, instance in self.instances.items():
-            assert instance.wait_until_idle()
+            instance.call("wait_until_idle")
             for number in range(PROMPTS):
                 self._read(name, number, CHUNKS)
         self.controller.kill()  # It has its state file to itself.
         for name, listed in self._listed_pins().items():
-            pinned = self.instances[name].pinned()
+            pinned = set(self.instances[name].call("pinned"))
             # After a restart, what is not stored again is not protected.
             assert pinned <= listed if name == restarted else pinned == listed
 
