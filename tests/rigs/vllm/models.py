@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -72,47 +72,15 @@ def make_llama(directory: Path, *, kv_heads: int = 2, width: int = 256, seed: in
 
 
 @forked
-def make_hybrid(directory: Path) -> Path:
-    """Make a Gemma 3 text model with alternating sliding and full attention: at least two KV-cache groups."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+def make(directory: Path, *, family: str, shape: dict[str, Any], config: str = "") -> Path:
+    """Make a model of a family of transformers. ``config``: the name of its configuration, if another."""
+    import transformers
 
-    kinds = ["sliding_attention", "full_attention"] * 2
-    config = Gemma3TextConfig(
-        **_COMMON,
-        num_hidden_layers=4,
-        head_dim=64,
-        layer_types=kinds,
-        sliding_window=WINDOW,
-        query_pre_attn_scalar=64,
-    )
-    return _save(Gemma3ForCausalLM, config, directory)
+    made = getattr(transformers, f"{config or family}Config")(**shape)
+    return _save(getattr(transformers, f"{family}ForCausalLM"), made, directory)
 
 
-@forked
-def make_mamba(directory: Path) -> Path:
-    """Make a Mamba 2 model, whose layers keep a state and no KV."""
-    from transformers import Mamba2Config, Mamba2ForCausalLM
-
-    config = Mamba2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        num_hidden_layers=2,
-        num_heads=8,
-        head_dim=64,
-        n_groups=1,
-        state_size=64,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return _save(Mamba2ForCausalLM, config, directory)
-
-
-_STATES: dict[str, Any] = _COMMON | {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "max_position_embeddings": 8192,
-}
+_SMALL = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 8192}
 _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
@@ -123,101 +91,98 @@ _MAMBA: dict[str, Any] = {
     "mamba_chunk_size": 64,
 }
 
+_GEMMA = {
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 64,
+}
+make_hybrid = partial(make, family="Gemma3", config="Gemma3Text", shape=_COMMON | _GEMMA)
+"""A Gemma 3 text model with alternating sliding and full attention: at least two KV-cache groups."""
 
-@forked
-def make_granite(directory: Path) -> Path:
-    """Make a Granite 4 hybrid: three Mamba 2 layers and one of full attention, four KV-cache groups."""
-    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+_MAMBA2 = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_heads": 8,
+    "head_dim": 64,
+    "n_groups": 1,
+    "state_size": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+make_mamba = partial(make, family="Mamba2", shape=_MAMBA2)
+"""A Mamba 2 model, whose layers keep a state and no KV."""
 
-    config = GraniteMoeHybridConfig(
-        **_STATES,
-        **_MAMBA,
-        num_hidden_layers=4,
-        layer_types=["mamba", "mamba", "attention", "mamba"],
-        shared_intermediate_size=256,
-        num_local_experts=0,
-        num_experts_per_tok=0,
-        position_embedding_type="rope",
-    )
-    return _save(GraniteMoeHybridForCausalLM, config, directory)
+_GRANITE = {
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "shared_intermediate_size": 256,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "position_embedding_type": "rope",
+}
+make_granite = partial(make, family="GraniteMoeHybrid", shape=_COMMON | _SMALL | _MAMBA | _GRANITE)
+"""A Granite 4 hybrid: three Mamba 2 layers and one of full attention, four KV-cache groups."""
 
+_FALCON = {"head_dim": 32, "num_hidden_layers": 3, "mamba_d_ssm": 256}
+make_falcon = partial(make, family="FalconH1", shape=_COMMON | _SMALL | _MAMBA | _FALCON)
+"""A Falcon-H1: every layer has both attention and a Mamba 2 state."""
 
-@forked
-def make_falcon(directory: Path) -> Path:
-    """Make a Falcon-H1: every layer has both attention and a Mamba 2 state."""
-    from transformers import FalconH1Config, FalconH1ForCausalLM
+_ZAMBA = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    "attention_head_dim": 64,
+    "mamba_d_state": 32,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_ngroups": 1,
+    "n_mamba_heads": 8,
+    "num_mem_blocks": 1,
+    "chunk_size": 64,
+    "use_mem_rope": True,
+    "adapter_rank": 16,
+}
+make_zamba = partial(make, family="Zamba2", shape=_COMMON | _SMALL | _ZAMBA)
+"""A Zamba2: Mamba 2 layers, some with attention that they share."""
 
-    config = FalconH1Config(**_STATES, **_MAMBA, head_dim=32, num_hidden_layers=3, mamba_d_ssm=256)
-    return _save(FalconH1ForCausalLM, config, directory)
+_DEEPSEEK = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 64,
+}
+make_deepseek = partial(make, family="DeepseekV2", shape=_COMMON | _DEEPSEEK)
+"""A DeepSeek-V2: latent attention (MLA), without experts."""
 
-
-@forked
-def make_zamba(directory: Path) -> Path:
-    """Make a Zamba2: Mamba 2 layers, some with attention that they share."""
-    from transformers import Zamba2Config, Zamba2ForCausalLM
-
-    config = Zamba2Config(
-        **_STATES | {"num_key_value_heads": 4},
-        num_hidden_layers=4,
-        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
-        attention_head_dim=64,
-        mamba_d_state=32,
-        mamba_d_conv=4,
-        mamba_expand=2,
-        mamba_ngroups=1,
-        n_mamba_heads=8,
-        num_mem_blocks=1,
-        chunk_size=64,
-        use_mem_rope=True,
-        adapter_rank=16,
-    )
-    return _save(Zamba2ForCausalLM, config, directory)
-
-
-@forked
-def make_deepseek(directory: Path) -> Path:
-    """Make a DeepSeek-V2: latent attention (MLA), without experts."""
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    config = DeepseekV2Config(
-        **_COMMON | {"num_key_value_heads": 4},
-        num_hidden_layers=2,
-        first_k_dense_replace=2,
-        kv_lora_rank=64,
-        q_lora_rank=None,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=32,
-        v_head_dim=32,
-        n_routed_experts=2,
-        n_shared_experts=1,
-        num_experts_per_tok=1,
-        moe_intermediate_size=64,
-    )
-    return _save(DeepseekV2ForCausalLM, config, directory)
-
-
-@forked
-def make_qwen3_next(directory: Path) -> Path:
-    """Make a Qwen3-Next: three layers of gated delta net and one of full attention."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    config = Qwen3NextConfig(
-        **_STATES,
-        num_hidden_layers=4,
-        head_dim=64,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_conv_kernel_dim=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        decoder_sparse_step=1,
-    )
-    return _save(Qwen3NextForCausalLM, config, directory)
+_QWEN = {
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+}
+make_qwen3_next = partial(make, family="Qwen3Next", shape=_COMMON | _SMALL | _QWEN)
+"""A Qwen3-Next: three layers of gated delta net and one of full attention."""
 
 
 def _save(model_type: Any, config: Any, directory: Path, seed: int = 7) -> Path:
