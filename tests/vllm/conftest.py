@@ -29,7 +29,7 @@ from tests.rigs.vllm.engine import Engine, Engines
 StartEngine = Callable[..., AbstractContextManager[Engine]]
 Oracle = Callable[..., list[int]]
 MakeCache = Callable[..., CacheProcess]
-FillDisk = Callable[..., None]
+FillDisk = Callable[..., CacheProcess]
 
 
 SECRET = "0123456789abcdef" * 4
@@ -110,6 +110,18 @@ def check_answers(
         assert answer.tokens == oracle(model, tokens)
         assert cached is None or answer.cached == cached
     engine.reset_prefix_cache()
+
+
+def check_recomputed(engine: Engine, cache: CacheProcess, tokens: list[int], expected: list[int]) -> None:
+    """Check that a prompt of which a chunk is unusable is computed, and hit as a whole after that."""
+    whole = len(tokens) // CHUNK * CHUNK
+    answer = engine.generate(tokens)
+    assert answer.tokens == expected
+    assert answer.cached < whole
+    engine.reset_prefix_cache()
+    cache.wait_until_stored(whole)
+    answer = engine.generate(tokens)
+    assert (answer.tokens, answer.cached) == (expected, whole)
 
 
 @pytest.fixture
@@ -195,18 +207,19 @@ def clear(running: Running) -> None:
 
 @pytest.fixture
 def fill_disk(started: Callable[[], Running]) -> FillDisk:
-    """``fill_disk(cache, *prompts)``: give a cache process that is not started a disk with these prompts.
+    """``fill_disk(cache, *prompts)``: give a cache process that is not started a disk with these; return it.
 
     Without an engine and a cache process for it, which take longer than most tests.
     """
 
-    def fill(cache: CacheProcess, *prompts: Sequence[int], new: int = 16) -> None:
+    def fill(cache: CacheProcess, *prompts: Sequence[int], new: int = 16) -> CacheProcess:
         engine, filled = shared = started()
         clear(shared)
         for tokens in prompts:
             engine.generate(tokens, new)
         filled.wait_until_stored(sum(len(tokens) // CHUNK * CHUNK for tokens in prompts))
         shutil.copytree(filled.disk, cache.disk)
+        return cache
 
     return fill
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.rigs.cache_process import CHUNK, MIB
 from tests.rigs.vllm.models import prompt
-from tests.vllm.conftest import FillDisk, MakeCache, Oracle, StartEngine
+from tests.vllm.conftest import FillDisk, MakeCache, Oracle, StartEngine, check_recomputed
 
 LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
@@ -47,20 +47,13 @@ def test_damaged_file_is_recomputed(
     oracle: Oracle,
     damage: Callable[[Path], None],
 ) -> None:
-    cache = make_cache()
-    fill_disk(cache, prompt(LENGTH))
+    cache = fill_disk(make_cache(), prompt(LENGTH))
     files = sorted(cache.disk.rglob("*.kv"), key=lambda file: file.stat().st_mtime_ns)
     assert len(files) == LENGTH // CHUNK
     damage(files[len(files) // 2])
     cache.start()
     with start(llama, cache) as engine:
-        recomputed = engine.generate(prompt(LENGTH))
-        engine.reset_prefix_cache()
-        cache.wait_until_stored(LENGTH)
-        again = engine.generate(prompt(LENGTH))
-    assert recomputed.tokens == again.tokens == oracle(llama, prompt(LENGTH))
-    assert recomputed.cached < WHOLE_CHUNKS
-    assert again.cached == WHOLE_CHUNKS
+        check_recomputed(engine, cache, prompt(LENGTH), oracle(llama, prompt(LENGTH)))
 
 
 def test_full_disk_stays_within_its_capacity(
@@ -86,9 +79,7 @@ def test_full_disk_stays_within_its_capacity(
 def test_unreadable_disk_costs_misses(
     llama: Path, make_cache: MakeCache, fill_disk: FillDisk, start: StartEngine, oracle: Oracle, fault: str
 ) -> None:
-    cache = make_cache(ssd={"deadline": "300ms"})
-    fill_disk(cache, prompt(LENGTH))
-    cache.start(fault=[fault])
+    cache = fill_disk(make_cache(ssd={"deadline": "300ms"}), prompt(LENGTH)).start(fault=[fault])
     prompts = [prompt(LENGTH), prompt(LENGTH + 300), prompt(600, start=9000)]
     # Hung reads keep their memory, so the cache process never becomes idle here.
     with start(llama, cache) as engine:

@@ -18,7 +18,7 @@ from tests.rigs.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess, 
 from tests.rigs.servers import SERVERS
 from tests.rigs.vllm.engine import Engine, Engines
 from tests.rigs.vllm.models import prompt
-from tests.vllm.conftest import MakeCache, Oracle, StartEngine, check_answers
+from tests.vllm.conftest import MakeCache, Oracle, StartEngine, check_answers, check_recomputed
 
 LENGTH = 1000
 WHOLE_CHUNKS = LENGTH // CHUNK * CHUNK
@@ -130,13 +130,7 @@ def test_damaged_value_is_recomputed(
         pytest.skip("a value on this server cannot be damaged from outside")
     cache.start()
     with start(llama, cache) as engine:
-        recomputed = engine.generate(prompt(LENGTH))
-        engine.reset_prefix_cache()
-        cache.wait_until_stored(WHOLE_CHUNKS)
-        again = engine.generate(prompt(LENGTH))
-    assert recomputed.tokens == again.tokens == oracle(llama, prompt(LENGTH))
-    assert recomputed.cached < WHOLE_CHUNKS
-    assert again.cached == WHOLE_CHUNKS
+        check_recomputed(engine, cache, prompt(LENGTH), oracle(llama, prompt(LENGTH)))
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,8 @@ def sharing_a_prefix(count: int) -> list[list[int]]:
 def test_eight_requests_at_once_share_a_prefix_from_disk(
     llama: Path, make_cache: MakeCache, fill_disk: FillDisk, start: StartEngine, oracle: Oracle
 ) -> None:
-    prompts, cache = sharing_a_prefix(8), make_cache()
-    fill_disk(cache, prompt(SHARED))
-    cache.start()
+    prompts = sharing_a_prefix(8)
+    cache = fill_disk(make_cache(), prompt(SHARED)).start()
     with start(llama, cache) as engine:
         answers = engine.generate_all(prompts)
         read = cache.status()["counts"]
@@ -94,9 +93,7 @@ def test_aborted_requests_free_everything(
 def test_requests_aborted_during_disk_reads_free_everything(
     llama: Path, make_cache: MakeCache, fill_disk: FillDisk, start: StartEngine, oracle: Oracle
 ) -> None:
-    cache = make_cache()
-    fill_disk(cache, prompt(LENGTH))
-    cache.start(fault=["slow-get"])
+    cache = fill_disk(make_cache(), prompt(LENGTH)).start(fault=["slow-get"])
     with start(llama, cache) as engine:
         loading = [engine.submit(prompt(LENGTH)) for _ in range(4)]
         cache.wait_until(lambda status: status["flights"] > 0)
@@ -111,8 +108,7 @@ def test_request_waiting_for_the_disk_does_not_block_others(
     llama: Path, make_cache: MakeCache, fill_disk: FillDisk, start: StartEngine, oracle: Oracle
 ) -> None:
     cache = make_cache(ssd={"deadline": "10m"}, prefetch={"policy": "timeout", "deadline": "10m"})
-    fill_disk(cache, prompt(LENGTH))
-    cache.start(fault=["hang-get"])
+    fill_disk(cache, prompt(LENGTH)).start(fault=["hang-get"])
     with start(llama, cache) as engine:
         waiting = engine.submit(prompt(LENGTH))
         cache.wait_until(lambda status: status["flights"] > 0)

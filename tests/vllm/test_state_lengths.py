@@ -15,9 +15,10 @@ import pytest
 from tests.rigs.cache_process import CacheProcess
 from tests.rigs.vllm import models
 from tests.rigs.vllm.engine import Engine, Engines
-from tests.vllm.conftest import MakeCache, StartEngine
-from tests.vllm.test_states import BLOCK, MAMBA
+from tests.vllm.conftest import StartEngine
+from tests.vllm.test_states import BLOCK, MAMBA, cache
 
+__all__ = ["cache"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 FIRST, PROMPTS = int(os.environ.get("FIRST", "0")), int(os.environ.get("PROMPTS", "70"))
@@ -43,11 +44,6 @@ def tokens_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
         found.append(engine.generate(prompt, NEW).tokens)
         engine.reset_prefix_cache()
     return found
-
-
-@pytest.fixture
-def cache(make_cache: MakeCache) -> CacheProcess:
-    return make_cache(chunk_tokens="auto").start()
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,7 @@ Restart = Callable[[str], None]
 @pytest.fixture
 def cache(make_cache: MakeCache, fill_disk: FillDisk) -> CacheProcess:
     """It has the prompt on disk, and is not started yet. Its disk deadline exceeds the test."""
-    cache = make_cache(ssd={"deadline": "60s"}, prefetch={"deadline": "60s"})
-    fill_disk(cache, PROMPT)
-    return cache
+    return fill_disk(make_cache(ssd={"deadline": "60s"}, prefetch={"deadline": "60s"}), PROMPT)
 
 
 @pytest.fixture

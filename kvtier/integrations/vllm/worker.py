@@ -204,7 +204,8 @@ class WorkerSide:
 
     def _begin(self, jobs: Sequence[Job], copy: Callable[[_Batch, Memory, list[ChunkCopy]], None]) -> _Batch:
         batch = _Batch(jobs, self._bridge.epoch, time.perf_counter())
-        self._refresh()
+        self._bridge.poll()
+        self._staging.refresh()
         for job in jobs:
             if job.failure:
                 continue
@@ -232,9 +233,8 @@ class WorkerSide:
 
     def _fail_on_device(self, batch: _Batch, error: RuntimeError) -> None:
         reason = f"a copy failed on the device: {error}"
-        logger.warning(
-            "%s", reason
-        )  # Not the error: a log record would keep alive what its traceback refers to.
+        # Not the error itself: a log record would keep alive what its traceback refers to.
+        logger.warning("%s", reason)
         batch.fail(reason)
 
     def _load(self, batch: _Batch, memory: Memory, chunks: list[ChunkCopy]) -> None:
@@ -346,11 +346,6 @@ class WorkerSide:
             counted = self._count("stored", "store", batch, stored)
             self._store_log.add((job.request_id for job in batch.jobs), *counted)
         return True
-
-    def _refresh(self) -> None:
-        """Read pending messages, and open a staging buffer that was reallocated."""
-        self._bridge.poll()
-        self._staging.refresh()
 
     def _memory(self, staging: int) -> Memory | None:
         """Return the arena for 0, else the staging buffer with this number if it is still open."""
