@@ -60,7 +60,8 @@ class _OnGPU:
     def close(self) -> None:
         """Close the memory."""
         with torch.cuda.device(self._device):
-            torch.cuda.synchronize()  # No copy may use the address any more.
+            # No copy may use the address any more.
+            torch.cuda.synchronize()
             ctypes.CDLL("libcuda.so.1").cuIpcCloseMemHandle(ctypes.c_uint64(self._address))
 
 
