@@ -28,21 +28,19 @@ PLACES = [HERE, HERE / "hosts", KUBERNETES / "settings"]
 HTTP_PORTS = {"prefill": 8100, "decode": 8200}
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 ENGINES = {"prefiller": "prefill", "decoder": "decode"}
-FIELDS = {
-    "Namespace": (),
-    "Service": ("spec.selector", "spec.ports"),
-    "StatefulSet": ("spec.serviceName", "spec.selector.matchLabels", "spec.template.spec.containers"),
-    "Deployment": ("spec.replicas", "spec.selector.matchLabels", "spec.template.spec.containers"),
-    "NetworkPolicy": ("spec.podSelector", "spec.policyTypes", "spec.ingress"),
+KINDS = {
+    "Namespace": ("v1",),
+    "Service": ("v1", "spec.selector", "spec.ports"),
+    "StatefulSet": (
+        "apps/v1",
+        "spec.serviceName",
+        "spec.selector.matchLabels",
+        "spec.template.spec.containers",
+    ),
+    "Deployment": ("apps/v1", "spec.replicas", "spec.selector.matchLabels", "spec.template.spec.containers"),
+    "NetworkPolicy": ("networking.k8s.io/v1", "spec.podSelector", "spec.policyTypes", "spec.ingress"),
 }
-"""Required fields by kind, in addition to apiVersion, kind and metadata.name."""
-API_VERSIONS = {
-    "Namespace": "v1",
-    "Service": "v1",
-    "StatefulSet": "apps/v1",
-    "Deployment": "apps/v1",
-    "NetworkPolicy": "networking.k8s.io/v1",
-}
+"""The API version of each kind, and the fields that it must have besides its name."""
 
 
 @pytest.fixture(autouse=True)
@@ -193,9 +191,10 @@ def test_manifests_have_the_required_fields() -> None:
     names = [path.name for path in KUBERNETES.glob("*.yaml") if path.name != "kustomization.yaml"]
     assert sorted(names) == sorted(kustomization()["resources"])
     for manifest in manifests():
-        assert manifest["apiVersion"] == API_VERSIONS[manifest["kind"]]
+        version, *fields = KINDS[manifest["kind"]]
+        assert manifest["apiVersion"] == version
         assert re.fullmatch("[a-z][a-z0-9-]{0,62}", manifest["metadata"]["name"])
-        for field in FIELDS[manifest["kind"]]:
+        for field in fields:
             value: Any = manifest
             for name in field.split("."):
                 assert name in value, f"{manifest['kind']} {manifest['metadata']['name']}: {field}"
