@@ -91,8 +91,7 @@ class TemporaryPeer:
         for key in self._leased:
             if self._bound.get(key) is self._client:
                 del self._bound[key]
-        if self._client.source is not None:
-            self._client.source.leases.drop(self._leased)
+        drop_leases([self._client], self._leased)
 
 
 MAX_HOLDERS = 256

@@ -58,6 +58,8 @@ class PeerClient:
         """``temporary``: not one of ``peer.others``; outages are logged at debug level only."""
         host, port = split_address(address)
         self.address = address
+        self.instance = ""
+        """The instance name that the peer reported last."""
         self.throughput = PeerThroughput()
         self.last_used = 0.0
         """When the peer last served a request, on the clock of :func:`time.monotonic`."""
@@ -65,7 +67,7 @@ class PeerClient:
         self._dialer = PeerDialer(host, port, credentials, instance, threads)
         self._transport = transport
         self._transport_name = transport_name
-        self._instance = instance
+        self._own_instance = instance
         self._timeouts = timeouts_of(deadline)
         self._breaker = Breaker(FAILURES_IN_A_ROW, Backoff())
         self._temporary = temporary
@@ -77,7 +79,6 @@ class PeerClient:
         self._unanswered_at = 0.0
         """When the last request that timed out was sent. Until the peer sends again, requests skip it."""
         self._last_error = ""
-        self._seen_instance = ""
 
     @property
     def source(self) -> Source | None:
@@ -86,11 +87,6 @@ class PeerClient:
         if source is None or source.over or source.unresponsive or self._breaker.reason is not None:
             return None
         return source
-
-    @property
-    def instance(self) -> str:
-        """The instance name that the peer reported last."""
-        return self._seen_instance
 
     @property
     def connecting(self) -> bool:
@@ -227,8 +223,8 @@ class PeerClient:
 
     def _check(self, control: ControlConnection) -> None:
         welcome = control.welcome
-        self._seen_instance = printable(welcome.instance)
-        if welcome.instance == self._instance:
+        self.instance = printable(welcome.instance)
+        if welcome.instance == self._own_instance:
             remedy = "" if self._temporary else ": remove it from peer.others"
             raise PeerError(f"the address is that of this instance itself{remedy}")
         if welcome.transport != self._transport_name:
@@ -243,12 +239,12 @@ class PeerClient:
     async def _watch(self, source: Source) -> None:
         """Mark the peer available once it answers, and probe it while it is paused."""
         try:
-            while not await source.probe(PROBE_SECONDS):
+            while not await source.keep_alive.probe(PROBE_SECONDS):
                 pass
             self._answered = True
             self._tried.set()
             self._breaker.close()
-            logger.debug("peer %s: connected to %s", self.address, self._seen_instance)
+            logger.debug("peer %s: connected to %s", self.address, self.instance)
             self._outage.end()
             await source.prepare()
             while True:
@@ -259,7 +255,7 @@ class PeerClient:
             return  # _run_connection reports the end.
 
     async def _probe(self, source: Source) -> None:
-        if await source.probe(PROBE_SECONDS):
+        if await source.keep_alive.probe(PROBE_SECONDS):
             self._breaker.close()
             self._outage.end()
         else:
@@ -291,7 +287,7 @@ class PeerClient:
         source, seconds = self._source, self.throughput.seconds_per_byte
         return {
             "address": self.address,
-            "instance": self._seen_instance,
+            "instance": self.instance,
             "state": self._state(),
             "linked": source is not None and source.linked,
             "last_error": self._last_error,

@@ -72,7 +72,7 @@ class Source:
         """Acquired for each batch that is pushed to this peer."""
         self.ended = anyio.Event()
         """Set when the connection has ended: no further requests or transfers."""
-        self._keep_alive = KeepAlive(
+        self.keep_alive = KeepAlive(
             self.endpoint,
             timeouts,
             on_unresponsive=self._set_unresponsive,
@@ -99,7 +99,7 @@ class Source:
     @property
     def unresponsive(self) -> bool:
         """Whether a ping has timed out."""
-        return self._keep_alive.unresponsive
+        return self.keep_alive.unresponsive
 
     @property
     def linked(self) -> bool:
@@ -122,12 +122,8 @@ class Source:
         return cause
 
     async def _run_keep_alive(self) -> None:
-        await self._keep_alive.run()
+        await self.keep_alive.run()
         self.endpoint.end(ChannelClosed(f"no answer for {self._timeouts.disconnect:g} s"))
-
-    async def probe(self, seconds: float) -> bool:
-        """Return whether a ping is answered within ``seconds``. Raises :class:`ChannelError`."""
-        return await self._keep_alive.probe(seconds)
 
     # Requests. The caller's cancel scopes set the timeout. All raise ChannelError.
 
