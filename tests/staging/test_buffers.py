@@ -212,7 +212,7 @@ def test_running_transfer_uses_buffers_that_were_recreated(pair: Pair) -> None:
     prompt = next(PROMPTS)
     pair.prefill.transfer_kv(prompt, pair.receiver)
     lost = pair.decode.refresh()
-    for pid in nixl_processes(pair.decode_cache):
+    for pid in nixl_processes(pair.decode_cache.status()["pid"]):
         os.kill(pid, signal.SIGKILL)
     pair.decode_cache.wait_until(lambda status: not status["staging"])
     before = pair.decode_cache.status()["tiers"][0]["chunks"]
