@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,3 +75,10 @@ def test_branch_moves_and_commits_stay(hub: Hub, client: httpx.Client, tmp_path:
     assert hub.push(NAME, tmp_path / "newer") == second != first
     assert client.get(f"/{NAME}/resolve/{first}/config.json").text == "{}"
     assert client.get(f"/{NAME}/resolve/main/config.json").json() == {"newer": True}
+
+
+def test_other_servers_of_the_process_log_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    with Hub():
+        assert (logger.level, logger.propagate) == (logging.WARNING, True)

@@ -49,7 +49,8 @@ class Hub:
         app.get(models + "/revision/{revision}")(self._describe)
         app.get(models)(self._describe)
         app.api_route("/{name:path}/resolve/{revision}/{file:path}", methods=READ)(self._file)
-        self._server = Server(Config(app, log_config=None, log_level="critical"))
+        # Without a level: uvicorn would set it for all servers of the process.
+        self._server = Server(Config(app, log_config=None, access_log=False))
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],), daemon=True)
         self.url = f"http://{LOOPBACK}:{self._listener.getsockname()[1]}"
 
