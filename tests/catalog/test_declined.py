@@ -277,7 +277,8 @@ def test_shadow_cache_declines_and_tells_its_policy() -> None:
 def test_adaptive_declines_while_it_follows_resume(
     follows: str, declines: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adaptive, "CANDIDATES", {follows: CANDIDATES[follows]})
+    """Whatever the other candidates do. Until it has seen much, it follows the first one."""
+    monkeypatch.setattr(adaptive, "CANDIDATES", {follows: CANDIDATES[follows], **CANDIDATES})
     tiers = one_tier(PLUGINS, "adaptive", 10 * LENGTH, {})
     simulated = SimulatedCache(PLUGINS, tiers, LENGTH)
     simulated.serve(1.0, prompt_of(1, 9), ChunkHints(priority=100))
