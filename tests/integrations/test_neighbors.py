@@ -229,8 +229,9 @@ def test_only_loads_of_others_fail_a_request(policy: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(Scheduler, "_handle_failed_recving", Scheduler._handle_failed_recving)
     recompute_failed_loads()
     recompute_failed_loads()
-    ours = connector()
-    monkeypatch.setattr(ours, "loads_request", lambda name: name == "ours")
+    one = side()
+    monkeypatch.setattr(one, "loads", lambda name: name == "ours")
+    ours = connector(one)
     scheduler = object.__new__(Scheduler)
     scheduler.connector = multi(object(), ours)
     scheduler.recompute_kv_load_failures = policy == "recompute"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -274,6 +275,24 @@ def test_weight_version_of_vllm_reaches_the_connectors() -> None:
         core.set_weight_version("step-1")
         assert core.get_weight_version() == "step-1"
     assert alone.versions == inner.versions == innermost.versions == ["step-1"]
+
+
+def test_adapters_of_vllm_reach_the_connectors() -> None:
+    """Before they are loaded, so that what changes while they are is found by the next check."""
+    follow_engine()
+    follow_engine()
+    calls: list[tuple[str, object]] = []
+
+    def note(call: str) -> Callable[[object], None]:
+        return lambda argument: calls.append((call, argument))
+
+    core: Any = object.__new__(EngineCore)
+    core.model_executor = SimpleNamespace(add_lora=note("loaded"), remove_lora=note("removed"))
+    hooks = SimpleNamespace(adapter_loads=note("loads"), adapter_removed=note("was removed"))
+    core.scheduler = SimpleNamespace(get_kv_connector=lambda: hooks)
+    core.add_lora("adapter")
+    core.remove_lora(1)
+    assert calls == [("loads", "adapter"), ("loaded", "adapter"), ("removed", 1), ("was removed", 1)]
 
 
 class Saving:
