@@ -161,7 +161,7 @@ class ResumePolicy(EvictionPolicy):
             was_last = visits.tails[visits.of_row[row]] == row
             visit = visits.lose(row)
             if reason is RemovalReason.EVICTED and was_last and self._kind(visit) != LEFT:
-                # By the chunk before the last: that one is often partial, and the next turn has another.
+                # By the chunk before the last, which is often partial and another one in the next turn.
                 parent = self._chunks.parents[row]
                 visits.remember(visit, self._chunks.key(row if parent == NO_PARENT else parent))
             if not visits.counts[visit]:
