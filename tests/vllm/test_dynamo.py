@@ -6,7 +6,6 @@ Needs ``pip install ai-dynamo-runtime`` (75 MB, so no dependency group has it).
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.testing.servers import free_port
 from tests.rigs.cache_process import CHUNK, MIB, TIMEOUT_SECONDS
 from tests.rigs.vllm.engine import ARGUMENTS
 from tests.rigs.vllm.models import prompt
@@ -26,13 +26,6 @@ from tests.vllm.conftest import MakeCache, StartEngine
 pytestmark = pytest.mark.skipif(find_spec("dynamo") is None, reason="pip install ai-dynamo-runtime")
 
 PROMPTS = [prompt(4 * CHUNK, start=start) for start in range(0, 10_000, 1000)]
-
-
-def free_port() -> int:
-    """Return a port that was free just now: neither process accepts port 0."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 class Indexer:
