@@ -105,10 +105,9 @@ class Prompts:
     async def _chunks(self, model: Model, tokens: Sequence[int], salt: str) -> PromptChunks:
         if len(tokens) <= INLINE_TOKENS:
             return PromptChunks.of(model, tokens, salt)
-        # In one thread only, because computing keys takes the interpreter from the event loop.
-        return await to_thread.run_sync(
-            PromptChunks.of, model, tokens, salt, limiter=self._limiter, abandon_on_cancel=True
-        )
+        # In one thread only, because computing keys takes the interpreter from the event loop. A thread that
+        # is abandoned would not count.
+        return await to_thread.run_sync(PromptChunks.of, model, tokens, salt, limiter=self._limiter)
 
     async def _tokenize(
         self, models: Sequence[Model], prompt: str, preferred: Sequence[Member]

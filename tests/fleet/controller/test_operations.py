@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
 
 from kvtier.fleet.controller import prompts
+from kvtier.fleet.controller.bodies import LookupBody
 from kvtier.fleet.controller.operation import LockManager, LockRequest
 from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.member.protocol import Changed, Command, Delete, Fetch, Model, TierDescription, Tokenize
@@ -23,6 +26,7 @@ from tests.rigs.running_controller import (
     MODEL,
     POOL,
     RAM,
+    TIMEOUT_SECONDS,
     TOKENS,
     WHOLE,
     Gate,
@@ -30,6 +34,7 @@ from tests.rigs.running_controller import (
     keys_of,
     tokens_of,
 )
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -123,6 +128,35 @@ async def test_prompt_that_no_instance_can_tokenize_is_refused_with_reasons(
         assert "b: it is broken" in problem["detail"]
         assert "c: no answer within 0.05 s" in problem["detail"]
         await controller.wait_until(lambda: c.cancelled)
+
+
+async def test_one_thread_computes_keys_of_long_prompts_even_if_a_lookup_is_cancelled(
+    controller: RunningController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, release, computing, at_once = PromptChunks.of, threading.Event(), 0, list[int]()
+
+    def wait_and_compute(*arguments: Any) -> PromptChunks:
+        nonlocal computing
+        computing += 1
+        at_once.append(computing)
+        assert release.wait(TIMEOUT_SECONDS)
+        computing -= 1
+        return compute(*arguments)
+
+    lookup, body = controller.controller.operations.lookup, LookupBody(tokens=TOKENS)
+    async with controller.instance("a", ram=KEYS):
+        monkeypatch.setattr(prompts, "INLINE_TOKENS", 0)
+        monkeypatch.setattr(PromptChunks, "of", wait_and_compute)
+        async with anyio.create_task_group() as others, anyio.create_task_group() as cancelled:
+            cancelled.start_soon(lookup, body)
+            await until(lambda: at_once)
+            cancelled.cancel_scope.cancel()
+            others.start_soon(lookup, body)
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.05)
+            release.set()
+        assert await controller.held() == {"a": {"ram": WHOLE + 44}}
+    assert at_once == [1, 1, 1]
 
 
 # Moves
