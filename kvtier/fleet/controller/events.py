@@ -50,7 +50,7 @@ class Result(BaseModel):
 class Event(BaseModel):
     """One operation. Times are Unix timestamps in seconds. Modified only by the :class:`EventLog`."""
 
-    # Files of earlier versions have "id".
+    # In the state file it is "id".
     event_id: str = Field(validation_alias=AliasChoices("event_id", "id"), examples=["9f86d081884c7d65"])
     kind: Kind
     state: EventState = "queued"
@@ -245,9 +245,10 @@ class EventLog:
             listener(event)
 
     def _save(self, event: Event) -> None:
+        # As all versions write and read it: a controller may be replaced by one of an earlier version.
+        encoded = msgspec.msgpack.encode({"id": event.event_id, **event.model_dump(exclude={"event_id"})})
         self._state.write(
-            "REPLACE INTO events VALUES (?, ?, ?)",
-            [(event.event_id, event.created_at, msgspec.msgpack.encode(event.model_dump()))],
+            "REPLACE INTO events VALUES (?, ?, ?)", [(event.event_id, event.created_at, encoded)]
         )
 
     def _expire(self) -> None:

@@ -138,6 +138,15 @@ def test_events_of_earlier_versions_are_read(state: State) -> None:
     assert (found.event_id, found.target, found.result.chunks) == ("e1", ("a", "ram"), 0)
 
 
+def test_earlier_versions_can_read_events(state: State) -> None:
+    """They require these fields, and ignore others."""
+    event = finished(EventLog(state))
+    [(encoded,)] = state.read("SELECT event FROM events", tuple)
+    written = msgspec.msgpack.decode(encoded)
+    assert written["id"] == event.event_id
+    assert written.keys() > {"kind", "source", "target", "model", "num_tokens", "chunks", "created_at"}
+
+
 async def test_wait_for_the_end_times_out(state: State) -> None:
     log = EventLog(state)
     event = log.create("move")
