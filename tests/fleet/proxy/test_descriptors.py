@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -18,6 +19,7 @@ from tests.rigs.waiting import until
 
 from .conftest import LONG, Cluster
 from .proxy_process import ProxyProcess, Start, start
+from .stub import DONE
 
 __all__ = ["start"]  # A fixture.
 
@@ -31,13 +33,12 @@ def outcomes(proxy: ProxyProcess, clients: int, tokens: int) -> Counter[str]:
     found: Counter[str] = Counter()
 
     async def request(client: httpx.AsyncClient) -> None:
-        try:
-            answer = await client.post("/v1/completions", json=body)
-        except (httpx.NetworkError, httpx.RemoteProtocolError):
-            found["closed"] += 1
-        else:
-            cut_off = answer.status_code == 200 and not answer.text.endswith("data: [DONE]\n\n")
-            found["cut off" if cut_off else str(answer.status_code)] += 1
+        status, content = "closed", b""
+        with suppress(httpx.NetworkError, httpx.RemoteProtocolError):
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                status = str(answer.status_code)
+                content = await answer.aread()
+        found["cut off" if status == "200" and not content.endswith(DONE) else status] += 1
 
     async def request_all() -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)

@@ -49,6 +49,13 @@ async def test_requests_are_counted(cluster: Cluster) -> None:
     assert scrape("proxy_engine_requests_in_flight", **prefiller) == 0
 
 
+async def test_documentation_lists_every_metric(cluster: Cluster) -> None:
+    """Also those of the process. What it says about them is checked where the tables are written."""
+    listed = re.findall(r"^\| `((?:kvtier_proxy|process)_\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    exported = Scrape((await cluster.client.get("/metrics")).text).families.values()
+    assert [family.name + "_total" * (family.type == "counter") for family in exported] == listed
+
+
 def test_documentation_lists_every_option() -> None:
     command = get_command(make_app()).commands["proxy"]  # type: ignore[attr-defined]
     options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
