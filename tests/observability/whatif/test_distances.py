@@ -69,7 +69,7 @@ def test_numbering_places_anew_keeps_the_distances(monkeypatch: pytest.MonkeyPat
         return some
 
     often = distances()
-    assert len(pauses) > 2, "it has numbered the places anew, with pauses"
+    assert 2 < len(pauses) < 100, "it has numbered the places anew, with pauses, but not for each prompt"
     pauses.clear()
     monkeypatch.setattr("kvtier.observability.whatif.distances.MIN_PLACES", 1 << 60)
     assert distances() == often
