@@ -352,6 +352,32 @@ def test_abandoned_leases_are_sent_to_the_process_of_their_epoch(path: Path) -> 
             wait_until(lambda: (worker.poll(), not worker.connected)[1])
 
 
+def test_abandoned_leases_are_sent_again_until_it_is_known_that_they_were_handled(path: Path) -> None:
+    """Messages keep their order: the answer to a reservation shows that those before it were handled."""
+
+    def reconnect() -> None:
+        cache.disconnect()
+        wait_until(lambda: (scheduler.poll(), not scheduler.connected)[1])
+        scheduler.retry_now()
+        assert not scheduler.ready()
+        cache.greet()
+        wait_until(scheduler.ready)
+
+    with scheduler_of(path) as (cache, scheduler):
+        scheduler.abandon([1, 2])
+        reconnect()
+        assert cache.receive(Abandon) == Abandon([1, 2])
+        call = scheduler.reserve([Run(ROOT, KEYS[0], 1)])
+        assert call is not None
+        scheduler.abandon([3])
+        assert cache.receive(Reserve)
+        assert cache.receive(Abandon) == Abandon([3])
+        cache.send(Reserved(call.ticket, [4], [0]))
+        wait_for_reply(scheduler, call)
+        reconnect()
+        assert cache.receive(Abandon) == Abandon([3])
+
+
 def test_late_answer_to_cancelled_lookup_holds_nothing(path: Path) -> None:
     with scheduler_of(path) as (cache, scheduler):
         ticket = scheduler.look_up(Query(KEYS, TOKENS))

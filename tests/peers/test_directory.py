@@ -13,7 +13,7 @@ import pytest
 from kvtier.backends.base import Outcome
 from kvtier.concurrency.breaker import MAX_PAUSE, MIN_PAUSE
 from kvtier.memory.keys import ChunkKey
-from kvtier.peers.backend import MAX_HOLDERS_ASKED, DirectoryClient, PeersBackend
+from kvtier.peers.backend import MAX_HOLDERS, MAX_HOLDERS_ASKED, DirectoryClient, PeersBackend
 from kvtier.peers.protocol import Hello
 from tests.rigs.clock import Clock
 from tests.rigs.scripted_peer import ScriptedPeer, reading_from
@@ -192,6 +192,8 @@ async def test_ten_thousand_holders_are_not_all_dialled() -> None:
     directory = ScriptedDirectory()
     async with asking(directory) as backend:
         directory.named = [(f"127.0.0.1:{port}", 10) for port in range(20_000, 30_000)]
+        used = await DirectoryClient(directory).holders([], anyio.current_time() + 60)
+        assert len(used) == MAX_HOLDERS
         for _ in range(30):
             assert await backend.held_prefix(keys_of(range(9))) == 0
         assert len(temporary_addresses(backend)) <= 64
