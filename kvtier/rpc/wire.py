@@ -20,7 +20,7 @@ MAX_UNSENT_BYTES = 16 << 20
 
 TURN_SECONDS = 0.001
 
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS = struct.Struct("iII")
 
 
 def peer_credentials(connected: socket.socket) -> tuple[int, int]:

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import pytest
@@ -104,6 +107,12 @@ def test_file_descriptors_arrive_only_where_they_are_taken(pair: Pair) -> None:
 
 def test_user_of_the_other_side(pair: Pair) -> None:
     assert peer_credentials(pair[0].socket) == (os.getpid(), os.getuid())
+
+
+def test_user_ids_have_32_bits_without_a_sign() -> None:
+    user = (1 << 32) - 2
+    connected: Any = SimpleNamespace(getsockopt=lambda *_: struct.pack("=iII", 7, user, 0))
+    assert peer_credentials(connected) == (7, user)
 
 
 async def test_wire_waits_for_whole_frames_and_for_room() -> None:
