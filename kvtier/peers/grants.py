@@ -37,7 +37,7 @@ class Grant:
     unfilled: dict[int, Reservation] = field(default_factory=dict)
     """With :attr:`Access.WRITE`: what is not committed yet, by slice. Owned by the user of the table."""
     until_ready: Callable[[Sequence[int]], Awaitable[None]] | None = None
-    """Waits until each of these slices may be accessed, or never will be."""
+    """Waits until each of these slices may be accessed, or never will be. ``None`` if there is no need."""
     on_end: Callable[[], None] | None = None
     """Called once when the grant ends or expires, synchronously. Must not raise."""
     _starts: list[int] | None = None
@@ -256,6 +256,8 @@ class GrantBook:
 
 
 def _notify_end(grant: Grant) -> None:
+    # Both refer to the grant, whose memory would otherwise wait for a garbage collection.
+    grant.until_ready = None
     on_end, grant.on_end = grant.on_end, None
     if on_end is not None:
         on_end()

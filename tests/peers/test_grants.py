@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -143,6 +144,28 @@ def test_release_chunk_by_chunk(book: GrantBook, arena: Arena) -> None:
     assert ended == [1]
     assert book.open == 0
     assert not book.release("a", grant.number, [2])
+
+
+class Waiting:
+    """What makes the slices of a grant ready."""
+
+    def __init__(self, grant: Grant) -> None:
+        self.grant = grant
+        grant.until_ready, grant.on_end = self.wait, self.end
+
+    async def wait(self, slices: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+def test_ended_grant_is_not_left_to_garbage_collection(book: GrantBook, arena: Arena) -> None:
+    waiting = Waiting(granted(book, leased(arena, 10)))
+    exists = weakref.ref(waiting)
+    book.end("a")
+    del waiting
+    assert exists() is None
 
 
 def test_grant_expires_by_time_and_is_freed_by_expire(book: GrantBook, arena: Arena, clock: Clock) -> None:
