@@ -82,9 +82,9 @@ class Weights(msgspec.Struct, frozen=True, array_like=True):
 class Hello(Message, frozen=True, array_like=True, tag=1):
     """First frame of every connection.
 
-    ``engine`` is the same for the scheduler and the workers of one part of an engine. ``holding``
-    lists the leases that a reconnecting scheduler still uses, or the reservations that a reconnecting worker
-    still fills. An ``observer`` may only send
+    ``engine`` is the same for the scheduler and the workers of one part of an engine. ``holding`` lists the
+    reservations that a reconnecting worker still fills, or the leases that a reconnecting scheduler still
+    uses: none, as this one forgets its lookups with the connection. An ``observer`` may only send
     :class:`Status`, :class:`WhatIf` and :class:`ClearWeights`, and owns nothing; its layout is empty.
     """
 

@@ -171,7 +171,7 @@ class Connection:
         self._server.leave(self, engine, replaced=self._replaced)
 
     def _welcome(self, hello: protocol.Hello) -> None:
-        # A number of its own tells what is granted from now on from what was granted before.
+        # It takes a number, so that those granted before it are smaller, and those granted after it greater.
         cache, first = self._server.cache, next(self._server.lease_numbers)
         if self._process is not None:
             filling = hello.holding if hello.epoch == self._server.epoch else ()
