@@ -14,7 +14,7 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from kvtier.bridge import protocol, watched
+from kvtier.bridge import protocol, server, watched
 from kvtier.bridge.protocol import (
     Abandon,
     Cancel,
@@ -50,6 +50,7 @@ from tests.rigs.scripted_engine import (
     open_host,
     store,
 )
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -247,6 +248,21 @@ async def test_watching_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert await scheduler.status()
         refused = await scheduler.request(Watch(join_keys(KEYS[:1])), Refused)
         assert "the scheduler watches more than 4 chunks" in refused.reason
+
+
+@pytest.mark.parametrize("user", [os.getuid(), 0, 4711])
+async def test_only_this_user_and_root_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, user: int
+) -> None:
+    monkeypatch.setattr(server, "peer_credentials", lambda _: (1, user))
+    async with open_host(tmp_path) as host, host.peer() as engine:
+        if user in (0, os.getuid()):
+            await engine.greet()
+            return
+        with pytest.raises(anyio.EndOfStream):
+            await engine.receive()
+        assert "rejected a connection of user 4711" in caplog.text
+        await until(lambda: not host.connections)
 
 
 async def test_observer_may_only_query_status(tmp_path: Path) -> None:
