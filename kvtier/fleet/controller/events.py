@@ -16,7 +16,7 @@ from typing import Literal
 
 import anyio
 import msgspec
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from kvtier.fleet.controller.errors import TooManyOperations, UnknownName
 from kvtier.fleet.controller.settings import KEEP_SECONDS
@@ -37,6 +37,8 @@ PARTIAL_PROGRESS = "chunks confirmed before that keep their new state: repeat th
 class Result(BaseModel):
     """The result of an event."""
 
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
     tokens: int = Field(default=0, description="Tokens of the chunks that were processed.")
     chunks: int = Field(default=0, description="Chunks moved, copied, fetched, pinned, unpinned or removed.")
     bytes: int = Field(default=0, description="Bytes transferred, or freed by a clear.")
@@ -48,7 +50,10 @@ class Result(BaseModel):
 
 
 class Event(BaseModel):
-    """One operation. Times are Unix timestamps in seconds. Modified only by the :class:`EventLog`."""
+    """One operation. Times are Unix timestamps in seconds."""
+
+    # Only the EventLog modifies it. In the API, this is the description, and no field is ever missing.
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
 
     # In the state file it is "id".
     event_id: str = Field(validation_alias=AliasChoices("event_id", "id"), examples=["9f86d081884c7d65"])
@@ -73,7 +78,7 @@ class Event(BaseModel):
     )
     ended_at: float | None = None
     error: str | None = Field(default=None, description="Why it failed.")
-    result: Result = Result()
+    result: Result = Field(default_factory=Result)
 
     @property
     def ended(self) -> bool:

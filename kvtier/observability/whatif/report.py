@@ -17,8 +17,11 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class _Documented:
-    # The controller's HTTP API describes the fields by their docstrings.
-    __pydantic_config__: ClassVar = {"use_attribute_docstrings": True}
+    # The controller's HTTP API describes the fields by their docstrings. None of them is ever missing.
+    __pydantic_config__: ClassVar = {
+        "use_attribute_docstrings": True,
+        "json_schema_serialization_defaults_required": True,
+    }
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,10 @@ class TierCurve(_Documented):
 
     tier: str
     policy: str
+    """Its eviction policy."""
     capacity_bytes: Count
     hit_rate: Share
-    """Estimated at the capacity of today, to be compared with :attr:`Report.measured_hit_rate`."""
+    """Estimated at the capacity of today, to be compared with the measured one."""
     useful_bytes: Count
     """The least capacity with almost as many hits, also in this tier and faster ones: more brings nothing."""
     points: Sequence[Point]
@@ -60,7 +64,7 @@ class Change(_Documented):
     gained: Annotated[float, Meta(ge=-1, le=1)]
     """Hit rate minus that of today, both estimated; may be negative."""
     gpu_seconds_a_day: Annotated[float, Meta(ge=-MAX_COUNT, le=MAX_COUNT)] | None
-    """Prefill that the engines would not do; ``None`` while the speed of prefill is unknown."""
+    """Prefill that the engines would not do; unknown as long as the speed of prefill is."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +84,20 @@ class Report(_Documented):
     dropped: Count
     """Lookups that were not observed, because the estimate could not keep up."""
     measured_hit_rate: Share | None
-    """Of the cache itself in the same time; ``None`` before the first lookup."""
+    """Of the cache itself in the same time; unknown before the first lookup."""
     prefill_tokens_per_second: Amount | None
-    """Measured by the engines; ``None`` if none has reported it."""
+    """Measured by the engines; unknown if none has reported it."""
     tiers: Sequence[TierCurve]
     changes: Sequence[Change]
     """The most useful ones first."""
     stopped: str = ""
     """Why nothing is observed any more; empty while it is."""
     looked_up: Count = 0
-    """Chunks of all lookups since then: also of those that wait to be observed, and of dropped ones."""
+    """Chunks of all lookups in this time, also of those that wait to be observed or were dropped."""
     behind_seconds: Amount = 0.0
     """For how long the oldest lookup that is not observed yet has been waiting."""
     observed: Share = 1.0
-    """Which part of these was observed, from 0 to 1."""
+    """Which part of the chunks looked up was observed, from 0 to 1."""
 
 
 def point_at(curve: TierCurve, capacity_bytes: int) -> Point | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -242,6 +243,14 @@ async def test_every_call_has_a_description(controller: RunningController) -> No
     assert (
         "copy" in paths["/move"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
     )
+
+
+async def test_answers_are_described_for_clients_of_any_language(controller: RunningController) -> None:
+    description = await controller.get("/openapi.json")
+    for name in ("Event", "Result", "Report", "TierCurve", "Point", "Change"):
+        schema = description["components"]["schemas"][name]
+        assert schema["required"] == list(schema["properties"]), "none is ever missing"
+    assert not re.findall(r"``|:\w+:`", json.dumps(description)), "the markup of Python"
 
 
 # The event stream
