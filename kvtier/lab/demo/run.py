@@ -78,7 +78,8 @@ class _Demo:
                     raise DemoFailed("vLLM did not reset its prefix cache")
             runs.append(self._measure(client, "warm from memory", "host"))
             with self.steps.step("killing vLLM (kill -9)"):
-                self.servers.pop().kill()
+                self.servers[-1].kill()
+                self.servers.pop()
         with self._serving() as client:
             runs.append(self._measure(client, "warm from memory, vLLM restarted", "host"))
             self._stop()
