@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -37,6 +39,17 @@ def test_hub_describes_a_model_at_each_revision(hub: Hub, client: httpx.Client, 
         assert {file["rfilename"] for file in answer["siblings"]} == {"config.json", "onnx/weights.bin"}
     (entry,) = client.get(f"/api/models/{NAME}/tree/main/onnx").raise_for_status().json()
     assert (entry["path"], entry["size"], entry["type"]) == ("onnx/weights.bin", 100, "file")
+
+
+def test_hub_ends_although_a_client_does_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "weights.bin").open("wb") as file:
+        file.truncate(64 << 20)
+    with socket.socket() as client, Hub() as hub:
+        hub.push(NAME, tmp_path)
+        address = urlsplit(hub.url)
+        client.connect((address.hostname, address.port))
+        client.sendall(f"GET /{NAME}/resolve/main/weights.bin HTTP/1.1\r\nHost: hub\r\n\r\n".encode())
+        assert client.recv(12) == b"HTTP/1.1 200"
 
 
 def test_hub_serves_files_in_parts(hub: Hub, client: httpx.Client, tmp_path: Path) -> None:

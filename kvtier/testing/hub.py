@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from anyio.from_thread import start_blocking_portal
 from blake3 import blake3
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import FileResponse
-from uvicorn import Config, Server
+
+from kvtier.http import serving
 
 COMMIT_CHARACTERS = 40
 DEFAULT_BRANCH = "main"
@@ -40,7 +41,6 @@ class Hub:
 
     def __init__(self) -> None:
         self._repositories: dict[str, _Repository] = {}
-        self._listener = socket.create_server((LOOPBACK, 0))
         # Without FastAPI's own pages, whose paths may be those of models.
         app = FastAPI(openapi_url=None)
         models = "/api/models/{name:path}"
@@ -49,19 +49,22 @@ class Hub:
         app.get(models + "/revision/{revision}")(self._describe)
         app.get(models)(self._describe)
         app.api_route("/{name:path}/resolve/{revision}/{file:path}", methods=READ)(self._file)
-        # Without a level: uvicorn would set it for all servers of the process.
-        self._server = Server(Config(app, log_config=None, access_log=False))
-        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), daemon=True)
-        self.url = f"http://{LOOPBACK}:{self._listener.getsockname()[1]}"
+        self._app = app
+        self._stack = ExitStack()
+        self.url = ""
+        """Known while it serves."""
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        with ExitStack() as stack:
+            portal = stack.enter_context(start_blocking_portal())
+            opening = serving(self._app, (LOOPBACK, 0))
+            host, port = stack.enter_context(portal.wrap_async_context_manager(opening))
+            self.url = f"http://{host}:{port}"
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        self._listener.close()
+        self._stack.close()
 
     def push(self, name: str, folder: Path, branch: str = DEFAULT_BRANCH) -> str:
         """Commit the files of a folder to a branch, and return the commit. The folder must not change.
