@@ -58,7 +58,11 @@ def codec(code: object) -> Callable[[], object]:
             returning({"cpu": CpuBackend}),
             "kvtier.backends (built in) and mine (mine 1) both provide 'cpu'",
         ),
-        ("kvtier_backend", returning({}), "mine (mine 1) does not match kvtier's hooks: "),
+        (
+            "kvtier_backend",
+            returning({}),
+            "mine (mine 1) does not match kvtier's hooks: unknown hook 'kvtier_backend'",
+        ),
         ("kvtier_observers", lambda settings, more: [], "mine (mine 1) does not match kvtier's hooks: "),
         (
             "kvtier_backends",
