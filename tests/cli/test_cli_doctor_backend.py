@@ -257,9 +257,18 @@ def test_pool_that_logs_a_warning(examine: Doctor) -> None:
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"hangs_in": "check"}, f"checking the backend takes longer than {SHORT}, the tier's `deadline`"),
-        ({"hangs_in": "get"}, f"reading a chunk takes longer than {SHORT}, the tier's `deadline`"),
-        ({"hangs_in": "never delete"}, f"it still holds a chunk {SHORT} after it was deleted"),
+        (
+            {"hangs_in": "check", "deadline": SHORT},
+            f"checking the backend takes longer than {SHORT}, the tier's `deadline`",
+        ),
+        (
+            {"hangs_in": "get", "deadline": SHORT},
+            f"reading a chunk takes longer than {SHORT}, the tier's `deadline`",
+        ),
+        (
+            {"hangs_in": "never delete", "deadline": SHORT},
+            f"it still holds a chunk {SHORT} after it was deleted",
+        ),
         (
             {"refusal": "shelf://user:letmein@host refuses letmein: see `password`", "password": "letmein"},
             "shelf://**********@host refuses **********: see `password`",
@@ -268,7 +277,7 @@ def test_pool_that_logs_a_warning(examine: Doctor) -> None:
     ids=["check", "get", "delete", "secrets"],
 )
 def test_message_of_a_pool(options: dict[str, Any], found: str, examine: Doctor) -> None:
-    (pool,) = examine(shelf(deadline=SHORT, **options), status=1)
+    (pool,) = examine(shelf(**options), status=1)
     assert pool.found == found
     assert ("raise the tier's `deadline`" in pool.remedy) == ("takes longer" in found)
 
