@@ -134,6 +134,7 @@ class Bench:
         """Return every run of every side, for writes and reads."""
         self._raw.mkdir(exist_ok=True)
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._raw_files.close)
             backends: dict[str, Backend | Seal] = {}
             for side, path in self._folders.items():
                 backend = self._backend(side, path)

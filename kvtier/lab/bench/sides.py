@@ -116,9 +116,10 @@ class BackendSide(Side):
 
 
 class InThreads(Side):
-    """A side with blocking calls: one thread per connection, or number of a thread, moves chunks."""
+    """A side with blocking calls: threads move chunks, each over a connection of its own."""
 
     def __init__(self, connections: Sequence[Any]) -> None:
+        """``connections``: one for each thread; numbers if the medium has none."""
         self._connections = connections
         self._threads = ThreadPoolExecutor(len(connections))
 
