@@ -223,7 +223,7 @@ async def run_trial(backend: Backend, tier: TierSettings, size: int, *, checksum
 
     Opens and closes the backend. ``size`` is in bytes, a multiple of the page size.
 
-    Raises: TierError, and any error of the backend.
+    Raises: TierError, Overdue: a call exceeds its deadline, and any error of the backend.
     """
     arena = Arena.create(size)
     trial = _Trial(backend, tier, checksum=checksum)
