@@ -95,6 +95,7 @@ def test_plot_without_matplotlib_names_what_to_install(
         (["--chunk-tokens", "100"], "use a multiple of 512"),
         (["--token-bytes", "0"], "use a size from 1"),
         (["--output", "absent/out.json"], "there is no folder"),
+        (["--output", "/dev/full"], "--output: cannot write /dev/full: No space left on device"),
         (["--config", "absent.yaml"], "absent.yaml"),
     ],
 )
