@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ChannelError
@@ -85,6 +87,72 @@ async def test_any_granted_reply_is_refused_or_consistent(
             assert lease.length > 0
             assert lease.offset + lease.length < 1 << 63
         assert not prefix or sorted(found) == list(range(len(found)))
+
+
+LAST = (1 << 63) - 1
+"""The greatest number of a grant, and the end of the last slice."""
+GRANTED = Granted(1, LAST, [1, 0], [0, LAST - 1000], [1, 1000], 1)
+RESERVED = Reserved(1, LAST, [1, 0], [0, LAST - 1000], 1.0, [2], [3], "")
+FAULTS: list[dict[str, Any]] = [
+    {"grant": 0},
+    {"grant": -1},
+    {"grant": LAST + 1},
+    {"positions": [1]},
+    {"positions": [1, 1]},
+    {"positions": [1, -1]},
+    {"positions": [1, 4]},
+    {"offsets": [0]},
+    {"offsets": [0, -1]},
+    {"offsets": [0, LAST - 999]},
+]
+
+
+async def test_replies_at_the_limits_are_accepted() -> None:
+    async with connected_source(GRANTED) as (source, _):
+        assert await source.look_up(KEYS, prefix=True) == [1, 0]
+    async with connected_source(RESERVED) as (source, _):
+        assert list((await Pusher(source, Sealer()).reserve(HEADERS)).leases) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *FAULTS,
+        {"positions": [1, 3]},
+        {"lengths": [1]},
+        {"lengths": [1, 0]},
+        {"lengths": [1, -1]},
+        {"ready": -1},
+        {"ready": 3},
+    ],
+    ids=str,
+)
+async def test_granted_reply_with_one_fault_is_refused(fault: dict[str, Any]) -> None:
+    async with connected_source(structs.replace(GRANTED, **fault)) as (source, _):
+        with pytest.raises(ChannelError):
+            await source.look_up(KEYS, prefix=True)
+        assert source.over
+        assert not len(source.leases)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *FAULTS,
+        {"held": [2, 1]},
+        {"pending": [4]},
+        {"seconds": 0.0},
+        {"seconds": -1.0},
+        {"seconds": float("inf")},
+        {"seconds": float("nan")},
+    ],
+    ids=str,
+)
+async def test_reserved_reply_with_one_fault_is_refused(fault: dict[str, Any]) -> None:
+    async with connected_source(structs.replace(RESERVED, **fault)) as (source, _):
+        with pytest.raises(ChannelError):
+            await Pusher(source, Sealer()).reserve(HEADERS)
+        assert source.over
 
 
 @settings(max_examples=100, deadline=None)
