@@ -191,6 +191,15 @@ def test_declined_prompt_that_comes_back_is_stored(traffic: Traffic[ResumeTier])
     assert stored == len(keys)
 
 
+def test_end_that_is_declined_is_remembered_with_what_is_stored() -> None:
+    tier, keys = tier_of(), prompt_of(1, 5)
+    tier.catalog.add_chain(keys[:2], 0, [LENGTH] * 2, State.READY)
+    tier.catalog.decline(0, tier.catalog.incoming_prompt(keys[2:], [LENGTH] * 3, keys[1]))
+    visit = tier.visit(keys[-2])
+    assert visit == tier.visit(keys[0])
+    assert (visit.held, visit.added) == (2, 5)
+
+
 def test_declined_prompts_count_as_waited_for() -> None:
     """Otherwise those of a kind that is declined would never be known to come back, or not to."""
     tier, keys = tier_of(), prompt_of(1, 5)
