@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import select
 import sys
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 
-from kvtier.lab.demo.server import DemoFailed, Server
+from kvtier.errors import ChannelError
+from kvtier.lab.demo.server import DemoFailed, Server, running_servers
 
 PARENT = """
 import subprocess, sys, time
@@ -83,3 +86,32 @@ def test_server_that_is_never_ready(tmp_path: Path) -> None:
     with pytest.raises(DemoFailed, match="was not ready in 0 s"):
         server.wait_until(lambda: False, 0.2)
     server.stop()
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "named"),
+    [
+        (["sleep", "1000"], ChannelError("no answer"), "cache"),
+        (["sleep", "1000"], httpx.ConnectError("no answer"), "vllm"),
+        (["sleep", "1000"], ExceptionGroup("both", [httpx.ConnectError("no answer")]), "vllm"),
+        (["true"], httpx.ConnectError("no answer"), "cache"),
+    ],
+    ids=["cache", "engine", "group", "exited"],
+)
+def test_failed_request_names_the_server_that_has_exited_or_was_asked(
+    command: list[str], error: Exception, named: str, tmp_path: Path
+) -> None:
+    cache = Server("cache", command, os.environ, tmp_path / "cache")
+    vllm = Server("vllm", ["sleep", "1000"], os.environ, tmp_path / "vllm")
+
+    def ask() -> None:
+        with running_servers() as servers:
+            servers += [cache, vllm]
+            while command == ["true"] and not cache.ended:
+                time.sleep(0.01)
+            raise error
+
+    with pytest.raises(DemoFailed, match=rf"^{named} failed to respond \(no answer\); its log ends in"):
+        ask()
+    assert cache.ended
+    assert vllm.ended
