@@ -89,7 +89,7 @@ async def test_damaged_file_is_reported_in_one_message(tmp_path: Path) -> None:
     path = tmp_path / "controller.sqlite"
     await make_state(path)
     damage(path, lambda connection: connection.execute("DROP TABLE pins"))
-    with pytest.raises(ControllerError, match=r"no such table: pins.*--state"):
+    with pytest.raises(ControllerError, match=r"no such table: pins\): remove it.*--state"):
         async with running_controller(tmp_path):
             pass
     path.unlink()
@@ -100,6 +100,6 @@ async def test_damaged_file_is_reported_in_one_message(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[8192:] = bytes(len(content) - 8192)
     path.write_bytes(content)
-    with pytest.raises(ControllerError, match=r"malformed.*--state"):
+    with pytest.raises(ControllerError, match=r"malformed\): remove it.*--state"):
         async with running_controller(tmp_path):
             pass

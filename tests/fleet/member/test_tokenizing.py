@@ -126,6 +126,13 @@ async def test_helper_is_reused_and_ends_when_idle(served: ServedModels) -> None
 
 
 @pytest.mark.usefixtures("fast")
+async def test_helper_is_not_idle_during_a_request(served: ServedModels) -> None:
+    tokenizers = Tokenizers(served, idle=0.01)
+    async with tokenizers.open():
+        assert await tokenizers.tokenize(PLAIN, "slow") == [4]
+
+
+@pytest.mark.usefixtures("fast")
 async def test_killed_helper_is_restarted(tokenizers: Tokenizers) -> None:
     assert await tokenizers.tokenize(PLAIN, "Hello") == [5]
     (process,) = tokenizers.processes
@@ -174,12 +181,15 @@ async def test_printed_output_is_not_an_answer(tokenizers: Tokenizers) -> None:
 
 
 @pytest.mark.usefixtures("fast")
-async def test_number_of_helpers_is_limited(tokenizers: Tokenizers, served: ServedModels) -> None:
-    for number in range(3):
+async def test_least_recently_used_helper_is_replaced(tokenizers: Tokenizers, served: ServedModels) -> None:
+    started: list[int] = []
+    for number in (0, 1, 0, 2):
         namespace = bytes([number]) * 32
         served.add("engine", namespace, LAYOUT, EngineModel(["m"], TokenizerSource(f"/m/{number}")))
         assert await tokenizers.tokenize(namespace, "Hello") == [5]
-    assert len(tokenizers.processes) == 2
+        started += [process for process in tokenizers.processes if process not in started]
+    first, _, last = started
+    assert set(tokenizers.processes) == {first, last}
 
 
 async def test_no_helper_starts_without_a_usable_tokenizer(served: ServedModels) -> None:
