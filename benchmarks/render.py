@@ -10,8 +10,9 @@ A page of the documentation may have blocks, whose content is replaced::
     <!-- table COMMAND | part of the title | columns: NAME; NAME | rows: PART; PART -->
     <!-- end -->
 
-All but the command may be left out. ``rows`` are parts of the first cell. The other blocks are ``runs``
-(dates, machines and loads of all commands), ``plot NAME | text`` and ``aims``, which ``pages.toml`` defines.
+All but the command may be left out. ``rows`` are parts of the first cell. The first heading ends with
+the date. The other blocks are ``runs`` (dates, machines and loads of all commands), ``plot NAME | text`` and
+``aims``, which ``pages.toml`` defines.
 """
 
 from __future__ import annotations
@@ -86,11 +87,15 @@ def tables(measured: Results, options: Sequence[str]) -> str:
         return NOT_MEASURED
     found = [Table(*table) for table in measured[command]["tables"]]
     shown = [table for table in found if all(part in table.title for part in chosen[""])]
-    return "\n\n".join(markdown(table, chosen["columns"], chosen["rows"]) for table in shown) or NOT_MEASURED
+    date = measured[command]["date"]
+    return (
+        "\n\n".join(markdown(table, date, chosen["columns"], chosen["rows"]) for table in shown)
+        or NOT_MEASURED
+    )
 
 
-def markdown(table: Table, columns: Sequence[str], rows: Sequence[str]) -> str:
-    """Return a table, its title in the first heading, with the columns and rows that are named, or all."""
+def markdown(table: Table, date: str, columns: Sequence[str], rows: Sequence[str]) -> str:
+    """Return a table, its title and date in the first heading, with the columns and rows named, or all."""
     kept = [at for at, name in enumerate(table.columns) if at == 0 or not columns or name in columns]
     lines = [
         [cell_text(row[at]) for at in kept]
@@ -98,7 +103,9 @@ def markdown(table: Table, columns: Sequence[str], rows: Sequence[str]) -> str:
         if not rows or any(part in str(row[0]) for part in rows)
     ]
     numeric = [not isinstance(table.rows[0][at], str) for at in kept]
-    heads = [" ".join((table.title, f"({table.columns[0]})" if table.columns[0] else "")).strip()]
+    heads = [
+        " ".join((table.title, f"({table.columns[0]})" if table.columns[0] else "")).strip() + f", {date}"
+    ]
     heads += [table.columns[at] for at in kept[1:]]
     rule = "|" + "|".join("---:" if right else "---" for right in numeric) + "|"
     return "\n".join([row_of(heads), rule, *map(row_of, lines)])
