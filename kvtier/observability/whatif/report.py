@@ -12,8 +12,11 @@ from msgspec import Meta
 MAX_COUNT = 1 << 62
 """The sum of two counts still fits into 64 bits."""
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+"""A number of bytes, chunks or tokens."""
 Amount = Annotated[float, Meta(ge=0, le=MAX_COUNT)]
+"""A duration, or a rate."""
 Share = Annotated[float, Meta(ge=0, le=1)]
+"""A part of a whole, from 0 to 1."""
 
 
 class _Documented:
