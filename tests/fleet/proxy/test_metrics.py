@@ -9,7 +9,7 @@ import pytest
 from typer.main import get_command
 
 from kvtier.cli import make_app
-from kvtier.fleet.proxy.metrics import RECENT, Durations
+from kvtier.fleet.proxy.metrics import LOOKUP_OUTCOMES, RECENT, Durations
 from tests.rigs.scrape import Scrape
 
 from .conftest import Cluster
@@ -33,6 +33,9 @@ async def test_requests_are_counted(cluster: Cluster) -> None:
     assert scrape.by("proxy_requests_total", "outcome") == outcomes
     assert scrape.by("proxy_prefills_total", "outcome") == {"transferred": 1, "failed": 1}
     assert scrape.by("proxy_skipped_prefills_total", "reason") == {"cached": 3, "no_prefiller": 1}
+    # A series that appears late hides its first increase.
+    lookups = {(("outcome", outcome),): 0 for outcome in LOOKUP_OUTCOMES}
+    assert scrape.labelled("proxy_lookups_total") == lookups
     for name, value in (
         ("transferred_tokens_total", 300),
         ("prefill_seconds_count", 1),

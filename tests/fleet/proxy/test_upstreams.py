@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from kvtier.errors import SettingsError
+from kvtier.fleet.proxy import exchange
 from kvtier.fleet.proxy.app import make_app
 from kvtier.fleet.proxy.checks import PROBE, reachable_address
 from kvtier.fleet.proxy.connections import Connections
@@ -22,7 +23,7 @@ from kvtier.settings.peer import is_loopback
 from tests.rigs.waiting import until
 
 from .conftest import Cluster, running
-from .stub import DONE, Slow, Stub, event, responds
+from .stub import DONE, Behaviour, Slow, Stub, dies, event, hangs, responds
 
 pytestmark = pytest.mark.anyio
 
@@ -209,6 +210,20 @@ async def test_models_come_from_a_decoder() -> None:
         for engine in cluster.proxy.upstreams.of(Role.DECODE):
             cluster.proxy.upstreams.remove(engine)
         assert (await cluster.client.get("/v1/models")).status_code == 503
+
+
+@pytest.mark.parametrize("fault", [dies, hangs])
+async def test_models_come_from_another_decoder_if_one_fails(
+    fault: Behaviour, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "MODELS_SECONDS", 1.0)
+    async with running(0, 2) as cluster:
+        (_, engine), (first, second) = cluster.proxy.upstreams.of(Role.DECODE), cluster.decoders
+        first.models, second.models = fault, responds(200, b"{}")
+        engine.load += 1  # The first is tried first.
+        answer = await cluster.client.get("/v1/models")
+        engine.load -= 1
+        assert (answer.status_code, answer.content) == (200, b"{}")
 
 
 # ── choosing ──
