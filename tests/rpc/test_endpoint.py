@@ -173,7 +173,9 @@ async def test_slow_reader_is_waited_for(kind: type[socket.socket], is_at_once: 
 
     theirs.send_bytes(b"".join(encode(Ask(number, "")) for number in range(1, count + 1)))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(ours.endpoint.run, handle, at_once=at_once if is_at_once else None))
+        tasks.start_soon(
+            partial(ours.endpoint.run, at_once=at_once) if is_at_once else partial(ours.endpoint.run, handle)
+        )
         while received < count:
             received += len(await theirs.wire.receive())
             assert ours.endpoint.unsent <= 2 * DRAIN_BYTES + 100
