@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import anyio
 import pytest
 
 from kvtier.bridge.protocol import (
@@ -115,8 +116,12 @@ async def test_chunks_are_pushed_once_every_rank_has_committed(tmp_path: Path) -
         last = reserved.offsets[-1] + HEADER_BYTES
         pair.workers[0].arena.view(last, 32)[:] = KEYS[-1]
         await pair.workers[0].commit(reserved.leases)
-        await pair.scheduler.send(EndKVTransfer(1, complete=True))
         await until(lambda: pair.decode_host.server.cache.catalog.count(0) == 2)
+        await until(lambda: not pair.prefill_host.instance.status()["kv_transfers"]["leased_bytes"])  # type: ignore[index]
+        await pair.scheduler.send(EndKVTransfer(1, complete=True))
+        await pair.scheduler.status()
+        await anyio.wait_all_tasks_blocked()
+        assert await pair.scheduler.status(), "its next message is this answer, not yet the result"
         assert pushed_counts(pair.decode_host)["waiting"] == 1, "one rank has not committed yet"
         await pair.workers[1].send(Commit(reserved.leases))
         assert await pair.scheduler.receive() == KVTransferResult(1, TOKENS, "")
