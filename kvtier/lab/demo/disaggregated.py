@@ -271,11 +271,9 @@ def serving(
             for name, cache in zip(ROLES, servers, strict=True):
                 cache.wait_until(partial(cache_answers, work.socket(name)), CACHE_READY_SECONDS)
         with steps.step("starting vLLM twice, as prefiller and decoder"):
-            engines = {
-                name: _start_engine(name, model, ports[name], options, work, new_tokens) for name in ROLES
-            }
-            servers += engines.values()
-            for name, engine in engines.items():
+            for name in ROLES:
+                servers.append(_start_engine(name, model, ports[name], options, work, new_tokens))
+            for name, engine in zip(ROLES, servers[-len(ROLES) :], strict=True):
                 engine.wait_until(clients[name].healthy, VLLM_READY_SECONDS)
         with steps.step("starting the proxy"):
             _start_proxy(running, ports["proxy"])
