@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from kvtier import KVTierError, LayoutError, ModelCache, TieredCache
+from kvtier.memory.header import object_bytes
 from kvtier.pipeline.query import Query
 
-from .conftest import TOKEN_BYTES, MakeSettings, Prompt, retrieve, rows
+from .conftest import CHUNK_TOKENS, TOKEN_BYTES, MakeSettings, Prompt, retrieve, rows
 
 pytestmark = pytest.mark.anyio
 
@@ -103,6 +104,17 @@ async def test_other_memory_is_a_layout_error(
         for use in (model.store, model.retrieve):
             with pytest.raises(LayoutError, match=remedy):
                 await use(tokens, rows_)
+
+
+async def test_of_a_larger_buffer_only_the_beginning_is_stored(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    tokens = prompt(TOKENS)
+    async with TieredCache.open(settings(ssd=0)) as cache:
+        model = cache.model("llama", token_bytes=TOKEN_BYTES)
+        assert await model.store(tokens, rows(tokens) + bytes(LENGTH)) == TOKENS
+        sizes = [CHUNK_TOKENS, TOKENS - CHUNK_TOKENS]
+        assert cache.catalog.used(0) == sum(object_bytes(size * TOKEN_BYTES) for size in sizes)
 
 
 async def test_a_larger_buffer_is_filled_at_its_beginning(settings: MakeSettings, prompt: Prompt) -> None:
