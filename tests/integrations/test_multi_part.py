@@ -57,6 +57,7 @@ def combined(*sides: Side, has_states: bool = False) -> SchedulerSides:
     [
         ([128, 128], False, (128, True)),
         ([128, 64], False, (64, True)),
+        ([128, 80], False, (64, True)),
         ([128, 0], False, (0, False)),
         ([128, None], False, (None, False)),
         ([0, None], False, (None, False)),
@@ -67,7 +68,7 @@ def combined(*sides: Side, has_states: bool = False) -> SchedulerSides:
 def test_hit_is_what_all_parts_have(
     found: list[int | None], has_states: bool, answer: tuple[int | None, bool]
 ) -> None:
-    """A state at the end of one hit says nothing about a shorter one."""
+    """In whole chunks, if they differ. A state at the end of one hit says nothing about a shorter one."""
     sides = [Side(tokens) for tokens in found]
     assert combined(*sides, has_states=has_states).matched_tokens(REQUEST, 0) == answer
 
