@@ -250,6 +250,15 @@ def test_adaptive_passes_on_what_a_prompt_misses(monkeypatch: pytest.MonkeyPatch
     assert missed == [prompt_of(1, 5)]
 
 
+def test_adaptive_passes_on_what_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to candidates that it does not follow: they take over with what they know."""
+    declined: list[Sequence[ChunkKey]] = []
+    monkeypatch.setattr(ResumePolicy, "declined", lambda _, prompt: declined.append(prompt.keys))
+    catalog, keys = Catalog([AdaptivePolicy.factory(capacity_bytes=CAPACITY * LENGTH)]), prompt_of(1, 5)
+    catalog.decline(0, catalog.incoming_prompt(keys, [LENGTH] * 5, None))
+    assert declined == [keys]
+
+
 def test_shadow_caches_see_what_is_declined() -> None:
     """Otherwise a policy that stores it would seem to miss it."""
     chosen = AdaptiveSettings.model_validate({"type": "adaptive", "sampling": 1.0})
