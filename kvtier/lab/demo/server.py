@@ -23,6 +23,7 @@ from kvtier.errors import ChannelError, KVTierError
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 40.0
+KILLED_SECONDS = 2.0
 TAIL_LINES = 40
 ERROR_LINES = 5
 _ERROR = re.compile(
@@ -85,6 +86,11 @@ class Server:
         """Kill the process and all its children with SIGKILL. Harmless if they have exited."""
         self._signal(signal.SIGKILL)
         self._process.wait()
+        # Its children may still be writing to a folder that is removed next. The wait is bounded, because the
+        # first process of a container reaps them, or does not.
+        until = time.monotonic() + KILLED_SECONDS
+        while self._signal(0) and time.monotonic() < until:
+            time.sleep(0.01)
 
     def stop(self) -> None:
         """Send SIGTERM and wait; kill the process if it does not exit in time."""
@@ -94,9 +100,13 @@ class Server:
                 self._process.wait(STOP_SECONDS)
         self.kill()  # Its children may outlive it.
 
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
+    def _signal(self, number: int) -> bool:
+        """Send a signal to the process and its children; 0 sends none. Return whether there are any."""
+        try:
             os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 class Servers(list[Server]):
