@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatch
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -70,9 +70,11 @@ def unpack(version: str) -> Path:
     shutil.rmtree(new, ignore_errors=True)
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
         for member in archive:
-            member.name = member.name.partition("/")[2]
-            if member.name.startswith(UNPACKED):
-                archive.extract(member, new, filter="data")
+            name = PurePosixPath(member.name.partition("/")[2])
+            # Before Python 3.11.4, extract() has no filter that keeps members within the folder.
+            if member.isfile() and str(name).startswith(UNPACKED) and ".." not in name.parts:
+                (new / name).parent.mkdir(parents=True, exist_ok=True)
+                (new / name).write_bytes(archive.extractfile(member).read())
     new.rename(folder)
     return folder
 
