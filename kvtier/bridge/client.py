@@ -43,7 +43,7 @@ class LookupState:
     offsets: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     found: protocol.Found = NOTHING_FOUND
-    """The last answer. What it says of the whole lookup holds until the next one."""
+    """The last answer. Its fields for the whole lookup are valid until the next one."""
     pending_sources: list[int] = field(default_factory=list)
     """The sources of the chunks in flight. Each of them may still fail."""
     updated_at: float = 0.0

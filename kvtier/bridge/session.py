@@ -235,7 +235,7 @@ class EngineSession:
                 hints += [] if kv_transfer else [run.hints] * len(headers)
         # A state needs its chunks, and these are useless without it.
         declining = not self.layout.has_states and not any(run.awaited for run in request.runs)
-        # A rank that has left would never fill its slices.
+        # A disconnected rank would never fill its slices.
         within = 0 if self.absent_ranks else self._within_share(in_arena)
         chunks_in_arena = self._cache.reserve_all(in_arena[:within], hints[:within], declining=declining)
         reserved = chain(chunks_in_arena, repeat(None))

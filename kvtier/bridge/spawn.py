@@ -108,7 +108,7 @@ class CacheProcess:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    # Whoever inherits it holds the lock: no rank starts a second one while this one runs.
+                    # The child inherits the lock: no rank starts a second one while this one runs.
                     pass_fds=[lock.fileno()],
                 )
             assert self._child.stdin is not None

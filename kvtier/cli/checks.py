@@ -339,7 +339,7 @@ def check_lmcache_variables(variables: Mapping[str, str] = os.environ) -> Check:
 
 
 def start_vllm_command() -> tuple[str, subprocess.Popen[str]] | Check:
-    """Start ``vllm --version``, which takes seconds. Return its path and process, or why there is none."""
+    """Start ``vllm --version``, which takes seconds. Return its path and process, or why it did not start."""
     own = str(Path(sys.executable).parent)
     path = which("vllm", path=os.pathsep.join((own, os.environ.get("PATH", ""))))
     if path is None:

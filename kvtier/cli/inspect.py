@@ -97,7 +97,7 @@ def purge(
 
     files = anyio.run(claimed_chunks, folder)
     total = sum(file.length for file in files)
-    # Nobody holds the folder while the question waits: remove() claims it again.
+    # The folder is not locked while the question waits: remove() claims it again.
     if files and not yes:
         typer.confirm(
             f"Remove {len(files)} chunks, {format_size(total)}, from {folder}?", abort=True, err=True

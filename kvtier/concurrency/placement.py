@@ -136,7 +136,7 @@ def _set_policy(policy: int, nodes: list[int]) -> None:
     mask = _Mask()
     for node in nodes:
         mask[node // _WORD_BITS] |= 1 << node % _WORD_BITS
-    # Here and below, the kernel uses one bit less than it is told.
+    # Here and below, the kernel uses one bit less than maxnode.
     bits = ctypes.c_ulong(_WORDS * _WORD_BITS + 1 if nodes else 0)
     _libc.syscall(numbers[0], policy, mask if nodes else None, bits)
 

@@ -149,7 +149,7 @@ class Fetch:
             )
         finally:
             throughput.end(length, moved)
-        # Reads that ended with the connection say nothing about the peer's reads.
+        # Reads that ended with the connection are no measure of the peer's reads.
         if not source.over and not source.unresponsive:
             batch[0].client.record_reads(failed=Outcome.FAILED in outcomes)
         self._settle(batch, outcomes)

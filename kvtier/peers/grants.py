@@ -121,7 +121,7 @@ class GrantBook:
         count = self._count_granted(leases)
         if not count:
             return None
-        # Unguessable: whoever knows the number may read or write.
+        # Unguessable: any peer that knows the number may read or write.
         number = NO_GRANT
         while number == NO_GRANT or number in self._grants:
             number = secrets.randbits(GRANT_BITS)

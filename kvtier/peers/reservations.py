@@ -282,7 +282,7 @@ class Reservations:
             target.grants.release(owner, request.grant, list(filled))
             valid = await self._verify(target, filled, request)
         finally:
-            # Also if cancelled: the right to write has ended, so nobody can commit these again.
+            # Also if cancelled: the right to write has ended, so these cannot be committed again.
             target.commit([filled[index] for index in valid])
             self._unreserve(target, [filled[index] for index in valid])
             self._abandon(target, [filled[index] for index in filled if index not in valid])

@@ -66,7 +66,7 @@ class CircuitBreaker:
         self._breaker = Breaker(failures, Backoff(cooldown, max_cooldown, jitter=0.0), clock)
         self._warn = RateLimitedLog(logger)
         self._warn_open = RateLimitedLog(logger)
-        # Calls that began in an earlier epoch say nothing about the medium any more.
+        # Calls that began in an earlier epoch do not show the state of the medium now.
         self._epoch = 0
 
     @property

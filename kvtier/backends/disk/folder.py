@@ -179,7 +179,7 @@ class ObjectFolder:
 
     def _has_lost_its_path(self, suspect: bool) -> bool:
         opened = os.fstat(self._descriptor)
-        # The nearest folder that exists tells whether this one was removed, or its file system unmounted.
+        # The nearest folder that exists shows whether this one was removed, or its file system unmounted.
         for path in (self._root, *self._root.parents):
             try:
                 found = path.stat()

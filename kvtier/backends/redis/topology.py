@@ -188,7 +188,7 @@ class Topology(ABC):
         self._known = None
 
     async def _discover(self, deadline: Deadline) -> Placement:
-        """Ask one server after another, each for its part of the time that is left."""
+        """Ask one server after another, each for its part of the remaining time."""
         candidates = self._candidates()
         failure = ControlFailed(candidates[0])
         for index, endpoint in enumerate(candidates):

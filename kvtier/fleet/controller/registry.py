@@ -304,7 +304,7 @@ class Registry:
         for place in member.places:
             self._sources.pop(place, None)
         self._drop(member)
-        # Only now: whoever gets a place next must not get its chunks.
+        # Only now: the next instance in this place must not get its chunks.
         self._vacant_places.extend(member.places)
         logger.info("instance %s disconnected: %s", member.id, member.closed_reason)
         self.changes.notify()

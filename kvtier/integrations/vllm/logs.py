@@ -81,7 +81,7 @@ class LogThread(QueueHandler):
             self._waiting.wait()
             self._flushing.wait(GATHER_SECONDS)
             self._waiting.clear()
-            # A record is removed after it was written: an empty queue means to flush() that nothing is left.
+            # A record is removed after it was written, so flush() may return once the queue is empty.
             while self._records:
                 try:
                     self._forward.emit(self._records[0])

@@ -159,7 +159,7 @@ class RecordingFile:
         if self._bytes > len(header) or not self._is_unused():
             self._rotate()
             self._open()
-        # What is left is the beginning of a recording without a record, of a process that was killed.
+        # The process was killed before the first record: the file has only the beginning of a recording.
         os.ftruncate(self._descriptor, 0)
         self._bytes = 0
         os.fchmod(self._descriptor, 0o600)

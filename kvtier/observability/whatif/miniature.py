@@ -86,7 +86,7 @@ class Miniature:
             found += hits - self._counted[tier]
             self._counted[tier] = hits
             if counts:
-                # The first miss of the prompt is on average so many chunks before the first sampled one.
+                # On average, the first miss of the prompt is `between` chunks before its first sampled one.
                 self.hits[tier] += positions[found] - between if found < len(keys) else count
 
     def store(self, keys: Sequence[ChunkKey]) -> None:
