@@ -2,7 +2,8 @@
 
 ::
 
-    python -m benchmarks.gpu_engine                       # three servers on one GPU of 80 GB; five minutes
+    python -m benchmarks.gpu_engine                       # three servers on one GPU of 80 GB; seven minutes
+    python -m benchmarks.gpu_engine --eager               # without CUDA graphs; five minutes
     python -m benchmarks.gpu_engine --tokens 8000 --systems plain,kvtier
 
     python -m benchmarks.gpu_engine --small               # smoke test on a CPU, with a small model
@@ -48,7 +49,7 @@ SHAPE = {
 }
 LARGE_ARGUMENTS = (
     *("--load-format", "dummy", "--dtype", "bfloat16"),
-    *("--kv-cache-memory-bytes", "6G", "--gpu-memory-utilization", "0.3"),
+    *("--kv-cache-memory-bytes", "6G", "--gpu-memory-utilization", "0.1"),
 )
 SMALL_ARGUMENTS = (*GENERATED_MODEL_ARGUMENTS, "--dtype", "float32")
 OFFLOADING = {
@@ -67,17 +68,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare a real vLLM on a GPU with and without kvtier.")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=32_000, help="of a long prompt; default: %(default)s")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs and torch.compile")
     parser.add_argument("--systems", default=",".join(ARGUMENTS), help="default: %(default)s")
     options = parse(parser)
     tokens = 3000 if options.small else options.tokens
-    with servers(options.systems.split(","), tokens, small=options.small) as clients:
+    arguments, mode = SMALL_ARGUMENTS if options.small else LARGE_ARGUMENTS, "in eager mode"
+    if not (options.small or options.eager):
+        arguments, mode = (*arguments, "--no-enforce-eager"), "as vLLM runs by default"
+    with servers(options.systems.split(","), tokens, arguments, small=options.small) as clients:
         for client in clients.values():
             client.complete(fresh_prompt("warm-up", 2500), 8)
-        gain(clients, tokens, options.rounds)
-        cost(clients, options.rounds)
+        gain(clients, tokens, options.rounds, mode)
+        cost(clients, options.rounds, mode)
 
 
-def gain(clients: dict[str, Client], tokens: int, rounds: int) -> None:
+def gain(clients: dict[str, Client], tokens: int, rounds: int, mode: str) -> None:
     """Measure the time to first token of a long prompt."""
     found: dict[str, list[tuple[Completion, Completion]]] = {name: [] for name in clients}
     for turn in range(rounds):
@@ -89,7 +94,7 @@ def gain(clients: dict[str, Client], tokens: int, rounds: int) -> None:
             found[name].append((cold, clients[name].complete(prompt, 8)))
             clients[name].reset_prefix_cache()
     show(
-        f"time to first token of {tokens:,} tokens, {rounds} prompts",
+        f"time to first token of {tokens:,} tokens, {rounds} prompts, {mode}",
         ("", "cold ms", "again ms", "cached tokens", "equal"),
         [
             (
@@ -104,7 +109,7 @@ def gain(clients: dict[str, Client], tokens: int, rounds: int) -> None:
     )
 
 
-def cost(clients: dict[str, Client], rounds: int) -> None:
+def cost(clients: dict[str, Client], rounds: int, mode: str) -> None:
     """Measure prompts that never hit, all at once."""
     rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in clients}
     for turn in range(-1, rounds):
@@ -118,7 +123,7 @@ def cost(clients: dict[str, Client], rounds: int) -> None:
             if turn >= 0:
                 rows[name].append((seconds, max(answer.ttft for answer in answers), gap))
     show(
-        f"never hit: {AT_ONCE} at once, {PROMPT_TOKENS} tokens in, {NEW_TOKENS} out, {rounds} rounds",
+        f"never hit: {AT_ONCE} at once, {PROMPT_TOKENS} tokens in, {NEW_TOKENS} out, {rounds} rounds, {mode}",
         ("", "s", "last first token s", "between tokens ms"),
         [
             (name, *(statistics.median(row[at] for row in found) * (1, 1, 1e3)[at] for at in range(3)))
@@ -136,7 +141,9 @@ def fresh_prompt(seed: str, tokens: int) -> list[int]:
 
 
 @contextmanager
-def servers(names: Sequence[str], tokens: int, *, small: bool) -> Iterator[dict[str, Client]]:
+def servers(
+    names: Sequence[str], tokens: int, arguments: Sequence[str], *, small: bool
+) -> Iterator[dict[str, Client]]:
     """Start a server for each system, all at the same time."""
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
@@ -144,7 +151,6 @@ def servers(names: Sequence[str], tokens: int, *, small: bool) -> Iterator[dict[
         config = folder / "model" / "config.json"
         if not small:
             config.write_text(json.dumps(json.loads(config.read_text()) | SHAPE))
-        arguments = SMALL_ARGUMENTS if small else LARGE_ARGUMENTS
         host_bytes = HOST_BYTES // 24 if small else HOST_BYTES
         settings = folder / "kvtier.yaml"
         settings.write_text(json.dumps({"tiers": [{"name": "ram", "type": "cpu", "capacity": host_bytes}]}))
