@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from logging import WARNING, Logger, getLogger
 
 logger = getLogger("kvtier")
@@ -13,6 +14,7 @@ MAX_REMEMBERED = 256
 MAX_CHANGES = 8
 """Maximum number of :class:`ChangedWarnings` per minute, of all peers together."""
 MAX_CHARACTERS = 300
+SHOWN_SECONDS = 3600.0
 
 
 class ChangedWarnings:
@@ -72,6 +74,43 @@ class RateLimitedLog:
         more = f" (and {suppressed} more since the last such message)" if suppressed else ""
         self._logger.log(self._level, message + more, *args)
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What keeps a cache from being of use, and what to type."""
+
+    found: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.found}: {self.remedy}"
+
+
+class Findings:
+    """What a process has found while it runs, the latest of each kind. Each is logged once an hour."""
+
+    def __init__(self, logger: Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._found: OrderedDict[str, tuple[Finding, float]] = OrderedDict()
+        """With the time at which it was logged."""
+
+    def note(self, kind: str, found: str, remedy: str) -> None:
+        """Record what was found. ``kind``: what is logged once, of which few are remembered."""
+        now, finding = self._clock(), Finding(found, remedy)
+        _, logged_at = self._found.get(kind, (finding, now - SHOWN_SECONDS))
+        if now - logged_at >= SHOWN_SECONDS:
+            self._logger.warning("%s", finding)
+            logged_at = now
+        self._found[kind] = finding, logged_at
+        if len(self._found) > MAX_REMEMBERED:
+            self._found.popitem(last=False)
+
+    def latest(self) -> list[Finding]:
+        """Return what was found in the last hour or two."""
+        oldest = self._clock() - 2 * SHOWN_SECONDS
+        return [finding for finding, logged_at in self._found.values() if logged_at > oldest]
 
 
 class RateLimitedLogs:

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from kvtier.logs import MAX_CHANGES, ChangedWarnings, RateLimitedLog
+from kvtier.logs import MAX_CHANGES, MAX_REMEMBERED, ChangedWarnings, Finding, Findings, RateLimitedLog
+from tests.rigs.clock import Clock
 
 
 def test_logs_one_warning_per_interval(caplog: pytest.LogCaptureFixture) -> None:
@@ -37,3 +38,31 @@ def test_changed_warnings_have_one_limit_for_all_peers(caplog: pytest.LogCapture
     assert [record.getMessage() for record in caplog.records][MAX_CHANGES:] == [
         f"b: an error that lasts (and {1001 - MAX_CHANGES} more since the last such message)"
     ]
+
+
+def test_finding_is_logged_once_an_hour_and_the_latest_one_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    findings = Findings(logging.getLogger("kvtier"), clock=clock)
+    for minute in range(130):
+        clock.now = 60.0 * minute
+        findings.note("slow ssd", f"slow at minute {minute}", "use a faster one")
+    findings.note("long", "too long", "more memory")
+    assert [record.getMessage() for record in caplog.records] == [
+        "slow at minute 0: use a faster one",
+        "slow at minute 60: use a faster one",
+        "slow at minute 120: use a faster one",
+        "too long: more memory",
+    ]
+    assert findings.latest() == [
+        Finding("slow at minute 129", "use a faster one"),
+        Finding("too long", "more memory"),
+    ]
+    clock.now += 7200
+    assert findings.latest() == []
+
+
+def test_few_kinds_of_findings_are_remembered() -> None:
+    findings = Findings(logging.getLogger("kvtier.quiet"))
+    for number in range(MAX_REMEMBERED + 10):
+        findings.note(f"engine {number}", "found", "remedy")
+    assert len(findings.latest()) == MAX_REMEMBERED

@@ -41,6 +41,9 @@ class Staged(Protocol):
 
 ReportProgress = Callable[[], Awaitable[None]]
 
+WorthWaiting = Callable[[int, int], bool]
+"""Whether to wait on, by the number of chunks that have arrived and of those that may still arrive."""
+
 
 @dataclass(slots=True)
 class FoundChunk:
@@ -213,11 +216,17 @@ class FoundPrefix:
         runs = groupby(ready, key=lambda chunk: chunk.staged is not None)
         return [Ready.of(list(run)) for _, run in runs]
 
-    async def settle(self, seconds: float | None, progress: ReportProgress | None = None) -> None:
+    async def settle(
+        self,
+        seconds: float | None,
+        progress: ReportProgress | None = None,
+        worth_waiting: WorthWaiting = lambda _arrived, _waiting: True,
+    ) -> None:
         """Wait for the chunks in flight, then drop those that did not arrive.
 
         Stops early if nothing arrives for ``seconds``; ``None`` waits without a timeout. Calls ``progress``
         whenever the query's answer or some chunks have arrived while others are in flight; it may take them.
+        Asks ``worth_waiting`` before each wait.
         """
         news = self.unknown > 0 and await wait_for_event(self.answered, seconds)
         at = 0
@@ -231,6 +240,9 @@ class FoundPrefix:
                 await progress()
                 at = max(0, len(self._chunks) - waiting)  # It may have taken the others, or released all.
                 continue
+            waiting = len(self._chunks) - at
+            if not worth_waiting(self.total - waiting, waiting):
+                break
             if not await wait_for_event(chunk.flight.done, self._timeout(seconds)) or not chunk.arrived:
                 break
         self.keep(self.ready)

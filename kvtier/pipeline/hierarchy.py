@@ -14,7 +14,7 @@ from anyio.abc import TaskGroup
 from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import Catalog
 from kvtier.events import Event, Observer, Report
-from kvtier.logs import RateLimitedLogs
+from kvtier.logs import Findings, RateLimitedLogs
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.encoded_seal import Layouts
 from kvtier.tiers.host_memory import HostMemory
@@ -45,6 +45,7 @@ class Hierarchy:
         self.tiers: Sequence[Level] = [self.memory, *self.lower]
         self.warn = RateLimitedLogs(logger)
         """Logs an unexpected miss, at most once a minute per kind, with the number of suppressed ones."""
+        self.findings = Findings(logger)
 
     def tier(self, index: int) -> Tier:
         """Return a tier below host memory."""

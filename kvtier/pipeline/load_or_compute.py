@@ -4,12 +4,16 @@ A chunk is computed if that gives the first token earlier than its arrival, as f
 engine reports how long it computes a prompt; each tier's throughput is measured (``tiers/throughput.py``).
 
 What is computed is stored by the engine, so it is in memory for the next request without being read as well.
+
+Of a medium that was not used for a while, such as the disk of a cache process that has just started, nothing
+is known in advance. A lookup then stops waiting as soon as its own chunks have arrived too slowly.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from kvtier.events import Prefetch
@@ -17,6 +21,7 @@ from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.hierarchy import Hierarchy
 from kvtier.pipeline.read import Reader
+from kvtier.tiers.throughput import MIN_SAMPLES
 
 logger = logging.getLogger("kvtier")
 
@@ -38,9 +43,49 @@ def worth_loading(arrivals: Sequence[float], compute: float, *, whole: bool = Fa
     choices = [0, count] if whole else range(count + 1)
     # Of equal ones the longest, so that what is already in memory is used.
     best = min(choices, key=lambda loaded: (latest[loaded] + compute * (count - loaded), -loaded))
-    gain = latest[count] - (latest[best] + compute * (count - best))
-    clearly = gain > max(MIN_GAIN_SECONDS, (1 - CLEARLY_EARLIER) * latest[count])
+    clearly = _is_clearly_earlier(latest[best] + compute * (count - best), latest[count])
     return best if clearly else count
+
+
+def _is_clearly_earlier(computed: float, loaded: float) -> bool:
+    """Whether the first token comes clearly earlier in ``computed`` than in ``loaded`` seconds."""
+    return loaded - computed > max(MIN_GAIN_SECONDS, (1 - CLEARLY_EARLIER) * loaded)
+
+
+class Pace:
+    """How fast the chunks of one lookup arrive. The wait for the first of them does not count."""
+
+    def __init__(self, compute: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """``compute``: the seconds in which the engine computes a chunk."""
+        self._compute = compute
+        self._clock = clock
+        self._arrived = -1
+        """How many chunks had arrived before the last wait."""
+        self._waits = 0
+        """How many waits have ended with an arrival."""
+        self._began, self._first = 0.0, 0
+        """When the first of them had ended, and how many chunks had arrived then."""
+        self.left_seconds = 0.0
+        """In how many seconds the others would have arrived, if they are not worth waiting for; else 0."""
+
+    def worth_waiting(self, arrived: int, waiting: int) -> bool:
+        """Return whether to wait for ``waiting`` more chunks; if not, they are clearly computed earlier.
+
+        Call it before each wait, with the number of chunks that have ``arrived``. Takes constant time.
+        """
+        before, self._arrived = self._arrived, arrived
+        if arrived == before or before < 0:
+            return True
+        self._waits += 1
+        if self._waits == 1:
+            self._began, self._first = self._clock(), arrived
+        if self._waits <= MIN_SAMPLES:
+            return True
+        left = waiting * (self._clock() - self._began) / (arrived - self._first)
+        if not _is_clearly_earlier(waiting * self._compute, left):
+            return True
+        self.left_seconds = left
+        return False
 
 
 class LoadOrCompute:
@@ -68,15 +113,31 @@ class LoadOrCompute:
         known = [seconds for seconds in arrivals if seconds is not None]
         count = worth_loading(known, compute, whole=whole)
         if count < len(keys):
-            self._hierarchy.counts["computed_instead"] += len(keys) - count
-            self._log(
-                "%d of %d chunks are computed: in %.2f s, instead of arriving in %.2f s",
-                len(keys) - count,
-                len(keys),
-                compute * (len(keys) - count),
-                max(known),
-            )
+            self.computed(sources[count:], len(keys), compute, max(known))
         return count, max(known[:count], default=0.0)
+
+    def computed(self, sources: Sequence[int], total: int, compute: float, seconds: float) -> None:
+        """Record that chunks of these ``sources`` are computed, which would have arrived in ``seconds``.
+
+        ``total``: the chunks of the lookup. ``compute``: seconds per chunk.
+        """
+        count = len(sources)
+        self._hierarchy.counts["computed_instead"] += count
+        self._log(
+            "%d of %d chunks are computed: in %.2f s, instead of arriving in %.2f s",
+            count,
+            total,
+            compute * count,
+            seconds,
+        )
+        for source in set(sources) - {self._hierarchy.memory.index}:
+            tier = self._hierarchy.tiers[source].name
+            self._hierarchy.findings.note(
+                f"slow {tier}",
+                f"tier {tier} is slower than the engine: {seconds:.2g} s to load what takes "
+                f"{compute * count:.2g} s to compute",
+                "use a faster medium, or load in any case, to spare the engine: prefetch.adaptive: false",
+            )
 
     def ended(self, expected: float, actual: float) -> None:
         """Record a wait whose duration was known in advance."""

@@ -19,7 +19,7 @@ from kvtier.pipeline.discover import DiscoverStage
 from kvtier.pipeline.expect import Expectation, ExpectStage
 from kvtier.pipeline.found import FoundChunk, FoundPrefix, ReportProgress
 from kvtier.pipeline.hierarchy import Hierarchy
-from kvtier.pipeline.load_or_compute import LoadOrCompute
+from kvtier.pipeline.load_or_compute import LoadOrCompute, Pace
 from kvtier.pipeline.query import Expected
 from kvtier.pipeline.read import Reader
 from kvtier.pipeline.store import StoreStage
@@ -164,12 +164,24 @@ class LookUpStage:
             found.keep(found.ready)
             return
         deadline = self._settings.deadline if self._settings.policy == "timeout" else None
-        total, started = found.total, time.monotonic()
-        await found.settle(deadline, progress)
+        total, started, pace = found.total, time.monotonic(), Pace(found.compute)
+
+        def worth_waiting(arrived: int, waiting: int) -> bool:
+            # What was expected, and with states what is needed, is known once shared pools have answered.
+            if found.expected is not None or found.needed or not found.compute:
+                return True
+            if pace.worth_waiting(arrived, waiting):
+                return True
+            sources = [chunk.source for chunk in found.chunks[-waiting:]]
+            self.load_or_compute.computed(sources, found.total, found.compute, pace.left_seconds)
+            return False
+
+        await found.settle(deadline, progress, worth_waiting)
         missing = total - found.total
         if found.expected and not missing:
             self.load_or_compute.ended(found.expected, time.monotonic() - found.began_at)
-        if deadline is not None and time.monotonic() - started >= deadline and missing > 0:
+        late = deadline is not None and time.monotonic() - started >= deadline
+        if late and missing > 0 and not pace.left_seconds:
             message = "prefetch.deadline of %g s exceeded: %d of %d chunks did not arrive and are recomputed"
             self._hierarchy.warn("deadline", message, deadline, missing, total)
 

@@ -225,8 +225,8 @@ class PrefetchSettings(SettingsModel):
     adaptive: bool = Field(
         default=True,
         description=(
-            "With the policy `timeout`: whether a request computes the chunks that, by recent measurements, "
-            "would arrive later than it computes them."
+            "With the policy `timeout`: whether a request computes the chunks that, by recent measurements "
+            "or the pace of its first chunks, would arrive later than it computes them."
         ),
         examples=[True],
     )

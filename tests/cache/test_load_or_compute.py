@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.catalog.catalog import ALL_TIERS
+from kvtier.events import Report
 from kvtier.memory.keys import ChunkKey
-from kvtier.pipeline.load_or_compute import CLEARLY_EARLIER, MIN_GAIN_SECONDS, worth_loading
+from kvtier.pipeline.load_or_compute import CLEARLY_EARLIER, MIN_GAIN_SECONDS, Pace, worth_loading
 from kvtier.pipeline.query import Query
+from kvtier.tiers import batches
 from kvtier.tiers.throughput import MIN_SAMPLES
+from tests.rigs.clock import Clock
 from tests.rigs.faulty_sources import CacheHarness, opened
 
 from .conftest import CHUNK_OBJECT_BYTES, MakeSettings, Prompt, rows
@@ -233,4 +236,102 @@ async def test_hanging_source_is_waited_for_as_long_as_computing_takes(
         with anyio.fail_after(300):
             await harness.cache.settle(lookup)
         assert lookup.ready == lookup.count == 4
+        lookup.release()
+
+
+def waits(pace: Pace, clock: Clock, seconds: float, total: int) -> int:
+    """Return how many chunks arrive, one every ``seconds``, before the others are not worth waiting for."""
+    for arrived in range(total):
+        if not pace.worth_waiting(arrived, total - arrived):
+            return arrived
+        clock.now += seconds
+    return total
+
+
+@pytest.mark.parametrize(
+    ("seconds", "compute", "arrived"),
+    [
+        (1.0, 0.4, 1 + MIN_SAMPLES),
+        (1.0, 1.1, 100),
+        (1.0, 0.96, 100),
+        (0.0001, 0.00001, 100),
+        (0.0, 0.0, 100),
+    ],
+    ids=["slower than computing", "faster", "hardly slower", "too short to matter", "at once"],
+)
+def test_pace_decides_after_a_few_arrivals(seconds: float, compute: float, arrived: int) -> None:
+    clock = Clock()
+    assert waits(Pace(compute, clock), clock, seconds, 100) == arrived
+
+
+def test_wait_for_the_first_chunk_is_no_pace() -> None:
+    """A disk that was asleep is waited for, and then it may be fast."""
+    clock = Clock()
+    pace = Pace(0.4, clock)
+    assert pace.worth_waiting(0, 100)
+    clock.now += 60
+    assert pace.worth_waiting(1, 99)
+    clock.now += 0.1
+    assert all(pace.worth_waiting(arrived, 100 - arrived) for arrived in range(2, 100))
+
+
+def test_chunks_that_were_in_memory_are_no_arrivals() -> None:
+    clock = Clock()
+    pace = Pace(0.4, clock)
+    for arrived in (50, 50, 51, 52, 53):
+        assert pace.worth_waiting(arrived, 100 - arrived)
+        clock.now += 1.0
+    assert not pace.worth_waiting(54, 46)
+    assert pace.left_seconds == pytest.approx(46 * 1.0)
+
+
+class _Reads:
+    """Observes reads, and advances a clock by so many seconds for each chunk."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+
+    def observe(self, report: Report) -> None:
+        self._clock.now += self._seconds * len(report.keys)
+
+    def changed(self, *_: object) -> None: ...
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("seconds", "known", "needed", "stops"),
+    [(1.0, False, 0, True), (0.01, False, 0, False), (1.0, True, 0, False), (1.0, False, 40, False)],
+    ids=["slow source", "fast source", "its speed was known", "useless in part, as with a state"],
+)
+async def test_lookup_of_unknown_duration_stops_when_it_is_too_slow(
+    settings: MakeSettings,
+    prompt: Prompt,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    known: bool,
+    needed: int,
+    stops: bool,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(batches, "BATCH_BYTES", CHUNK_OBJECT_BYTES)
+    monkeypatch.setattr("kvtier.pipeline.look_up.Pace", partial(Pace, clock=clock))
+    async with opened(settings, "near", prefetch={"deadline": "600s"}, ram=64) as harness:
+        tokens = prompt(40 * 256)
+        await harness.fill(tokens, "near")
+        keys = harness.model.keys(tokens)
+        harness.cache.add_observer(_Reads(clock, seconds))
+        if known:
+            set_speed(harness, "near", 1000.0)
+        lookup = harness.cache.look_up(Query(keys, compute_seconds=0.1 * len(keys)))
+        lookup.needed = needed
+        with caplog.at_level(logging.INFO, "kvtier"):
+            await harness.cache.settle(lookup)
+        missing = len(keys) - lookup.total
+        assert lookup.ready == lookup.count
+        assert (MIN_SAMPLES < lookup.total < len(keys)) == stops
+        assert (missing > 0) == stops
+        assert harness.cache.counts["computed_instead"] == missing
+        assert (f"{missing} of 40 chunks are computed" in caplog.text) == stops
+        assert "deadline" not in caplog.text
         lookup.release()
