@@ -29,7 +29,7 @@ from kvtier.errors import CorruptChunk, KVTierError, LayoutError, SettingsError
 from kvtier.events import Move, Observer, PromptLookup
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
-from kvtier.memory.host import check_memory
+from kvtier.memory.host import check_memory, tmpfs_bytes
 from kvtier.memory.keys import (
     BLOCK_HASH_BYTES,
     ChunkKey,
@@ -105,6 +105,8 @@ class TieredCache:
         """Tasks that end when the cache is closed."""
         self.warn = hierarchy.warn
         """Logs an unexpected miss, at most once a minute per kind."""
+        self.findings = hierarchy.findings
+        """What was found out about the settings."""
         quarter = hierarchy.memory.arena.capacity // 4
         queue_bytes = {tier.index: tier.settings.queue or quarter for tier in hierarchy.lower}
         # In the order in which they use each other.
@@ -160,7 +162,7 @@ class TieredCache:
         settings = settings or load_settings()
         plugins = plugins or Plugins.load(settings.plugins)
         media = [(tier, plugins.backend(tier.type)(tier)) for tier in plugins.tier_settings(settings)]
-        check_memory([tier for tier, backend in media if is_memory(type(backend))])
+        check_memory([tier for tier, backend in media if is_memory(type(backend)) or tmpfs_bytes(tier)])
         media += pools
         codecs = [plugins.codecs(tier) for tier, _ in media]
         encoded = [index for index, found in enumerate(codecs) if found is not None]

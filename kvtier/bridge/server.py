@@ -14,8 +14,9 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -33,12 +34,13 @@ from kvtier.concurrency.placement import Placement
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError, SettingsError
 from kvtier.instance import Instance
-from kvtier.logs import ChangedWarnings
+from kvtier.logs import ChangedWarnings, Finding
 from kvtier.pipeline.found import FoundPrefix
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message, check_hello
 from kvtier.rpc.wire import SocketWire, peer_credentials
 from kvtier.units import format_size
+from kvtier.version import __version__
 
 if TYPE_CHECKING:
     from kvtier.observability.recording.recorder import Recorder
@@ -152,6 +154,7 @@ class Connection:
                 self.notify,
             )
             self._tasks.start_soon(self._server.notices.forward, self._send_notices)
+            self._tasks.start_soon(self._server.warn_of_findings)
 
     def _leave(self) -> None:
         engine, process = self._engine, self._process
@@ -428,6 +431,17 @@ class BridgeServer:
         self._connections[hello.engine].add(connection)
         return engine
 
+    async def warn_of_findings(self) -> None:
+        """Log what an engine that has just joined is not hit for, also for its own log."""
+        for finding in self._found_at_start():
+            self.cache.warn(finding.remedy, "%s", finding)
+
+    def _found_at_start(self) -> Iterator[Finding]:
+        """Yield what keeps the connected engines from being hit, and from sharing chunks."""
+        for engine in self._engines.values():
+            yield from engine.findings()
+        yield from self.instance.served.disagreements()
+
     def _returned(self, hello: protocol.Hello) -> EngineSession | None:
         """Return the engine of a process that had disconnected, if its memory was kept."""
         client = hello.engine, hello.layout, hello.namespace
@@ -529,7 +543,9 @@ class BridgeServer:
         # By function name: a leak shows as a count that only grows.
         tasks = Counter(task.name for task in anyio.get_running_tasks())
         placement = Placement.current().describe()
-        process = {"pid": os.getpid(), "epoch": self.epoch, "tasks": tasks, "placement": placement}
+        process = {"pid": os.getpid(), "version": __version__, "epoch": self.epoch}
+        process |= {"tasks": tasks, "placement": placement}
+        findings = [*self._found_at_start(), *self.cache.findings.latest()]
         recording = {} if self._recorder is None else {"recording": self._recorder.status()}
         both = [*self._engines.values(), *self._departed]
         reservations = {
@@ -541,6 +557,7 @@ class BridgeServer:
             **process,
             "engines": engines,
             "reservations": reservations,
+            "findings": [asdict(finding) for finding in dict.fromkeys(findings)],
             **recording,
             **self.instance.status(),
         }

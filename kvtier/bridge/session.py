@@ -15,6 +15,8 @@ from kvtier.cache import TieredCache
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.partial_matches import PromptTags
 from kvtier.errors import CorruptChunk, ProtocolError
+from kvtier.fleet.member.served_models import EngineModel
+from kvtier.logs import Finding
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, ChunkKey, split_keys
 from kvtier.memory.layout import STATE_TOKENS
@@ -24,12 +26,13 @@ from kvtier.tiers.host_memory import Reservation
 from kvtier.units import format_size
 
 if TYPE_CHECKING:
-    from kvtier.fleet.member.served_models import EngineModel
     from kvtier.observability.recording.recorder import Recorder
     from kvtier.peers.kv_transfer import KVTransfer as Transfer
     from kvtier.peers.staging.buffers import EngineStaging, Staging
 
 NO_LEASE = 0
+MIN_LENGTHS = 200
+"""Prompts to look at before their typical length is known."""
 
 
 class EngineSession:
@@ -56,6 +59,8 @@ class EngineSession:
         step = self.layout.granularity
         self._hashes_bytes = self.layout.chunk_tokens // step * BLOCK_HASH_BYTES if step else 0
         """Of the block hashes of a whole chunk."""
+        self._lengths: list[int] = []
+        """Of the last prompts, in tokens."""
         self._cache = cache
         self._numbers = numbers
         self._recorder = recorder
@@ -84,6 +89,8 @@ class EngineSession:
             self._recorder.record(
                 request.keys, request.tokens, self.layout.chunk_tokens, self._whole_bytes, request.hints
             )
+        if not request.repeated:
+            self._observe_length(request.tokens)
         query = Query(
             keys,
             request.tokens,
@@ -104,6 +111,46 @@ class EngineSession:
             return answer, None
         ticket.pending = found
         return answer, found
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what keeps this engine's prompts from being hit."""
+        model, shortest = self.model or EngineModel([]), self.layout.shortest_hit
+        yield from model.findings
+        if 0 < model.max_tokens <= shortest:
+            yield Finding(
+                f"engine {self.name}: hits have at least {shortest} tokens, and prompts at most "
+                f"{model.max_tokens} (--max-model-len)",
+                "lower chunk_tokens or --block-size",
+            )
+        else:
+            yield from self._too_long(model.max_tokens)
+
+    def _too_long(self, tokens: int) -> Iterator[Finding]:
+        memory, size = self._cache.memory, tokens // self.layout.chunk_tokens * self._whole_bytes
+        if size > memory.arena.capacity:
+            yield Finding(
+                f"engine {self.name}: a prompt of {tokens} tokens takes {format_size(size)}, and all of tier "
+                f"{memory.name} has {format_size(memory.arena.capacity)}",
+                f"set the capacity of tier {memory.name} to several times as much",
+            )
+
+    def _observe_length(self, tokens: int) -> None:
+        """Note prompts that do not fit the settings. Takes a microsecond."""
+        findings, chunk = self._cache.findings, self.layout.chunk_tokens
+        for finding in self._too_long(tokens):
+            findings.note(f"long prompts {self.name}", finding.found, finding.remedy)
+        self._lengths.append(tokens)
+        if len(self._lengths) < MIN_LENGTHS:
+            return
+        typical, unit = sorted(self._lengths)[len(self._lengths) * 9 // 10], self.layout.unit_tokens
+        self._lengths.clear()
+        if typical < chunk > unit:
+            findings.note(
+                f"short prompts {self.name}",
+                f"engine {self.name}: 9 of 10 prompts are shorter than chunk_tokens ({chunk}), so what they "
+                "have in common is stored once for each of them",
+                f"chunk_tokens: {max(1, typical // 2 // unit) * unit}",
+            )
 
     def _prompt_tags(self, request: LookupRequest) -> PromptTags | None:
         if not request.root or not self._hashes_bytes:
@@ -345,6 +392,7 @@ class EngineSession:
         """Return what the engine holds."""
         return {
             "name": self.name,
+            "models": [] if self.model is None else self.model.names,
             "weights_id": self.weights.id,
             "leases": len(self.reads),
             "reservations": len(self.writes),

@@ -81,6 +81,8 @@ def _tables(report: Report) -> Iterator[Table]:
     yield _tiers(report["tiers"])
     if engines := report["engines"]:
         yield _engines(engines)
+    if findings := report.get("findings"):
+        yield _findings(findings)
     if buffers := report.get("staging"):
         yield _staging(buffers)
     if peers := report.get("peers"):
@@ -118,6 +120,13 @@ def _engines(engines: list[Report]) -> Table:
     for engine in engines:
         counts = (str(engine[name]) for name in ("leases", "reservations", "tickets"))
         rows.add_row(escape(engine["name"]), escape(engine["weights_id"]) or "-", *counts)
+    return rows
+
+
+def _findings(findings: list[Report]) -> Table:
+    rows = table("found", "fix")
+    for finding in findings:
+        rows.add_row(escape(finding["found"]), escape(finding["remedy"]))
     return rows
 
 

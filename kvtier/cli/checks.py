@@ -27,7 +27,7 @@ from kvtier.concurrency.placement import list_format, memory_placement
 from kvtier.errors import ArenaError
 from kvtier.integrations.versions import RANGE, REQUIREMENT, support
 from kvtier.memory.arena import HUGE_PAGE_BYTES, MIN_PREPARED_BYTES, Arena, has_strict_overcommit
-from kvtier.memory.host import available_bytes, huge_page_bytes, memory_info
+from kvtier.memory.host import available_bytes, huge_page_bytes, memory_info, tmpfs_bytes
 from kvtier.plugins import BUILT_IN, Plugins, is_memory, load_all
 from kvtier.settings import SOCKET_PATH_BYTES, LocalTierSettings, Settings, TierSettings
 from kvtier.units import format_size
@@ -104,7 +104,8 @@ def check_machine(requirements: Requirements) -> Iterator[Check]:
     yield check_native()
     yield check_cores()
     yield check_placement()
-    yield check_memory(capacity - huge_page_bytes(tiers, info), available_bytes())
+    in_files = sum(map(tmpfs_bytes, tiers))
+    yield check_memory(capacity + in_files - huge_page_bytes(tiers, info), available_bytes())
     yield check_overcommit(capacity, info)
     yield check_large_pages()
     yield check_huge_pages(tiers, info)
@@ -115,11 +116,13 @@ def check_machine(requirements: Requirements) -> Iterator[Check]:
     yield check_temporary_folder()
     yield check_lmcache_variables()
     yield check_direct_io("temporary folder", Path(tempfile.gettempdir()))
+    devices: dict[int, list[tuple[LocalTierSettings, Path]]] = {}
     for tier in tiers:
         path = getattr(tier, "path", None)
         if isinstance(path, Path):
             yield check_direct_io(f"tier {tier.name}", path)
-            yield check_disk_room(tier, path)
+            devices.setdefault(nearest_folder(path).stat().st_dev, []).append((tier, path))
+    yield from map(check_disk_room, devices.values())
     yield check_gpu()
     yield check_vllm(version)
     if command is not None:
@@ -160,7 +163,7 @@ def check_memory(capacity: int, available: int) -> Check:
     """Check that the memory tiers fit into available memory."""
     found = f"{format_size(available)} available, memory tiers take {format_size(capacity)}"
     if capacity > available:
-        return Check("memory", "fail", found, "lower the capacity of the memory tiers")
+        return Check("memory", "fail", found, "lower the capacity of the tiers in memory or on a tmpfs")
     if capacity > 0.8 * available:
         return Check("memory", "warn", found, "lower the capacity, or the engine may run out of memory")
     return Check("memory", "ok", found)
@@ -403,17 +406,19 @@ def check_direct_io(name: str, path: Path) -> Check:
     return Check(name, "ok", f"{where} can be written with O_DIRECT")
 
 
-def check_disk_room(tier: LocalTierSettings, path: Path) -> Check:
-    """Check that the disk has room for the tier's capacity, less what it holds already."""
+def check_disk_room(tiers: Sequence[tuple[LocalTierSettings, Path]]) -> Check:
+    """Check that a file system has room for the capacity of all tiers on it, less what they hold already."""
     from kvtier.backends.disk.backend import walk
 
-    folder = nearest_folder(path)
-    name = f"room for tier {tier.name}"
+    path, capacity = tiers[0][1], sum(tier.capacity for tier, _ in tiers)
+    name = f"room for tier{'s' * (len(tiers) > 1)} {', '.join(tier.name for tier, _ in tiers)}"
     errors: list[OSError] = []
     try:
-        files = walk(path, lambda _, error: errors.append(error)) if _is_folder(path) else ()
-        held = sum(map(_bytes_of, files))
-        free = shutil.disk_usage(folder).free
+        held = 0
+        for _, folder in tiers:
+            files = walk(folder, lambda _, error: errors.append(error)) if _is_folder(folder) else ()
+            held += sum(map(_bytes_of, files))
+        free = shutil.disk_usage(nearest_folder(path)).free
     except OSError as error:
         errors.append(error)
     if errors:
@@ -422,10 +427,10 @@ def check_disk_room(tier: LocalTierSettings, path: Path) -> Check:
         if first.errno not in (errno.EACCES, errno.EPERM):
             remedy = remedy_of(first, Path(first.filename or path))
         return Check(name, "warn", str(first), remedy)
-    found = f"{format_size(free)} free and {format_size(held)} held, capacity {format_size(tier.capacity)}"
-    if free + held < tier.capacity:
+    found = f"{format_size(free)} free and {format_size(held)} held, capacity {format_size(capacity)}"
+    if free + held < capacity:
         return Check(
-            name, "warn", found, "lower the tier's capacity, or free disk space: writes to a full disk fail"
+            name, "warn", found, "lower the capacity, or free disk space: writes to a full disk fail"
         )
     return Check(name, "ok", found)
 

@@ -21,6 +21,7 @@ from kvtier.errors import ControllerError
 from kvtier.fleet.controller.answers import (
     Accepted,
     EventsAnswer,
+    FindingsAnswer,
     InstancesAnswer,
     InstanceWithHistory,
     LookupAnswer,
@@ -88,6 +89,10 @@ class ControllerAPI:
     def instance(self, name: str) -> InstanceWithHistory:
         """Return one instance, with its history."""
         return self._answer(InstanceWithHistory, "GET", f"/instances/{quote(name, safe='')}")
+
+    def findings(self) -> FindingsAnswer:
+        """Return what keeps instances from sharing chunks."""
+        return self._answer(FindingsAnswer, "GET", "/findings")
 
     def stream(self) -> Iterator[Event]:
         """Yield events as they change, until the stream ends. Raises: ControllerError: also at its end."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
+from kvtier.cli.cache_process import Socket
 from kvtier.cli.options import parse_chunk_size, select
 from kvtier.cli.terminal import AsJson, ConfigFile, messages, output, print_json, table
 
@@ -32,18 +34,30 @@ ChunkSize = Annotated[
     str | None, typer.Option("--size", metavar="SIZE", help="Size of that chunk. Default: 4MiB.")
 ]
 
+Model = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Check the chat template of this model, before an engine serves it."),
+]
+
 
 def doctor(
-    config: ConfigFile = None, backend: BackendNames = None, size: ChunkSize = None, as_json: AsJson = False
+    config: ConfigFile = None,
+    backend: BackendNames = None,
+    size: ChunkSize = None,
+    model: Model = None,
+    socket: Socket = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check this machine and the settings, and suggest fixes.
 
     Exit status 1 if a check fails. A warning means that kvtier works, but slower or with a feature missing.
-    Connects to every peer and shared pool in the settings. Tiers of running cache processes are not affected.
+    Asks the running cache process and the controller of the settings what they have found. Connects to every
+    peer and shared pool in the settings. Tiers of running cache processes are not affected.
     """
     from kvtier.cli.checks import check_machine, check_settings
     from kvtier.cli.checks_backend import check_pools, exit_command
     from kvtier.cli.checks_peers import check_peers
+    from kvtier.cli.checks_running import check_cache_process, check_fleet, check_template
 
     if size is not None and not backend:
         raise typer.BadParameter("requires --backend", param_hint="--size")
@@ -52,7 +66,11 @@ def doctor(
         trials = _trials(requirements, backend or [], size)
         checks = [*checks, *check_machine(requirements)]
         plugins, settings = requirements.plugins, requirements.settings
+        if model is not None:
+            checks.append(check_template(model))
         if plugins is not None and settings is not None:
+            status.update("asking the cache process")
+            checks += [*check_cache_process(settings, requirements.tiers, socket), *check_fleet(settings)]
             status.update("connecting to peers")
             checks += check_peers(plugins, settings)
         threads = threading.enumerate()

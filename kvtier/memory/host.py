@@ -6,8 +6,10 @@ https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from shutil import disk_usage
 from typing import NamedTuple
 
 from kvtier.errors import SettingsError
@@ -17,6 +19,7 @@ from kvtier.units import format_size
 
 _MEMINFO = Path("/proc/meminfo")
 _MEMBERSHIP = Path("/proc/self/cgroup")
+_MOUNTS = Path("/proc/self/mountinfo")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -61,13 +64,30 @@ def huge_page_bytes(tiers: Sequence[LocalTierSettings], info: dict[str, int]) ->
     return min(wanted, info.get("HugePages_Free", 0) * LARGE_PAGE_BYTES)
 
 
-def check_memory(tiers: Sequence[TierSettings]) -> None:
-    """Raise :class:`SettingsError` if memory tiers take more than there is: a late page would kill processes.
+def tmpfs_bytes(tier: TierSettings) -> int:
+    """Return how much memory a tier may take because its folder is on a tmpfs; 0 if it is not."""
+    path = getattr(tier, "path", None)
+    if not isinstance(path, Path) or not isinstance(tier, LocalTierSettings):
+        return 0
+    try:
+        folder = next(part for part in (path, *path.parents) if part.exists())
+        device = folder.stat().st_dev
+        mounts = [line.partition(" - ") for line in _MOUNTS.read_text().splitlines()]
+        number = f"{os.major(device)}:{os.minor(device)}"
+        types = [rest.split(" ")[0] for fields, _, rest in mounts if fields.split(" ")[2] == number]
+        return min(tier.capacity, disk_usage(folder).total) if "tmpfs" in types else 0
+    except OSError:
+        return 0  # What it cannot use, it does not fill.
 
-    Whether that much is available now is checked by ``kvtier doctor``.
+
+def check_memory(tiers: Sequence[TierSettings]) -> None:
+    """Raise :class:`SettingsError` if tiers take more memory than there is: a late page would kill processes.
+
+    ``tiers``: those in memory, and those whose folder is on a tmpfs. Whether that much is available now is
+    checked by ``kvtier doctor``.
     """
     local = [tier for tier in tiers if isinstance(tier, LocalTierSettings)]
-    wanted, smallest = sum(tier.capacity for tier in local), smallest_limit()
+    wanted, smallest = sum(tmpfs_bytes(tier) or tier.capacity for tier in local), smallest_limit()
     huge = huge_page_bytes(local, memory_info())
     if wanted - huge > smallest.limit_bytes:
         names = " and ".join(f"tier {tier.name!r}" for tier in local)

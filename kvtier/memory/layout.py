@@ -27,6 +27,15 @@ STATE_TOKENS = 0
 """The length of a state, in the place of that of a chunk."""
 MAX_RANKS = 4096
 """More than any engine has. What is computed for each rank is bounded by it."""
+PLATFORM_FIELDS = (
+    "kind of device",
+    "VLLM_KV_CACHE_LAYOUT",
+    "--kv-cache-dtype",
+    "--dtype",
+    "--attention-backend",
+)
+"""The first parts of the platform of a vLLM engine, by what to set. Then on CPUs the instruction set, and the
+parallelism, if there is any."""
 WEIGHTS_BYTES = 8
 """How much of a namespace identifies the weights."""
 
@@ -132,6 +141,24 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
         return self.unit_tokens * next(
             step for step in range(1, blocks + 1) if not blocks % step and blocks // step <= MAX_BLOCK_HASHES
         )
+
+    def fields(self) -> dict[str, str]:
+        """Return what the layout depends on, by what to set."""
+        platform = self.platform.split("|")
+        rest = ("kind of CPU",) * (platform[0] == "cpu") + ("pipeline and context parallelism",)
+        return {
+            "chunk_tokens": str(self.chunk_tokens),
+            "--block-size": ", ".join(
+                str(tokens) for tokens in sorted({g.block_tokens for g in self.groups})
+            ),
+            "--tensor-parallel-size": str(self.ranks),
+            **dict(zip((*PLATFORM_FIELDS, *rest), platform, strict=False)),
+        }
+
+    @property
+    def shortest_hit(self) -> int:
+        """The fewest tokens that two prompts must have in common."""
+        return self.granularity or self.chunk_tokens
 
     def usable(self, stored: int, tokens: int) -> int:
         """Return how many leading tokens of a chunk of ``stored`` tokens can be used, up to ``tokens``.

@@ -175,10 +175,11 @@ def test_names_and_tokenizer_of_a_hub_model_are_sent(monkeypatch: pytest.MonkeyP
         tokenizer_revision=ResolvedRevision(commit),
         trust_remote_code=False,
         hf_config=SimpleNamespace(model_type="llama"),
+        max_model_len=4096,
     )
-    served = engine_model(cast("Any", SimpleNamespace(model_config=model)))
+    served = engine_model(cast("Any", SimpleNamespace(model_config=model)), {"dtype": "float32"})
     tokenizer = TokenizerSource(f"/downloads/{commit}", "hf", commit)
-    assert served == EngineModel(["chat", "org/llama"], tokenizer)
+    assert served == EngineModel(["chat", "org/llama"], tokenizer, {"dtype": "float32"}, 4096)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(served), type=EngineModel) == served
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from kvtier.backends.cpu import HugePageSettings
+from kvtier.backends.disk.backend import DiskSettings
 from kvtier.cache import TieredCache
 from kvtier.errors import SettingsError
 from kvtier.memory import host
@@ -114,3 +117,47 @@ async def test_a_tier_larger_than_the_cgroup_is_refused(
         else:
             async with TieredCache.open(settings):
                 pass
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("kind", "refused"), [("tmpfs", True), ("ext4", False)])
+async def test_a_disk_tier_on_a_tmpfs_takes_memory(
+    kind: str, refused: bool, cgroups: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path.stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "21 1 0:19 / /sys rw,nosuid shared:7 - sysfs sysfs rw\n"
+        f"30 1 {os.major(device)}:{os.minor(device)} / / rw,relatime shared:1 master:2 - {kind} none rw\n"
+    )
+    monkeypatch.setattr(host, "_MOUNTS", mounts)
+    enter(cgroups, "0::/a")
+    limit(cgroups / "a", V2, 6 * MEBIBYTE)
+    tiers = [
+        {"name": "ram", "type": "cpu", "capacity": "4MiB"},
+        {"name": "ssd", "type": "disk", "path": str(tmp_path / "new/folder"), "capacity": "3MiB"},
+    ]
+    settings = Settings.model_validate({"tiers": tiers})
+    if not refused:
+        async with TieredCache.open(settings):
+            pass
+        return
+    with pytest.raises(SettingsError) as raised:
+        async with TieredCache.open(settings):
+            pass
+    assert str(raised.value) == (
+        "the `capacity` of tier 'ram' and tier 'ssd' is 7MiB, and "
+        f"{cgroups}/a/memory.max allows 6MiB: lower it"
+    )
+
+
+def test_a_tier_takes_no_more_than_its_tmpfs_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = tmp_path.stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(f"30 1 {os.major(device)}:{os.minor(device)} / / rw - tmpfs tmpfs rw\n")
+    monkeypatch.setattr(host, "_MOUNTS", mounts)
+    tier = DiskSettings(name="ssd", type="disk", path=tmp_path, capacity=1 << 60)
+    assert host.tmpfs_bytes(tier) == shutil.disk_usage(tmp_path).total
+    monkeypatch.setattr(host, "_MOUNTS", tmp_path / "missing")
+    assert host.tmpfs_bytes(tier) == 0
+    assert host.tmpfs_bytes(huge_tiers()[0]) == 0

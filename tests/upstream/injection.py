@@ -174,7 +174,8 @@ def store_if_remote(this: KVTierConnector, request: Any) -> None:
     keys = join_keys([*state.extend(tokens), *filter(None, [state.tail_key(tokens)])])
     run = Run(state.root, keys, tokens % chunk or chunk, block_hashes=state.block_hashes(0, tokens))
     other = this._bridges._replace(engine=f"prefill of {request.request_id}")
-    bridge = other.scheduler(model, connector.engine_model(this._vllm_config), side.weights.current)
+    served = connector.engine_model(this._vllm_config, {})
+    bridge = other.scheduler(model, served, side.weights.current)
     worker = other.worker(model, 0)
     call = bridge.reserve([run])
     assert call is not None

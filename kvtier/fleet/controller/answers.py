@@ -15,6 +15,8 @@ from pydantic import BaseModel, Field
 
 from kvtier.fleet.controller.events import Event
 from kvtier.fleet.member.protocol import TierState
+from kvtier.fleet.member.served_models import Described, disagreements, listed
+from kvtier.logs import Finding
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.report import Report
 from kvtier.observability.whatif.sentences import NOTHING_REPORTED, basis, findings
@@ -142,6 +144,12 @@ class WhatIfAnswer(BaseModel):
     report: Report | None
 
 
+class FindingsAnswer(BaseModel):
+    """What keeps instances from sharing chunks, and what to do."""
+
+    findings: list[Finding]
+
+
 class InstancesAnswer(BaseModel):
     """All registered instances, sorted by id."""
 
@@ -184,6 +192,23 @@ def of_members(members: Iterable[Member], pins: Pins) -> InstancesAnswer:
     """Return the response model of all instances, sorted by id."""
     ordered = sorted(members, key=lambda member: member.id)
     return InstancesAnswer(instances=[of_member(member, pins) for member in ordered])
+
+
+def findings_of(members: Iterable[Member]) -> list[Finding]:
+    """Return how instances differ: in their version, and in the KV of engines that serve the same model."""
+    members = list(members)
+    versions: dict[str, list[str]] = {}
+    for member in members:
+        versions.setdefault(member.hello.kvtier, []).append(member.id)
+    groups = [f"{version} on {listed(ids)}" for version, ids in versions.items()]
+    remedy = "install the same version of kvtier on all hosts, and restart cache processes and engines"
+    served = [
+        Described(f"instance {member.id}", model.names, model.namespace, model.layout, model.facts)
+        for member in members
+        for model in member.models
+    ]
+    different = [Finding(f"kvtier {', '.join(groups)}", remedy)] if len(groups) > 1 else []
+    return [*different, *disagreements(served)]
 
 
 def of_member(member: Member, pins: Pins) -> InstanceAnswer:

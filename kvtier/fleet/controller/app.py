@@ -20,6 +20,7 @@ from kvtier.fleet.controller import answers, connection
 from kvtier.fleet.controller.answers import (
     Accepted,
     EventsAnswer,
+    FindingsAnswer,
     Health,
     InstancesAnswer,
     InstanceWithHistory,
@@ -288,6 +289,11 @@ def _add_queries(router: APIRouter, operations: Operations) -> None:
         """Return one instance, with its history over the last hour."""
         member = registry.find(instance)
         return answers.with_history(member, operations.pins, registry.history.of(instance))
+
+    @router.get("/findings", tags=[STATE_TAG])
+    async def findings() -> FindingsAnswer:
+        """Return what keeps instances from sharing chunks: other versions, and engines with other KV."""
+        return FindingsAnswer(findings=answers.findings_of(registry.members.values()))
 
     @router.get("/pins", tags=[STATE_TAG])
     async def pins(

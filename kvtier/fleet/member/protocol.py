@@ -107,6 +107,8 @@ class Model(msgspec.Struct, frozen=True, array_like=True):
     layout: ChunkLayout
     tokenizer: bool
     """Whether this instance can tokenize prompts for it."""
+    facts: dict[str, str] = msgspec.field(default_factory=dict)
+    """What distinguishes its KV from that of others, while an engine serves it."""
 
 
 class Serves(Message, frozen=True, array_like=True, tag=10):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import msgspec
 
 from kvtier.concurrency.tasks import Changes
 from kvtier.fleet.member.protocol import Model
+from kvtier.logs import Finding
 from kvtier.memory.layout import ChunkLayout
 
 MAX_MODELS = 64
@@ -17,6 +22,10 @@ MAX_CHARACTERS = 256
 """Maximum length of a name."""
 MAX_ENGINES = 256
 """Maximum number of engines that are reported."""
+MAX_LISTED = 4
+MODEL = "config.json, drafter, --hf-overrides and options of inputs"
+"""The fact that covers all others of a model, and is named if it alone differs."""
+_PART = re.compile(r"part \d+ of \d+")
 PLAIN_MODES = ("hf", "cohere", "inkling", "kimi_k3")
 """vLLM's tokenizer modes that use a tokenizer of the transformers library."""
 
@@ -43,12 +52,67 @@ class EngineModel(msgspec.Struct, frozen=True, array_like=True):
     names: list[str]
     """Names that clients use for it. The engine's own name is the first."""
     tokenizer: TokenizerSource | None = None
+    facts: dict[str, str] = msgspec.field(default_factory=dict)
+    """What distinguishes its KV from that of others in the same layout, by what to set."""
+    max_tokens: int = 0
+    """The longest prompt with its answer; 0 if that is unknown."""
+    findings: list[Finding] = msgspec.field(default_factory=list)
+    """What the engine has found about it."""
+
+
+class Described(NamedTuple):
+    """Who serves a model, and what distinguishes its KV."""
+
+    where: str
+    names: Sequence[str]
+    namespace: bytes
+    layout: ChunkLayout
+    facts: Mapping[str, str]
+
+
+def disagreements(served: Iterable[Described]) -> Iterator[Finding]:
+    """Yield how some of those that serve a model under the same name have other KV than most.
+
+    The parts of an engine have different layers, and are compared with the same part of others.
+    """
+    groups: dict[tuple[str, str], dict[bytes, list[Described]]] = {}
+    for each in served:
+        part = _PART.search(each.layout.platform)
+        for name in each.names if each.facts else ():
+            group = groups.setdefault((name, part[0] if part else ""), {})
+            group.setdefault(each.namespace, []).append(each)
+    compared: set[tuple[bytes, bytes]] = set()
+    for (name, _), by_namespace in groups.items():
+        most, *others = sorted(by_namespace.values(), key=len, reverse=True)
+        for other in others:
+            pair = most[0].namespace, other[0].namespace
+            if pair in compared:
+                continue
+            compared.add(pair)
+            one, two = ({**each[0].layout.fields(), **each[0].facts} for each in (other, most))
+            fields = [field for field in {**one, **two} if one.get(field) != two.get(field)]
+            fields = [field for field in fields if field != MODEL] or fields or ["weights_id"]
+            values = ", ".join(
+                f"{field} {one.get(field) or '-'} instead of {two.get(field) or '-'}" for field in fields
+            )
+            who = " and ".join(listed([each.where for each in group]) for group in (other, most))
+            yield Finding(
+                f"{who} share no chunk of {name}: {values}",
+                f"start all of them with the same {', '.join(fields)}",
+            )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = len(names) - MAX_LISTED
+    return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 class _Served(msgspec.Struct):
     names: list[str]
     layout: ChunkLayout
     tokenizer: TokenizerSource | None
+    facts: dict[str, str]
 
 
 class ServedModels:
@@ -57,6 +121,7 @@ class ServedModels:
     def __init__(self) -> None:
         self._engines: dict[str, tuple[bytes, ChunkLayout]] = {}
         """The namespace and the layout of each connected engine, by name."""
+        self._described: dict[str, Described] = {}
         self._models: dict[bytes, _Served] = {}
         self.changes = Changes()
         """Of the models."""
@@ -69,21 +134,32 @@ class ServedModels:
     @property
     def models(self) -> list[Model]:
         """All models, as reported to the controller."""
+        engines = Counter(namespace for namespace, _ in self._engines.values())
         return [
             Model(
                 list(model.names),
                 namespace,
                 model.layout,
                 model.tokenizer is not None and model.tokenizer.usable,
+                model.facts if engines[namespace] else {},
             )
             for namespace, model in self._models.items()
         ]
 
     def add(self, engine: str, namespace: bytes, layout: ChunkLayout, model: EngineModel | None) -> None:
         """Add an engine, or the model that it serves. Ignores names that are too long or not printable."""
+        if self._engines.get(engine, (b"",))[0] != namespace:
+            self.changes.notify()
         self._engines[engine] = namespace, layout
         if model is not None:
+            self._described[engine] = Described(
+                f"engine {engine}", model.names, namespace, layout, model.facts
+            )
             self.add_model(namespace, layout, model)
+
+    def disagreements(self) -> Iterator[Finding]:
+        """Yield how connected engines that serve the same model differ."""
+        return disagreements(self._described.values())
 
     def add_model(self, namespace: bytes, layout: ChunkLayout, model: EngineModel) -> None:
         """Add a model, whether or not an engine serves it. Ignores names as :meth:`add` does."""
@@ -95,7 +171,7 @@ class ServedModels:
         if known is not None:
             names = [*known.names, *names]
         names = list(dict.fromkeys(names))[:MAX_NAMES]
-        served = self._models[namespace] = _Served(names, layout, model.tokenizer)
+        served = self._models[namespace] = _Served(names, layout, model.tokenizer, model.facts)
         if served == known:
             return
         self._forget_oldest()
@@ -103,7 +179,9 @@ class ServedModels:
 
     def remove(self, engine: str) -> None:
         """Remove a disconnected engine. Keep its model, whose chunks are still cached."""
-        self._engines.pop(engine, None)
+        if self._engines.pop(engine, None) is not None:
+            self.changes.notify()
+        self._described.pop(engine, None)
 
     def refusal(self, namespace: bytes) -> str:
         """Return why the connected engines cannot use chunks of a model; empty if they can."""

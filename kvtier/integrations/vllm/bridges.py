@@ -16,8 +16,10 @@ from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.bridge.protocol import Hello, Role, Weights
 from kvtier.bridge.spawn import CacheProcess, default_address
 from kvtier.errors import ChannelError
+from kvtier.fleet.member.chat_template import Insertion, find_insertion
 from kvtier.fleet.member.served_models import EngineModel, TokenizerSource
 from kvtier.integrations.vllm.plain import commit_of, text
+from kvtier.logs import Finding
 from kvtier.settings import Settings
 
 if TYPE_CHECKING:
@@ -81,12 +83,17 @@ class Bridges(NamedTuple):
         return bridge
 
 
-def engine_model(vllm_config: VllmConfig) -> EngineModel:
-    """Return the names and the tokenizer of an engine's model. vLLM only keeps the first served name here."""
+def engine_model(vllm_config: VllmConfig, facts: dict[str, str]) -> EngineModel:
+    """Return an engine's model. vLLM only keeps the first served name here. ``facts``: about its KV."""
     model = vllm_config.model_config
     served = model.served_model_name
     names = [served] if isinstance(served, str) else list(served or ())
-    return EngineModel(list(dict.fromkeys(map(text, [*names, model.model]))), _tokenizer(model))
+    unique, tokenizer = list(dict.fromkeys(map(text, [*names, model.model]))), _tokenizer(model)
+    inserted = None if tokenizer is None else find_insertion(Path(tokenizer.path))
+    findings = []
+    if isinstance(inserted, Insertion):
+        findings.append(Finding(f"the chat template of {unique[0]} {inserted}", inserted.remedy))
+    return EngineModel(unique, tokenizer, facts, int(model.max_model_len), findings)
 
 
 def _tokenizer(model: Any) -> TokenizerSource | None:

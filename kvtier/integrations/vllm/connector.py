@@ -31,7 +31,7 @@ from kvtier.integrations.vllm.compat import (
     writes_before_hooks,
 )
 from kvtier.integrations.vllm.identity import Identities
-from kvtier.integrations.vllm.layout import ModelLayout, model_layout, namespaces
+from kvtier.integrations.vllm.layout import ModelLayout, facts, model_layout, namespaces
 from kvtier.integrations.vllm.logs import LogThread
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
@@ -126,7 +126,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return model.namespace if weights_id == settings.weights_id else named(weights_id)
 
         weights = EngineWeights(settings.weights_id, namespace_of, self._identities.are_current)
-        bridge = self._bridges.scheduler(model, engine_model(config), weights.current, to=to)
+        served = engine_model(config, facts(config, self._identities))
+        bridge = self._bridges.scheduler(model, served, weights.current, to=to)
         if self._pool is not None:
             weights.bind(self._pool)
         return SchedulerSide(

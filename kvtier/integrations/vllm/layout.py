@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from blake3 import blake3
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, UniformTypeKVCacheSpecs
 
 from kvtier.errors import LayoutError
+from kvtier.fleet.member.served_models import MODEL
 from kvtier.integrations.vllm.compat import block_tokens_of, hit_alignment
 from kvtier.integrations.vllm.identity import NAMES_ONLY, Identities, draft_model
 from kvtier.integrations.vllm.parts import Part, part_of
 from kvtier.integrations.vllm.plain import commit_of, plain
 from kvtier.integrations.vllm.specs import check_prefill, needs, shards_of
+from kvtier.logs import printable
 from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, namespace
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 PATTERN = 0xA5
 """What :func:`probe` writes."""
 MIN_STATE_TOKENS = 64
+MAX_FACT_CHARACTERS = 160
 
 INPUT_OPTIONS = (
     "media_io_kwargs",
@@ -153,6 +157,17 @@ def namespaces(
     return lambda weights_id: namespace(named if weights_id else unnamed, layout, weights_id)
 
 
+def facts(vllm_config: VllmConfig, identities: Identities) -> dict[str, str]:
+    """Return what a namespace covers besides the layout and the setting ``weights_id``, by what to set."""
+    model = vllm_config.model_config
+    weights = identities.model if identities.model.key else f"{model.model} {commit_of(model.revision) or ''}"
+    return {
+        "files or --revision": printable(str(weights))[-MAX_FACT_CHARACTERS:],
+        "--quantization": str(model.quantization),
+        MODEL: blake3(_model(vllm_config, ("",), ("",)).encode()).hexdigest(8),
+    }
+
+
 def automatic_chunk_tokens(groups: Sequence[GroupLayout], config: KVCacheConfig) -> int:
     """Return the multiple of all block sizes that is nearest to :data:`CHUNK_TOKENS`.
 
@@ -200,7 +215,7 @@ def _spec_of(group: KVCacheGroupSpec, layer: str) -> Any:
 
 def _platform(vllm_config: VllmConfig, config: KVCacheConfig, part: Part) -> str:
     device = vllm_config.device_config.device_type
-    parts = [
+    parts = [  # As PLATFORM_FIELDS in memory/layout.py.
         str(device),
         str(config.kv_cache_layout),
         str(vllm_config.cache_config.cache_dtype),

@@ -1,0 +1,94 @@
+"""Checks of ``kvtier doctor`` on what runs: the cache process, its engines, and a fleet of instances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier.bridge import client
+from kvtier.bridge.spawn import default_address
+from kvtier.cli.checks import Check
+from kvtier.errors import ChannelError, ControllerError
+from kvtier.fleet.member.chat_template import Insertion, find_insertion
+from kvtier.settings import Settings, TierSettings
+from kvtier.version import __version__
+
+PROCESS, FOUND, FLEET = "cache process", "found while running", "instances"
+Report = Mapping[str, Any]
+
+
+def check_cache_process(
+    settings: Settings, tiers: Sequence[TierSettings], socket: Path | None = None
+) -> Iterator[Check]:
+    """Check the cache process of these settings, or that on a ``socket``, and what it has found.
+
+    Blocks for up to some seconds.
+    """
+    try:
+        socket = socket or settings.socket or default_address(settings)
+        if not socket.exists():
+            yield Check(PROCESS, "ok", f"none on {socket}; an engine starts one")
+            return
+        report = client.status(socket)
+    except ChannelError as error:
+        yield Check(PROCESS, "warn", str(error), "see its log, or start one: kvtier serve")
+        return
+    found, problem = f"process {report['pid']} on {socket}", ""
+    version, named = report.get("version", "before 0.3"), [tier.name for tier in tiers]
+    # A cache process adds a tier for its peers.
+    running = [tier["name"] for tier in report["tiers"]][: len(named)]
+    if version != __version__:
+        problem = f", with kvtier {version}: {__version__} is installed"
+    elif running != named:
+        problem = f", with other tiers than in the settings: {', '.join(running)}"
+    remedy = f"kill {report['pid']}: the next one has these" if problem else ""
+    yield Check(PROCESS, "warn" if problem else "ok", found + problem, remedy)
+    for finding in report.get("findings", ()):
+        yield Check(FOUND, "warn", finding["found"], finding["remedy"])
+    yield from _check_others(socket, report)
+
+
+def _check_others(socket: Path, report: Report) -> Iterator[Check]:
+    """Check that no other cache process of this user, in the same folder, has engines with the same model."""
+    for path in sorted(socket.parent.glob("*.sock")):
+        try:
+            other = client.status(path)
+        except ChannelError:
+            continue
+        if path != socket and (shared := _models(report) & _models(other)):
+            found = f"process {other['pid']} on {path} serves {min(shared)} as well: they share no memory"
+            yield Check("cache processes", "warn", found, "set the same `socket` for all engines")
+
+
+def _models(report: Report) -> set[str]:
+    return {name for engine in report["engines"] for name in engine.get("models", ())}
+
+
+def check_template(folder: Path) -> Check:
+    """Check that the chat template in a model's folder inserts nothing that changes."""
+    name, found = f"chat template of {folder.name}", find_insertion(folder)
+    if isinstance(found, Insertion):
+        return Check(name, "warn", f"it {found}", found.remedy)
+    return Check(name, "ok", f"it {found}")
+
+
+def check_fleet(settings: Settings) -> Iterator[Check]:
+    """Check what the controller of the settings has found, if there is one. Blocks for up to some seconds."""
+    from kvtier.cli.controller_api import ControllerAPI
+
+    if settings.controller.url is None:
+        return
+    token = settings.controller.token
+    try:
+        with ControllerAPI(
+            settings.controller.url, None if token is None else token.get_secret_value()
+        ) as api:
+            instances, findings = api.instances().instances, api.findings().findings
+    except ControllerError as error:
+        yield Check("controller", "fail", str(error))
+        return
+    for finding in findings:
+        yield Check(FLEET, "warn", finding.found, finding.remedy)
+    if not findings:
+        yield Check(FLEET, "ok", f"{len(instances)}, with the same version, and the same KV for each model")

@@ -1,0 +1,127 @@
+"""Whether a model's chat template inserts something that changes: prompts part there, and miss the rest.
+
+It is rendered at different times, as transformers does. So what it inserts is seen, not guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from functools import partial
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FIRST = datetime(2026, 1, 14, 10, 20, 30)  # noqa: DTZ001 - transformers passes a local time as well
+EVERY_REQUEST = "with each request"
+PERIODS = {
+    EVERY_REQUEST: timedelta(0),
+    "every second": timedelta(seconds=1),
+    "every minute": timedelta(minutes=1),
+    "every hour": timedelta(hours=1),
+    "every day": timedelta(days=1),
+}
+TRIES = 8
+"""A random choice is noticed in one of so many renderings."""
+QUESTION = "kvtier-question"
+_USER = {"role": "user", "content": QUESTION}
+CONVERSATIONS = [[{"role": "system", "content": "kvtier-system"}, _USER], [_USER]]
+PINNED = "26 Jul 2024"
+_VARIABLE = re.compile(r"\w*(?:date|time|today|now)\w*")
+
+
+class Insertion(NamedTuple):
+    """Something that a chat template inserts before the messages end, and that changes."""
+
+    period: str
+    """How often it changes: one of :data:`PERIODS`."""
+    position: int
+    """How many characters are before it."""
+    variable: str
+    """A variable of the template that is inserted instead if it is given; empty if there is none."""
+
+    def __str__(self) -> str:
+        """Say what happens."""
+        return f"inserts what changes {self.period} after {self.position} characters: prompts miss the rest"
+
+    @property
+    def remedy(self) -> str:
+        """Return what to type."""
+        if self.variable:
+            value = json.dumps({self.variable: PINNED})
+            return f"vllm serve … --default-chat-template-kwargs '{value}'"
+        return "copy the template, write a fixed text instead, and vllm serve … --chat-template FILE"
+
+
+def find_insertion(folder: Path) -> Insertion | str:
+    """Return what the chat templates in a model's folder insert; the one that changes most often.
+
+    If there is none, a predicate of the templates, for display. Blocks for some 50 ms.
+    """
+    try:
+        sources = list(_sources(folder))
+        found = [each for source in sources if (each := _insertion(source)) is not None]
+    except Exception as error:  # A template may raise anything, and transformers may not be installed.
+        return f"cannot be rendered here: {type(error).__name__}: {error}"
+    nothing = "inserts nothing that changes" if sources else "is not in this folder"
+    return min(found, key=lambda each: PERIODS[each.period], default=nothing)
+
+
+def _sources(folder: Path) -> Iterator[str]:
+    """Yield the model's own templates, from where transformers reads them."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        yield file.read_text()
+        return
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            template = json.loads((folder / name).read_text()).get("chat_template")
+            if template:
+                yield from (
+                    [template] if isinstance(template, str) else [each["template"] for each in template]
+                )
+                return
+
+
+def _insertion(source: str) -> Insertion | None:
+    refused: list[Exception] = []
+    for conversation in CONVERSATIONS:
+        render = partial(_render, source, conversation)
+        try:
+            first = render(FIRST)
+        except Exception as error:  # Many templates refuse a system message.
+            refused.append(error)
+            continue
+        end = first.find(QUESTION)
+        for period, step in PERIODS.items():
+            others = [render(FIRST + step) for _ in range(1 if step else TRIES)]
+            position = len(commonprefix([first, *others]))  # noqa: RUF071 - of texts
+            if position < (len(first) if end < 0 else end):
+                pinned = (
+                    name for name in sorted(set(_VARIABLE.findall(source))) if _pins(render, name, step)
+                )
+                return Insertion(period, position, next(pinned, ""))
+    if len(refused) == len(CONVERSATIONS):
+        raise refused[-1]
+    return None
+
+
+def _pins(render: Any, name: str, step: timedelta) -> bool:  # noqa: ANN401 - a partial
+    """Return whether the template inserts a variable instead, if it is given."""
+    try:
+        first, other = (render(FIRST + each, **{name: PINNED}) for each in (timedelta(0), step))
+    except Exception:
+        return False
+    return first == other and PINNED in first
+
+
+def _render(source: str, conversation: list[dict[str, str]], at: datetime, **given: str) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    values = {"bos_token": "", "eos_token": "", "strftime_now": at.strftime, **given}
+    rendered, _ = render_jinja_template(
+        [conversation], chat_template=source, add_generation_prompt=True, **values
+    )
+    return str(rendered[0])
