@@ -54,6 +54,7 @@ from kvtier.pipeline.move import Gathering, MoveStage
 from kvtier.pipeline.query import Expected, Query
 from kvtier.pipeline.read import Reader
 from kvtier.pipeline.store import StoreStage
+from kvtier.pipeline.verify import VerifyStage
 from kvtier.pipeline.write import Writer
 from kvtier.plugins import Plugins, is_memory
 from kvtier.settings import Settings, TierSettings, load_settings
@@ -96,6 +97,8 @@ class TieredCache:
         """The tiers below it, fastest first."""
         self.tiers = hierarchy.tiers
         """All tiers, in the order of the settings."""
+        self.quarantined = hierarchy.quarantined
+        """A bit mask of the tiers in which a namespace is in quarantine."""
         self.counts = hierarchy.counts
         """Outcomes since the start, by name."""
         self.layouts = hierarchy.layouts
@@ -119,6 +122,8 @@ class TieredCache:
         self._expiry = TtlExpiry(hierarchy)
         self._clearing = ClearStage(hierarchy, self._writer)
         discovering = DiscoverStage(hierarchy)
+        self.verifying = VerifyStage(hierarchy, self._clearing, follows=settings.verify > 0)
+        """Compares chunks with what engines compute."""
         self._moving = MoveStage(
             hierarchy, self._allocator, self._reader, self._writer, discovering, self._clearing
         )
@@ -409,6 +414,7 @@ class TieredCache:
         chosen = [tier.index for tier in every] if tiers is None else [self.index_of(name) for name in tiers]
         if keys is not None:
             return await self._clearing.clear(keys, chosen)
+        self.verifying.lift(namespace, chosen)
         if tiers is None:
             self.catalog.namespaces.reset(namespace)
         return await self._clearing.clear_all(namespace, chosen)
@@ -475,6 +481,7 @@ class TieredCache:
             "pushed": {"announced": self.expecting.announced, "waiting": self.expecting.waiting},
             "pending_bytes": self.pending_bytes,
             "pinned_chunks": self.catalog.pinned,
+            "quarantined": self.verifying.status(),
             "counts": dict(self.counts),
         }
 

@@ -226,7 +226,7 @@ class PendingWrites:
     def void(self, writes: Sequence[Reservation]) -> None:
         """Let others store these chunks. Their memory is kept until all ranks have finished."""
         fresh = [write for write in writes if not write.void]
-        self._cache.cancel([write for write in fresh if write.in_arena])
+        self._cache.cancel([write for write in fresh if write.in_catalog])
         for write in fresh:
             write.void = True
 

@@ -57,6 +57,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.fleet.member.served_models import EngineModel
 from kvtier.memory.layout import ChunkLayout
 from kvtier.observability.whatif.report import Report
+from kvtier.pipeline.verify import Recomputation
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
 VERSION = 14
@@ -213,6 +214,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     """For a state: the last chunk of the hit that it extends. It supersedes states before that."""
     awaited: bool = False
     """Whether a decode instance waits for the chunks, which are stored whatever they are worth."""
+    recomputes: Recomputation | None = None
+    """Chunks that memory holds get room as well, and are compared with what is written there."""
 
 
 class Reserve(Request, frozen=True, array_like=True, tag=14):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, ChunkKey, split_keys
 from kvtier.memory.layout import STATE_TOKENS
 from kvtier.pipeline.found import FoundPrefix, Ready
 from kvtier.pipeline.query import Expected, Query
+from kvtier.pipeline.verify import Recomputation
 from kvtier.tiers.host_memory import Reservation
 from kvtier.units import format_size
 
@@ -294,6 +296,8 @@ class EngineSession:
                 writes += [_stage(staging, transfer, header) for header in headers]
             else:
                 writes += islice(reserved, len(headers))
+        if not self.absent_ranks and any(run.recomputes is not None for run in request.runs):
+            self._reserve_recomputed(request.runs, runs, writes)
         extends = iter([run.extends for run in request.runs for _ in range(len(run.keys) // KEY_BYTES)])
         leases, offsets = [NO_LEASE] * len(writes), [0] * len(writes)
         for index, (write, chunk) in enumerate(zip(writes, extends, strict=True)):
@@ -303,6 +307,26 @@ class EngineSession:
                 offsets[index] = write.lease.offset
                 self.writes.add(number, write)
         return Reserved(request.ticket, leases, offsets, 0 if staging is None else staging.number)
+
+    def _reserve_recomputed(
+        self,
+        runs: Sequence[Run],
+        headers_of: Sequence[tuple[int, Sequence[ChunkHeader]]],
+        writes: list[Reservation | None],
+    ) -> None:
+        """Reserve room in ``writes`` to compare chunks that are held: all that there is, in random order."""
+        wanted, first = list[tuple[int, ChunkHeader, Recomputation]](), 0
+        for run, (_, headers) in zip(runs, headers_of, strict=True):
+            of = run.recomputes
+            for at, header in enumerate(headers):
+                if of is not None:
+                    start = of.start + at * self.layout.chunk_tokens
+                    wanted.append((first + at, header, structs.replace(of, start=start)))
+            first += len(headers)
+        random.shuffle(wanted)
+        for at, header, of in wanted:
+            if writes[at] is None:
+                writes[at] = self._cache.verifying.reserve(header, of)
 
     def _within_share(self, headers: Sequence[ChunkHeader]) -> int:
         """Return how many chunks, in order, may be reserved before this engine has more than its share."""

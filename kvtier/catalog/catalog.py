@@ -250,6 +250,11 @@ class Catalog:
         row = self._find(key)
         return None if row == NO_ROW else row
 
+    def namespace(self, key: ChunkKey) -> bytes:
+        """Return the namespace of a chunk; empty if it has none. Takes time proportional to their number."""
+        row = self._find(key)
+        return b"" if row == NO_ROW else self.namespaces.known()[self._spaces[row]]
+
     def generation(self, key: ChunkKey) -> int:
         """Return the generation of a chunk, which changes when it is cleared; -1 if it is in no tier."""
         row = self._find(key)

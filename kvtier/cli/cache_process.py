@@ -79,6 +79,8 @@ def _headline(report: Report, socket: Path) -> str:
 def _tables(report: Report) -> Iterator[Table]:
     """Yield a table for each part of the cache process that is in use."""
     yield _tiers(report["tiers"])
+    if quarantined := report.get("quarantined"):
+        yield _quarantined(quarantined)
     if engines := report["engines"]:
         yield _engines(engines)
     if findings := report.get("findings"):
@@ -106,6 +108,13 @@ def _tiers(tiers: list[Report]) -> Table:
             escape(_eviction(tier["eviction"], tier["eviction_in_use"])),
             ("" if tier["available"] else "[red]unavailable[/red] ") + escape(tier.get("error") or ""),
         )
+    return rows
+
+
+def _quarantined(places: list[Report]) -> Table:
+    rows = table("namespace in quarantine", "tiers")
+    for place in places:
+        rows.add_row(place["namespace"], escape(", ".join(place["tiers"])))
     return rows
 
 

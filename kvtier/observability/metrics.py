@@ -29,6 +29,7 @@ from kvtier.events import Event, Observer, Prefetch, Report, Store
 from kvtier.observability.families import Samples, counter, gauge, histogram
 from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.observability.whatif.report import point_at
+from kvtier.pipeline.verify import RESULTS
 from kvtier.tiers.level import Level
 from kvtier.version import __version__
 
@@ -95,6 +96,7 @@ REFUSALS = (
     ("declined", "store_declined"),
     ("no_room", "store_dropped"),
     ("aborted", "store_aborted"),
+    ("quarantined", "store_quarantined"),
 )
 """Reason why an engine's chunk was not stored, and its key in the cache's counts."""
 
@@ -225,9 +227,17 @@ class CacheMetrics(Collector, Observer):
         text = "Tokens that lookups found, by the tier that held them."
         hits = [((tier.name,), counts[f"hit_tokens_{tier.name}"]) for tier in tiers]
         yield counter("lookup_hit_tokens", text, hits, "tier")
-        text = "Chunks not stored: already held, declined by the policy, no room, or aborted by the engine."
+        text = "Chunks not stored: already held, declined, no room, aborted by the engine, or in quarantine."
         refused = [((reason,), counts[key]) for reason, key in REFUSALS]
         yield counter("refused_chunks", text, refused, "reason")
+        text = "Chunks compared with what an engine computes: equal, tolerable, different or unknown."
+        labels = [(tier.name, result) for tier in tiers for result in RESULTS]
+        verified = [((tier, result), counts[f"verified_{result}_{tier}"]) for tier, result in labels]
+        yield counter("verified_chunks", text, verified, "tier", "result")
+        text = "Namespaces in quarantine in a tier, because a chunk that was compared there was different."
+        masks = self._cache.quarantined.values()
+        places = [((tier.name,), sum(mask >> tier.index & 1 for mask in masks)) for tier in tiers]
+        yield gauge("quarantined_namespaces", text, places, "tier")
 
     def _of_transfers(self) -> Iterator[Metric]:
         transferred, outcomes, seconds = [], [], []

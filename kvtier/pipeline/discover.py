@@ -27,7 +27,9 @@ class DiscoverStage:
         """Return the shared pools to query for chunks that are not in the catalog, fastest first."""
         if self._hierarchy.catalog.namespaces.is_reset(namespace):
             return []
-        return [tier for tier in self._hierarchy.lower if tier.shared and tier.available]
+        usable = self._hierarchy.usable(namespace)
+        pools = (tier for tier in self._hierarchy.lower if tier.shared and tier.available)
+        return [tier for tier in pools if usable >> tier.index & 1]
 
     async def ask(self, keys: Sequence[ChunkKey], expected: Expected) -> int:
         """Query the pools in turn for the rest of a prompt. Return the number of leading chunks then known.

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from anyio.abc import TaskGroup
 
 from kvtier.backends.base import Outcome
-from kvtier.catalog.catalog import Catalog
+from kvtier.catalog.catalog import ALL_TIERS, Catalog
 from kvtier.events import Event, Observer, Report
 from kvtier.logs import Findings, RateLimitedLogs
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.encoded_seal import Layouts
 from kvtier.tiers.host_memory import HostMemory
 from kvtier.tiers.level import Level
-from kvtier.tiers.planner import Transfer, TransferPlanner
+from kvtier.tiers.planner import FIRST, Transfer, TransferPlanner
 from kvtier.tiers.tier import Tier
 
 logger = logging.getLogger("kvtier")
@@ -40,6 +40,8 @@ class Hierarchy:
     """The layouts of the models in use, for codecs."""
     counts: Counter[str] = field(default_factory=Counter)
     """Outcomes since the start, for the status report."""
+    quarantined: dict[bytes, int] = field(default_factory=dict)
+    """A bit mask of the tiers in which a namespace is in quarantine, see :mod:`kvtier.pipeline.verify`."""
 
     def __post_init__(self) -> None:
         self.tiers: Sequence[Level] = [self.memory, *self.lower]
@@ -54,6 +56,15 @@ class Hierarchy:
     def length(self, key: ChunkKey) -> int:
         """Return the size of a chunk object; 0 if no tier holds it any more."""
         return self.catalog.length(key) if key in self.catalog else 0
+
+    def usable(self, namespace: bytes) -> int:
+        """Return a bit mask of the tiers in which chunks of a namespace may be read and written."""
+        mask = self.quarantined.get(namespace, 0)
+        return 0 if mask >> FIRST & 1 else ALL_TIERS & ~mask  # All chunks pass through the first tier.
+
+    def usable_of(self, keys: Sequence[ChunkKey]) -> int:
+        """Return :meth:`usable` of the namespace of chunks in the catalog. They are of the same one."""
+        return self.usable(self.catalog.namespace(keys[0])) if self.quarantined and keys else ALL_TIERS
 
     def changed(
         self, tier: int, *, stored: Sequence[ChunkKey] = (), removed: Sequence[ChunkKey] = ()

@@ -205,6 +205,7 @@ class LookUpStage:
         self, found: FoundPrefix, keys: Sequence[ChunkKey], among: int, *, whole: bool = False
     ) -> bool:
         hierarchy, memory = self._hierarchy, self._hierarchy.memory
+        counted, among = among == ALL_TIERS, among & hierarchy.usable_of(keys)
         rows, sources = hierarchy.catalog.prefix_rows(keys, among)
         known = len(rows)
         if found.compute and sources.count(memory.index) < known:
@@ -219,7 +220,7 @@ class LookUpStage:
         self._storing.used(rows)
         in_memory = sources.count(memory.index) == len(sources)
         if in_memory and not found.count:
-            return self._extend_from_memory(found, held, rows, among) and len(held) == known
+            return self._extend_from_memory(found, held, rows, counted=counted) and len(held) == known
         if not in_memory:
             self._reader.start(Prefetch(keys=held, priority=Priority.REQUESTED, among=among))
         first = found.total
@@ -230,17 +231,17 @@ class LookUpStage:
                 break
             chunks.append(chunk)
         found.add(chunks)
-        if among == ALL_TIERS:
+        if counted:
             self._count(found, first, [chunk.source for chunk in chunks])
         return len(chunks) == known
 
     def _extend_from_memory(
-        self, found: FoundPrefix, held: Sequence[ChunkKey], rows: Sequence[int], among: int
+        self, found: FoundPrefix, held: Sequence[ChunkKey], rows: Sequence[int], *, counted: bool
     ) -> bool:
         """Lease a prefix that is entirely in memory, in one batch."""
         leases = self._hierarchy.memory.lease_rows(rows)
         found.set_head(held, leases)
-        if among == ALL_TIERS:
+        if counted:
             self._count(found, found.taken, [self._hierarchy.memory.index] * len(leases))
         return len(leases) == len(held)
 

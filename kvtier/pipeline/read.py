@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
@@ -100,6 +100,7 @@ class Reader:
 
     def start(self, event: Prefetch) -> None:
         """Start to read the chunks of lower tiers, in prefix order, while there is room. Does not wait."""
+        event = replace(event, among=event.among & self._hierarchy.usable_of(event.keys))
         for transfer in self._hierarchy.planner.prefetch(event):
             flights = self._begin(transfer, event.among)
             if flights:
@@ -270,7 +271,8 @@ class Reader:
         if source == hierarchy.memory.index:
             return hierarchy.memory.lease_ready(keys)
         catalog = hierarchy.catalog
-        held = [key for key in keys if catalog.state(key, source) is State.READY]
+        usable = hierarchy.usable_of(keys) >> source & 1
+        held = [key for key in keys if usable and catalog.state(key, source) is State.READY]
         room = ((key, allocate(catalog.length(key))) for key in held)
         chunks = [ChunkBytes(key, lease, catalog.generation(key)) for key, lease in room if lease is not None]
         mine = [chunk._replace(lease=chunk.lease.share()) for chunk in chunks]

@@ -54,6 +54,9 @@ class StoreStage:
         single tier may decline chunks, see :meth:`EvictionPolicy.victims_for`. The other prompts are tried.
         """
         hierarchy = self._hierarchy
+        if headers and not hierarchy.usable(headers[0].namespace) >> self._memory.index & 1:
+            hierarchy.counts["store_quarantined"] += len(headers)
+            return [None] * len(headers)
         keys = [header.key for header in headers]
         absent = self._memory.absent(keys)
         if len({keys[at] for at in absent}) < len(absent):  # Two requests store the same chunk.

@@ -149,7 +149,8 @@ class Writer:
         """Write a batch of leased chunk objects to a lower tier. Takes over the leases.
 
         A chunk that is already READY or PENDING there is OK without another write. One that has been cleared
-        since it was leased, and perhaps stored again by a model with other weights, is a MISS.
+        since it was leased, and perhaps stored again by a model with other weights, is a MISS, and so is one
+        that is in quarantine there.
         """
         hierarchy = self._hierarchy
         try:
@@ -207,7 +208,7 @@ class Writer:
             key, length = chunk.key, chunk.lease.length
             if key in absent or catalog.state(key, target) is not State.ABSENT:
                 chunk.lease.release()
-            elif catalog.generation(key) != chunk.generation:
+            elif catalog.generation(key) != chunk.generation or not hierarchy.usable_of([key]) >> target & 1:
                 chunk.lease.release()
                 outcomes[key] = Outcome.MISS
                 hierarchy.counts["put_miss"] += 1

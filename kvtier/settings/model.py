@@ -45,7 +45,7 @@ from kvtier.settings.sources import (
 from kvtier.settings.tenants import Tenants, TierTenantSettings
 from kvtier.settings.values import MAX_DIGITS, Choice, LocalPath, SettingsModel
 from kvtier.settings.yaml_file import SettingsFile
-from kvtier.units import Duration, Fraction, Integer, Size, check_number
+from kvtier.units import Duration, Fraction, Integer, Number, Size, check_number
 
 PAGE_BYTES = 4096
 """Minimum capacity: one page, the accounting unit of every tier."""
@@ -338,6 +338,16 @@ class Settings(BaseSettings):
             "read. Headers are always verified."
         ),
         examples=[True],
+    )
+    verify: Number = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description=(
+            "Fraction of loads instead of which an idle engine computes the prompt, to compare it with what "
+            "is stored. What differs is in quarantine. 0 disables it. See [verify.md](verify.md)."
+        ),
+        examples=[0.001],
     )
     plugins: list[str] | None = Field(
         default=None,

@@ -35,6 +35,8 @@ class Reservation:
 
     in_arena: ClassVar[bool] = True
     """Whether the memory is in the first tier, not in a staging buffer."""
+    in_catalog: ClassVar[bool] = True
+    """Whether the chunk is PENDING in the first tier until it is complete, or void."""
 
     header: ChunkHeader
     lease: Lease

@@ -37,6 +37,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "reserve_share": ("0.25", "0.25", 0.25),
     "drain_timeout": ("1m", "60", 60.0),
     "checksum": ("false", "false", False),
+    "verify": ("0.001", "0.001", 0.001),
     "plugins": ("[a, b]", '["a", "b"]', ["a", "b"]),
     "prefetch.adaptive": ("false", "false", False),
     "prefetch.policy": ("wait", "wait", "wait"),

@@ -31,7 +31,7 @@ from kvtier.integrations.vllm.compat import (
     writes_before_hooks,
 )
 from kvtier.integrations.vllm.identity import Identities
-from kvtier.integrations.vllm.layout import ModelLayout, facts, model_layout, namespaces
+from kvtier.integrations.vllm.layout import ModelLayout, facts, kv_dtype, model_layout, namespaces
 from kvtier.integrations.vllm.logs import LogThread
 from kvtier.integrations.vllm.metadata import StepMetadata
 from kvtier.integrations.vllm.metrics import TransferPromMetrics, TransferStats
@@ -89,6 +89,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._model = model_layout(
             vllm_config, kv_cache_config, settings.chunk_tokens, weights_id, rank, self._identities
         )
+        self._kv_dtype = kv_dtype(kv_cache_config, self._model.group_ids)
         self._reports_part = self._model.parts > 1 or (self._spins and backend not in ("mp", "uni"))
         if role is KVConnectorRole.SCHEDULER:
             self._identities.log(vllm_config, weights_id)
@@ -140,6 +141,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             numbered=numbers_inputs(config),
             whole_blocks=hits_end_at_blocks(config),
             step_tokens=int(config.scheduler_config.max_num_batched_tokens),
+            kv_dtype=self._kv_dtype,
         )
 
     @property

@@ -22,7 +22,7 @@ from kvtier.integrations.vllm.compat import block_tokens_of, hit_alignment
 from kvtier.integrations.vllm.identity import NAMES_ONLY, Identities, draft_model
 from kvtier.integrations.vllm.parts import Part, part_of
 from kvtier.integrations.vllm.plain import commit_of, plain
-from kvtier.integrations.vllm.specs import check_prefill, needs, shards_of
+from kvtier.integrations.vllm.specs import check_prefill, needs, shards_of, specs_of
 from kvtier.logs import printable
 from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, namespace
 
@@ -211,6 +211,14 @@ def _tensor_regions(num_blocks: int, tensor: KVCacheTensor, group: KVCacheGroupS
 def _spec_of(group: KVCacheGroupSpec, layer: str) -> Any:
     spec = group.kv_cache_spec
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def kv_dtype(config: KVCacheConfig, group_ids: Sequence[int]) -> str:
+    """Return the type of the values in the pages of all groups; ``uint8`` if they are quantized or differ."""
+    specs = [spec for number in group_ids for spec in specs_of(config.kv_cache_groups[number])]
+    quantized = any(getattr(spec, "kv_quant_mode", 0) for spec in specs)
+    dtypes = {str(getattr(spec, "dtype", torch.uint8)).removeprefix("torch.") for spec in specs}
+    return "uint8" if quantized or len(dtypes) > 1 else dtypes.pop()
 
 
 def _platform(vllm_config: VllmConfig, config: KVCacheConfig, part: Part) -> str:

@@ -24,6 +24,7 @@ COUNTERS: Mapping[str, str] = {
     "store_seconds": "Seconds spent copying out of vLLM's KV cache",
     "not_stored_chunks": "Chunks that were already held, found no room, or were given up for a slow GPU",
     "transferred_tokens": "Prompt tokens transferred to decode instances",
+    "verified_tokens": "Tokens that were held, and computed to verify them",
     "failed_loads": "Requests that were computed because their load failed",
 }
 """Descriptions of the counters in vLLM's ``/metrics``, which are named ``kvtier_<name>_total``."""

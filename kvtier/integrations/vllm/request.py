@@ -125,6 +125,18 @@ class TransferProgress:
 
 
 @dataclass(slots=True)
+class VerifyProgress:
+    """The verification of what is stored of a prompt. Written by ``verification.py`` only."""
+
+    counted: bool = False
+    """Whether the request has counted as a load."""
+    ticket: int | None = None
+    """Ticket of the lookup that keeps the stored chunks."""
+    dtype: str = ""
+    """Type of the values of the KV cache, if the prompt is computed to verify what is stored."""
+
+
+@dataclass(slots=True)
 class RequestState:
     """One request from its arrival to its end: its keys, and the progress of each module with it."""
 
@@ -149,6 +161,7 @@ class RequestState:
     saving: SaveProgress = field(default_factory=SaveProgress)
     early: EarlyProgress = field(default_factory=EarlyProgress)
     transfer: TransferProgress = field(default_factory=TransferProgress)
+    verify: VerifyProgress = field(default_factory=VerifyProgress)
     prompt_tokens: int = 0
     """Length of the prompt when it was last checked."""
     chunk_hints: ChunkHints | None = field(init=False)

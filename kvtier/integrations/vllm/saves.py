@@ -19,6 +19,7 @@ from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.request import Hit, RequestState
 from kvtier.memory.keys import ChunkKey, join_keys, state_key
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout
+from kvtier.pipeline.verify import Recomputation
 from kvtier.rpc.calls import Call
 from kvtier.settings import Settings
 from kvtier.units import MIB
@@ -101,7 +102,7 @@ class Save:
     def runs(self) -> list[Run]:
         """The room to reserve: in the staging buffer, if any, then in the arena."""
         state, start = self.state, self.first * self.state.chunk_tokens
-        parent, keys = state.parent(self.first), join_keys(self.keys)
+        parent, keys, dtype = state.parent(self.first), join_keys(self.keys), state.verify.dtype
         arena = Run(
             parent,
             keys,
@@ -110,6 +111,7 @@ class Save:
             block_hashes=state.block_hashes(start, start + sum(self.sizes)),
             extends=self.extends,
             awaited=state.transfer.ticket is not None,
+            recomputes=Recomputation(state.request.request_id, start, dtype) if dtype else None,
         )
         return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
 

@@ -25,6 +25,7 @@ from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.prompt_transfers import PromptTransfers
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
 from kvtier.integrations.vllm.saves import Blocks, Saves
+from kvtier.integrations.vllm.verification import ShadowVerification
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.logs import RateLimitedLog
 from kvtier.settings import Settings
@@ -61,12 +62,14 @@ class SchedulerSide:
         numbered: bool = False,
         whole_blocks: bool = False,
         step_tokens: int = 0,
+        kv_dtype: str = "",
     ) -> None:
         """``lookahead``: how many tokens after it the KV of a token depends on (``lookahead_tokens``).
 
         ``deferred``: whether workers may still be copying when a step ends. ``numbered``: whether
         vLLM numbers images, so that requests with any are not cached (``numbers_inputs``). ``whole_blocks``:
         whether vLLM drops hits that end within a block (``hits_end_at_blocks``). ``step_tokens``: see Early.
+        ``kv_dtype``: type of the values of the KV cache.
         """
         self._settings = settings
         self._model = model
@@ -95,6 +98,9 @@ class SchedulerSide:
         stateful, decode = layout.has_states, settings.save_decode
         self._states = States(model, self._saves, save_decode=decode) if stateful else None
         self._early = Early(model, bridge, self._saves, self._states, step_tokens=step_tokens)
+        self._shadow: ShadowVerification | None = None
+        if settings.verify and kv_dtype and not stateful and model.parts == 1:
+            self._shadow = ShadowVerification(settings.verify, kv_dtype, bridge, self._lookups, self._stats)
         self._waited_before = 0.0
         """Value of ``bridge.waited`` when this step began."""
 
@@ -115,6 +121,8 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """Look up the whole prompt, so that chunks on disk are prefetched while the request is queued."""
+        if self._shadow is not None:
+            self._shadow.arrived(request.request_id)
         adapter = self.adapters.admit(request, 0, self._wait_left(LOOKUP_WAIT_SECONDS))
         unknown = request.lora_request is not None and adapter is None
         if unknown or not cacheable(request, numbered=self._numbered) or self.weights.is_mixed():
@@ -169,17 +177,39 @@ class SchedulerSide:
             return NOTHING
         if state.follow_prompt():
             self._saves.follow_prompt(state)
+        found: tuple[int | None, bool] = NOTHING
+        verified = self._shadow is not None and self._shadow.is_waiting(state)
+        if not verified:
+            found, done = self._matched(state, local_tokens)
+            if done:
+                return found
+            verified = self._shadow is not None and self._shadow.is_waiting(state)
+        if verified:
+            request.skip_reading_prefix_cache = False
+            if local_tokens:  # What vLLM has may have been loaded.
+                return ASK_AGAIN
+        awaits_room = self._early.awaits_room(state, self._wait_left(LOOKUP_WAIT_SECONDS))
+        return ASK_AGAIN if awaits_room else found
+
+    def _matched(self, state: RequestState, local_tokens: int) -> tuple[tuple[int | None, bool], bool]:
+        """Return the hit of a request, and whether it need not wait for room."""
+        if self._shadow is not None:
+            self._shadow.repeat(state)
         if state.lookup.ticket is None:
             self._kv_transfers.note_preemption(state)
             self._kv_transfers.begin(state)
             self._lookups.look_up(state)
-        found: tuple[int | None, bool] = NOTHING
-        if state.lookup.ticket is not None:
-            found = self._lookups.matched(state, local_tokens, self._wait_left(LOOKUP_WAIT_SECONDS))
-            if found == ASK_AGAIN or state.lookup.ticket is None:
-                return found
-        awaits_room = self._early.awaits_room(state, self._wait_left(LOOKUP_WAIT_SECONDS))
-        return ASK_AGAIN if awaits_room else found
+        if state.lookup.ticket is None:
+            return NOTHING, False
+        found = self._lookups.matched(state, local_tokens, self._wait_left(LOOKUP_WAIT_SECONDS))
+        if found == ASK_AGAIN or state.lookup.ticket is None:
+            return found, True
+        if self._shadow is not None and found[0]:
+            found = self._shadow.offer(state, found)
+            if self._shadow.is_waiting(state):  # Before, there was no room for what is held.
+                self._saves.forget(state)
+                self._early.queued(state)
+        return found, found == ASK_AGAIN
 
     def _wait_left(self, limit: float) -> float:
         """Return how long a hook may still wait in this step, given the ``limit`` for all of its hooks."""
@@ -187,6 +217,8 @@ class SchedulerSide:
 
     def _give_up(self, state: RequestState) -> None:
         self._lookups.cancel(state)
+        if self._shadow is not None:
+            self._shadow.end(state)
         state.stores = False
         self._kv_transfers.give_up(state)
         self._saves.drop(state)
@@ -196,6 +228,8 @@ class SchedulerSide:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """Plan the load of the reported hit, or release its leases if it is not used."""
         state = self._requests.get(request.request_id)
+        if self._shadow is not None and state is not None:
+            self._shadow.scheduled(state)
         if state is None or state.lookup.ticket is None:
             return
         lookup = self._bridge.found(state.lookup.ticket)
@@ -246,6 +280,8 @@ class SchedulerSide:
         if not self._saves.unreserved:  # No chunk can be added to a transfer that has ended.
             self._kv_transfers.end_finished()
         self._bridge.probe()
+        if self._shadow is not None:
+            self._shadow.hide_local()
         self._waited_before = self._bridge.waited
         metadata = StepMetadata(self._loads.step(), saves, computes=output.total_num_scheduled_tokens > 0)
         if self._deferred:
@@ -311,6 +347,8 @@ class SchedulerSide:
         """
         state = self._requests.pop(request.request_id, None)
         self.adapters.finish(request.request_id)
+        if self._shadow is not None:
+            self._shadow.left(request.request_id, state)
         if state is None:
             return False, self._kv_transfers.answer(request, 0)
         self._lookups.cancel(state)

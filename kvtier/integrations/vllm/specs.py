@@ -46,7 +46,7 @@ class Needs(NamedTuple):
 
 def needs(group: KVCacheGroupSpec) -> Needs:
     """Return what a hit needs of a group. Raises :class:`LayoutError` if kvtier does not support it."""
-    found = {_needs(spec, group) for spec in _specs(group)}
+    found = {_needs(spec, group) for spec in specs_of(group)}
     if len(found) > 1:
         raise LayoutError(f"the layers of one KV-cache group differ: {', '.join(map(str, sorted(found)))}")
     return found.pop()
@@ -85,7 +85,7 @@ def shards_of(
     this is only certain if all layers have as many. Context parallelism divides the tokens of each head.
     """
     shape = part.shape
-    heads = math.lcm(*(_shards(spec, vllm_config, config, group) for spec in _specs(group)))
+    heads = math.lcm(*(_shards(spec, vllm_config, config, group) for spec in specs_of(group)))
     if shape.tp % heads:
         heads = shape.tp  # Ranks share parts of heads then: no two of them are known to hold the same.
     divided = block_tokens_of(group, shape.dcp) > group.kv_cache_spec.block_size
@@ -105,14 +105,15 @@ def _shards(spec: Any, vllm_config: VllmConfig, config: KVCacheConfig, group: KV
     declared = declared_shards(spec)
     if declared is not None or type(spec) is MLAAttentionSpec:
         return min(ranks, int(declared or 1))
-    every = [spec for each in config.kv_cache_groups for spec in _specs(each)]
+    every = [spec for each in config.kv_cache_groups for spec in specs_of(each)]
     heads = {(spec.num_kv_heads, spec.head_size) for spec in every if isinstance(spec, AttentionSpec)}
     if len(heads) > 1 or draft_model(vllm_config) is not None:  # Whose number of heads may differ.
         return ranks
     return min(ranks, int(vllm_config.model_config.get_total_num_kv_heads()))
 
 
-def _specs(group: KVCacheGroupSpec) -> list[Any]:
+def specs_of(group: KVCacheGroupSpec) -> list[Any]:
+    """Return the specs of a group's layers, or the one that all have."""
     spec = group.kv_cache_spec
     return list(spec.kv_cache_specs.values()) if type(spec) is UniformTypeKVCacheSpecs else [spec]
 

@@ -32,6 +32,7 @@ class StagedWrite(Reservation):
     """Room in a staging buffer here for one chunk, which the engine's workers fill."""
 
     in_arena: ClassVar[bool] = False
+    in_catalog: ClassVar[bool] = False
 
     chunks: StagedChunks
     staging: Staging

@@ -1,0 +1,117 @@
+"""Shadow verification, on the scheduler's side: an idle engine computes a prompt that it could load.
+
+vLLM is told of no hit, and stores the prompt as any other. Room for chunks that are held is granted for
+comparison only (:mod:`kvtier.pipeline.verify`). The leases of the lookup keep these chunks meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import TYPE_CHECKING
+
+from kvtier.integrations.vllm.lookups import ASK_AGAIN, NOTHING, Lookups, stalled
+from kvtier.integrations.vllm.request import RequestState, VerifyProgress
+
+if TYPE_CHECKING:
+    from kvtier.bridge.client import SchedulerBridge
+    from kvtier.integrations.vllm.metrics import TransferStats
+
+logger = logging.getLogger("vllm.kvtier")
+
+MAX_TOKENS = 16_384
+"""The longest prompt that is computed for that."""
+
+
+class ShadowVerification:
+    """Chooses the requests that an engine computes instead of loading them. Not thread-safe."""
+
+    def __init__(
+        self, share: float, dtype: str, bridge: SchedulerBridge, lookups: Lookups, stats: TransferStats
+    ) -> None:
+        """``share``: of all loads. ``dtype``: type of the values of the KV cache."""
+        self._share = share
+        self._dtype = dtype
+        self._bridge = bridge
+        self._lookups = lookups
+        self._stats = stats
+        self._due = random.random()  # noqa: S311 - no secret
+        """How many loads are to be verified, 1 at most: those of a busy time are not caught up on."""
+        self._present: set[str] = set()
+        """The requests that vLLM has."""
+        self._waiting: RequestState | None = None
+        """The request that is chosen, and not scheduled yet."""
+
+    def arrived(self, request_id: str) -> None:
+        """Note that vLLM has a request, whether or not it is cached."""
+        self._present.add(request_id)
+
+    def left(self, request_id: str, state: RequestState | None) -> None:
+        """Note that a request has ended."""
+        self._present.discard(request_id)
+        if state is not None:
+            self.end(state)
+
+    def offer(self, state: RequestState, found: tuple[int | None, bool]) -> tuple[int | None, bool]:
+        """Return what to report to vLLM of a hit: ``found``, or nothing if its prompt is to be computed."""
+        if not state.verify.counted:
+            state.verify.counted = True
+            self._due = min(1.0, self._due + self._share)
+        ticket = state.lookup.ticket
+        lookup = None if ticket is None or not self._chooses(state) else self._bridge.found(ticket)
+        if lookup is None or stalled(state, lookup):
+            return found
+        if not lookup.final:  # It is compared in memory.
+            return ASK_AGAIN
+        self._due -= 1.0
+        self._waiting = state
+        state.verify.ticket, state.verify.dtype = self._lookups.take(state), self._dtype
+        self._stats.add("verified_tokens", state.lookup.hit.tokens)
+        logger.info(
+            "request %s: computing %d tokens that are stored, to verify them",
+            state.request.request_id,
+            state.lookup.hit.tokens,
+        )
+        return NOTHING
+
+    def _chooses(self, state: RequestState) -> bool:
+        hit, request = state.lookup.hit, state.request
+        return (
+            self._due >= 1.0
+            and self._present == {request.request_id}
+            and request.num_tokens <= MAX_TOKENS
+            and hit.chunks > (hit.last_tokens > 0)  # Another prompt's chunk is not computed.
+            and state.stores
+            and state.transfer.ticket is None
+            and state.hints.expect is None
+        )
+
+    def is_waiting(self, state: RequestState) -> bool:
+        """Whether a request is chosen, and not scheduled yet."""
+        return self._waiting is state
+
+    def hide_local(self) -> None:
+        """Have vLLM look up nothing in its own cache for the chosen request, in the next step.
+
+        Not before: it takes the flag for that as "load nothing" as well, and schedules the request at once.
+        """
+        if self._waiting is not None:
+            self._waiting.request.skip_reading_prefix_cache = True
+
+    def scheduled(self, state: RequestState) -> None:
+        """Note that vLLM computes a request."""
+        if self._waiting is state:
+            self._waiting = None
+
+    def end(self, state: RequestState) -> None:
+        """Release what keeps the chunks of a request. What has room is still compared."""
+        self.scheduled(state)
+        if state.verify.ticket is not None:
+            self._bridge.cancel(state.verify.ticket)
+            state.verify.ticket = None
+
+    def repeat(self, state: RequestState) -> None:
+        """Load a request that vLLM schedules again, after it was preempted."""
+        if state.verify.ticket is not None:
+            self.end(state)
+            state.verify = VerifyProgress(counted=True)

@@ -1,0 +1,202 @@
+"""Verify: compare chunks with what an engine has computed again, and quarantine what differs.
+
+The engine copies such a chunk into room of its own, as for a store. When all ranks have committed it, a
+thread compares it with the chunk in memory, and the room is free again. If they differ, the chunk is deleted,
+and its namespace is in quarantine in the tier that the chunk came from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import msgspec
+
+from kvtier.backends.base import Outcome
+from kvtier.catalog.catalog import State
+from kvtier.concurrency.threads import WorkerThreads, in_thread
+from kvtier.events import Observer, Prefetch, Report
+from kvtier.logs import RateLimitedLog, printable
+from kvtier.memory.difference import Difference, difference
+from kvtier.memory.header import ChunkHeader, object_bytes
+from kvtier.memory.keys import ChunkKey
+from kvtier.memory.slices import Lease
+from kvtier.pipeline.clear import ClearStage
+from kvtier.pipeline.hierarchy import Hierarchy
+from kvtier.tiers.host_memory import Reservation
+from kvtier.tiers.planner import FIRST
+from kvtier.units import MIB
+
+logger = logging.getLogger("kvtier")
+
+MAX_BYTES = 64 * MIB
+"""Room for chunks that are compared, unless a single one needs more. It is free memory: none is evicted."""
+MAX_LOGGED = 4
+"""Differences to log per minute."""
+RESULTS = ("equal", "tolerable", "different", "unknown")
+"""Outcomes of comparisons, as in the metrics; ``unknown``: not equal, and numpy is not installed."""
+
+
+class Recomputation(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive chunks that an engine computes though they are held, to be compared."""
+
+    request_id: str
+    start: int
+    """Position of the first token of the first one in the prompt."""
+    dtype: str
+    """Type of the values of the KV cache."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Recomputed(Reservation):
+    """Room for a chunk that is computed again, and a lease on the one that is held."""
+
+    in_catalog: ClassVar[bool] = False
+
+    stage: VerifyStage
+    held: Lease
+    source: int
+    """The tier that the held one came from."""
+    of: Recomputation
+
+    def complete(self) -> bool:
+        """Compare both."""
+        self.stage.compare(self)
+        return False
+
+    def give_up(self) -> None:
+        """Release both: there is nothing to compare."""
+        self.stage.release(self)
+
+
+class Origins(Observer):
+    """Remembers from which tier the chunks in memory were read."""
+
+    def __init__(self, hierarchy: Hierarchy) -> None:
+        self._memory = hierarchy.memory
+        self._indexes = {tier.name: tier.index for tier in hierarchy.lower}
+        self.tiers: dict[ChunkKey, int] = {}
+
+    def observe(self, report: Report) -> None:
+        """Note the chunks that a request has brought into memory."""
+        source = self._indexes.get(report.source or "")
+        if source is None or report.target != self._memory.name or not isinstance(report.event, Prefetch):
+            return
+        for key, outcome in zip(report.keys, report.outcomes, strict=True):
+            if outcome is Outcome.OK and self._memory.state(key) is State.READY:
+                self.tiers[key] = source
+
+    def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
+        """Forget the chunks that leave memory."""
+        for key in removed if tier == FIRST else ():
+            self.tiers.pop(key, None)
+
+
+class VerifyStage:
+    """Compares chunks, and acts on differences. All methods must be called from the event loop."""
+
+    def __init__(self, hierarchy: Hierarchy, clearing: ClearStage, *, follows: bool) -> None:
+        """``follows``: whether to remember from which tier chunks in memory came. Else it is the first."""
+        self._hierarchy = hierarchy
+        self._clearing = clearing
+        self._origins = Origins(hierarchy)
+        if follows:
+            hierarchy.observers.append(self._origins)
+        self._thread = WorkerThreads(1)
+        self._bytes = 0
+        self._log = RateLimitedLog(logger, level=logging.ERROR, burst=MAX_LOGGED)
+
+    def reserve(self, header: ChunkHeader, of: Recomputation) -> Reservation | None:
+        """Reserve room to compare a chunk; ``None`` if memory does not hold it, or has no free room."""
+        memory, length = self._hierarchy.memory, object_bytes(header.payload_bytes)
+        if self._bytes and self._bytes + length > MAX_BYTES:
+            return None
+        held = memory.lease(header.key)
+        if held is None:
+            return None
+        room = memory.arena.allocate(length) if held.length == length else None
+        if room is None:
+            held.release()
+            return None
+        self._bytes += length
+        source = self._origins.tiers.get(header.key, FIRST)
+        return Recomputed(header, room, stage=self, held=held, source=source, of=of)
+
+    def release(self, chunk: Recomputed) -> None:
+        """Release the memory of a chunk that is not compared any more."""
+        self._bytes -= chunk.lease.length
+        chunk.lease.release()
+        chunk.held.release()
+
+    def compare(self, chunk: Recomputed) -> None:
+        """Start to compare a chunk."""
+        self._hierarchy.tasks.start_soon(self._compare, chunk)
+
+    async def _compare(self, chunk: Recomputed) -> None:
+        layout = self._hierarchy.layouts.get(chunk.header.namespace)
+        assert layout is not None  # That of a connected engine.
+        compare = partial(difference, layout, chunk.header, chunk.held.view, chunk.lease.view, chunk.of.dtype)
+        found: Difference | None = None
+        result = "equal"
+        try:
+            found = await in_thread(compare, self._thread)
+            if found is not None:
+                result = "tolerable" if found.tolerable else "different"
+        except ImportError:
+            result = "unknown"
+            self._hierarchy.warn("numpy", "verify: install numpy, which compares chunks that are not equal")
+        finally:
+            self.release(chunk)
+        self._hierarchy.counts[f"verified_{result}_{self._hierarchy.tiers[chunk.source].name}"] += 1
+        if found is not None and not found.tolerable:
+            await self._quarantine(chunk, found)
+
+    async def _quarantine(self, chunk: Recomputed, found: Difference) -> None:
+        hierarchy, key, namespace = self._hierarchy, chunk.key, chunk.header.namespace
+        self._log(
+            "tier %s: chunk %s of %d tokens at token %d of request %s is not what the engine computes: "
+            "%d of %d values differ, at most by %.3g; the distance of two pages is %.3g of their length, "
+            "more than %g; namespace %s is not used in this tier until it is cleared, or this process "
+            "restarts",
+            hierarchy.tiers[chunk.source].name,
+            key.hex()[:16],
+            chunk.header.tokens,
+            chunk.of.start,
+            printable(chunk.of.request_id),
+            found.differing,
+            found.values,
+            found.largest,
+            found.distance,
+            found.tolerance,
+            namespace.hex()[:16],
+        )
+        hierarchy.quarantined[namespace] = hierarchy.quarantined.get(namespace, 0) | 1 << chunk.source
+        # What is in memory would still be found, or written to other tiers.
+        if chunk.source == FIRST:
+            await self._clearing.clear_all(namespace, [FIRST])
+        else:
+            read = [key for key, source in self._origins.tiers.items() if source == chunk.source]
+            own = [each for each in read if hierarchy.catalog.namespace(each) == namespace]
+            await self._clearing.clear(own, [FIRST])
+        await self._clearing.clear([key], [tier.index for tier in hierarchy.tiers])
+
+    def lift(self, namespace: bytes | None, tiers: Sequence[int]) -> None:
+        """Use a namespace, or every one, in these tiers again: its chunks are about to be removed there."""
+        kept = ~sum(1 << tier for tier in tiers)
+        quarantined = self._hierarchy.quarantined
+        for space in list(quarantined) if namespace is None else [namespace]:
+            if not quarantined.get(space, 0) & kept:
+                quarantined.pop(space, None)
+            else:
+                quarantined[space] &= kept
+
+    def status(self) -> list[dict[str, object]]:
+        """Return the namespaces in quarantine, and the tiers in which they are."""
+        tiers = self._hierarchy.tiers
+        return [
+            {"namespace": space.hex()[:16], "tiers": [tier.name for tier in tiers if mask >> tier.index & 1]}
+            for space, mask in self._hierarchy.quarantined.items()
+        ]
