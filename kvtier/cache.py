@@ -22,6 +22,7 @@ from anyio.abc import TaskGroup
 from kvtier.backends.base import Backend
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.misses import Miss
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.catalog.tenants import tenant_of_salt
 from kvtier.concurrency.tasks import open_tasks
@@ -46,6 +47,7 @@ from kvtier.pipeline.clear import Cleared, ClearStage
 from kvtier.pipeline.discover import DiscoverStage
 from kvtier.pipeline.evict import EvictStage
 from kvtier.pipeline.expect import ExpectStage
+from kvtier.pipeline.explain import MissStage
 from kvtier.pipeline.found import FoundPrefix, ReportProgress, Staged
 from kvtier.pipeline.held import HeldStage, TtlExpiry
 from kvtier.pipeline.hierarchy import Hierarchy
@@ -139,6 +141,9 @@ class TieredCache:
             self._boundaries,
             self._storing,
         )
+        self._misses = MissStage(hierarchy)
+        self.identify = self._misses.identify
+        """See :meth:`MissStage.identify`."""
         self.load_or_compute = self._looking_up.load_or_compute
         """Decides what is loaded and what is computed."""
         self._finished = self._closed = False
@@ -173,7 +178,8 @@ class TieredCache:
         encoded = [index for index, found in enumerate(codecs) if found is not None]
         tenants = configured_tenants(settings)
         policies = [shared_policy(plugins.policy, tier, settings, tenants) for tier, _ in media]
-        catalog, layouts = Catalog(policies, encoded), Layouts()
+        catalog = Catalog(policies, encoded, remembered=settings.why.remembered_chunks)
+        layouts = Layouts()
         async with AsyncExitStack() as stack:
             memory = _open_memory(*media[0], catalog, Sealer(settings.checksum))
             stack.callback(memory.close)
@@ -320,6 +326,18 @@ class TieredCache:
         Calls ``progress`` when chunks have arrived and more are in flight; it may take those.
         """
         await self._looking_up.settle(found, progress)
+
+    def explain(self, found: FoundPrefix, namespace: bytes = b"", adapter: str = "") -> list[Miss]:
+        """Return why the tokens behind what a settled lookup has found were not a hit, in prefix order.
+
+        ``adapter``: the name of the prompt's adapter, for display. Does not block; takes a few microseconds
+        for each chunk that was not found. Call it before chunks of the prompt are stored.
+        """
+        return self._misses.explain(found, namespace, adapter)
+
+    def note_dropped(self, keys: Sequence[ChunkKey]) -> None:
+        """Count chunks that an engine may not store."""
+        self._storing.note_dropped(keys)
 
     def reserve(self, header: ChunkHeader, hints: ChunkHints | None = None) -> Reservation | None:
         """Reserve arena memory for one chunk. Return ``None`` if it is already held or memory is full."""

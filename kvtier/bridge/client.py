@@ -25,6 +25,7 @@ from kvtier.errors import ArenaError, ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.arena import ArenaMap
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.memory.layout import ChunkLayout
+from kvtier.observability.requests import WhyReport
 from kvtier.pipeline.query import Query
 from kvtier.rpc.calls import Call, ReplyT
 from kvtier.rpc.client import GREETING_SECONDS, Client, UnixConnection
@@ -129,6 +130,7 @@ class SchedulerBridge(Bridge):
         self._reserving: Call[protocol.Reserved] | None = None
         """The last reservation request."""
         self._held: dict[ChunkKey, int] = {}
+        self._explained: list[protocol.Explained] = []
         self._kv_transfers: dict[int, protocol.KVTransferResult | None] = {}
         """The last result of each running KV transfer."""
         self._seen = 0
@@ -170,6 +172,8 @@ class SchedulerBridge(Bridge):
         match message:
             case protocol.Found():
                 self._take_found(message)
+            case protocol.Explained():
+                self._explained.append(message)
             case protocol.Reserved():
                 self._seen = max(self._seen, *message.leases, 0)
                 del self._abandoned[: self._abandoned_sent]
@@ -209,16 +213,17 @@ class SchedulerBridge(Bridge):
             raise ProtocolError(f"the tiers of {len(held.tiers)} chunks for {len(keys)} keys")
         self._held.update(zip(keys, held.tiers, strict=True))
 
-    def look_up(self, query: Query) -> int | None:
+    def look_up(self, query: Query, described: protocol.RequestInfo | None = None) -> int | None:
         """Send a lookup; return its ticket, or ``None`` without a responsive cache process.
 
-        The final answer may take up to ``query.expect_seconds`` longer.
+        The final answer may take up to ``query.expect_seconds`` longer. ``described``: the request;
+        then :meth:`take_explained` returns why chunks are missing.
         """
         if not (query.keys or query.block_tags) or not self.accepts_requests:
             return None
         root, block_tags = (b"", b"") if query.block_tags is None else query.block_tags[:2]
         chunks = join_keys(query.keys), query.tokens, query.expect_chunks, query.expect_seconds
-        prompt = *chunks, query.hints, root, block_tags, query.compute_seconds, query.repeated
+        prompt = *chunks, query.hints, root, block_tags, query.compute_seconds, query.repeated, described
         call = self.call(
             "lookups",
             lambda ticket: protocol.Lookup(ticket, *prompt),
@@ -336,6 +341,15 @@ class SchedulerBridge(Bridge):
         """Return the watched chunks that have changed since the last call, and their tiers as a bit mask."""
         held, self._held = self._held, {}
         return held
+
+    def end(self, outcome: protocol.Outcome) -> None:
+        """Report what became of a request."""
+        self.send(outcome)
+
+    def take_explained(self) -> list[protocol.Explained]:
+        """Return the explanations that have arrived since the last call."""
+        explained, self._explained = self._explained, []
+        return explained
 
     def use_weights(self, weights: protocol.Weights) -> None:
         """Look up and reserve in the namespace of other weights, also after a reconnect. Does not block.
@@ -485,6 +499,14 @@ def status(path: Path, seconds: float = GREETING_SECONDS) -> dict[str, Any]:
 def what_if(path: Path, seconds: float = GREETING_SECONDS) -> protocol.WhatIfAnswer:
     """Return what other settings would bring. Blocks up to ``seconds``. Raises :class:`ChannelError`."""
     return _ask(path, protocol.WhatIf(1), protocol.WhatIfAnswer, seconds)
+
+
+def why(path: Path, request: str = "", last: int = 20, seconds: float = GREETING_SECONDS) -> WhyReport:
+    """Return what became of the ``last`` requests whose id contains ``request``, and where prompts part.
+
+    Blocks up to ``seconds``. Raises :class:`ChannelError`.
+    """
+    return _ask(path, protocol.Why(1, request, last), protocol.WhyAnswer, seconds).report
 
 
 def clear_weights(

@@ -16,7 +16,9 @@ Sequence::
       ◄──────── Found(more leases, fetching=0)  when all of them have arrived, or at the deadline
       Reserve(runs) ──────────────────────►     at most once per step, for all scheduled requests
       ◄──────────────────── Reserved(leases)
+      ◄──────────── Explained(ticket, misses)   after the final answer, if not all was found
       Cancel(ticket) ─────────────────────►     after the workers have loaded, or if nothing is loaded
+      Outcome(ticket, tokens) ────────────►     once it is known what the request has computed
       UseWeights(namespace) ──────────────►     when the weights have changed, or may have changed
       KVTransfer(to, keys) ───────────────►     before the first of its chunks is reserved
       ◄──────────── KVTransferResult(tokens)    when the peer has made room, or on failure; informational
@@ -54,13 +56,15 @@ from typing import Literal
 import msgspec
 
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.misses import Miss, MissReason
 from kvtier.fleet.member.served_models import EngineModel
 from kvtier.memory.layout import ChunkLayout
+from kvtier.observability.requests import WhyReport
 from kvtier.observability.whatif.report import Report
 from kvtier.pipeline.verify import Recomputation
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 14
+VERSION = 15
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
@@ -128,6 +132,16 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     """Reservations below this number are void for a worker, except those that its ``Hello`` lists."""
 
 
+class RequestInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What a lookup is for, to tell later what became of it."""
+
+    id: str
+    adapter: str = ""
+    """The name of its adapter."""
+    images: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    """The first token and the number of tokens of its images and other inputs."""
+
+
 class Lookup(Request, frozen=True, array_like=True, tag=10):
     """Request for the held leading chunks of a prompt. ``keys`` cover ``tokens`` tokens in total.
 
@@ -150,6 +164,32 @@ class Lookup(Request, frozen=True, array_like=True, tag=10):
     """How long the engine is expected to compute the prompt; 0 if that is unknown."""
     repeated: bool = False
     """Whether the engine has looked up this request before: it still waits, or was preempted."""
+    described: RequestInfo | None = None
+    """With it, an :class:`Explained` follows if chunks are missing. The engine sends an :class:`Outcome`."""
+
+
+class Explained(Message, frozen=True, array_like=True, tag=38):
+    """Why the tokens of a lookup from one token on, ``begins``, were not a hit, in prefix order."""
+
+    ticket: int
+    begins: int
+    misses: list[Miss]
+
+
+class Outcome(Message, frozen=True, array_like=True, tag=39):
+    """What became of a request: for each of its ``tokens`` where it came from, or why it was computed."""
+
+    ticket: int
+    """Of its lookup; 0 if there was none."""
+    tokens: int
+    engine_tokens: int
+    """Tokens that the engine's own cache held."""
+    used_tokens: int
+    """Tokens that were not computed, including those."""
+    reason: MissReason | None = None
+    """Why none was loaded from here, if the cache process cannot know."""
+    request: str = ""
+    """Its id, if there was no lookup."""
 
 
 class Found(Reply, frozen=True, array_like=True, tag=11):
@@ -377,6 +417,21 @@ class WhatIfAnswer(Reply, frozen=True, array_like=True, tag=36):
     """``None`` if it is not enabled, or nothing has been observed yet."""
 
 
+class Why(Request, frozen=True, array_like=True, tag=55):
+    """Request for a :class:`WhyAnswer`. Sent by observers."""
+
+    request: str
+    """Part of the id of requests; empty for all."""
+    last: int
+    """How many of them at most."""
+
+
+class WhyAnswer(Reply, frozen=True, array_like=True, tag=56):
+    """Answer to :class:`Why`."""
+
+    report: WhyReport
+
+
 class Watch(Message, frozen=True, array_like=True, tag=34):
     """Report which tiers hold these chunks, now and after each change, and stop reporting those to forget.
 
@@ -403,11 +458,21 @@ class Notice(Message, frozen=True, array_like=True, tag=31):
     text: str
 
 
-FromScheduler = Lookup | Cancel | Reserve | Clear | UseWeights | KVTransfer | EndKVTransfer | Watch
+FromScheduler = Lookup | Cancel | Outcome | Reserve | Clear | UseWeights | KVTransfer | EndKVTransfer | Watch
 FromWorker = Confirm | Commit | Leave | RequestStaging | OpenedStaging
-FromEngine = Hello | FromScheduler | FromWorker | Abandon | Status | WhatIf | ClearWeights | Ping
-ToScheduler = Found | Reserved | Cleared | Held | KVTransferResult | Notice
-FromCache = Welcome | ToScheduler | Confirmed | OfferStaging | StatusReport | WhatIfAnswer | Refused | Pong
+FromEngine = Hello | FromScheduler | FromWorker | Abandon | Status | WhatIf | Why | ClearWeights | Ping
+ToScheduler = Found | Explained | Reserved | Cleared | Held | KVTransferResult | Notice
+FromCache = (
+    Welcome
+    | ToScheduler
+    | Confirmed
+    | OfferStaging
+    | StatusReport
+    | WhatIfAnswer
+    | WhyAnswer
+    | Refused
+    | Pong
+)
 
 decode_from_engine: Callable[[bytes], FromEngine] = decoder(FromEngine, "a message from an engine")
 decode_from_cache: Callable[[bytes], FromCache] = decoder(FromCache, "a message from a cache process")

@@ -35,6 +35,7 @@ from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError, SettingsError
 from kvtier.instance import Instance
 from kvtier.logs import ChangedWarnings, Finding
+from kvtier.observability.requests import RequestLog
 from kvtier.pipeline.found import FoundPrefix
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message, check_hello
@@ -201,10 +202,14 @@ class Connection:
             return True
         match message:
             case protocol.Lookup():
-                answer, fetched = engine.look_up(message)
-                if fetched is not None:
-                    self._tasks.start_soon(self._send_fetched, engine, message.ticket, fetched)
+                answer, found = engine.look_up(message)
                 self.send(answer)
+                if answer.fetching:
+                    self._tasks.start_soon(self._send_fetched, engine, message, found)
+                else:
+                    self._explain(engine, message, found)
+            case protocol.Outcome():
+                engine.end(message, self._server.requests)
             case protocol.Reserve():
                 if self._kv_transfers is None:
                     reserved = engine.reserve(message)
@@ -248,6 +253,9 @@ class Connection:
             case protocol.WhatIf():
                 enabled = self._server.cache.settings.whatif.enabled
                 self.send(protocol.WhatIfAnswer(message.ticket, enabled, self._server.instance.what_if()))
+            case protocol.Why():
+                report = self._server.requests.report(message.request, message.last)
+                self.send(protocol.WhyAnswer(message.ticket, report))
             case protocol.ClearWeights():
                 await self._clear_weights(message)
             case protocol.Clear() if self._engine is not None:
@@ -300,21 +308,32 @@ class Connection:
         for text in texts:
             await self.notify(protocol.Notice(text))
 
-    async def _send_fetched(self, engine: EngineSession, ticket: int, found: FoundPrefix) -> None:
+    async def _send_fetched(
+        self, engine: EngineSession, request: protocol.Lookup, found: FoundPrefix
+    ) -> None:
         async def report_progress() -> None:
             """Grant what has arrived, which also shows the engine that it should keep waiting."""
-            answer = engine.progress(ticket, found)
+            answer = engine.progress(request.ticket, found)
             if answer is not None:
                 await self.notify(answer)
 
         try:
             await self._server.cache.settle(found, report_progress)
-            answer = engine.fetched(ticket, found)
+            answer = engine.fetched(request.ticket, found)
         except BaseException:
-            engine.give_up(ticket, found)
+            engine.give_up(request.ticket, found)
             raise
         if answer is not None:
             await self.notify(answer)
+            self._explain(engine, request, found)
+
+    def _explain(self, engine: EngineSession, request: protocol.Lookup, found: FoundPrefix) -> None:
+        """Send why chunks are missing. To know takes longer than to find the others, which do not wait."""
+        if found.whole < len(found.query.keys):
+            self._endpoint.uncork()
+        explained = engine.explain(request, found, self._server.requests)
+        if explained is not None:
+            self.send(explained)
 
 
 class BridgeServer:
@@ -330,6 +349,8 @@ class BridgeServer:
         self._connections: dict[str, set[Connection]] = {}
         self._departed: set[EngineSession] = set()
         """Engines without a connection, with memory that their processes may still write to."""
+        self.requests = RequestLog(instance.cache.settings.why.requests, instance.cache.counts)
+        """What became of the last requests."""
         self.transfer_warnings = ChangedWarnings("KV transfer to %s failed: %s")
         self.notices = Notices()
         """Warnings for schedulers. The owner of the server enables them with :meth:`Notices.listening`."""
@@ -503,6 +524,8 @@ class BridgeServer:
     def use_weights(self, engine: EngineSession, weights: protocol.Weights) -> None:
         """Process that an engine has other weights."""
         engine.use_weights(weights)
+        name = engine.model.names[0] if engine.model is not None and engine.model.names else ""
+        self.cache.identify(weights.namespace, name, weights.id)
         self.instance.served.add(engine.name, weights.namespace, engine.layout, engine.model)
 
     def stage(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING
@@ -10,10 +11,22 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from kvtier.bridge.leases import PendingWrites, ReadLeases, Ticket
-from kvtier.bridge.protocol import MAX_RESERVED_CHUNKS, Found, Hello, Reserve, Reserved, Run, Weights
+from kvtier.bridge.protocol import (
+    MAX_RESERVED_CHUNKS,
+    STAGING,
+    Explained,
+    Found,
+    Hello,
+    Outcome,
+    Reserve,
+    Reserved,
+    Run,
+    Weights,
+)
 from kvtier.bridge.protocol import Lookup as LookupRequest
 from kvtier.cache import TieredCache
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.misses import AGAIN, Miss, MissReason
 from kvtier.catalog.partial_matches import PromptTags
 from kvtier.errors import CorruptChunk, ProtocolError
 from kvtier.fleet.member.served_models import EngineModel
@@ -21,6 +34,7 @@ from kvtier.logs import Finding
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, ChunkKey, split_keys
 from kvtier.memory.layout import STATE_TOKENS
+from kvtier.observability.requests import Asked, RequestLog
 from kvtier.pipeline.found import FoundPrefix, Ready
 from kvtier.pipeline.query import Expected, Query
 from kvtier.pipeline.verify import Recomputation
@@ -68,6 +82,8 @@ class EngineSession:
         self._recorder = recorder
         self.reads = ReadLeases(numbers)
         self.writes = PendingWrites(cache, hello.layout.ranks)
+        self._asked: dict[int, Asked] = {}
+        """Lookups whose outcome is awaited, by ticket."""
         self.absent_ranks: set[int] = set()
         """Ranks that have left and not returned. They never fill what is reserved meanwhile."""
 
@@ -83,8 +99,8 @@ class EngineSession:
         if self.staging is not None:
             self.staging.namespace = weights.namespace
 
-    def look_up(self, request: LookupRequest) -> tuple[Found, FoundPrefix | None]:
-        """Return the immediate answer, and the lookup itself if parts of it are still in flight."""
+    def look_up(self, request: LookupRequest) -> tuple[Found, FoundPrefix]:
+        """Return the immediate answer, and the lookup itself, of which parts may still be in flight."""
         keys = split_keys(request.keys)
         expected = self._expected(len(keys), request.tokens)
         if self._recorder is not None and not request.repeated:
@@ -108,10 +124,12 @@ class EngineSession:
         else:
             found = self._cache.look_up(query, expected, staged=self._buffers)
         ticket = self.reads.begin(request.ticket)
+        if request.described is not None and not request.repeated:
+            asked = Asked(request.described.id, self.layout.chunk_tokens, time.monotonic())
+            self._asked[request.ticket] = asked
         answer = self._grant(ticket, found, fetching=found.in_flight)
-        if not found.in_flight:
-            return answer, None
-        ticket.pending = found
+        if answer.fetching:
+            ticket.pending = found
         return answer, found
 
     def findings(self) -> Iterator[Finding]:
@@ -205,15 +223,59 @@ class EngineSession:
         if fetching:
             found = self._with_pending_sources(found, lookup)
         elif lookup.partial:
-            found, lookup.partial = self._with_block_hashes(found, ready), None
+            found = self._with_block_hashes(found, ready)
         for chunks in ready:
             found.leases.extend(self.reads.grant(ticket, chunks))
             found.offsets.extend(chunks.leases.offsets)
             sources = chunks.sources
             found.sources.extend(sources if chunks.staged is None else repeat(staging_source, len(sources)))
+        if (asked := self._asked.get(ticket.number)) is not None:
+            names = [tier.name for tier in self._cache.tiers] + [STAGING]
+            asked.sources += [names[source] for source in found.sources]
         if not fetching:
             self.reads.forget_if_empty(ticket)
         return found
+
+    def explain(self, request: LookupRequest, found: FoundPrefix, log: RequestLog) -> Explained | None:
+        """Return why chunks of a settled lookup are missing; ``None`` if none is, or nobody has asked."""
+        asked, described = self._asked.get(request.ticket), request.described
+        if asked is None or described is None:
+            return None
+        chunk, query = self.layout.chunk_tokens, found.query
+        asked.begins = found.whole * chunk
+        misses = self._cache.explain(found, self.namespace, described.adapter)
+        asked.misses = misses = [self._or_image(miss, described.images) for miss in misses]
+        if query.block_tags is not None:
+            root = query.block_tags.root
+            log.breakers.passed(root, query.keys)
+            for miss in misses:
+                if miss.reason is MissReason.DIVERGES:
+                    parent = query.keys[miss.position // chunk - 1] if miss.position >= chunk else root
+                    seconds = query.compute_seconds * miss.tokens / max(1, query.tokens)
+                    log.breakers.parted(
+                        parent, miss.position, miss.tokens, seconds, again=miss.field == AGAIN
+                    )
+                    break
+        return Explained(request.ticket, asked.begins, misses) if misses else None
+
+    def _or_image(self, miss: Miss, images: Sequence[tuple[int, int]]) -> Miss:
+        """Return a miss, with the image as its reason if the prompt parts from what is stored within one."""
+        stop = miss.position + self.layout.granularity
+        if miss.reason is MissReason.DIVERGES and any(
+            start < stop and miss.position < start + length for start, length in images
+        ):
+            return structs.replace(miss, reason=MissReason.OTHER_ADAPTER_OR_IMAGE, field="image")
+        return miss
+
+    def end(self, outcome: Outcome, log: RequestLog) -> None:
+        """Report what became of a request."""
+        asked = self._asked.pop(outcome.ticket, None)
+        if asked is None and not outcome.request:
+            return  # It was looked up before, or by a former connection.
+        if asked is None:
+            asked = Asked(outcome.request, self.layout.chunk_tokens, time.monotonic())
+        tokens, used = max(0, outcome.tokens), max(0, outcome.used_tokens)
+        log.add(self.name, asked, tokens, outcome.engine_tokens, used, outcome.reason)
 
     def _with_block_hashes(self, found: Found, ready: Sequence[Ready]) -> Found:
         """Add the block hashes of the last chunk, which the engine may use in part; none if it is corrupt."""
@@ -264,6 +326,7 @@ class EngineSession:
         ``seen``: the last reservation that it was granted; ``None`` for another process.
         """
         self.reads.release_all(but=holding)
+        self._asked.clear()
         if seen is not None:
             self.writes.abandon_after(seen)
 
@@ -342,12 +405,12 @@ class EngineSession:
         for at in sorted(absent):
             room -= lengths[at]
             if room < 0:
-                beyond = sum(index >= at for index in absent)
-                cache.counts["store_dropped"] += beyond
+                beyond = [headers[index].key for index in absent if index >= at]
+                cache.note_dropped(beyond)
                 message = (
                     "engine %s: %d chunks are not cached: at most %s may be reserved at once (reserve_share)"
                 )
-                cache.warn("reserve_share", message, self.name, beyond, format_size(limit))
+                cache.warn("reserve_share", message, self.name, len(beyond), format_size(limit))
                 return at
         return len(headers)
 

@@ -17,6 +17,7 @@ from itertools import compress, pairwise
 from struct import Struct
 
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, IncomingPrompt, MakePolicy, RemovalReason
+from kvtier.catalog.gone import REMOVED, GoneChunks
 from kvtier.catalog.hints import NO_HINTS, ChunkHints
 from kvtier.catalog.partial_matches import PartialMatchIndex
 from kvtier.catalog.selection import select_victims
@@ -50,8 +51,12 @@ class Catalog:
         policies: Sequence[MakePolicy],
         encoded: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
+        remembered: int = 0,
     ) -> None:
-        """``encoded``: the tiers whose chunks may be shorter than in the others. ``clock``: in seconds."""
+        """``encoded``: the tiers whose chunks may be shorter than in the others. ``clock``: in seconds.
+
+        ``remembered``: of how many chunks to know why they are gone.
+        """
         if not 0 < len(policies) <= MAX_TIERS:
             raise ValueError(f"{len(policies)} tiers, must be 1 to {MAX_TIERS}")
         self._clock = clock
@@ -62,7 +67,9 @@ class Catalog:
         self.policies = [make(columns) for make, columns in zip(policies, self._of_tier, strict=True)]
         """The eviction policy of each tier. Only the catalog changes their state."""
         table = TableColumns(self.columns, [columns.lengths for columns in self._of_tier])
-        self._index = Rows(table)
+        self.gone = GoneChunks(remembered, clock)
+        """Why chunks are in no tier."""
+        self._index = Rows(table, self.gone.now)
         self._table, self._find = self._index.table, self._index.find
         self._ready, self._pending, self._children = table.ready, table.pending, table.children
         self._spaces, self._generations = table.spaces, table.generations
@@ -233,6 +240,9 @@ class Catalog:
         self._used[tier] -= length
         self._count[tier] -= len(rows)
         self.policies[tier].removed(rows, reason)
+        if self.gone and (gone := [row for row in rows if not self._ready[row]]):
+            since = self.columns.since
+            self.gone.note(self.columns.keys_of(gone), REMOVED[reason], tier, [since[row] for row in gone])
         if self.pins or self.partial_matches or self._hints:
             self._forget([row for row in rows if not self._ready[row] | self._pending[row]])
         self._index.release(rows, tier)

@@ -56,6 +56,8 @@ class ChunkColumns:
         """The row of each chunk's parent, or :data:`NO_PARENT`. The parent may be in no tier."""
         self.lengths = array("Q")
         """The size of each chunk object in bytes, as it is stored in the tier."""
+        self.since = array("I")
+        """The second in which each chunk was added to its first tier (``GoneChunks.now``)."""
         self.hints = HintColumns()
 
     def with_own_lengths(self) -> ChunkColumns:

@@ -52,6 +52,8 @@ class PartialMatch(NamedTuple):
     """How many of its leading tags are equal: an upper bound of the equal blocks, usually their number."""
     blocks: int
     """How many tags it has: one for each whole block, or for several (``ChunkLayout.granularity``)."""
+    equal_later: int = 0
+    """How many tags behind the first that differs are equal again."""
 
 
 class BranchIndex:
@@ -221,7 +223,11 @@ class PartialMatchIndex(BranchIndex):
         """Return the chunk after ``parent`` that shares most leading tags, if any does."""
         above = self._find(parent)
         row, shared = self.best(parent if above == NO_ROW else above, block_tags)
-        return PartialMatch(self._columns.key(row), shared, self.count(row)) if shared else None
+        if not shared:
+            return None
+        behind = zip(self._block_tags_of(row)[shared + 1 :], block_tags[shared + 1 :], strict=False)
+        again = sum(own == other for own, other in behind)
+        return PartialMatch(self._columns.key(row), shared, self.count(row), again)
 
     def superseded_by(self, key: ChunkKey, *, whole: bool) -> list[ChunkKey]:
         """Return the shorter chunks that a chunk makes useless.

@@ -6,7 +6,7 @@ The batch operations are in the native core, and here for builds without it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TypeAlias
 
@@ -218,7 +218,9 @@ def _fastest_of(among: int) -> bytes:
 class Rows:
     """Gives rows to chunks, and reuses those of removed chunks."""
 
-    def __init__(self, columns: TableColumns) -> None:
+    def __init__(self, columns: TableColumns, now: Callable[[], int]) -> None:
+        """``now``: the second to note for new chunks."""
+        self._now = now
         self.table = make_table(columns)
         self.find = self.table.find
         """Return the row of a chunk, or :data:`NO_ROW`."""
@@ -248,6 +250,9 @@ class Rows:
             self._grow()
         space = self.namespaces.number(namespace)
         self.table.fill(keys, rows, lengths, parent, space, self.namespaces.generation(space))
+        since, now = self._columns.shared.since, self._now()
+        for row in rows:
+            since[row] = now
         del self._vacant[left:]
         self.size = stop
         return rows
@@ -256,7 +261,7 @@ class Rows:
         """Describe the chunk in a row."""
         space = self.namespaces.number(namespace)
         self._parents[row], self._columns.shared.lengths[row] = parent, length
-        self._columns.spaces[row] = space
+        self._columns.spaces[row], self._columns.shared.since[row] = space, self._now()
         self._columns.generations[row] = self.namespaces.generation(space)
 
     def release(self, rows: Sequence[int], tier: int) -> None:
@@ -288,6 +293,7 @@ class Rows:
         lengths = {id(of_tier): of_tier for of_tier in (columns.shared.lengths, *columns.lengths)}
         for numbers in (
             columns.shared.parents,
+            columns.shared.since,
             columns.spaces,
             columns.generations,
             *lengths.values(),

@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 from kvtier.backends.base import Outcome
 from kvtier.cache import TieredCache
+from kvtier.catalog.misses import MissReason
 from kvtier.events import Event, Observer, Prefetch, Report, Store
 from kvtier.observability.families import Samples, counter, gauge, histogram
 from kvtier.observability.whatif.report import Report as WhatIfReport
@@ -227,6 +228,9 @@ class CacheMetrics(Collector, Observer):
         text = "Tokens that lookups found, by the tier that held them."
         hits = [((tier.name,), counts[f"hit_tokens_{tier.name}"]) for tier in tiers]
         yield counter("lookup_hit_tokens", text, hits, "tier")
+        text = "Prompt tokens that engines computed, by the reason why they were not loaded."
+        missed = [((reason,), counts[f"miss_tokens_{reason}"]) for reason in MissReason]
+        yield counter("miss_tokens", text, missed, "reason")
         text = "Chunks not stored: already held, declined, no room, aborted by the engine, or in quarantine."
         refused = [((reason,), counts[key]) for reason, key in REFUSALS]
         yield counter("refused_chunks", text, refused, "reason")

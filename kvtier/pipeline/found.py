@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 
 import anyio
 
+from kvtier.catalog.gone import NO_TIER
+from kvtier.catalog.misses import MissReason
 from kvtier.catalog.partial_matches import PartialMatch
 from kvtier.concurrency.tasks import wait_for_event
 from kvtier.memory.keys import ChunkKey
@@ -72,6 +74,16 @@ class FoundChunk:
             self.staged.drop(self.key)
 
 
+class Cut(NamedTuple):
+    """Why a lookup gave up chunks that are held."""
+
+    reason: MissReason
+    tier: int = NO_TIER
+    """The tier that is too slow."""
+    seconds: float = 0.0
+    """How long was waited for them, or would have been."""
+
+
 class Ready(NamedTuple):
     """Consecutive readable chunks of a lookup, in the same memory. The caller owns the leases."""
 
@@ -126,6 +138,8 @@ class FoundPrefix:
         """In how many seconds the chunks in flight are expected; ``None`` if unknown."""
         self.partial: PartialMatch | None = None
         """The last chunk, if it only begins like the prompt. Compare its block hashes."""
+        self.cut: Cut | None = None
+        """Why chunks after the last one were given up, if they are held."""
         self.held = 0
         """For a model with states: how many leading chunks are held, also beyond the last state."""
         self.needed = 0
@@ -161,6 +175,11 @@ class FoundPrefix:
     def total(self) -> int:
         """Number of chunks, including those that were taken."""
         return self.taken + self.count
+
+    @property
+    def whole(self) -> int:
+        """Number of leading chunks of the prompt itself, without one that only begins like it, or a state."""
+        return max(0, self.total - (self.partial is not None or self.needed > 0))
 
     @property
     def answered(self) -> anyio.Event:
@@ -216,13 +235,18 @@ class FoundPrefix:
         runs = groupby(ready, key=lambda chunk: chunk.staged is not None)
         return [Ready.of(list(run)) for _, run in runs]
 
+    @property
+    def first_in_flight(self) -> FoundChunk | None:
+        """The first chunk that has not arrived, if any."""
+        return next((chunk for chunk in self._chunks if not chunk.arrived), None)
+
     async def settle(
         self,
         seconds: float | None,
         progress: ReportProgress | None = None,
         worth_waiting: WorthWaiting = lambda _arrived, _waiting: True,
-    ) -> None:
-        """Wait for the chunks in flight, then drop those that did not arrive.
+    ) -> FoundChunk | None:
+        """Wait for the chunks in flight, then drop those that did not arrive. Return the first of these.
 
         Stops early if nothing arrives for ``seconds``; ``None`` waits without a timeout. Calls ``progress``
         whenever the query's answer or some chunks have arrived while others are in flight; it may take them.
@@ -245,7 +269,9 @@ class FoundPrefix:
                 break
             if not await wait_for_event(chunk.flight.done, self._timeout(seconds)) or not chunk.arrived:
                 break
+        late = self.first_in_flight
         self.keep(self.ready)
+        return late
 
     def _timeout(self, seconds: float | None) -> float | None:
         """Return how long to wait for the next chunk: not much longer than all of them take to compute."""

@@ -102,19 +102,20 @@ class LoadOrCompute:
 
     def decide(
         self, keys: Sequence[ChunkKey], sources: Sequence[int], among: int, compute: float, *, whole: bool
-    ) -> tuple[int, float | None]:
-        """Return how many leading chunks to load, and in how many seconds they arrive, if that is known.
+    ) -> tuple[int, float | None, float]:
+        """Return how many leading chunks to load, and in how many seconds they and all would arrive.
 
-        ``sources``: the first tier that holds each chunk. ``compute``: seconds per chunk.
+        ``None`` and 0 if that is not known. ``sources``: the first tier that holds each chunk. ``compute``:
+        seconds per chunk.
         """
         arrivals = self._arrivals(keys, sources, among)
         if None in arrivals:
-            return len(keys), None
+            return len(keys), None, 0.0
         known = [seconds for seconds in arrivals if seconds is not None]
         count = worth_loading(known, compute, whole=whole)
         if count < len(keys):
             self.computed(sources[count:], len(keys), compute, max(known))
-        return count, max(known[:count], default=0.0)
+        return count, max(known[:count], default=0.0), max(known, default=0.0)
 
     def computed(self, sources: Sequence[int], total: int, compute: float, seconds: float) -> None:
         """Record that chunks of these ``sources`` are computed, which would have arrived in ``seconds``.

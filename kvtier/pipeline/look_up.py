@@ -13,11 +13,12 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.catalog.catalog import ALL_TIERS
+from kvtier.catalog.misses import MissReason
 from kvtier.events import Prefetch, Priority
 from kvtier.memory.keys import ChunkKey, state_key
 from kvtier.pipeline.discover import DiscoverStage
 from kvtier.pipeline.expect import Expectation, ExpectStage
-from kvtier.pipeline.found import FoundChunk, FoundPrefix, ReportProgress
+from kvtier.pipeline.found import Cut, FoundChunk, FoundPrefix, ReportProgress
 from kvtier.pipeline.hierarchy import Hierarchy
 from kvtier.pipeline.load_or_compute import LoadOrCompute, Pace
 from kvtier.pipeline.query import Expected
@@ -161,6 +162,7 @@ class LookUpStage:
         if found.pushed is not None:
             await found.pushed.ended.wait()
         if self._settings.policy == "best_effort":
+            self._note_given_up(found, found.first_in_flight)
             found.keep(found.ready)
             return
         deadline = self._settings.deadline if self._settings.policy == "timeout" else None
@@ -174,9 +176,10 @@ class LookUpStage:
                 return True
             sources = [chunk.source for chunk in found.chunks[-waiting:]]
             self.load_or_compute.computed(sources, found.total, found.compute, pace.left_seconds)
+            found.cut = Cut(MissReason.RECOMPUTE_WAS_FASTER, sources[0], pace.left_seconds)
             return False
 
-        await found.settle(deadline, progress, worth_waiting)
+        self._note_given_up(found, await found.settle(deadline, progress, worth_waiting))
         missing = total - found.total
         if found.expected and not missing:
             self.load_or_compute.ended(found.expected, time.monotonic() - found.began_at)
@@ -184,6 +187,13 @@ class LookUpStage:
         if late and missing > 0 and not pace.left_seconds:
             message = "prefetch.deadline of %g s exceeded: %d of %d chunks did not arrive and are recomputed"
             self._hierarchy.warn("deadline", message, deadline, missing, total)
+
+    def _note_given_up(self, found: FoundPrefix, chunk: FoundChunk | None) -> None:
+        """Note the first chunk in flight that a lookup does not wait for any longer, if any."""
+        if found.cut is None and chunk is not None and chunk.flight is not None:
+            failed = chunk.flight.done.is_set()
+            reason = MissReason.LOAD_FAILED if failed else MissReason.TOO_LATE
+            found.cut = Cut(reason, chunk.source, time.monotonic() - found.began_at)
 
     # What this host holds.
 
@@ -209,9 +219,11 @@ class LookUpStage:
         rows, sources = hierarchy.catalog.prefix_rows(keys, among)
         known = len(rows)
         if found.compute and sources.count(memory.index) < known:
-            worth, found.expected = self.load_or_compute.decide(
+            worth, found.expected, latest = self.load_or_compute.decide(
                 keys[:known], sources, among, found.compute, whole=whole
             )
+            if worth < known:
+                found.cut = Cut(MissReason.RECOMPUTE_WAS_FASTER, sources[worth], latest)
             rows, sources = rows[:worth], sources[:worth]
         held = keys[: len(rows)]
         if found.query.hints is not None:

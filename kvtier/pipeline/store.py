@@ -11,6 +11,7 @@ from anyio.lowlevel import checkpoint
 
 from kvtier.catalog.eviction import IncomingPrompt
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.misses import MissReason
 from kvtier.catalog.tenants import EvictionScope
 from kvtier.events import Evict, Store
 from kvtier.memory.header import ChunkHeader, object_bytes
@@ -71,7 +72,7 @@ class StoreStage:
             leases, left = self._allocator.allocate_all(lengths), iter(())
             taken = list(range(len(leases)))
             if len(leases) < len(absent):
-                self._count_dropped(lengths[len(leases) :])
+                self._count_dropped(missing[len(leases) :])
         reservations: list[Reservation | None] = [None] * len(headers)
         hints = [hints[at] for at in taken] if hints else []
         begun = self._memory.begin([missing[at] for at in taken], leases, hints)
@@ -110,9 +111,10 @@ class StoreStage:
                 continue
             left.append(slice(fits, stop))
             if not declined:
-                self._count_dropped(lengths[fits:])
+                self._count_dropped(headers[fits:])
                 break
             self._hierarchy.counts["store_declined"] += stop - fits
+            self._hierarchy.catalog.gone.note(keys[fits:stop], MissReason.DECLINED, self._memory.index)
             # The last chunk may be the partial one at the end of a prompt, which the next whole one replaces.
             self._declined.update(dict.fromkeys(keys[max(fits, stop - 2) : stop]))
             while len(self._declined) > MAX_DECLINED:
@@ -123,12 +125,17 @@ class StoreStage:
         """Whether a chunk was declined, and is not held: those that extend it would be useless."""
         return parent in self._declined and parent not in self._hierarchy.catalog
 
-    def _count_dropped(self, lengths: Sequence[int]) -> None:
+    def _count_dropped(self, headers: Sequence[ChunkHeader]) -> None:
         """Count and log chunks that an engine cannot store."""
-        hierarchy = self._hierarchy
-        hierarchy.counts["store_dropped"] += len(lengths)
+        hierarchy, size = self._hierarchy, sum(object_bytes(header.payload_bytes) for header in headers)
+        self.note_dropped([header.key for header in headers])
         message = "tier %s: no room to store %s (%d chunks); they are not cached"
-        hierarchy.warn("store", message, self._memory.name, format_size(sum(lengths)), len(lengths))
+        hierarchy.warn("store", message, self._memory.name, format_size(size), len(headers))
+
+    def note_dropped(self, keys: Sequence[ChunkKey]) -> None:
+        """Count chunks that an engine cannot store."""
+        self._hierarchy.counts["store_dropped"] += len(keys)
+        self._hierarchy.catalog.gone.note(keys, MissReason.STORE_FAILED, self._memory.index)
 
     def cancel(self, reservations: Sequence[Reservation]) -> None:
         """Cancel reservations that will not be filled. Their memory stays leased."""

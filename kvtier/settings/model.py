@@ -30,7 +30,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvtier.errors import SettingsError
 from kvtier.settings.controller import ControllerSettings
 from kvtier.settings.errors import explain
-from kvtier.settings.observability import MetricsSettings, RecordingSettings, WhatIfSettings
+from kvtier.settings.observability import MetricsSettings, RecordingSettings, WhatIfSettings, WhySettings
 from kvtier.settings.peer import KVTransferSettings, PeerSettings, Role
 from kvtier.settings.sources import (
     Origin,
@@ -402,6 +402,9 @@ class Settings(BaseSettings):
     whatif: WhatIfSettings = Field(
         default=WhatIfSettings(),
         description="Estimating what other capacities and eviction policies would hit.",
+    )
+    why: WhySettings = Field(
+        default=WhySettings(), description="What is remembered to tell why tokens were not a hit."
     )
     log_level: LogLevel = Field(
         default="INFO",

@@ -53,6 +53,28 @@ class RecordingSettings(SettingsModel):
     )
 
 
+class WhySettings(SettingsModel):
+    """What a cache process remembers to tell why tokens were not a hit. See [why.md](why.md)."""
+
+    remembered_chunks: Integer = Field(
+        default=1_000_000,
+        ge=0,
+        le=1 << 28,
+        description=(
+            "Of how many chunks that are in no tier any more to remember why: 16 bytes each, as they are "
+            "used, and 4 MiB once older ones are forgotten. With 0, all of them count as `never_stored`."
+        ),
+        examples=[1_000_000],
+    )
+    requests: Integer = Field(
+        default=1000,
+        ge=0,
+        le=1_000_000,
+        description="How many of the last requests `kvtier why` shows, of about 1 KiB each.",
+        examples=[1000],
+    )
+
+
 class WhatIfSettings(SettingsModel):
     """What a cache process estimates while it serves. See [whatif.md](whatif.md)."""
 

@@ -52,8 +52,8 @@ def store(engine: EngineSession, keys: list[ChunkKey]) -> None:
 
 
 def look_up(engine: EngineSession, ticket: int, keys: list[ChunkKey]) -> Found:
-    found, pending = engine.look_up(Lookup(ticket, join_keys(keys), len(keys) * CHUNK_TOKENS))
-    assert pending is None
+    found, _ = engine.look_up(Lookup(ticket, join_keys(keys), len(keys) * CHUNK_TOKENS))
+    assert not found.fetching
     return found
 
 

@@ -39,8 +39,8 @@ def store(engine: EngineSession, tokens: list[int]) -> int:
 def look_up(engine: EngineSession, tokens: list[int]) -> Found:
     marks = block_tags_of(block_hashes(tokens, BLOCK))
     request = Lookup(1, join_keys(keys_of(tokens)), len(tokens), root=ROOT, marks=marks)
-    found, pending = engine.look_up(request)
-    assert pending is None
+    found, _ = engine.look_up(request)
+    assert not found.fetching
     engine.reads.release(found.leases)
     return found
 

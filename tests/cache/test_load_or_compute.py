@@ -159,8 +159,8 @@ async def test_state_is_loaded_with_all_chunks_before_it_or_computed(
         set_speed(harness, "near", 1.0)
         _, sources = harness.cache.catalog.prefix_rows(keys)
         decide = partial(harness.cache.load_or_compute.decide, keys, sources, ALL_TIERS)
-        assert decide(0.1, whole=False) == (4, 0.0)
-        assert decide(0.1, whole=True) == (0, 0.0)
+        assert decide(0.1, whole=False)[:2] == (4, 0.0)
+        assert decide(0.1, whole=True)[:2] == (0, 0.0)
         assert decide(2.0, whole=True)[0] == 8
 
 

@@ -30,6 +30,7 @@ from kvtier.integrations.vllm.request import RequestState
 from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.pipeline.query import Query
 from tests.rigs.stepping import make_request, scheduled
 from tests.rigs.vllm.bare_connector import bare_connector
 
@@ -55,15 +56,23 @@ class Bridge:
 
     probe = poll_if_due = update
 
+    def end(self, outcome: protocol.Outcome) -> None:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(outcome), type=protocol.Outcome) == outcome
+
+    def take_explained(self) -> Sequence[protocol.Explained]:
+        return ()
+
 
 class Sent(Bridge):
     """A cache process that reads what it is sent, and never answers."""
 
     accepts_requests = True
 
-    def look_up(self, keys: Sequence[ChunkKey], tokens: int, **more: Any) -> int:
-        prompt = more["expect_chunks"], more["expect_seconds"], more["hints"], more["root"], more["marks"]
-        return self._send(protocol.Lookup(1, join_keys(keys), tokens, *prompt, more["compute_seconds"]))
+    def look_up(self, query: Query, described: protocol.RequestInfo | None = None) -> int:
+        root, marks = (b"", b"") if query.block_tags is None else query.block_tags[:2]
+        expected = query.expect_chunks, query.expect_seconds
+        prompt = *expected, query.hints, root, marks, query.compute_seconds, query.repeated, described
+        return self._send(protocol.Lookup(1, join_keys(query.keys), query.tokens, *prompt))
 
     def transfer_kv(self, to: str, root: ChunkKey, keys: Sequence[ChunkKey], tokens: int) -> int:
         return self._send(protocol.KVTransfer(2, to, root, join_keys(keys), tokens))

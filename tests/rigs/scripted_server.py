@@ -31,6 +31,8 @@ class ScriptedServer:
         self._connection: socket.socket | None = None
         self._reader = FrameReader()
         self._received: list[Any] = []
+        self.outcomes: list[protocol.Outcome] = []
+        """What the engine has reported of its requests, between its other messages."""
 
     def accept(self) -> None:
         """Accept a pending connection, without a welcome."""
@@ -42,25 +44,34 @@ class ScriptedServer:
         self._reader = FrameReader()
 
     def receive(self, kind: type[MessageT]) -> MessageT:
-        """Return the next message, which must be a ``kind``."""
+        """Return the next message that is no outcome. It must be a ``kind``."""
         assert self._connection is not None
         while not self._received:
-            bodies = self._reader.feed(self._connection.recv(1 << 16))
-            self._received += [self._decode(body) for body in bodies]
+            self._add(self._connection.recv(1 << 16))
         message = self._received.pop(0)
         assert isinstance(message, kind), message
         return message
 
     def nothing_received(self) -> bool:
         """Whether no message is pending."""
+        assert self._connection is not None
         poll = select.poll()
-        poll.register(self._connection, select.POLLIN)  # type: ignore[arg-type]
-        return not self._received and not poll.poll(0)
+        poll.register(self._connection, select.POLLIN)
+        while not self._received and poll.poll(0) and (data := self._connection.recv(1 << 16)):
+            self._add(data)
+        return not self._received
 
     def is_disconnected(self) -> bool:
         """Wait for the client to disconnect; ``False`` if it sends a message instead."""
         assert self._connection is not None
-        return not self._received and not self._connection.recv(1)
+        while not self._received and (data := self._connection.recv(1 << 16)):
+            self._add(data)
+        return not self._received
+
+    def _add(self, data: bytes) -> None:
+        for message in map(self._decode, self._reader.feed(data)):
+            is_outcome = isinstance(message, protocol.Outcome)
+            (self.outcomes if is_outcome else self._received).append(message)
 
     def send(self, *messages: Message, fds: Sequence[int] = ()) -> None:
         assert self._connection is not None

@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.bridge.client import SchedulerBridge
+from kvtier.bridge.protocol import Outcome, RequestInfo
+from kvtier.catalog.misses import MissReason
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
+from kvtier.integrations.vllm.plain import text
 from kvtier.integrations.vllm.request import NO_HIT, Hit, RequestState
+from kvtier.integrations.vllm.request_reports import RequestReports
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import equal_blocks
 from kvtier.pipeline.query import Query
@@ -17,6 +21,8 @@ from kvtier.settings import Settings
 from kvtier.tiers.throughput import Throughput
 
 if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
     from kvtier.bridge.client import LookupState
     from kvtier.integrations.vllm.kv_events import KVEvents
     from kvtier.integrations.vllm.metrics import TransferStats
@@ -29,6 +35,8 @@ TIMEOUT_SECONDS = 1.0
 """Time after the prefetch deadline until a request is computed instead of waiting for an answer."""
 MAX_WAIT_SECONDS = 120.0
 """Timeout of a lookup without progress with ``prefetch.policy: wait``, because a fetch may stall."""
+MAX_NAME, MAX_IMAGES = 128, 64
+"""Of what is shown of a request."""
 NOTHING = (0, False)
 ASK_AGAIN = (None, False)
 
@@ -82,6 +90,24 @@ def _equal(lookup: LookupState, state: RequestState, start: int) -> int:
     return equal_blocks(state.block_hashes(start, int(state.request.num_tokens)), lookup.found.block_hashes)
 
 
+def described(request: Request) -> RequestInfo:
+    """Return what a request is, to tell later what became of it."""
+    adapter = "" if request.lora_request is None else text(request.lora_request.lora_name)
+    places = [feature.mm_position for feature in request.mm_features[:MAX_IMAGES]]
+    images = [(place.offset, place.length) for place in places]
+    return RequestInfo(id_of(request), adapter[:MAX_NAME], images)
+
+
+def id_of(request: Request) -> str:
+    """Return a request's id as it is shown. Clients may choose it."""
+    return text(request.request_id)[:MAX_NAME]
+
+
+def reads_nothing(state: RequestState) -> bool:
+    """Return whether a request may load nothing, as its client wants."""
+    return not state.loads or bool(state.request.skip_reading_prefix_cache)
+
+
 def stalled(state: RequestState, lookup: LookupState) -> bool:
     """Return whether a lookup has made no progress for as long as its request may wait."""
     progress = state.lookup
@@ -113,6 +139,7 @@ class Lookups:
         self._partial_chunks = settings.partial_chunks
         waits = settings.prefetch.policy == "wait"
         self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
+        self._reports = RequestReports(stats)
         self._throughput = Throughput()
         """How fast the engine computes prompts, under the load that it has."""
         self._warn = RateLimitedLog(logger)
@@ -134,9 +161,7 @@ class Lookups:
     def look_up(self, state: RequestState) -> None:
         """Look up the whole prompt of a request, if it may load."""
         request, progress = state.request, state.lookup
-        if not state.loads or request.skip_reading_prefix_cache or progress.load_failed:
-            return
-        if not self._bridge.accepts_requests:
+        if reads_nothing(state) or progress.load_failed or not self._bridge.accepts_requests:
             return
         # A state cannot step back to compute the last token again.
         keys = list(state.extend(request.num_tokens - self._layout.has_states))
@@ -161,7 +186,9 @@ class Lookups:
             expect_chunks=expected.chunks,
             repeated=progress.asked_at > 0,
         )
-        progress.ticket = self._bridge.look_up(query)
+        progress.ticket = self._bridge.look_up(query, described(request))
+        if not progress.asked and progress.ticket is not None:
+            progress.asked = progress.ticket
         progress.timeout = self._timeout + expected.seconds
         progress.waited = False
         if progress.ticket is not None:
@@ -250,13 +277,45 @@ class Lookups:
             if tokens > 0:
                 progress.hits_by_tier[tier] = progress.hits_by_tier.get(tier, 0) + tokens
 
-    def log_hits(self, state: RequestState, external_tokens: int) -> None:
-        """Log the last hit of a request."""
-        logger.info(
-            "request %s: %d of %d tokens hit (%s), %d more in vLLM's own cache",
-            state.request.request_id,
-            external_tokens,
-            state.request.num_tokens,
-            ", ".join(f"{tier} {tokens}" for (tier, _), tokens in state.lookup.hits_by_tier.items()),
-            state.lookup.local_tokens,
-        )
+    def report(self, state: RequestState, loaded: int, reason: MissReason | None = None) -> None:
+        """Report what became of a request, once it is known what it loads; see :class:`RequestReports`.
+
+        ``reason``: why it has loaded nothing, if the cache process cannot know.
+        """
+        progress, request = state.lookup, state.request
+        if progress.reported or request.num_preemptions:
+            return
+        progress.reported = True
+        if not progress.asked:
+            reason = reason or self._why_not_asked(state)
+        tokens, local = int(request.num_prompt_tokens), progress.local_tokens
+        outcome = Outcome(progress.asked, tokens, local, min(local + loaded, tokens), reason, id_of(request))
+        self._bridge.end(outcome)
+        if reason is not None or not loaded:
+            progress.hits_by_tier = {}
+        hits = {tier: count for (tier, _), count in progress.hits_by_tier.items()}
+        self._reports.add(outcome, hits, awaited=reason is None)
+
+    def note_local(self, state: RequestState, local_tokens: int) -> None:
+        """Note what vLLM's own cache holds of a request that was not looked up."""
+        state.lookup.local_tokens = local_tokens
+
+    def skip(self, request: Request, local_tokens: int) -> None:
+        """Report a request that does not use the cache."""
+        tokens = int(request.num_prompt_tokens)
+        reason = MissReason.DISABLED_BY_REQUEST
+        outcome = Outcome(0, tokens, local_tokens, local_tokens, reason, id_of(request))
+        self._bridge.end(outcome)
+        self._reports.add(outcome, {}, awaited=False)
+
+    def take_explained(self) -> None:
+        """Log the requests whose misses were explained since the last step."""
+        for explained in self._bridge.take_explained():
+            self._reports.explain(explained)
+
+    def _why_not_asked(self, state: RequestState) -> MissReason:
+        if reads_nothing(state):
+            return MissReason.DISABLED_BY_REQUEST
+        if not self._bridge.accepts_requests:
+            return MissReason.NOT_LOOKED_UP
+        return MissReason.SHORTER_THAN_A_BLOCK

@@ -11,11 +11,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-BY_TIER = "hit_tokens"
+LABELS = {"hit_tokens": "tier", "miss_tokens": "reason"}
+"""The counters that have a further label."""
 
 COUNTERS: Mapping[str, str] = {
     "looked_up_tokens": "Prompt tokens that were looked up",
-    BY_TIER: "Tokens that were loaded, by the tier that held them",
+    "hit_tokens": "Tokens that were loaded, by the tier that held them",
+    "miss_tokens": "Prompt tokens that were computed, by the reason why they were not loaded",
     "loaded_tokens": "Tokens copied into vLLM's KV cache",
     "loaded_bytes": "Bytes copied into vLLM's KV cache, sum of all ranks",
     "load_seconds": "Seconds spent copying into vLLM's KV cache",
@@ -35,9 +37,9 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
 
     data: dict[str, Any]
 
-    def add(self, name: str, amount: float, tier: str = "") -> None:
+    def add(self, name: str, amount: float, label: str = "") -> None:
         """Add to a counter."""
-        key = f"{name}/{tier}" if tier else name
+        key = f"{name}/{label}" if label else name
         self.data[key] = self.data.get(key, 0) + amount
 
     def take(self) -> TransferStats | None:
@@ -91,22 +93,22 @@ class TransferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name: counter(
                 name=f"kvtier_{name}",
                 documentation=f"{text}.",
-                labelnames=[*labelnames, "tier"] if name == BY_TIER else labelnames,
+                labelnames=[*labelnames, LABELS[name]] if name in LABELS else labelnames,
             )
             for name, text in COUNTERS.items()
         }
         # Export 0 from the start: Prometheus misses the first increase of a counter that appears later.
         for name, labelled in self._counters.items():
             for values in per_engine_labelvalues.values():
-                if name != BY_TIER:
+                if name not in LABELS:
                     labelled.labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the counts of one engine."""
         labels = self.per_engine_labelvalues[engine_idx]
         for key, amount in transfer_stats_data.items():
-            name, _, tier = key.partition("/")
-            values = [*labels, tier] if name == BY_TIER else labels
+            name, _, label = key.partition("/")
+            values = [*labels, label] if name in LABELS else labels
             self._counters[name].labels(*values).inc(amount)
 
 

@@ -77,6 +77,10 @@ class LookupProgress:
     """With states: chunks that other prompts have stored as well, up to where no state was stored."""
     load_failed: bool = False
     """Whether a load has failed: the request is then computed without further attempts."""
+    asked: int = 0
+    """The number of its first lookup, for :class:`Outcome`; 0 before that."""
+    reported: bool = False
+    """Whether what became of the request was reported."""
     computing_since: float | None = None
     """When it was first scheduled (:func:`time.monotonic`); 0 once its prompt has been computed."""
     computed_before: int = 0

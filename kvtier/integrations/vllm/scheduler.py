@@ -7,10 +7,12 @@ process is late or unresponsive. In the worst case, the prompt is computed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bridge.client import SchedulerBridge
+from kvtier.catalog.misses import MissReason
 from kvtier.integrations.vllm.adapters import Adapter, Adapters
 from kvtier.integrations.vllm.compat import has_failed
 from kvtier.integrations.vllm.early import Early, States
@@ -88,6 +90,8 @@ class SchedulerSide:
             settings, layout, bridge, self._kv_transfers, self._stats, whole_blocks=whole_blocks
         )
         self._requests: dict[str, RequestState] = {}
+        self._skipped: set[str] = set()
+        """Running requests that do not use the cache, and were reported."""
         self.adapters = Adapters(bridge)
         """What is known of the engine's LoRA adapters."""
         self._loads = Loads(model, bridge)
@@ -173,6 +177,8 @@ class SchedulerSide:
         if request.lora_request is not None and not loading and not self._admit_again(request, local_tokens):
             return ASK_AGAIN if self.adapters.is_pending(request.request_id) else NOTHING
         state = self._requests.get(request.request_id)
+        if state is None and not loading:
+            self._skip(request, local_tokens)
         if state is None or loading:
             return NOTHING
         if state.follow_prompt():
@@ -200,6 +206,7 @@ class SchedulerSide:
             self._kv_transfers.begin(state)
             self._lookups.look_up(state)
         if state.lookup.ticket is None:
+            self._lookups.note_local(state, local_tokens)
             return NOTHING, False
         found = self._lookups.matched(state, local_tokens, self._wait_left(LOOKUP_WAIT_SECONDS))
         if found == ASK_AGAIN or state.lookup.ticket is None:
@@ -228,20 +235,27 @@ class SchedulerSide:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """Plan the load of the reported hit, or release its leases if it is not used."""
         state = self._requests.get(request.request_id)
-        if self._shadow is not None and state is not None:
+        if state is None:
+            return
+        if self._shadow is not None:
             self._shadow.scheduled(state)
-        if state is None or state.lookup.ticket is None:
+        if state.lookup.ticket is None:
+            if request.request_id not in self._loads:
+                self._report(state, 0)
             return
         lookup = self._bridge.found(state.lookup.ticket)
         if lookup is None or not lookup.located:
             self._lookups.cancel(state)
             if external_tokens:
                 self._loads.fail(state, LOST)
+            else:
+                self._report(state, 0)
             return
         hit = self._lookups.accept(state, external_tokens)
         self._saves.skip_held(state, hit, loaded=external_tokens > 0)
         if not external_tokens:
             self._lookups.cancel(state)
+            self._report(state, 0)
             return
         blocks_of_groups = self._model.blocks(blocks.get_block_ids())
         self._loads.begin(state, self._lookups.take(state), hit, blocks_of_groups)
@@ -251,8 +265,27 @@ class SchedulerSide:
         sources = [*lookup.sources, *lookup.pending_sources][: hit.chunks]
         tiers = [(welcome.tiers[at], welcome.media[at]) for at in sources]
         self._lookups.note_hits(state, tiers, external_tokens)
-        if not self._model.part:  # The first part of the engine reports for all.
-            self._lookups.log_hits(state, external_tokens)
+
+    def _report(self, state: RequestState, loaded: int, reason: MissReason | None = None) -> None:
+        """Report what became of a request. The first part of the engine reports for all."""
+        if not self._model.part:
+            with self._reporting(state.request):
+                self._lookups.report(state, loaded, reason)
+
+    def _skip(self, request: Request, local_tokens: int) -> None:
+        """Report a request that no hook knows, once."""
+        if not self._model.part and request.request_id not in self._skipped and not request.num_preemptions:
+            self._skipped.add(request.request_id)
+            with self._reporting(request):
+                self._lookups.skip(request, local_tokens)
+
+    @contextmanager
+    def _reporting(self, request: Request) -> Iterator[None]:
+        """Nothing in a request may end the engine, least of all what is said of it."""
+        try:
+            yield
+        except Exception as error:
+            self._warn("request %s is not reported: %r", request.request_id, error)
 
     def hits_by_medium(self, request: Request) -> dict[str, int]:
         """Return the tokens of the last hit, by the type of their source tier."""
@@ -267,6 +300,7 @@ class SchedulerSide:
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Return the loads and saves of the next step."""
         self._bridge.update()
+        self._lookups.take_explained()
         for request_id in output.preempted_req_ids or ():
             if (preempted := self._requests.get(request_id)) is not None:
                 self._kv_transfers.note_preemption(preempted)
@@ -330,12 +364,15 @@ class SchedulerSide:
             self._stats.add("failed_loads", 1)
             if state is not None:
                 self._lookups.note_failed_load(state)
+                self._report(state, 0, MissReason.LOAD_FAILED)
                 self._kv_transfers.give_up(state)
         for request_id in output.finished_recving or ():
             loaded = request_id in self._loads and request_id not in failed
             if loaded and request_id in self._requests:
-                for (tier, _), tokens in self._requests[request_id].lookup.hits_by_tier.items():
+                state = self._requests[request_id]
+                for (tier, _), tokens in state.lookup.hits_by_tier.items():
                     self._stats.add("hit_tokens", tokens, tier)
+                self._report(state, sum(state.lookup.hits_by_tier.values()))
             load = self._loads.finish(request_id, again=request_id in again)
             if load is not None:
                 self._lookups.give_back(load.state, load.ticket)
@@ -346,6 +383,7 @@ class SchedulerSide:
         Return whether vLLM must keep its blocks until then, and the ``kv_transfer_params`` of its answer.
         """
         state = self._requests.pop(request.request_id, None)
+        self._skipped.discard(request.request_id)
         self.adapters.finish(request.request_id)
         if self._shadow is not None:
             self._shadow.left(request.request_id, state)

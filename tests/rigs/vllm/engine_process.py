@@ -36,6 +36,9 @@ def serve(connection: Connection, log: str) -> None:
         host.close()
 
 
+LABELS = ("source", "tier", "reason")
+
+
 class _Host:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -179,13 +182,13 @@ class _Host:
         return bool(self._llm.llm_engine.add_lora(LoRARequest(**lora)))
 
     def _metrics(self, number: int) -> dict[str, float]:
-        """Return every counter and gauge: ``name``, or ``name{label}`` if it has a source or tier label."""
+        """Return every counter and gauge: ``name``, or ``name{label}`` if it has one of :data:`LABELS`."""
         from prometheus_client import REGISTRY
 
         found: dict[str, float] = {}
         for metric in REGISTRY.collect():
             for sample in metric.samples:
-                label = sample.labels.get("source") or sample.labels.get("tier")
+                label = next((sample.labels[name] for name in LABELS if name in sample.labels), None)
                 name = f"{sample.name}{{{label}}}" if label else sample.name
                 found[name] = found.get(name, 0) + sample.value
         pool = self._core.scheduler.kv_cache_manager.block_pool

@@ -1,0 +1,146 @@
+"""Chunks that are in no tier any more, or never were: why not. The memory is fixed, the oldest are forgotten.
+
+A set-associative table of 16 bytes a chunk: the first 8 bytes of its key, which two of a million chunks share
+in one of 40 million such tables, and what is known. Its pages take memory only once they are used. Of what it
+forgets, Bloom filters (https://doi.org/10.1145/362686.362692) still tell that it was there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from mmap import mmap
+from struct import Struct
+from typing import NamedTuple
+
+from kvtier.catalog.eviction import RemovalReason
+from kvtier.catalog.misses import MissReason
+from kvtier.memory.keys import KEY_BYTES, ChunkKey
+
+REMOVED = {
+    RemovalReason.EVICTED: MissReason.EVICTED,
+    RemovalReason.CLEARED: MissReason.CLEARED,
+    RemovalReason.MOVED: MissReason.MOVED,
+    RemovalReason.EXPIRED: MissReason.EXPIRED,
+    RemovalReason.LOST: MissReason.LOST,
+    RemovalReason.ABORTED: MissReason.STORE_FAILED,
+}
+_CODES = list(MissReason)
+_NUMBERS = {reason: number for number, reason in enumerate(_CODES)}
+
+NO_TIER = 255
+WAYS = 8
+"""Chunks that share a bucket: the one that went first is forgotten for a new one."""
+FILTER_BITS = 1 << 24
+FILTER_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5)
+FILTER_CHUNKS = FILTER_BITS // 10
+"""Of a filter. There are two: then 2 % of the chunks that were never stored count as unknown at most."""
+_PLACE = Struct(f"<QQ{KEY_BYTES - 16}x")
+_MINUTES_FROM = 1 << 15
+
+
+class Gone(NamedTuple):
+    """What is known of a chunk that is in no tier."""
+
+    reason: MissReason
+    tier: int = NO_TIER
+    """The last tier that held it."""
+    kept: float = 0.0
+    """For how many seconds the tiers had it."""
+    ago: float = 0.0
+    """How many seconds ago that ended."""
+
+
+class GoneChunks:
+    """Remembers why chunks are gone. Not thread-safe; nothing blocks. A microsecond for each chunk."""
+
+    def __init__(self, chunks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """``chunks``: how many to remember, in 16 bytes each; 0 for none."""
+        self._buckets = -(-chunks // WAYS)
+        self._tags = _zeros(self._buckets * WAYS)
+        self._facts = _zeros(self._buckets * WAYS)
+        """The second of removal, counted from 1; the time that it was kept; tier; reason. 0 if vacant."""
+        self._clock, self._start = clock, clock() - 1
+        self._filters: list[bytearray] = []
+        """Of what was forgotten, the newest first."""
+        self._filtered = 0
+        """The number of chunks in the newest filter."""
+
+    def __bool__(self) -> bool:
+        return self._buckets > 0
+
+    def now(self) -> int:
+        """Return the current second, for :meth:`note`."""
+        return int(self._clock() - self._start)
+
+    def note(
+        self, keys: Sequence[ChunkKey], reason: MissReason, tier: int = NO_TIER, since: Sequence[int] = ()
+    ) -> None:
+        """Remember chunks that are READY in no tier now. ``since``: the second in which each was added.
+
+        A copy that did not arrive says nothing of a chunk that was lost since it was added.
+        """
+        if not self._buckets:
+            return
+        tags, facts, now = self._tags, self._facts, self.now()
+        fact = now << 32 | tier << 8 | _NUMBERS[reason]
+        for key, then in zip(keys, since or repeat(now), strict=False):
+            tag, place = _PLACE.unpack(key)
+            at = place % self._buckets * WAYS
+            known = tags[at : at + WAYS].tolist()
+            if tag in known:
+                at += known.index(tag)
+                if reason is MissReason.STORE_FAILED and since and facts[at] >> 32 >= then:
+                    continue
+            else:
+                ages = facts[at : at + WAYS].tolist()
+                oldest = min(ages)
+                at += ages.index(oldest)
+                if oldest:
+                    self._forget(tags[at])
+            tags[at], facts[at] = tag, fact | _pack(now - then) << 16
+
+    def find(self, key: ChunkKey) -> Gone | None:
+        """Return what is known of a chunk; ``None`` if it was never here."""
+        if not self._buckets:
+            return None
+        tag, place = _PLACE.unpack(key)
+        at = place % self._buckets * WAYS
+        known = self._tags[at : at + WAYS].tolist()
+        if tag in known and (fact := self._facts[at + known.index(tag)]):
+            return _unpack(fact, self.now())
+        return Gone(MissReason.UNKNOWN) if self._is_forgotten(tag) else None
+
+    def _forget(self, tag: int) -> None:
+        if not self._filters or self._filtered >= FILTER_CHUNKS:
+            self._filters = [bytearray(FILTER_BITS // 8), *self._filters[:1]]
+            self._filtered = 0
+        for bit in _bits(tag):
+            self._filters[0][bit >> 3] |= 1 << (bit & 7)
+        self._filtered += 1
+
+    def _is_forgotten(self, tag: int) -> bool:
+        return any(all(bits[bit >> 3] >> (bit & 7) & 1 for bit in _bits(tag)) for bits in self._filters)
+
+
+def _zeros(count: int) -> memoryview:
+    return memoryview(mmap(-1, max(1, count) * 8)).cast("Q")
+
+
+def _bits(tag: int) -> list[int]:
+    return [tag * factor % (1 << 64) * FILTER_BITS >> 64 for factor in FILTER_FACTORS]
+
+
+def _pack(seconds: int) -> int:
+    """Return a duration in 16 bits: in seconds, and above 9 hours in minutes."""
+    if seconds < _MINUTES_FROM:
+        return max(0, seconds)
+    return min(_MINUTES_FROM | (seconds - _MINUTES_FROM) // 60, 0xFFFF)
+
+
+def _unpack(fact: int, now: int) -> Gone:
+    kept = fact >> 16 & 0xFFFF
+    if kept >= _MINUTES_FROM:
+        kept = _MINUTES_FROM + (kept - _MINUTES_FROM) * 60
+    return Gone(_CODES[fact & 0xFF], fact >> 8 & 0xFF, float(kept), float(now - (fact >> 32)))

@@ -1,0 +1,125 @@
+"""Why tokens of a prompt were not a hit: the reasons, and what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+import msgspec
+
+
+class MissReason(StrEnum):
+    """Why tokens of a prompt were not a hit. See docs/why.md."""
+
+    NEVER_STORED = "never_stored"
+    EVICTED = "evicted"
+    CLEARED = "cleared"
+    EXPIRED = "expired"
+    MOVED = "moved"
+    """To another host."""
+    LOST = "lost"
+    """The medium does not hold it any more, or it was corrupt."""
+    DECLINED = "declined"
+    """The eviction policy preferred what the tier held."""
+    STORE_FAILED = "store_failed"
+    """There was no room, or the engine did not complete the save."""
+    OTHER_SALT = "other_salt"
+    OTHER_MODEL_OR_LAYOUT = "other_model_or_layout"
+    OTHER_WEIGHTS = "other_weights"
+    OTHER_ADAPTER_OR_IMAGE = "other_adapter_or_image"
+    DIVERGES = "diverges"
+    """What is before is held, and continues with other tokens."""
+    BEING_STORED = "being_stored"
+    """Another request was just computing it."""
+    NO_STATE = "no_state"
+    """It is held, and no state of the model at its end."""
+    NO_ROOM = "no_room"
+    """A lower tier holds it, and memory had no room to read it into."""
+    TOO_LATE = "too_late"
+    LOAD_FAILED = "load_failed"
+    RECOMPUTE_WAS_FASTER = "recompute_was_faster"
+    DISABLED_BY_REQUEST = "disabled_by_request"
+    SHORTER_THAN_A_BLOCK = "shorter_than_a_block"
+    NOT_LOOKED_UP = "not_looked_up"
+    """The cache process was away, or did not answer in time."""
+    UNKNOWN = "unknown"
+    """It was stored once. Too many chunks have gone since to know why it is gone."""
+
+
+ADVICE: Mapping[str, str] = {
+    MissReason.NEVER_STORED: "nobody has stored these tokens behind those before them: normal for new text.",
+    MissReason.EVICTED: "the tier had no room for them: `kvtier whatif` shows what more would bring.",
+    MissReason.CLEARED: "they were cleared, by a command or because the weights have changed.",
+    MissReason.EXPIRED: "their time to live has passed: raise the tier's `ttl`.",
+    MissReason.MOVED: "they were moved to another host: send such requests there, or copy instead.",
+    MissReason.LOST: "the tier's medium has lost or damaged them: see the log, and `kvtier doctor`.",
+    MissReason.DECLINED: "the policy kept what it expects to be used sooner: see `kvtier whatif`.",
+    MissReason.STORE_FAILED: "memory had no room, or the engine did not finish: see its log.",
+    MissReason.BEING_STORED: "another request was just computing them: send equal prompts one by one.",
+    MissReason.OTHER_SALT: "they are held for another `cache_salt`: requests that may share need the same.",
+    MissReason.OTHER_MODEL_OR_LAYOUT: "they are held for an engine with other settings: make these equal.",
+    MissReason.OTHER_WEIGHTS: "they are held for other weights: see `weights_id`.",
+    MissReason.OTHER_ADAPTER_OR_IMAGE: "they are held for another adapter, or behind another image.",
+    MissReason.DIVERGES: "what is before is held, with other tokens behind: keep what changes at the end.",
+    MissReason.NO_STATE: "they are held without a state at their end, which is stored at the end of prompts.",
+    MissReason.NO_ROOM: "a lower tier holds them, memory had no room: raise the first tier's capacity.",
+    MissReason.TOO_LATE: "the tier was too slow: see `prefetch.deadline`, and `kvtier bench` for its speed.",
+    MissReason.LOAD_FAILED: "they could not be read or copied: see the log.",
+    MissReason.RECOMPUTE_WAS_FASTER: "the engine computes them faster than the tier delivers them.",
+    MissReason.DISABLED_BY_REQUEST: "the request does not use the cache, or vLLM cannot cache it.",
+    MissReason.SHORTER_THAN_A_BLOCK: "the rest of a prompt behind its last block: always computed.",
+    MissReason.NOT_LOOKED_UP: "the cache process was away or did not answer in time: see its log.",
+    MissReason.UNKNOWN: "they were stored once, too long ago to know more: raise `why.remembered_chunks`.",
+}
+"""What each reason means for who operates the engine, and what to do."""
+
+
+AGAIN = "then the same again"
+"""What has parted goes on as what is stored: something in the middle of a template changes."""
+
+
+class Miss(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Consecutive tokens of a prompt that were not a hit, for one reason."""
+
+    reason: MissReason
+    tokens: int
+    tier: str = ""
+    """The tier that held them last, or was too slow."""
+    seconds: float = 0.0
+    """How long the tiers had them, or how long was waited for them."""
+    ago: float = 0.0
+    """How many seconds ago they went."""
+    position: int = -1
+    """The token from which on what is held differs. Exact to a block."""
+    field: str = ""
+    """What differs: a name, no value of a user."""
+
+
+def text_of(miss: Miss) -> str:
+    """Return a miss in a few words: ``512 evicted (from ram, after 40 s, 12 s ago)``."""
+    match miss.reason:
+        case MissReason.TOO_LATE | MissReason.RECOMPUTE_WAS_FASTER:
+            more = [f"{miss.tier}, {miss.seconds:.2f} s"] if miss.tier else []
+        case MissReason.DIVERGES:
+            more = [f"from token {miss.position} on"]
+        case _:
+            more = [f"from {miss.tier}"] if miss.tier else []
+            more += [f"after {miss.seconds:.0f} s, {miss.ago:.0f} s ago"] if miss.seconds or miss.ago else []
+    more += [miss.field] if miss.field else []
+    return f"{miss.tokens} {miss.reason}" + (f" ({', '.join(more)})" if more else "")
+
+
+def misses_behind(misses: Sequence[Miss], begins: int, used: int, tokens: int) -> list[Miss]:
+    """Return why the tokens of a prompt behind the first ``used`` were not a hit, one miss for each reason.
+
+    ``misses``: those of the tokens from ``begins`` on. What is behind them has no whole block.
+    """
+    behind, at = list[Miss](), begins
+    for miss in misses:
+        start, at = at, at + miss.tokens
+        # What was found and not used was, with what follows it, of no use.
+        start = used if not behind else max(start, used)
+        if min(at, tokens) > start:
+            behind.append(msgspec.structs.replace(miss, tokens=min(at, tokens) - start))
+    rest = tokens - max(used, at)
+    return [*behind, Miss(MissReason.SHORTER_THAN_A_BLOCK, rest)] if rest > 0 else behind
