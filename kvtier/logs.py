@@ -97,13 +97,14 @@ class Findings:
         """With the time at which it was logged."""
 
     def note(self, kind: str, found: str, remedy: str) -> None:
-        """Record what was found. ``kind``: what is logged once, of which few are remembered."""
-        now, finding = self._clock(), Finding(found, remedy)
-        _, logged_at = self._found.get(kind, (finding, now - SHOWN_SECONDS))
-        if now - logged_at >= SHOWN_SECONDS:
+        """Record what was found. ``kind``: what is logged once. Few are remembered."""
+        finding, at = Finding(found, remedy), self._clock()
+        _, logged_at = self._found.get(kind, (finding, at - SHOWN_SECONDS))
+        if at - logged_at >= SHOWN_SECONDS:
             self._logger.warning("%s", finding)
-            logged_at = now
-        self._found[kind] = finding, logged_at
+        else:
+            at = logged_at
+        self._found[kind] = finding, at
         if len(self._found) > MAX_REMEMBERED:
             self._found.popitem(last=False)
 

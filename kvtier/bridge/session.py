@@ -151,21 +151,21 @@ class EngineSession:
             yield Finding(
                 f"engine {self.name}: a prompt of {tokens} tokens takes {format_size(size)}, and all of tier "
                 f"{memory.name} has {format_size(memory.arena.capacity)}",
-                f"set the capacity of tier {memory.name} to several times as much",
+                f"set the capacity of tier {memory.name} to {format_size(4 * size)} or more",
             )
 
     def _observe_length(self, tokens: int) -> None:
         """Note prompts that do not fit the settings. Takes a microsecond."""
-        findings, chunk = self._cache.findings, self.layout.chunk_tokens
         for finding in self._too_long(tokens):
-            findings.note(f"long prompts {self.name}", finding.found, finding.remedy)
+            self._cache.findings.note(f"long prompts {self.name}", finding.found, finding.remedy)
         self._lengths.append(tokens)
         if len(self._lengths) < MIN_LENGTHS:
             return
-        typical, unit = sorted(self._lengths)[len(self._lengths) * 9 // 10], self.layout.unit_tokens
+        typical = sorted(self._lengths)[MIN_LENGTHS * 9 // 10]
         self._lengths.clear()
+        chunk, unit = self.layout.chunk_tokens, self.layout.unit_tokens
         if typical < chunk > unit:
-            findings.note(
+            self._cache.findings.note(
                 f"short prompts {self.name}",
                 f"engine {self.name}: 9 of 10 prompts are shorter than chunk_tokens ({chunk}), so what they "
                 "have in common is stored once for each of them",

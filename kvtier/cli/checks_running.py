@@ -79,11 +79,10 @@ def check_fleet(settings: Settings) -> Iterator[Check]:
 
     if settings.controller.url is None:
         return
-    token = settings.controller.token
+    secret = settings.controller.token
+    token = None if secret is None else secret.get_secret_value()
     try:
-        with ControllerAPI(
-            settings.controller.url, None if token is None else token.get_secret_value()
-        ) as api:
+        with ControllerAPI(settings.controller.url, token) as api:
             instances, findings = api.instances().instances, api.findings().findings
     except ControllerError as error:
         yield Check("controller", "fail", str(error))

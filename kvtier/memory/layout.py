@@ -27,15 +27,8 @@ STATE_TOKENS = 0
 """The length of a state, in the place of that of a chunk."""
 MAX_RANKS = 4096
 """More than any engine has. What is computed for each rank is bounded by it."""
-PLATFORM_FIELDS = (
-    "kind of device",
-    "VLLM_KV_CACHE_LAYOUT",
-    "--kv-cache-dtype",
-    "--dtype",
-    "--attention-backend",
-)
-"""The first parts of the platform of a vLLM engine, by what to set. Then on CPUs the instruction set, and the
-parallelism, if there is any."""
+PLATFORM_FIELDS = "kind of device|VLLM_KV_CACHE_LAYOUT|--kv-cache-dtype|--dtype|--attention-backend"
+"""The parts of the platform of a vLLM engine, by what to set. On CPUs, the instruction set follows."""
 WEIGHTS_BYTES = 8
 """How much of a namespace identifies the weights."""
 
@@ -100,11 +93,10 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
         self._check()
         unit = self.unit_tokens
         if self.chunk_tokens % unit:
-            sizes = " and ".join(str(size) for size in sorted({group.block_tokens for group in self.groups}))
             nearest = max(1, round(self.chunk_tokens / unit)) * unit
             raise LayoutError(
-                f"chunk_tokens is {self.chunk_tokens}, not a multiple of the engine's block size {sizes}: "
-                f"use `auto`, {nearest} or another multiple of {unit}"
+                f"chunk_tokens is {self.chunk_tokens}, not a multiple of the engine's block size "
+                f"{self._blocks}: use `auto`, {nearest} or another multiple of {unit}"
             )
 
     def _check(self) -> None:
@@ -118,11 +110,9 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
 
     def __str__(self) -> str:
         """Summarize the configured properties, to distinguish layouts in messages."""
-        blocks = " and ".join(str(tokens) for tokens in sorted({group.block_tokens for group in self.groups}))
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        return (
-            f"chunks of {self.chunk_tokens} tokens in blocks of {blocks}, {ranks}, {self.platform or 'any'}"
-        )
+        sizes = f"chunks of {self.chunk_tokens} tokens in blocks of {self._blocks}"
+        return f"{sizes}, {ranks}, {self.platform or 'any'}"
 
     @property
     def unit_tokens(self) -> int:
@@ -144,16 +134,18 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
 
     def fields(self) -> dict[str, str]:
         """Return what the layout depends on, by what to set."""
-        platform = self.platform.split("|")
-        rest = ("kind of CPU",) * (platform[0] == "cpu") + ("pipeline and context parallelism",)
+        cpu = "|kind of CPU" if self.platform.startswith("cpu|") else ""
+        names = f"{PLATFORM_FIELDS}{cpu}|pipeline and context parallelism"
         return {
             "chunk_tokens": str(self.chunk_tokens),
-            "--block-size": ", ".join(
-                str(tokens) for tokens in sorted({g.block_tokens for g in self.groups})
-            ),
+            "--block-size": self._blocks,
             "--tensor-parallel-size": str(self.ranks),
-            **dict(zip((*PLATFORM_FIELDS, *rest), platform, strict=False)),
+            **dict(zip(names.split("|"), self.platform.split("|"), strict=False)),
         }
+
+    @property
+    def _blocks(self) -> str:
+        return " and ".join(str(tokens) for tokens in sorted({group.block_tokens for group in self.groups}))
 
     @property
     def shortest_hit(self) -> int:

@@ -59,12 +59,10 @@ class Pace:
         """``compute``: the seconds in which the engine computes a chunk."""
         self._compute = compute
         self._clock = clock
-        self._arrived = -1
-        """How many chunks had arrived before the last wait."""
-        self._waits = 0
-        """How many waits have ended with an arrival."""
+        self._arrived, self._waits = -1, 0
+        """How many chunks had arrived before the last wait, and how many waits have ended with an arrival."""
         self._began, self._first = 0.0, 0
-        """When the first of them had ended, and how many chunks had arrived then."""
+        """When the first of these had ended, and how many chunks had arrived then."""
         self.left_seconds = 0.0
         """In how many seconds the others would have arrived, if they are not worth waiting for; else 0."""
 
@@ -82,10 +80,9 @@ class Pace:
         if self._waits <= MIN_SAMPLES:
             return True
         left = waiting * (self._clock() - self._began) / (arrived - self._first)
-        if not _is_clearly_earlier(waiting * self._compute, left):
-            return True
-        self.left_seconds = left
-        return False
+        if _is_clearly_earlier(waiting * self._compute, left):
+            self.left_seconds = left
+        return not self.left_seconds
 
 
 class LoadOrCompute:
@@ -122,21 +119,15 @@ class LoadOrCompute:
 
         ``total``: the chunks of the lookup. ``compute``: seconds per chunk.
         """
-        count = len(sources)
+        count, computing = len(sources), compute * len(sources)
         self._hierarchy.counts["computed_instead"] += count
-        self._log(
-            "%d of %d chunks are computed: in %.2f s, instead of arriving in %.2f s",
-            count,
-            total,
-            compute * count,
-            seconds,
-        )
-        for source in set(sources) - {self._hierarchy.memory.index}:
-            tier = self._hierarchy.tiers[source].name
+        message = "%d of %d chunks are computed: in %.2f s, instead of arriving in %.2f s"
+        self._log(message, count, total, computing, seconds)
+        if len(set(sources)) == 1:  # Of several tiers, it is not known which one is slow.
+            tier = self._hierarchy.tiers[sources[0]].name
             self._hierarchy.findings.note(
                 f"slow {tier}",
-                f"tier {tier} is slower than the engine: {seconds:.2g} s to load what takes "
-                f"{compute * count:.2g} s to compute",
+                f"tier {tier} was slower than the engine: {seconds:.2g} s, instead of {computing:.2g} s",
                 "use a faster medium, or load in any case, to spare the engine: prefetch.adaptive: false",
             )
 

@@ -96,11 +96,10 @@ def check_models(models: Sequence[Model]) -> None:
             raise RefusedInstance(
                 f"the namespace of {model.names[0]!r} has {len(model.namespace)} bytes, not {KEY_BYTES}"
             )
-        if len(model.facts) > MAX_NAMES:
-            raise RefusedInstance(f"the instance's model {model.names[0]!r} has {len(model.facts)} facts")
-        _check_texts(
-            "the facts of the instance's models", [f"{name}={is_}" for name, is_ in model.facts.items()]
-        )
+        facts = [f"{name}={value}" for name, value in model.facts.items()]
+        if len(facts) > MAX_NAMES:
+            raise RefusedInstance(f"the instance's model {model.names[0]!r} has {len(facts)} facts")
+        _check_texts("the facts of the instance's models", facts)
         if not _is_valid(model.layout):
             raise RefusedInstance(f"the layout of the instance's model {model.names[0]!r} is invalid")
 

@@ -223,7 +223,7 @@ def kv_dtype(config: KVCacheConfig, group_ids: Sequence[int]) -> str:
 
 def _platform(vllm_config: VllmConfig, config: KVCacheConfig, part: Part) -> str:
     device = vllm_config.device_config.device_type
-    parts = [  # As PLATFORM_FIELDS in memory/layout.py.
+    parts = [  # See PLATFORM_FIELDS.
         str(device),
         str(config.kv_cache_layout),
         str(vllm_config.cache_config.cache_dtype),
