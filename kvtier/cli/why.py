@@ -47,7 +47,8 @@ def why(
         print_json(to_builtins(found))
     elif reports:
         _show(reports)
-        _show_breakers(found.breakers)
+        for number, breaker in enumerate(found.breakers[:SHOWN_BREAKERS]):
+            output().print("" if number else "\n", sentence_of(breaker), sep="", markup=False)
     else:
         what = f"no request whose id contains {request!r}" if request else "no request"
         output().print(f"The cache process has seen {what} since it started.", markup=False)
@@ -72,17 +73,16 @@ def _show(reports: Sequence[RequestReport]) -> None:
         output().print(f"{count:,} {reason}: {ADVICE[reason]}", markup=False)
 
 
-def _show_breakers(breakers: Sequence[Breaker]) -> None:
-    for number, breaker in enumerate(breakers[:SHOWN_BREAKERS]):
-        again = round(100 * breaker.again / breaker.parted)
-        costs = f"{breaker.tokens_per_day:,.0f} tokens a day"
-        if breaker.seconds_per_day:
-            costs += f", {breaker.seconds_per_day / 60:,.0f} minutes of prefill"
-        text = (
-            f"{round(100 * breaker.parted / breaker.passed)} % of {breaker.passed:,} prompts that begin alike"
-            f" part at token {breaker.position:,}; {again} % of these go on with the same text: {costs}."
-        )
-        output().print("" if number else "\n", text, sep="", markup=False)
+def sentence_of(breaker: Breaker) -> str:
+    """Return what a prefix breaker costs, in a sentence."""
+    parted, again = breaker.parted / breaker.passed, breaker.again / breaker.parted
+    costs = f"{breaker.tokens_per_day:,.0f} tokens a day"
+    if breaker.seconds_per_day:
+        costs += f", {breaker.seconds_per_day / 60:,.0f} minutes of prefill"
+    return (
+        f"{parted:.0%} of {breaker.passed:,} prompts that begin alike part at token {breaker.position:,}; "
+        f"{again:.0%} of these go on with the same text: {costs}."
+    )
 
 
 def _table(reports: Sequence[RequestReport]) -> Table:
