@@ -70,6 +70,8 @@ from kvtier.tiers.tier import Tier
 logger = logging.getLogger("kvtier")
 
 DRAIN_POLL_SECONDS = 0.02
+CANARY_SECONDS, MAX_CANARIES = 120.0, 64
+"""How long the chunks of a canary are kept, and of how many at most. What exceeds that is only evicted."""
 CLOSED = "the cache is closed: use it within the `with` block that opens it"
 
 ObserveLookup = Callable[[PromptLookup], None]
@@ -147,6 +149,7 @@ class TieredCache:
         self.load_or_compute = self._looking_up.load_or_compute
         """Decides what is loaded and what is computed."""
         self._finished = self._closed = False
+        self._expiring = 0
         self.observe_lookup: ObserveLookup | None = None
         """Receives every lookup with ``expected`` that is neither local nor repeated."""
         self.observe_model: ObserveModel | None = None
@@ -315,6 +318,19 @@ class TieredCache:
         """
         if states := self._boundaries.superseded(chunk):
             self._clear_here(states)
+
+    def uncover(self, keys: Sequence[ChunkKey], tier: str) -> None:
+        """Remove chunks of a canary from the tiers above ``tier``, if that holds all that memory holds."""
+        if at := next((each.index for each in self.tiers if each.name == tier), 0):
+            self._clearing.uncover(keys, at)
+
+    async def expire(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove the chunks of a canary from all tiers after :data:`CANARY_SECONDS`."""
+        if self._expiring < MAX_CANARIES:
+            self._expiring += 1
+            await anyio.sleep(CANARY_SECONDS)
+            self._expiring -= 1
+            await self.clear(keys)
 
     def _clear_here(self, keys: Sequence[ChunkKey]) -> None:
         own = [tier.index for tier in self.tiers if not tier.shared]

@@ -49,6 +49,8 @@ class LookupState:
     """The sources of the chunks in flight. Each of them may still fail."""
     updated_at: float = 0.0
     """Time of the last answer (:func:`time.monotonic`); each batch that arrives causes one."""
+    known: int = 0
+    """The most chunks that were leased or in flight: of those that are located, some may fail to arrive."""
 
     @property
     def answered(self) -> bool:
@@ -206,6 +208,7 @@ class SchedulerBridge(Bridge):
         lookup.found = found
         lookup.pending_sources = [source for source, count in found.pending_sources for _ in range(count)]
         lookup.updated_at = time.monotonic()
+        lookup.known = max(lookup.known, lookup.total)
 
     def _take_held(self, held: protocol.Held) -> None:
         keys = split_keys(held.keys)
@@ -226,7 +229,7 @@ class SchedulerBridge(Bridge):
         prompt = *chunks, query.hints, root, block_tags, query.compute_seconds, query.repeated, described
         call = self.call(
             "lookups",
-            lambda ticket: protocol.Lookup(ticket, *prompt),
+            lambda ticket: protocol.Lookup(ticket, *prompt, canary=query.canary),
             protocol.Found,
             lambda found, _wanted: found,
         )

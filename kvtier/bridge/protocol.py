@@ -130,6 +130,8 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     """Whether there are shared pools. A lookup asks them what they hold before it fetches anything."""
     first_lease: int = 0
     """Reservations below this number are void for a worker, except those that its ``Hello`` lists."""
+    canary_tiers: list[str] = msgspec.field(default_factory=list)
+    """The tiers that a canary checks: the first one, and those that each stored chunk is written to."""
 
 
 class RequestInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -166,6 +168,8 @@ class Lookup(Request, frozen=True, array_like=True, tag=10):
     """Whether the engine has looked up this request before: it still waits, or was preempted."""
     described: RequestInfo | None = None
     """With it, an :class:`Explained` follows if chunks are missing. The engine sends an :class:`Outcome`."""
+    canary: str = ""
+    """For a canary: the tier that its chunks are read from, if that holds them. See :class:`Query`."""
 
 
 class Explained(Message, frozen=True, array_like=True, tag=38):
@@ -256,6 +260,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     """Whether a decode instance waits for the chunks, which are stored whatever they are worth."""
     recomputes: Recomputation | None = None
     """Chunks that memory holds get room as well, and are compared with what is written there."""
+    canary: bool = False
+    """Whether the chunks are those of a canary: stored whatever they are worth, and removed soon."""
 
 
 class Reserve(Request, frozen=True, array_like=True, tag=14):

@@ -68,6 +68,13 @@ async def serve(
     ):
         server = BridgeServer(instance, recorder)
         await tasks.start(stop_on_signals, serving, draining, logger)
+        if settings.canary.engine is not None:
+            from kvtier.observability.canary import Periodic  # With an HTTP client: only if it is used.
+
+            server.canary = Periodic(
+                settings.canary, lambda: server.engines > 0 and not serving.cancel_called
+            )
+            tasks.start_soon(server.canary.run)
         async with _serving_metrics(settings.metrics.listen, server):
             with server.notices.listening(logger), _frozen(), serving:
                 await _serve_engines(server, path, on_serving, settings.linger if exit_when_idle else None)

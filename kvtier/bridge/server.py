@@ -44,6 +44,7 @@ from kvtier.units import format_size
 from kvtier.version import __version__
 
 if TYPE_CHECKING:
+    from kvtier.observability.canary import Periodic
     from kvtier.observability.recording.recorder import Recorder
     from kvtier.peers.dialing import RemoteEngines
     from kvtier.peers.staging.buffers import Offer
@@ -190,6 +191,7 @@ class Connection:
             self._server.peer,
             any(tier.shared for tier in cache.tiers),
             first,
+            [cache.memory.name, *(tier.name for tier in cache.lower if tier.write == "through")],
         )
         self._endpoint.send(welcome, [] if self._remote else [cache.arena.fd])
 
@@ -343,6 +345,8 @@ class BridgeServer:
         self.cache = instance.cache
         self.instance = instance
         self._recorder = recorder
+        self.canary: Periodic | None = None
+        """Set by the owner of the server, which runs it."""
         self.epoch = secrets.randbits(63)
         self.lease_numbers = itertools.count(1)
         self._engines: dict[str, EngineSession] = {}
@@ -582,5 +586,6 @@ class BridgeServer:
             "reservations": reservations,
             "findings": [asdict(finding) for finding in dict.fromkeys(findings)],
             **recording,
+            **({} if self.canary is None else {"canary": self.canary.status}),
             **self.instance.status(),
         }

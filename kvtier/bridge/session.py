@@ -118,7 +118,10 @@ class EngineSession:
             expect_seconds=request.expect_seconds,
             expect_chunks=request.expect_chunks,
             repeated=request.repeated,
+            canary=request.canary,
         )
+        if request.canary:
+            self._cache.uncover(keys, request.canary)
         if self.layout.has_states:
             found = self._cache.look_up_state(query, expected, self._state_bytes)
         else:
@@ -346,11 +349,13 @@ class EngineSession:
             for run, (kv_transfer, headers) in zip(request.runs, runs, strict=True):
                 hints += [] if kv_transfer else [run.hints] * len(headers)
         # A state needs its chunks, and these are useless without it.
-        declining = not self.layout.has_states and not any(run.awaited for run in request.runs)
+        declining = not self.layout.has_states and not any(run.awaited or run.canary for run in request.runs)
         # A disconnected rank would never fill its slices.
         within = 0 if self.absent_ranks else self._within_share(in_arena)
         chunks_in_arena = self._cache.reserve_all(in_arena[:within], hints[:within], declining=declining)
         reserved = chain(chunks_in_arena, repeat(None))
+        if canaries := [key for run in request.runs if run.canary for key in split_keys(run.keys)]:
+            self._cache.tasks.start_soon(self._cache.expire, canaries)
         staging = self._buffers
         writes: list[Reservation | None] = []
         for kv_transfer, headers in runs:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import anyio
 
 from kvtier.bridge import client
 from kvtier.bridge.spawn import default_address
@@ -15,6 +18,14 @@ from kvtier.settings import Settings, TierSettings
 from kvtier.version import __version__
 
 PROCESS, FOUND, FLEET = "cache process", "found while running", "instances"
+KEY = "VLLM_API_KEY"
+REMEDIES = {
+    "store": "kvtier status: is the tier full or unavailable? vLLM's log: is the cache process connected?",
+    "lookup": "kvtier status: is the tier too small? Do all engines and ranks use one cache process?",
+    "load": "see the warnings of the cache process and of vLLM; kvtier doctor --backend all",
+    "tokens": "stop using this tier, and clear it: this is a bug, in kvtier or below it",
+}
+"""For each stage at which what a canary has stored is lost."""
 Report = Mapping[str, Any]
 
 
@@ -91,3 +102,21 @@ def check_fleet(settings: Settings) -> Iterator[Check]:
         yield Check(FLEET, "warn", finding.found, finding.remedy)
     if not findings:
         yield Check(FLEET, "ok", f"{len(instances)}, with the same version, and the same KV for each model")
+
+
+def check_engine(url: str) -> Check:
+    """Have an engine store a synthetic prompt and each tier serve it. Blocks for up to a minute a request."""
+    from kvtier.observability.canary import Canary, CanaryError, Result
+
+    async def run() -> Result:
+        async with Canary(url, os.environ.get(KEY)) as canary:
+            return await canary.run()
+
+    name = f"engine {url}"
+    try:
+        result = anyio.run(run)
+    except CanaryError as error:
+        return Check(name, "fail", str(error), f"check the URL, and {KEY} if the server has an API key")
+    if result.stage is None:
+        return Check(name, "ok", f"{result.describe()}; equal tokens")
+    return Check(name, "fail", result.describe(), REMEDIES[result.stage])

@@ -39,6 +39,14 @@ Model = Annotated[
     typer.Option(metavar="FOLDER", help="Check the chat template of this model, before an engine serves it."),
 ]
 
+EngineURL = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Only have this vLLM server, with API key VLLM_API_KEY, store a prompt, and each tier serve it.",
+    ),
+]
+
 
 def doctor(
     config: ConfigFile = None,
@@ -46,6 +54,7 @@ def doctor(
     size: ChunkSize = None,
     model: Model = None,
     socket: Socket = None,
+    engine: EngineURL = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine and the settings, and suggest fixes.
@@ -54,6 +63,13 @@ def doctor(
     Asks the running cache process and the controller of the settings what they have found. Connects to every
     peer and shared pool in the settings. Tiers of running cache processes are not affected.
     """
+    if engine is not None:
+        from kvtier.cli.checks_running import check_engine
+
+        with messages().status(f"storing and loading a prompt at {engine}"):
+            check = check_engine(engine)
+        _print([check], failed=check.status == "fail", as_json=as_json, hint="")
+        raise typer.Exit(check.status == "fail")
     from kvtier.cli.checks import check_machine, check_settings
     from kvtier.cli.checks_backend import check_pools, exit_command
     from kvtier.cli.checks_peers import check_peers

@@ -189,6 +189,7 @@ class CacheMetrics(Collector, Observer):
         yield from _of_peers(status.get("peers", ()))
         yield from _of_serving(status.get("serving", {}))
         yield from _of_controller(status.get("controller"))
+        yield from _of_canary(status.get("canary"))
         yield from _of_what_if(self._what_if())
 
     def _of_tiers(self, tiers: Sequence[Level]) -> Iterator[Metric]:
@@ -321,6 +322,18 @@ def _of_controller(controller: Status | None) -> Iterator[Metric]:
     text = "0 while the controller's view of this instance is not up to date."
     yield gauge("agent_up_to_date", text, up_to_date)
     yield counter("agent_lost_connections", "Lost connections to the controller.", lost)
+
+
+def _of_canary(canary: Status | None) -> Iterator[Metric]:
+    """Yield the metrics of the canary, without samples if there is none."""
+    canary = canary or {"results": {}, "alert": [], "last_ok": []}
+    text = "Runs of the canary, by result: ok, skipped, or where what was stored was lost."
+    results = [((result,), count) for result, count in canary["results"].items()]
+    yield counter("canary_runs", text, results, "result")
+    text = "1 while what the canary has stored is not served, or leads to other tokens."
+    yield gauge("canary_alert", text, canary["alert"])
+    text = "Time of the last run that was ok, or of the start, in seconds since 1970."
+    yield gauge("canary_last_ok_timestamp_seconds", text, canary["last_ok"])
 
 
 def _of_what_if(report: WhatIfReport | None) -> Iterator[Metric]:

@@ -50,6 +50,15 @@ class ClearStage:
             await self.remove(ready, tier, RemovalReason.CLEARED)
         return Cleared(list(removed), len(removed), freed)
 
+    def uncover(self, keys: Sequence[ChunkKey], tier: int) -> None:
+        """Remove what a tier holds from those above it: from memory at once, from others by a task."""
+        catalog, memory = self._hierarchy.catalog, self._hierarchy.memory.index
+        covering = [key for key in keys if catalog.state(key, memory) is State.READY]
+        if all(catalog.state(key, tier) is State.READY for key in covering):
+            self._drop(covering, RemovalReason.CLEARED)
+            held = [key for key in keys if catalog.state(key, tier) is State.READY]
+            self._hierarchy.tasks.start_soon(self.clear, held, range(memory + 1, tier))
+
     def _leaving(self, keys: Sequence[ChunkKey], tier: int, others: int) -> list[ChunkKey]:
         """Return the chunks that copies and queries in flight must not bring back.
 

@@ -117,7 +117,7 @@ class LookUpStage:
     def prefix(self, found: FoundPrefix, expected: Expected | None) -> None:
         """Add the longest held prefix. See :meth:`kvtier.TieredCache.look_up`."""
         query, keys = found.query, found.query.keys
-        if not query.local:  # The hit rate is that of this host's engines, without lookups by peers.
+        if not (query.local or query.canary):  # The hit rate is that of this host's engines.
             self._hierarchy.counts["looked_up"] += len(keys)
         found.compute *= self._adaptive
         reached = self._extend(found, keys, self._local if query.local else ALL_TIERS)
@@ -140,7 +140,8 @@ class LookUpStage:
     def boundary(self, found: FoundPrefix, expected: Expected, state_bytes: int) -> None:
         """Add the longest prefix that ends with a state. See :meth:`kvtier.TieredCache.look_up_state`."""
         keys = found.query.keys
-        self._hierarchy.counts["looked_up"] += len(keys)
+        if not found.query.canary:
+            self._hierarchy.counts["looked_up"] += len(keys)
         found.compute *= self._adaptive
         boundary = self._boundaries.last(keys)
         if len(boundary.needed) <= len(keys) and self._discovering.pools(expected.namespace):
@@ -259,6 +260,8 @@ class LookUpStage:
 
     def _count(self, found: FoundPrefix, first: int, sources: Sequence[int]) -> None:
         """Count the chunks found from the ``first`` one on, and their tokens, by the tier that held them."""
+        if found.query.canary:
+            return
         counts, tiers, tokens = self._hierarchy.counts, self._hierarchy.tiers, found.chunk_tokens
         for source, count in Counter(sources).items():
             counts[f"found_{tiers[source].name}"] += count

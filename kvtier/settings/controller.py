@@ -17,17 +17,17 @@ INSTANCE_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 def _validate_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.username:
-        raise ValueError(f"{url!r} is not a valid controller URL: use http://HOST:PORT or https://HOST:PORT")
+        raise ValueError(f"{url!r} is not a valid URL: use http://HOST:PORT or https://HOST:PORT")
     return url.rstrip("/")
 
 
-ControllerURL = Annotated[str, AfterValidator(_validate_url)]
+HTTPAddress = Annotated[str, AfterValidator(_validate_url)]
 
 
 class ControllerSettings(SettingsModel):
     """The controller that this instance registers with. If omitted, the instance runs without one."""
 
-    url: ControllerURL | None = Field(
+    url: HTTPAddress | None = Field(
         default=None,
         description=(
             "URL of the controller. If omitted, the instance does not register. Serving and fetching work "

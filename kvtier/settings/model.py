@@ -30,7 +30,13 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvtier.errors import SettingsError
 from kvtier.settings.controller import ControllerSettings
 from kvtier.settings.errors import explain
-from kvtier.settings.observability import MetricsSettings, RecordingSettings, WhatIfSettings, WhySettings
+from kvtier.settings.observability import (
+    CanarySettings,
+    MetricsSettings,
+    RecordingSettings,
+    WhatIfSettings,
+    WhySettings,
+)
 from kvtier.settings.peer import KVTransferSettings, PeerSettings, Role
 from kvtier.settings.sources import (
     Origin,
@@ -405,6 +411,10 @@ class Settings(BaseSettings):
     )
     why: WhySettings = Field(
         default=WhySettings(), description="What is remembered to tell why tokens were not a hit."
+    )
+    canary: CanarySettings = Field(
+        default=CanarySettings(),
+        description="Testing in production that what is stored is served, with a synthetic prompt.",
     )
     log_level: LogLevel = Field(
         default="INFO",

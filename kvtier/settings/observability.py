@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from kvtier.settings.controller import HTTPAddress
 from kvtier.settings.peer import Address
-from kvtier.settings.values import LocalPath, SettingsModel
+from kvtier.settings.values import LocalPath, Secret, SettingsModel
 from kvtier.units import MIB, Duration, Integer, Size
 
 MAX_FILES = 100
@@ -101,4 +102,28 @@ class WhatIfSettings(SettingsModel):
         gt=0,
         description="After this time, a lookup counts for half in the estimate.",
         examples=["6h"],
+    )
+
+
+class CanarySettings(SettingsModel):
+    """Whether this instance tests that what is stored is served. See [canary.md](canary.md)."""
+
+    engine: HTTPAddress | None = Field(
+        default=None,
+        description=(
+            "URL of a vLLM server of this host, not of a router, that stores and loads a synthetic prompt. "
+            "If omitted, there is no canary. Like `kvtier doctor --engine`. See [canary.md](canary.md)."
+        ),
+        examples=["http://127.0.0.1:8000"],
+    )
+    every: Duration = Field(
+        default=60.0,
+        ge=10,
+        description="Time between the end of a run and the next one; longer after failures.",
+        examples=["60s"],
+    )
+    api_key: Secret | None = Field(
+        default=None,
+        description="API key of the engine.",
+        examples=["{env: VLLM_API_KEY}"],
     )

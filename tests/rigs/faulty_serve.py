@@ -6,6 +6,9 @@
 - ``hold-get``, ``hold-put``: no read or write completes while the file ``HOLD`` exists
 - ``holdrest-get``: likewise, but the first two reads complete; each is of one chunk
 - ``failrest-get``: likewise, and then the others fail
+- ``forget-put``: writes complete, and store nothing
+- ``other-get``: reads return the right header, and other bytes than were written: a corrupt chunk or, unless
+  checksums are verified, the content of another chunk
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import anyio
 from kvtier.backends.base import Outcome
 from kvtier.backends.disk.backend import DiskBackend
 from kvtier.cli import main
+from kvtier.memory.header import HEADER_BYTES
 from kvtier.tiers import batches
 
 SLOW_SECONDS = 0.33
@@ -45,8 +49,14 @@ def inject_fault(name: str, how: str, hold: Path) -> None:
             await anyio.sleep(POLL_SECONDS)
         if how in {"fail", "failrest"}:
             return [Outcome.FAILED] * len(items)
+        if how == "forget":
+            return [Outcome.OK] * len(items)
         await anyio.sleep(SLOW_SECONDS if how == "slow" else 0)
         outcomes: Sequence[Outcome] = await healthy(self, items)
+        if how == "other":
+            for _, view in items:
+                payload = view[HEADER_BYTES : len(view) - len(view) % 4]
+                payload[:] = bytes(payload[len(payload) // 8 * 4 :]) + bytes(payload[: len(payload) // 8 * 4])
         return outcomes
 
     setattr(DiskBackend, name, faulty)

@@ -8,6 +8,8 @@
   known about the future of the prompt's chunks, for the tiers' eviction policies. Each part is optional.
 - ``{"cache": "off"}``, ``"read"`` or ``"write"``: what the request may use the cache for. In the form above:
   ``{"cache": {"mode": "write", "tenant": "a"}}``.
+- ``{"canary": {"id": "4f1e…", "tier": "ssd"}}`` (:mod:`kvtier.observability.canary`): prompts with one id
+  share their chunks, whatever their ``cache_salt``, and no others. The answer reports what was loaded.
 - ``{}``: return the address on which this instance listens for peers. The others return it as well.
 """
 
@@ -44,12 +46,20 @@ class ExpectHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Maximum time to wait for them; ``None`` for the limit in the settings."""
 
 
+class CanaryHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The request is that of a canary."""
+
+    id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CHARACTERS)]
+    tier: Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)] = ""
+
+
 class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All hints of a request."""
 
     kv_transfer: KVTransferHint | None = None
     expect: ExpectHint | None = None
     cache: CacheHint | CacheMode | None = None
+    canary: CanaryHint | None = None
 
     @property
     def mode(self) -> CacheMode:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.bridge.protocol import Outcome, RequestInfo
 from kvtier.catalog.misses import MissReason
@@ -186,13 +188,17 @@ class Lookups:
             expect_chunks=expected.chunks,
             repeated=progress.asked_at > 0,
         )
-        progress.ticket = self._bridge.look_up(query, described(request))
+        canary = state.hints.canary
+        if canary is not None:  # It loads even what is computed sooner, and is not reported.
+            query = msgspec.structs.replace(query, compute_seconds=0.0, repeated=True, canary=canary.tier)
+        progress.ticket = self._bridge.look_up(query, None if canary else described(request))
         if not progress.asked and progress.ticket is not None:
             progress.asked = progress.ticket
         progress.timeout = self._timeout + expected.seconds
         progress.waited = False
         if progress.ticket is not None:
             progress.asked_at = time.monotonic()
+        if progress.ticket is not None and state.hints.canary is None:
             self._stats.add("looked_up_tokens", covered)
 
     def _block_tags(self, state: RequestState) -> PromptTags | None:
@@ -219,6 +225,7 @@ class Lookups:
         if not self._bridge.responsive:
             self.cancel(state)
             return NOTHING
+        progress.located = max(progress.located, lookup.known)
         # Chunks in flight are loaded as they arrive, once there is something to load.
         begins = lookup.located and len(lookup.leases) > local_tokens // self._layout.chunk_tokens
         if not lookup.final and not begins:
@@ -267,6 +274,14 @@ class Lookups:
         """Compute a request without further attempts to load."""
         state.lookup.load_failed = True
 
+    def note_loaded(self, state: RequestState) -> None:
+        """Count what a request has loaded; of a canary, only for its answer."""
+        for (tier, _), tokens in state.lookup.hits_by_tier.items():
+            if state.hints.canary is None:
+                self._stats.add("hit_tokens", tokens, tier)
+            else:
+                state.lookup.loaded[tier] = tokens
+
     def note_hits(self, state: RequestState, tiers: Sequence[tuple[str, str]], external_tokens: int) -> None:
         """Note the name and type of the tier of each chunk of a hit, which is reported to vLLM."""
         progress = state.lookup
@@ -283,7 +298,7 @@ class Lookups:
         ``reason``: why it has loaded nothing, if the cache process cannot know.
         """
         progress, request = state.lookup, state.request
-        if progress.reported or request.num_preemptions:
+        if progress.reported or request.num_preemptions or state.hints.canary is not None:
             return
         progress.reported = True
         if not progress.asked:

@@ -197,11 +197,13 @@ class PromptTransfers:
 
     # Both.
 
-    def answer(self, request: Request, transferred: int) -> dict[str, Any] | None:
+    def answer(
+        self, request: Request, transferred: int, canary: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
         """Return the ``kv_transfer_params`` of a request's answer; ``None`` for a request without hints.
 
-        Call it once. Removes the hints: in vLLM's ``MultiConnector``, two answers under one name end the
-        engine, so the first kvtier answers.
+        ``canary``: what to report to a canary. Call it once. Removes the hints: in vLLM's
+        ``MultiConnector``, two answers under one name end the engine, so the first kvtier answers.
         """
         params = request.kv_transfer_params
         if not has_hints(params):
@@ -211,4 +213,6 @@ class PromptTransfers:
         answer: dict[str, Any] = {"peer": peer}
         if transferred:
             answer["transferred"] = {"tokens": transferred, "from": peer}
+        if canary is not None:
+            answer["canary"] = canary
         return {NAME: answer}

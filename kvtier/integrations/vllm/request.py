@@ -75,6 +75,10 @@ class LookupProgress:
     """The tokens of the last hit, by the name and the type of their tier."""
     branch: int = 0
     """With states: chunks that other prompts have stored as well, up to where no state was stored."""
+    located: int = 0
+    """The most chunks that a lookup has located."""
+    loaded: dict[str, int] = field(default_factory=dict)
+    """The tokens that were loaded, by the name of their tier."""
     load_failed: bool = False
     """Whether a load has failed: the request is then computed without further attempts."""
     asked: int = 0
@@ -102,6 +106,8 @@ class SaveProgress:
     tail_planned: bool = False
     held_blocks: tuple[Sequence[int], ...] | None = None
     """Block table of a finished request, if vLLM keeps the blocks until they are saved."""
+    stored: int = 0
+    """The leading tokens that there was room for, if a prompt can be continued there."""
     copied: bool = False
     """Whether workers were given its blocks to copy, and may still be copying."""
 
@@ -172,7 +178,8 @@ class RequestState:
     """The hints to store with the prompt's chunks."""
 
     def __post_init__(self) -> None:
-        self.chunk_hints = hints_for_chunks(self.hints, text(self.request.cache_salt))
+        salt = text(self.request.cache_salt) if self.hints.canary is None else ""  # No tenant for each.
+        self.chunk_hints = hints_for_chunks(self.hints, salt)
         self.loads, self.stores = self.hints.mode != "write", self.hints.mode != "read"
         self.prompt_tokens = self.request.num_prompt_tokens
 
@@ -295,12 +302,15 @@ def cacheable(request: Request, *, numbered: bool = False) -> bool:
     return request.prompt_embeds is None and request.prompt_token_ids is not None
 
 
-def request_root(namespace: bytes, request: Request, adapter: str = "") -> ChunkKey:
+def request_root(namespace: bytes, request: Request, adapter: str = "", canary: str = "") -> ChunkKey:
     """Return the root key of a request's chunks: that of its tenant (``cache_salt``) and LoRA adapter.
 
-    ``adapter``: the identity of the adapter.
+    ``adapter``: the identity of the adapter. ``canary``: replaces the salt. So requests of a canary share
+    their chunks here, but nothing in vLLM's own cache, which knows their salts.
     """
     extra = encode_extra(("lora", adapter)) if adapter else b""
+    if canary:
+        return root_key(namespace, "", encode_extra(("canary", canary, adapter)))
     return root_key(namespace, text(request.cache_salt), extra)
 
 

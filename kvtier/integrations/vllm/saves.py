@@ -112,6 +112,7 @@ class Save:
             extends=self.extends,
             awaited=state.transfer.ticket is not None,
             recomputes=Recomputation(state.request.request_id, start, dtype) if dtype else None,
+            canary=state.hints.canary is not None,
         )
         return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
 
@@ -556,6 +557,9 @@ class Saves:
         self._stats.add("not_stored_chunks", len(save.keys) - stored)
         if not copies:
             return None
+        if save.is_state or self._tails:  # Without a state, chunks are of no use to models that have any.
+            end = save.first * self._layout.chunk_tokens + sum(copy.tokens for copy in copies)
+            state.saving.stored = max(state.saving.stored, end)
         state.saving.copied = self._deferred
         lora, adapter = state.request.lora_request, state.adapter
         expected = (lora.lora_int_id, adapter.identity) if lora and adapter else None

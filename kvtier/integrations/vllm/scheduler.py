@@ -165,7 +165,10 @@ class SchedulerSide:
         return adapter is not None
 
     def _track(self, request: Request, hints: Hints, adapter: Adapter | None) -> RequestState:
-        root = request_root(self.weights.current.namespace, request, adapter.identity if adapter else "")
+        canary = hints.canary.id if hints.canary else ""
+        root = request_root(
+            self.weights.current.namespace, request, adapter.identity if adapter else "", canary
+        )
         sizes = self._layout.chunk_tokens, self._lookahead, self._layout.granularity
         state = RequestState(request, root, *sizes, hints=hints, adapter=adapter)
         self._requests[request.request_id] = state
@@ -370,8 +373,7 @@ class SchedulerSide:
             loaded = request_id in self._loads and request_id not in failed
             if loaded and request_id in self._requests:
                 state = self._requests[request_id]
-                for (tier, _), tokens in state.lookup.hits_by_tier.items():
-                    self._stats.add("hit_tokens", tokens, tier)
+                self._lookups.note_loaded(state)
                 self._report(state, sum(state.lookup.hits_by_tier.values()))
             load = self._loads.finish(request_id, again=request_id in again)
             if load is not None:
@@ -389,6 +391,7 @@ class SchedulerSide:
             self._shadow.left(request.request_id, state)
         if state is None:
             return False, self._kv_transfers.answer(request, 0)
+        canary = None if state.hints.canary is None else self._canary_report(state)
         self._lookups.cancel(state)
         if state.lookup.computing_since is not None:
             self._lookups.observe(state)
@@ -398,13 +401,25 @@ class SchedulerSide:
             loading = request.request_id in self._loads  # vLLM keeps the blocks until it has ended.
             copying = state.saving.copied and not loading
             held = copying and self._saves.keep(state, self._model.blocks(block_ids))
-            return held, self._kv_transfers.answer(request, 0)
+            return held, self._kv_transfers.answer(request, 0, canary)
         computed = state.final_tokens(state.computed_at_end(), answer=self._settings.save_decode)
         held = state.stores and self._saves.finish(state, computed, self._model.blocks(block_ids))
         transferred = self._kv_transfers.finish(state)
         if not self._saves.unreserved:
             self._kv_transfers.end_finished()
-        return held, self._kv_transfers.answer(request, transferred)
+        return held, self._kv_transfers.answer(request, transferred, canary)
+
+    def _canary_report(self, state: RequestState) -> dict[str, Any]:
+        """Return the answer to a canary: ``Report`` in :mod:`kvtier.observability.canary`."""
+        chunk, welcome = self._layout.chunk_tokens, self._bridge.welcome
+        return {
+            "connected": self._bridge.accepts_requests,
+            "chunk_tokens": chunk,
+            "tiers": [] if welcome is None else welcome.canary_tiers,
+            "stored": state.saving.stored,
+            "located": min(state.lookup.located * chunk, state.request.num_prompt_tokens),
+            "loaded": state.lookup.loaded,
+        }
 
     def report(self, request: Request) -> None:
         """Have the workers report a finished request of which only another part has chunks to save."""

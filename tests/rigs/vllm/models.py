@@ -185,6 +185,23 @@ make_qwen3_next = partial(make, family="Qwen3Next", shape=_COMMON | _SMALL | _QW
 """A Qwen3-Next: three layers of gated delta net and one of full attention."""
 
 
+def add_tokenizer(directory: Path) -> Path:
+    """Give a model a tokenizer: byte pairs of the texts of Python's help."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+    from tokenizers.models import BPE
+
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False)
+    text = _text()[:100_000].decode(errors="replace")
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return directory
+
+
 def _save(model_type: Any, config: Any, directory: Path, seed: int = 7) -> Path:
     import torch
 

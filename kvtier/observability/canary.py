@@ -1,0 +1,319 @@
+"""Canary: store a synthetic prompt through a vLLM server, have each tier serve it, and compare the tokens.
+
+The hint ``canary`` replaces a request's ``cache_salt`` in kvtier's keys, not in vLLM's. So requests with one
+id and different salts share their chunks in kvtier, and nothing in vLLM's own cache, which stays as it is::
+
+    POST /v1/completions  cache: write, canary: {id}        computes the prompt, stores it: the reference
+    POST /v1/completions  cache: read,  canary: {id, tier}  loads it, for each tier that stored chunks reach
+
+The prompt is a chunk and :data:`REST_TOKENS` tokens. It ends in words of its beginning, which a model
+continues by what it has read there: other KV leads to other tokens. A run computes it once if all is well,
+and for a tier that does not serve it at most once for each of :data:`PAUSES`, and once more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from string import ascii_lowercase
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+import anyio
+import httpx
+import msgspec
+
+from kvtier.errors import KVTierError
+from kvtier.logs import printable
+from kvtier.settings.observability import CanarySettings
+
+logger = logging.getLogger("kvtier")
+
+Stage = Literal["store", "lookup", "load", "tokens"]
+"""Where the path broke; ``tokens``: what was loaded leads to other tokens than what was computed."""
+CHUNK_TOKENS, REST_TOKENS, NEW_TOKENS = 256, 32, 8
+"""In a chunk, until an engine has reported how many it has; after the chunk; to generate."""
+REQUEST_SECONDS, MAX_PAUSE_SECONDS = 60.0, 3600.0
+PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Between reads from a tier: a chunk may be committed a moment later, or wait in the tier's queue."""
+TOLERANCE = 0.5
+"""Of a token's log-probability: in bfloat16, other batches change it by some 0.1, other KV by several."""
+ALERT_AFTER = 2
+"""Consecutive failures before an alert: a chunk may be evicted by chance. Wrong tokens alert at once."""
+GREEDY = {
+    "truncation_side": "left",
+    "max_tokens": NEW_TOKENS,
+    "temperature": 0.0,
+    "ignore_eos": True,
+    "logprobs": 5,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+}
+_WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{.*\})? (\S+)$", re.MULTILINE)
+
+
+class CanaryError(KVTierError):
+    """The canary could not run, for a reason that is not the cache's."""
+
+
+class NotServed(Exception):
+    """What was stored is not served: the stage, the reason, and the tier, if any."""
+
+
+class Report(msgspec.Struct):
+    """What kvtier's connector reports of a canary's request, in tokens."""
+
+    connected: bool
+    """Whether the engine is connected to its cache process."""
+    chunk_tokens: int
+    tiers: list[str]
+    stored: int
+    located: int
+    loaded: dict[str, int]
+
+
+EACH = msgspec.Meta(min_length=NEW_TOKENS, max_length=NEW_TOKENS)
+
+
+class Answer(NamedTuple):
+    """An answer of vLLM: the generated tokens, and the most likely ones at each place."""
+
+    tokens: Annotated[list[int], EACH]
+    likely: Annotated[list[dict[str, float]], EACH]
+    prompt_tokens: int
+    report: Report | None
+
+    def distance(self, other: Answer) -> float:
+        """Return the greatest difference of a token's log-probability, up to the first other token."""
+        found, places = 0.0, (self.tokens, other.tokens, self.likely, other.likely)
+        for mine, theirs, ours, others in zip(*places, strict=True):
+            name = f"token_id:{mine}"
+            found = max(found, abs(ours[name] - others.get(name, -math.inf)))
+            if mine != theirs:
+                break
+        return found
+
+
+class Result(msgspec.Struct):
+    """The result of one run."""
+
+    model: str = ""
+    prompt_tokens: int = 0
+    stored: int = 0
+    served: dict[str, tuple[int, float]] = msgspec.field(default_factory=dict)
+    """The tokens that each tier has served, and in how many seconds."""
+    requests: int = 0
+    computed: int = 0
+    """Prompt tokens that the engine has computed."""
+    stage: Stage | None = None
+    """``None`` if every tier has served what was stored, with the same tokens."""
+    reason: str = ""
+    tier: str = ""
+
+    def describe(self) -> str:
+        """Return one line that names what was stored, and served or not."""
+        parts = [f"{self.stored} of {self.prompt_tokens} tokens stored"]
+        parts += [f"{tier} served {n} in {1000 * took:.0f} ms" for tier, (n, took) in self.served.items()]
+        if self.stage is not None:
+            parts.append(f"{self.stage} failed{self.tier and f' for tier {self.tier}'}: {self.reason}")
+        return "; ".join([*parts, f"{self.requests} requests computed {self.computed} prompt tokens"])
+
+
+class Canary:
+    """A client of one vLLM server. Use it as an async context manager."""
+
+    def __init__(self, url: str, key: str | None = None, seconds: float = REQUEST_SECONDS) -> None:
+        """``key``: the server's API key. ``seconds``: the timeout of each request. Raises CanaryError."""
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise CanaryError("the API key contains characters that no HTTP header may contain")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._seconds = seconds
+        self._chunk_tokens = CHUNK_TOKENS
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # An engine is not reached through the proxy of the environment.
+        self._http = httpx.AsyncClient(headers=headers, timeout=seconds, trust_env=False)
+
+    async def __aenter__(self) -> Canary:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self._http.aclose()
+
+    async def waiting(self) -> int:
+        """Return how many requests wait for the engine, which is saturated then. Raises CanaryError."""
+        return int(sum(map(float, _WAITING.findall(await self._ask("GET", "/metrics")))))
+
+    async def run(self) -> Result:
+        """Run once. Safe to cancel: vLLM aborts the request, and the chunks expire.
+
+        Raises :class:`CanaryError` if the server cannot be asked, or computes other tokens each time.
+        """
+        result = Result()
+        try:
+            await self._run(result)
+        except NotServed as error:
+            result.stage, result.reason, result.tier = error.args
+        return result
+
+    async def _run(self, result: Result) -> None:
+        models = await self._ask("GET", "/v1/models")
+        try:
+            result.model = str(json.loads(models)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise CanaryError(f"{self.url} does not list its models like vLLM: {error!r}") from error
+        run, reference, report = await self._store(result)
+        if report.chunk_tokens != self._chunk_tokens:
+            self._chunk_tokens = report.chunk_tokens
+            run, reference, report = await self._store(result)
+        if not (report.connected and report.tiers):
+            raise NotServed("store", "the engine is not connected to its cache process", "")
+        for tier in report.tiers:
+            answer = await self._read(result, run, tier, first=tier == report.tiers[0])
+            if (distance := reference.distance(answer)) <= TOLERANCE:
+                continue
+            again = reference.distance(await self._complete(result, run, {"cache": "off"}))
+            if again > TOLERANCE:
+                raise CanaryError(f"{self.url} computes other tokens each time: {again:.2f} > {TOLERANCE}")
+            reason = f"log-probabilities differ by {distance:.2f}, when computed twice by {again:.2f}"
+            raise NotServed("tokens", reason, tier)
+
+    async def _store(self, result: Result) -> tuple[str, Answer, Report]:
+        run = secrets.token_hex(16)
+        answer = await self._complete(result, run, {"cache": "write", "canary": {"id": run}})
+        if answer.report is None:
+            reason = "has no kvtier, an older one, or one that caches nothing: see vLLM's log"
+            raise CanaryError(f"{self.url} {reason}")
+        result.prompt_tokens, result.stored = answer.prompt_tokens, answer.report.stored
+        return run, answer, answer.report
+
+    async def _read(self, result: Result, run: str, tier: str, *, first: bool) -> Answer:
+        """Have one tier serve the prompt. Raises :class:`NotServed`."""
+        whole = self._chunk_tokens
+        for pause in (*PAUSES, None):
+            began = time.monotonic()
+            hints = {"cache": "read", "canary": {"id": run, "tier": tier}}
+            answer = await self._complete(result, run, hints)
+            report = answer.report
+            if report is None:
+                raise CanaryError(f"{self.url} has been restarted")
+            loaded = sum(report.loaded.values())
+            result.stored = max(result.stored, report.located)  # What was stored after the first answer.
+            result.computed -= loaded
+            served = loaded if first else report.loaded.get(tier, 0)
+            if served >= whole:
+                result.served[tier] = served, time.monotonic() - began
+                return answer
+            if loaded < whole <= report.located:  # It is gone now: a further attempt would not locate it.
+                raise NotServed("load", f"{loaded} of {report.located} located tokens were loaded", tier)
+            if pause is not None:
+                await anyio.sleep(pause)
+        assert report is not None
+        if loaded >= whole:
+            late = f"not there {sum(PAUSES):.0f} s after they were stored, while a faster tier serves them"
+            raise NotServed("store", late, tier)
+        reason = f"{report.located} of {result.stored} stored tokens were located"
+        if not report.connected:
+            reason = "the engine is not connected to its cache process"
+        raise NotServed("lookup" if result.stored >= whole else "store", reason, tier)
+
+    async def _complete(self, result: Result, run: str, hints: Mapping[str, object]) -> Answer:
+        tokens = self._chunk_tokens + REST_TOKENS
+        words = random.Random(run).choices(ascii_lowercase, k=tokens)  # noqa: S311 - of a token or more each
+        request = GREEDY | {
+            "model": result.model,
+            "prompt": " ".join(words + words[tokens // 2 :][: REST_TOKENS // 2]),
+            "truncate_prompt_tokens": tokens,
+            "cache_salt": secrets.token_hex(16),
+            "kv_transfer_params": {"kvtier": hints},
+        }
+        body = await self._ask("POST", "/v1/completions", request)
+        try:
+            found = json.loads(body)
+            (choice,), prompt = found["choices"], found["usage"]["prompt_tokens"]
+            report = ((found.get("kv_transfer_params") or {}).get("kvtier") or {}).get("canary")
+            parts = choice["token_ids"], choice["logprobs"]["top_logprobs"], prompt, report
+            answer = msgspec.convert(parts, Answer)
+            answer.distance(answer)  # Raises if a generated token is not among the most likely ones.
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CanaryError(f"{self.url} does not answer like vLLM: {error!r}") from error
+        result.requests += 1
+        result.computed += answer.prompt_tokens
+        return answer
+
+    async def _ask(self, method: str, path: str, request: object = None) -> str:
+        try:
+            with anyio.fail_after(self._seconds):  # httpx's timeout is that of each piece.
+                answer = await self._http.request(method, self.url + path, json=request)
+        except (TimeoutError, httpx.TimeoutException):
+            raise CanaryError(f"{self.url} has not answered within {self._seconds:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise CanaryError(f"{self.url} does not answer: {error}") from error
+        if answer.status_code in (401, 403):
+            raise CanaryError(f"{self.url} requires an API key, or another one")
+        if not answer.is_success:
+            text = printable(answer.text)
+            raise CanaryError(f"{self.url}{path} answers with status {answer.status_code}: {text}")
+        return answer.text
+
+
+class Periodic:
+    """The canary of a cache process."""
+
+    def __init__(self, settings: CanarySettings, connected: Callable[[], bool]) -> None:
+        """``connected``: whether an engine is connected. While none is, it is starting or stopping."""
+        assert settings.engine is not None
+        self._every, key = settings.every, settings.api_key
+        self._canary = Canary(settings.engine, None if key is None else key.get_secret_value())
+        self._connected = connected
+        self._failures = 0
+        self._skipped = ""
+        self._results = dict.fromkeys(("ok", *get_args(Stage), "skipped"), 0)
+        self.status: dict[str, Any] = {"alert": False, "last": "", "last_ok": time.time()}
+        self.status["results"] = self._results
+        """The last result, when it was ok (at first, that of the start), and counts since the start."""
+
+    async def run(self) -> None:
+        """Run until cancelled; after failures, at longer and longer intervals."""
+        async with self._canary:
+            while True:
+                pause = self._every * 2 ** max(0, min(self._failures, 16) - ALERT_AFTER + 1)
+                await anyio.sleep(min(pause, max(self._every, MAX_PAUSE_SECONDS)))
+                try:
+                    await self.once()
+                except Exception:  # Whatever an engine answers, it must not end the cache process.
+                    logger.exception("canary failed")
+
+    async def once(self) -> None:
+        """Run once, unless the engine is busy, starting or stopping."""
+        result, why = Result(), ""
+        try:
+            if self._connected() and (waiting := await self._canary.waiting()):
+                why = f"{waiting} requests are waiting"
+            elif self._connected():
+                result = await self._canary.run()
+        except CanaryError as error:
+            why = str(error)
+        if not self._connected():  # Not before, or no more.
+            why = "no engine is connected"
+        self._results["skipped" if why else result.stage or "ok"] += 1
+        if why and why != self._skipped:
+            logger.info("canary skipped: %s", why)
+        self._skipped = why
+        if not why:
+            self._note(result)
+
+    def _note(self, result: Result) -> None:
+        healthy, before = result.stage is None, self._failures
+        self._failures = 0 if healthy else before + 1
+        alert = result.stage == "tokens" or self._failures >= ALERT_AFTER
+        self.status |= {"alert": alert, "last": result.describe()}
+        if healthy:
+            self.status["last_ok"] = time.time()
+        if before or not healthy:
+            level = logging.ERROR if alert else logging.INFO
+            logger.log(level, "canary of %s: %s", self._canary.url, self.status["last"])
