@@ -27,6 +27,8 @@ STATE_TOKENS = 0
 """The length of a state, in the place of that of a chunk."""
 MAX_RANKS = 4096
 """More than any engine has. What is computed for each rank is bounded by it."""
+LAYERS = "layers"
+"""The field of a layout that follows from others, unless it alone differs."""
 PLATFORM_FIELDS = "kind of device|VLLM_KV_CACHE_LAYOUT|--kv-cache-dtype|--dtype|--attention-backend"
 """The parts of the platform of a vLLM engine, by what to set. On CPUs, the instruction set follows."""
 WEIGHTS_BYTES = 8
@@ -141,6 +143,7 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
             "--block-size": self._blocks,
             "--tensor-parallel-size": str(self.ranks),
             **dict(zip(names.split("|"), self.platform.split("|"), strict=False)),
+            LAYERS: blake3(msgspec.msgpack.encode(self.groups)).hexdigest(4),
         }
 
     @property

@@ -11,6 +11,7 @@ import msgspec
 from kvtier.catalog.misses import AGAIN, Miss, MissReason
 from kvtier.catalog.partial_matches import PromptTags
 from kvtier.memory.keys import ChunkKey
+from kvtier.memory.layout import LAYERS
 from kvtier.pipeline.found import FoundPrefix
 from kvtier.pipeline.hierarchy import Hierarchy
 
@@ -140,8 +141,9 @@ class MissStage:
     def _differences(self, one: bytes, other: bytes) -> list[str]:
         """Return the names of what two namespaces differ in, as far as it is known."""
         layouts = [self._hierarchy.layouts.get(namespace) for namespace in (one, other)]
-        first, second = ({} if layout is None else msgspec.structs.asdict(layout) for layout in layouts)
+        first, second = ({} if layout is None else layout.fields() for layout in layouts)
         fields = [name for name in first.keys() & second.keys() if first[name] != second[name]]
+        fields = [name for name in fields if name != LAYERS] or fields
         for at, name in enumerate(("model", "weights")):
             known = [self._identities.get(namespace, ("", ""))[at] for namespace in (one, other)]
             fields += [name] * (known[0] != known[1])

@@ -156,7 +156,14 @@ async def test_the_same_prompt_of_another_tenant_adapter_or_model_is_named() -> 
                 "",
                 ChunkLayout(CHUNK, (GroupLayout(BLOCK, (2048,)),)),
                 MissReason.OTHER_MODEL_OR_LAYOUT,
-                "groups",
+                "layers",
+            ),
+            (
+                "model",
+                "",
+                ChunkLayout(CHUNK, (GroupLayout(BLOCK, (512,)),), platform="cuda"),
+                MissReason.OTHER_MODEL_OR_LAYOUT,
+                "kind of device",
             ),
         ):
             namespace = root_key(NAMESPACE, f"{model} {weights} {layout}")

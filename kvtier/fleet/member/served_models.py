@@ -13,7 +13,7 @@ import msgspec
 from kvtier.concurrency.tasks import Changes
 from kvtier.fleet.member.protocol import Model
 from kvtier.logs import Finding
-from kvtier.memory.layout import ChunkLayout
+from kvtier.memory.layout import LAYERS, ChunkLayout
 
 MAX_MODELS = 64
 MAX_NAMES = 16
@@ -91,7 +91,7 @@ def disagreements(served: Iterable[Described]) -> Iterator[Finding]:
             compared.add(pair)
             one, two = ({**each[0].layout.fields(), **each[0].facts} for each in (other, most))
             fields = [field for field in {**one, **two} if one.get(field) != two.get(field)]
-            fields = [field for field in fields if field != MODEL] or fields or ["weights_id"]
+            fields = [field for field in fields if field not in (LAYERS, MODEL)] or fields or ["weights_id"]
             values = ", ".join(
                 f"{field} {one.get(field) or '-'} instead of {two.get(field) or '-'}" for field in fields
             )

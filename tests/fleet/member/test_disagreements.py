@@ -74,6 +74,12 @@ def test_models_that_differ_in_the_same_layout(facts: dict[str, str], weights_id
     assert finding.found == f"b and a, c share no chunk of llama: {fields}"
 
 
+def test_layers_are_named_if_they_alone_differ() -> None:
+    wider = msgspec.structs.replace(layout(), groups=(GroupLayout(16, (2048,)),))
+    (finding,) = disagreements([described("a", layout()), described("b", wider)])
+    assert finding.remedy == "start all of them with the same layers"
+
+
 def test_other_models_equal_ones_and_parts_of_one_engine_do_not_disagree() -> None:
     parts = [layout(platform=(*PLATFORM, f"pp 2, tp 1, part {number} of 2")) for number in (1, 2)]
     assert not list(disagreements([]))
