@@ -67,7 +67,7 @@ def batches(
 ) -> list[tuple[str, float, float]]:
     keys = [make_key(number) for number in range(size)]
     event = Prefetch(keys=keys)
-    cache.remove_observer(metrics)
+    cache.remove_observer(metrics.transfers)
     report = Report(event, "ssd", "ram", keys, [Outcome.OK] * size, size * CHUNK_BYTES, 0.004)
 
     def make_report() -> None:
@@ -75,10 +75,10 @@ def batches(
             outcomes += [Outcome.OK] * size
 
     rows = [
-        (f"count a batch of {size} chunks", *timed(lambda: metrics.observe(report), runs)),
+        (f"count a batch of {size} chunks", *timed(lambda: metrics.transfers.observe(report), runs)),
         ("  for comparison: report the batch", *timed(make_report, runs)),
     ]
-    cache.add_observer(metrics)
+    cache.add_observer(metrics.transfers)
     return rows
 
 

@@ -56,6 +56,7 @@ from kvtier.pipeline.move import Gathering, MoveStage
 from kvtier.pipeline.query import Expected, Query
 from kvtier.pipeline.read import Reader
 from kvtier.pipeline.store import StoreStage
+from kvtier.pipeline.usage import Usage
 from kvtier.pipeline.verify import VerifyStage
 from kvtier.pipeline.write import Writer
 from kvtier.plugins import Plugins, is_memory
@@ -64,7 +65,7 @@ from kvtier.tiers.encoded_seal import Encoder, Layouts
 from kvtier.tiers.host_memory import HostMemory, Reservation
 from kvtier.tiers.planner import TransferPlanner
 from kvtier.tiers.sealer import Sealer
-from kvtier.tiers.tenants import configured_tenants, shared_policy, tenants_status
+from kvtier.tiers.tenants import configured_tenants, shared_policy, tenant_names, tenants_status
 from kvtier.tiers.tier import Tier
 
 logger = logging.getLogger("kvtier")
@@ -105,6 +106,8 @@ class TieredCache:
         """A bit mask of the tiers in which a namespace is in quarantine."""
         self.counts = hierarchy.counts
         """Outcomes since the start, by name."""
+        self.usage = hierarchy.usage
+        """Tokens looked up and hit since the start, by model and tenant."""
         self.layouts = hierarchy.layouts
         """The layouts of the models in use, by namespace. Add that of each model before its chunks."""
         self.observers = hierarchy.observers
@@ -199,7 +202,10 @@ class TieredCache:
                 for index, (tier, backend) in enumerate(media[1:], 1)
             ]
             planner, observers = TransferPlanner(catalog, [memory, *lower]), list(plugins.observers(settings))
-            cache = cls(settings, Hierarchy(memory, lower, catalog, planner, tasks, observers, layouts))
+            usage = Usage(tenant_names(settings))
+            cache = cls(
+                settings, Hierarchy(memory, lower, catalog, planner, tasks, observers, layouts, usage)
+            )
             await cache._start(tasks)
             try:
                 yield cache

@@ -24,6 +24,7 @@ from kvtier.errors import PeerError, SettingsError
 from kvtier.fleet.member.served_models import EngineModel, ServedModels
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout
+from kvtier.pipeline.usage import TokenCounts
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, TierSettings, load_settings
 from kvtier.settings.peer import GUESSABLE, GUESSABLE_REMEDY
@@ -42,6 +43,8 @@ logger = logging.getLogger("kvtier")
 
 PEERS = "peers"
 """Name and type of the tier that represents all peers."""
+UNNAMED = "unnamed"
+"""Stands for models whose name no engine has reported."""
 CALLS_IN_FLIGHT = 16
 """Maximum number of batches in flight from all peers together."""
 
@@ -183,6 +186,7 @@ class Instance:
         # Imported here, so that an instance without a controller does not pay for importing WebSockets.
         from kvtier.fleet.member.commands import Commands, Peers
         from kvtier.fleet.member.controller_client import ControllerClient, Serving
+        from kvtier.fleet.member.counters import CounterReport
         from kvtier.fleet.member.tokenizing import Tokenizers
 
         peers = serving = None
@@ -194,6 +198,7 @@ class Instance:
         transport = settings.peer.transport["type"] if peers or serving else None
         tokenizers = Tokenizers(self.served)
         commands = Commands(self.cache, peers, tokenizers)
+        report = CounterReport(self.cache, tuple if self.peers is None else self.peers.status)
         client = ControllerClient(
             settings,
             self.cache,
@@ -202,7 +207,9 @@ class Instance:
             serving=serving,
             transport=transport,
             what_if=self.what_if,
+            counters=report.counters,
         )
+        self.cache.add_observer(report.transfers)
         async with tokenizers.open(), open_tasks() as tasks:
             self._controller_client = client
             if self.peers is not None and settings.controller.ask:
@@ -257,7 +264,20 @@ class Instance:
             status["staging"] = self.stagings.status()
         if self._controller_client is not None:
             status["controller"] = self._controller_client.status()
+        status["models"] = self._models()
         return {"instance": self.name, **status}
+
+    def _models(self) -> list[dict[str, object]]:
+        names = {model.namespace: model.names[0] for model in self.served.models}
+        by_name: dict[str, TokenCounts] = {}
+        for namespace, counts in self.cache.usage.models.items():
+            total = by_name.setdefault(names.get(namespace, UNNAMED), TokenCounts())
+            total.looked_up += counts.looked_up
+            total.hit += counts.hit
+        return [
+            {"model": name, "looked_up_tokens": counts.looked_up, "hit_tokens": counts.hit}
+            for name, counts in by_name.items()
+        ]
 
 
 def _base_name(settings: Settings) -> str:

@@ -31,6 +31,7 @@ LAYERS = (
         "observability.canary",
         "observability.families",
         "observability.recording",
+        "observability.transfers",
         "observability.whatif",
     ),
     ("observability.requests",),

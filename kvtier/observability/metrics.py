@@ -1,14 +1,12 @@
 """Prometheus metrics of one cache, read from the cache's own counters on each scrape.
 
-Only transfers are counted here, from their reports; this costs a few microseconds per batch. Label values are
-tier names, configured tenants, event types, outcomes, states, policies and reasons, all bounded: never a key,
-an engine or an address.
+Label values are tier names, models, configured tenants, event types, outcomes, states, policies and reasons,
+all bounded: never a key, an engine or an address.
 ``docs/metrics.md`` lists all metrics.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,11 +21,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvtier.backends.base import Outcome
 from kvtier.cache import TieredCache
 from kvtier.catalog.misses import MissReason
-from kvtier.events import Event, Observer, Prefetch, Report, Store
 from kvtier.observability.families import Samples, counter, gauge, histogram
+from kvtier.observability.transfers import BOUNDS, ENGINE, TransferCounts
 from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.observability.whatif.report import point_at
 from kvtier.pipeline.verify import RESULTS
@@ -38,14 +35,10 @@ Status = Mapping[str, Any]
 
 MAX_REQUESTS = 16
 """Connection limit for :func:`kvtier.http.serving`. A Prometheus server needs one."""
-BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Histogram buckets in seconds. A batch of tens of MiB takes 1 ms from memory and 1 s from a slow disk."""
 PEER_STATES = ("connected", "connecting", "not connected", "does not answer", "paused")
 MULTIPLES = (0.5, 1.0, 2.0, 4.0)
 """Multiples of a tier's capacity whose estimated hit rate is exported."""
 ROUTE = ("source", "target", "event")
-ENGINE = "engine"
-"""The source label of chunks that come from an engine."""
 
 COUNTS = (
     (
@@ -102,31 +95,7 @@ REFUSALS = (
 """Reason why an engine's chunk was not stored, and its key in the cache's counts."""
 
 
-class _Transfers:
-    """Counters of the transfers of one event type between two tiers."""
-
-    __slots__ = ("buckets", "bytes", "outcomes", "seconds")
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self.seconds = 0.0
-        self.buckets = [0] * (len(BOUNDS) + 1)
-        self.outcomes = dict.fromkeys(Outcome, 0)
-
-    def add(self, report: Report) -> None:
-        self.bytes += report.transferred_bytes
-        self.seconds += report.seconds
-        self.buckets[bisect_left(BOUNDS, report.seconds)] += 1
-        remaining = len(report.outcomes)
-        for outcome in self.outcomes:  # OK comes first and usually covers the whole batch.
-            if not remaining:
-                break
-            count = report.outcomes.count(outcome)
-            self.outcomes[outcome] += count
-            remaining -= count
-
-
-class CacheMetrics(Collector, Observer):
+class CacheMetrics(Collector):
     """The metrics of one cache, in their own registry. Created with :meth:`of`."""
 
     def __init__(
@@ -136,13 +105,7 @@ class CacheMetrics(Collector, Observer):
         self._cache = cache
         self._status = status
         self._what_if = what_if
-        self._transfers: dict[tuple[type[Event], str | None, str | None], _Transfers] = {}
-        # Export 0 from the start: rate() misses the first increase of a counter that appears late.
-        memory = cache.memory.name
-        for tier in cache.lower:
-            self._transfers[Prefetch, tier.name, memory] = _Transfers()
-            if tier.write != "never":
-                self._transfers[Store, memory, tier.name] = _Transfers()
+        self.transfers = TransferCounts(cache)
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
@@ -161,21 +124,11 @@ class CacheMetrics(Collector, Observer):
         instance, and must not block either. By default without estimate.
         """
         metrics = cls(cache, status or cache.status, what_if)
-        cache.add_observer(metrics)
+        cache.add_observer(metrics.transfers)
         try:
             yield metrics
         finally:
-            cache.remove_observer(metrics)
-
-    def observe(self, report: Report) -> None:
-        """Count one transfer. Deletions are not counted."""
-        if report.target is None:
-            return
-        kind = (type(report.event), report.source, report.target)
-        transfers = self._transfers.get(kind)
-        if transfers is None:
-            transfers = self._transfers[kind] = _Transfers()
-        transfers.add(report)
+            cache.remove_observer(metrics.transfers)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics, in time independent of the number of chunks."""
@@ -183,6 +136,7 @@ class CacheMetrics(Collector, Observer):
         yield InfoMetricFamily("kvtier_build", "The version of kvtier.", {"version": __version__})
         yield from self._of_tiers(tiers)
         yield from _of_tenants(tiers)
+        yield from self._of_usage(status)
         yield from self._of_counts(tiers)
         yield from self._of_transfers()
         yield from self._of_gauges(status)
@@ -218,6 +172,29 @@ class CacheMetrics(Collector, Observer):
         text = "Corrupt chunks found in a tier and deleted; in memory only headers are checked."
         yield counter("tier_corrupt_chunks", text, by_tier(lambda tier: tier.corrupt), "tier")
 
+    def _of_usage(self, status: Status) -> Iterator[Metric]:
+        seconds, of_gpus = self._cache.usage.saved_seconds(self._cache.layouts)
+        text = (
+            "Time that engines would have computed what was hit, as far as they know their speed, in seconds."
+        )
+        yield counter("saved_prefill_seconds", text, seconds)
+        text = "The same, multiplied by the ranks of the model."
+        yield counter("saved_gpu_seconds", text, of_gpus)
+        tenants = self._cache.usage.tenants.items()
+        text = "Tokens of the prompts of a tenant that were looked up."
+        yield counter(
+            "tenant_lookup_tokens", text, [((name,), of.looked_up) for name, of in tenants], "tenant"
+        )
+        text = "Of these, tokens that were found."
+        yield counter("tenant_lookup_hit_tokens", text, [((name,), of.hit) for name, of in tenants], "tenant")
+        models = status.get("models", ())
+        text = "Tokens of the prompts for a model that were looked up."
+        asked = [((model["model"],), model["looked_up_tokens"]) for model in models]
+        yield counter("model_lookup_tokens", text, asked, "model")
+        text = "Of these, tokens that were found."
+        hits = [((model["model"],), model["hit_tokens"]) for model in models]
+        yield counter("model_lookup_hit_tokens", text, hits, "model")
+
     def _of_counts(self, tiers: Sequence[Level]) -> Iterator[Metric]:
         counts, waits = self._cache.counts, self._cache.load_or_compute
         for key, name, text in COUNTS:
@@ -246,7 +223,7 @@ class CacheMetrics(Collector, Observer):
 
     def _of_transfers(self) -> Iterator[Metric]:
         transferred, outcomes, seconds = [], [], []
-        for (event, source, target), transfers in self._transfers.items():
+        for (event, source, target), transfers in self.transfers.routes.items():
             route = [source or ENGINE, target or "", event.__name__.lower()]
             transferred.append((route, transfers.bytes))
             outcomes += [([*route, outcome.value], count) for outcome, count in transfers.outcomes.items()]

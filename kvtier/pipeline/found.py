@@ -19,6 +19,7 @@ from kvtier.memory.slices import Lease, Leases
 from kvtier.pipeline.expect import Expectation
 from kvtier.pipeline.query import Query
 from kvtier.pipeline.read import Flight
+from kvtier.pipeline.usage import TokenCounts
 from kvtier.tiers.planner import FIRST
 
 COMPUTE_TIMES = 2.0
@@ -133,6 +134,8 @@ class FoundPrefix:
         """The seconds in which the engine computes a chunk; 0 if that is unknown."""
         self.tokens = self.chunk_tokens = 0
         """Of the chunks that may be found, and of a whole chunk; 0 if they do not count for the hit rate."""
+        self.counts: Sequence[TokenCounts] = ()
+        """To which its hits are added."""
         self.began_at = time.monotonic()
         self.expected: float | None = 0.0
         """In how many seconds the chunks in flight are expected; ``None`` if unknown."""

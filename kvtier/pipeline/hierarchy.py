@@ -16,6 +16,7 @@ from kvtier.catalog.catalog import ALL_TIERS, Catalog
 from kvtier.events import Event, Observer, Report
 from kvtier.logs import Findings, RateLimitedLogs
 from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.usage import Usage
 from kvtier.tiers.encoded_seal import Layouts
 from kvtier.tiers.host_memory import HostMemory
 from kvtier.tiers.level import Level
@@ -38,6 +39,8 @@ class Hierarchy:
     observers: list[Observer]
     layouts: Layouts
     """The layouts of the models in use, for codecs."""
+    usage: Usage
+    """Tokens looked up and hit, by model and tenant."""
     counts: Counter[str] = field(default_factory=Counter)
     """Outcomes since the start, for the status report."""
     quarantined: dict[bytes, int] = field(default_factory=dict)

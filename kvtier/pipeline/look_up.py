@@ -157,6 +157,8 @@ class LookUpStage:
             found.chunk_tokens = layout.chunk_tokens
             found.tokens = min(found.query.tokens, len(found.query.keys) * layout.chunk_tokens)
             self._hierarchy.counts["lookup_tokens"] += found.tokens
+            usage, hints = self._hierarchy.usage, found.query.hints
+            found.counts = usage.look_up(expected.namespace, hints, found.tokens)
 
     async def settle(self, found: FoundPrefix, progress: ReportProgress | None) -> None:
         """Wait for what is in flight, according to ``prefetch.policy``; drop the rest."""
@@ -266,10 +268,15 @@ class LookUpStage:
         for source, count in Counter(sources).items():
             counts[f"found_{tiers[source].name}"] += count
             counts[f"hit_tokens_{tiers[source].name}"] += count * tokens
-        if sources:
-            # The last chunk may be shorter, or hit in part.
-            excess = (first + len(sources)) * tokens - found.tokens
-            counts[f"hit_tokens_{tiers[sources[-1]].name}"] -= max(0, excess)
+        if not sources or not found.tokens:
+            return
+        # The last chunk may be shorter, or hit in part.
+        excess = max(0, (first + len(sources)) * tokens - found.tokens)
+        counts[f"hit_tokens_{tiers[sources[-1]].name}"] -= excess
+        hit = len(sources) * tokens - excess
+        for usage in found.counts:
+            usage.hit += hit
+            usage.saved_seconds += found.query.compute_seconds * hit / found.query.tokens
 
     def _extend_partially(self, found: FoundPrefix) -> None:
         """Add a chunk that begins like the first one of the prompt that is not held."""

@@ -32,6 +32,8 @@ TIER = {
     "available": True,
     "shared": False,
     "found": 3,
+    "outages": 0,
+    "corrupt": 0,
     "hit_rate": 0.2,
 }
 POOL = {**TIER, "name": "pool", "type": "redis", "capacity": None, "shared": True, "hit_rate": 0.1}
@@ -51,6 +53,11 @@ INSTANCE: dict[str, Any] = {
     "tiers": [TIER, POOL],
     "looked_up_tokens": 10,
     "hit_rate": 0.3,
+    "outages": 0,
+    "corrupt": 0,
+    "failed": 0,
+    "peers": 0,
+    "peers_down": 0,
     "pinned": 0,
     "what_if_at": None,
 }
@@ -295,7 +302,7 @@ def test_instances(kvtier: Kvtier, stub: Stub) -> None:
     lines = [line.split() for line in kvtier("instances").output.splitlines()]
     assert lines[1][:9] == ["a", "ram", "cpu", "1MiB", "(25%)", "4MiB", "8", "20%", "m"]
     assert lines[2][:7] == ["a", "pool", "redis", "-", "shared", "8", "10%"]
-    assert json.loads(kvtier("instances", "--json").output) == {"instances": [INSTANCE]}
+    assert json.loads(kvtier("instances", "--json").output) == {"instances": [INSTANCE], "gone": []}
     details = kvtier("instances", "a").output
     assert "none: peer.listen is not set" in details
     assert "30% of 10 tokens looked up in the last 5 min" in details

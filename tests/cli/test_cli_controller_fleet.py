@@ -141,7 +141,7 @@ async def test_token(tmp_path: Path, kvtier: Kvtier) -> None:
     async with fleet(tmp_path, kvtier, token=token) as running:
         assert "requires a token" in (await running.run("instances")).errors
         listed = await running.json("instances", "--token-file", tmp_path / "token")
-        assert listed == {"instances": []}
+        assert listed == {"instances": [], "gone": []}
 
 
 @pytest.mark.parametrize("scheme", ["https", "HTTPS"])

@@ -27,6 +27,7 @@ from kvtier.fleet.member.protocol import (
     Cancel,
     Changed,
     Command,
+    Counters,
     Delete,
     DeleteAll,
     Done,
@@ -99,10 +100,12 @@ def hello(instance: str = "one", **changes: Any) -> Hello:
     return Hello(**{**fields, **changes})
 
 
-def heartbeat(used: int = 0, looked_up: int = 0, found: int = 0) -> Heartbeat:
+def heartbeat(
+    used: int = 0, looked_up: int = 0, found: int = 0, counters: Counters | None = None
+) -> Heartbeat:
     """Return a heartbeat. All chunks that were looked up and found have one token."""
     tiers = [TierState(used, used // 4096, True, found, found)] * len(TIERS)
-    return Heartbeat(tiers, looked_up, ["engine"], 0, 0, looked_up)
+    return Heartbeat(tiers, looked_up, ["engine"], 0, 0, looked_up, counters)
 
 
 def unconnected() -> Endpoint:

@@ -6,25 +6,41 @@ The command line imports the models, so what only the controller needs is import
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, astuple
 from pydantic import BaseModel, Field
 
 from kvtier.fleet.controller.events import Event
+from kvtier.fleet.controller.settings import WINDOW_SECONDS, Span
 from kvtier.fleet.member.protocol import TierState
 from kvtier.fleet.member.served_models import Described, disagreements, listed
 from kvtier.logs import Finding
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.report import Report
-from kvtier.observability.whatif.sentences import NOTHING_REPORTED, basis, findings
+from kvtier.observability.whatif.sentences import (
+    MIN_SAMPLED,
+    NOTHING_REPORTED,
+    basis,
+    findings,
+    sentence,
+    worthwhile,
+)
 
 if TYPE_CHECKING:
+    from kvtier.fleet.controller.history import Sample as HistoryOf
     from kvtier.fleet.controller.member import Member
     from kvtier.fleet.controller.pins import Pins
+    from kvtier.fleet.controller.registry import Registry
 
+GONE_SECONDS = 3600.0
+"""For how long an instance that has disconnected is listed."""
+WORKING = ("connected", "connecting")
+"""States of a peer that is not down."""
 _UNKNOWN = TierState(used=0, chunks=0, available=True, found=0)
 """The state reported before the first heartbeat."""
 
@@ -70,6 +86,8 @@ class TierAnswer(BaseModel):
     available: bool = Field(description="`false` while its circuit breaker is open.")
     shared: bool = Field(description="Whether it is a pool that other instances write to as well.")
     found: int = Field(description="Chunks that lookups found in it.")
+    outages: int = Field(default=0, description="How often its circuit breaker opened.")
+    corrupt: int = Field(default=0, description="Corrupt chunks found in it.")
     hit_rate: float | None = Field(
         default=None,
         description="Its part of the hit rate of the instance: tokens hit in it, of the same lookups.",
@@ -100,6 +118,11 @@ class InstanceAnswer(BaseModel):
     hit_rate: float | None = Field(
         description="The fraction of these that was found, from 0 to 1. `null` without a lookup."
     )
+    outages: int = Field(default=0, description="Of all tiers, in the last 5 minutes.")
+    corrupt: int = Field(default=0, description="Corrupt chunks found in the last 5 minutes.")
+    failed: int = Field(default=0, description="Chunks whose transfer has failed in the last 5 minutes.")
+    peers: int = Field(default=0, description="Instances from which it fetches chunks.")
+    peers_down: int = Field(default=0, description="Of these, those that it cannot reach.")
     pinned: int = Field(default=0, description="Chunks pinned by `POST /pin`, once for each pin.")
     what_if_at: float | None = Field(
         default=None,
@@ -132,6 +155,86 @@ class InstanceWithHistory(InstanceAnswer):
     history: list[Sample]
 
 
+@dataclass(frozen=True, slots=True)
+class HistorySample:
+    """What happened within some time. Token and byte counts are of this time, gauges of its end."""
+
+    # After the time in the order of kvtier.fleet.controller.history.Sample.
+    time: Annotated[float, Field(description="Its end, a Unix timestamp.")]
+    seconds: Annotated[float, Field(description="How much of it was observed.")]
+    looked_up_tokens: int
+    hit_tokens: Annotated[dict[str, int], Field(description="By tier. `any` for a model and a tenant.")]
+    missed_tokens: Annotated[dict[str, int], Field(description="By reason, as far as it is reported.")]
+    saved_seconds: Annotated[
+        float, Field(description="Prefill that hits have saved, as far as engines know their speed.")
+    ]
+    gpu_seconds: Annotated[float, Field(description="The same, multiplied by the ranks of each model.")]
+    moved_bytes: Annotated[dict[str, int], Field(description="By `source → target`.")]
+    outages: int
+    corrupt: Annotated[int, Field(description="Corrupt chunks found.")]
+    failed: Annotated[int, Field(description="Chunks whose transfer has failed.")]
+    instances: int
+    used_bytes: Annotated[dict[str, int], Field(description="By tier, without shared pools.")]
+    capacity_bytes: dict[str, int]
+
+
+class HistoryAnswer(BaseModel):
+    """Samples of one span, by name, oldest first. There is none of a time in which nothing was connected."""
+
+    span: Span
+    step: int = Field(description="Seconds between two samples.")
+    history: dict[str, list[HistorySample]] = Field(
+        description="By model, tenant or instance; of the whole fleet, the name is empty."
+    )
+
+
+class TotalsAnswer(BaseModel):
+    """Sums over one span, by name."""
+
+    span: Span
+    totals: dict[str, HistorySample]
+
+
+class PeerAnswer(BaseModel):
+    """A peer from which an instance fetches chunks."""
+
+    instance: str = Field(examples=["instance-1"])
+    address: str = Field(examples=["10.0.0.2:8200"])
+    peer: str = Field(description="The instance there. Empty if it is not known.")
+    state: str = Field(examples=["connected"])
+    read_bytes: int = Field(description="Fetched since the instance started.")
+    bytes_per_second: float | None = Field(description="Measured by the latest reads.")
+
+
+class PeersAnswer(BaseModel):
+    """Connections between instances: first those that are not connected, then those with the most bytes."""
+
+    peers: list[PeerAnswer]
+    total: int = Field(description="Number of connections, of which `limit` are listed.")
+
+
+class Improvement(BaseModel):
+    """What could be changed at one instance."""
+
+    instance: str
+    change: str = Field(examples=["+50GiB of ram: +7.0 points, saves 31 GPU minutes a day"])
+    gpu_seconds_a_day: float | None
+
+
+class ImprovementsAnswer(BaseModel):
+    """What could be changed, the most useful first."""
+
+    improvements: list[Improvement]
+    estimating: int = Field(description="Number of instances that have reported an estimate.")
+
+
+class About(BaseModel):
+    """The controller itself."""
+
+    version: str
+    grafana: str | None = Field(description="Address of the Grafana dashboard, if it was given.")
+
+
 class WhatIfAnswer(BaseModel):
     """What other capacities and policies would bring to an instance."""
 
@@ -150,10 +253,22 @@ class FindingsAnswer(BaseModel):
     findings: list[Finding]
 
 
+class GoneAnswer(BaseModel):
+    """An instance that has disconnected, and not returned."""
+
+    instance: str
+    host: str
+    disconnected_at: float
+    reason: str = Field(description="Why its connection has ended.")
+
+
 class InstancesAnswer(BaseModel):
     """All registered instances, sorted by id."""
 
     instances: list[InstanceAnswer]
+    gone: list[GoneAnswer] = Field(
+        default=[], description="Instances that have disconnected within an hour, the latest one last."
+    )
 
 
 class PinAnswer(BaseModel):
@@ -188,10 +303,16 @@ class Problem(BaseModel):
     known: list[str] = Field(default=[], description="The known names, if an unknown one was given.")
 
 
-def of_members(members: Iterable[Member], pins: Pins) -> InstancesAnswer:
+def of_registry(registry: Registry, pins: Pins) -> InstancesAnswer:
     """Return the response model of all instances, sorted by id."""
-    ordered = sorted(members, key=lambda member: member.id)
-    return InstancesAnswer(instances=[of_member(member, pins) for member in ordered])
+    ordered = sorted(registry.members.values(), key=lambda member: member.id)
+    since = time.time() - GONE_SECONDS
+    gone = [
+        GoneAnswer(instance=name, host=left.host, disconnected_at=left.at, reason=left.reason)
+        for name, left in registry.gone.items()
+        if left.at > since
+    ]
+    return InstancesAnswer(instances=[of_member(member, pins) for member in ordered], gone=gone)
 
 
 def findings_of(members: Iterable[Member]) -> list[Finding]:
@@ -217,6 +338,10 @@ def of_member(member: Member, pins: Pins) -> InstanceAnswer:
     # check_heartbeat() guarantees one state per tier.
     states = heartbeat.tiers if heartbeat is not None else [_UNKNOWN] * len(hello.tiers)
     hits = member.hit_window.hits()
+    counters = None if heartbeat is None else heartbeat.counters
+    nothing = [0] * len(states)
+    outages, corrupt = (nothing, nothing) if counters is None else (counters.outages, counters.corrupt)
+    peers = () if counters is None else counters.peers
     return InstanceAnswer(
         instance=member.id,
         state="connected",
@@ -231,13 +356,18 @@ def of_member(member: Member, pins: Pins) -> InstanceAnswer:
         models=list(dict.fromkeys(name for model in member.models for name in model.names)),
         engines=list(heartbeat.engines) if heartbeat is not None else [],
         tiers=[
-            TierAnswer(**asdict(tier), **asdict(state), hit_rate=hits.share(tokens))
-            for tier, state, tokens in zip(
-                hello.tiers, states, hits.by_tier or [0] * len(states), strict=True
+            TierAnswer(
+                **asdict(tier), **asdict(state), hit_rate=hits.share(tokens), outages=outage, corrupt=damaged
+            )
+            for tier, state, tokens, outage, damaged in zip(
+                hello.tiers, states, hits.by_tier or nothing, outages, corrupt, strict=True
             )
         ],
         looked_up_tokens=hits.looked_up,
         hit_rate=hits.rate,
+        **hits.faults._asdict(),
+        peers=len(peers),
+        peers_down=sum(peer.state not in WORKING for peer in peers),
         pinned=pins.count(member.id),
         what_if_at=member.what_if_at,
     )
@@ -277,6 +407,56 @@ def what_if(member: Member) -> WhatIfAnswer:
     )
 
 
-def with_history(member: Member, pins: Pins, samples: Sequence[Sample]) -> InstanceWithHistory:
-    """Return the response model of an instance, with its history."""
-    return InstanceWithHistory.model_validate({**dict(of_member(member, pins)), "history": samples})
+def with_history(
+    member: Member, pins: Pins, samples: Sequence[tuple[float, HistoryOf]]
+) -> InstanceWithHistory:
+    """Return the response model of an instance, with its history: its samples of an hour, oldest first."""
+    history, window = [], deque[tuple[float, int, int]]()
+    for at, sample in samples:
+        window.append((at, sample.looked_up, sum(sample.hits.values())))
+        while window[0][0] <= at - WINDOW_SECONDS:
+            window.popleft()
+        asked, found = (sum(each[column] for each in window) for column in (1, 2))
+        used = [TierSample(sample.used.get(tier.name, 0)) for tier in member.hello.tiers]
+        history.append(Sample(at, min(1.0, found / asked) if asked else None, used))
+    return InstanceWithHistory.model_validate({**dict(of_member(member, pins)), "history": history})
+
+
+def of_sample(at: float, sample: HistoryOf) -> HistorySample:
+    """Return a sample of the history as the API describes it."""
+    return HistorySample(at, *astuple(sample))
+
+
+def of_peers(registry: Registry, members: Iterable[Member], limit: int) -> PeersAnswer:
+    """Return the response model of the connections over which these instances fetch."""
+    names = {member.hello.peer: member.id for member in registry.members.values()}
+    found = [
+        PeerAnswer(
+            instance=member.id,
+            address=peer.address,
+            peer=names.get(peer.address) or peer.instance,
+            state=peer.state,
+            read_bytes=peer.read_bytes,
+            bytes_per_second=peer.bytes_per_second,
+        )
+        for member in members
+        if member.heartbeat is not None and member.heartbeat.counters is not None
+        for peer in member.heartbeat.counters.peers
+    ]
+    found.sort(key=lambda peer: (peer.state in WORKING, -peer.read_bytes))
+    return PeersAnswer(peers=found[:limit], total=len(found))
+
+
+def of_improvements(members: Iterable[Member], limit: int) -> ImprovementsAnswer:
+    """Return the response model of what could be changed at all instances."""
+    estimates = [(member.id, member.what_if) for member in members if member.what_if is not None]
+    found = [
+        Improvement(
+            instance=name, change=sentence(change, report), gpu_seconds_a_day=change.gpu_seconds_a_day
+        )
+        for name, report in estimates
+        if report.sampled >= MIN_SAMPLED
+        for change in worthwhile(report)
+    ]
+    found.sort(key=lambda each: -(each.gpu_seconds_a_day or 0.0))
+    return ImprovementsAnswer(improvements=found[:limit], estimating=len(estimates))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Query, WebSocket
@@ -18,15 +19,20 @@ from starlette.routing import Route
 from kvtier.errors import ControllerError
 from kvtier.fleet.controller import answers, connection
 from kvtier.fleet.controller.answers import (
+    About,
     Accepted,
     EventsAnswer,
     FindingsAnswer,
     Health,
+    HistoryAnswer,
+    ImprovementsAnswer,
     InstancesAnswer,
     InstanceWithHistory,
     LookupAnswer,
+    PeersAnswer,
     PinsAnswer,
     Problem,
+    TotalsAnswer,
     WhatIfAnswer,
 )
 from kvtier.fleet.controller.bodies import (
@@ -48,11 +54,13 @@ from kvtier.fleet.controller.errors import (
     WrongRequest,
 )
 from kvtier.fleet.controller.events import Event
+from kvtier.fleet.controller.history import LEVELS, History, Kind
 from kvtier.fleet.controller.metrics import ControllerMetrics
 from kvtier.fleet.controller.moves import Prefetch
 from kvtier.fleet.controller.operations import Operations
 from kvtier.fleet.controller.pin_and_clear import PinChunks, UnpinChunks
 from kvtier.fleet.controller.registry import Registry
+from kvtier.fleet.controller.settings import Span
 from kvtier.fleet.controller.stream import Reader, Stream
 from kvtier.fleet.member.protocol import CONNECT_PATH
 from kvtier.fleet.service import BEARER, add_error_handlers, has_token
@@ -85,6 +93,7 @@ OPERATIONS_TAG, STATE_TAG, STREAM_TAG = "Operations", "State", "Stream"
 MAX_WAIT_SECONDS = 60.0
 MAX_EVENTS = 1000
 """Per response."""
+Limit = Annotated[int, Query(ge=1, le=MAX_EVENTS)]
 PAGE_FILES = Path(__file__).with_name("page")
 PAGE_PREFIX = "/page/"
 """Path of the scripts and the style sheet. The page itself is at ``/``."""
@@ -109,7 +118,9 @@ PAGE_HEADERS = {
 """Limit the page to its own scripts and its own controller, whatever names instances have."""
 
 
-def make_app(operations: Operations, token: str | None = None) -> FastAPI:
+def make_app(
+    operations: Operations, history: History, token: str | None = None, grafana: str | None = None
+) -> FastAPI:
     """Return the application. Clients must send the ``token``, if there is one.
 
     The page, its files, the API description and ``/healthz`` need no token.
@@ -127,7 +138,8 @@ def make_app(operations: Operations, token: str | None = None) -> FastAPI:
     app.router.dependencies.append(Depends(authenticator.authenticate))
     app.router.responses.update(_PROBLEMS)
     _add_operations(app.router, operations, bodies)
-    _add_queries(app.router, operations)
+    _add_queries(app.router, operations, history)
+    _add_fleet(app.router, operations.registry, history, grafana)
     _add_stream(app.router, Stream(operations.registry, operations.events, operations.pins))
     mount_page(app)
     add_error_handlers(app, _error_response, ControllerError)
@@ -256,13 +268,13 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
         return _accepted(await operations.clear(body))
 
 
-def _add_queries(router: APIRouter, operations: Operations) -> None:
+def _add_queries(router: APIRouter, operations: Operations, history: History) -> None:
     """Add the read-only endpoints."""
     registry, log = operations.registry, operations.events
     metrics = ControllerMetrics(operations)
 
     @router.get("/events", tags=[STATE_TAG])
-    async def events(limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100) -> EventsAnswer:
+    async def events(limit: Limit = 100) -> EventsAnswer:
         """List the latest events, newest first."""
         return EventsAnswer(events=log.newest(limit))
 
@@ -282,13 +294,14 @@ def _add_queries(router: APIRouter, operations: Operations) -> None:
     @router.get("/instances", tags=[STATE_TAG])
     async def instances() -> InstancesAnswer:
         """List the registered instances, with the fill of their tiers."""
-        return answers.of_members(registry.members.values(), operations.pins)
+        return answers.of_registry(registry, operations.pins)
 
     @router.get("/instances/{instance}", tags=[STATE_TAG])
     async def instance_with_history(instance: str) -> InstanceWithHistory:
         """Return one instance, with its history over the last hour."""
         member = registry.find(instance)
-        return answers.with_history(member, operations.pins, registry.history.of(instance))
+        samples = (await history.read("hour", "instance", instance)).get(instance, ())
+        return answers.with_history(member, operations.pins, samples)
 
     @router.get("/findings", tags=[STATE_TAG])
     async def findings() -> FindingsAnswer:
@@ -296,9 +309,7 @@ def _add_queries(router: APIRouter, operations: Operations) -> None:
         return FindingsAnswer(findings=answers.findings_of(registry.members.values()))
 
     @router.get("/pins", tags=[STATE_TAG])
-    async def pins(
-        instance: str | None = None, limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100
-    ) -> PinsAnswer:
+    async def pins(instance: str | None = None, limit: Limit = 100) -> PinsAnswer:
         """List the pins of an instance, or of all, newest first, also of instances that are disconnected."""
         return answers.of_pins(operations.pins, instance, limit, registry.held)
 
@@ -314,6 +325,49 @@ def _add_queries(router: APIRouter, operations: Operations) -> None:
     async def prometheus() -> Response:
         """Return metrics of instances, chunks, events and lookups, in Prometheus' text format."""
         return metrics.response()
+
+
+def _add_fleet(router: APIRouter, registry: Registry, history: History, grafana: str | None) -> None:
+    """Add the endpoints about all instances together."""
+
+    @router.get("/history", tags=[STATE_TAG])
+    async def of_span(
+        span: Span = "hour", of: Kind = "fleet", name: Annotated[str | None, Query(max_length=256)] = None
+    ) -> HistoryAnswer:
+        """Return what the fleet, or each model, tenant or instance, did in the last hour, day or week.
+
+        `name` selects one, and is required of an instance.
+        """
+        if of == "instance" and name is None:
+            raise WrongRequest("name: give the name of an instance")
+        found = {
+            each: [answers.of_sample(time, sample) for time, sample in samples]
+            for each, samples in (await history.read(span, of, name)).items()
+        }
+        return HistoryAnswer(span=span, step=LEVELS[span].step, history=found)
+
+    @router.get("/totals", tags=[STATE_TAG])
+    async def totals(span: Span = "hour", of: Literal["fleet", "model", "tenant"] = "fleet") -> TotalsAnswer:
+        """Return sums over the last hour, day or week: of the fleet, or by model or tenant."""
+        now = time.time()
+        sums = (await history.totals(span, of)).items()
+        return TotalsAnswer(span=span, totals={name: answers.of_sample(now, found) for name, found in sums})
+
+    @router.get("/peers", tags=[STATE_TAG])
+    async def peers(instance: str | None = None, limit: Limit = 100) -> PeersAnswer:
+        """List the connections over which an instance, or each, fetches from others, and their throughput."""
+        members = registry.members.values() if instance is None else [registry.find(instance)]
+        return answers.of_peers(registry, members, limit)
+
+    @router.get("/whatif", tags=[STATE_TAG])
+    async def what_if(limit: Limit = 10) -> ImprovementsAnswer:
+        """List what could be changed at all instances, the most useful first."""
+        return answers.of_improvements(registry.members.values(), limit)
+
+    @router.get("/about", tags=[STATE_TAG])
+    async def about() -> About:
+        """Return the version of the controller, and where its dashboard is."""
+        return About(version=__version__, grafana=grafana)
 
 
 def _add_stream(router: APIRouter, stream: Stream) -> None:

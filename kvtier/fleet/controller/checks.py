@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from kvtier.fleet.controller.errors import RefusedInstance
-from kvtier.fleet.member.protocol import Heartbeat, Hello, Model, TierDescription
+from kvtier.fleet.member.protocol import MAX_PEERS, Counters, Heartbeat, Hello, Model, TierDescription
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.memory.layout import ChunkLayout
 from kvtier.observability.whatif.report import MAX_COUNT
@@ -23,6 +23,9 @@ MAX_MODELS = 64
 MAX_NAMES = 64
 """Per model."""
 MAX_ENGINES = 256
+MAX_COUNTERS = 256
+"""Models and tenants together, or routes."""
+MAX_REASONS = 64
 MAX_CHARACTERS = 256
 """Per name or other text."""
 MAX_GROUPS = 64
@@ -62,6 +65,24 @@ def check_heartbeat(heartbeat: Heartbeat, tiers: int) -> None:
     if len(heartbeat.engines) > MAX_ENGINES:
         raise RefusedInstance(f"the instance has {len(heartbeat.engines)} engines, more than {MAX_ENGINES}")
     _check_texts("the instance's engines", heartbeat.engines)
+    if heartbeat.counters is not None:
+        _check_counters(heartbeat.counters, tiers)
+
+
+def _check_counters(counters: Counters, tiers: int) -> None:
+    where = "the instance's counters"
+    if (len(counters.outages), len(counters.corrupt)) != (tiers, tiers):
+        raise RefusedInstance(f"{where} are not those of its {tiers} tiers")
+    named = [*counters.models, *counters.tenants]
+    if len(counters.peers) > MAX_PEERS or max(len(named), len(counters.routes)) > MAX_COUNTERS:
+        raise RefusedInstance(
+            f"{where} are of more than {MAX_PEERS} peers or {MAX_COUNTERS} models or routes"
+        )
+    if len(counters.misses) > MAX_REASONS:
+        raise RefusedInstance(f"{where} have {len(counters.misses)} reasons of misses, not {MAX_REASONS}")
+    ends = [text for route in counters.routes for text in (route.source, route.target)]
+    peers = [text for peer in counters.peers for text in (peer.address, peer.instance or "-", peer.state)]
+    _check_texts(where, [*(count.name for count in named), *ends, *peers, *counters.misses])
 
 
 def check_what_if(report: WhatIfReport, tiers: Sequence[str]) -> None:

@@ -15,9 +15,11 @@ import msgspec
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
 from kvtier.fleet.controller.errors import CommandFailed, MemberGone
 from kvtier.fleet.controller.events import Position
+from kvtier.fleet.controller.settings import WINDOW_SECONDS
 from kvtier.fleet.member.protocol import (
     Cancel,
     Command,
+    Counters,
     Delete,
     Done,
     Failed,
@@ -37,7 +39,6 @@ from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.rpc.calls import Call
 from kvtier.rpc.endpoint import Endpoint
 
-WINDOW_SECONDS = 300.0
 STEP_SECONDS = 1.0
 """Heartbeats that follow each other more closely replace the one before."""
 
@@ -52,11 +53,29 @@ PEERS = "peers"
 OnProgress: TypeAlias = Callable[[Progress], None]
 
 
+class Faults(NamedTuple):
+    """What went wrong."""
+
+    outages: int = 0
+    corrupt: int = 0
+    failed: int = 0
+    """Chunks whose transfer failed."""
+
+    @classmethod
+    def of(cls, counters: Counters | None) -> Faults:
+        """Return the sums over all tiers and routes."""
+        if counters is None:
+            return cls()
+        failed = sum(route.failed for route in counters.routes)
+        return cls(sum(counters.outages), sum(counters.corrupt), failed)
+
+
 class Hits(NamedTuple):
-    """What was looked up and hit in the window, in tokens."""
+    """What was looked up and hit in the window, in tokens, and the faults in it."""
 
     looked_up: int = 0
     by_tier: Sequence[int] = ()
+    faults: Faults = Faults()
 
     @property
     def rate(self) -> float | None:
@@ -85,7 +104,8 @@ class HitWindow:
 
     def add(self, heartbeat: Heartbeat, now: float) -> None:
         """Add the counters of a heartbeat."""
-        counters = Hits(heartbeat.looked_up_tokens, [tier.hit_tokens for tier in heartbeat.tiers])
+        hits = [tier.hit_tokens for tier in heartbeat.tiers]
+        counters = Hits(heartbeat.looked_up_tokens, hits, Faults.of(heartbeat.counters))
         if len(self._reports) > 1 and now - self._reports[-2][0] < STEP_SECONDS:
             self._reports.pop()
         self._reports.append((now, counters))
@@ -98,7 +118,10 @@ class HitWindow:
             return Hits()
         (_, first), (_, last) = self._reports[0], self._reports[-1]
         by_tier = [max(0, after - before) for before, after in zip(first.by_tier, last.by_tier, strict=True)]
-        return Hits(max(0, last.looked_up - first.looked_up), by_tier)
+        faults = Faults(
+            *(max(0, after - before) for before, after in zip(first.faults, last.faults, strict=True))
+        )
+        return Hits(max(0, last.looked_up - first.looked_up), by_tier, faults)
 
 
 class Member:

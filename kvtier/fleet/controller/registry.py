@@ -8,14 +8,13 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import anyio
 
 from kvtier.concurrency.tasks import Changes
-from kvtier.fleet.controller.answers import Sample, TierSample
 from kvtier.fleet.controller.checks import (
     MAX_NAMES,
     check_heartbeat,
@@ -58,20 +57,26 @@ MAX_MODELS = 4096
 """Known models. Beyond this, the least recently reported one is dropped."""
 
 
-SAMPLE_SECONDS = 10.0
-RETENTION_SECONDS = 3600.0
-MAX_INSTANCES = 1024
-"""Instances with a history, connected or not. Beyond this, the least recently sampled one is dropped."""
 logger = logging.getLogger("kvtier")
 PING_SECONDS = 2.0
 """Time for an instance to answer a ping when another one connects with the same id."""
 MAX_MEMBERS = 1024
+MAX_GONE = 256
 MAX_HOLDERS = 8
 """Holders returned to an instance that looks up a prompt."""
 SWEEP_SECONDS = 0.005
 """Maximum time of sweeping without yielding to the event loop; a single slice may exceed it."""
 SWEEP_SHARE = 0.2
 """Share of the event loop's time that sweeping takes."""
+
+
+class Gone(NamedTuple):
+    """An instance that has disconnected."""
+
+    at: float
+    """On the clock of :func:`time.time`."""
+    host: str
+    reason: str
 
 
 class Models:
@@ -118,46 +123,6 @@ class Models:
         return list(models)
 
 
-class History:
-    """Samples by instance id. An instance that reconnects keeps its samples."""
-
-    def __init__(self) -> None:
-        self._samples: dict[str, deque[Sample]] = {}
-        self._tiers: dict[str, Sequence[str]] = {}
-
-    def of(self, instance: str) -> Sequence[Sample]:
-        """Return the samples of the last hour, oldest first."""
-        return tuple(self._samples.get(instance, ()))
-
-    def sample(self, members: Iterable[Member], now: float) -> None:
-        """Sample these instances and drop old samples. ``now`` is a :func:`time.time`."""
-        for member in members:
-            if member.heartbeat is not None:
-                tiers = [tier.name for tier in member.hello.tiers]
-                samples = self._samples.pop(member.id, None)
-                if samples is None or self._tiers[member.id] != tiers:
-                    samples = deque(maxlen=int(RETENTION_SECONDS / SAMPLE_SECONDS))
-                self._samples[member.id], self._tiers[member.id] = samples, tiers
-                samples.append(_sample(member, now))
-                while samples[0].time <= now - RETENTION_SECONDS:
-                    samples.popleft()
-        self._expire(now)
-
-    def _expire(self, now: float) -> None:
-        """Drop stale histories. The dictionary is ordered by the time of the last sample."""
-        for instance, samples in list(self._samples.items()):
-            if len(self._samples) <= MAX_INSTANCES and samples[-1].time > now - RETENTION_SECONDS:
-                break
-            del self._samples[instance], self._tiers[instance]
-
-
-def _sample(member: Member, now: float) -> Sample:
-    heartbeat = member.heartbeat
-    assert heartbeat is not None
-    tiers = tuple(TierSample(tier.used) for tier in heartbeat.tiers)
-    return Sample(now, member.hit_window.hits().rate, tiers)
-
-
 class Registry:
     """Every connected instance. Belongs to one event loop, on which :meth:`run` must be running.
 
@@ -183,7 +148,8 @@ class Registry:
         self._members: dict[str, Member] = {}
         self.members: Mapping[str, Member] = MappingProxyType(self._members)
         """By id, in the order of registration."""
-        self.history = History()
+        self.gone: dict[str, Gone] = {}
+        """Disconnected instances by id, the latest one last; :data:`MAX_GONE` at most."""
         self.changes = Changes()
         """Connects, disconnects and reports of instances."""
         self._new_places = itertools.count()
@@ -195,17 +161,7 @@ class Registry:
         self._warn = RateLimitedLog(logger)
 
     async def run(self) -> None:
-        """Sample the instances' history and sweep the index, until cancelled."""
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._sample)
-            tasks.start_soon(self._sweep)
-
-    async def _sample(self) -> None:
-        while True:
-            await anyio.sleep(SAMPLE_SECONDS)
-            self.history.sample(self._members.values(), time.time())
-
-    async def _sweep(self) -> None:
+        """Sweep the index, until cancelled."""
         while True:
             await self._to_sweep.wait()
             self._to_sweep = anyio.Event()
@@ -285,6 +241,7 @@ class Registry:
         endpoint.send(Welcome(VERSION, self.heartbeat, self.idle_timeout))
         member = Member(hello, [self._new_place() for _ in hello.tiers], endpoint)
         self._members[member.id] = member
+        self.gone.pop(member.id, None)
         if hello.peer is not None:
             self._sources.update(
                 (place, member)
@@ -307,6 +264,9 @@ class Registry:
         # Only now: the next instance in this place must not get its chunks.
         self._vacant_places.extend(member.places)
         logger.info("instance %s disconnected: %s", member.id, member.closed_reason)
+        self.gone[member.id] = Gone(time.time(), member.hello.host, member.closed_reason or why)
+        if len(self.gone) > MAX_GONE:
+            del self.gone[next(iter(self.gone))]
         self.changes.notify()
 
     def report(self, member: Member, message: Serves | Heartbeat | WhatIf | UpToDate | Lost) -> None:

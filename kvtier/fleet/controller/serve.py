@@ -12,6 +12,7 @@ from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import SettingsError
 from kvtier.fleet.controller.app import make_app
 from kvtier.fleet.controller.events import EventLog
+from kvtier.fleet.controller.history import History
 from kvtier.fleet.controller.operations import Operations
 from kvtier.fleet.controller.pin_and_clear import restore_pins
 from kvtier.fleet.controller.pins import Pins
@@ -36,6 +37,7 @@ class Controller(NamedTuple):
     address: tuple[str, int]
     registry: Registry
     operations: Operations
+    history: History
 
 
 @asynccontextmanager
@@ -49,13 +51,14 @@ async def run_controller(settings: ServiceSettings) -> AsyncIterator[Controller]
     token = settings.token.get_secret_value() if settings.token is not None else None
     files = raise_file_limit(2 * MAX_CONNECTIONS + SPARE_FILES)
     async with State.open(settings.state) as state:
-        log, pins = EventLog(state, keep=settings.keep_events), Pins(state)
+        log, pins, history = EventLog(state, keep=settings.keep_events), Pins(state), History(state)
         registry = Registry(heartbeat=settings.heartbeat, idle_timeout=settings.instance_timeout)
         async with open_tasks() as tasks, Operations.open(registry, log, pins) as operations:
             tasks.start_soon(registry.run)
+            tasks.start_soon(history.run, registry.members)
             tasks.start_soon(restore_pins, registry, pins, operations.locks)
             async with serving(
-                make_app(operations, token),
+                make_app(operations, history, token, settings.grafana),
                 settings.listen,
                 setting="--listen",
                 ssl=context,
@@ -64,7 +67,7 @@ async def run_controller(settings: ServiceSettings) -> AsyncIterator[Controller]
                 ws_max_size=MAX_FRAME_BYTES,
             ) as address:
                 try:
-                    yield Controller(address, registry, operations)
+                    yield Controller(address, registry, operations, history)
                 finally:
                     # Before the instances disconnect, so that operations do not fail with that reason.
                     operations.stop()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import AfterValidator, model_validator
 
 from kvtier.settings.command import CommandSettings, Token, option
 from kvtier.settings.peer import Address, is_loopback, split_address
@@ -15,15 +16,28 @@ from kvtier.units import Duration
 HEARTBEAT_SECONDS = 2.0
 IDLE_TIMEOUT_SECONDS = 10.0
 KEEP_SECONDS = 3600.0
+WINDOW_SECONDS = 300.0
+"""Of a hit rate."""
+Span = Literal["hour", "day", "week"]
+"""Of the history."""
 DEFAULT_LISTEN = "127.0.0.1:9000"
 
 
 def default_state() -> Path:
-    """Return the default state file, for events and pins, in the user's XDG state directory."""
+    """Return the default state file, for events, pins and the history, in the user's XDG state directory."""
     folder = os.environ.get("XDG_STATE_HOME", "")
     # Relative paths must be ignored (XDG Base Directory Specification).
     base = Path(folder) if folder.startswith("/") else Path.home() / ".local" / "state"
     return base / "kvtier" / "controller.sqlite"
+
+
+def _check_address(address: str) -> str:
+    if not address.startswith(("http://", "https://")):
+        raise ValueError(f"{address!r} does not begin with http:// or https://")
+    return address
+
+
+HttpAddress = Annotated[str, AfterValidator(_check_address)]
 
 
 class ServiceSettings(CommandSettings):
@@ -43,10 +57,11 @@ class ServiceSettings(CommandSettings):
     state: LocalPath = option(
         default_state,
         "FILE",
-        "File to store events and pins in.",
+        "File to store events, pins and the history in.",
         shown="$XDG_STATE_HOME/kvtier/controller.sqlite",
     )
     keep_events: Duration = option(KEEP_SECONDS, "TIME", "Time to keep events after their end.")
+    grafana: HttpAddress | None = option(None, "URL", "Address of the Grafana dashboard, to link to.")
     tls_certificate: LocalPath | None = option(None, "FILE", "Serve HTTPS with this PEM certificate.")
     tls_key: LocalPath | None = option(None, "FILE", "The certificate's PEM private key.")
 

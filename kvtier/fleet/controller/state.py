@@ -34,6 +34,13 @@ CREATE TABLE pins (
     PRIMARY KEY (instance, last)
 ) WITHOUT ROWID;
 """
+# Added to the same version, which controllers without a history open as well.
+_HISTORY = """
+CREATE TABLE IF NOT EXISTS history (
+    level INTEGER NOT NULL, time INTEGER NOT NULL, series TEXT NOT NULL, sample BLOB NOT NULL,
+    PRIMARY KEY (level, time, series)
+) WITHOUT ROWID
+"""
 
 Value = str | bytes | float | int | None
 RowT = TypeVar("RowT")
@@ -63,13 +70,13 @@ class State:
             with CancelScope(shield=True):
                 await to_thread.run_sync(connection.close)
 
-    def read(self, query: str, decode: Callable[[Any], RowT]) -> list[RowT]:
+    def read(self, query: str, decode: Callable[[Any], RowT], parameters: Sequence[Value] = ()) -> list[RowT]:
         """Return all rows of a query, decoded. Rows that cannot be decoded are skipped with a warning.
 
         The first column is named in the warning. Raises: ControllerError: the file is damaged.
         """
         with _explained(self.path, damaged=True):
-            rows = self._connection.execute(query).fetchall()
+            rows = self._connection.execute(query, parameters).fetchall()
         decoded = []
         for row in rows:
             try:
@@ -151,4 +158,5 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         raise ControllerError(
             f"{path} was written by another version of kvtier: remove it, or set another file with --state"
         )
+    connection.execute(_HISTORY)
     connection.commit()

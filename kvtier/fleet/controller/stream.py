@@ -59,7 +59,7 @@ class Stream:
         made, message = self._listed
         now = time.monotonic()
         if not message or now - made >= INSTANCES_SECONDS / 2:
-            message = _message("instances", answers.of_members(self.registry.members.values(), self.pins))
+            message = _message("instances", answers.of_registry(self.registry, self.pins))
             self._listed = now, message
         return message
 

@@ -28,7 +28,7 @@ from kvtier.cache import TieredCache
 from kvtier.concurrency.breaker import Backoff
 from kvtier.errors import ChannelClosed, ChannelError, Rejected
 from kvtier.fleet.member.commands import Commands
-from kvtier.fleet.member.protocol import CONNECT_PATH, VERSION, Hello, TierDescription
+from kvtier.fleet.member.protocol import CONNECT_PATH, VERSION, Counters, Hello, TierDescription
 from kvtier.fleet.member.served_models import ServedModels
 from kvtier.fleet.member.session import Session
 from kvtier.logs import RateLimitedLog, printable
@@ -78,10 +78,11 @@ class ControllerClient:
         serving: Serving | None,
         transport: str | None,
         what_if: Callable[[], WhatIfReport | None],
+        counters: Callable[[], Counters],
     ) -> None:
         """``transport``: name of the transport for peers; ``None`` if fetching from peers is disabled.
 
-        ``what_if`` returns the latest estimate, and must not block.
+        ``what_if`` returns the latest estimate, ``counters`` those for display. Neither may block.
         """
         assert settings.controller.url is not None
         self._settings = settings.controller
@@ -93,6 +94,7 @@ class ControllerClient:
         self._serving = serving
         self._transport = transport
         self._what_if = what_if
+        self._counters = counters
         self._name = settings.controller.instance_name
         self._incarnation = secrets.randbits(63)
         self._session: Session | None = None
@@ -169,7 +171,9 @@ class ControllerClient:
     async def _stay_registered(self) -> None:
         """Register, and serve the controller until the connection ends. Always raises the reason."""
         async with self._connection() as connection:
-            session = Session(connection, self._cache, self._served, self._commands, self._what_if)
+            session = Session(
+                connection, self._cache, self._served, self._commands, self._what_if, self._counters
+            )
             welcome = await session.greet(self._hello(connection.local_address[0]))
             if self._last_error:
                 logger.info("controller %s: this instance, %s, is registered again", self._url, self._name)

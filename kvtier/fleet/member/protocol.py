@@ -44,13 +44,15 @@ from typing import TypeAlias
 import msgspec
 
 from kvtier.memory.layout import ChunkLayout
-from kvtier.observability.whatif.report import Count
+from kvtier.observability.whatif.report import Amount, Count
 from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.rpc.frames import Interim, Message, Ping, Pong, Refused, Reply, Request, decoder
 
 VERSION = 4
 MAX_KEYS = 32_768
 """Maximum number of keys per message, which is 1 MiB; longer lists are split."""
+MAX_PEERS = 32
+"""Peers in one :class:`Counters`."""
 MAX_ADDRESSES = 32
 """Maximum number of addresses in a :class:`WhoServes`."""
 CONNECT_PATH = "/connect"
@@ -147,6 +149,55 @@ class TierState(msgspec.Struct, frozen=True, array_like=True):
     """Of these chunks, without lookups that a request repeated."""
 
 
+class TokenCount(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of a model, named by its namespace in hexadecimal, or of a configured tenant."""
+
+    name: str
+    looked_up: Count
+    hit: Count
+    saved_seconds: Amount = 0.0
+    """How long the engines would have computed what was hit."""
+
+
+class RouteCount(msgspec.Struct, frozen=True, array_like=True):
+    """Transfers from one tier to another."""
+
+    source: str
+    target: str
+    bytes: Count
+    failed: Count
+    """Chunks whose transfer failed."""
+
+
+class PeerCount(msgspec.Struct, frozen=True, array_like=True):
+    """A peer from which the instance fetches."""
+
+    address: str
+    instance: str
+    """Empty until it has connected."""
+    state: str
+    read_bytes: Count
+    bytes_per_second: Amount | None
+    """Measured by the latest reads."""
+
+
+class Counters(msgspec.Struct, frozen=True, array_like=True):
+    """What is counted for display only. Counts are since the instance started."""
+
+    outages: list[Count]
+    """By tier, as in ``Hello.tiers``."""
+    corrupt: list[Count]
+    """Corrupt chunks found, by tier."""
+    routes: list[RouteCount]
+    models: list[TokenCount]
+    tenants: list[TokenCount]
+    """Without configured tenants, there are none."""
+    peers: list[PeerCount]
+    """Those with the most bytes, MAX_PEERS at most."""
+    misses: dict[str, Count] = {}
+    """Tokens that were not hit, by reason."""
+
+
 class Heartbeat(Message, frozen=True, array_like=True, tag=14):
     """State of the instance. All counts are since it started."""
 
@@ -159,6 +210,7 @@ class Heartbeat(Message, frozen=True, array_like=True, tag=14):
     """Bytes that are still to be written to lower tiers."""
     looked_up_tokens: Count = 0
     """Tokens of the lookups in which ``hit_tokens`` were hit."""
+    counters: Counters | None = None
 
 
 class WhatIf(Message, frozen=True, array_like=True, tag=27):

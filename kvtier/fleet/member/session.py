@@ -25,6 +25,7 @@ from kvtier.fleet.member.protocol import (
     VERSION,
     Cancel,
     Command,
+    Counters,
     Done,
     Failed,
     Heartbeat,
@@ -77,12 +78,14 @@ class Session:
         served: ServedModels,
         commands: Commands,
         what_if: Callable[[], WhatIfReport | None],
+        counters: Callable[[], Counters],
     ) -> None:
         self._endpoint = Endpoint(ClientWire(connection), decode_from_controller)
         self._cache = cache
         self._served = served
         self._commands = commands
         self._what_if = what_if
+        self._counters = counters
         self.inventory = InventoryReport(cache)
         self._running: dict[int, CancelScope] = {}
         self._questions = 0
@@ -206,6 +209,7 @@ class Session:
             leases,
             cache.pending_bytes,
             cache.counts["lookup_tokens"],
+            self._counters(),
         )
 
     async def _send(self, message: Message) -> None:

@@ -56,14 +56,25 @@ class Visit:
         page.on("console", self._note_console)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.connection = page.locator("#connection")
-        self.cards = page.get_by_role("article")
+        self.rows = page.locator("#rows > .row")
         self.events = page.locator("#events > li")
         self.found = page.locator("#found")
         self.outcome = page.locator("#found .outcome")
         self.look_up_outcome = page.locator("#look-up-outcome")
 
-    def card(self, instance: str) -> Locator:
+    def row(self, instance: str) -> Locator:
+        """Return the row of an instance in the table."""
+        return self.rows.filter(has=self.page.get_by_role("button", name=instance, exact=True))
+
+    def detail(self, instance: str) -> Locator:
+        """Return the details of an instance, which are below its row while they are open."""
         return self.page.get_by_role("article", name=f"Instance {instance}", exact=True)
+
+    async def open(self, instance: str) -> Locator:
+        """Open the details of an instance."""
+        await self.row(instance).get_by_role("button").click()
+        await expect(self.detail(instance)).to_be_visible()
+        return self.detail(instance)
 
     def held(self, instance: str, tier: str) -> Locator:
         """Return the radio button of a tier that holds some of the prompt."""

@@ -54,7 +54,7 @@ function contrast() {
 function overflowing() {
   const width = document.documentElement.clientWidth;
   const wide = [...document.querySelectorAll("body *")].filter(
-    (element) => isVisible(element) && !element.closest("pre") && element.getBoundingClientRect().right > width + 0.5,
+    (element) => isVisible(element) && !element.closest("pre, .scroll") && element.getBoundingClientRect().right > width + 0.5,
   );
   return [document.documentElement.scrollWidth - width, ...wide.map((element) => element.outerHTML.slice(0, 80))];
 }

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -81,6 +82,26 @@ def event(number: str, kind: str = "move", state: str = "running", **fields: Any
     } | fields
 
 
+def sample(time: float, **fields: Any) -> dict[str, Any]:
+    """Return a sample of ten seconds in which half of 1,000 tokens were hit."""
+    return {
+        "time": time,
+        "seconds": 10,
+        "looked_up_tokens": 1000,
+        "hit_tokens": {"ram": 500},
+        "missed_tokens": {},
+        "saved_seconds": 1.0,
+        "gpu_seconds": 4.0,
+        "moved_bytes": {"ssd → ram": 1 << 20},
+        "outages": 0,
+        "corrupt": 0,
+        "failed": 0,
+        "instances": 2,
+        "used_bytes": {"ram": 9 * GIB},
+        "capacity_bytes": {"ram": 20 * GIB},
+    } | fields
+
+
 def what_if(name: str, basis: list[str], findings: list[str]) -> dict[str, Any]:
     """Return an estimate for one tier, whose hit rate grows with its capacity."""
     points = [{"capacity_bytes": n * GIB, "hit_rate": n / 100} for n in (10, 20, 40, 80)]
@@ -95,6 +116,16 @@ class ScriptedAPI:
         self.token = token
         self.instances: list[dict[str, Any]] = []
         self.histories: dict[str, list[dict[str, Any]]] = {}
+        """Samples by instance; of the whole fleet by an empty name."""
+        self.totals: dict[str, dict[str, dict[str, Any]]] = {"model": {}, "tenant": {}}
+        self.lists: dict[str, Any] = {
+            "peers": {"peers": [], "total": 0},
+            "pins": {"pins": [], "total": 0},
+            "whatif": {"improvements": [], "estimating": 0},
+            "findings": {"findings": []},
+            "about": {"version": "0.1.0", "grafana": None},
+        }
+        self.spans_asked: list[str] = []
         self.what_ifs: dict[str, dict[str, Any]] = {}
         """The response to a request for an estimate, by instance."""
         self.what_ifs_asked: list[str] = []
@@ -146,7 +177,7 @@ class ScriptedAPI:
         async def one_instance(name: str) -> Any:
             for known in self.instances:
                 if known["instance"] == name:
-                    return known | {"history": self.histories.get(name, [])}
+                    return known | {"history": []}
             return JSONResponse({"detail": f"there is no instance {name!r}", "known": []}, 404)
 
         @self.app.get("/instances/{name}/whatif")
@@ -156,9 +187,22 @@ class ScriptedAPI:
                 return self.what_ifs[name]
             return JSONResponse({"detail": f"there is no instance {name!r}", "known": []}, 404)
 
+        @self.app.get("/history")
+        async def history(span: str = "hour", of: str = "fleet", name: str = "") -> Any:
+            self.spans_asked.append(span)
+            found = {name: self.histories[name]} if name in self.histories else {}
+            return {"span": span, "step": {"hour": 10, "day": 600, "week": 3600}[span], "history": found}
+
+        @self.app.get("/totals")
+        async def totals(of: str, span: str = "hour") -> Any:
+            return {"span": span, "totals": self.totals[of]}
+
         @self.app.get("/events")
         async def events() -> Any:
             return {"events": self.events}
+
+        for path in self.lists:
+            self.app.get(f"/{path}")(partial(self._list, path))
 
         @self.app.get("/healthz")
         async def healthz() -> Any:
@@ -175,6 +219,9 @@ class ScriptedAPI:
             self.requests.append((path, await request.json()))
             status, answer = self.answers[path]
             return JSONResponse(answer() if callable(answer) else answer, status)
+
+    async def _list(self, path: str) -> Any:
+        return self.lists[path]
 
     async def _stream(self) -> AsyncIterator[bytes]:
         send, receive = anyio.create_memory_object_stream[bytes](1000)

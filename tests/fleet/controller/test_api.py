@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -169,20 +170,30 @@ async def test_instances_are_described(controller: RunningController) -> None:
         assert [tier["name"] for tier in described["tiers"]] == ["ram", "ssd", "pool"]
         assert described["tiers"][0] == {
             "name": "ram", "type": "cpu", "capacity": 1 << 30, "used": 0, "chunks": 0, "available": True,
-            "shared": False, "found": 0, "hit_rate": None,
+            "shared": False, "found": 0, "hit_rate": None, "outages": 0, "corrupt": 0,
         }  # fmt: skip
         await a.send(heartbeat(used=8192, looked_up=100, found=20))
         await controller.wait_until(
             lambda: controller.registry.find("a").heartbeat == heartbeat(8192, 100, 20)
         )
-        controller.registry.history.sample(controller.registry.members.values(), 5.0)
+        history, members = controller.controller.history, controller.registry.members.values()
+        at = time.time() // 10 * 10
+        await history.sample(members, at - 10)
+        await a.send(heartbeat(used=8192, looked_up=200, found=50))
+        await controller.wait_until(
+            lambda: controller.registry.find("a").heartbeat == heartbeat(8192, 200, 50)
+        )
+        await history.sample(members, at)
         described = await controller.get("/instances/a")
         assert (described["looked_up_tokens"], described["hit_rate"], described["tiers"][1]["used"]) == (
-            100,
-            0.6,
+            200,
+            0.75,
             8192,
         )
-        assert described["history"] == [{"time": 5.0, "hit_rate": 0.6, "tiers": [{"used": 8192}] * 3}]
+        used = [{"used": 8192}, {"used": 8192}, {"used": 0}]  # That of a shared pool is not known.
+        assert described["history"] == [
+            {"time": at - 10, "hit_rate": None, "tiers": used}, {"time": at, "hit_rate": 0.9, "tiers": used},
+        ]  # fmt: skip
     answer = await controller.client.get("/instances/z")
     assert answer.status_code == 404
 
@@ -293,7 +304,7 @@ async def test_stream_sends_changes_immediately(
     monkeypatch.setattr(stream, "INSTANCES_SECONDS", 0.02)
     monkeypatch.setattr(stream, "EVENTS_SECONDS", 0.01)
     async with listening(controller) as listener:
-        assert await listener.next() == ("instances", {"instances": []})
+        assert await listener.next() == ("instances", {"instances": [], "gone": []})
         async with controller.instance("a", ram=KEYS), controller.instance("b") as b:
             gate = b.before = Gate()
             while len((await listener.wait_for("instances"))["instances"]) < 2:

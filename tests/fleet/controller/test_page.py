@@ -66,23 +66,29 @@ async def test_instances_connect_and_disconnect(browser: Browser, tmp_path: Path
     ):
         await expect(page.page.locator("#register")).to_contain_text(f"url: {controller.url}\n  instance_id:")
         async with registered(controller) as one:
-            card = page.card("decode-1")
-            await expect(card).to_contain_text("up to date")
+            row = page.row("decode-1")
+            await expect(row).to_contain_text("up to date")
+            card = await page.open("decode-1")
             for fact in ("Host test-host, process 4242", "Peers decode-1:8200 over tcp", "Engines engine"):
                 name, _, value = fact.partition(" ")
                 await expect(card.locator("dl > div").filter(has_text=name)).to_have_text(name + value)
             await expect(card.get_by_role("meter", name="Fill of tier ram")).to_have_attribute(
                 "aria-valuetext", re.compile(r"512\sMiB of 1\.00\sGiB")
             )
-            await expect(card.locator("figcaption")).to_have_text([re.compile("Fill"), "Hit rate, 5 min-"])
             await one.send(heartbeat(used=1 << 29, looked_up=20, found=4))
-            await expect(card.get_by_text("hit 60 % of 10 tokens in 5 min")).to_be_visible()
+            await expect(row.locator(".column-hits")).to_have_text(re.compile(r"60\s%"))
+            await expect(row.locator(".column-looked")).to_have_text("10")
             await expect(page.page.locator("#no-instances")).to_be_hidden()
             await one.send(heartbeat(used=1 << 28))
             await expect(card.get_by_text("256 MiB of 1.00 GiB · 25 %")).to_be_visible()
-        await expect(card.locator("header")).to_contain_text("disconnected")
+        await expect(row).to_contain_text("disconnected")
+        problem = page.page.locator("#problems")
+        await expect(problem).to_contain_text(
+            re.compile(r"1 problem\s*decode-1\s*on test-host disconnected .* ago: ")
+        )
         await page.page.clock.fast_forward(121_000)
-        await expect(page.cards).to_have_count(0)
+        await expect(page.rows).to_have_count(0)
+        await expect(problem).to_contain_text("1 problem")
         await expect(page.page.locator("#register")).to_be_visible()
 
 
@@ -93,7 +99,7 @@ async def test_move(browser: Browser, tmp_path: Path) -> None:
         registered(controller, "two") as two,
         visiting(browser, controller.url) as page,
     ):
-        await expect(page.cards).to_have_count(2)
+        await expect(page.rows).to_have_count(2)
         await page.look_up(TEXT, tokens=True)
         await expect(page.found).to_contain_text("1,100 tokens for meta/llama. The first 1,024 (93 %)")
         await expect(page.held("one", "ram")).to_be_checked()
@@ -146,7 +152,7 @@ async def test_real_instances(browser: Browser, tmp_path: Path) -> None:
         await expect(page.outcome).to_contain_text("53 tokens removed")
         await expect(page.held("two", "ssd")).to_be_checked()
         await expect(page.events).to_have_count(4)
-        await expect(page.card("two")).to_contain_text("up to date")
+        await expect(page.row("two")).to_contain_text("up to date")
 
 
 async def test_failed_move(browser: Browser, tmp_path: Path) -> None:
@@ -240,7 +246,7 @@ async def test_token(browser: Browser, tmp_path: Path) -> None:
         await page.page.keyboard.type("a token that is wrong")
         await page.page.keyboard.press("Enter")
         await expect(dialog).to_contain_text("The controller does not accept this token.")
-        await expect(page.cards).to_have_count(0)
+        await expect(page.rows).to_have_count(0)
         await page.button("Not now").click()
         await expect(page.connection).to_have_text("No token")
         await page.button("Enter the token").click()
@@ -248,9 +254,9 @@ async def test_token(browser: Browser, tmp_path: Path) -> None:
         await page.button("Connect").click()
         await page.wait_until_live()
         await expect(dialog).to_be_hidden()
-        await expect(page.card("decode-1")).to_be_visible()
+        await expect(page.row("decode-1")).to_be_visible()
         await page.page.reload()
-        await expect(page.card("decode-1")).to_be_visible()
+        await expect(page.row("decode-1")).to_be_visible()
         assert not [url for url in page.requested if TOKEN in url or "token" in url]
 
 
@@ -258,7 +264,7 @@ async def test_controller_restart(browser: Browser, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         async with running_controller(tmp_path) as controller, registered(controller):
             page = await stack.enter_async_context(visiting(browser, controller.url))
-            await expect(page.card("decode-1")).to_contain_text("up to date")
+            await expect(page.row("decode-1")).to_contain_text("up to date")
             await page.look_up(TEXT, tokens=True)
             await expect(page.found).to_contain_text("No instance holds any of it.")
         await expect(page.connection).to_have_text("Disconnected")
@@ -271,7 +277,7 @@ async def test_controller_restart(browser: Browser, tmp_path: Path) -> None:
         ):
             await page.wait_until_live()
             await expect(page.page.locator("#banner")).to_be_hidden()
-            await expect(page.card("decode-1")).to_contain_text("up to date")
+            await expect(page.row("decode-1")).to_contain_text("up to date")
             await stack.aclose()
 
 
@@ -405,7 +411,7 @@ async def test_files_are_served_with_their_headers(tmp_path: Path) -> None:
 
 async def test_wrong_browser_clock(browser: Browser) -> None:
     async with scripted(browser, at=datetime.now(UTC) + timedelta(hours=2)) as (_, page):
-        await expect(page.card("decode-1")).to_contain_text(re.compile(r"heartbeat \d+\ss ago"))
+        await expect(page.row("decode-1")).to_contain_text(re.compile(r"heartbeat \d+\ss ago"))
 
 
 async def test_pins_and_what_a_move_does_to_them(browser: Browser, controller: RunningController) -> None:
@@ -414,8 +420,8 @@ async def test_pins_and_what_a_move_does_to_them(browser: Browser, controller: R
         controller.instance("decode-2"),
         visiting(browser, controller.url) as page,
     ):
-        pins = page.card("decode-1").locator(".pins")
-        await expect(page.card("decode-1")).to_contain_text("up to date")
+        await expect(page.row("decode-1")).to_contain_text("up to date")
+        pins = (await page.open("decode-1")).locator(".pins").filter(has_text="Pins")
         await expect(pins).to_be_hidden()
         for ttl in ({}, {"ttl": "10m", "tokens": rig.TOKENS[:CHUNK]}):
             prompt = {"tokens": rig.TOKENS} | ttl

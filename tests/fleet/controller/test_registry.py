@@ -1,15 +1,13 @@
-"""The registry: instances and tiers by name, holders, history, changes and limits."""
+"""The registry: instances and tiers by name, holders, changes and limits."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
 from kvtier.fleet.controller import registry as registry_module
-from kvtier.fleet.controller.answers import Sample, TierSample
 from kvtier.fleet.controller.checks import MAX_TIERS
 from kvtier.fleet.controller.errors import (
     AmbiguousModel,
@@ -20,7 +18,7 @@ from kvtier.fleet.controller.errors import (
 )
 from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.prompts import PromptChunks
-from kvtier.fleet.controller.registry import MAX_MODELS, RETENTION_SECONDS, History, Models, Registry
+from kvtier.fleet.controller.registry import MAX_MODELS, Models, Registry
 from kvtier.fleet.member.protocol import (
     HeldBy,
     Hello,
@@ -48,7 +46,6 @@ from tests.rigs.running_controller import (
     heartbeat,
     hello,
     keys_of,
-    running_controller,
     unconnected,
 )
 
@@ -181,52 +178,6 @@ async def test_changes_wake_watchers(running: RunningController) -> None:
 def _used(running: RunningController) -> int | None:
     latest = running.member().heartbeat
     return None if latest is None else latest.tiers[RAM].used
-
-
-async def test_heartbeats_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "SAMPLE_SECONDS", 0.01)
-    async with running_controller(tmp_path) as running, running.connect("one") as instance:
-        assert running.registry.history.of("one") == ()
-        await instance.send(heartbeat(), heartbeat(used=4096, looked_up=10, found=3))
-        await running.wait_until(lambda: _used(running) == 4096)
-        count = len(running.registry.history.of("one"))
-        await running.wait_until(lambda: len(running.registry.history.of("one")) > count)
-        sample = running.registry.history.of("one")[-1]
-        assert (sample.hit_rate, sample.tiers) == (0.9, (TierSample(4096),) * len(TIERS))
-
-
-async def test_history_covers_an_hour_and_survives_the_connection() -> None:
-    registry, kept = Registry(), History()
-    member = await admit(registry)
-    for number in range(400):
-        member.heartbeat = heartbeat(used=number)
-        kept.sample([member], 10.0 * number)
-    samples = kept.of("one")
-    assert len(samples) == 360
-    assert samples[0] == Sample(400.0, None, (TierSample(40),) * len(TIERS))
-    again = Member(hello("one"), member.places, unconnected())
-    again.heartbeat = heartbeat()
-    kept.sample([again], 4500.0)
-    assert [sample.time for sample in kept.of("one")][-2:] == [3990.0, 4500.0]
-    assert kept.of("one")[0].time == 910.0, "nothing older than an hour"
-    other = Member(hello("one", tiers=TIERS[:1]), [0], unconnected())
-    other.heartbeat = heartbeat()
-    kept.sample([other], 4510.0)
-    assert len(kept.of("one")) == 1, "its tiers have changed"
-    kept.sample([], 4509.0 + RETENTION_SECONDS)
-    assert kept.of("one")
-    kept.sample([], 4510.0 + RETENTION_SECONDS)
-    assert kept.of("one") == ()
-
-
-async def test_number_of_histories_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "MAX_INSTANCES", 3)
-    registry, kept = Registry(), History()
-    for number in range(5):
-        member = await admit(registry, f"i{number}")
-        member.heartbeat = heartbeat()
-        kept.sample([member], float(number))
-    assert [bool(kept.of(f"i{number}")) for number in range(5)] == [False, False, True, True, True]
 
 
 async def test_number_of_instances_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ def test_command_starts_answers_and_exits(tmp_path: Path) -> None:
             assert client.get("/healthz").json()["instances"] == 0
             assert client.get("/instances").status_code == 401
             client.headers["Authorization"] = f"Bearer {TOKEN}"
-            assert client.get("/instances").json() == {"instances": []}
+            assert client.get("/instances").json() == {"instances": [], "gone": []}
             with client.stream("GET", "/stream") as stream:
                 assert next(stream.iter_lines()) == "event: instances"
                 process.send_signal(signal.SIGTERM)

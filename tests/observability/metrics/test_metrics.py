@@ -140,8 +140,8 @@ async def test_each_cache_has_its_own_registry(tmp_path: Path) -> None:
         assert (await other.scrape())("stored_chunks_total") == 0
         assert len(list(REGISTRY.collect())) == global_metrics
         observers = scraped.cache.observers
-        assert scraped.metrics in observers
-    assert scraped.metrics not in observers
+        assert scraped.metrics.transfers in observers
+    assert scraped.metrics.transfers not in observers
 
 
 async def test_every_series_exists_from_the_start(scraped: ScrapedCache) -> None:

@@ -27,6 +27,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "metrics.md").read_text()
 VLLM = (DOCS / "vllm.md").read_text()
 DASHBOARD: dict[str, Any] = json.loads((DOCS / "grafana" / "kvtier.json").read_text())
+ALERTS: dict[str, Any] = yaml.safe_load((DOCS / "grafana" / "alerts.yml").read_text())
 
 
 class Row(NamedTuple):
@@ -98,6 +99,7 @@ def panels() -> Iterator[dict[str, Any]]:
 
 def queries() -> list[str]:
     texts = [target["expr"] for panel in panels() for target in panel.get("targets", ())]
+    texts += [rule["expr"] for group in ALERTS["groups"] for rule in group["rules"]]
     texts += [
         variable["definition"] for variable in DASHBOARD["templating"]["list"] if "definition" in variable
     ]
@@ -112,7 +114,7 @@ SUFFIXES = ("_bucket", "_sum", "_count")
 def test_queries_use_existing_metrics_and_labels(query: str) -> None:
     known = {**CACHE, **CONTROLLER}
     names = re.findall(r"\b(?:kvtier|process)_\w+", query)
-    assert names
+    assert names or query.startswith("up{")
     for name in names:
         histogram = next((name.removesuffix(end) for end in SUFFIXES if name.endswith(end)), name)
         if histogram in known and known[histogram].kind == "histogram":
@@ -153,6 +155,21 @@ def test_dashboard_shows_every_cache_metric() -> None:
     for name in CACHE:
         if name.startswith("kvtier_") and name != "kvtier_tier_info":
             assert name.removesuffix("_total") in expressions, f"no panel shows {name}"
+
+
+def test_alerts_are_explained() -> None:
+    section = PAGE.split("\n## Dashboard and alerts\n")[1].split("\n## ")[0]
+    for group in ALERTS["groups"]:
+        for rule in group["rules"]:
+            assert f"`{rule['alert']}`" in section
+            assert rule["annotations"]["summary"]
+
+
+def test_promtool_accepts_the_alerts() -> None:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("promtool is missing: apt-get install prometheus")
+    subprocess.run([program, "check", "rules", DOCS / "grafana" / "alerts.yml"], check=True)
 
 
 def test_examples_are_valid_yaml() -> None:

@@ -1,139 +1,204 @@
-// Small charts of fractions over time: lines in an SVG that scales with its container, labels in HTML.
+// Charts: lines or a stack over a horizontal axis, with numbers on both axes. The legend shows the values at the
+// pointer, or at the cursor that the arrow keys move. Lines in an SVG that scales with its container, text in HTML.
 
 import { draw, make, setText } from "./dom.js";
-import { age, clock, percent } from "./format.js";
 
-export const WIDTH = 300;
-export const HEIGHT = 100;
-const MIN_SPAN = 300;
-const MAX_SPAN = 3600;
-/** Between two samples, after which a line is interrupted: samples are ten seconds apart. */
-const GAP = 35;
-
-/** Return the lines at 0, 50 and 100 %. */
-export const lines = () =>
-  [0.5, HEIGHT / 2, HEIGHT - 0.5].map((y) => draw("line", { class: "grid", x1: 0, x2: WIDTH, y1: y, y2: y }));
+const WIDTH = 600;
+const HEIGHT = 160;
+const TICKS = 4;
+export const MAX_SERIES = 6;
 
 export class Chart {
-  #value = make("span", { class: "chart-value numbers" });
-  #from = make("span");
-  #grid = lines();
+  #value = make("span", { class: "chart-at numbers" });
+  #legend = make("ul", { class: "legend numbers" });
   #lines = draw("g");
+  #grid = draw("g");
   #cursor = draw("line", { class: "cursor", y1: 0, y2: HEIGHT, visibility: "hidden" });
   #svg = draw(
     "svg",
-    { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" },
-    ...this.#grid,
+    { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" },
+    this.#grid,
     this.#lines,
     this.#cursor,
   );
+  #plot = make("div", { class: "plot", role: "img", tabindex: 0 }, this.#svg);
+  #vertical = make("div", { class: "axis-y numbers", "aria-hidden": "true" });
+  #horizontal = make("div", { class: "axis-x numbers", "aria-hidden": "true" });
+  #spoken = make("p", { class: "hidden", role: "status" });
+  #empty = make("p", { class: "chart-empty" });
   #series = [];
+  #values = [];
+  #at = null;
+  #shown = "";
 
-  /** `name` is the caption; `what` describes the chart to screen readers. */
-  constructor(name, what) {
-    this.what = what;
+  /**
+   * `title` is the caption, `what` describes it to screen readers, `format` formats a value and `ticks` one on the
+   * axis, whose units are powers of `base`. `stacked` adds the series up. `whole` is the top of the axis, if it is
+   * always the same. `x` formats a position: { tick, full }.
+   */
+  constructor({ title, what, format, ticks = format, stacked = false, whole = null, base = 1000, x }) {
+    Object.assign(this, { title, what, format, ticks, stacked, whole, base, x });
     this.node = make(
       "figure",
       { class: "chart" },
-      make("figcaption", {}, make("span", {}, name), this.#value),
-      this.#svg,
-      make("p", { class: "axis numbers", "aria-hidden": "true" }, this.#from, make("span", {}, "now")),
+      make("figcaption", {}, make("span", { class: "chart-title" }, title), this.#value),
+      make("div", { class: "chart-body" }, this.#vertical, this.#plot, this.#horizontal, this.#empty),
+      this.#legend,
+      this.#spoken,
     );
-    this.#svg.addEventListener("pointermove", (event) => this.#showAt(event));
-    this.#svg.addEventListener("pointerleave", () => this.#showCurrent());
+    this.#plot.addEventListener("pointermove", (event) => this.#point(event));
+    this.#plot.addEventListener("pointerleave", () => this.#moveTo(null));
+    this.#plot.addEventListener("blur", () => this.#moveTo(null));
+    this.#plot.addEventListener("keydown", (event) => this.#press(event));
   }
 
   /**
-   * Draw `series`, each with a `name`, a `tone` and `points`: [seconds, fraction from 0 to 1 or null]. A null or
-   * a gap interrupts the line.
+   * Draw `series`, each with a `name`, a `tone` and `points`: [x, value or null]. A null, or a distance of more than
+   * `gap`, interrupts a line. `from` and `to` are the ends of the axis, `mark` a position to mark.
    */
-  show(series, now) {
-    const first = Math.min(now, ...series.map(({ points }) => points[0]?.[0] ?? now));
+  show({ series, from, to, gap = Infinity, empty = "No data yet.", mark = null }) {
     this.#series = series;
-    this.now = now;
-    this.span = Math.min(MAX_SPAN, Math.max(MIN_SPAN, now - first));
-    this.#lines.replaceChildren(...series.flatMap((each) => this.#paths(each)));
-    setText(this.#from, `${age(this.span)} ago`);
-    this.#svg.setAttribute("aria-label", this.#description());
-    this.#showCurrent();
+    Object.assign(this, { from, to, gap, mark });
+    this.#values = [...new Set(series.flatMap(({ points }) => points.filter(([, value]) => value !== null).map(([x]) => x)))].sort((a, b) => a - b);
+    const none = !this.#values.length;
+    setText(this.#empty, none ? empty : "");
+    this.#plot.setAttribute("aria-label", this.#description());
+    const highest = Math.max(0, ...this.#stacked().flatMap(({ points }) => points.map(([, , top]) => top ?? 0)));
+    this.top = this.whole ?? nice(highest, this.base);
+    this.#drawAxes();
+    this.#lines.replaceChildren(...this.#stacked().flatMap((each) => this.#paths(each)), ...this.#marked());
+    this.#drawLegend();
+    this.#moveTo(none ? null : this.#at);
   }
 
-  #x = (time) => WIDTH * (1 - (this.now - time) / this.span);
+  #x = (x) => (WIDTH * (x - this.from)) / Math.max(1e-9, this.to - this.from);
+  #y = (value) => HEIGHT * (1 - Math.min(1, value / this.top));
 
-  /** Return the paths of a line, and of the area below it if it is the only one. */
+  /** Return the series with points [x, bottom, top]. */
+  #stacked() {
+    const below = new Map();
+    return this.#series.map((each) => ({
+      ...each,
+      points: each.points.map(([x, value]) => {
+        if (value === null) return [x, null, null];
+        const bottom = this.stacked ? (below.get(x) ?? 0) : 0;
+        below.set(x, bottom + value);
+        return [x, bottom, bottom + value];
+      }),
+    }));
+  }
+
+  /** Return the line of a series, and its area in a stack or if it is the only one. */
   #paths({ tone, points }) {
     const runs = [[]];
     let before = null;
-    for (const [time, share] of points) {
-      if (share === null || time - before > GAP) runs.push([]);
-      before = time;
-      if (share !== null && time >= this.now - this.span) runs.at(-1).push([this.#x(time), HEIGHT * (1 - share)]);
+    for (const [x, bottom, top] of points) {
+      if (top === null || (before !== null && x - before > this.gap)) runs.push([]);
+      before = x;
+      if (top !== null && x >= this.from) runs.at(-1).push([this.#x(x), this.#y(bottom), this.#y(top)]);
     }
-    const drawn = [];
-    for (const run of runs.filter((run) => run.length)) {
-      // A single sample is drawn as a line of length zero, which is a dot.
-      const line = `M${[...run, ...(run.length > 1 ? [] : run)].map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L")}`;
-      const area = `${line}L${run.at(-1)[0].toFixed(1)} ${HEIGHT}L${run[0][0].toFixed(1)} ${HEIGHT}Z`;
-      if (this.#series.length === 1) drawn.push(draw("path", { class: `area tone-${tone}`, d: area }));
-      drawn.push(draw("path", { class: `line tone-${tone}`, d: line }));
-    }
-    return drawn;
-  }
-
-  /** Show the current value: the pointer is not on the chart. */
-  #showCurrent() {
-    this.#cursor.setAttribute("visibility", "hidden");
-    const [time, share] = this.#series[0]?.points.at(-1) ?? [0, null];
-    const current = share === null || this.now - time > GAP ? "-" : percent(share);
-    setText(this.#value, this.#series.length === 1 ? current : "");
-  }
-
-  /** Show the values at the time under the pointer. */
-  #showAt(event) {
-    const box = this.#svg.getBoundingClientRect();
-    const time = this.now - this.span * (1 - (event.clientX - box.left) / box.width);
-    const shares = this.#series.flatMap(({ name, points }) => {
-      const nearest = closest(known(points), time);
-      return nearest && Math.abs(nearest[0] - time) <= GAP ? [`${this.#series.length > 1 ? `${name} ` : ""}${percent(nearest[1])}`] : [];
+    return runs.filter((run) => run.length).flatMap((run) => {
+      // A single point is drawn as a line of length zero, which is a dot.
+      const whole = run.length > 1 ? run : [...run, ...run];
+      const line = `M${whole.map(([x, , y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L")}`;
+      const back = [...whole].reverse().map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L");
+      const area = draw("path", { class: `area tone-${tone}`, d: `${line}L${back}Z` });
+      const drawn = draw("path", { class: `line tone-${tone}`, d: line });
+      return this.stacked || this.#series.length === 1 ? [area, drawn] : [drawn];
     });
-    if (!shares.length) return;
-    this.#cursor.setAttribute("x1", this.#x(time));
-    this.#cursor.setAttribute("x2", this.#x(time));
-    this.#cursor.setAttribute("visibility", "visible");
-    setText(this.#value, `${clock(time).slice(0, 5)}  ${shares.join("  ")}`);
+  }
+
+  #marked() {
+    if (this.mark === null) return [];
+    const x = this.#x(this.mark);
+    return [draw("line", { class: "mark", x1: x, x2: x, y1: 0, y2: HEIGHT })];
+  }
+
+  #drawAxes() {
+    const levels = Array.from({ length: TICKS + 1 }, (_, number) => (this.top * number) / TICKS);
+    this.#grid.replaceChildren(
+      ...levels.map((value) => draw("line", { class: "grid", x1: 0, x2: WIDTH, y1: this.#y(value), y2: this.#y(value) })),
+    );
+    this.#vertical.replaceChildren(...levels.filter((_, number) => number % 2 === 0).map((value) => make("span", {}, this.ticks(value))).reverse());
+    const places = [0, 1 / 3, 2 / 3, 1].map((part) => this.from + part * (this.to - this.from));
+    this.#horizontal.replaceChildren(...places.map((x, number) => make("span", {}, this.x.tick(x, number === 3))));
+  }
+
+  #drawLegend() {
+    const key = JSON.stringify(this.#series.map(({ name, tone }) => [name, tone]));
+    if (key === this.#shown) return;
+    this.#shown = key;
+    this.#legend.replaceChildren(
+      ...this.#series.map(({ name, tone }) =>
+        make("li", {}, make("span", { class: `dot tone-${tone}`, "aria-hidden": "true" }), make("span", { class: "legend-name" }, name), make("b")),
+      ),
+    );
+  }
+
+  /** Return the values of all series at a position, as texts. */
+  #texts(x) {
+    return this.#series.map(({ points }) => {
+      const found = points.find(([at]) => at === x);
+      return found && found[1] !== null ? this.format(found[1]) : "-";
+    });
+  }
+
+  /** Show the values at a position, or with null the latest ones. */
+  #moveTo(x) {
+    this.#at = x;
+    const shown = x ?? this.#values.at(-1) ?? null;
+    this.#cursor.setAttribute("visibility", x === null ? "hidden" : "visible");
+    if (x !== null) for (const end of ["x1", "x2"]) this.#cursor.setAttribute(end, this.#x(x));
+    // The latest values are old after an interruption.
+    const late = x === null && shown !== null && this.to - shown > this.gap;
+    setText(this.#value, x === null ? "" : this.x.full(x));
+    const texts = late ? this.#series.map(() => "-") : this.#texts(shown);
+    texts.forEach((text, number) => setText(this.#legend.children[number].lastElementChild, text));
+  }
+
+  #point(event) {
+    const box = this.#plot.getBoundingClientRect();
+    const x = this.from + ((event.clientX - box.left) / box.width) * (this.to - this.from);
+    const nearest = this.#values.reduce((best, at) => (best === null || Math.abs(at - x) < Math.abs(best - x) ? at : best), null);
+    if (nearest !== null) this.#moveTo(nearest);
+  }
+
+  #press(event) {
+    const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
+    const last = this.#values.length - 1;
+    if (last < 0 || (step === undefined && event.key !== "Home" && event.key !== "End")) return;
+    event.preventDefault();
+    const now = this.#at === null ? last + (step < 0 ? 1 : 0) : this.#values.indexOf(this.#at);
+    const next = event.key === "Home" ? 0 : event.key === "End" ? last : Math.min(last, Math.max(0, now + step));
+    this.#moveTo(this.#values[next]);
+    const texts = this.#texts(this.#values[next]).map((text, number) => `${this.#series[number].name} ${text}`);
+    setText(this.#spoken, `${this.x.full(this.#values[next])}: ${texts.join(", ")}`);
   }
 
   #description() {
     const parts = this.#series.flatMap(({ name, points }) => {
-      const shares = known(points).map(([, share]) => share);
-      if (!shares.length) return [];
-      const [low, high] = [Math.min(...shares), Math.max(...shares)];
-      return [`${name} last ${percent(shares.at(-1))}, lowest ${percent(low)}, highest ${percent(high)}`];
+      const values = points.map(([, value]) => value).filter((value) => value !== null);
+      if (!values.length) return [];
+      const [low, high] = [Math.min(...values), Math.max(...values)].map(this.format);
+      return [`${name} last ${this.format(values.at(-1))}, lowest ${low}, highest ${high}`];
     });
-    return `${this.what} in the last ${age(this.span)}: ${parts.join("; ") || "no data yet"}`;
+    return `${this.what}: ${parts.join("; ") || "no data yet"}. Arrow keys read the values.`;
   }
 }
 
-const known = (points) => points.filter(([, share]) => share !== null);
-
-function closest(points, time) {
-  const off = ([at]) => Math.abs(at - time);
-  return points.reduce((best, point) => (best && off(best) <= off(point) ? best : point), null);
+/** Return a round number that is not below the value: the top of an axis. */
+function nice(value, base) {
+  if (!(value > 0)) return 1;
+  const unit = base ** Math.floor(Math.log(value) / Math.log(base));
+  const digit = 10 ** Math.floor(Math.log10(value / unit));
+  return [1, 2, 4, 6, 8, 10].map((times) => times * digit * unit).find((top) => top >= value) ?? 10 * digit * unit;
 }
 
-/** The fill of each tier that has a capacity, one series per tier. */
-export function fillSeries({ tiers, history, disconnectedAt }, now) {
-  return tiers.flatMap((tier, number) => {
-    if (!tier.capacity) return [];
-    const points = history.map(({ time, tiers: then }) => [time, share(then[number]?.used, tier.capacity)]);
-    return [{ name: tier.name, tone: number % 4, points: disconnectedAt ? [...points, [now, null]] : points }];
-  });
+/** Keep the largest series, and add up all others as one. */
+export function largest(series, total) {
+  const sorted = [...series].sort((a, b) => total(b) - total(a));
+  if (sorted.length <= MAX_SERIES) return sorted.map((each, tone) => ({ ...each, tone }));
+  const rest = sorted.slice(MAX_SERIES - 1);
+  const points = rest[0].points.map(([x], number) => [x, rest.reduce((sum, each) => sum + (each.points[number][1] ?? 0), 0)]);
+  return [...sorted.slice(0, MAX_SERIES - 1), { name: `${rest.length} others`, points }].map((each, tone) => ({ ...each, tone }));
 }
-
-/** The hit rate of the five minutes before each sample, and before now. */
-export function hitSeries({ history, hit_rate: current, disconnectedAt }, now) {
-  const points = history.map(({ time, hit_rate: rate }) => [time, rate ?? null]);
-  return [{ name: "hit rate", tone: 0, points: [...points, [now, disconnectedAt ? null : (current ?? null)]] }];
-}
-
-const share = (part, whole) => (part === undefined ? null : Math.min(1, Math.max(0, part / whole)));

@@ -22,6 +22,14 @@ function fill(node, attributes, children) {
   return node;
 }
 
+/** Create a row of a table: its head, and the other cells. The roles stay where a style sheet makes blocks of rows. */
+export function row(head, cells, attributes = {}) {
+  return make("tr", { role: "row", ...attributes }, make("th", { scope: "row", role: "rowheader" }, head), ...cells);
+}
+
+/** Create a cell, with the name of its column for narrow screens. */
+export const cell = (label, attributes, ...children) => make("td", { role: "cell", "data-label": label, ...attributes }, ...children);
+
 /** Set an element's text if it has changed. An unchanged text is neither redrawn nor announced again. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;

@@ -1,39 +1,147 @@
-// One card per instance. A card is created once, then updated where something has changed.
+// The table of instances: sorted, filtered, and short until all are asked for. A row opens the details.
 
-import { Chart, fillSeries, hitSeries } from "./chart.js";
-import { Bar, arrange, byId, make, setText } from "./dom.js";
-import { age, bytes, bytesOf, count, percent, pluralize } from "./format.js";
-import { Pins } from "./pins.js";
-import { WhatIf } from "./whatif.js";
+import { Bar, arrange, byId, cell, make, row, setOptions, setText } from "./dom.js";
+import { age, bytesOf, compact, count, percent, pluralize } from "./format.js";
+import { Detail } from "./instance.js";
+import { problemsOf } from "./problems.js";
+import { byName } from "./store.js";
+
+/** Rows that are shown at first. */
+const FEW = 25;
+
+const used = ({ tiers }, of) => tiers.reduce((total, tier) => total + (tier.capacity ? tier[of] : 0), 0);
+const fill = (instance) => used(instance, "used") / Math.max(1, used(instance, "capacity"));
+const rank = (problems) => (problems.some(({ urgent }) => urgent) ? 2 : problems.length ? 1 : 0);
+
+/** The columns: their header, and what they sort by. Numbers are sorted from the largest at first. */
+const COLUMNS = {
+  instance: { name: "Instance", by: ({ instance }) => instance.instance },
+  state: { name: "State", by: ({ problems }) => rank(problems), falls: true },
+  hits: { name: "Hit rate", by: ({ instance }) => instance.hit_rate ?? -1, falls: true },
+  looked: { name: "Looked up, 5 min", by: ({ instance }) => instance.looked_up_tokens, falls: true },
+  fill: { name: "Fill", by: ({ instance }) => fill(instance), falls: true },
+  pinned: { name: "Pinned", by: ({ instance }) => instance.pinned, falls: true },
+  models: { name: "Models", by: ({ instance }) => instance.models.join(", ") },
+  version: { name: "Version", by: ({ instance }) => instance.version },
+};
+
+const STATES = {
+  all: { name: "All states", holds: () => true },
+  problems: { name: "With problems", holds: ({ problems }) => problems.length > 0 },
+  ready: { name: "Up to date", holds: ({ instance }) => !instance.disconnectedAt && instance.up_to_date },
+  catching: { name: "Catching up", holds: ({ instance }) => !instance.disconnectedAt && !instance.up_to_date },
+  disconnected: { name: "Disconnected", holds: ({ instance }) => Boolean(instance.disconnectedAt) },
+};
 
 export class Instances {
-  #cards = new Map();
+  #rows = new Map();
+  #open = new Set();
+  #sort = { column: "state", falls: true };
+  #all = false;
+  #headers = new Map();
 
-  constructor(store, api) {
-    this.store = store;
-    this.api = api;
+  constructor(store, api, overview) {
+    Object.assign(this, { store, api, overview });
+    for (const [column, { name }] of Object.entries(COLUMNS)) {
+      const button = make("button", { type: "button", class: "sort" }, name);
+      button.addEventListener("click", () => this.#sortBy(column));
+      const header = make("th", { scope: "col", class: `column-${column}` }, button);
+      this.#headers.set(column, header);
+      byId("columns").append(header);
+    }
+    setOptions(byId("filter-state"), Object.entries(STATES).map(([value, { name }]) => [value, name]));
+    setOptions(byId("sort"), Object.entries(COLUMNS).map(([value, { name }]) => [value, `Sort by ${name}`]));
+    byId("sort").addEventListener("change", ({ target }) => this.#sortBy(target.value));
+    for (const id of ["filter", "filter-state"]) byId(id).addEventListener("input", () => this.draw());
+    byId("show-all").addEventListener("click", () => {
+      this.#all = true;
+      this.draw();
+    });
+    this.#drawSort();
+  }
+
+  /** Show the details of an instance, whatever the filter is. */
+  show(id) {
+    this.#open.add(id);
+    byId("filter").value = id;
+    byId("filter-state").value = "all";
+    this.draw();
+    const found = this.#rows.get(id);
+    found?.node.scrollIntoView({ block: "start" });
+    found?.focus();
   }
 
   draw() {
     const { instances, now } = this.store;
-    const known = new Set(instances.map(({ instance }) => instance));
-    for (const id of this.#cards.keys()) if (!known.has(id)) this.#cards.delete(id);
-    for (const instance of instances) {
-      if (!this.#cards.has(instance.instance)) this.#cards.set(instance.instance, new Card(instance.instance, this.api));
-      this.#cards.get(instance.instance).draw(instance, now);
-    }
-    arrange(byId("cards"), instances.map(({ instance }) => this.#cards.get(instance).node));
-    setText(byId("summary"), this.#summary());
+    const entries = instances.map((instance) => ({ instance, problems: problemsOf(instance, now) }));
+    for (const id of this.#rows.keys()) if (!this.store.instance(id)) this.#forget(id);
+    const chosen = this.#sorted(entries.filter((entry) => this.#matches(entry)));
+    const shown = this.#all ? chosen : chosen.slice(0, FEW);
+    const nodes = shown.flatMap((entry) => {
+      const each = this.#row(entry.instance.instance);
+      each.draw(entry, now);
+      return each.nodes;
+    });
+    arrange(byId("rows"), nodes);
+    this.#drawTexts(instances, chosen, shown);
+  }
+
+  #drawTexts(instances, chosen, shown) {
+    const part = chosen.length < instances.length ? `${count(chosen.length)} of ${count(instances.length)}` : "";
+    setText(byId("filtered"), part);
+    byId("show-all").hidden = shown.length === chosen.length;
+    setText(byId("show-all"), `Show ${pluralize(chosen.length - shown.length, "more instance")}`);
+    byId("no-match").hidden = chosen.length > 0 || !instances.length;
+    byId("table").hidden = !chosen.length;
+    byId("controls").hidden = !instances.length;
     byId("no-instances").hidden = instances.length > 0 || !this.store.hasInstances;
     if (!byId("no-instances").hidden) setText(byId("register"), this.#settings());
   }
 
-  #summary() {
-    const { connected } = this.store;
-    if (!connected.length) return "";
-    const held = connected.flatMap(({ tiers }) => tiers).filter(({ shared }) => !shared);
-    const used = held.reduce((sum, tier) => sum + tier.used, 0);
-    return `${pluralize(connected.length, "connected", "connected")}, ${bytes(used)} held`;
+  #forget(id) {
+    this.#rows.delete(id);
+    this.#open.delete(id);
+  }
+
+  #row(id) {
+    if (!this.#rows.has(id)) this.#rows.set(id, new Row(id, this, this.#open));
+    return this.#rows.get(id);
+  }
+
+  /** Every word of the filter must be part of something that the row is about. */
+  #matches(entry) {
+    const { instance } = entry;
+    if (!STATES[byId("filter-state").value].holds(entry)) return false;
+    const words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+    if (!words.length) return true;
+    const { instance: id, host, version, peer, models, engines, tiers } = instance;
+    const texts = [id, host, version, peer ?? "", ...models, ...engines, ...tiers.map(({ name }) => name)];
+    const all = texts.join("\n").toLowerCase();
+    return words.every((word) => all.includes(word));
+  }
+
+  #sorted(entries) {
+    const { by } = COLUMNS[this.#sort.column];
+    const sign = this.#sort.falls ? -1 : 1;
+    const keyed = entries.map((entry) => [by(entry), entry]);
+    // Equal ones stay sorted by name.
+    keyed.sort(([a], [b]) => sign * (typeof a === "string" ? byName(a, b) : a - b));
+    return keyed.map(([, entry]) => entry);
+  }
+
+  #sortBy(column) {
+    const same = this.#sort.column === column;
+    this.#sort = { column, falls: same ? !this.#sort.falls : Boolean(COLUMNS[column].falls) };
+    this.#drawSort();
+    this.draw();
+  }
+
+  #drawSort() {
+    for (const [column, header] of this.#headers) {
+      if (column !== this.#sort.column) header.removeAttribute("aria-sort");
+      else header.setAttribute("aria-sort", this.#sort.falls ? "descending" : "ascending");
+    }
+    byId("sort").value = this.#sort.column;
   }
 
   /** Return the settings with which an instance registers. */
@@ -44,125 +152,69 @@ export class Instances {
   }
 }
 
-class Card {
-  #name = make("h3");
-  #badge = make("span", { class: "badge" });
-  #heartbeat = make("p", { class: "heartbeat quiet numbers" });
-  #facts = make("dl", { class: "facts" });
-  #tiers = make("ul", { class: "tiers" });
-  #fill = new Chart("Fill", "Fill of each tier");
-  #hits = new Chart("Hit rate, 5 min", "Part of the tokens looked up in the last 5 minutes that were found");
-  #rows = [];
-  #drawn = {};
+class Row {
+  #cells = {};
+  #detail = null;
+  #detailRow = null;
 
-  constructor(id, api) {
-    setText(this.#name, id);
-    this.pins = new Pins(id, api);
-    this.whatIf = new WhatIf(id, api);
-    this.node = make(
-      "article",
-      { class: "card", "aria-label": `Instance ${id}` },
-      make("header", {}, this.#name, this.#badge, this.#heartbeat),
-      this.#facts,
-      make(
-        "div",
-        { class: "measures" },
-        this.#tiers,
-        make("div", { class: "charts" }, this.#fill.node, this.#hits.node),
-      ),
-      this.pins.node,
-      this.whatIf.node,
-    );
+  constructor(id, table, open) {
+    Object.assign(this, { id, table, open });
+    this.button = make("button", { type: "button", class: "link toggle", "aria-expanded": "false" }, id);
+    this.button.addEventListener("click", () => this.#toggle());
+    this.badge = make("span", { class: "badge" });
+    this.problem = make("span", { class: "row-problem" });
+    this.bar = new Bar(`Fill of ${id}`);
+    this.fill = make("span", { class: "numbers" });
+    for (const column of ["hits", "looked", "pinned", "models", "version"]) {
+      this.#cells[column] = cell(COLUMNS[column].name, { class: `column-${column}` });
+    }
+    for (const column of ["hits", "looked", "pinned"]) this.#cells[column].classList.add("numbers");
+    const { hits, looked, pinned, models, version } = this.#cells;
+    const state = cell("State", { class: "column-state" }, this.badge, this.problem);
+    const filled = cell("Fill", { class: "column-fill" }, this.fill, this.bar.node);
+    this.node = row(this.button, [state, hits, looked, filled, pinned, models, version], { class: "row" });
   }
 
-  draw(instance, now) {
+  /** The row, and below it the details if they are open. */
+  get nodes() {
+    return this.#detailRow ? [this.node, this.#detailRow] : [this.node];
+  }
+
+  focus() {
+    this.button.focus({ preventScroll: true });
+  }
+
+  draw({ instance, problems }, now) {
+    if (this.open.has(this.id) !== (this.#detail !== null)) this.#setOpen(this.open.has(this.id));
     const [state, label] = condition(instance);
     this.node.dataset.state = state;
-    setText(this.#badge, label);
-    setText(this.#heartbeat, heartbeat(instance, now));
-    this.#drawFacts(instance);
-    this.#drawTiers(instance.tiers);
-    this.#drawCharts(instance, now);
-    this.pins.draw(instance);
-    this.whatIf.draw(instance, now);
+    this.node.dataset.problems = rank(problems);
+    setText(this.badge, label);
+    setText(this.problem, problems.map(({ text }) => text).join("; ") || heartbeat(instance, now));
+    const { hit_rate: rate, looked_up_tokens: looked } = instance;
+    setText(this.#cells.hits, rate === null ? "-" : percent(rate));
+    setText(this.#cells.looked, looked ? compact(looked) : "-");
+    const [held, capacity] = ["used", "capacity"].map((of) => used(instance, of));
+    setText(this.fill, bytesOf(held, capacity));
+    this.bar.set(fill(instance), bytesOf(held, capacity));
+    setText(this.#cells.pinned, instance.pinned ? count(instance.pinned) : "-");
+    setText(this.#cells.models, instance.models[0] ? instance.models[0] + (instance.models.length > 1 ? ` +${instance.models.length - 1}` : "") : "-");
+    setText(this.#cells.version, instance.version);
+    this.#detail?.draw(instance, now);
   }
 
-  #drawFacts(instance) {
-    const facts = [
-      ["Host", `${instance.host}, process ${instance.process}`],
-      ["Version", instance.version],
-      ["Peers", instance.peer ? `${instance.peer} over ${instance.transport}` : "not served"],
-      ["Models", instance.models.join(", ") || "none yet: no engine has connected"],
-      ["Engines", instance.engines.join(", ") || "none connected"],
-    ];
-    const key = JSON.stringify(facts);
-    if (this.#drawn.facts === key) return;
-    this.#drawn.facts = key;
-    this.#facts.replaceChildren(
-      ...facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))),
-    );
+  #toggle() {
+    if (this.open.has(this.id)) this.open.delete(this.id);
+    else this.open.add(this.id);
+    this.table.draw();
   }
 
-  #drawTiers(tiers) {
-    const key = JSON.stringify(tiers.map(({ name, type }) => [name, type]));
-    if (this.#drawn.tiers !== key) {
-      this.#drawn.tiers = key;
-      this.#rows = tiers.map((tier, number) => new TierRow(tier, number));
-      this.#tiers.replaceChildren(...this.#rows.map(({ node }) => node));
-    }
-    tiers.forEach((tier, number) => this.#rows[number].draw(tier));
-  }
-
-  /** Redraw the charts when there is a new sample or hit rate, or should be one. */
-  #drawCharts(instance, now) {
-    const { history } = instance;
-    // At least every ten seconds, so that a gap at the end is seen.
-    const key = `${history.length} ${history[0]?.time} ${history.at(-1)?.time} ${Math.floor(now / 10)} ${instance.hit_rate} ${instance.disconnectedAt}`;
-    if (this.#drawn.charts === key) return;
-    this.#drawn.charts = key;
-    const fill = fillSeries(instance, now);
-    this.#fill.node.hidden = !fill.length;
-    this.#fill.show(fill, now);
-    this.#hits.show(hitSeries(instance, now), now);
-  }
-}
-
-class TierRow {
-  #numbers = make("span", { class: "tier-numbers numbers" });
-  #more = make("p", { class: "tier-more quiet numbers" });
-  #problem = make("span", { class: "problem" });
-
-  constructor({ name, type }, number) {
-    this.bar = new Bar(`Fill of tier ${name}`);
-    this.node = make(
-      "li",
-      {},
-      make(
-        "p",
-        { class: "tier-head" },
-        make("span", { class: `dot tone-${number % 4}`, "aria-hidden": "true" }),
-        make("span", { class: "tier-name" }, name),
-        make("span", { class: "quiet" }, type === name ? "" : type),
-        this.#problem,
-        this.#numbers,
-      ),
-      this.bar.node,
-      this.#more,
-    );
-    this.bar.node.classList.add(`tone-${number % 4}`);
-  }
-
-  draw(tier) {
-    const part = tier.capacity ? tier.used / tier.capacity : 0;
-    const shared = tier.type === "peers" ? "other instances" : "shared pool";
-    const text = tier.capacity ? bytesOf(tier.used, tier.capacity) : shared;
-    this.bar.node.hidden = !tier.capacity;
-    this.bar.set(part, text);
-    setText(this.#numbers, tier.capacity ? `${text} · ${percent(part)}` : text);
-    // An instance knows only part of what a shared pool holds.
-    const held = `${pluralize(tier.chunks, "chunk")}${tier.shared ? " known" : ""}`;
-    setText(this.#more, `${held} · found ${pluralize(tier.found, "time")}`);
-    setText(this.#problem, tier.available ? "" : "unavailable");
+  #setOpen(open) {
+    const { store, api, overview } = this.table;
+    this.button.setAttribute("aria-expanded", open);
+    this.#detail = open ? new Detail(this.id, store, api, overview) : null;
+    const columns = Object.keys(COLUMNS).length;
+    this.#detailRow = open ? make("tr", { class: "detail-row", role: "row" }, make("td", { colspan: columns, role: "cell" }, this.#detail.node)) : null;
   }
 }
 
@@ -172,9 +224,6 @@ function condition({ disconnectedAt, up_to_date: upToDate }) {
   return upToDate ? ["up-to-date", "up to date"] : ["catching-up", "catching up"];
 }
 
-function heartbeat({ disconnectedAt, last_heartbeat: last, hit_rate: rate, looked_up_tokens: lookedUp }, now) {
-  if (disconnectedAt) return `for ${age(now - disconnectedAt)}`;
-  const since = last === null ? "no heartbeat yet" : `heartbeat ${age(now - last)} ago`;
-  const hits = lookedUp && rate !== null ? `hit ${percent(rate)} of ${count(lookedUp)} tokens in 5 min, ` : "";
-  return hits + since;
+function heartbeat({ last_heartbeat: last }, now) {
+  return last === null ? "no heartbeat yet" : `heartbeat ${age(now - last)} ago`;
 }

@@ -6,7 +6,10 @@ import { Connection, TokenDialog } from "./connection.js";
 import { byId, setText } from "./dom.js";
 import { Events } from "./events.js";
 import { Instances } from "./instances.js";
+import { Lists } from "./lists.js";
 import { Lookup } from "./lookup.js";
+import { Breakdown, Overview } from "./overview.js";
+import { Problems } from "./problems.js";
 import { MAX_EVENTS, Store } from "./store.js";
 import { Stream } from "./stream.js";
 
@@ -18,10 +21,20 @@ const connection = new Connection(
   () => dialog.open(),
 );
 const dialog = new TokenDialog(tryToken);
-const views = [new Instances(store, api), new Lookup(store, api), new Events(store)];
+const overview = new Overview(store, api, () => {
+  breakdown.load();
+  redraw();
+});
+const breakdown = new Breakdown(overview, api);
+const lists = new Lists(api);
+const instances = new Instances(store, api, overview);
+const problems = new Problems(store, api, (id) => instances.show(id));
+/** Load something besides the stream, so they wait until that is connected. */
+const loading = [overview, breakdown, lists, problems];
+const views = [instances, new Lookup(store, api), new Events(store)];
 
 let scheduled = false;
-let reconnected = false;
+let live = false;
 
 function redraw() {
   if (scheduled) return;
@@ -30,27 +43,29 @@ function redraw() {
     scheduled = false;
     store.dropDisconnected();
     views.forEach((view) => view.draw());
+    if (live) loading.forEach((view) => view.draw());
   });
 }
 
 function onState(state, detail) {
   connection.set(state, detail);
-  if (state !== "live") return;
-  reconnected = true;
+  live = state === "live";
+  if (!live) return;
   store.ahead = detail;
   store.clearEvents();
   // Load after the stream has started, so that no change in between is missed.
   load("events", ({ events }) => store.takeEvents(events), `?limit=${MAX_EVENTS}`);
-  load("healthz", ({ version }) => setText(byId("version"), version));
+  load("about", ({ version, grafana }) => {
+    setText(byId("version"), version);
+    byId("grafana").hidden = !grafana;
+    if (grafana) byId("grafana").href = grafana;
+  });
+  loading.forEach((view) => view.load());
 }
 
 function onMessage(name, value) {
-  if (name === "instances") {
-    const fresh = store.takeInstances(value.instances);
-    // The controller has samples of the time in which this page was not connected.
-    (reconnected ? value.instances.map(({ instance }) => instance) : fresh).forEach(loadHistory);
-    reconnected = false;
-  } else if (name === "event") store.takeEvent(value);
+  if (name === "instances") store.takeInstances(value);
+  else if (name === "event") store.takeEvent(value);
   redraw();
 }
 
@@ -63,14 +78,6 @@ function load(path, take, query = "") {
       redraw();
     })
     .catch((error) => console.warn(`kvtier: ${path}:`, error.message));
-}
-
-let historyLoads = Promise.resolve();
-
-/** Load the last hour of an instance. Loads are sequential, as there may be many instances. */
-function loadHistory(id) {
-  const take = ({ history }) => store.takeHistory(id, history);
-  historyLoads = historyLoads.then(() => load(`instances/${encodeURIComponent(id)}`, take));
 }
 
 /** Check a token with the controller. Return an error message or "". */

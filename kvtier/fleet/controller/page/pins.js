@@ -1,7 +1,7 @@
 // What is pinned on an instance. Loaded again when the number of pinned chunks changes.
 
 import { make, setText } from "./dom.js";
-import { clock, count, pluralize } from "./format.js";
+import { count, moment, pluralize } from "./format.js";
 
 const MAX_LISTED = 10;
 
@@ -39,13 +39,7 @@ export class Pins {
 function lines({ pins, total }) {
   const listed = pins.map(({ chunks, held, until }) => {
     const part = held < chunks ? `, of which it holds ${count(held)}` : "";
-    return `${pluralize(chunks, "chunk")}${part}, until ${until === null ? "unpinned" : ends(until)}`;
+    return `${pluralize(chunks, "chunk")}${part}, until ${until === null ? "unpinned" : moment(until)}`;
   });
   return total > pins.length ? [...listed, `and ${pluralize(total - pins.length, "more pin")}`] : listed;
-}
-
-/** Return a time, with the date unless it is today. */
-function ends(until) {
-  const day = new Date(1000 * until).toLocaleDateString("en-CA");
-  return day === new Date().toLocaleDateString("en-CA") ? clock(until) : `${day} ${clock(until)}`;
 }

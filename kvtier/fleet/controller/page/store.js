@@ -2,11 +2,9 @@
 
 export const DISCONNECTED_SECONDS = 120;
 export const MAX_EVENTS = 100;
-const SAMPLE_SECONDS = 9.5;
-const MAX_SAMPLES = 360;
 const ORDER = { queued: 0, running: 1, done: 2, failed: 2 };
 
-const byName = new Intl.Collator("en", { numeric: true }).compare;
+export const byName = new Intl.Collator("en", { numeric: true }).compare;
 
 /** Return whether an event is queued or running. */
 export const isUnfinished = (event) => ORDER[event.state] < 2;
@@ -17,6 +15,8 @@ export class Store {
   #listeners = new Set();
   /** Seconds by which the controller's clock is ahead of this one. */
   ahead = 0;
+  /** Instances that have disconnected within an hour. */
+  gone = [];
   /** Whether the first list of instances and of events has been received. */
   hasInstances = false;
   hasEvents = false;
@@ -55,33 +55,15 @@ export class Store {
     return [...new Set(this.connected.flatMap((instance) => instance.models))].sort(byName);
   }
 
-  /** Update from the list of connected instances. Return those that have registered since the last list. */
-  takeInstances(list) {
+  /** Update from the list of connected instances. */
+  takeInstances({ instances: list, gone = [] }) {
     this.hasInstances = true;
-    const fresh = [];
-    const here = new Set();
-    for (const instance of list) {
-      const before = this.#instances.get(instance.instance);
-      here.add(instance.instance);
-      const same = before && !before.disconnectedAt && before.registered_at === instance.registered_at;
-      if (!same) fresh.push(instance.instance);
-      const history = before && tierNames(before) === tierNames(instance) ? before.history : [];
-      this.#instances.set(instance.instance, { ...instance, history: extended(history, instance, this.now) });
-    }
+    this.gone = gone;
+    const here = new Set(list.map(({ instance }) => instance));
+    for (const instance of list) this.#instances.set(instance.instance, instance);
     for (const [id, instance] of this.#instances) {
       if (!here.has(id) && !instance.disconnectedAt) instance.disconnectedAt = this.now;
     }
-    return fresh;
-  }
-
-  /** Insert the controller's samples of an instance among those that this page has taken, which may be older. */
-  takeHistory(id, history) {
-    const instance = this.#instances.get(id);
-    if (!instance || !history.length) return;
-    const [first, last] = [history[0].time, history.at(-1).time];
-    const before = instance.history.filter(({ time }) => time < first);
-    const after = instance.history.filter(({ time }) => time >= last + SAMPLE_SECONDS);
-    instance.history = [...before, ...history, ...after].slice(-MAX_SAMPLES);
   }
 
   /** Drop instances that disconnected some time ago. */
@@ -117,17 +99,7 @@ export class Store {
   }
 }
 
-/** The tiers that the samples of an instance are of. */
-const tierNames = ({ tiers }) => JSON.stringify(tiers.map(({ name }) => name));
-
 function isAhead(event, known) {
   const step = ORDER[event.state] - ORDER[known.state];
   return step > 0 || (step === 0 && event.chunks_done >= known.chunks_done);
-}
-
-/** Append a sample of the current state if the last one is old enough. */
-function extended(history, instance, now) {
-  if (history.length && now - history.at(-1).time < SAMPLE_SECONDS) return history;
-  const tiers = instance.tiers.map(({ used }) => ({ used }));
-  return [...history, { time: now, hit_rate: instance.hit_rate, tiers }].slice(-MAX_SAMPLES);
 }

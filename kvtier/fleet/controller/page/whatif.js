@@ -1,9 +1,10 @@
-// What other capacities and policies would bring to an instance. Loaded when it is opened, and again while it is
-// open and the instance has reported something new: there may be hundreds of instances.
+// What other capacities and policies would bring to an instance. Loaded when it is opened, and then after each report.
 
-import { Curve } from "./curve.js";
+import { Chart } from "./chart.js";
 import { make, setText } from "./dom.js";
-import { age } from "./format.js";
+import { age, bytes, bytesTick, percent } from "./format.js";
+
+const AXIS = { tick: bytesTick, full: bytes };
 
 export class WhatIf {
   #age = make("span", { class: "quiet numbers" });
@@ -60,11 +61,25 @@ export class WhatIf {
     this.#basis.replaceChildren(...basis.map((text) => make("li", {}, text)));
     const tiers = report?.tiers ?? [];
     for (const name of this.#drawn.keys()) if (!tiers.some(({ tier }) => tier === name)) this.#drawn.delete(name);
-    for (const tier of tiers) {
-      // In the colour that the tier has everywhere on its card.
-      if (!this.#drawn.has(tier.tier)) this.#drawn.set(tier.tier, new Curve(this.#tiers.indexOf(tier.tier) % 4));
-      this.#drawn.get(tier.tier).show(tier);
-    }
+    for (const tier of tiers) this.#drawCurve(tier);
     this.#curves.replaceChildren(...tiers.map(({ tier }) => this.#drawn.get(tier).node));
+  }
+
+  /** Draw the hit rate over the capacity of a tier, with a mark at the capacity of today. */
+  #drawCurve({ tier, policy, capacity_bytes: capacity, hit_rate: rate, points }) {
+    const known = points.map((point) => [point.capacity_bytes, point.hit_rate, point.fast_hit_rate ?? null]);
+    if (!known.some(([size]) => size === capacity)) known.push([capacity, rate, null]);
+    known.sort(([a], [b]) => a - b);
+    if (!this.#drawn.has(tier)) {
+      const title = `Hit rate by capacity of ${tier}, policy ${policy}`;
+      const what = `Estimated hit rate by the capacity of tier ${tier}; the mark is the capacity of today, ${bytes(capacity)}`;
+      this.#drawn.set(tier, new Chart({ title, what, format: percent, whole: 1, x: AXIS }));
+    }
+    // In the colour that the tier has everywhere in these details.
+    const tone = Math.max(0, this.#tiers.indexOf(tier)) % 6;
+    const series = [{ name: "hit rate", tone, points: known.map(([size, all]) => [size, all]) }];
+    const fast = known.filter(([, , inFast]) => inFast !== null).map(([size, , inFast]) => [size, inFast]);
+    if (fast.length) series.push({ name: `in ${tier} or faster`, tone: (tone + 3) % 6, points: fast });
+    this.#drawn.get(tier).show({ series, from: 0, to: Math.max(1, known.at(-1)[0]), mark: capacity });
   }
 }
