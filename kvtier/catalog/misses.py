@@ -38,6 +38,9 @@ class MissReason(StrEnum):
     TOO_LATE = "too_late"
     LOAD_FAILED = "load_failed"
     RECOMPUTE_WAS_FASTER = "recompute_was_faster"
+    VERIFIED = "verified"
+    """An idle engine has computed the request, to compare it with what is held."""
+    QUARANTINED = "quarantined"
     DISABLED_BY_REQUEST = "disabled_by_request"
     SHORTER_THAN_A_BLOCK = "shorter_than_a_block"
     NOT_LOOKED_UP = "not_looked_up"
@@ -66,6 +69,8 @@ ADVICE: Mapping[str, str] = {
     MissReason.TOO_LATE: "the tier was too slow: see `prefetch.deadline`, and `kvtier bench` for its speed.",
     MissReason.LOAD_FAILED: "they could not be read or copied: see the log.",
     MissReason.RECOMPUTE_WAS_FASTER: "the engine computes them faster than the tier delivers them.",
+    MissReason.VERIFIED: "an idle engine has computed what is held, to compare both: see `verify`.",
+    MissReason.QUARANTINED: "something that the tier held was wrong: see the log, then clear it there.",
     MissReason.DISABLED_BY_REQUEST: "the request does not use the cache, or vLLM cannot cache it.",
     MissReason.SHORTER_THAN_A_BLOCK: "the rest of a prompt behind its last block: always computed.",
     MissReason.NOT_LOOKED_UP: "the cache process was away or did not answer in time: see its log.",

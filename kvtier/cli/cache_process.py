@@ -66,6 +66,7 @@ def status(
 def _headline(report: Report, socket: Path) -> str:
     dropped = report["counts"].get("not_admitted", 0)
     placement = report["placement"]
+    places = report.get("quarantined", {})  # An older process has none.
     return (
         f"Process {report['pid']}, instance {report['instance']}, on {socket}: "
         f"{format_size(report['pending_bytes'])} to be written, {report['flights']} chunks being fetched, "
@@ -73,14 +74,15 @@ def _headline(report: Report, socket: Path) -> str:
         f"CPUs {placement['cpus']}, memory policy {placement['memory_policy']}, "
         f"NUMA nodes {placement['memory_nodes']}."
         + (f" {dropped} chunks were dropped, because no lower tier admits them." if dropped else "")
+        + "".join(
+            f" Namespace {name} is in quarantine in {', '.join(tiers)}." for name, tiers in places.items()
+        )
     )
 
 
 def _tables(report: Report) -> Iterator[Table]:
     """Yield a table for each part of the cache process that is in use."""
     yield _tiers(report["tiers"])
-    if quarantined := report.get("quarantined"):
-        yield _quarantined(quarantined)
     if engines := report["engines"]:
         yield _engines(engines)
     if findings := report.get("findings"):
@@ -108,13 +110,6 @@ def _tiers(tiers: list[Report]) -> Table:
             escape(_eviction(tier["eviction"], tier["eviction_in_use"])),
             ("" if tier["available"] else "[red]unavailable[/red] ") + escape(tier.get("error") or ""),
         )
-    return rows
-
-
-def _quarantined(places: list[Report]) -> Table:
-    rows = table("namespace in quarantine", "tiers")
-    for place in places:
-        rows.add_row(place["namespace"], escape(", ".join(place["tiers"])))
     return rows
 
 

@@ -71,15 +71,15 @@ def difference(
                 part = np.linalg.norm(apart) / max(np.linalg.norm(a), np.linalg.norm(b))
             unequal = int(np.count_nonzero(a != b))
             differing += unequal
-            largest = _larger(largest, float(apart.max()))
-            distance = _larger(distance, float(part) if dtype in TOLERANCES else unequal / a.size)
+            if dtype not in TOLERANCES:
+                part = np.float64(unequal / a.size)
+            # A value that is not a number is infinitely far away.
+            largest, distance = (
+                max(before, float(np.nan_to_num(now, nan=np.inf)))
+                for before, now in ((largest, apart.max()), (distance, part))
+            )
     tolerance = TOLERANCES.get(dtype, BYTES_TOLERANCE)
     return Difference(values, differing, largest, distance, tolerance) if differing else None
-
-
-def _larger(before: float, number: float) -> float:
-    """Return the larger of two numbers; infinity if the second one is not a number."""
-    return max(before, number) if number == number else float("inf")
 
 
 def _numbers(page: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:

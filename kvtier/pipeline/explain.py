@@ -92,6 +92,8 @@ class MissStage:
         if found.held:
             return Miss(MissReason.NO_STATE, 0)
         tiers = self._hierarchy.catalog.tiers(key)
+        if tiers and not self._hierarchy.usable_of([key]) >> tiers[0] & 1:
+            return Miss(MissReason.QUARANTINED, 0, self._name(tiers[0]))
         return (
             Miss(MissReason.NO_ROOM, 0, self._name(tiers[0])) if tiers else Miss(MissReason.BEING_STORED, 0)
         )

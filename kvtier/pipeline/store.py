@@ -57,6 +57,8 @@ class StoreStage:
         hierarchy = self._hierarchy
         if headers and not hierarchy.usable(headers[0].namespace) >> self._memory.index & 1:
             hierarchy.counts["store_quarantined"] += len(headers)
+            keys = [header.key for header in headers]
+            hierarchy.catalog.gone.note(keys, MissReason.QUARANTINED, self._memory.index)
             return [None] * len(headers)
         keys = [header.key for header in headers]
         absent = self._memory.absent(keys)

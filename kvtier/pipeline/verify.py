@@ -16,7 +16,7 @@ from typing import ClassVar
 import msgspec
 
 from kvtier.backends.base import Outcome
-from kvtier.catalog.catalog import State
+from kvtier.catalog.catalog import ALL_TIERS, State
 from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.events import Observer, Prefetch, Report
 from kvtier.logs import RateLimitedLog, printable
@@ -37,7 +37,7 @@ MAX_BYTES = 64 * MIB
 MAX_LOGGED = 4
 """Differences to log per minute."""
 RESULTS = ("equal", "tolerable", "different", "unknown")
-"""Outcomes of comparisons, as in the metrics; ``unknown``: not equal, and numpy is not installed."""
+"""Outcomes of comparisons, as in the metrics; ``unknown``: could not be compared, as numpy is missing."""
 
 
 class Recomputation(msgspec.Struct, frozen=True, array_like=True):
@@ -136,21 +136,22 @@ class VerifyStage:
         self._hierarchy.tasks.start_soon(self._compare, chunk)
 
     async def _compare(self, chunk: Recomputed) -> None:
-        layout = self._hierarchy.layouts.get(chunk.header.namespace)
-        assert layout is not None  # That of a connected engine.
-        compare = partial(difference, layout, chunk.header, chunk.held.view, chunk.lease.view, chunk.of.dtype)
+        hierarchy, views = self._hierarchy, (chunk.held.view, chunk.lease.view)
         found: Difference | None = None
         result = "equal"
         try:
+            layout = hierarchy.layouts.get(chunk.header.namespace)
+            assert layout is not None
+            compare = partial(difference, layout, chunk.header, *views, chunk.of.dtype)
             found = await in_thread(compare, self._thread)
             if found is not None:
                 result = "tolerable" if found.tolerable else "different"
-        except ImportError:
+        except Exception as error:  # No numpy, no thread, or a type that does not fit an engine's layout.
             result = "unknown"
-            self._hierarchy.warn("numpy", "verify: install numpy, which compares chunks that are not equal")
+            hierarchy.warn("verify", "chunks that are not equal could not be compared: %r", error)
         finally:
             self.release(chunk)
-        self._hierarchy.counts[f"verified_{result}_{self._hierarchy.tiers[chunk.source].name}"] += 1
+        hierarchy.counts[f"verified_{result}_{hierarchy.tiers[chunk.source].name}"] += 1
         if found is not None and not found.tolerable:
             await self._quarantine(chunk, found)
 
@@ -173,8 +174,10 @@ class VerifyStage:
             found.tolerance,
             namespace.hex()[:16],
         )
-        hierarchy.quarantined[namespace] = hierarchy.quarantined.get(namespace, 0) | 1 << chunk.source
-        # What is in memory would still be found, or written to other tiers.
+        # What an engine has stored was written to the tiers below as well.
+        mask = (1 << len(hierarchy.tiers)) - 1 if chunk.source == FIRST else 1 << chunk.source
+        hierarchy.quarantined[namespace] = hierarchy.quarantined.get(namespace, 0) | mask
+        # What is in memory would still be pushed, or written to other tiers.
         if chunk.source == FIRST:
             await self._clearing.clear_all(namespace, [FIRST])
         else:
@@ -187,16 +190,12 @@ class VerifyStage:
         """Use a namespace, or every one, in these tiers again: its chunks are about to be removed there."""
         kept = ~sum(1 << tier for tier in tiers)
         quarantined = self._hierarchy.quarantined
-        for space in list(quarantined) if namespace is None else [namespace]:
-            if not quarantined.get(space, 0) & kept:
-                quarantined.pop(space, None)
-            else:
-                quarantined[space] &= kept
+        for space in list(quarantined):
+            quarantined[space] &= kept if namespace in (None, space) else ALL_TIERS
+            if not quarantined[space]:
+                del quarantined[space]
 
-    def status(self) -> list[dict[str, object]]:
-        """Return the namespaces in quarantine, and the tiers in which they are."""
-        tiers = self._hierarchy.tiers
-        return [
-            {"namespace": space.hex()[:16], "tiers": [tier.name for tier in tiers if mask >> tier.index & 1]}
-            for space, mask in self._hierarchy.quarantined.items()
-        ]
+    def status(self) -> dict[str, list[str]]:
+        """Return the tiers in which namespaces are in quarantine."""
+        places, tiers = self._hierarchy.quarantined.items(), self._hierarchy.tiers
+        return {space.hex()[:16]: [t.name for t in tiers if mask >> t.index & 1] for space, mask in places}

@@ -186,40 +186,29 @@ class SchedulerSide:
             return NOTHING
         if state.follow_prompt():
             self._saves.follow_prompt(state)
+        shadow = self._shadow
         found: tuple[int | None, bool] = NOTHING
-        verified = self._shadow is not None and self._shadow.is_waiting(state)
-        if not verified:
-            found, done = self._matched(state, local_tokens)
-            if done:
-                return found
-            verified = self._shadow is not None and self._shadow.is_waiting(state)
-        if verified:
-            request.skip_reading_prefix_cache = False
-            if local_tokens:  # What vLLM has may have been loaded.
-                return ASK_AGAIN
-        awaits_room = self._early.awaits_room(state, self._wait_left(LOOKUP_WAIT_SECONDS))
-        return ASK_AGAIN if awaits_room else found
-
-    def _matched(self, state: RequestState, local_tokens: int) -> tuple[tuple[int | None, bool], bool]:
-        """Return the hit of a request, and whether it need not wait for room."""
-        if self._shadow is not None:
-            self._shadow.repeat(state)
-        if state.lookup.ticket is None:
+        if shadow is not None:
+            shadow.repeat(state)
+        if state.lookup.ticket is None and state.verify.ticket is None:
             self._kv_transfers.note_preemption(state)
             self._kv_transfers.begin(state)
             self._lookups.look_up(state)
-        if state.lookup.ticket is None:
+        if state.lookup.ticket is not None:
+            found = self._lookups.matched(state, local_tokens, self._wait_left(LOOKUP_WAIT_SECONDS))
+            if found == ASK_AGAIN or state.lookup.ticket is None:
+                return found
+            if shadow is not None and found[0]:
+                found = shadow.offer(state, found)
+                if found == NOTHING:  # Before, there was no room for what is held.
+                    self._saves.forget(state)
+                    self._early.queued(state)
+        else:
             self._lookups.note_local(state, local_tokens)
-            return NOTHING, False
-        found = self._lookups.matched(state, local_tokens, self._wait_left(LOOKUP_WAIT_SECONDS))
-        if found == ASK_AGAIN or state.lookup.ticket is None:
-            return found, True
-        if self._shadow is not None and found[0]:
-            found = self._shadow.offer(state, found)
-            if self._shadow.is_waiting(state):  # Before, there was no room for what is held.
-                self._saves.forget(state)
-                self._early.queued(state)
-        return found, found == ASK_AGAIN
+        if shadow is not None and shadow.hides_local(state) and local_tokens:
+            return ASK_AGAIN
+        awaits_room = self._early.awaits_room(state, self._wait_left(LOOKUP_WAIT_SECONDS))
+        return ASK_AGAIN if awaits_room else found
 
     def _wait_left(self, limit: float) -> float:
         """Return how long a hook may still wait in this step, given the ``limit`` for all of its hooks."""
@@ -244,7 +233,7 @@ class SchedulerSide:
             self._shadow.scheduled(state)
         if state.lookup.ticket is None:
             if request.request_id not in self._loads:
-                self._report(state, 0)
+                self._report(state, 0, MissReason.VERIFIED if state.verify.dtype else None)
             return
         lookup = self._bridge.found(state.lookup.ticket)
         if lookup is None or not lookup.located:
@@ -318,7 +307,7 @@ class SchedulerSide:
             self._kv_transfers.end_finished()
         self._bridge.probe()
         if self._shadow is not None:
-            self._shadow.hide_local()
+            self._shadow.end_step()
         self._waited_before = self._bridge.waited
         metadata = StepMetadata(self._loads.step(), saves, computes=output.total_num_scheduled_tokens > 0)
         if self._deferred:

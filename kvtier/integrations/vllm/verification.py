@@ -86,20 +86,23 @@ class ShadowVerification:
             and state.hints.expect is None
         )
 
-    def is_waiting(self, state: RequestState) -> bool:
-        """Whether a request is chosen, and not scheduled yet."""
+    def hides_local(self, state: RequestState) -> bool:
+        """Whether a request is chosen and not scheduled yet, and vLLM must not use its own cache for it.
+
+        What that has may have been loaded. In the step in which the flag is set, vLLM would load nothing, but
+        use its own cache: so it is set between two steps only.
+        """
+        if self._waiting is state:
+            state.request.skip_reading_prefix_cache = False
         return self._waiting is state
 
-    def hide_local(self) -> None:
-        """Have vLLM look up nothing in its own cache for the chosen request, in the next step.
-
-        Not before: it takes the flag for that as "load nothing" as well, and schedules the request at once.
-        """
+    def end_step(self) -> None:
+        """Have vLLM look up nothing in its own cache for the chosen request, in the next step."""
         if self._waiting is not None:
             self._waiting.request.skip_reading_prefix_cache = True
 
     def scheduled(self, state: RequestState) -> None:
-        """Note that vLLM computes a request."""
+        """Note that vLLM computes a request, or that it has ended."""
         if self._waiting is state:
             self._waiting = None
 
@@ -112,6 +115,6 @@ class ShadowVerification:
 
     def repeat(self, state: RequestState) -> None:
         """Load a request that vLLM schedules again, after it was preempted."""
-        if state.verify.ticket is not None:
+        if state.verify.ticket is not None and self._waiting is not state:
             self.end(state)
             state.verify = VerifyProgress(counted=True)
