@@ -77,7 +77,7 @@ class Pace:
         self._waits += 1
         if self._waits == 1:
             self._began, self._first = self._clock(), arrived
-        if self._waits <= MIN_SAMPLES:
+        if self._waits < MIN_SAMPLES:
             return True
         left = waiting * (self._clock() - self._began) / (arrived - self._first)
         if _is_clearly_earlier(waiting * self._compute, left):
