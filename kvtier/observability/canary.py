@@ -167,7 +167,7 @@ class Canary:
         except (ValueError, LookupError, TypeError) as error:
             raise CanaryError(f"{self.url} does not list its models like vLLM: {error!r}") from error
         run, reference, report = await self._store(result)
-        if report.chunk_tokens != self._chunk_tokens:
+        if report.chunk_tokens != self._chunk_tokens:  # The first run of this client.
             self._chunk_tokens = report.chunk_tokens
             run, reference, report = await self._store(result)
         if not (report.connected and report.tiers):

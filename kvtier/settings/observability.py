@@ -123,7 +123,5 @@ class CanarySettings(SettingsModel):
         examples=["60s"],
     )
     api_key: Secret | None = Field(
-        default=None,
-        description="API key of the engine.",
-        examples=["{env: VLLM_API_KEY}"],
+        default=None, description="API key of the engine.", examples=["{env: VLLM_API_KEY}"]
     )

@@ -12,6 +12,7 @@ from kvtier.bridge.protocol import KVTransferResult
 from kvtier.catalog.hints import ChunkHints
 from kvtier.integrations.vllm.hints import (
     CacheHint,
+    CanaryHint,
     ExpectHint,
     Hints,
     KVTransferHint,
@@ -45,6 +46,8 @@ CACHE = {"cache": {"tenant": "a", "priority": -3, "retention": 600, "resume": 30
         (CACHE, Hints(cache=CacheHint("a", -3, 600, 30.5, 0.25))),
         ({"cache": "off"}, Hints(cache="off")),
         ({"cache": {"mode": "read"}}, Hints(cache=CacheHint(mode="read"))),
+        ({"canary": {"id": "4f1e"}}, Hints(canary=CanaryHint("4f1e"))),
+        ({"canary": {"id": "4f1e", "tier": "ssd"}}, Hints(canary=CanaryHint("4f1e", "ssd"))),
     ],
 )
 def test_valid_hints_are_parsed(hints: object, expected: Hints) -> None:
@@ -85,6 +88,13 @@ def test_valid_hints_are_parsed(hints: object, expected: Hints) -> None:
         {"cache": {"priority": 101}},
         {"cache": {"priority": 0.5}},
         {"cache": {"retention": -1}},
+        {"canary": {}},
+        {"canary": "4f1e"},
+        {"canary": {"id": ""}},
+        {"canary": {"id": "4f1e\n"}},
+        {"canary": {"id": "\ud800"}},
+        {"canary": {"id": "a" * 65}},
+        {"canary": {"id": "4f1e", "tier": "\ud800"}},
         {"cache": {"resume": float("nan")}},
         {"cache": {"recompute": float("inf")}},
         {"cache": {"colour": "red"}},
@@ -301,3 +311,13 @@ def test_request_without_cache_hint_has_none_for_chunks() -> None:
 )
 def test_role_of_settings_overrides_vllm(settings: dict[str, Any], kv_role: str | None, role: str) -> None:
     assert role_of(load_settings(settings), kv_role) == role
+
+
+def test_requests_of_one_canary_share_their_keys_and_no_others() -> None:
+    def root(salt: str | None, canary: str = "", adapter: str = "") -> ChunkKey:
+        request: Any = SimpleNamespace(cache_salt=salt)
+        return request_root(b"namespace", request, adapter, canary)
+
+    assert root("a", "4f1e") == root("b", "4f1e") == root(None, "4f1e")
+    others = [root(None), root("4f1e"), root("a"), root(None, "4f1f"), root(None, "4f1e", "adapter")]
+    assert len({root("a", "4f1e"), *others}) == len(others) + 1

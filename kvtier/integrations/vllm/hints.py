@@ -49,8 +49,8 @@ class ExpectHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CanaryHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The request is that of a canary."""
 
-    id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CHARACTERS)]
-    tier: Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)] = ""
+    id: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._-]{1,64}\Z")]
+    tier: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._-]{0,64}\Z")] = ""
 
 
 class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
