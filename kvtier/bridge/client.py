@@ -22,10 +22,11 @@ from kvtier.bridge.notices import MAX_CHARACTERS
 from kvtier.bridge.protocol import Hello, Welcome
 from kvtier.concurrency.threads import run_in_background
 from kvtier.errors import ArenaError, ChannelClosed, ChannelError, ProtocolError
+from kvtier.fleet.member.served_models import EngineModel
 from kvtier.memory.arena import ArenaMap
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.memory.layout import ChunkLayout
-from kvtier.observability.requests import WhyReport
+from kvtier.observability.requests import PromptReport, WhyReport
 from kvtier.pipeline.query import Query
 from kvtier.rpc.calls import Call, ReplyT
 from kvtier.rpc.client import GREETING_SECONDS, Client, UnixConnection
@@ -510,6 +511,19 @@ def why(path: Path, request: str = "", last: int = 20, seconds: float = GREETING
     Blocks up to ``seconds``. Raises :class:`ChannelError`.
     """
     return _ask(path, protocol.Why(1, request, last), protocol.WhyAnswer, seconds).report
+
+
+def why_prompt(
+    path: Path, tokens: Sequence[int], model: str = "", salt: str = "", seconds: float = GREETING_SECONDS
+) -> list[PromptReport]:
+    """Return what is held of a prompt, by model. Blocks up to ``seconds``. Raises :class:`ChannelError`."""
+    question = protocol.WhyPrompt(1, list(tokens), model, salt)
+    return _ask(path, question, protocol.WhyPromptAnswer, seconds).prompts
+
+
+def models(path: Path, seconds: float = GREETING_SECONDS) -> list[EngineModel]:
+    """Return the models of the connected engines. Blocks up to ``seconds``. Raises :class:`ChannelError`."""
+    return _ask(path, protocol.ListModels(1), protocol.ModelList, seconds).models
 
 
 def clear_weights(

@@ -59,7 +59,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.misses import Miss, MissReason
 from kvtier.fleet.member.served_models import EngineModel
 from kvtier.memory.layout import ChunkLayout
-from kvtier.observability.requests import WhyReport
+from kvtier.observability.requests import PromptReport, WhyReport
 from kvtier.observability.whatif.report import Report
 from kvtier.pipeline.verify import Recomputation
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
@@ -438,6 +438,32 @@ class WhyAnswer(Reply, frozen=True, array_like=True, tag=56):
     report: WhyReport
 
 
+class WhyPrompt(Request, frozen=True, array_like=True, tag=57):
+    """Request for a :class:`WhyPromptAnswer`. Sent by observers."""
+
+    tokens: list[int]
+    model: str = ""
+    """A name of the model; empty for all that engines of this host have served."""
+    salt: str = ""
+    """The ``cache_salt`` of the request."""
+
+
+class WhyPromptAnswer(Reply, frozen=True, array_like=True, tag=58):
+    """Answer to :class:`WhyPrompt`: what is held of the prompt now, for each model."""
+
+    prompts: list[PromptReport]
+
+
+class ListModels(Request, frozen=True, array_like=True, tag=59):
+    """Request for a :class:`ModelList`. Sent by observers."""
+
+
+class ModelList(Reply, frozen=True, array_like=True, tag=60):
+    """Answer to :class:`ListModels`: the models that engines of this host serve."""
+
+    models: list[EngineModel]
+
+
 class Watch(Message, frozen=True, array_like=True, tag=34):
     """Report which tiers hold these chunks, now and after each change, and stop reporting those to forget.
 
@@ -466,7 +492,19 @@ class Notice(Message, frozen=True, array_like=True, tag=31):
 
 FromScheduler = Lookup | Cancel | Outcome | Reserve | Clear | UseWeights | KVTransfer | EndKVTransfer | Watch
 FromWorker = Confirm | Commit | Leave | RequestStaging | OpenedStaging
-FromEngine = Hello | FromScheduler | FromWorker | Abandon | Status | WhatIf | Why | ClearWeights | Ping
+FromEngine = (
+    Hello
+    | FromScheduler
+    | FromWorker
+    | Abandon
+    | Status
+    | WhatIf
+    | Why
+    | WhyPrompt
+    | ListModels
+    | ClearWeights
+    | Ping
+)
 ToScheduler = Found | Explained | Reserved | Cleared | Held | KVTransferResult | Notice
 FromCache = (
     Welcome
@@ -476,6 +514,8 @@ FromCache = (
     | StatusReport
     | WhatIfAnswer
     | WhyAnswer
+    | WhyPromptAnswer
+    | ModelList
     | Refused
     | Pong
 )

@@ -33,9 +33,10 @@ from kvtier.bridge.watched import WatchedChunks
 from kvtier.concurrency.placement import Placement
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError, SettingsError
+from kvtier.fleet.member.served_models import EngineModel
 from kvtier.instance import Instance
 from kvtier.logs import ChangedWarnings, Finding
-from kvtier.observability.requests import RequestLog
+from kvtier.observability.requests import PromptReport, RequestLog
 from kvtier.pipeline.found import FoundPrefix
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message, check_hello
@@ -258,6 +259,11 @@ class Connection:
             case protocol.Why():
                 report = self._server.requests.report(message.request, message.last)
                 self.send(protocol.WhyAnswer(message.ticket, report))
+            case protocol.WhyPrompt():
+                self.send(protocol.WhyPromptAnswer(message.ticket, list(self._prompts(message))))
+            case protocol.ListModels():
+                engines = self._server.engine_models()
+                self.send(protocol.ModelList(message.ticket, engines))
             case protocol.ClearWeights():
                 await self._clear_weights(message)
             case protocol.Clear() if self._engine is not None:
@@ -269,6 +275,15 @@ class Connection:
             case _:
                 kind = type(message).__name__
                 raise ProtocolError(f"unexpected {kind}: from an observer, or a second Hello")
+
+    def _prompts(self, message: protocol.WhyPrompt) -> Iterator[PromptReport]:
+        """Yield what is held of a prompt for each model."""
+        for model in self._server.instance.served.models:
+            if not message.model or message.model in model.names:
+                hits, misses = self._server.cache.explain_prompt(
+                    model.namespace, model.layout, message.tokens, message.salt
+                )
+                yield PromptReport(model.names[0], len(message.tokens), hits, misses)
 
     def _watch(self, message: protocol.Watch) -> None:
         if self._watched is None:
@@ -524,6 +539,10 @@ class BridgeServer:
             engine.writes.close()
             if not len(engine.writes):
                 self._departed.remove(engine)
+
+    def engine_models(self) -> list[EngineModel]:
+        """Return the models of the connected engines, as these have reported them."""
+        return [engine.model for engine in self._engines.values() if engine.model is not None]
 
     def use_weights(self, engine: EngineSession, weights: protocol.Weights) -> None:
         """Process that an engine has other weights."""

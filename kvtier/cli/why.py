@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,9 +17,9 @@ from rich.table import Table
 from kvtier.cli.cache_process import Socket, cache_process
 from kvtier.cli.terminal import AsJson, ConfigFile, output, print_json, table
 from kvtier.observability.breakers import Breaker
-from kvtier.observability.requests import RequestReport
+from kvtier.observability.requests import PromptReport, RequestReport
 
-EXAMPLES = ("kvtier why", "kvtier why cmpl-7f3a", "kvtier why --last 1000")
+EXAMPLES = ("kvtier why", "kvtier why cmpl-7f3a", "kvtier why --messages chat.json")
 SHOWN_BREAKERS = 3
 SHOWN_REASONS = 3
 """Reasons that are explained below the table, the most frequent first."""
@@ -29,17 +31,36 @@ def why(
         typer.Argument(help="Only requests whose id contains this, such as the `id` of vLLM's answer."),
     ] = "",
     last: Annotated[int, typer.Option(min=1, help="How many of the last requests to show.")] = 20,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Show instead what is held of the prompt in this file now."),
+    ] = None,
+    messages: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="The same of chat messages: a JSON list, as sent to vLLM."),
+    ] = None,
+    token_ids: Annotated[
+        str | None, typer.Option(metavar="1,2,3", help="The same of token ids, separated by commas.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Of a prompt: a name of its model. Default: all.")] = "",
+    salt: Annotated[str, typer.Option(help="Of a prompt: the `cache_salt` of its requests.")] = "",
     config: ConfigFile = None,
     socket: Socket = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show why tokens of the last requests were not hits, and what to do about it.
+    """Show why tokens of the last requests, or of a prompt, were not hits, and what to do about it.
 
     Asks the cache process of this host, which keeps the last `why.requests` requests. See docs/why.md for all
     reasons. Exit status 1 if it does not answer, or has seen no such request.
     """
     from kvtier.bridge import client
 
+    given = [prompt_file, messages, token_ids]
+    if given.count(None) < len(given):
+        with cache_process(config, socket) as address:
+            tokens = _tokens(address, prompt_file, messages, token_ids, model)
+            _show_prompts(client.why_prompt(address, tokens, model, salt), as_json=as_json)
+        return
     with cache_process(config, socket) as address:
         found = client.why(address, request, last)
     reports = found.requests
@@ -54,6 +75,59 @@ def why(
         output().print(f"The cache process has seen {what} since it started.", markup=False)
     if not reports:
         raise typer.Exit(1)
+
+
+def _tokens(
+    address: Path, prompt_file: Path | None, messages: Path | None, token_ids: str | None, model: str
+) -> list[int]:
+    """Return the tokens of the prompt that the options name. Raises: typer.BadParameter."""
+    if token_ids is not None:
+        try:
+            return [int(token) for token in token_ids.replace(",", " ").split()]
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--token-ids") from error
+    from kvtier.bridge import client
+    from kvtier.fleet.member.tokenizer import load
+    from kvtier.fleet.member.tokenizer import token_ids as ids_of
+
+    file = prompt_file or messages
+    assert file is not None
+    option = "--prompt-file" if prompt_file is not None else "--messages"
+    sources = [
+        served.tokenizer
+        for served in client.models(address)
+        if served.tokenizer is not None and (not model or model in served.names)
+    ]
+    if not sources:
+        raise typer.BadParameter(
+            "no connected engine has reported a tokenizer for it: use --token-ids", param_hint=option
+        )
+    try:
+        text = file.read_text()
+        tokenizer = load(sources[0])
+        if prompt_file is not None:
+            return ids_of(tokenizer, text)
+        rendered = tokenizer.apply_chat_template(json.loads(text), add_generation_prompt=True, tokenize=False)
+        return [int(token) for token in tokenizer(rendered, add_special_tokens=False).input_ids]
+    except Exception as error:  # A third-party tokenizer or template may raise anything.
+        raise typer.BadParameter(f"{file}: {error}", param_hint=option) from error
+
+
+def _show_prompts(prompts: Sequence[PromptReport], *, as_json: bool) -> None:
+    from kvtier.catalog.misses import ADVICE, text_of
+
+    if as_json:
+        print_json(to_builtins(prompts))
+    if not prompts:
+        output().print("No engine of this host has served such a model.", markup=False)
+        raise typer.Exit(1)
+    for prompt in () if as_json else prompts:
+        held = sum(tokens for _, tokens in prompt.hits)
+        output().print(f"{prompt.model}: {held:,} of {prompt.tokens:,} tokens are held", markup=False)
+        for tier, tokens in prompt.hits:
+            output().print(f"  {tokens:,} in {tier}", markup=False)
+        for miss in prompt.misses:
+            output().print(f"  {text_of(miss)}: {ADVICE[miss.reason]}", markup=False)
 
 
 def _show(reports: Sequence[RequestReport]) -> None:

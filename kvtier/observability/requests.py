@@ -32,6 +32,16 @@ class RequestReport(msgspec.Struct, frozen=True):
     """Seconds from the lookup to its outcome."""
 
 
+class PromptReport(msgspec.Struct, frozen=True):
+    """What is held of a prompt now, and why the rest is not."""
+
+    model: str
+    tokens: int
+    hits: list[tuple[str, int]]
+    """The tier and number of tokens of each run of its prefix, in prefix order."""
+    misses: list[Miss]
+
+
 class WhyReport(msgspec.Struct, frozen=True):
     """What `kvtier why` shows."""
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import msgspec
 
-from kvtier.catalog.misses import AGAIN, Miss, MissReason
-from kvtier.catalog.partial_matches import PromptTags
-from kvtier.memory.keys import ChunkKey
-from kvtier.memory.layout import LAYERS
+from kvtier.catalog.catalog import ALL_TIERS
+from kvtier.catalog.misses import AGAIN, Miss, MissReason, misses_behind
+from kvtier.catalog.partial_matches import PromptTags, block_tags_of
+from kvtier.memory.keys import ChunkKey, block_hashes, chunk_keys, root_key
+from kvtier.memory.layout import LAYERS, ChunkLayout
 from kvtier.pipeline.found import FoundPrefix
 from kvtier.pipeline.hierarchy import Hierarchy
+from kvtier.pipeline.query import Query
 
 MAX_FIRST_CHUNKS = 8192
 """First chunks of prompts to remember with what their keys depend on besides tokens, some 400 bytes each."""
@@ -64,6 +66,23 @@ class MissStage:
             misses.append(msgspec.structs.replace(miss, tokens=max(0, stop - start)))
             at += count
         return misses
+
+    def explain_prompt(
+        self, namespace: bytes, layout: ChunkLayout, tokens: Sequence[int], salt: str = ""
+    ) -> tuple[list[tuple[str, int]], list[Miss]]:
+        """See :meth:`kvtier.TieredCache.explain_prompt`."""
+        chunk, step, root = layout.chunk_tokens, layout.granularity, root_key(namespace, salt)
+        keys = chunk_keys(root, tokens, chunk, tail=not layout.has_states)
+        tags = PromptTags(root, block_tags_of(block_hashes(tokens, step)), chunk // step) if step else None
+        found = FoundPrefix(Query(keys, min(len(tokens), len(keys) * chunk), block_tags=tags))
+        found.chunk_tokens = chunk
+        rows, sources = self._hierarchy.catalog.prefix_rows(keys, ALL_TIERS)
+        found.taken = len(rows)
+        hits, stop = list[tuple[str, int]](), 0
+        for tier, run in groupby(sources):
+            start, stop = stop, min(stop + sum(1 for _ in run) * chunk, len(tokens))
+            hits.append((self._name(tier), stop - start))
+        return hits, misses_behind(self.explain(found, namespace), stop, stop, len(tokens))
 
     def _reasons(self, found: FoundPrefix, first: int, namespace: bytes, adapter: str) -> Iterator[Miss]:
         """Yield the reason of each chunk from ``first`` on."""

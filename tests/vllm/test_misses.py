@@ -199,3 +199,14 @@ def test_a_model_of_other_weights(
         report = client.why(cache.socket, last=1).requests[0]
     assert reasons["other_model_or_layout"] == LENGTH // CHUNK * CHUNK
     assert report.misses[0].field == "model"
+
+
+def test_a_prompt_given_on_the_command_line(watched: Watched, tmp_path: Path) -> None:
+    watched.store(prompt(LENGTH))
+    tokens = [*prompt(LENGTH)[:500], *prompt(500, start=7000)]
+    [found] = client.why_prompt(watched.cache.socket, tokens)
+    block = watched.engine.block_tokens
+    assert sum(count for _, count in found.hits) == 500 // CHUNK * CHUNK
+    assert found.misses[0].position == 500 // block * block
+    assert client.why_prompt(watched.cache.socket, tokens, model="another") == []
+    assert client.why_prompt(watched.cache.socket, tokens, salt="other")[0].misses[0].reason == "other_salt"
