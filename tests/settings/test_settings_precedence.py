@@ -76,6 +76,8 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "whatif.enabled": ("false", "0", False),
     "whatif.sample_chunks": ("1024", "1024", 1024),
     "whatif.half_life": ("2h", "7200", 7200.0),
+    "why.remembered_chunks": ("5000", "5000", 5000),
+    "why.requests": ("100", "100", 100),
     "canary.engine": ("http://here:8000/", "http://here:8000", "http://here:8000"),
     "canary.every": ("5m", "300", 300.0),
     "canary.api_key": (SECRET, SECRET, SecretStr(SECRET)),
