@@ -103,7 +103,7 @@ export class Chart {
       const line = `M${whole.map(([x, , y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L")}`;
       const back = [...whole].reverse().map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L");
       const area = draw("path", { class: `area tone-${tone}`, d: `${line}L${back}Z` });
-      const drawn = draw("path", { class: `line tone-${tone}`, d: line });
+      const drawn = draw("path", { class: `line${run.length > 1 ? "" : " point"} tone-${tone}`, d: line });
       return this.stacked || this.#series.length === 1 ? [area, drawn] : [drawn];
     });
   }

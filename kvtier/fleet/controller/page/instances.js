@@ -166,7 +166,8 @@ class Row {
     this.bar = new Bar(`Fill of ${id}`);
     this.fill = make("span", { class: "numbers" });
     for (const column of ["hits", "looked", "pinned", "models", "version"]) {
-      this.#cells[column] = cell(COLUMNS[column].name, { class: `column-${column}` });
+      // Without the time, which has no room where cells have labels.
+      this.#cells[column] = cell(COLUMNS[column].name.split(",")[0], { class: `column-${column}` });
     }
     for (const column of ["hits", "looked", "pinned"]) this.#cells[column].classList.add("numbers");
     const { hits, looked, pinned, models, version } = this.#cells;
