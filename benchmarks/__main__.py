@@ -66,6 +66,7 @@ SEPARATE = {
     "retention": "needs traces",
     "simulate": "takes minutes, and 3 GB in the temporary folder",
     "states": "starts three engines",
+    "traces": "takes ten minutes",
     "whatif": "needs traces",
     "write_admission": "needs traces",
 }

@@ -24,6 +24,8 @@ from kvtier.errors import PeerError, SettingsError
 from kvtier.fleet.member.served_models import EngineModel, ServedModels
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout
+from kvtier.observability.traces.export import exporting
+from kvtier.observability.traces.spans import NO_TRACER, Tracer
 from kvtier.pipeline.usage import TokenCounts
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, TierSettings, load_settings
@@ -75,6 +77,7 @@ class Instance:
         cache.observe_model = self._add_model
         self.stagings = stagings
         """The engines' staging buffers, if ``kv_transfer.device`` is ``cuda``."""
+        self.tracer: Tracer = NO_TRACER
         self._controller_client: ControllerClient | None = None
         self._estimator: Estimator | None = None
 
@@ -93,11 +96,15 @@ class Instance:
         plugins = plugins or Plugins.load(settings.plugins)
         name = f"{_base_name(settings)}:{secrets.token_hex(4)}"
         async with AsyncExitStack() as stack:
+            tracer = await stack.enter_async_context(exporting(settings.traces, "kvtier", name))
             if settings.peer.has_credentials:
                 instance = await stack.enter_async_context(cls._with_peers(name, settings, plugins))
             else:
                 cache = await stack.enter_async_context(TieredCache.open(settings, plugins=plugins))
                 instance = cls(name, cache)
+            if settings.traces:
+                instance.tracer, tracer.first_tier = tracer, instance.cache.memory.name
+                instance.cache.add_observer(tracer)
             if settings.whatif.enabled:
                 # Imported here, so that an instance without it does not pay for the import.
                 from kvtier.observability.whatif.estimator import estimating
@@ -265,6 +272,8 @@ class Instance:
         if self._controller_client is not None:
             status["controller"] = self._controller_client.status()
         status["models"] = self._models()
+        if self.cache.settings.traces:
+            status["traces"] = self.tracer.status()
         return {"instance": self.name, **status}
 
     def _models(self) -> list[dict[str, object]]:

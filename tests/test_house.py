@@ -31,6 +31,7 @@ LAYERS = (
         "observability.canary",
         "observability.families",
         "observability.recording",
+        "observability.traces",
         "observability.transfers",
         "observability.whatif",
     ),

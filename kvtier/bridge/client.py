@@ -217,11 +217,13 @@ class SchedulerBridge(Bridge):
             raise ProtocolError(f"the tiers of {len(held.tiers)} chunks for {len(keys)} keys")
         self._held.update(zip(keys, held.tiers, strict=True))
 
-    def look_up(self, query: Query, described: protocol.RequestInfo | None = None) -> int | None:
+    def look_up(
+        self, query: Query, described: protocol.RequestInfo | None = None, trace: bytes = b""
+    ) -> int | None:
         """Send a lookup; return its ticket, or ``None`` without a responsive cache process.
 
         The final answer may take up to ``query.expect_seconds`` longer. ``described``: the request;
-        then :meth:`take_explained` returns why chunks are missing.
+        then :meth:`take_explained` returns why chunks are missing. ``trace``: what it belongs to, if any.
         """
         if not (query.keys or query.block_tags) or not self.accepts_requests:
             return None
@@ -230,7 +232,7 @@ class SchedulerBridge(Bridge):
         prompt = *chunks, query.hints, root, block_tags, query.compute_seconds, query.repeated, described
         call = self.call(
             "lookups",
-            lambda ticket: protocol.Lookup(ticket, *prompt, canary=query.canary),
+            lambda ticket: protocol.Lookup(ticket, *prompt, canary=query.canary, trace=trace),
             protocol.Found,
             lambda found, _wanted: found,
         )
@@ -295,7 +297,9 @@ class SchedulerBridge(Bridge):
             self._abandoned += leases
             self.send(protocol.Abandon(list(leases)))
 
-    def transfer_kv(self, to: str, root: ChunkKey, keys: Sequence[ChunkKey], tokens: int) -> int | None:
+    def transfer_kv(
+        self, to: str, root: ChunkKey, keys: Sequence[ChunkKey], tokens: int, trace: bytes = b""
+    ) -> int | None:
         """Push a prompt's chunks to a peer as they are stored; return a ticket, or ``None`` on failure.
 
         Does not block. End it with :meth:`end_kv_transfer`.
@@ -304,7 +308,8 @@ class SchedulerBridge(Bridge):
             return None
         ticket = self.calls.next_ticket()
         self._kv_transfers[ticket] = None
-        return ticket if self.send(protocol.KVTransfer(ticket, to, root, join_keys(keys), tokens)) else None
+        transfer = protocol.KVTransfer(ticket, to, root, join_keys(keys), tokens, trace)
+        return ticket if self.send(transfer) else None
 
     def transferred(self, ticket: int) -> protocol.KVTransferResult | None:
         """Return the last result of a KV transfer; ``None`` if there is no result yet.

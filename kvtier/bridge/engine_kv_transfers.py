@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from kvtier.errors import PeerError, ProtocolError
 from kvtier.logs import ChangedWarnings
 from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.memory.layout import ChunkLayout
+from kvtier.observability.traces.spans import Attributes, Tracer
 from kvtier.tiers.planner import FIRST
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class EngineKVTransfers:
     catalog: Catalog
     layout: ChunkLayout
     warnings: ChangedWarnings
+    tracer: Tracer
     seconds: float
     """How long reserved chunks may take to be filled and pushed once a prompt is computed."""
     tasks: TaskGroup
@@ -97,4 +100,11 @@ class EngineKVTransfers:
         if not transfer.unnamed:
             self.warnings.note(request.to, last_error)
         tokens = min(result.leading * self.layout.chunk_tokens, request.tokens)
+        attributes: Attributes = {
+            "kvtier.peer": request.to,
+            "kvtier.tokens": tokens,
+            "kvtier.bytes": result.pushed_bytes,
+        }
+        began = time.monotonic() - result.seconds
+        self.tracer.record("kvtier.kv_transfer", request.trace, began, attributes, error=last_error)
         await self.notify(KVTransferResult(request.ticket, tokens, last_error))

@@ -33,6 +33,8 @@ Sequence::
       RequestStaging(gpu) ────────────────►     once, if KV transfers bypass host memory
       ◄───────────────── OfferStaging(handle)   when a buffer is allocated, and after every reallocation
       OpenedStaging(number) ──────────────►     the buffer is in use once every rank has opened it
+    both
+      Spans(spans) ───────────────────────►     if Welcome.sampling is set: what has ended of traced requests
 
 Consistency rules:
 
@@ -60,6 +62,7 @@ from kvtier.catalog.misses import Miss, MissReason
 from kvtier.fleet.member.served_models import EngineModel
 from kvtier.memory.layout import ChunkLayout
 from kvtier.observability.requests import PromptReport, WhyReport
+from kvtier.observability.traces.spans import Sampling, Span
 from kvtier.observability.whatif.report import Report
 from kvtier.pipeline.verify import Recomputation
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
@@ -132,6 +135,8 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     """Reservations below this number are void for a worker, except those that its ``Hello`` lists."""
     canary_tiers: list[str] = msgspec.field(default_factory=list)
     """The tiers that a canary checks: the first one, and those that each stored chunk is written to."""
+    sampling: Sampling | None = None
+    """Which requests are to be traced; ``None`` if none are."""
 
 
 class RequestInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -170,6 +175,8 @@ class Lookup(Request, frozen=True, array_like=True, tag=10):
     """With it, an :class:`Explained` follows if chunks are missing. The engine sends an :class:`Outcome`."""
     canary: str = ""
     """For a canary: the tier that its chunks are read from, if that holds them. See :class:`Query`."""
+    trace: bytes = b""
+    """The trace of the request, as in ``observability/traces``; empty if it is not traced."""
 
 
 class Explained(Message, frozen=True, array_like=True, tag=38):
@@ -355,6 +362,8 @@ class KVTransfer(Message, frozen=True, array_like=True, tag=25):
     root: bytes
     keys: bytes
     tokens: int
+    trace: bytes = b""
+    """As in :class:`Lookup`."""
 
 
 class KVTransferResult(Message, frozen=True, array_like=True, tag=26):
@@ -398,6 +407,13 @@ class OpenedStaging(Message, frozen=True, array_like=True, tag=30):
     """Confirmation that this worker has opened the last offered buffer."""
 
     number: int
+
+
+class Spans(Message, frozen=True, array_like=True, tag=40):
+    """Spans of traced requests, and how many were dropped since the last such message."""
+
+    spans: list[Span]
+    dropped: int = 0
 
 
 class Status(Request, frozen=True, array_like=True, tag=22):
@@ -497,6 +513,7 @@ FromEngine = (
     | FromScheduler
     | FromWorker
     | Abandon
+    | Spans
     | Status
     | WhatIf
     | Why

@@ -37,6 +37,7 @@ from kvtier.fleet.member.served_models import EngineModel
 from kvtier.instance import Instance
 from kvtier.logs import ChangedWarnings, Finding
 from kvtier.observability.requests import PromptReport, RequestLog
+from kvtier.observability.traces.spans import following
 from kvtier.pipeline.found import FoundPrefix
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message, check_hello
@@ -152,6 +153,7 @@ class Connection:
                 cache.catalog,
                 engine.layout,
                 self._server.transfer_warnings,
+                self._server.instance.tracer,
                 cache.settings.kv_transfer.reserve,
                 self._tasks,
                 self.notify,
@@ -193,6 +195,7 @@ class Connection:
             any(tier.shared for tier in cache.tiers),
             first,
             [cache.memory.name, *(tier.name for tier in cache.lower if tier.write == "through")],
+            self._server.instance.tracer.sampling,
         )
         self._endpoint.send(welcome, [] if self._remote else [cache.arena.fd])
 
@@ -205,7 +208,8 @@ class Connection:
             return True
         match message:
             case protocol.Lookup():
-                answer, found = engine.look_up(message)
+                with following(message.trace):
+                    answer, found = engine.look_up(message)
                 self.send(answer)
                 if answer.fetching:
                     self._tasks.start_soon(self._send_fetched, engine, message, found)
@@ -245,6 +249,8 @@ class Connection:
                 self._kv_transfer(message)
             case protocol.Watch():
                 self._watch(message)
+            case protocol.Spans():
+                self._server.instance.tracer.add(message.spans, message.dropped)
             case _:
                 return True
         return False

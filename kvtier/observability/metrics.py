@@ -144,6 +144,9 @@ class CacheMetrics(Collector):
         yield from _of_serving(status.get("serving", {}))
         yield from _of_controller(status.get("controller"))
         yield from _of_canary(status.get("canary"))
+        text = "Spans recorded, by what became of them: exported, failed or dropped."
+        spans = [((outcome,), count) for outcome, count in status.get("traces", {}).items()]
+        yield counter("trace_spans", text, spans, "outcome")
         yield from _of_what_if(self._what_if())
 
     def _of_tiers(self, tiers: Sequence[Level]) -> Iterator[Metric]:

@@ -405,6 +405,15 @@ class Settings(BaseSettings):
         default=RecordingSettings(),
         description="Recording the lookups of this host's engines, without their tokens.",
     )
+    traces: bool = Field(
+        default=False,
+        description=(
+            "Whether the cache process exports OpenTelemetry spans of its engines and its own, as set by "
+            "OpenTelemetry's `OTEL_*` variables. Needs `pip install 'kvtier[otel]'`. See "
+            "[traces.md](traces.md)."
+        ),
+        examples=[True],
+    )
     whatif: WhatIfSettings = Field(
         default=WhatIfSettings(),
         description="Estimating what other capacities and eviction policies would hit.",

@@ -135,7 +135,7 @@ def make_app(
     )
     _add_public_routes(app, operations.registry, authenticator)
     # For all routes added below. A second router would create every route twice.
-    app.router.dependencies.append(Depends(authenticator.authenticate))
+    app.router.dependencies += [Depends(authenticator.authenticate), Depends(operations.follow)]
     app.router.responses.update(_PROBLEMS)
     _add_operations(app.router, operations, bodies)
     _add_queries(app.router, operations, history)

@@ -35,6 +35,7 @@ from kvtier.fleet.member.protocol import (
     Unpin,
 )
 from kvtier.memory.keys import split_keys
+from kvtier.observability.traces.spans import current
 from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.rpc.calls import Call
 from kvtier.rpc.endpoint import Endpoint
@@ -188,7 +189,7 @@ class Member:
     def _call(self, build: Callable[[int], Command], on_progress: OnProgress | None) -> Call[Done]:
         if len(self.endpoint.calls) >= MAX_COMMANDS:
             raise CommandFailed(f"instance {self.id!r} is busy with {MAX_COMMANDS} commands already")
-        command = build(0)  # To compare the answer with.
+        command = msgspec.structs.replace(build(0), trace=current.get())
 
         def settle(answer: Outcome, _wanted: bool) -> Done:
             if isinstance(answer, Failed):
@@ -204,7 +205,12 @@ class Member:
                 on_progress(progress)
 
         try:
-            return self.endpoint.call(build, Outcome, settle, on_interim=on_interim)
+            return self.endpoint.call(
+                lambda ticket: msgspec.structs.replace(command, ticket=ticket),
+                Outcome,
+                settle,
+                on_interim=on_interim,
+            )
         except ProtocolError as error:
             raise CommandFailed(f"{error}: request fewer chunks at once") from error
         except ChannelError as error:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import anyio
 from anyio import CancelScope
 from anyio.abc import TaskGroup
+from starlette.requests import HTTPConnection
 
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ControllerError
@@ -24,6 +25,7 @@ from kvtier.fleet.controller.pin_and_clear import Clear
 from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.prompts import Prompts
 from kvtier.fleet.controller.registry import Registry
+from kvtier.observability.traces.spans import NO_TRACER, child, current
 
 logger = logging.getLogger("kvtier.controller")
 STOPPED = "the controller was stopped"
@@ -34,6 +36,7 @@ class Operations:
 
     def __init__(self, registry: Registry, events: EventLog, pins: Pins, tasks: TaskGroup) -> None:
         self.registry = registry
+        self.tracer = NO_TRACER
         self.events = events
         self.pins = pins
         self._tasks = tasks
@@ -70,16 +73,22 @@ class Operations:
         for scope in self._in_flight:
             scope.cancel()
 
+    async def follow(self, connection: HTTPConnection) -> None:
+        """Have what a request starts belong to its trace. A FastAPI dependency."""
+        current.set(self.tracer.trace(connection.headers.get("traceparent")))
+
     async def lookup(self, body: PromptBody) -> LookupAnswer:
         """Return how many leading tokens of a prompt each tier of each instance holds, in any layout."""
-        began = time.perf_counter()
+        began = time.monotonic()
         prompts = await self._prompts.find(body)
         tokens_by_place: dict[int, int] = {}
         for chunks in prompts:
             for place, count in self.registry.holders.prefixes(chunks.keys).items():
                 tokens_by_place[place] = max(tokens_by_place.get(place, 0), chunks.leading_tokens(count))
         self.lookups += 1
-        self.lookup_seconds += time.perf_counter() - began
+        self.lookup_seconds += time.monotonic() - began
+        tokens = {"kvtier.tokens": prompts[0].num_tokens}
+        self.tracer.record("kvtier.controller.lookup", current.get(), began, tokens)
         instances = {
             member.id: _tokens_by_tier(member, tokens_by_place) for member in self.registry.members.values()
         }
@@ -141,6 +150,8 @@ class Operations:
 
     async def _run(self, operation: Operation, event: Event, lock: LockRequest) -> None:
         scope = CancelScope()
+        trace, began = current.get(), time.monotonic()
+        current.set(child(trace))  # In this task, for the commands to instances.
         self._in_flight.add(scope)
         try:
             with scope:
@@ -157,6 +168,9 @@ class Operations:
             # No effect unless it was cancelled: the event has ended otherwise.
             self.events.fail(event, f"{STOPPED}; {PARTIAL_PROGRESS}")
             self._log(event)
+            done = {"kvtier.chunks": event.result.chunks, "kvtier.bytes": event.result.bytes}
+            name, reason = f"kvtier.controller.{event.kind}", event.error or event.result.reason or ""
+            self.tracer.record(name, trace, began, done, current.get(), reason)
 
     async def _execute(self, operation: Operation, event: Event) -> None:
         # Operations that held the locks before may have changed the index.

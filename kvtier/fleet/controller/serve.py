@@ -22,6 +22,7 @@ from kvtier.fleet.controller.state import State
 from kvtier.fleet.controller.stream import MAX_READERS
 from kvtier.fleet.service import serve_until_signal
 from kvtier.http import serving
+from kvtier.observability.traces.export import exporting
 from kvtier.rpc.frames import MAX_FRAME_BYTES
 
 FINISH_SECONDS = 5.0
@@ -53,7 +54,12 @@ async def run_controller(settings: ServiceSettings) -> AsyncIterator[Controller]
     async with State.open(settings.state) as state:
         log, pins, history = EventLog(state, keep=settings.keep_events), Pins(state), History(state)
         registry = Registry(heartbeat=settings.heartbeat, idle_timeout=settings.instance_timeout)
-        async with open_tasks() as tasks, Operations.open(registry, log, pins) as operations:
+        async with (
+            exporting(settings.traces, "kvtier-controller", settings.listen) as tracer,
+            open_tasks() as tasks,
+            Operations.open(registry, log, pins) as operations,
+        ):
+            operations.tracer = tracer
             tasks.start_soon(registry.run)
             tasks.start_soon(history.run, registry.members)
             tasks.start_soon(restore_pins, registry, pins, operations.locks)

@@ -65,6 +65,12 @@ class ServiceSettings(CommandSettings):
     tls_certificate: LocalPath | None = option(None, "FILE", "Serve HTTPS with this PEM certificate.")
     tls_key: LocalPath | None = option(None, "FILE", "The certificate's PEM private key.")
 
+    traces: bool = option(
+        False,
+        "",
+        "Export OpenTelemetry spans of operations, as set by its `OTEL_*` variables.",
+    )
+
     @model_validator(mode="after")
     def _check_consistency(self) -> ServiceSettings:
         if self.instance_timeout < 2 * self.heartbeat:

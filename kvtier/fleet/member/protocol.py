@@ -244,7 +244,7 @@ class ServedAt(Reply, frozen=True, array_like=True, tag=29):
     peers: list[str]
 
 
-# Commands. Each is always answered by Done or Failed.
+# Commands. Each is always answered by Done or Failed. ``trace``: what it is for, as in observability/traces.
 
 
 class Fetch(Request, frozen=True, array_like=True, tag=17):
@@ -262,6 +262,7 @@ class Fetch(Request, frozen=True, array_like=True, tag=17):
     lengths: list[int]
     seconds: float | None
     """Deadline, at which Done reports the chunks that have arrived. ``None``: no deadline."""
+    trace: bytes = b""
 
 
 class Delete(Request, frozen=True, array_like=True, tag=18):
@@ -272,12 +273,14 @@ class Delete(Request, frozen=True, array_like=True, tag=18):
 
     tier: int
     keys: bytes
+    trace: bytes = b""
 
 
 class DeleteAll(Request, frozen=True, array_like=True, tag=19):
     """Remove every chunk from ``tier``, or from all tiers with ``None``."""
 
     tier: int | None
+    trace: bytes = b""
 
 
 class Pin(Request, frozen=True, array_like=True, tag=20):
@@ -285,12 +288,14 @@ class Pin(Request, frozen=True, array_like=True, tag=20):
 
     keys: bytes
     seconds: float | None
+    trace: bytes = b""
 
 
 class Unpin(Request, frozen=True, array_like=True, tag=21):
     """The inverse of :class:`Pin`."""
 
     keys: bytes
+    trace: bytes = b""
 
 
 class Tokenize(Request, frozen=True, array_like=True, tag=22):
@@ -298,6 +303,7 @@ class Tokenize(Request, frozen=True, array_like=True, tag=22):
 
     namespace: bytes
     prompt: str
+    trace: bytes = b""
 
 
 class Cancel(Message, frozen=True, array_like=True, tag=23):

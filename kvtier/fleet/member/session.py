@@ -43,6 +43,7 @@ from kvtier.fleet.member.protocol import (
 from kvtier.fleet.member.served_models import ServedModels
 from kvtier.logs import printable
 from kvtier.memory.keys import ChunkKey, join_keys
+from kvtier.observability.traces.spans import following
 from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message, encode_body
@@ -243,7 +244,8 @@ class Session:
 
     async def _execute(self, command: Command, scope: CancelScope) -> None:
         try:
-            answer = await self._answer(self._commands.begin(command), scope)
+            with following(command.trace):
+                answer = await self._answer(self._commands.begin(command), scope)
         except KVTierError as error:
             answer = Failed(command.ticket, str(error)[:MAX_REASON_CHARACTERS])
         except Exception as error:  # A bug in one command must not end the others.

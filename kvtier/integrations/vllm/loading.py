@@ -20,6 +20,7 @@ from kvtier.integrations.vllm.lookups import hit_of, stalled
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.request import NO_HIT, Hit, RequestState
 from kvtier.integrations.vllm.saves import Blocks, chunk_blocks, state_blocks
+from kvtier.integrations.vllm.traces import LOAD
 from kvtier.memory.layout import STATE_TOKENS
 
 NO_TICKET = 0
@@ -99,7 +100,8 @@ class Loads:
             chunks = self._arrived(load)
             load.ended = bool(load.failure) or load.sent == load.stop
             if chunks or load.ended:
-                yield Job(request_id, load.epoch, chunks, more=not load.ended, failure=load.failure)
+                more, trace = not load.ended, load.state.trace.within(LOAD)
+                yield Job(request_id, load.epoch, chunks, more=more, failure=load.failure, trace=trace)
 
     def _arrived(self, load: Load) -> list[ChunkCopy]:
         """Return the chunks that have arrived since the last call, or set :attr:`Load.failure`."""

@@ -16,6 +16,7 @@ from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.integrations.vllm.plain import text
 from kvtier.integrations.vllm.request import NO_HIT, Hit, RequestState
 from kvtier.integrations.vllm.request_reports import RequestReports
+from kvtier.integrations.vllm.traces import LOOKUP
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import equal_blocks
 from kvtier.pipeline.query import Query
@@ -191,13 +192,17 @@ class Lookups:
         canary = state.hints.canary
         if canary is not None:  # It loads even what is computed sooner, and is not reported.
             query = msgspec.structs.replace(query, compute_seconds=0.0, repeated=True, canary=canary.tier)
-        progress.ticket = self._bridge.look_up(query, None if canary else described(request))
+        progress.ticket = self._bridge.look_up(
+            query, None if canary else described(request), state.trace.begin(LOOKUP)
+        )
         if not progress.asked and progress.ticket is not None:
             progress.asked = progress.ticket
         progress.timeout = self._timeout + expected.seconds
         progress.waited = False
         if progress.ticket is not None:
             progress.asked_at = time.monotonic()
+        else:
+            state.trace.end(LOOKUP, "the cache process does not answer")
         if progress.ticket is not None and state.hints.canary is None:
             self._stats.add("looked_up_tokens", covered)
 

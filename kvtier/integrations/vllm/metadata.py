@@ -31,6 +31,8 @@ class Job:
     """Why the load fails. Each worker adds its own reasons."""
     adapter: tuple[int, str] | None = None
     """For saves: vLLM's number of the LoRA adapter, and the identity of what the keys expect it to be."""
+    trace: bytes = b""
+    """The trace that it belongs to; empty if it is not traced."""
 
     @property
     def leases(self) -> list[int]:

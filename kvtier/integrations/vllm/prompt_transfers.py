@@ -131,7 +131,8 @@ class PromptTransfers:
             keys.append(tail)
         else:
             tokens = len(keys) * self._chunk_tokens
-        state.transfer.ticket = self._bridge.transfer_kv(hint.to, state.root, keys, tokens)
+        trace = state.trace.context
+        state.transfer.ticket = self._bridge.transfer_kv(hint.to, state.root, keys, tokens, trace)
 
     def note_preemption(self, state: RequestState) -> None:
         """Stop the transfer of a preempted request, to free the room that the decode instance has reserved.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvtier.catalog.hints import ChunkHints
 from kvtier.integrations.vllm.hints import NO_HINTS, Hints, hints_for_chunks
 from kvtier.integrations.vllm.plain import plain, text
+from kvtier.integrations.vllm.traces import UNTRACED, Trace
 from kvtier.memory.keys import (
     BLOCK_HASH_BYTES,
     TOKEN_BYTES,
@@ -163,6 +164,7 @@ class RequestState:
     """The block hashes of the tokens that are known so far."""
     hints: Hints = NO_HINTS
     adapter: Adapter | None = None
+    trace: Trace = UNTRACED
     loads: bool = field(init=False)
     """Whether the request may load from the cache."""
     stores: bool = field(init=False)

@@ -563,7 +563,8 @@ class Saves:
         state.saving.copied = self._deferred
         lora, adapter = state.request.lora_request, state.adapter
         expected = (lora.lora_int_id, adapter.identity) if lora and adapter else None
-        return Job(state.request.request_id, save.epoch, copies, adapter=expected)
+        trace = state.trace.context
+        return Job(state.request.request_id, save.epoch, copies, adapter=expected, trace=trace)
 
     def _plan_again(self, save: Save) -> None:
         """Have chunks stored once they have been computed again: vLLM counts fewer tokens as computed."""

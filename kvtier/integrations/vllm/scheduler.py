@@ -27,6 +27,7 @@ from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.prompt_transfers import PromptTransfers
 from kvtier.integrations.vllm.request import RequestState, cacheable, request_root
 from kvtier.integrations.vllm.saves import Blocks, Saves
+from kvtier.integrations.vllm.traces import LOAD, LOOKUP, SEND_SECONDS, UNTRACED, Traces
 from kvtier.integrations.vllm.verification import ShadowVerification
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.logs import RateLimitedLog
@@ -92,6 +93,7 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         self._skipped: set[str] = set()
         """Running requests that do not use the cache, and were reported."""
+        self._traces = Traces(bridge)
         self.adapters = Adapters(bridge)
         """What is known of the engine's LoRA adapters."""
         self._loads = Loads(model, bridge)
@@ -170,7 +172,9 @@ class SchedulerSide:
             self.weights.current.namespace, request, adapter.identity if adapter else "", canary
         )
         sizes = self._layout.chunk_tokens, self._lookahead, self._layout.granularity
-        state = RequestState(request, root, *sizes, hints=hints, adapter=adapter)
+        # The first part of the engine traces for all.
+        trace = UNTRACED if self._model.part else self._traces.begin(request)
+        state = RequestState(request, root, *sizes, hints=hints, adapter=adapter, trace=trace)
         self._requests[request.request_id] = state
         return state
 
@@ -196,6 +200,8 @@ class SchedulerSide:
             self._lookups.look_up(state)
         if state.lookup.ticket is not None:
             found = self._lookups.matched(state, local_tokens, self._wait_left(LOOKUP_WAIT_SECONDS))
+            if found != ASK_AGAIN:
+                state.trace.end(LOOKUP, local_tokens=local_tokens, tokens=found[0] or 0)
             if found == ASK_AGAIN or state.lookup.ticket is None:
                 return found
             if shadow is not None and found[0]:
@@ -257,6 +263,7 @@ class SchedulerSide:
         sources = [*lookup.sources, *lookup.pending_sources][: hit.chunks]
         tiers = [(welcome.tiers[at], welcome.media[at]) for at in sources]
         self._lookups.note_hits(state, tiers, external_tokens)
+        state.trace.begin(LOAD)
 
     def _report(self, state: RequestState, loaded: int, reason: MissReason | None = None) -> None:
         """Report what became of a request. The first part of the engine reports for all."""
@@ -306,6 +313,7 @@ class SchedulerSide:
         if not self._saves.unreserved:  # No chunk can be added to a transfer that has ended.
             self._kv_transfers.end_finished()
         self._bridge.probe()
+        self._traces.send(after=SEND_SECONDS)
         if self._shadow is not None:
             self._shadow.end_step()
         self._waited_before = self._bridge.waited
@@ -360,8 +368,10 @@ class SchedulerSide:
                 self._kv_transfers.give_up(state)
         for request_id in output.finished_recving or ():
             loaded = request_id in self._loads and request_id not in failed
-            if loaded and request_id in self._requests:
-                state = self._requests[request_id]
+            if (state := self._requests.get(request_id)) is not None:
+                hits = {tier: tokens for (tier, _), tokens in state.lookup.hits_by_tier.items()}
+                state.trace.end(LOAD, "" if loaded else "its tokens are computed instead", **hits)
+            if loaded and state is not None:
                 self._lookups.note_loaded(state)
                 self._report(state, sum(state.lookup.hits_by_tier.values()))
             load = self._loads.finish(request_id, again=request_id in again)
@@ -375,6 +385,7 @@ class SchedulerSide:
         """
         state = self._requests.pop(request.request_id, None)
         self._skipped.discard(request.request_id)
+        self._traces.end(request.request_id)
         self.adapters.finish(request.request_id)
         if self._shadow is not None:
             self._shadow.left(request.request_id, state)

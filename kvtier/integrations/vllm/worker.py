@@ -27,7 +27,9 @@ from kvtier.integrations.vllm.logs import StoreLog
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.staging import StagingBuffer
+from kvtier.integrations.vllm.traces import COPY, SAVE, Traces
 from kvtier.logs import RateLimitedLog
+from kvtier.observability.traces.spans import Span
 from kvtier.rpc.calls import Call
 from kvtier.units import format_size
 
@@ -101,6 +103,7 @@ class WorkerSide:
         self._stats = TransferStats()
         self._warn = RateLimitedLog(logger)
         self._store_log = StoreLog(logger)
+        self._traces = Traces(bridge)
         self._kv_caches: dict[str, torch.Tensor] | None = None
         self._copies = self._copies_of([])
         self._stages = stages
@@ -290,6 +293,7 @@ class WorkerSide:
         # Confirm only after the copies: this proves that the copied bytes were valid.
         if batch.valid and not self._confirmed(batch):
             return False
+        self._trace(COPY, batch)
         self._loaded.update(job.request_id for job in batch.jobs)
         for job in batch.jobs:
             if job.failure:
@@ -339,6 +343,7 @@ class WorkerSide:
         self._finished.update(job.request_id for job in batch.jobs if job.last)
         if not committed:
             batch.lost += batch.chunks
+        self._trace(SAVE, batch, "" if committed else "the cache process is not connected")
         if batch.lost:  # Chunks that are not staged are pushed from the first tier instead.
             self._bridge.abandon([chunk.lease for chunk in batch.lost], batch.epoch)
         stored = [chunk for chunk in batch.chunks if not chunk.staging and self._writes(chunk)]
@@ -346,6 +351,17 @@ class WorkerSide:
             counted = self._count("stored", "store", batch, stored)
             self._store_log.add((job.request_id for job in batch.jobs), *counted)
         return True
+
+    def _trace(self, name: str, batch: _Batch, error: str = "") -> None:
+        """Record a span for each traced request of a batch whose copies have ended."""
+        seconds = time.perf_counter() - min(each.started for each in (batch, *batch.parts))
+        since = time.monotonic() - seconds
+        for job in batch.jobs:
+            if job.trace and job.chunks:
+                tokens, size = self._copied(job.chunks)
+                attributes = {"kvtier.tokens": tokens, "kvtier.bytes": size, "kvtier.rank": self._rank}
+                self._traces.add(Span.ended(name, job.trace, since, attributes, error=job.failure or error))
+        self._traces.send()
 
     def _memory(self, staging: int) -> Memory | None:
         """Return the arena for 0, else the staging buffer with this number if it is still open."""

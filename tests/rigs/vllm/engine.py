@@ -107,11 +107,12 @@ class Engine:
         lora: dict[str, Any] | None = None,
         params: dict[str, Any] | None = None,
         logprobs: int | None = None,
+        trace: str | None = None,
     ) -> int:
         """Send a request, and return the number that :meth:`answer` and :meth:`abort` take.
 
         ``tokens`` may be text, for an engine with a tokenizer. ``params`` are its ``kv_transfer_params``,
-        ``logprobs`` how many of the most likely tokens to report.
+        ``logprobs`` how many of the most likely tokens to report, ``trace`` its header ``traceparent``.
         """
         number = next(self._numbers)
         sampling: dict[str, Any] = {
@@ -124,7 +125,7 @@ class Engine:
         if params is not None:
             sampling["extra_args"] = {"kv_transfer_params": params}
         prompt = tokens if isinstance(tokens, str) else list(tokens)
-        message = {"request": str(number), "tokens": prompt, "sampling": sampling}
+        message = {"request": str(number), "tokens": prompt, "sampling": sampling, "trace": trace}
         self._send(number, "generate", **message, salt=salt, lora=lora)
         return number
 

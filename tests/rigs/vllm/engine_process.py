@@ -125,6 +125,7 @@ class _Host:
         sampling: dict[str, Any],
         salt: str | None,
         lora: dict[str, Any] | None,
+        trace: str | None,
     ) -> None:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -134,7 +135,11 @@ class _Host:
             prompt["cache_salt"] = salt
         self._pending[request] = number
         self._llm.llm_engine.add_request(
-            request, prompt, SamplingParams(**sampling), lora_request=LoRARequest(**lora) if lora else None
+            request,
+            prompt,
+            SamplingParams(**sampling),
+            lora_request=LoRARequest(**lora) if lora else None,
+            trace_headers={"traceparent": trace} if trace else None,
         )
 
     def _allow(self, number: int, steps: int | None) -> bool:

@@ -1,0 +1,1 @@
+"""OpenTelemetry spans of requests, tier I/O, KV transfers and the controller's operations."""

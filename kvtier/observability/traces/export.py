@@ -1,0 +1,150 @@
+"""Export spans to an OpenTelemetry collector, in a thread.
+
+OpenTelemetry's batch processor neither counts what it drops, nor ends in a bounded time if the collector does
+not answer. The exporter is OpenTelemetry's, and reads its environment variables.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from anyio import CancelScope, to_thread
+
+from kvtier.errors import SettingsError
+from kvtier.logs import RateLimitedLog, printable
+from kvtier.observability.traces.spans import NO_TRACER, TRACE_BYTES, Sampling, Span, Tracer
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+OTLP = "opentelemetry.exporter.otlp.proto"
+PACKAGES = {"grpc": f"{OTLP}.grpc", "http/protobuf": f"{OTLP}.http"}
+INTERVAL_SECONDS = 1.0
+BATCH = 128
+"""Encoding a span takes the GIL for some 30 µs. This many delay an answer to an engine by up to 4 ms."""
+END_SECONDS = 2.0
+"""How long the end of the process waits for the queue to be exported, and for the exporter to give up."""
+
+
+@asynccontextmanager
+async def exporting(enabled: bool, service: str, instance: str) -> AsyncIterator[Tracer]:
+    """Export what the yielded tracer records. If ``enabled``, takes up to 4 s at the end.
+
+    ``service``: its name, unless a variable of OpenTelemetry sets another. Raises: SettingsError: a package
+    is missing, or the protocol is unknown.
+    """
+    if not enabled:
+        yield NO_TRACER
+        return
+    thread = _Thread({"service.name": service, "service.instance.id": instance})
+    thread.start()
+    try:
+        yield thread.tracer
+    finally:
+        with CancelScope(shield=True):
+            await to_thread.run_sync(thread.finish)
+
+
+def _package() -> str:
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")  # As vLLM.
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
+    if protocol not in PACKAGES:
+        raise SettingsError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}: use {' or '.join(PACKAGES)}")
+    try:
+        if find_spec("opentelemetry.sdk") and find_spec(PACKAGES[protocol]):
+            return PACKAGES[protocol]
+    except ModuleNotFoundError:
+        pass  # Not even what contains it.
+    raise SettingsError("traces need OpenTelemetry, which is not installed: pip install 'kvtier[otel]'")
+
+
+class _Thread(threading.Thread):
+    """Exports the queue of a tracer. What fails is dropped, and counted."""
+
+    def __init__(self, resource: dict[str, str]) -> None:
+        super().__init__(name="kvtier traces", daemon=True)
+        self._package = package = _package()
+        modules = f"{package}.exporter", f"{package}.trace_exporter"
+        self._logs = [logging.getLogger(name) for name in modules]
+        """The exporter logs every attempt."""
+        self._resource = resource
+        self.tracer = Tracer(Sampling.of(os.environ))
+        self._ending = threading.Event()
+        self._close: Callable[[], None] | None = None
+        self._reason = "too many to export, or an engine could not send them"
+        self._warn = RateLimitedLog(logging.getLogger("kvtier"))
+
+    def run(self) -> None:
+        """Export until :meth:`finish`."""
+        tracer, lost, ending = self.tracer, 0, False
+        export = self._open()
+        while not ending:
+            ending = self._ending.wait(INTERVAL_SECONDS)
+            while spans := [tracer.queue.popleft() for _ in range(min(len(tracer.queue), BATCH))]:
+                try:
+                    exported = export(spans)
+                except Exception as error:  # A malformed span of an engine.
+                    exported, self._reason = False, repr(error)
+                tracer.exported += len(spans) if exported else 0
+                tracer.failed += 0 if exported else len(spans)
+                if not exported:
+                    break
+            if tracer.failed + tracer.dropped > lost:
+                lost = tracer.failed + tracer.dropped
+                self._warn("traces: %d spans are lost so far: %s", lost, self._reason)
+
+    def _open(self) -> Callable[[list[Span]], bool]:
+        """Import OpenTelemetry, which takes up to a second. Return what exports spans."""
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
+
+        if self._package == PACKAGES["grpc"]:
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Exporter
+        else:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Exporter
+        for theirs in self._logs:
+            theirs.addFilter(self._take_log)
+        exporter, sampled = Exporter(), TraceFlags(TraceFlags.SAMPLED)
+        resource = Resource.create(self._resource).merge(OTELResourceDetector().detect())
+
+        def converted(span: Span) -> ReadableSpan:
+            trace = int.from_bytes(span.trace[:TRACE_BYTES])
+            own, parent = (
+                SpanContext(trace, int.from_bytes(span_id), False, sampled)
+                for span_id in (span.trace[TRACE_BYTES:], span.parent)
+            )
+            return ReadableSpan(
+                span.name,
+                own,
+                parent if span.parent else None,
+                resource,
+                span.attributes,
+                status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
+                start_time=span.start,
+                end_time=span.end,
+            )
+
+        self._close = exporter.shutdown
+        return lambda spans: exporter.export([converted(span) for span in spans]).name == "SUCCESS"
+
+    def _take_log(self, record: logging.LogRecord) -> bool:
+        mine = record.thread == self.ident
+        self._reason = printable(record.getMessage()) if mine else self._reason
+        return not mine
+
+    def finish(self) -> None:
+        """Export what is queued, and end the thread. Blocks."""
+        self._ending.set()
+        self.join(END_SECONDS)
+        if self._close is not None:
+            self._close()
+            self.join(END_SECONDS)
+        for theirs in self._logs:
+            theirs.removeFilter(self._take_log)
