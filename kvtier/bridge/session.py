@@ -365,7 +365,7 @@ class EngineSession:
             else:
                 writes += islice(reserved, len(headers))
         if not self.absent_ranks and any(run.recomputes is not None for run in request.runs):
-            self._reserve_recomputed(request.runs, runs, writes)
+            self._reserve_recomputed(request.runs, [headers for _, headers in runs], writes)
         extends = iter([run.extends for run in request.runs for _ in range(len(run.keys) // KEY_BYTES)])
         leases, offsets = [NO_LEASE] * len(writes), [0] * len(writes)
         for index, (write, chunk) in enumerate(zip(writes, extends, strict=True)):
@@ -377,20 +377,17 @@ class EngineSession:
         return Reserved(request.ticket, leases, offsets, 0 if staging is None else staging.number)
 
     def _reserve_recomputed(
-        self,
-        runs: Sequence[Run],
-        headers_of: Sequence[tuple[int, Sequence[ChunkHeader]]],
-        writes: list[Reservation | None],
+        self, runs: Sequence[Run], headers: Sequence[list[ChunkHeader]], writes: list[Reservation | None]
     ) -> None:
         """Reserve room in ``writes`` to compare chunks that are held: all that there is, in random order."""
         wanted, first = list[tuple[int, ChunkHeader, Recomputation]](), 0
-        for run, (_, headers) in zip(runs, headers_of, strict=True):
+        for run, own in zip(runs, headers, strict=True):
             of = run.recomputes
-            for at, header in enumerate(headers):
+            for at, header in enumerate(own):
                 if of is not None:
                     start = of.start + at * self.layout.chunk_tokens
                     wanted.append((first + at, header, structs.replace(of, start=start)))
-            first += len(headers)
+            first += len(own)
         random.shuffle(wanted)
         for at, header, of in wanted:
             if writes[at] is None:

@@ -34,8 +34,6 @@ logger = logging.getLogger("kvtier")
 
 MAX_BYTES = 64 * MIB
 """Room for chunks that are compared, unless a single one needs more. It is free memory: none is evicted."""
-MAX_LOGGED = 4
-"""Differences to log per minute."""
 RESULTS = ("equal", "tolerable", "different", "unknown")
 """Outcomes of comparisons, as in the metrics; ``unknown``: could not be compared, as numpy is missing."""
 
@@ -63,8 +61,8 @@ class Recomputed(Reservation):
     of: Recomputation
 
     def complete(self) -> bool:
-        """Compare both."""
-        self.stage.compare(self)
+        """Start to compare both."""
+        self.stage.tasks.start_soon(self.stage.compare, self)
         return False
 
     def give_up(self) -> None:
@@ -100,14 +98,14 @@ class VerifyStage:
 
     def __init__(self, hierarchy: Hierarchy, clearing: ClearStage, *, follows: bool) -> None:
         """``follows``: whether to remember from which tier chunks in memory came. Else it is the first."""
-        self._hierarchy = hierarchy
+        self._hierarchy, self.tasks = hierarchy, hierarchy.tasks
         self._clearing = clearing
         self._origins = Origins(hierarchy)
         if follows:
             hierarchy.observers.append(self._origins)
         self._thread = WorkerThreads(1)
         self._bytes = 0
-        self._log = RateLimitedLog(logger, level=logging.ERROR, burst=MAX_LOGGED)
+        self._log = RateLimitedLog(logger, level=logging.ERROR, burst=4)
 
     def reserve(self, header: ChunkHeader, of: Recomputation) -> Reservation | None:
         """Reserve room to compare a chunk; ``None`` if memory does not hold it, or has no free room."""
@@ -131,11 +129,8 @@ class VerifyStage:
         chunk.lease.release()
         chunk.held.release()
 
-    def compare(self, chunk: Recomputed) -> None:
-        """Start to compare a chunk."""
-        self._hierarchy.tasks.start_soon(self._compare, chunk)
-
-    async def _compare(self, chunk: Recomputed) -> None:
+    async def compare(self, chunk: Recomputed) -> None:
+        """Compare a chunk, and act on a difference. Releases its memory."""
         hierarchy, views = self._hierarchy, (chunk.held.view, chunk.lease.view)
         found: Difference | None = None
         result = "equal"
@@ -157,22 +152,14 @@ class VerifyStage:
 
     async def _quarantine(self, chunk: Recomputed, found: Difference) -> None:
         hierarchy, key, namespace = self._hierarchy, chunk.key, chunk.header.namespace
+        tier = hierarchy.tiers[chunk.source].name
         self._log(
-            "tier %s: chunk %s of %d tokens at token %d of request %s is not what the engine computes: "
-            "%d of %d values differ, at most by %.3g; the distance of two pages is %.3g of their length, "
-            "more than %g; namespace %s is not used in this tier until it is cleared, or this process "
-            "restarts",
-            hierarchy.tiers[chunk.source].name,
-            key.hex()[:16],
-            chunk.header.tokens,
-            chunk.of.start,
+            f"tier {tier}: chunk {key.hex()[:16]} of {chunk.header.tokens} tokens "
+            f"at token {chunk.of.start} of request %s is not what the engine computes: {found.differing} of "
+            f"{found.values} values differ, at most by {found.largest:.3g}; the distance of two pages is "
+            f"{found.distance:.3g} of their length, more than {found.tolerance:g}; namespace "
+            f"{namespace.hex()[:16]} is not used in this tier until it is cleared, or this process restarts",
             printable(chunk.of.request_id),
-            found.differing,
-            found.values,
-            found.largest,
-            found.distance,
-            found.tolerance,
-            namespace.hex()[:16],
         )
         # What an engine has stored was written to the tiers below as well.
         mask = (1 << len(hierarchy.tiers)) - 1 if chunk.source == FIRST else 1 << chunk.source

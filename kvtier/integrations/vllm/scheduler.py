@@ -128,7 +128,7 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """Look up the whole prompt, so that chunks on disk are prefetched while the request is queued."""
         if self._shadow is not None:
-            self._shadow.arrived(request.request_id)
+            self._shadow.present.add(request.request_id)
         adapter = self.adapters.admit(request, 0, self._wait_left(LOOKUP_WAIT_SECONDS))
         unknown = request.lora_request is not None and adapter is None
         if unknown or not cacheable(request, numbered=self._numbered) or self.weights.is_mixed():

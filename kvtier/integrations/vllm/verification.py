@@ -37,18 +37,14 @@ class ShadowVerification:
         self._stats = stats
         self._due = random.random()  # noqa: S311 - no secret
         """How many loads are to be verified, 1 at most: those of a busy time are not caught up on."""
-        self._present: set[str] = set()
-        """The requests that vLLM has."""
+        self.present: set[str] = set()
+        """The requests that vLLM has, whether or not they are cached."""
         self._waiting: RequestState | None = None
         """The request that is chosen, and not scheduled yet."""
 
-    def arrived(self, request_id: str) -> None:
-        """Note that vLLM has a request, whether or not it is cached."""
-        self._present.add(request_id)
-
     def left(self, request_id: str, state: RequestState | None) -> None:
         """Note that a request has ended."""
-        self._present.discard(request_id)
+        self.present.discard(request_id)
         if state is not None:
             self.end(state)
 
@@ -66,19 +62,16 @@ class ShadowVerification:
         self._due -= 1.0
         self._waiting = state
         state.verify.ticket, state.verify.dtype = self._lookups.take(state), self._dtype
-        self._stats.add("verified_tokens", state.lookup.hit.tokens)
-        logger.info(
-            "request %s: computing %d tokens that are stored, to verify them",
-            state.request.request_id,
-            state.lookup.hit.tokens,
-        )
+        name, tokens = state.request.request_id, state.lookup.hit.tokens
+        self._stats.add("verified_tokens", tokens)
+        logger.info("request %s: computing %d tokens that are stored, to verify them", name, tokens)
         return NOTHING
 
     def _chooses(self, state: RequestState) -> bool:
         hit, request = state.lookup.hit, state.request
         return (
             self._due >= 1.0
-            and self._present == {request.request_id}
+            and self.present == {request.request_id}
             and request.num_tokens <= MAX_TOKENS
             and hit.chunks > (hit.last_tokens > 0)  # Another prompt's chunk is not computed.
             and state.stores
