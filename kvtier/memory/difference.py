@@ -49,7 +49,7 @@ def difference(
     """Compare the payloads of two objects of the chunk in ``header``. Return ``None`` if they are equal.
 
     Only pages that are full of tokens: the rest of the last one is what its block held before. ``dtype``: of
-    the values. For a worker thread: blocks for about 0.1 ms per MiB, or 10 ms if they are not equal. Raises
+    the values. For a worker thread: blocks for about 0.1 ms per MiB, or 1.5 ms if they are not equal. Raises
     :class:`ImportError` without numpy, unless all bytes are equal.
     """
     if header.checksum(first) == header.checksum(second):
