@@ -143,6 +143,8 @@ class Lookups:
         waits = settings.prefetch.policy == "wait"
         self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
         self._reports = RequestReports(stats)
+        self._explains = 0
+        """The cache process that explanations are awaited from."""
         self._throughput = Throughput()
         """How fast the engine computes prompts, under the load that it has."""
         self._warn = RateLimitedLog(logger)
@@ -224,12 +226,14 @@ class Lookups:
         wait = 0.0 if progress.waited else wait
         progress.waited = True
         lookup = self._bridge.found(progress.ticket, wait)
+        progress.local_tokens, progress.unanswered = local_tokens, MissReason.NOT_LOOKED_UP
         if lookup is None:
             progress.ticket = None
             return NOTHING
         if not self._bridge.responsive:
             self.cancel(state)
             return NOTHING
+        progress.unanswered = None
         progress.located = max(progress.located, lookup.known)
         # Chunks in flight are loaded as they arrive, once there is something to load.
         begins = lookup.located and len(lookup.leases) > local_tokens // self._layout.chunk_tokens
@@ -243,8 +247,9 @@ class Lookups:
                 lookup.found.fetching,
             )
             self.cancel(state)
+            progress.unanswered = MissReason.TOO_LATE
             return NOTHING
-        progress.local_tokens, progress.branch = local_tokens, lookup.found.held
+        progress.branch = lookup.found.held
         progress.hit = hit_of(lookup, state, self._layout)
         tokens = reported_tokens(progress.hit, state, self._layout, whole_blocks=self._whole_blocks)
         return (tokens - local_tokens, True) if tokens > local_tokens else NOTHING
@@ -306,6 +311,7 @@ class Lookups:
         if progress.reported or request.num_preemptions or state.hints.canary is not None:
             return
         progress.reported = True
+        reason = reason or progress.unanswered
         if not progress.asked:
             reason = reason or self._why_not_asked(state)
         tokens, local = int(request.num_prompt_tokens), progress.local_tokens
@@ -329,7 +335,11 @@ class Lookups:
         self._reports.add(outcome, {}, awaited=False)
 
     def take_explained(self) -> None:
-        """Log the requests whose misses were explained since the last step."""
+        """Log the requests whose misses were explained since the last step, or will never be."""
+        if self._bridge.epoch != self._explains:
+            if self._explains:
+                self._reports.lost()
+            self._explains = self._bridge.epoch
         for explained in self._bridge.take_explained():
             self._reports.explain(explained)
 

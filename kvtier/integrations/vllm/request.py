@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.misses import MissReason
 from kvtier.integrations.vllm.hints import NO_HINTS, Hints, hints_for_chunks
 from kvtier.integrations.vllm.plain import plain, text
 from kvtier.integrations.vllm.traces import UNTRACED, Trace
@@ -84,6 +85,8 @@ class LookupProgress:
     """Whether a load has failed: the request is then computed without further attempts."""
     asked: int = 0
     """The number of its first lookup, for :class:`Outcome`; 0 before that."""
+    unanswered: MissReason | None = None
+    """Why its last lookup ended without an answer in time."""
     reported: bool = False
     """Whether what became of the request was reported."""
     computing_since: float | None = None

@@ -49,6 +49,13 @@ class RequestReports:
         if len(self._explained) > MAX_AWAITED:
             del self._explained[next(iter(self._explained))]
 
+    def lost(self) -> None:
+        """Report all requests that wait for an explanation, as those who could give it are gone."""
+        for awaited in self._outcomes.values():
+            self._report(*awaited, [])
+        self._outcomes.clear()
+        self._explained.clear()
+
     def _report(self, outcome: Outcome, hits: Mapping[str, int], misses: Sequence[Miss]) -> None:
         for miss in misses:
             self._stats.add("miss_tokens", miss.tokens, miss.reason)
