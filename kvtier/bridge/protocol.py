@@ -16,7 +16,7 @@ Sequence::
       ◄──────── Found(more leases, fetching=0)  when all of them have arrived, or at the deadline
       Reserve(runs) ──────────────────────►     at most once per step, for all scheduled requests
       ◄──────────────────── Reserved(leases)
-      ◄──────────── Explained(ticket, misses)   after the final answer, if not all was found
+      ◄──────────── Explained(ticket, misses)   after the final answer
       Cancel(ticket) ─────────────────────►     after the workers have loaded, or if nothing is loaded
       Outcome(ticket, tokens) ────────────►     once it is known what the request has computed
       UseWeights(namespace) ──────────────►     when the weights have changed, or may have changed
@@ -172,7 +172,7 @@ class Lookup(Request, frozen=True, array_like=True, tag=10):
     repeated: bool = False
     """Whether the engine has looked up this request before: it still waits, or was preempted."""
     described: RequestInfo | None = None
-    """With it, an :class:`Explained` follows if chunks are missing. The engine sends an :class:`Outcome`."""
+    """With it, an :class:`Explained` follows the answer. The engine sends an :class:`Outcome`."""
     canary: str = ""
     """For a canary: the tier that its chunks are read from, if that holds them. See :class:`Query`."""
     trace: bytes = b""

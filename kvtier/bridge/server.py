@@ -351,7 +351,7 @@ class Connection:
             self._explain(engine, request, found)
 
     def _explain(self, engine: EngineSession, request: protocol.Lookup, found: FoundPrefix) -> None:
-        """Send why chunks are missing. To know takes longer than to find the others, which do not wait."""
+        """Send why chunks are missing, if any. That takes longer than to find others, which do not wait."""
         if found.whole < len(found.query.keys):
             self._endpoint.uncork()
         explained = engine.explain(request, found, self._server.requests)

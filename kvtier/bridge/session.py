@@ -240,7 +240,7 @@ class EngineSession:
         return found
 
     def explain(self, request: LookupRequest, found: FoundPrefix, log: RequestLog) -> Explained | None:
-        """Return why chunks of a settled lookup are missing; ``None`` if none is, or nobody has asked."""
+        """Return why chunks of a settled lookup are missing, if any; ``None`` if nobody has asked."""
         asked, described = self._asked.get(request.ticket), request.described
         if asked is None or described is None:
             return None
@@ -259,7 +259,7 @@ class EngineSession:
                         parent, miss.position, miss.tokens, seconds, again=miss.field == AGAIN
                     )
                     break
-        return Explained(request.ticket, asked.begins, misses) if misses else None
+        return Explained(request.ticket, asked.begins, misses)
 
     def _or_image(self, miss: Miss, images: Sequence[tuple[int, int]]) -> Miss:
         """Return a miss, with the image as its reason if the prompt parts from what is stored within one."""

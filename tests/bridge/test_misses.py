@@ -60,7 +60,8 @@ def misses(
     answer, found = engine.look_up(request)
     explained = engine.explain(request, found, log or RequestLog(10, Counter()))
     engine.reads.release(answer.leases)
-    return (len(tokens), []) if explained is None else (explained.begins, explained.misses)
+    assert explained is not None
+    return explained.begins, explained.misses
 
 
 def reasons(found: tuple[int, list[Miss]]) -> list[tuple[MissReason, int]]:

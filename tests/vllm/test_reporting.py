@@ -59,7 +59,10 @@ def test_metrics_and_log(llama: Path, cache: CacheProcess, start: StartEngine) -
     }
     assert metrics["kvtier_load_seconds_total"] > 0
     assert metrics["kvtier_store_seconds_total"] > 0
-    assert re.search(rf"{tokens} of {LENGTH} tokens hit \(ram {tokens}\)", log)
+    rest = f"missed: {LENGTH - tokens} shorter_than_a_block"
+    assert re.search(
+        rf"{tokens} of {LENGTH} tokens hit \(ram {tokens}\), 0 more in vLLM's own cache; {rest}", log
+    )
     assert re.search(rf"stored {tokens} tokens for request \S+ in [\d.]+ ms \([\d.]+ GB/s\)", log)
 
 

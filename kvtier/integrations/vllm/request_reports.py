@@ -33,8 +33,6 @@ class RequestReports:
             self._report(outcome, hits, [Miss(reason, missed)] if reason is not None and missed else [])
         elif (explained := self._explained.pop(outcome.ticket, None)) is not None:
             self._report(outcome, hits, behind(outcome, explained))
-        elif outcome.used_tokens >= outcome.tokens - 1:
-            self._report(outcome, hits, [])
         else:
             self._outcomes[outcome.ticket] = outcome, hits
             if len(self._outcomes) > MAX_AWAITED:

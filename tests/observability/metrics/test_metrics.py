@@ -156,7 +156,7 @@ async def test_every_series_exists_from_the_start(scraped: ScrapedCache) -> None
 async def test_number_of_series_is_independent_of_chunks(scraped: ScrapedCache) -> None:
     await scraped.store(TOKENS)
     text = (await scraped.client.get("/metrics")).text
-    assert len(text.splitlines()) < 300
+    assert len(text.splitlines()) < 400
     assert not [key for key in scraped.model.keys(TOKENS) if key.hex()[:8] in text]
 
 
