@@ -123,7 +123,7 @@ class Bridge:
         self.started: list[tuple[str, int, int]] = []
         self.ended: list[tuple[int, bool]] = []
 
-    def transfer_kv(self, to: str, root: bytes, keys: list[bytes], tokens: int) -> int:
+    def transfer_kv(self, to: str, root: bytes, keys: list[bytes], tokens: int, trace: bytes = b"") -> int:
         self.started.append((to, len(keys), tokens))
         return len(self.started)
 

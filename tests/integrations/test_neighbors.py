@@ -74,8 +74,10 @@ class Sent(Bridge):
         prompt = *expected, query.hints, root, marks, query.compute_seconds, query.repeated, described
         return self._send(protocol.Lookup(1, join_keys(query.keys), query.tokens, *prompt))
 
-    def transfer_kv(self, to: str, root: ChunkKey, keys: Sequence[ChunkKey], tokens: int) -> int:
-        return self._send(protocol.KVTransfer(2, to, root, join_keys(keys), tokens))
+    def transfer_kv(
+        self, to: str, root: ChunkKey, keys: Sequence[ChunkKey], tokens: int, trace: bytes = b""
+    ) -> int:
+        return self._send(protocol.KVTransfer(2, to, root, join_keys(keys), tokens, trace))
 
     def _send(self, message: Any) -> int:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message)) == message
