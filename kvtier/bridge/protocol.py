@@ -74,6 +74,9 @@ MAX_RESERVED_CHUNKS = 32_768
 MAX_WATCHED_CHUNKS = 262_144
 """Maximum number of chunks that a scheduler watches."""
 
+MAX_WHY_REQUESTS = 10_000
+"""Maximum number of requests in one :class:`WhyAnswer`, which takes 1 KiB for each."""
+
 STAGING = "staging"
 """Name and type of the engine's staging buffer, which :class:`Welcome` lists as a tier after the others."""
 

@@ -263,6 +263,8 @@ class Connection:
                 enabled = self._server.cache.settings.whatif.enabled
                 self.send(protocol.WhatIfAnswer(message.ticket, enabled, self._server.instance.what_if()))
             case protocol.Why():
+                if not 0 <= message.last <= protocol.MAX_WHY_REQUESTS:
+                    raise ProtocolError(f"{message.last} requests, at most {protocol.MAX_WHY_REQUESTS}")
                 report = self._server.requests.report(message.request, message.last)
                 self.send(protocol.WhyAnswer(message.ticket, report))
             case protocol.WhyPrompt():
@@ -286,9 +288,12 @@ class Connection:
         """Yield what is held of a prompt for each model."""
         for model in self._server.instance.served.models:
             if not message.model or message.model in model.names:
-                hits, misses = self._server.cache.explain_prompt(
-                    model.namespace, model.layout, message.tokens, message.salt
-                )
+                try:
+                    hits, misses = self._server.cache.explain_prompt(
+                        model.namespace, model.layout, message.tokens, message.salt
+                    )
+                except (OverflowError, UnicodeEncodeError) as error:
+                    raise ProtocolError(f"a token is at most 4294967295, a salt is text: {error}") from error
                 yield PromptReport(model.names[0], len(message.tokens), hits, misses)
 
     def _watch(self, message: protocol.Watch) -> None:

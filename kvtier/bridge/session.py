@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from kvtier.peers.staging.buffers import EngineStaging, Staging
 
 NO_LEASE = 0
+MAX_ASKED = 4096
+"""Lookups of an engine whose outcome is awaited. Requests that are cancelled before they run have none."""
 MIN_LENGTHS = 200
 """Prompts to look at before their typical length is known."""
 
@@ -130,6 +132,8 @@ class EngineSession:
         if request.described is not None and not request.repeated:
             asked = Asked(request.described.id, self.layout.chunk_tokens, time.monotonic())
             self._asked[request.ticket] = asked
+            if len(self._asked) > MAX_ASKED:
+                del self._asked[next(iter(self._asked))]
         answer = self._grant(ticket, found, fetching=found.in_flight)
         if answer.fetching:
             ticket.pending = found

@@ -30,7 +30,7 @@ def why(
         str,
         typer.Argument(help="Only requests whose id contains this, such as the `id` of vLLM's answer."),
     ] = "",
-    last: Annotated[int, typer.Option(min=1, help="How many of the last requests to show.")] = 20,
+    last: Annotated[int, typer.Option(min=1, max=10_000, help="How many of the last requests to show.")] = 20,
     prompt_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Show instead what is held of the prompt in this file now."),

@@ -32,7 +32,7 @@ class Watched:
         self.engine, self.cache = engine, cache
 
     def reports(self) -> list[Any]:
-        return client.why(self.cache.socket, last=1_000_000).requests
+        return client.why(self.cache.socket, last=10_000).requests
 
     def generate(self, tokens: list[int], **options: Any) -> Reasons:
         """Run a request; return its missed tokens by reason, which all three agree on."""
