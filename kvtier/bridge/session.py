@@ -258,10 +258,10 @@ class EngineSession:
             for miss in misses:
                 if miss.reason is MissReason.DIVERGES:
                     parent = query.keys[miss.position // chunk - 1] if miss.position >= chunk else root
-                    seconds = query.compute_seconds * miss.tokens / max(1, query.tokens)
-                    log.breakers.parted(
-                        parent, miss.position, miss.tokens, seconds, again=miss.field == AGAIN
-                    )
+                    # What is before the position may be a hit in part.
+                    behind = query.tokens - miss.position
+                    seconds, again = query.compute_seconds * behind / query.tokens, miss.field == AGAIN
+                    log.breakers.parted(parent, miss.position, behind, seconds, again=again)
                     break
         return Explained(request.ticket, asked.begins, misses)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -85,7 +86,7 @@ def _tokens(
         try:
             return [int(token) for token in token_ids.replace(",", " ").split()]
         except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--token-ids") from error
+            raise typer.BadParameter("token ids are integers", param_hint="--token-ids") from error
     from kvtier.bridge import client
     from kvtier.fleet.member.tokenizer import load
     from kvtier.fleet.member.tokenizer import token_ids as ids_of
@@ -103,6 +104,8 @@ def _tokens(
             "no connected engine has reported a tokenizer for it: use --token-ids", param_hint=option
         )
     try:
+        # It says that it has no PyTorch, which tokenizers do not need.
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         text = file.read_text()
         tokenizer = load(sources[0])
         if prompt_file is not None:
@@ -149,14 +152,13 @@ def _show(reports: Sequence[RequestReport]) -> None:
 
 def sentence_of(breaker: Breaker) -> str:
     """Return what a prefix breaker costs, in a sentence."""
-    parted, again = breaker.parted / breaker.passed, breaker.again / breaker.parted
+    parted = breaker.parted / breaker.passed
+    again = f"; {breaker.again / breaker.parted:.0%} of these go on with the same text" * (breaker.again > 0)
     costs = f"{breaker.tokens_per_day:,.0f} tokens a day"
     if breaker.seconds_per_day:
         costs += f", {breaker.seconds_per_day / 60:,.0f} minutes of prefill"
-    return (
-        f"{parted:.0%} of {breaker.passed:,} prompts that begin alike part at token {breaker.position:,}; "
-        f"{again:.0%} of these go on with the same text: {costs}."
-    )
+    alike = f"{breaker.passed:,} prompts that begin alike"
+    return f"{parted:.0%} of {alike} part at token {breaker.position:,}{again}: {costs}."
 
 
 def _table(reports: Sequence[RequestReport]) -> Table:

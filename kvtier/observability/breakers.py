@@ -22,6 +22,8 @@ CANDIDATES = 16
 MIN_PARTED = 3
 """Fewer prompts have not shown a pattern."""
 DAY_SECONDS = 86_400.0
+MIN_SECONDS = 3600.0
+"""A rate of less is no rate: what was counted counts as that of an hour until then."""
 
 
 class Breaker(msgspec.Struct, frozen=True):
@@ -111,7 +113,7 @@ class Breakers:
         for parent, position in self._order:
             place = self._places[parent][position]
             if place.parted >= MIN_PARTED:
-                days = max(now - place.since, 1.0) / DAY_SECONDS
+                days = max(now - place.since, MIN_SECONDS) / DAY_SECONDS
                 passed, costs = max(place.passed, place.parted), (place.tokens / days, place.seconds / days)
                 found.append(Breaker(position, place.parted, passed, place.again, *costs))
         return sorted(found, key=lambda breaker: breaker.tokens_per_day, reverse=True)[:count]

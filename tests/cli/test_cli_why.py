@@ -57,6 +57,12 @@ def test_where_prompts_part() -> None:
     )
 
 
+def test_what_cannot_be_seen_is_not_said() -> None:
+    """Blocks may be too long to see the same text again within a chunk."""
+    text = sentence_of(Breaker(384, 3, 3, 0, 70_000.0, 0.0))
+    assert text == "100% of 3 prompts that begin alike part at token 384: 70,000 tokens a day."
+
+
 def test_text_of_a_miss_names_what_is_known() -> None:
     evicted = Miss(MissReason.EVICTED, 50, "ram", seconds=40.0, ago=12.0)
     assert text_of(evicted) == "50 evicted (from ram, after 40 s, 12 s ago)"
