@@ -37,6 +37,7 @@ FILTER_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x
 FILTER_CHUNKS = FILTER_BITS // 10
 """Of a filter. There are two: then 2 % of the chunks that were never stored count as unknown at most."""
 _PLACE = Struct(f"<QQ{KEY_BYTES - 16}x")
+_BUCKET = Struct(f"={WAYS}Q")
 _MINUTES_FROM = 1 << 15
 
 
@@ -83,18 +84,18 @@ class GoneChunks:
         """
         if not self._buckets:
             return
-        tags, facts, now = self._tags, self._facts, self.now()
+        tags, facts, now, bucket = self._tags, self._facts, self.now(), _BUCKET.unpack_from
         fact = now << 32 | tier << 8 | _NUMBERS[reason]
         for key, then in zip(keys, since or repeat(now), strict=False):
             tag, place = _PLACE.unpack(key)
             at = place % self._buckets * WAYS
-            known = tags[at : at + WAYS].tolist()
+            known = bucket(tags, at * 8)
             if tag in known:
                 at += known.index(tag)
                 if reason is MissReason.STORE_FAILED and since and facts[at] >> 32 >= then:
                     continue
             else:
-                ages = facts[at : at + WAYS].tolist()
+                ages = bucket(facts, at * 8)
                 oldest = min(ages)
                 at += ages.index(oldest)
                 if oldest:
@@ -107,7 +108,7 @@ class GoneChunks:
             return None
         tag, place = _PLACE.unpack(key)
         at = place % self._buckets * WAYS
-        known = self._tags[at : at + WAYS].tolist()
+        known = _BUCKET.unpack_from(self._tags, at * 8)
         if tag in known and (fact := self._facts[at + known.index(tag)]):
             return _unpack(fact, self.now())
         return Gone(MissReason.UNKNOWN) if self._is_forgotten(tag) else None
