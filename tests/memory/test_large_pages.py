@@ -98,7 +98,7 @@ def test_settle_converts_memory_that_is_already_leased() -> None:
         arena.large_pages = LargePages(arena.fd, arena.capacity)
         arena.settle()
         assert bytes(lease.view[:4096]) == bytes(range(256)) * 16
-        assert min(sizes_in_maps("ShmemPmdMapped")) > 0
+        assert min(large_sizes(arena)) > 0
         lease.release()
 
 
@@ -113,7 +113,7 @@ def test_leased_memory_is_mapped_with_large_pages() -> None:
         with closing(ArenaMap(os.dup(arena.fd), arena.capacity)) as engine:
             engine.view(0, 1)[0] = 1
             # In both mappings: the addresses are aligned for large pages.
-            assert min(sizes_in_maps("ShmemPmdMapped")) > 0
+            assert min(large_sizes(arena)) > 0
         lease.release()
 
 
@@ -265,12 +265,12 @@ def test_descriptors_above_1023_are_polled() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def sizes_in_maps(field: str) -> list[int]:
-    """Return a size field of /proc/self/smaps for each arena mapping of this process."""
-    sizes, is_arena = [], False
+def large_sizes(arena: Arena) -> list[int]:
+    """Return how many bytes each mapping of an arena in this process maps with large pages."""
+    inode, sizes, is_arena = str(os.fstat(arena.fd).st_ino), [], False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            is_arena = "memfd:kvtier-arena" in line
-        elif is_arena and line.startswith(f"{field}:"):
+            is_arena = line.split()[4] == inode
+        elif is_arena and line.startswith("ShmemPmdMapped:"):
             sizes.append(int(line.split()[1]) * 1024)
     return sizes
