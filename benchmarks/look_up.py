@@ -37,7 +37,7 @@ from benchmarks.cache_process import serving
 from benchmarks.common import confirm, parse, reserve, show
 from kvtier.bridge import protocol
 from kvtier.bridge.client import LookupState, SchedulerBridge, WorkerBridge, status
-from kvtier.bridge.protocol import Hello
+from kvtier.bridge.protocol import Hello, RequestInfo
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, block_hashes, chunk_keys, encode_tokens, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
@@ -107,9 +107,17 @@ def measure(
     def socket_only() -> LookupState:
         return look_up(scheduler, keys)
 
+    def explained() -> LookupState:
+        return look_up(scheduler, keys, described=RequestInfo())
+
     def release(found: LookupState) -> None:
         assert len(found.leases) == len(keys)
         scheduler.cancel(found.call.ticket)
+
+    def report(found: LookupState) -> None:
+        release(found)
+        hits = {"ram": len(tokens)}
+        scheduler.end(protocol.Outcome(found.call.ticket, "request", len(tokens), 0, hits))
 
     def pause(found: LookupState) -> None:
         release(found)
@@ -149,6 +157,7 @@ def measure(
             timed("  hashing of chunks only", lambda: chunk_keys(ROOT, encoded, CHUNK_TOKENS), runs),
             timed("  hashing of blocks only", lambda: block_hashes(encoded, BLOCK_TOKENS), runs),
             timed("  socket only", socket_only, runs, release, cache),
+            timed("  the same, explained and reported", explained, runs, report, cache),
             timed("limit: plain round trip of as many bytes", lambda: round_trip(question), runs),
             timed("lookup of an unknown prompt", look_up_unknown, runs),
             timed("reserve and abandon all chunks", reserve_and_abandon, runs),
@@ -176,10 +185,15 @@ def store_all(scheduler: SchedulerBridge, worker: WorkerBridge, keys: Sequence[C
     scheduler.cancel(found.call.ticket)
 
 
-def look_up(scheduler: SchedulerBridge, keys: Sequence[ChunkKey], block_tags: bytes = b"") -> LookupState:
+def look_up(
+    scheduler: SchedulerBridge,
+    keys: Sequence[ChunkKey],
+    block_tags: bytes = b"",
+    described: RequestInfo | None = None,
+) -> LookupState:
     """Look up the keys; return what has been granted, which the caller cancels."""
     prompt = PromptTags(ROOT, block_tags, BLOCKS) if block_tags else None
-    ticket = scheduler.look_up(Query(keys, len(keys) * CHUNK_TOKENS, block_tags=prompt))
+    ticket = scheduler.look_up(Query(keys, len(keys) * CHUNK_TOKENS, block_tags=prompt), described)
     assert ticket is not None
     lookup = scheduler.found(ticket, wait=5)
     assert lookup is not None

@@ -58,7 +58,7 @@ from typing import Literal
 import msgspec
 
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.misses import Miss, MissReason
+from kvtier.catalog.misses import Miss, MissReason, misses_behind
 from kvtier.fleet.member.served_models import EngineModel
 from kvtier.memory.layout import ChunkLayout
 from kvtier.observability.requests import PromptReport, WhyReport
@@ -143,9 +143,8 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
 
 
 class RequestInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What a lookup is for, to tell later what became of it."""
+    """What a prompt consists of besides tokens."""
 
-    id: str
     adapter: str = ""
     """The name of its adapter."""
     images: list[tuple[int, int]] = msgspec.field(default_factory=list)
@@ -195,15 +194,29 @@ class Outcome(Message, frozen=True, array_like=True, tag=39):
 
     ticket: int
     """Of its lookup; 0 if there was none."""
+    request: str
+    """Its id."""
     tokens: int
     engine_tokens: int
     """Tokens that the engine's own cache held."""
-    used_tokens: int
-    """Tokens that were not computed, including those."""
+    hits: dict[str, int] = msgspec.field(default_factory=dict)
+    """Tokens that were loaded, by tier."""
     reason: MissReason | None = None
     """Why none was loaded from here, if the cache process cannot know."""
-    request: str = ""
-    """Its id, if there was no lookup."""
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens that were not computed."""
+        return min(self.engine_tokens + sum(self.hits.values()), self.tokens)
+
+    def misses(self, explained: Explained | None) -> list[Miss]:
+        """Return why the tokens that were computed were not a hit."""
+        if self.reason is not None:
+            missed = self.tokens - self.used_tokens
+            return [Miss(self.reason, missed)] if missed else []
+        if explained is None:
+            return []
+        return misses_behind(explained.misses, explained.begins, self.used_tokens, self.tokens)
 
 
 class Found(Reply, frozen=True, array_like=True, tag=11):

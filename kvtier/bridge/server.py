@@ -213,7 +213,7 @@ class Connection:
                 self.send(answer)
                 if answer.fetching:
                     self._tasks.start_soon(self._send_fetched, engine, message, found)
-                else:
+                elif message.described is not None:
                     self._explain(engine, message, found)
             case protocol.Outcome():
                 engine.end(message, self._server.requests)

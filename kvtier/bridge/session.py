@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,6 @@ from msgspec import structs
 from kvtier.bridge.leases import PendingWrites, ReadLeases, Ticket
 from kvtier.bridge.protocol import (
     MAX_RESERVED_CHUNKS,
-    STAGING,
     Explained,
     Found,
     Hello,
@@ -34,7 +34,7 @@ from kvtier.logs import Finding
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, ChunkKey, split_keys
 from kvtier.memory.layout import STATE_TOKENS
-from kvtier.observability.requests import Asked, RequestLog
+from kvtier.observability.requests import RequestLog, RequestReport
 from kvtier.pipeline.found import FoundPrefix, Ready
 from kvtier.pipeline.query import Expected, Query
 from kvtier.pipeline.verify import Recomputation
@@ -51,6 +51,14 @@ MAX_ASKED = 4096
 """Lookups of an engine whose outcome is awaited. Requests that are cancelled before they run have none."""
 MIN_LENGTHS = 200
 """Prompts to look at before their typical length is known."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A lookup whose outcome is not known yet."""
+
+    began_at: float
+    explained: Explained | None = None
 
 
 class EngineSession:
@@ -84,7 +92,7 @@ class EngineSession:
         self._recorder = recorder
         self.reads = ReadLeases(numbers)
         self.writes = PendingWrites(cache, hello.layout.ranks)
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, _Asked] = {}
         """Lookups whose outcome is awaited, by ticket."""
         self.absent_ranks: set[int] = set()
         """Ranks that have left and not returned. They never fill what is reserved meanwhile."""
@@ -130,8 +138,7 @@ class EngineSession:
             found = self._cache.look_up(query, expected, staged=self._buffers)
         ticket = self.reads.begin(request.ticket)
         if request.described is not None and not request.repeated:
-            asked = Asked(request.described.id, self.layout.chunk_tokens, time.monotonic())
-            self._asked[request.ticket] = asked
+            self._asked[request.ticket] = _Asked(time.monotonic())
             if len(self._asked) > MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
         answer = self._grant(ticket, found, fetching=found.in_flight)
@@ -236,9 +243,6 @@ class EngineSession:
             found.offsets.extend(chunks.leases.offsets)
             sources = chunks.sources
             found.sources.extend(sources if chunks.staged is None else repeat(staging_source, len(sources)))
-        if (asked := self._asked.get(ticket.number)) is not None:
-            names = [tier.name for tier in self._cache.tiers] + [STAGING]
-            asked.sources += [names[source] for source in found.sources]
         if not fetching:
             self.reads.forget_if_empty(ticket)
         return found
@@ -249,9 +253,9 @@ class EngineSession:
         if asked is None or described is None:
             return None
         chunk, query = self.layout.chunk_tokens, found.query
-        asked.begins = found.whole * chunk
         misses = self._cache.explain(found, self.namespace, described.adapter)
-        asked.misses = misses = [self._or_image(miss, described.images) for miss in misses]
+        misses = [self._or_image(miss, described.images) for miss in misses]
+        asked.explained = Explained(request.ticket, found.whole * chunk, misses)
         if query.block_tags is not None:
             root = query.block_tags.root
             log.breakers.passed(root, query.keys)
@@ -263,7 +267,7 @@ class EngineSession:
                     seconds, again = query.compute_seconds * behind / query.tokens, miss.field == AGAIN
                     log.breakers.parted(parent, miss.position, behind, seconds, again=again)
                     break
-        return Explained(request.ticket, asked.begins, misses)
+        return asked.explained
 
     def _or_image(self, miss: Miss, images: Sequence[tuple[int, int]]) -> Miss:
         """Return a miss, with the image as its reason if the prompt parts from what is stored within one."""
@@ -276,13 +280,20 @@ class EngineSession:
 
     def end(self, outcome: Outcome, log: RequestLog) -> None:
         """Report what became of a request."""
-        asked = self._asked.pop(outcome.ticket, None)
-        if asked is None and not outcome.request:
-            return  # It was looked up before, or by a former connection.
-        if asked is None:
-            asked = Asked(outcome.request, self.layout.chunk_tokens, time.monotonic())
-        tokens, used = max(0, outcome.tokens), max(0, outcome.used_tokens)
-        log.add(self.name, asked, tokens, outcome.engine_tokens, used, outcome.reason)
+        asked = self._asked.pop(outcome.ticket, None) or _Asked(time.monotonic())
+        waited, misses = time.monotonic() - asked.began_at, outcome.misses(asked.explained)
+        log.add(
+            RequestReport(
+                time.time(),
+                outcome.request,
+                self.name,
+                outcome.tokens,
+                outcome.engine_tokens,
+                outcome.hits,
+                misses,
+                waited,
+            )
+        )
 
     def _with_block_hashes(self, found: Found, ready: Sequence[Ready]) -> Found:
         """Add the block hashes of the last chunk, which the engine may use in part; none if it is corrupt."""

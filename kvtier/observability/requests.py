@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 import msgspec
 
-from kvtier.catalog.misses import Miss, MissReason, misses_behind
+from kvtier.catalog.misses import Miss
 from kvtier.observability.breakers import Breaker, Breakers
 
 
@@ -51,19 +48,6 @@ class WhyReport(msgspec.Struct, frozen=True):
     """Where prompts part, the most expensive place first."""
 
 
-@dataclass(slots=True)
-class Asked:
-    """A lookup whose outcome is not known yet."""
-
-    request: str
-    chunk_tokens: int
-    began_at: float
-    sources: list[str] = field(default_factory=list)
-    """The tier of each chunk that was found, in prefix order."""
-    begins: int = 0
-    misses: Sequence[Miss] = ()
-
-
 class RequestLog:
     """Keeps the last reports, and counts the tokens of all. Confined to one event loop."""
 
@@ -74,31 +58,11 @@ class RequestLog:
         self.breakers = Breakers()
         """Where prompts part."""
 
-    def add(
-        self,
-        engine: str,
-        asked: Asked,
-        tokens: int,
-        engine_tokens: int,
-        used: int,
-        reason: MissReason | None,
-    ) -> None:
-        """Report a request, of whose ``tokens`` the first ``used`` were not computed."""
-        hits: dict[str, int] = {}
-        for chunk, tier in enumerate(asked.sources):
-            start = max(chunk * asked.chunk_tokens, engine_tokens)
-            if (count := min((chunk + 1) * asked.chunk_tokens, used) - start) > 0:
-                hits[tier] = hits.get(tier, 0) + count
-        if reason is not None:
-            misses = [Miss(reason, tokens - used)] if tokens > used else []
-        else:
-            misses = misses_behind(asked.misses, asked.begins, used, tokens)
-        for miss in misses:
+    def add(self, report: RequestReport) -> None:
+        """Keep a report, and count its misses."""
+        for miss in report.misses:
             self._counts[f"miss_tokens_{miss.reason}"] += miss.tokens
-        waited = time.monotonic() - asked.began_at
-        self._last.append(
-            RequestReport(time.time(), asked.request, engine, tokens, engine_tokens, hits, misses, waited)
-        )
+        self._last.append(report)
 
     def report(self, request: str, last: int) -> WhyReport:
         """Return the ``last`` reports of requests whose id contains ``request``, and where prompts part.

@@ -46,8 +46,9 @@ async def test_requests_without_an_outcome_are_forgotten() -> None:
     async with engine_of(LAYOUT) as (engine, cache):
         log = RequestLog(10, cache.counts)
         for ticket in range(1, MAX_ASKED + 100):
-            info = RequestInfo(f"r{ticket}")
-            engine.look_up(Lookup(ticket, join_keys(KEYS[:1]), CHUNK_TOKENS, described=info))
+            request = Lookup(ticket, join_keys(KEYS[:1]), CHUNK_TOKENS, described=RequestInfo())
+            _, found = engine.look_up(request)
+            engine.explain(request, found, log)
         for ticket in (1, MAX_ASKED + 99):
-            engine.end(Outcome(ticket, CHUNK_TOKENS, 0, 0), log)
-        assert [report.request for report in log.report("", 10).requests] == [f"r{MAX_ASKED + 99}"]
+            engine.end(Outcome(ticket, f"r{ticket}", CHUNK_TOKENS, 0), log)
+        assert [bool(report.misses) for report in log.report("", 10).requests] == [True, False]

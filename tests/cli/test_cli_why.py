@@ -31,9 +31,9 @@ def test_last_requests_with_what_to_do(kvtier: Kvtier, tmp_path: Path) -> None:
         assert empty.output == "The cache process has seen no request since it started.\n"
         scheduler, worker = store(running.socket, KEYS[:4])
         tokens = 8 * CHUNK_TOKENS
-        ticket = scheduler.look_up(Query(KEYS[:8], tokens), RequestInfo("cmpl-[red]1"))
+        ticket = scheduler.look_up(Query(KEYS[:8], tokens), RequestInfo())
         assert ticket is not None
-        scheduler.end(Outcome(ticket, tokens, 0, tokens // 2, None, "cmpl-[red]1"))
+        scheduler.end(Outcome(ticket, "cmpl-[red]1", tokens, 0, {"ram": tokens // 2}))
         wait_until(lambda: bool(client.why(running.socket).requests))
         output = kvtier("why", "--config", running.config).output
         assert f"ram {tokens // 2}" in output

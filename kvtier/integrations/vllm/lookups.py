@@ -98,7 +98,7 @@ def described(request: Request) -> RequestInfo:
     adapter = "" if request.lora_request is None else text(request.lora_request.lora_name)
     places = [feature.mm_position for feature in request.mm_features[:MAX_IMAGES]]
     images = [(place.offset, place.length) for place in places]
-    return RequestInfo(id_of(request), adapter[:MAX_NAME], images)
+    return RequestInfo(adapter[:MAX_NAME], images)
 
 
 def id_of(request: Request) -> str:
@@ -302,7 +302,7 @@ class Lookups:
             if tokens > 0:
                 progress.hits_by_tier[tier] = progress.hits_by_tier.get(tier, 0) + tokens
 
-    def report(self, state: RequestState, loaded: int, reason: MissReason | None = None) -> None:
+    def report(self, state: RequestState, reason: MissReason | None = None, *, loaded: bool = False) -> None:
         """Report what became of a request, once it is known what it loads; see :class:`RequestReports`.
 
         ``reason``: why it has loaded nothing, if the cache process cannot know.
@@ -314,13 +314,10 @@ class Lookups:
         reason = reason or progress.unanswered
         if not progress.asked:
             reason = reason or self._why_not_asked(state)
-        tokens, local = int(request.num_prompt_tokens), progress.local_tokens
-        outcome = Outcome(progress.asked, tokens, local, min(local + loaded, tokens), reason, id_of(request))
-        self._bridge.end(outcome)
         if reason is not None or not loaded:
             progress.hits_by_tier = {}
         hits = {tier: count for (tier, _), count in progress.hits_by_tier.items()}
-        self._reports.add(outcome, hits, awaited=reason is None)
+        self._end(request, progress.asked, progress.local_tokens, hits, reason)
 
     def note_local(self, state: RequestState, local_tokens: int) -> None:
         """Note what vLLM's own cache holds of a request that was not looked up."""
@@ -328,11 +325,14 @@ class Lookups:
 
     def skip(self, request: Request, local_tokens: int) -> None:
         """Report a request that does not use the cache."""
-        tokens = int(request.num_prompt_tokens)
-        reason = MissReason.DISABLED_BY_REQUEST
-        outcome = Outcome(0, tokens, local_tokens, local_tokens, reason, id_of(request))
+        self._end(request, 0, local_tokens, {}, MissReason.DISABLED_BY_REQUEST)
+
+    def _end(
+        self, request: Request, asked: int, local: int, hits: dict[str, int], reason: MissReason | None
+    ) -> None:
+        outcome = Outcome(asked, id_of(request), int(request.num_prompt_tokens), local, hits, reason)
         self._bridge.end(outcome)
-        self._reports.add(outcome, {}, awaited=False)
+        self._reports.add(outcome)
 
     def take_explained(self) -> None:
         """Log the requests whose misses were explained since the last step, or will never be."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.bridge.protocol import Explained, Outcome
-from kvtier.catalog.misses import Miss, misses_behind, text_of
+from kvtier.catalog.misses import text_of
 
 if TYPE_CHECKING:
     from kvtier.integrations.vllm.metrics import TransferStats
@@ -23,25 +22,23 @@ class RequestReports:
 
     def __init__(self, stats: TransferStats) -> None:
         self._stats = stats
-        self._outcomes: dict[int, tuple[Outcome, Mapping[str, int]]] = {}
+        self._outcomes: dict[int, Outcome] = {}
         self._explained: dict[int, Explained] = {}
 
-    def add(self, outcome: Outcome, hits: Mapping[str, int], *, awaited: bool) -> None:
-        """Report a request. ``hits``: loaded tokens by tier. ``awaited``: whether an explanation may come."""
-        if not awaited:
-            reason, missed = outcome.reason, outcome.tokens - outcome.used_tokens
-            self._report(outcome, hits, [Miss(reason, missed)] if reason is not None and missed else [])
-        elif (explained := self._explained.pop(outcome.ticket, None)) is not None:
-            self._report(outcome, hits, behind(outcome, explained))
-        else:
-            self._outcomes[outcome.ticket] = outcome, hits
-            if len(self._outcomes) > MAX_AWAITED:
-                self._report(*self._outcomes.pop(next(iter(self._outcomes))), [])
+    def add(self, outcome: Outcome) -> None:
+        """Report a request, once its misses are explained if that may come."""
+        explained = self._explained.pop(outcome.ticket, None)
+        if outcome.reason is not None or explained is not None:
+            self._report(outcome, explained)
+            return
+        self._outcomes[outcome.ticket] = outcome
+        if len(self._outcomes) > MAX_AWAITED:
+            self._report(self._outcomes.pop(next(iter(self._outcomes))), None)
 
     def explain(self, explained: Explained) -> None:
         """Report the request that an explanation is for."""
         if (awaited := self._outcomes.pop(explained.ticket, None)) is not None:
-            self._report(*awaited, behind(awaited[0], explained))
+            self._report(awaited, explained)
             return
         self._explained[explained.ticket] = explained
         if len(self._explained) > MAX_AWAITED:
@@ -50,14 +47,15 @@ class RequestReports:
     def lost(self) -> None:
         """Report all requests that wait for an explanation, as those who could give it are gone."""
         for awaited in self._outcomes.values():
-            self._report(*awaited, [])
+            self._report(awaited, None)
         self._outcomes.clear()
         self._explained.clear()
 
-    def _report(self, outcome: Outcome, hits: Mapping[str, int], misses: Sequence[Miss]) -> None:
+    def _report(self, outcome: Outcome, explained: Explained | None) -> None:
+        misses = outcome.misses(explained)
         for miss in misses:
             self._stats.add("miss_tokens", miss.tokens, miss.reason)
-        loaded = ", ".join(f"{tier} {tokens}" for tier, tokens in hits.items())
+        loaded = ", ".join(f"{tier} {tokens}" for tier, tokens in outcome.hits.items())
         missed = ", ".join(text_of(miss) for miss in misses)
         logger.info(
             "request %s: %d of %d tokens hit%s, %d more in vLLM's own cache%s",
@@ -68,8 +66,3 @@ class RequestReports:
             outcome.engine_tokens,
             f"; missed: {missed}" if missed else "",
         )
-
-
-def behind(outcome: Outcome, explained: Explained) -> list[Miss]:
-    """Return the misses of the tokens that a request has computed."""
-    return misses_behind(explained.misses, explained.begins, outcome.used_tokens, outcome.tokens)

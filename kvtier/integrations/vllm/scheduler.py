@@ -239,7 +239,7 @@ class SchedulerSide:
             self._shadow.scheduled(state)
         if state.lookup.ticket is None:
             if request.request_id not in self._loads:
-                self._report(state, 0, MissReason.VERIFIED if state.verify.dtype else None)
+                self._report(state, MissReason.VERIFIED if state.verify.dtype else None)
             return
         lookup = self._bridge.found(state.lookup.ticket)
         if lookup is None or not lookup.located:
@@ -247,13 +247,13 @@ class SchedulerSide:
             if external_tokens:
                 self._loads.fail(state, LOST)
             else:
-                self._report(state, 0)
+                self._report(state)
             return
         hit = self._lookups.accept(state, external_tokens)
         self._saves.skip_held(state, hit, loaded=external_tokens > 0)
         if not external_tokens:
             self._lookups.cancel(state)
-            self._report(state, 0)
+            self._report(state)
             return
         blocks_of_groups = self._model.blocks(blocks.get_block_ids())
         self._loads.begin(state, self._lookups.take(state), hit, blocks_of_groups)
@@ -265,11 +265,11 @@ class SchedulerSide:
         self._lookups.note_hits(state, tiers, external_tokens)
         state.trace.begin(LOAD)
 
-    def _report(self, state: RequestState, loaded: int, reason: MissReason | None = None) -> None:
+    def _report(self, state: RequestState, reason: MissReason | None = None, *, loaded: bool = False) -> None:
         """Report what became of a request. The first part of the engine reports for all."""
         if not self._model.part:
             with self._reporting(state.request):
-                self._lookups.report(state, loaded, reason)
+                self._lookups.report(state, reason, loaded=loaded)
 
     def _skip(self, request: Request, local_tokens: int) -> None:
         """Report a request that no hook knows, once."""
@@ -364,7 +364,7 @@ class SchedulerSide:
             self._stats.add("failed_loads", 1)
             if state is not None:
                 self._lookups.note_failed_load(state)
-                self._report(state, 0, MissReason.LOAD_FAILED)
+                self._report(state, MissReason.LOAD_FAILED)
                 self._kv_transfers.give_up(state)
         for request_id in output.finished_recving or ():
             loaded = request_id in self._loads and request_id not in failed
@@ -373,7 +373,7 @@ class SchedulerSide:
                 state.trace.end(LOAD, "" if loaded else "its tokens are computed instead", **hits)
             if loaded and state is not None:
                 self._lookups.note_loaded(state)
-                self._report(state, sum(state.lookup.hits_by_tier.values()))
+                self._report(state, loaded=True)
             load = self._loads.finish(request_id, again=request_id in again)
             if load is not None:
                 self._lookups.give_back(load.state, load.ticket)
