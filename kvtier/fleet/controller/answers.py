@@ -9,10 +9,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
-from msgspec.structs import asdict, astuple
+from msgspec.structs import asdict
 from pydantic import BaseModel, Field
 
 from kvtier.fleet.controller.events import Event
@@ -32,7 +32,6 @@ from kvtier.observability.whatif.sentences import (
 )
 
 if TYPE_CHECKING:
-    from kvtier.fleet.controller.history import Sample as HistoryOf
     from kvtier.fleet.controller.member import Member
     from kvtier.fleet.controller.pins import Pins
     from kvtier.fleet.controller.registry import Registry
@@ -155,27 +154,36 @@ class InstanceWithHistory(InstanceAnswer):
     history: list[Sample]
 
 
-@dataclass(frozen=True, slots=True)
+_Counts = dict[str, int]
+
+
+@dataclass(slots=True)
 class HistorySample:
     """What happened within some time. Token and byte counts are of this time, gauges of its end."""
 
-    # After the time in the order of kvtier.fleet.controller.history.Sample.
-    time: Annotated[float, Field(description="Its end, a Unix timestamp.")]
-    seconds: Annotated[float, Field(description="How much of it was observed.")]
-    looked_up_tokens: int
-    hit_tokens: Annotated[dict[str, int], Field(description="By tier. `any` for a model and a tenant.")]
-    missed_tokens: Annotated[dict[str, int], Field(description="By reason, as far as it is reported.")]
+    # In the order in which they are stored, the gauges last: see kvtier.fleet.controller.history.
+    time: Annotated[float, Field(description="Its end, a Unix timestamp.")] = 0.0
+    seconds: Annotated[float, Field(description="How much of it was observed.")] = 0.0
+    looked_up_tokens: int = 0
+    hit_tokens: Annotated[_Counts, Field(description="By tier. `any` for a model and a tenant.")] = field(
+        default_factory=dict
+    )
+    missed_tokens: Annotated[_Counts, Field(description="By reason, as far as it is reported.")] = field(
+        default_factory=dict
+    )
     saved_seconds: Annotated[
         float, Field(description="Prefill that hits have saved, as far as engines know their speed.")
-    ]
-    gpu_seconds: Annotated[float, Field(description="The same, multiplied by the ranks of each model.")]
-    moved_bytes: Annotated[dict[str, int], Field(description="By `source → target`.")]
-    outages: int
-    corrupt: Annotated[int, Field(description="Corrupt chunks found.")]
-    failed: Annotated[int, Field(description="Chunks whose transfer has failed.")]
-    instances: int
-    used_bytes: Annotated[dict[str, int], Field(description="By tier, without shared pools.")]
-    capacity_bytes: dict[str, int]
+    ] = 0.0
+    gpu_seconds: Annotated[float, Field(description="The same, multiplied by the ranks of each model.")] = 0.0
+    moved_bytes: Annotated[_Counts, Field(description="By `source → target`.")] = field(default_factory=dict)
+    outages: int = 0
+    corrupt: Annotated[int, Field(description="Corrupt chunks found.")] = 0
+    failed: Annotated[int, Field(description="Chunks whose transfer has failed.")] = 0
+    instances: int = 0
+    used_bytes: Annotated[_Counts, Field(description="By tier, without shared pools.")] = field(
+        default_factory=dict
+    )
+    capacity_bytes: _Counts = field(default_factory=dict)
 
 
 class HistoryAnswer(BaseModel):
@@ -186,13 +194,6 @@ class HistoryAnswer(BaseModel):
     history: dict[str, list[HistorySample]] = Field(
         description="By model, tenant or instance; of the whole fleet, the name is empty."
     )
-
-
-class TotalsAnswer(BaseModel):
-    """Sums over one span, by name."""
-
-    span: Span
-    totals: dict[str, HistorySample]
 
 
 class PeerAnswer(BaseModel):
@@ -407,24 +408,18 @@ def what_if(member: Member) -> WhatIfAnswer:
     )
 
 
-def with_history(
-    member: Member, pins: Pins, samples: Sequence[tuple[float, HistoryOf]]
-) -> InstanceWithHistory:
+def with_history(member: Member, pins: Pins, samples: Sequence[HistorySample]) -> InstanceWithHistory:
     """Return the response model of an instance, with its history: its samples of an hour, oldest first."""
-    history, window = [], deque[tuple[float, int, int]]()
-    for at, sample in samples:
-        window.append((at, sample.looked_up, sum(sample.hits.values())))
-        while window[0][0] <= at - WINDOW_SECONDS:
+    history, window = [], deque[HistorySample]()
+    for sample in samples:
+        window.append(sample)
+        while window[0].time <= sample.time - WINDOW_SECONDS:
             window.popleft()
-        asked, found = (sum(each[column] for each in window) for column in (1, 2))
-        used = [TierSample(sample.used.get(tier.name, 0)) for tier in member.hello.tiers]
-        history.append(Sample(at, min(1.0, found / asked) if asked else None, used))
+        asked = sum(each.looked_up_tokens for each in window)
+        found = sum(sum(each.hit_tokens.values()) for each in window)
+        used = [TierSample(sample.used_bytes.get(tier.name, 0)) for tier in member.hello.tiers]
+        history.append(Sample(sample.time, min(1.0, found / asked) if asked else None, used))
     return InstanceWithHistory.model_validate({**dict(of_member(member, pins)), "history": history})
-
-
-def of_sample(at: float, sample: HistoryOf) -> HistorySample:
-    """Return a sample of the history as the API describes it."""
-    return HistorySample(at, *astuple(sample))
 
 
 def of_peers(registry: Registry, members: Iterable[Member], limit: int) -> PeersAnswer:

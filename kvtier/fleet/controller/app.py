@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Query, WebSocket
@@ -32,7 +31,6 @@ from kvtier.fleet.controller.answers import (
     PeersAnswer,
     PinsAnswer,
     Problem,
-    TotalsAnswer,
     WhatIfAnswer,
 )
 from kvtier.fleet.controller.bodies import (
@@ -332,7 +330,10 @@ def _add_fleet(router: APIRouter, registry: Registry, history: History, grafana:
 
     @router.get("/history", tags=[STATE_TAG])
     async def of_span(
-        span: Span = "hour", of: Kind = "fleet", name: Annotated[str | None, Query(max_length=256)] = None
+        span: Span = "hour",
+        of: Kind = "fleet",
+        name: Annotated[str | None, Query(max_length=256)] = None,
+        total: Annotated[bool, Query(description="Only one sample for each name: the sum.")] = False,
     ) -> HistoryAnswer:
         """Return what the fleet, or each model, tenant or instance, did in the last hour, day or week.
 
@@ -340,18 +341,8 @@ def _add_fleet(router: APIRouter, registry: Registry, history: History, grafana:
         """
         if of == "instance" and name is None:
             raise WrongRequest("name: give the name of an instance")
-        found = {
-            each: [answers.of_sample(time, sample) for time, sample in samples]
-            for each, samples in (await history.read(span, of, name)).items()
-        }
+        found = await history.read(span, of, name, total=total)
         return HistoryAnswer(span=span, step=LEVELS[span].step, history=found)
-
-    @router.get("/totals", tags=[STATE_TAG])
-    async def totals(span: Span = "hour", of: Literal["fleet", "model", "tenant"] = "fleet") -> TotalsAnswer:
-        """Return sums over the last hour, day or week: of the fleet, or by model or tenant."""
-        now = time.time()
-        sums = (await history.totals(span, of)).items()
-        return TotalsAnswer(span=span, totals={name: answers.of_sample(now, found) for name, found in sums})
 
     @router.get("/peers", tags=[STATE_TAG])
     async def peers(instance: str | None = None, limit: Limit = 100) -> PeersAnswer:

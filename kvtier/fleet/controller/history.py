@@ -1,8 +1,8 @@
 """What the fleet did in the last hour, day and week: samples in the state file, which bound it.
 
 A sample is of the whole fleet, an instance, a model or a tenant. Every :data:`STEP_SECONDS` one of each is
-written, and summed up to one for ten minutes and one for an hour. Only instances that are connected then
-have one, so the number of rows does not depend on how many names there have been. What is counted while no
+written, and added to one for ten minutes and one for an hour. Only instances that are connected then have
+one, so the number of rows does not depend on how many names there have been. What is counted while no
 controller runs is missing; what an instance counts while it is disconnected is in its next sample.
 """
 
@@ -11,12 +11,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Literal, NamedTuple
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
+from kvtier.fleet.controller.answers import HistorySample as Sample
 from kvtier.fleet.controller.member import Faults, Member
 from kvtier.fleet.controller.registry import MAX_MEMBERS
 from kvtier.fleet.controller.settings import Span
@@ -54,73 +56,38 @@ LEVELS: dict[Span, Level] = {
 SPANS: Sequence[Span] = list(LEVELS)
 
 
-class Sample(msgspec.Struct, array_like=True):
-    """Counts within ``seconds``, and gauges at their end. In the order in which they are stored."""
-
-    seconds: float = 0.0
-    looked_up: int = 0
-    """Tokens."""
-    hits: dict[str, int] = {}
-    """Tokens by tier."""
-    misses: dict[str, int] = {}
-    """Tokens by reason."""
-    saved_seconds: float = 0.0
-    gpu_seconds: float = 0.0
-    moved: dict[str, int] = {}
-    """Bytes by ``source → target``."""
-    outages: int = 0
-    corrupt: int = 0
-    failed: int = 0
-    instances: int = 0
-    used: dict[str, int] = {}
-    """Bytes by tier, without shared pools."""
-    capacity: dict[str, int] = {}
-
-    def add(self, other: Sample) -> None:
-        """Add what another instance did in the same time."""
-        self.seconds = max(self.seconds, other.seconds)
-        self._count(other, 1)
-        self.instances += other.instances
-        _sum(self.used, other.used, 1)
-        _sum(self.capacity, other.capacity, 1)
-
-    def follow(self, later: Sample) -> None:
-        """Append what the same ones did later."""
-        self.seconds += later.seconds
-        self._count(later, 1)
-        self.instances, self.used, self.capacity = later.instances, dict(later.used), dict(later.capacity)
-
-    def since(self, before: Sample) -> Sample:
-        """Return the difference of two states of the same counters, with the gauges of this one."""
-        changed = msgspec.structs.replace(
-            self, hits=dict(self.hits), misses=dict(self.misses), moved=dict(self.moved)
-        )
-        changed._count(before, -1)
-        return changed
-
-    def _count(self, other: Sample, sign: int) -> None:
-        # A counter never decreases, unless an instance reports nonsense.
-        self.looked_up = max(0, self.looked_up + sign * other.looked_up)
-        self.saved_seconds = max(0.0, self.saved_seconds + sign * other.saved_seconds)
-        self.gpu_seconds = max(0.0, self.gpu_seconds + sign * other.gpu_seconds)
-        self.outages = max(0, self.outages + sign * other.outages)
-        self.corrupt = max(0, self.corrupt + sign * other.corrupt)
-        self.failed = max(0, self.failed + sign * other.failed)
-        _sum(self.hits, other.hits, sign)
-        _sum(self.misses, other.misses, sign)
-        _sum(self.moved, other.moved, sign)
-
-
-def _sum(into: dict[str, int], values: Mapping[str, int], sign: int) -> None:
-    for name, value in values.items():
-        key = name if name in into or len(into) < MAX_KEYS else OTHERS
-        into[key] = max(0, into.get(key, 0) + sign * value)
-
-
+NAMES = [each.name for each in fields(Sample)][1:]
+"""The values of a sample besides its time, as they are stored."""
+COUNTS, GAUGES = NAMES[1:-3], NAMES[-3:]
 Samples = dict[str, Sample]
 """By series: ``KIND:NAME``."""
+_Names = dict[str, int]
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Sample).decode
+_decode = msgspec.msgpack.Decoder(
+    tuple[float, int, _Names, _Names, float, float, _Names, int, int, int, int, _Names, _Names]
+).decode
+
+
+def _merge(into: Sample, other: Sample, names: Sequence[str], sign: int = 1) -> None:
+    """Add the values with these names, or subtract them."""
+    for name in names:
+        if not (more := getattr(other, name)):
+            continue
+        value = getattr(into, name)
+        # A counter never decreases, unless an instance reports nonsense.
+        if not isinstance(value, dict):
+            setattr(into, name, max(0, value + sign * more))
+            continue
+        for key, number in more.items():
+            at = key if key in value or len(value) < MAX_KEYS else OTHERS
+            value[at] = max(0, value.get(at, 0) + sign * number)
+
+
+def _follow(into: Sample, later: Sample) -> None:
+    """Append what the same ones did later."""
+    _merge(into, later, ["seconds", *COUNTS])
+    for name in ("time", *GAUGES):
+        setattr(into, name, getattr(later, name))
 
 
 class History:
@@ -130,33 +97,14 @@ class History:
         self._state = state
         self._counted: dict[str, tuple[int, Samples]] = {}
         """By instance: its incarnation, and its counters at the last sample. The latest one is last."""
-        self._pending: dict[int, tuple[int, Samples]] = {}
-        """By level: the sum that is not written yet, and the time at which it begins."""
+        self._sums: dict[int, tuple[int, Samples]] = {}
+        """By level: the newest samples, and the time at which they begin."""
 
     async def run(self, members: Mapping[str, Member]) -> None:
         """Sample the connected instances until cancelled."""
-        await self.resume()
         while True:
             await anyio.sleep(STEP_SECONDS - time.time() % STEP_SECONDS)
             await self.sample(members.values(), time.time())
-
-    async def resume(self) -> None:
-        """Sum up what a controller that was killed had not."""
-        for level in (2, 1):
-            newest = self._state.read(
-                "SELECT MAX(time) FROM history WHERE level = ?", lambda row: row[0], (level,)
-            )[0]
-            since = 0 if newest is None else newest + LEVELS[SPANS[level]].step
-            times = self._state.read(
-                "SELECT DISTINCT time FROM history WHERE level = ? AND time >= ? ORDER BY time",
-                lambda row: row[0],
-                (level - 1, since),
-            )
-            for at in times:
-                await self._sum_up(
-                    level, at, {series: found for series, _, found in self._rows(level - 1, at)}
-                )
-                await anyio.lowlevel.checkpoint()
 
     async def sample(self, members: Iterable[Member], now: float) -> None:
         """Add one sample of the fleet, and of each of these instances and their models and tenants.
@@ -166,50 +114,60 @@ class History:
         samples, kinds = {FLEET: Sample()}, Counter[str]()
         for number, member in enumerate(list(members)):
             for series, sample in self._since_last(member):
-                if series.startswith("instance:"):
-                    samples[FLEET].add(sample)
                 kind = series.partition(":")[0]
-                if series not in samples and kind != "instance" and kinds[kind] >= MAX_SERIES:
+                if kind == "instance":
+                    _add(samples[FLEET], sample)
+                elif series not in samples and kinds[kind] >= MAX_SERIES:
                     series = f"{kind}:{OTHERS}"
                 if series in samples:
-                    samples[series].add(sample)
+                    _add(samples[series], sample)
                 else:
                     samples[series] = sample
                     kinds[kind] += 1
             if number % SLICE == 0:
                 await anyio.lowlevel.checkpoint()
-        await self._write(0, int(now) // STEP_SECONDS * STEP_SECONDS, samples)
+        for level in range(len(LEVELS)):
+            await self._write(level, int(now), samples)
+
+    async def _write(self, level: int, now: int, samples: Samples) -> None:
+        """Add samples to the newest ones of a level, which a controller that was killed may have begun."""
+        step, points = LEVELS[SPANS[level]]
+        at = now // step * step
+        begin, sums = self._sums.get(level, (0, {}))
+        if begin != at:
+            sums = dict(self._rows(level, [at]))
+            self._sums[level] = at, sums
+        changed = list(samples.items())
+        for start in range(0, len(changed), 4 * SLICE):
+            rows = []
+            for series, sample in changed[start : start + 4 * SLICE]:
+                total = sums.setdefault(series, Sample())
+                _follow(total, sample)
+                rows.append((level, at, series, _encode([getattr(total, name) for name in NAMES])))
+            self._state.write("REPLACE INTO history VALUES (?, ?, ?, ?)", rows)
+            await anyio.lowlevel.checkpoint()
+        self._state.write("DELETE FROM history WHERE level = ? AND time <= ?", [(level, at - step * points)])
 
     async def read(
-        self, span: Span, kind: Kind, name: str | None = None
-    ) -> dict[str, list[tuple[float, Sample]]]:
-        """Return the samples of a span by name, each with the time of its end, oldest first."""
+        self, span: Span, kind: Kind, name: str | None = None, *, total: bool = False
+    ) -> dict[str, list[Sample]]:
+        """Return the samples of a span by name, oldest first; with ``total``, only their sum."""
         level, (step, points) = SPANS.index(span), LEVELS[span]
         first = f"{kind}:{name or ''}"
         # The next string after all that begin with it, or after it itself.
         bounds = first, f"{first}\0" if name is not None else f"{kind};"
-        now = time.time()
-        newest = int(now) // step * step
+        newest = int(time.time()) // step * step
         begins = range(newest - (points - 1) * step, newest + step, step)
-        found: dict[str, list[tuple[float, Sample]]] = {}
+        found: dict[str, list[Sample]] = {}
         for start in range(0, len(begins), SLICE):
-            for series, at, sample in self._rows(level, begins[start : start + SLICE], *bounds):
-                found.setdefault(series.partition(":")[2], []).append((_end(level, at, step), sample))
+            for series, sample in self._rows(level, begins[start : start + SLICE], *bounds):
+                samples = found.setdefault(series.partition(":")[2], [])
+                if total and samples:
+                    _follow(samples[0], sample)
+                else:
+                    samples.append(sample)
             await anyio.lowlevel.checkpoint()
-        at, pending = self._pending.get(level, (0, {}))
-        for series, sample in pending.items():
-            if bounds[0] <= series < bounds[1] and at >= begins[0]:
-                found.setdefault(series.partition(":")[2], []).append((min(now, at + step), sample))
         return found
-
-    async def totals(self, span: Span, kind: Kind) -> Samples:
-        """Return the sums of a span by name."""
-        totals: Samples = {}
-        for name, samples in (await self.read(span, kind)).items():
-            totals[name] = Sample()
-            for _, sample in samples:
-                totals[name].follow(sample)
-        return totals
 
     def _since_last(self, member: Member) -> Iterator[tuple[str, Sample]]:
         """Yield what an instance has done since its last sample, by series."""
@@ -224,60 +182,34 @@ class History:
         if len(self._counted) > 2 * MAX_MEMBERS:
             del self._counted[next(iter(self._counted))]
         for series, sample in counted.items():
-            changed = sample.since(before.get(series, Sample()))
-            changed.seconds = 0 if known is None else STEP_SECONDS
+            changed = Sample(seconds=0 if known is None else STEP_SECONDS)
+            _merge(changed, sample, [*COUNTS, *GAUGES])
+            _merge(changed, before.get(series, Sample()), COUNTS, -1)
             yield series, changed
 
-    async def _write(self, level: int, at: int, samples: Samples) -> None:
-        rows = [(level, at, series, _encode(sample)) for series, sample in samples.items()]
-        for start in range(0, len(rows), 4 * SLICE):
-            part = rows[start : start + 4 * SLICE]
-            self._state.write("REPLACE INTO history VALUES (?, ?, ?, ?)", part)
-            await anyio.lowlevel.checkpoint()
-        step, points = LEVELS[SPANS[level]]
-        self._state.write("DELETE FROM history WHERE level = ? AND time <= ?", [(level, at - step * points)])
-        if level + 1 < len(LEVELS):
-            await self._sum_up(level + 1, at, samples)
-
-    async def _sum_up(self, level: int, at: int, samples: Samples) -> None:
-        """Add samples to the sum of a coarser level. Takes them over."""
-        step = LEVELS[SPANS[level]].step
-        begin = at // step * step
-        before, pending = self._pending.get(level, (begin, {}))
-        if before != begin:
-            self._pending[level] = begin, {}
-            await self._write(level, before, pending)
-            pending = {}
-        for number, (series, sample) in enumerate(samples.items()):
-            if series in pending:
-                pending[series].follow(sample)
-            else:
-                pending[series] = sample
-            if number % (4 * SLICE) == 0:
-                await anyio.lowlevel.checkpoint()
-        self._pending[level] = begin, pending
-
     def _rows(
-        self, level: int, times: int | Sequence[int], first: str = "", last: str = "~"
-    ) -> list[tuple[str, int, Sample]]:
-        """Return the samples at these times, one seek in the file for each."""
-        asked = [times] if isinstance(times, int) else times
-        values = ", ".join("(?)" for _ in asked)
+        self, level: int, times: Sequence[int], first: str = "", last: str = "~"
+    ) -> list[tuple[str, Sample]]:
+        """Return the samples that begin at these times, by series, one seek in the file for each time."""
+        values, now, step = ", ".join("(?)" for _ in times), time.time(), LEVELS[SPANS[level]].step
         query = (
             f"WITH asked(time) AS (VALUES {values}) SELECT series, history.time, sample FROM asked "  # noqa: S608
             "CROSS JOIN history WHERE level = ? AND history.time = asked.time AND series >= ? AND series < ? "
             "ORDER BY history.time"
         )
+        # A sample of the finest level is taken at its end.
+        ends = {at: at if level == 0 else min(now, at + step) for at in times}
         return self._state.read(
             query,
-            lambda row: (row[0], row[1], _decode(row[2])),
-            (*asked, level, first, last),
+            lambda row: (row[0], Sample(ends[row[1]], *_decode(row[2]))),
+            (*times, level, first, last),
         )
 
 
-def _end(level: int, at: int, step: int) -> float:
-    # A sample of the finest level is taken at its end.
-    return float(at if level == 0 else at + step)
+def _add(into: Sample, other: Sample) -> None:
+    """Add what another one did in the same time."""
+    into.seconds = max(into.seconds, other.seconds)
+    _merge(into, other, [*COUNTS, *GAUGES])
 
 
 def _counted(member: Member) -> Iterator[tuple[str, Sample]]:
@@ -292,40 +224,36 @@ def _counted(member: Member) -> Iterator[tuple[str, Sample]]:
     for count in counters.models if counters is not None else ():
         model = models.get(count.name)
         sample = _of(count, 1 if model is None else model.layout.ranks)
-        every.add(sample)
+        _add(every, sample)
         # Without a name it is counted later, when an engine has reported one.
         if model is not None:
-            series = f"model:{model.names[0]}"
-            of_models.setdefault(series, Sample(STEP_SECONDS, instances=1)).add(sample)
+            _add(of_models.setdefault(f"model:{model.names[0]}", Sample(instances=1)), sample)
     local = list(zip(member.hello.tiers, heartbeat.tiers, strict=True))
-    faults = Faults.of(counters)
-    whole = Sample(
-        STEP_SECONDS,
-        heartbeat.looked_up_tokens,
-        {tier.name: state.hit_tokens for tier, state in local},
-        {} if counters is None else dict(counters.misses),
-        every.saved_seconds,
-        every.gpu_seconds,
-        {f"{route.source} → {route.target}": route.bytes for route in counters.routes} if counters else {},
-        faults.outages,
-        faults.corrupt,
-        faults.failed,
-        1,
-        {tier.name: state.used for tier, state in local if tier.capacity is not None},
-        {tier.name: tier.capacity for tier, _ in local if tier.capacity is not None},
+    routes = () if counters is None else counters.routes
+    yield (
+        f"instance:{member.id}",
+        Sample(
+            looked_up_tokens=heartbeat.looked_up_tokens,
+            hit_tokens={tier.name: state.hit_tokens for tier, state in local},
+            missed_tokens={} if counters is None else dict(counters.misses),
+            saved_seconds=every.saved_seconds,
+            gpu_seconds=every.gpu_seconds,
+            moved_bytes={f"{route.source} → {route.target}": route.bytes for route in routes},
+            **Faults.of(counters)._asdict(),
+            instances=1,
+            used_bytes={tier.name: state.used for tier, state in local if tier.capacity is not None},
+            capacity_bytes={tier.name: tier.capacity for tier, _ in local if tier.capacity is not None},
+        ),
     )
-    yield f"instance:{member.id}", whole
     yield from of_models.items()
     for count in counters.tenants if counters is not None else ():
-        yield f"tenant:{count.name}", msgspec.structs.replace(_of(count), instances=1)
+        yield f"tenant:{count.name}", replace(_of(count), instances=1)
 
 
 def _of(count: TokenCount, ranks: int = 1) -> Sample:
-    seconds = count.saved_seconds
     return Sample(
-        STEP_SECONDS,
-        count.looked_up,
-        {ANY_TIER: count.hit},
-        saved_seconds=seconds,
-        gpu_seconds=seconds * ranks,
+        looked_up_tokens=count.looked_up,
+        hit_tokens={ANY_TIER: count.hit},
+        saved_seconds=count.saved_seconds,
+        gpu_seconds=count.saved_seconds * ranks,
     )

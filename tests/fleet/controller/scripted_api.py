@@ -188,14 +188,12 @@ class ScriptedAPI:
             return JSONResponse({"detail": f"there is no instance {name!r}", "known": []}, 404)
 
         @self.app.get("/history")
-        async def history(span: str = "hour", of: str = "fleet", name: str = "") -> Any:
+        async def history(span: str = "hour", of: str = "fleet", name: str = "", total: bool = False) -> Any:
             self.spans_asked.append(span)
             found = {name: self.histories[name]} if name in self.histories else {}
+            if total:
+                found = {name: [sample] for name, sample in self.totals[of].items()}
             return {"span": span, "step": {"hour": 10, "day": 600, "week": 3600}[span], "history": found}
-
-        @self.app.get("/totals")
-        async def totals(of: str, span: str = "hour") -> Any:
-            return {"span": span, "totals": self.totals[of]}
 
         @self.app.get("/events")
         async def events() -> Any:

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from kvtier.fleet.controller import history as history_module
-from kvtier.fleet.controller.history import LEVELS, MAX_KEYS, OTHERS, History, Sample
+from kvtier.fleet.controller.answers import HistorySample
+from kvtier.fleet.controller.history import LEVELS, MAX_KEYS, OTHERS, History
 from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.settings import Span
 from kvtier.fleet.controller.state import State
@@ -49,8 +50,8 @@ def member(name: str = "one", looked_up: int = 0, found: int = 0, **counts: Any)
     return made
 
 
-async def fleet(history: History, span: Span = "hour") -> list[Sample]:
-    return [sample for _, sample in (await history.read(span, "fleet")).get("", ())]
+async def fleet(history: History, span: Span = "hour") -> list[HistorySample]:
+    return (await history.read(span, "fleet")).get("", [])
 
 
 def recent(steps: int) -> list[float]:
@@ -66,23 +67,23 @@ async def test_samples_have_what_was_counted_since_the_one_before(state: State) 
     changed = member("one", 190, 20, models=models, tenants=tenants, routes=ROUTES, misses={"evicted": 60})
     await history.sample([changed, member("two", 50, 5)], second)
     before, after = await fleet(history)
-    assert (before.looked_up, before.hits["ram"], before.instances) == (0, 0, 2)
-    assert (after.looked_up, after.hits, after.misses) == (
+    assert (before.looked_up_tokens, before.hit_tokens["ram"], before.instances) == (0, 0, 2)
+    assert (after.looked_up_tokens, after.hit_tokens, after.missed_tokens) == (
         90,
         dict.fromkeys(("ram", "ssd", "pool"), 10),
         {"evicted": 60},
     )
-    assert (after.saved_seconds, after.gpu_seconds, after.moved) == (2.0, 2.0, {"ssd → ram": 100})
-    assert after.used == {"ram": 8192, "ssd": 8192}, "that of a shared pool is not known"
-    (_, of_model), *_ = (await history.read("hour", "model"))["meta/llama"]
-    assert (of_model.looked_up, of_model.hits, of_model.instances) == (90, {"any": 30}, 1)
+    assert (after.saved_seconds, after.gpu_seconds, after.moved_bytes) == (2.0, 2.0, {"ssd → ram": 100})
+    assert after.used_bytes == {"ram": 8192, "ssd": 8192}, "that of a shared pool is not known"
+    of_model, *_ = (await history.read("hour", "model"))["meta/llama"]
+    assert (of_model.looked_up_tokens, of_model.hit_tokens, of_model.instances) == (90, {"any": 30}, 1)
     assert list(await history.read("hour", "tenant")) == ["team-a"]
     of_two = (await history.read("hour", "instance", "two"))["two"]
-    assert [(at, sample.looked_up) for at, sample in of_two] == [(first, 0), (second, 0)]
+    assert [(sample.time, sample.looked_up_tokens) for sample in of_two] == [(first, 0), (second, 0)]
     assert await history.read("hour", "instance", "tw") == {}
-    totals = await history.totals("hour", "fleet")
-    assert (totals[""].looked_up, totals[""].instances) == (90, 2)
-    assert totals[""].seconds == 10.0, "the first sample is of no time"
+    [total] = (await history.read("hour", "fleet", total=True))[""]
+    assert (total.looked_up_tokens, total.instances, total.time) == (90, 2, second)
+    assert total.seconds == 10.0, "the first sample is of no time"
 
 
 async def test_restarts_and_disconnections_of_instances_lose_no_count(state: State) -> None:
@@ -93,7 +94,7 @@ async def test_restarts_and_disconnections_of_instances_lose_no_count(state: Sta
     restarted = member("one", 5)
     restarted.hello = hello("one", incarnation=8)
     await history.sample([restarted], times[3])
-    assert [sample.looked_up for sample in await fleet(history)] == [0, 0, 30, 5]
+    assert [sample.looked_up_tokens for sample in await fleet(history)] == [0, 0, 30, 5]
     assert [sample.instances for sample in await fleet(history)] == [1, 0, 1, 1]
 
 
@@ -103,12 +104,11 @@ async def test_samples_are_summed_up(state: State) -> None:
     for number in range(2 * 360):
         await history.sample([member("one", number, misses={"evicted": number})], start + 10 * number)
     days = await fleet(history, "day")
-    assert [sample.looked_up for sample in days] == [59, *[60] * 11]
+    assert [sample.looked_up_tokens for sample in days] == [59, *[60] * 11]
     assert [sample.seconds for sample in days] == [590.0, *[600.0] * 11]
     weeks = await fleet(history, "week")
-    # The second hour is not over, as far as samples go.
-    assert (weeks[0].looked_up, weeks[0].misses["evicted"]) == (359, 359)
-    assert sum(sample.looked_up for sample in weeks) == 719 - 60
+    assert (weeks[0].looked_up_tokens, weeks[0].missed_tokens["evicted"]) == (359, 359)
+    assert sum(sample.looked_up_tokens for sample in weeks) == 719
 
 
 @pytest.mark.parametrize("span", list(LEVELS))
@@ -116,7 +116,8 @@ async def test_number_of_rows_is_limited(state: State, span: Span) -> None:
     history, level = History(state), list(LEVELS).index(span)
     step, points = LEVELS[span]
     for number in range(points + 50):
-        await history._write(level, number * step, {"fleet:": Sample(), f"instance:{number}": Sample()})
+        samples = {"fleet:": HistorySample(), f"instance:{number}": HistorySample()}
+        await history._write(level, number * step, samples)
     (rows,) = state.read("SELECT COUNT(*) FROM history WHERE level = ?", lambda row: row[0], (level,))
     assert rows == 2 * points
 
@@ -134,23 +135,23 @@ async def test_names_are_limited(state: State, monkeypatch: pytest.MonkeyPatch) 
             member("two", misses={"another": tokens, "one more": tokens}),
         ]
         await history.sample(both, at)
-    found = await history.totals("hour", "tenant")
-    assert {name: sample.looked_up for name, sample in found.items()} == {
+    found = await history.read("hour", "tenant", total=True)
+    assert {name: sample.looked_up_tokens for name, [sample] in found.items()} == {
         "tenant-0": 10, "tenant-1": 10, "tenant-2": 10, OTHERS: 20,
     }  # fmt: skip
-    (total,) = (await history.totals("hour", "fleet")).values()
-    assert (len(total.misses), total.misses[OTHERS]) == (MAX_KEYS + 1, 20)
+    [total] = (await history.read("hour", "fleet", total=True))[""]
+    assert (len(total.missed_tokens), total.missed_tokens[OTHERS]) == (MAX_KEYS + 1, 20)
 
 
-async def test_what_was_not_summed_up_is_after_a_restart(state: State) -> None:
-    history, start = History(state), time.time() // 3600 * 3600 - 3600
+async def test_what_a_killed_controller_has_begun_to_sum_up_goes_on(state: State) -> None:
+    start = time.time() // 3600 * 3600 - 3600
     for number in range(250):
+        if number % 50 == 0:  # Another controller, which knows no counters yet.
+            history = History(state)
         await history.sample([member("one", number)], start + 10 * number)
-    again = History(state)
-    await again.resume()
-    for span in LEVELS:
-        assert await fleet(again, span) == await fleet(history, span)
-    assert sum(sample.looked_up for sample in await fleet(again, "day")) == 249
+    for span in ("day", "week"):
+        assert sum(sample.looked_up_tokens for sample in await fleet(history, span)) == 5 * 49
+    assert sum(sample.seconds for sample in await fleet(history, "week")) == 5 * 490
 
 
 async def test_history_survives_a_full_disk(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +163,7 @@ async def test_history_survives_a_full_disk(state: State, monkeypatch: pytest.Mo
     await history.sample([member("one", 10), *many], times[1])
     state.read("PRAGMA max_page_count = 1000000", lambda row: row[0])
     await history.sample([member("one", 15), *many], times[2])
-    assert (await fleet(history))[-1].looked_up == 5
+    assert (await fleet(history))[-1].looked_up_tokens == 5
 
 
 async def test_damaged_sample_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -175,7 +176,7 @@ async def test_damaged_sample_is_skipped(tmp_path: Path, caplog: pytest.LogCaptu
         connection.execute("UPDATE history SET sample = X'c1' WHERE time = ?", (int(times[0]),))
     connection.close()
     async with State.open(path) as state:
-        assert [sample.looked_up for sample in await fleet(History(state))] == [1]
+        assert [sample.looked_up_tokens for sample in await fleet(History(state))] == [1]
     assert "a damaged row is skipped, of 'fleet:'" in caplog.text
 
 
@@ -192,8 +193,8 @@ async def test_history_and_totals_over_http(controller: RunningController) -> No
     assert [sample["looked_up_tokens"] for sample in answer["history"][""]] == [0, 500]
     of_one = await controller.get("/history", of="instance", name="one")
     assert [sample["instances"] for sample in of_one["history"]["one"]] == [1, 1]
-    totals = await controller.get("/totals", of="tenant", span="day")
-    assert totals["totals"]["team-a"]["looked_up_tokens"] == 500
+    totals = await controller.get("/history", of="tenant", span="day", total=True)
+    assert [sample["looked_up_tokens"] for sample in totals["history"]["team-a"]] == [500]
     refused = await controller.client.get("/history", params={"of": "instance"})
     assert (refused.status_code, refused.json()["detail"]) == (422, "name: give the name of an instance")
     assert (await controller.client.get("/history", params={"span": "year"})).status_code == 422

@@ -120,17 +120,18 @@ export class Breakdown {
     for (const kind of ["model", "tenant"]) {
       const { span } = this.overview;
       try {
-        const { totals: found } = await this.api.get(`totals?span=${span}&of=${kind}`);
+        const { history } = await this.api.get(`history?span=${span}&of=${kind}&total=true`);
         if (span !== this.overview.span) return;
-        this.#show(kind, found);
+        this.#show(kind, history);
       } catch (error) {
         setText(byId(`${kind}s-empty`), error.message);
       }
     }
   }
 
-  #show(kind, totals) {
-    const rows = Object.entries(totals).sort((a, b) => b[1].looked_up_tokens - a[1].looked_up_tokens);
+  #show(kind, history) {
+    const totals = Object.entries(history).map(([name, [total]]) => [name, total]);
+    const rows = totals.sort((a, b) => b[1].looked_up_tokens - a[1].looked_up_tokens);
     byId(`${kind}s-table`).hidden = !rows.length;
     setText(byId(`${kind}s-empty`), rows.length ? "" : EMPTY[kind]);
     byId(`${kind}s-rows`).replaceChildren(...rows.map(([name, total]) => usageRow(name, total)));
