@@ -210,12 +210,10 @@ class Outcome(Message, frozen=True, array_like=True, tag=39):
         return min(self.engine_tokens + sum(self.hits.values()), self.tokens)
 
     def misses(self, explained: Explained | None) -> list[Miss]:
-        """Return why the tokens that were computed were not a hit."""
-        if self.reason is not None:
+        """Return why the tokens that were computed were not a hit. ``explained``: ``None`` if it was lost."""
+        if self.reason is not None or explained is None:
             missed = self.tokens - self.used_tokens
-            return [Miss(self.reason, missed)] if missed else []
-        if explained is None:
-            return []
+            return [Miss(self.reason or MissReason.NOT_LOOKED_UP, missed)] if missed else []
         return misses_behind(explained.misses, explained.begins, self.used_tokens, self.tokens)
 
 

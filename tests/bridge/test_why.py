@@ -11,6 +11,7 @@ from kvtier.bridge import client
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.bridge.protocol import Lookup, Outcome, RequestInfo
 from kvtier.bridge.session import MAX_ASKED
+from kvtier.catalog.misses import MissReason
 from kvtier.errors import ChannelError
 from kvtier.fleet.member.served_models import EngineModel
 from kvtier.memory.keys import join_keys
@@ -51,4 +52,5 @@ async def test_requests_without_an_outcome_are_forgotten() -> None:
             engine.explain(request, found, log)
         for ticket in (1, MAX_ASKED + 99):
             engine.end(Outcome(ticket, f"r{ticket}", CHUNK_TOKENS, 0), log)
-        assert [bool(report.misses) for report in log.report("", 10).requests] == [True, False]
+        [kept, forgotten] = [report.misses[0].reason for report in log.report("", 10).requests]
+        assert (kept, forgotten) == (MissReason.NEVER_STORED, MissReason.NOT_LOOKED_UP)
