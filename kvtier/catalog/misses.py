@@ -35,6 +35,8 @@ class MissReason(StrEnum):
     """It is held, and no state of the model at its end."""
     NO_ROOM = "no_room"
     """A lower tier holds it, and memory had no room to read it into."""
+    TIER_UNAVAILABLE = "tier_unavailable"
+    """The last call of the tier's medium failed, so it is not known what it holds."""
     TOO_LATE = "too_late"
     LOAD_FAILED = "load_failed"
     RECOMPUTE_WAS_FASTER = "recompute_was_faster"
@@ -66,6 +68,7 @@ ADVICE: Mapping[str, str] = {
     MissReason.DIVERGES: "what is before is held, with other tokens behind: keep what changes at the end.",
     MissReason.NO_STATE: "they are held without a state at their end, which is stored at the end of prompts.",
     MissReason.NO_ROOM: "a lower tier holds them, memory had no room: raise the first tier's capacity.",
+    MissReason.TIER_UNAVAILABLE: "the tier's medium fails or does not answer: see the log, `kvtier doctor`.",
     MissReason.TOO_LATE: "the tier was too slow: see `prefetch.deadline`, and `kvtier bench` for its speed.",
     MissReason.LOAD_FAILED: "they could not be read or copied: see the log.",
     MissReason.RECOMPUTE_WAS_FASTER: "the engine computes them faster than the tier delivers them.",

@@ -100,7 +100,7 @@ class MissStage:
                 yield broken
             else:
                 # Nothing can be stored behind what is not.
-                new = new or self._never_stored(found, index, namespace, adapter)
+                new = new or self._not_answered(found) or self._never_stored(found, index, namespace, adapter)
                 broken = new
                 yield new
 
@@ -111,11 +111,21 @@ class MissStage:
         if found.held:
             return Miss(MissReason.NO_STATE, 0)
         tiers = self._hierarchy.catalog.tiers(key)
-        if tiers and not self._hierarchy.usable_of([key]) >> tiers[0] & 1:
-            return Miss(MissReason.QUARANTINED, 0, self._name(tiers[0]))
-        return (
-            Miss(MissReason.NO_ROOM, 0, self._name(tiers[0])) if tiers else Miss(MissReason.BEING_STORED, 0)
-        )
+        if not tiers:
+            return Miss(MissReason.BEING_STORED, 0)
+        reason = MissReason.NO_ROOM
+        if not self._hierarchy.usable_of([key]) >> tiers[0] & 1:
+            reason = MissReason.QUARANTINED
+        elif not any(self._hierarchy.tiers[tier].available for tier in tiers):
+            reason = MissReason.TIER_UNAVAILABLE
+        return Miss(reason, 0, self._name(tiers[0]))
+
+    def _not_answered(self, found: FoundPrefix) -> Miss | None:
+        """Return why shared pools may hold a chunk that is not known here, if one has not said whether."""
+        if (late := found.not_answered) is not None:
+            return Miss(late.reason, 0, self._name(late.tier), late.seconds)
+        failing = (tier for tier in self._hierarchy.lower if tier.shared and tier.breaker.error is not None)
+        return next((Miss(MissReason.TIER_UNAVAILABLE, 0, tier.name) for tier in failing), None)
 
     def _name(self, tier: int) -> str:
         tiers = self._hierarchy.tiers

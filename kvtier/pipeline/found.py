@@ -143,6 +143,8 @@ class FoundPrefix:
         """The last chunk, if it only begins like the prompt. Compare its block hashes."""
         self.cut: Cut | None = None
         """Why chunks after the last one were given up, if they are held."""
+        self.not_answered: Cut | None = None
+        """Which pool has not told in time what it holds."""
         self.held = 0
         """For a model with states: how many leading chunks are held, also beyond the last state."""
         self.needed = 0

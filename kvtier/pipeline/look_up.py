@@ -13,6 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.catalog.catalog import ALL_TIERS
+from kvtier.catalog.gone import NO_TIER
 from kvtier.catalog.misses import MissReason
 from kvtier.events import Prefetch, Priority
 from kvtier.memory.keys import ChunkKey, state_key
@@ -164,8 +165,9 @@ class LookUpStage:
         """Wait for what is in flight, according to ``prefetch.policy``; drop the rest."""
         if found.pushed is not None:
             await found.pushed.ended.wait()
+        asked = found.unknown > 0
         if self._settings.policy == "best_effort":
-            self._note_given_up(found, found.first_in_flight)
+            self._note_given_up(found, found.first_in_flight, asked=asked)
             found.keep(found.ready)
             return
         deadline = self._settings.deadline if self._settings.policy == "timeout" else None
@@ -182,7 +184,7 @@ class LookUpStage:
             found.cut = Cut(MissReason.RECOMPUTE_WAS_FASTER, sources[0], pace.left_seconds)
             return False
 
-        self._note_given_up(found, await found.settle(deadline, progress, worth_waiting))
+        self._note_given_up(found, await found.settle(deadline, progress, worth_waiting), asked=asked)
         missing = total - found.total
         if found.expected and not missing:
             self.load_or_compute.ended(found.expected, time.monotonic() - found.began_at)
@@ -191,8 +193,14 @@ class LookUpStage:
             message = "prefetch.deadline of %g s exceeded: %d of %d chunks did not arrive and are recomputed"
             self._hierarchy.warn("deadline", message, deadline, missing, total)
 
-    def _note_given_up(self, found: FoundPrefix, chunk: FoundChunk | None) -> None:
-        """Note the first chunk in flight that a lookup does not wait for any longer, if any."""
+    def _note_given_up(self, found: FoundPrefix, chunk: FoundChunk | None, *, asked: bool) -> None:
+        """Note the first chunk in flight that a lookup does not wait for any longer, if any.
+
+        ``asked``: whether pools were asked.
+        """
+        if asked and not found.answered.is_set():
+            pool = next((tier.index for tier in self._hierarchy.lower if tier.shared), NO_TIER)
+            found.not_answered = Cut(MissReason.TOO_LATE, pool, time.monotonic() - found.began_at)
         if found.cut is None and chunk is not None and chunk.flight is not None:
             failed = chunk.flight.done.is_set()
             reason = MissReason.LOAD_FAILED if failed else MissReason.TOO_LATE

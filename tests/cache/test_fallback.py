@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from kvtier.catalog.misses import MissReason
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.query import Query
 from kvtier.testing.faults import Fault
@@ -164,6 +165,22 @@ async def test_source_with_an_open_breaker_is_not_read(settings: MakeSettings, p
         harness.reads.clear()
         assert await harness.retrieve(tokens) == 1024
         assert harness.reads == [("far", 4)]
+
+
+async def test_what_only_a_source_with_an_open_breaker_holds_is_missed_for_that(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    async with opened(settings, "near") as harness:
+        tokens = prompt(1024)
+        await harness.fill(tokens, "near")
+        near = harness.tier("near")
+        near.breaker = CircuitBreaker("near", clock=lambda: 0.0)
+        for _ in range(5):
+            near.breaker.record_failure()
+        assert not near.available
+        found = harness.cache.look_up(Query(harness.model.keys(tokens), len(tokens)))
+        [miss] = harness.cache.explain(found, harness.model.namespace)
+        assert (miss.reason, miss.tier) == (MissReason.TIER_UNAVAILABLE, "near")
 
 
 # Timeouts.

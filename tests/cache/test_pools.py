@@ -12,8 +12,10 @@ import pytest
 
 from kvtier import ModelCache, TieredCache, hookimpl
 from kvtier.backends.base import Backend
+from kvtier.catalog.misses import MissReason
 from kvtier.errors import TierError
 from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.query import Expected, Query
 from kvtier.plugins import Plugins
 from kvtier.settings import TierSettings
 from kvtier.tiers.breaker import CircuitBreaker
@@ -176,6 +178,34 @@ async def test_unresponsive_pool_is_a_miss(settings: MakeSettings, prompt: Promp
         with anyio.fail_after(60):
             while await retrieve(model, tokens) != 1024:
                 await anyio.sleep(0.05)
+
+
+async def reason(cache: TieredCache, model: ModelCache, tokens: list[int]) -> tuple[MissReason, str]:
+    """Return why a prompt is not a hit at all, and the tier that is named."""
+    keys = model.keys(tokens)
+    found = cache.look_up(Query(keys, len(tokens)), Expected(model.namespace, [20_480] * len(keys)))
+    await cache.settle(found)
+    [miss] = cache.explain(found, model.namespace)
+    assert (found.total, miss.tokens) == (0, len(tokens))
+    found.release()
+    return miss.reason, miss.tier
+
+
+async def test_what_a_failing_pool_may_hold_does_not_count_as_never_stored(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    async with opened(settings, {"name": "pool", "deadline": "100ms"}) as (cache, model):
+        assert await reason(cache, model, prompt(1024)) == (MissReason.NEVER_STORED, "")
+        Shared.latest.may_reply = anyio.Event()
+        for _ in range(7):  # The breaker opens after five failures.
+            assert await reason(cache, model, prompt(1024)) == (MissReason.TIER_UNAVAILABLE, "pool")
+        assert not cache.tiers[1].available
+
+
+async def test_what_a_slow_pool_may_hold_is_too_late(settings: MakeSettings, prompt: Prompt) -> None:
+    async with opened(settings, prefetch={"policy": "timeout", "deadline": "50ms"}) as (cache, model):
+        Shared.latest.may_reply = anyio.Event()
+        assert await reason(cache, model, prompt(1024)) == (MissReason.TOO_LATE, "pool")
 
 
 async def test_best_effort_lookup_finds_chunks_later(settings: MakeSettings, prompt: Prompt) -> None:
