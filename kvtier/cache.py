@@ -146,7 +146,7 @@ class TieredCache:
             self._boundaries,
             self._storing,
         )
-        self._misses = MissStage(hierarchy)
+        self._misses = MissStage(hierarchy, discovering)
         self.identify = self._misses.identify
         """See :meth:`MissStage.identify`."""
         self.load_or_compute = self._looking_up.load_or_compute
@@ -357,15 +357,15 @@ class TieredCache:
         """
         return self._misses.explain(found, namespace, adapter)
 
-    def explain_prompt(
+    async def explain_prompt(
         self, namespace: bytes, layout: ChunkLayout, tokens: Sequence[int], salt: str = ""
     ) -> tuple[list[tuple[str, int]], list[Miss]]:
         """Return what is held of a prompt, as runs of a tier and tokens, and why the rest is not.
 
-        Leases nothing and counts for nothing. Takes 15 µs per 1,000 tokens. Raises the errors of
-        :func:`~kvtier.memory.keys.chunk_keys`.
+        Leases nothing and does not count as a lookup. Asks the shared pools; takes 15 µs per 1,000 tokens
+        besides that. Raises the errors of :func:`~kvtier.memory.keys.chunk_keys`.
         """
-        return self._misses.explain_prompt(namespace, layout, tokens, salt)
+        return await self._misses.explain_prompt(namespace, layout, tokens, salt)
 
     def note_dropped(self, keys: Sequence[ChunkKey]) -> None:
         """Count chunks that an engine may not store."""

@@ -268,7 +268,7 @@ class Connection:
                 report = self._server.requests.report(message.request, message.last)
                 self.send(protocol.WhyAnswer(message.ticket, report))
             case protocol.WhyPrompt():
-                self.send(protocol.WhyPromptAnswer(message.ticket, list(self._prompts(message))))
+                self.send(protocol.WhyPromptAnswer(message.ticket, await self._prompts(message)))
             case protocol.ListModels():
                 engines = self._server.engine_models()
                 self.send(protocol.ModelList(message.ticket, engines))
@@ -284,17 +284,19 @@ class Connection:
                 kind = type(message).__name__
                 raise ProtocolError(f"unexpected {kind}: from an observer, or a second Hello")
 
-    def _prompts(self, message: protocol.WhyPrompt) -> Iterator[PromptReport]:
-        """Yield what is held of a prompt for each model."""
+    async def _prompts(self, message: protocol.WhyPrompt) -> list[PromptReport]:
+        """Return what is held of a prompt for each model."""
+        prompts = []
         for model in self._server.instance.served.models:
             if not message.model or message.model in model.names:
                 try:
-                    hits, misses = self._server.cache.explain_prompt(
+                    hits, misses = await self._server.cache.explain_prompt(
                         model.namespace, model.layout, message.tokens, message.salt
                     )
                 except (OverflowError, UnicodeEncodeError) as error:
                     raise ProtocolError(f"a token is at most 4294967295, a salt is text: {error}") from error
-                yield PromptReport(model.names[0], len(message.tokens), hits, misses)
+                prompts.append(PromptReport(model.names[0], len(message.tokens), hits, misses))
+        return prompts
 
     def _watch(self, message: protocol.Watch) -> None:
         if self._watched is None:

@@ -11,11 +11,13 @@ import msgspec
 from kvtier.catalog.catalog import ALL_TIERS
 from kvtier.catalog.misses import AGAIN, Miss, MissReason, misses_behind
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
+from kvtier.memory.header import object_bytes
 from kvtier.memory.keys import ChunkKey, block_hashes, chunk_keys, root_key
 from kvtier.memory.layout import LAYERS, ChunkLayout
+from kvtier.pipeline.discover import DiscoverStage
 from kvtier.pipeline.found import FoundPrefix
 from kvtier.pipeline.hierarchy import Hierarchy
-from kvtier.pipeline.query import Query
+from kvtier.pipeline.query import Expected, Query
 
 MAX_FIRST_CHUNKS = 8192
 """First chunks of prompts to remember with what their keys depend on besides tokens, some 400 bytes each."""
@@ -37,8 +39,9 @@ class Variant(msgspec.Struct, frozen=True):
 class MissStage:
     """Finds the reasons. Takes some microseconds for each chunk that was not found."""
 
-    def __init__(self, hierarchy: Hierarchy) -> None:
+    def __init__(self, hierarchy: Hierarchy, discovering: DiscoverStage) -> None:
         self._hierarchy = hierarchy
+        self._discovering = discovering
         self._identities: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
         self._first_chunks: OrderedDict[bytes, dict[ChunkKey, Variant]] = OrderedDict()
         """By the tags of a prompt's first chunk: the roots that were looked up, the newest last."""
@@ -67,7 +70,7 @@ class MissStage:
             at += count
         return misses
 
-    def explain_prompt(
+    async def explain_prompt(
         self, namespace: bytes, layout: ChunkLayout, tokens: Sequence[int], salt: str = ""
     ) -> tuple[list[tuple[str, int]], list[Miss]]:
         """See :meth:`kvtier.TieredCache.explain_prompt`."""
@@ -76,6 +79,11 @@ class MissStage:
         tags = PromptTags(root, block_tags_of(block_hashes(tokens, step)), chunk // step) if step else None
         found = FoundPrefix(Query(keys, min(len(tokens), len(keys) * chunk), block_tags=tags))
         found.chunk_tokens = chunk
+        lengths = [
+            object_bytes(layout.payload_bytes(min(chunk, len(tokens) - at * chunk)))
+            for at in range(len(keys))
+        ]
+        await self._discovering.ask(keys, Expected(namespace, lengths))
         rows, sources = self._hierarchy.catalog.prefix_rows(keys, ALL_TIERS)
         found.taken = len(rows)
         hits, stop = list[tuple[str, int]](), 0

@@ -213,10 +213,10 @@ async def test_where_prompts_of_one_template_part_is_counted_with_what_it_costs(
 async def test_a_prompt_is_explained_without_a_request() -> None:
     async with engine_of(LAYOUT) as (engine, cache):
         store(engine, prompt(1, 2 * CHUNK))
-        hits, found = cache.explain_prompt(NAMESPACE, LAYOUT, prompt(1, 3 * CHUNK + 7))
+        hits, found = await cache.explain_prompt(NAMESPACE, LAYOUT, prompt(1, 3 * CHUNK + 7))
         assert (hits, found) == ([("ram", 2 * CHUNK)], [Miss(NEW, CHUNK + 7)])
         other = [*prompt(1)[:BLOCK], 5, *prompt(1)[BLOCK + 1 : 2 * CHUNK]]
-        hits, [miss] = cache.explain_prompt(NAMESPACE, LAYOUT, other)
+        hits, [miss] = await cache.explain_prompt(NAMESPACE, LAYOUT, other)
         assert (hits, miss.reason, miss.position) == ([], MissReason.DIVERGES, BLOCK)
-        assert cache.explain_prompt(NAMESPACE, LAYOUT, []) == ([], [])
+        assert await cache.explain_prompt(NAMESPACE, LAYOUT, []) == ([], [])
         assert cache.counts["looked_up"] == 0

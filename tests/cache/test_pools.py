@@ -202,6 +202,16 @@ async def test_what_a_failing_pool_may_hold_does_not_count_as_never_stored(
         assert not cache.tiers[1].available
 
 
+async def test_a_prompt_is_explained_with_what_a_pool_holds(settings: MakeSettings, prompt: Prompt) -> None:
+    tokens = prompt(1024)
+    await store(settings, tokens)
+    async with opened(settings) as (cache, model):
+        hits, misses = await cache.explain_prompt(model.namespace, model.layout, [*tokens, *prompt(256, 1)])
+        assert hits == [("pool", 1024)]
+        assert [(miss.reason, miss.tokens) for miss in misses] == [(MissReason.NEVER_STORED, 256)]
+        assert cache.arena.leases == 0
+
+
 async def test_what_a_slow_pool_may_hold_is_too_late(settings: MakeSettings, prompt: Prompt) -> None:
     async with opened(settings, prefetch={"policy": "timeout", "deadline": "50ms"}) as (cache, model):
         Shared.latest.may_reply = anyio.Event()
