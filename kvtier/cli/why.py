@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from msgspec import to_builtins
+from msgspec import structs, to_builtins
 from rich.markup import escape
 from rich.table import Table
 
@@ -66,7 +66,8 @@ def why(
         found = client.why(address, request, last)
     reports = found.requests
     if as_json:
-        print_json(to_builtins(found))
+        named = [_named(report) for report in reports]
+        print_json({"requests": named, "breakers": to_builtins(found.breakers)})
     elif reports:
         _show(reports)
         for number, breaker in enumerate(found.breakers[:SHOWN_BREAKERS]):
@@ -120,7 +121,7 @@ def _show_prompts(prompts: Sequence[PromptReport], *, as_json: bool) -> None:
     from kvtier.catalog.misses import ADVICE, text_of
 
     if as_json:
-        print_json(to_builtins(prompts))
+        print_json([_named(prompt) for prompt in prompts])
     if not prompts:
         output().print("No engine of this host has served such a model.", markup=False)
         raise typer.Exit(1)
@@ -148,6 +149,12 @@ def _show(reports: Sequence[RequestReport]) -> None:
     )
     for reason, count in missed.most_common(SHOWN_REASONS):
         output().print(f"{count:,} {reason}: {ADVICE[reason]}", markup=False)
+
+
+def _named(report: RequestReport | PromptReport) -> dict[str, object]:
+    """Return a report for JSON, whose misses are arrays between processes."""
+    misses = [to_builtins(structs.asdict(miss)) for miss in report.misses]
+    return {**to_builtins(report), "misses": misses}
 
 
 def sentence_of(breaker: Breaker) -> str:

@@ -18,7 +18,7 @@ from kvtier.integrations.vllm.request import NO_HIT, Hit, RequestState
 from kvtier.integrations.vllm.request_reports import RequestReports
 from kvtier.integrations.vllm.traces import LOOKUP
 from kvtier.logs import RateLimitedLog
-from kvtier.memory.keys import equal_blocks
+from kvtier.memory.keys import beginning_of, equal_blocks
 from kvtier.pipeline.query import Query
 from kvtier.settings import Settings
 from kvtier.tiers.throughput import Throughput
@@ -93,12 +93,16 @@ def _equal(lookup: LookupState, state: RequestState, start: int) -> int:
     return equal_blocks(state.block_hashes(start, int(state.request.num_tokens)), lookup.found.block_hashes)
 
 
-def described(request: Request) -> RequestInfo:
+def described(state: RequestState) -> RequestInfo:
     """Return what a request is, to tell later what became of it."""
-    adapter = "" if request.lora_request is None else text(request.lora_request.lora_name)
+    request, adapter = state.request, state.adapter
     places = [feature.mm_position for feature in request.mm_features[:MAX_IMAGES]]
     images = [(place.offset, place.length) for place in places]
-    return RequestInfo(adapter[:MAX_NAME], images)
+    identity = "" if adapter is None else adapter.identity
+    beginning = b""
+    if state.granularity:
+        beginning = beginning_of(request.prompt_token_ids or (), state.granularity)
+    return RequestInfo(identity, images, beginning)
 
 
 def id_of(request: Request) -> str:
@@ -195,7 +199,7 @@ class Lookups:
         if canary is not None:  # It loads even what is computed sooner, and is not reported.
             query = msgspec.structs.replace(query, compute_seconds=0.0, repeated=True, canary=canary.tier)
         progress.ticket = self._bridge.look_up(
-            query, None if canary else described(request), state.trace.begin(LOOKUP)
+            query, None if canary else described(state), state.trace.begin(LOOKUP)
         )
         if not progress.asked and progress.ticket is not None:
             progress.asked = progress.ticket
