@@ -15,15 +15,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from anyio import CancelScope
+from msgspec.structs import replace
 
 from kvtier.backends.base import Backend
 from kvtier.cache import TieredCache
+from kvtier.catalog.misses import MissReason
 from kvtier.catalog.table import MAX_TIERS
 from kvtier.concurrency.tasks import open_tasks
-from kvtier.errors import PeerError, SettingsError
+from kvtier.errors import ChannelError, PeerError, ProtocolError, SettingsError
 from kvtier.fleet.member.served_models import EngineModel, ServedModels
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout
+from kvtier.observability.breakers import Around, around
+from kvtier.observability.requests import PromptReport, RequestLog, WhyReport
 from kvtier.observability.traces.export import exporting
 from kvtier.observability.traces.spans import NO_TRACER, Tracer
 from kvtier.pipeline.usage import TokenCounts
@@ -33,6 +37,7 @@ from kvtier.settings.peer import GUESSABLE, GUESSABLE_REMEDY
 
 if TYPE_CHECKING:
     from kvtier.fleet.member.controller_client import ControllerClient
+    from kvtier.fleet.member.tokenizing import Tokenizers
     from kvtier.observability.whatif.estimator import Estimator
     from kvtier.observability.whatif.report import Report
     from kvtier.peers.backend import PeersBackend
@@ -75,6 +80,10 @@ class Instance:
         self.served = served or ServedModels()
         """The models of the connected engines, maintained by the bridge server, and of programs."""
         cache.observe_model = self._add_model
+        self.requests = RequestLog(cache.settings.why.requests, cache.counts)
+        """What became of the last requests of the engines."""
+        self._tokenizers: Tokenizers | None = None
+        """``None`` if nothing asks for them."""
         self.stagings = stagings
         """The engines' staging buffers, if ``kv_transfer.device`` is ``cuda``."""
         self.tracer: Tracer = NO_TRACER
@@ -110,6 +119,12 @@ class Instance:
                 from kvtier.observability.whatif.estimator import estimating
 
                 instance._estimator = await stack.enter_async_context(estimating(instance.cache, plugins))
+            if settings.controller.url is not None or settings.why.show_text:
+                # Imported here, as the other parts that few instances have.
+                from kvtier.fleet.member.tokenizing import Tokenizers
+
+                instance._tokenizers = Tokenizers(instance.served)
+                await stack.enter_async_context(instance._tokenizers.open())
             if settings.controller.url is not None:
                 await stack.enter_async_context(instance._registered(settings))
             yield instance
@@ -194,7 +209,6 @@ class Instance:
         from kvtier.fleet.member.commands import Commands, Peers
         from kvtier.fleet.member.controller_client import ControllerClient, Serving
         from kvtier.fleet.member.counters import CounterReport
-        from kvtier.fleet.member.tokenizing import Tokenizers
 
         peers = serving = None
         if self.peers is not None:
@@ -203,8 +217,8 @@ class Instance:
         if self.server is not None and settings.peer.listen is not None:
             serving = Serving(settings.peer.listen, self.server.address[1])
         transport = settings.peer.transport["type"] if peers or serving else None
-        tokenizers = Tokenizers(self.served)
-        commands = Commands(self.cache, peers, tokenizers)
+        assert self._tokenizers is not None
+        commands = Commands(self.cache, peers, self._tokenizers, self)
         report = CounterReport(self.cache, tuple if self.peers is None else self.peers.status)
         client = ControllerClient(
             settings,
@@ -217,7 +231,7 @@ class Instance:
             counters=report.counters,
         )
         self.cache.add_observer(report.transfers)
-        async with tokenizers.open(), open_tasks() as tasks:
+        async with open_tasks() as tasks:
             self._controller_client = client
             if self.peers is not None and settings.controller.ask:
                 self.peers.set_directory(client)
@@ -248,6 +262,47 @@ class Instance:
         if self._kv_transfers is None:
             raise PeerError("cannot transfer KV: set peer.secret or peer.tls to authenticate to peers")
         return self._kv_transfers.begin(to, keys, hinted=hinted)
+
+    async def why(self, request: str, last: int) -> WhyReport:
+        """Return what became of the ``last`` requests whose id contains ``request``, and where prompts part.
+
+        Waits for a tokenizer if ``why.show_text`` is set.
+        """
+        report = self.requests.report(request, last)
+        if not self.cache.settings.why.show_text:
+            return report
+        places = self.requests.breakers.report()
+        breakers = [replace(breaker, text=await self._text(around)) for breaker, around in places]
+        return replace(report, breakers=breakers)
+
+    async def why_prompt(self, tokens: Sequence[int], model: str, salt: str) -> list[PromptReport]:
+        """Return what is held of a prompt now, and why the rest is not, for each layout of one or all models.
+
+        Raises :class:`ProtocolError` for tokens and salts that are none. Waits as :meth:`why` does.
+        """
+        prompts = []
+        for served in self.served.models:
+            if not model or model in served.names:
+                namespace = served.namespace
+                try:
+                    hits, misses = await self.cache.explain_prompt(namespace, served.layout, tokens, salt)
+                except (OverflowError, UnicodeEncodeError) as error:
+                    raise ProtocolError(f"a token is at most 4294967295, a salt is text: {error}") from error
+                parts = [miss.position for miss in misses if miss.reason is MissReason.DIVERGES]
+                shown = self.cache.settings.why.show_text and bool(parts)
+                text = await self._text(around(namespace, tokens, parts[0])) if shown else ""
+                prompts.append(PromptReport(served.names[0], len(tokens), hits, misses, text))
+        return prompts
+
+    async def _text(self, around: Around | None) -> str:
+        """Return a text; empty if there is no tokenizer."""
+        if around is None or self._tokenizers is None:
+            return ""
+        try:
+            return await self._tokenizers.text(*around)
+        except ChannelError as error:
+            logger.debug("where prompts part cannot be shown: %s", error)
+            return ""
 
     def what_if(self) -> Report | None:
         """Return what other capacities and eviction policies would hit.

@@ -118,6 +118,8 @@ class Bridge(Client[Welcome]):
 
 
 PROBE_SECONDS = 0.25
+WHY_SECONDS = 30.0
+"""Timeout of :func:`why` and :func:`why_prompt`, which may load a tokenizer or ask pools."""
 CLEAR_SECONDS = 600.0
 """Timeout of :func:`clear_weights`: a full disk tier has millions of files to delete."""
 
@@ -510,7 +512,7 @@ def what_if(path: Path, seconds: float = GREETING_SECONDS) -> protocol.WhatIfAns
     return _ask(path, protocol.WhatIf(1), protocol.WhatIfAnswer, seconds)
 
 
-def why(path: Path, request: str = "", last: int = 20, seconds: float = GREETING_SECONDS) -> WhyReport:
+def why(path: Path, request: str = "", last: int = 20, seconds: float = WHY_SECONDS) -> WhyReport:
     """Return what became of the ``last`` requests whose id contains ``request``, and where prompts part.
 
     Blocks up to ``seconds``. Raises :class:`ChannelError`.
@@ -519,7 +521,7 @@ def why(path: Path, request: str = "", last: int = 20, seconds: float = GREETING
 
 
 def why_prompt(
-    path: Path, tokens: Sequence[int], model: str = "", salt: str = "", seconds: float = GREETING_SECONDS
+    path: Path, tokens: Sequence[int], model: str = "", salt: str = "", seconds: float = WHY_SECONDS
 ) -> list[PromptReport]:
     """Return what is held of a prompt, by model. Blocks up to ``seconds``. Raises :class:`ChannelError`."""
     question = protocol.WhyPrompt(1, list(tokens), model, salt)

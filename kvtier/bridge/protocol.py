@@ -140,17 +140,19 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     """The tiers that a canary checks: the first one, and those that each stored chunk is written to."""
     sampling: Sampling | None = None
     """Which requests are to be traced; ``None`` if none are."""
+    show_text: bool = False
+    """``why.show_text``: whether lookups have the tokens of their prompts."""
 
 
 class RequestInfo(msgspec.Struct, frozen=True, array_like=True):
     """What a prompt consists of besides tokens."""
 
     adapter: str = ""
-    """What identifies the content of its adapter."""
+    """The name of its adapter."""
     images: list[tuple[int, int]] = msgspec.field(default_factory=list)
     """The first token and the number of tokens of its images and other inputs."""
-    beginning: bytes = b""
-    """Hashes of its first tokens: see :func:`~kvtier.memory.keys.beginning_of`."""
+    prompt: bytes = b""
+    """Its tokens, little-endian, 32 bits each, if :attr:`Welcome.show_text` is set."""
 
 
 class Lookup(Request, frozen=True, array_like=True, tag=10):

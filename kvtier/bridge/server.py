@@ -36,7 +36,6 @@ from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError,
 from kvtier.fleet.member.served_models import EngineModel
 from kvtier.instance import Instance
 from kvtier.logs import ChangedWarnings, Finding
-from kvtier.observability.requests import PromptReport, RequestLog
 from kvtier.observability.traces.spans import following
 from kvtier.pipeline.found import FoundPrefix
 from kvtier.rpc.endpoint import Endpoint
@@ -196,6 +195,7 @@ class Connection:
             first,
             [cache.memory.name, *(tier.name for tier in cache.lower if tier.write == "through")],
             self._server.instance.tracer.sampling,
+            cache.settings.why.show_text,
         )
         self._endpoint.send(welcome, [] if self._remote else [cache.arena.fd])
 
@@ -216,7 +216,7 @@ class Connection:
                 elif message.described is not None:
                     self._explain(engine, message, found)
             case protocol.Outcome():
-                engine.end(message, self._server.requests)
+                engine.end(message, self._server.instance.requests)
             case protocol.Reserve():
                 if self._kv_transfers is None:
                     reserved = engine.reserve(message)
@@ -265,10 +265,12 @@ class Connection:
             case protocol.Why():
                 if not 0 <= message.last <= protocol.MAX_WHY_REQUESTS:
                     raise ProtocolError(f"{message.last} requests, at most {protocol.MAX_WHY_REQUESTS}")
-                report = self._server.requests.report(message.request, message.last)
+                report = await self._server.instance.why(message.request, message.last)
                 self.send(protocol.WhyAnswer(message.ticket, report))
             case protocol.WhyPrompt():
-                self.send(protocol.WhyPromptAnswer(message.ticket, await self._prompts(message)))
+                asked = message.tokens, message.model, message.salt
+                prompts = await self._server.instance.why_prompt(*asked)
+                self.send(protocol.WhyPromptAnswer(message.ticket, prompts))
             case protocol.ListModels():
                 engines = self._server.engine_models()
                 self.send(protocol.ModelList(message.ticket, engines))
@@ -283,20 +285,6 @@ class Connection:
             case _:
                 kind = type(message).__name__
                 raise ProtocolError(f"unexpected {kind}: from an observer, or a second Hello")
-
-    async def _prompts(self, message: protocol.WhyPrompt) -> list[PromptReport]:
-        """Return what is held of a prompt for each model."""
-        prompts = []
-        for model in self._server.instance.served.models:
-            if not message.model or message.model in model.names:
-                try:
-                    hits, misses = await self._server.cache.explain_prompt(
-                        model.namespace, model.layout, message.tokens, message.salt
-                    )
-                except (OverflowError, UnicodeEncodeError) as error:
-                    raise ProtocolError(f"a token is at most 4294967295, a salt is text: {error}") from error
-                prompts.append(PromptReport(model.names[0], len(message.tokens), hits, misses))
-        return prompts
 
     def _watch(self, message: protocol.Watch) -> None:
         if self._watched is None:
@@ -361,7 +349,7 @@ class Connection:
         """Send why chunks are missing, if any. That takes longer than to find others, which do not wait."""
         if found.whole < len(found.query.keys):
             self._endpoint.uncork()
-        explained = engine.explain(request, found, self._server.requests)
+        explained = engine.explain(request, found, self._server.instance.requests)
         if explained is not None:
             self.send(explained)
 
@@ -381,8 +369,6 @@ class BridgeServer:
         self._connections: dict[str, set[Connection]] = {}
         self._departed: set[EngineSession] = set()
         """Engines without a connection, with memory that their processes may still write to."""
-        self.requests = RequestLog(instance.cache.settings.why.requests, instance.cache.counts)
-        """What became of the last requests."""
         self.transfer_warnings = ChangedWarnings("KV transfer to %s failed: %s")
         self.notices = Notices()
         """Warnings for schedulers. The owner of the server enables them with :meth:`Notices.listening`."""

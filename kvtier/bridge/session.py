@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
@@ -34,6 +35,7 @@ from kvtier.logs import Finding
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, ChunkKey, split_keys
 from kvtier.memory.layout import STATE_TOKENS
+from kvtier.observability.breakers import around
 from kvtier.observability.requests import RequestLog, RequestReport
 from kvtier.pipeline.found import FoundPrefix, Ready
 from kvtier.pipeline.query import Expected, Query
@@ -253,7 +255,7 @@ class EngineSession:
         if asked is None or described is None:
             return None
         chunk, query = self.layout.chunk_tokens, found.query
-        misses = self._cache.explain(found, self.namespace, described.adapter, described.beginning)
+        misses = self._cache.explain(found, self.namespace, described.adapter)
         misses = [self._or_image(miss, described.images) for miss in misses]
         asked.explained = Explained(request.ticket, found.whole * chunk, misses)
         if query.block_tags is not None:
@@ -265,7 +267,10 @@ class EngineSession:
                     # What is before the position may be a hit in part.
                     behind = query.tokens - miss.position
                     seconds, again = query.compute_seconds * behind / query.tokens, miss.field == AGAIN
-                    log.breakers.parted(parent, miss.position, behind, seconds, again=again)
+                    shown = None
+                    if described.prompt and self._cache.settings.why.show_text:
+                        shown = around(self.namespace, array("I", described.prompt), miss.position)
+                    log.breakers.parted(parent, miss.position, behind, seconds, again=again, around=shown)
                     break
         return asked.explained
 

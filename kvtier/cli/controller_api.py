@@ -26,6 +26,8 @@ from kvtier.fleet.controller.answers import (
     InstanceWithHistory,
     LookupAnswer,
     PinsAnswer,
+    WhyAnswer,
+    WhyPromptAnswer,
 )
 from kvtier.fleet.controller.events import Event
 from kvtier.version import __version__
@@ -65,6 +67,14 @@ class ControllerAPI:
     def lookup(self, prompt: Mapping[str, object]) -> LookupAnswer:
         """Return which tiers hold how much of a prompt's prefix."""
         return self._answer(LookupAnswer, "POST", "/lookup", prompt)
+
+    def why(self, request: str, last: int) -> WhyAnswer:
+        """Return what became of the last requests of all instances."""
+        return self._answer(WhyAnswer, "GET", "/why", {"request": request, "last": last})
+
+    def why_prompt(self, prompt: Mapping[str, object]) -> WhyPromptAnswer:
+        """Return what each instance holds of a prompt, and why the rest is not held."""
+        return self._answer(WhyPromptAnswer, "POST", "/why", prompt)
 
     def operate(self, operation: str, fields: Mapping[str, object]) -> Accepted:
         """Request an operation, such as ``move``. Fields that are ``None`` are omitted."""

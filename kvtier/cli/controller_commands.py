@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ PROMPT_OPTIONS = [
         ("prompt_file", "FILE", "File with the prompt, or `-` for stdin."),
         ("tokens", "JSON", "Token ids of the prompt, as in `[128000, 849, 21435]`."),
         ("tokens_file", "FILE", TOKENS_FILE_HELP),
+        ("messages", "FILE", "File with the prompt as chat messages, a JSON list, or `-` for stdin."),
         ("model", "NAME", "The model that it was sent to. Default: the only one served."),
         ("salt", "TEXT", "The `cache_salt` that it was sent with."),
     )
@@ -99,8 +101,10 @@ def controller_command(
             given = {parameter.name: values.pop(parameter.name) for parameter in shared}
             query = _prompt(**{each.name: given[each.name] for each in PROMPT_OPTIONS}) if prompt else {}
             if prompt == "required" and not query:
-                raise typer.BadParameter("no prompt: use --prompt, --prompt-file, --tokens or --tokens-file")
-            with _controller(given["url"], given["token_file"], given["config"]) as client:
+                raise typer.BadParameter(
+                    "no prompt: use --prompt, --prompt-file, --messages, --tokens or --tokens-file"
+                )
+            with controller_client(given["url"], given["token_file"], given["config"]) as client:
                 function(Call(client, query, not given.get("no_wait"), given["as_json"]), **values)
 
         command = make_command(function, [*own_parameters(function), *shared], run)
@@ -111,7 +115,9 @@ def controller_command(
 
 
 @contextmanager
-def _controller(url: str | None, token_file: Path | None, config: Path | None) -> Iterator[ControllerAPI]:
+def controller_client(
+    url: str | None, token_file: Path | None, config: Path | None
+) -> Iterator[ControllerAPI]:
     """Yield a client of the controller given by options and settings. Raises: SettingsError."""
     from kvtier.cli.controller_api import ControllerAPI
     from kvtier.settings import load_settings
@@ -148,11 +154,13 @@ def _prompt(
     prompt_file: str | None,
     tokens: str | None,
     tokens_file: str | None,
+    messages: str | None,
     **about: str | None,
 ) -> dict[str, Any]:
     """Return the prompt given by the options as fields of a request. Rejects more than one."""
     sources = {
-        "--prompt": prompt, "--prompt-file": prompt_file, "--tokens": tokens, "--tokens-file": tokens_file
+        "--prompt": prompt, "--prompt-file": prompt_file, "--tokens": tokens, "--tokens-file": tokens_file,
+        "--messages": messages,
     }  # fmt: skip
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
@@ -160,15 +168,16 @@ def _prompt(
     if not given and any(value is not None for value in about.values()):
         raise typer.BadParameter("--model and --salt require a prompt: give one as well")
     if prompt_file is not None:
-        prompt = _content(prompt_file, "--prompt-file")
+        prompt = content(prompt_file, "--prompt-file")
     if tokens_file is not None:
-        tokens = _content(tokens_file, "--tokens-file")
+        tokens = content(tokens_file, "--tokens-file")
     ids = None if tokens is None else _token_ids(tokens, *given)
-    fields = {"prompt": prompt, "tokens": ids, **about}
+    chat = None if messages is None else json_content(messages, "--messages")
+    fields = {"prompt": prompt, "tokens": ids, "messages": chat, **about}
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _content(name: str, parameter: str) -> str:
+def content(name: str, parameter: str) -> str:
     """Read a file of up to ``MAX_FILE_BYTES``, or stdin."""
     try:
         if name == "-":
@@ -183,6 +192,14 @@ def _content(name: str, parameter: str) -> str:
         raise typer.BadParameter(f"{name} cannot be read: {error.strerror}", param_hint=parameter) from error
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{name} is not text", param_hint=parameter) from error
+
+
+def json_content(name: str, parameter: str) -> object:
+    """Return the JSON value in a file, or stdin."""
+    try:
+        return json.loads(content(name, parameter))
+    except ValueError as error:
+        raise typer.BadParameter(f"{name} is not JSON: {error}", param_hint=parameter) from error
 
 
 def _token_ids(text: str, parameter: str) -> list[int]:

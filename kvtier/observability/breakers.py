@@ -1,16 +1,15 @@
 """Prefix breakers: where prompts that begin alike usually part, and what that costs.
 
 A template that has a date in its middle lets no prompt hit what is behind it. Each place at which prompts
-have parted is counted with those that did not part there. Of many places, the most frequent stay, as in
-Space-Saving (Metwally et al., ICDT 2005, https://doi.org/10.1007/978-3-540-30570-5_27).
+have parted is counted with those that did not part there. Of too many places, the more frequent half stays.
 """
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,7 +17,8 @@ from kvtier.memory.keys import ChunkKey
 
 MAX_PLACES = 512
 """Of 300 bytes each."""
-CANDIDATES = 16
+SHOWN_BEFORE, SHOWN_BEHIND = 16, 32
+"""Tokens around a position. The difference is within a block behind it."""
 MIN_PARTED = 3
 """Fewer prompts have not shown a pattern."""
 DAY_SECONDS = 86_400.0
@@ -41,6 +41,39 @@ class Breaker(msgspec.Struct, frozen=True):
     """Tokens behind it that are computed in a day, at the rate since it was first seen."""
     seconds_per_day: float
     """Seconds of prefill for these; 0 if the engines have not reported how fast they are."""
+    place: str = ""
+    """Equal where prompts have the same tokens up to here."""
+    text: str = ""
+    """The text around the position in the last of these prompts, if ``why.show_text`` is set."""
+
+
+def merged(breakers: Iterable[Breaker], count: int) -> list[Breaker]:
+    """Return the places that several instances have seen, each once, that cost most: at most ``count``."""
+    places: dict[tuple[str, int], Breaker] = {}
+    for other in breakers:
+        at = other.place, other.position
+        if (known := places.get(at)) is not None:
+            sums = {name: getattr(known, name) + getattr(other, name) for name in _SUMMED}
+            other = msgspec.structs.replace(other, text=known.text or other.text, **sums)
+        places[at] = other
+    return sorted(places.values(), key=lambda breaker: -breaker.tokens_per_day)[:count]
+
+
+_SUMMED = ("parted", "passed", "again", "tokens_per_day", "seconds_per_day")
+
+
+class Around(NamedTuple):
+    """The tokens around the position at which a prompt parts from others."""
+
+    namespace: bytes
+    before: Sequence[int]
+    behind: Sequence[int]
+
+
+def around(namespace: bytes, tokens: Sequence[int], position: int) -> Around:
+    """Return the tokens around a position of a prompt."""
+    before = tokens[max(0, position - SHOWN_BEFORE) : position]
+    return Around(namespace, before, tokens[position : position + SHOWN_BEHIND])
 
 
 @dataclass(slots=True)
@@ -51,13 +84,7 @@ class _Place:
     again: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    least: int = 0
-    """How many of the place that had to go for it."""
-
-    @property
-    def count(self) -> int:
-        """By which the rarest is found."""
-        return self.parted + self.least
+    around: Around | None = None
 
 
 class Breakers:
@@ -67,7 +94,7 @@ class Breakers:
         self._clock = clock
         self._places: dict[ChunkKey, dict[int, _Place]] = {}
         """By the last chunk that the prompts share, and the position."""
-        self._order: list[tuple[ChunkKey, int]] = []
+        self._count = 0
 
     def passed(self, root: ChunkKey, keys: Iterable[ChunkKey]) -> None:
         """Count a prompt, given the keys of its chunks."""
@@ -76,44 +103,52 @@ class Breakers:
                 for place in self._places[parent].values():
                     place.passed += 1
 
-    def parted(self, parent: ChunkKey, position: int, tokens: int, seconds: float, *, again: bool) -> None:
+    def parted(
+        self,
+        parent: ChunkKey,
+        position: int,
+        tokens: int,
+        seconds: float,
+        *,
+        again: bool = False,
+        around: Around | None = None,
+    ) -> None:
         """Count a prompt that has parted from others.
 
         ``parent``: the last chunk that it shares with them. ``tokens``, ``seconds``: to compute what follows.
         """
         place = self._places.get(parent, {}).get(position) or self._add(parent, position)
+        place.around = around
         place.parted += 1
         place.again += again
         place.tokens += tokens
         place.seconds += seconds
 
     def _add(self, parent: ChunkKey, position: int) -> _Place:
-        least = 0
-        if len(self._order) >= MAX_PLACES:
-            # The rarest of a few: to find that of all would take too long for each prompt.
-            among = random.sample(range(len(self._order)), CANDIDATES)
-            at = min(among, key=lambda at: self._at(self._order[at]).count)
-            gone, (above, where) = self._at(self._order[at]), self._order[at]
-            self._order[at] = self._order[-1]
-            del self._order[-1], self._places[above][where]
-            if not self._places[above]:
-                del self._places[above]
-            least = gone.count
-        self._order.append((parent, position))
-        place = self._places.setdefault(parent, {})[position] = _Place(self._clock(), passed=1, least=least)
+        self._count += 1
+        if self._count > MAX_PLACES:
+            every = sorted(self._every(), key=lambda each: (each[2].parted, each[2].since))
+            for above, where, _ in every[: MAX_PLACES // 2]:
+                del self._places[above][where]
+                if not self._places[above]:
+                    del self._places[above]
+            self._count -= MAX_PLACES // 2
+        place = self._places.setdefault(parent, {})[position] = _Place(self._clock(), passed=1)
         return place
 
-    def _at(self, where: tuple[ChunkKey, int]) -> _Place:
-        return self._places[where[0]][where[1]]
+    def _every(self) -> Iterator[tuple[ChunkKey, int, _Place]]:
+        for parent, places in self._places.items():
+            for position, place in places.items():
+                yield parent, position, place
 
-    def report(self, count: int = 20) -> Sequence[Breaker]:
-        """Return the places that cost most, at most ``count``."""
+    def report(self, count: int = 20) -> list[tuple[Breaker, Around | None]]:
+        """Return the places that cost most, at most ``count``, with what is around, if that is known."""
         now = self._clock()
         found = []
-        for parent, position in self._order:
-            place = self._places[parent][position]
+        for parent, position, place in self._every():
             if place.parted >= MIN_PARTED:
                 days = max(now - place.since, MIN_SECONDS) / DAY_SECONDS
                 passed, costs = max(place.passed, place.parted), (place.tokens / days, place.seconds / days)
-                found.append(Breaker(position, place.parted, passed, place.again, *costs))
-        return sorted(found, key=lambda breaker: breaker.tokens_per_day, reverse=True)[:count]
+                breaker = Breaker(position, place.parted, passed, place.again, *costs, parent.hex()[:16])
+                found.append((breaker, place.around))
+        return sorted(found, key=lambda each: -each[0].tokens_per_day)[:count]

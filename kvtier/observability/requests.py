@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from itertools import islice
+from typing import Any
 
 import msgspec
+from msgspec import to_builtins
+from msgspec.structs import asdict
 
-from kvtier.catalog.misses import Miss
+from kvtier.catalog.misses import ADVICE, Miss, text_of
 from kvtier.observability.breakers import Breaker, Breakers
 
 
@@ -37,6 +40,8 @@ class PromptReport(msgspec.Struct, frozen=True):
     hits: list[tuple[str, int]]
     """The tier and number of tokens of each run of its prefix, in prefix order."""
     misses: list[Miss]
+    text: str = ""
+    """The text around the position at which it parts from others, if ``why.show_text`` is set."""
 
 
 class WhyReport(msgspec.Struct, frozen=True):
@@ -46,6 +51,14 @@ class WhyReport(msgspec.Struct, frozen=True):
     """The newest first."""
     breakers: list[Breaker]
     """Where prompts part, the most expensive place first."""
+
+
+def readable(report: RequestReport | PromptReport) -> dict[str, Any]:
+    """Return a report as JSON has it: its misses have names, a text and what to do."""
+    misses = [
+        {**asdict(miss), "text": text_of(miss), "advice": ADVICE[miss.reason]} for miss in report.misses
+    ]
+    return {**to_builtins(report), "misses": misses}
 
 
 class RequestLog:
@@ -70,4 +83,4 @@ class RequestLog:
         vLLM's id of a request is longer than the one that its client knows.
         """
         found = (report for report in reversed(self._last) if request in report.request)
-        return WhyReport(list(islice(found, last)), list(self.breakers.report()))
+        return WhyReport(list(islice(found, last)), [breaker for breaker, _ in self.breakers.report()])

@@ -74,6 +74,14 @@ class WhySettings(SettingsModel):
         description="How many of the last requests `kvtier why` shows, of about 1 KiB each.",
         examples=[1000],
     )
+    show_text: bool = Field(
+        default=False,
+        description=(
+            "Whether the text around the position at which prompts part is kept and shown, to all who may "
+            "ask this instance or its controller. Each lookup then has the tokens of its prompt."
+        ),
+        examples=[True],
+    )
 
 
 class WhatIfSettings(SettingsModel):

@@ -137,7 +137,7 @@ def test_sources_of_a_prompt(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "no prompt: use --prompt, --prompt-file, --tokens or --tokens-file"),
+        ([], "no prompt: use --prompt, --prompt-file, --messages, --tokens or --tokens-file"),
         (["--model", "m"], "--model and --salt require a prompt"),
         (["--prompt", "x", "--tokens", "[1]"], "--prompt and --tokens exclude each other"),
         (["--tokens", "[1, -1]"], "invalid token ids"),

@@ -13,7 +13,9 @@ import httpx
 import pytest
 import typer
 
+from kvtier.catalog.misses import Miss, MissReason
 from kvtier.cli import make_app
+from kvtier.observability.requests import RequestReport
 from tests.rigs.fleet import MODEL, fleet
 
 from .conftest import Kvtier
@@ -72,6 +74,9 @@ async def test_every_call_is_answered_as_documented(tmp_path: Path, kvtier: Kvti
     async with fleet(tmp_path, kvtier, "decode-1", "decode-2") as running:
         await running.store("decode-1", tokens)
         await running.wait_for_heartbeats()
+        missed = Miss(MissReason.DIVERGES, 1136, position=288)
+        report = RequestReport(1.0, "cmpl-7f3a-0", "vllm", 1424, 0, {"ram": 288}, [missed], 0.1)
+        running.instances["decode-1"].requests.add(report)
         async with httpx.AsyncClient(base_url=running.url, trust_env=False, verify=False) as http:
             for request, answer in shown:
                 path = re.sub("[0-9a-f]{16}", lambda found: event_ids[found[0]], request.path)

@@ -31,6 +31,8 @@ from kvtier.fleet.member.protocol import (
     Delete,
     DeleteAll,
     Done,
+    Explain,
+    ExplainPrompt,
     Failed,
     Fetch,
     FromController,
@@ -51,6 +53,7 @@ from kvtier.fleet.member.protocol import (
 )
 from kvtier.memory.keys import KEY_BYTES, ChunkKey, join_keys, split_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.observability.requests import PromptReport, WhyReport
 from kvtier.rpc.endpoint import Endpoint
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, encode_body
 from kvtier.rpc.websocket import ServerWire
@@ -193,6 +196,8 @@ class ScriptedInstance(RegisteringInstance):
         self.capacity: int | None = None
         """Capacity of its memory in chunks."""
         self.cancelled: list[int] = []
+        self.report_why = WhyReport([], [])
+        self.prompts: list[PromptReport] = []
         network.instances[f"{name}:8200"] = self
 
     async def store(self, tier: int, keys: Sequence[ChunkKey]) -> None:
@@ -252,6 +257,10 @@ class ScriptedInstance(RegisteringInstance):
                 return Done(command.ticket, join_keys(keys), len(keys), 0)
             case Tokenize():
                 return Done(command.ticket, b"", 0, 0, tokens=list(command.prompt.encode()))
+            case Explain():
+                return Done(command.ticket, b"", 0, 0, report=self.report_why)
+            case ExplainPrompt():
+                return Done(command.ticket, b"", 0, 0, prompts=self.prompts)
         raise AssertionError(command)
 
     async def _fetch(self, command: Fetch) -> Done:

@@ -78,6 +78,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "whatif.half_life": ("2h", "7200", 7200.0),
     "why.remembered_chunks": ("5000", "5000", 5000),
     "why.requests": ("100", "100", 100),
+    "why.show_text": ("true", "true", True),
     "traces": ("true", "1", True),
     "canary.engine": ("http://here:8000/", "http://here:8000", "http://here:8000"),
     "canary.every": ("5m", "300", 300.0),

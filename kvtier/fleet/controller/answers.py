@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec.structs import asdict
 from pydantic import BaseModel, Field
@@ -227,6 +227,27 @@ class ImprovementsAnswer(BaseModel):
 
     improvements: list[Improvement]
     estimating: int = Field(description="Number of instances that have reported an estimate.")
+
+
+class WhyAnswer(BaseModel):
+    """What became of the last requests of all instances, and where prompts part."""
+
+    requests: list[dict[str, Any]] = Field(
+        description="The newest first: what each has loaded, and its `misses` in prefix order."
+    )
+    breakers: list[dict[str, Any]] = Field(
+        description="Where prompts that begin alike part, the most expensive place first."
+    )
+    unanswered: dict[str, str] = Field(description="Why instances have not answered.")
+
+
+class WhyPromptAnswer(BaseModel):
+    """What is held of a prompt now at each instance that serves its model, the most first."""
+
+    prompts: list[dict[str, Any]] = Field(
+        description="`hits`: tier and tokens of each run of its prefix; `misses`: why the rest is not held."
+    )
+    unanswered: dict[str, str] = Field(description="Why instances have not answered.")
 
 
 class About(BaseModel):

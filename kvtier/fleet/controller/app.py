@@ -32,6 +32,8 @@ from kvtier.fleet.controller.answers import (
     PinsAnswer,
     Problem,
     WhatIfAnswer,
+    WhyAnswer,
+    WhyPromptAnswer,
 )
 from kvtier.fleet.controller.bodies import (
     Bodies,
@@ -41,6 +43,7 @@ from kvtier.fleet.controller.bodies import (
     PinBody,
     PrefetchBody,
     UnpinBody,
+    WhyBody,
     describe_errors,
     request_body_schema,
 )
@@ -92,6 +95,8 @@ MAX_WAIT_SECONDS = 60.0
 MAX_EVENTS = 1000
 """Per response."""
 Limit = Annotated[int, Query(ge=1, le=MAX_EVENTS)]
+MAX_WHY = 100
+"""Requests per response. Each instance is asked for as many."""
 PAGE_FILES = Path(__file__).with_name("page")
 PAGE_PREFIX = "/page/"
 """Path of the scripts and the style sheet. The page itself is at ``/``."""
@@ -137,6 +142,7 @@ def make_app(
     app.router.responses.update(_PROBLEMS)
     _add_operations(app.router, operations, bodies)
     _add_queries(app.router, operations, history)
+    _add_why(app.router, operations, bodies)
     _add_fleet(app.router, operations.registry, history, grafana)
     _add_stream(app.router, Stream(operations.registry, operations.events, operations.pins))
     mount_page(app)
@@ -323,6 +329,25 @@ def _add_queries(router: APIRouter, operations: Operations, history: History) ->
     async def prometheus() -> Response:
         """Return metrics of instances, chunks, events and lookups, in Prometheus' text format."""
         return metrics.response()
+
+
+def _add_why(router: APIRouter, operations: Operations, bodies: Bodies) -> None:
+    """Add the endpoints that ask all instances why tokens were not hits."""
+    why_body = Depends(bodies.of(WhyBody))
+
+    @router.get("/why", tags=[STATE_TAG])
+    async def why(
+        request: Annotated[str, Query(max_length=256, description="A part of the id of requests.")] = "",
+        last: Annotated[int, Query(ge=0, le=MAX_WHY)] = 20,
+        instance: str | None = None,
+    ) -> WhyAnswer:
+        """Return what became of the last requests, of all instances or one, and where prompts part."""
+        return await operations.explanations.requests(request, last, instance)
+
+    @router.post("/why", tags=[STATE_TAG], openapi_extra=request_body_schema(WhyBody))
+    async def why_prompt(body: WhyBody = why_body) -> WhyPromptAnswer:
+        """Return what each instance holds of a prompt, and why the rest is not held. Keeps nothing of it."""
+        return await operations.explanations.prompt(body)
 
 
 def _add_fleet(router: APIRouter, registry: Registry, history: History, grafana: str | None) -> None:

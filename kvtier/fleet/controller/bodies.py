@@ -77,6 +77,14 @@ class PromptBody(_Body, frozen=True, kw_only=True):
             "Explain the significance of KV cache in language models.",
         ),
     ] = None
+    messages: Annotated[
+        list[dict[str, Any]] | None,
+        _field(
+            "The prompt as chat messages, as sent to the engine. An instance that serves the model applies "
+            "its chat template.",
+            [{"role": "user", "content": "Hello"}],
+        ),
+    ] = None
     model: Annotated[
         Name | None,
         _field(
@@ -94,16 +102,26 @@ class PromptBody(_Body, frozen=True, kw_only=True):
     _prompt_optional: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.tokens is None and self.prompt is None and not self._prompt_optional:
-            raise ValueError("set `tokens` or `prompt`")
-        if self.tokens is not None and self.prompt is not None:
-            raise ValueError("set `tokens` or `prompt`, not both")
+        given = 3 - [self.tokens, self.prompt, self.messages].count(None)
+        if not (given or self._prompt_optional):
+            raise ValueError("set `tokens`, `prompt` or `messages`")
+        if given > 1:
+            raise ValueError("set only one of `tokens`, `prompt` and `messages`")
         if self.prompt is not None and len(self.prompt.encode()) > MAX_PROMPT_BYTES:
             raise ValueError(f"`prompt` is longer than {MAX_PROMPT_BYTES:,} bytes: send `tokens` instead")
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether there is a prompt, in any form."""
+        return not (self.tokens is None and self.prompt is None and self.messages is None)
 
 
 class LookupBody(PromptBody, frozen=True, kw_only=True):
     """Find the tiers that hold a prefix of a prompt."""
+
+
+class WhyBody(PromptBody, frozen=True, kw_only=True):
+    """Find why tokens of a prompt are not held."""
 
 
 class MoveBody(PromptBody, frozen=True, kw_only=True):
@@ -195,7 +213,7 @@ class ClearBody(PromptBody, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokens is None and self.prompt is None and (self.model or self.salt):
+        if not self.has_prompt and (self.model or self.salt):
             raise ValueError("`model` and `salt` require a prompt: set `tokens` or `prompt` as well")
 
 
@@ -236,7 +254,8 @@ class Bodies:
                 tokens = _BEGIN_OF_TOKENS.search(content, 0, MAX_SMALL_BYTES)
                 if tokens is not None:
                     return await self._with_tokens(decode, content, tokens.end(), pieces)
-                limit = MAX_PROMPT_BODY_BYTES if b'"prompt"' in content else MAX_SMALL_BYTES
+                is_text = b'"prompt"' in content or b'"messages"' in content
+                limit = MAX_PROMPT_BODY_BYTES if is_text else MAX_SMALL_BYTES
                 content = await _read(pieces, content, limit)
                 _check_length(len(content), limit)
                 async with self._turn:

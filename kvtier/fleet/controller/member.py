@@ -147,6 +147,11 @@ class Member:
         """Whether it has reported all its chunks."""
 
     @property
+    def explains(self) -> bool:
+        """Whether its version knows :class:`Explain` and chat messages. It has counters since then."""
+        return self.heartbeat is not None and self.heartbeat.counters is not None
+
+    @property
     def last_message_at(self) -> float:
         """When the last message arrived, on the clock of :func:`time.time`."""
         return time.time() - time.monotonic() + self.endpoint.last_message_at

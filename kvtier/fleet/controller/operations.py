@@ -18,6 +18,7 @@ from kvtier.fleet.controller.answers import LookupAnswer
 from kvtier.fleet.controller.bodies import ClearBody, MoveBody, PromptBody, TierBody
 from kvtier.fleet.controller.errors import TooManyOperations
 from kvtier.fleet.controller.events import PARTIAL_PROGRESS, Event, EventLog, Position
+from kvtier.fleet.controller.explanations import Explanations
 from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.moves import Copy, Move
 from kvtier.fleet.controller.operation import LockManager, LockRequest, Operation
@@ -41,6 +42,7 @@ class Operations:
         self.pins = pins
         self._tasks = tasks
         self._prompts = Prompts(registry)
+        self.explanations = Explanations(registry, self._prompts)
         self.locks = LockManager()
         self._in_flight: set[CancelScope] = set()
         self._stopping = False
@@ -122,8 +124,7 @@ class Operations:
         target: Position = (member.id, None)
         if body.tier is not None:
             target = self.registry.find_tier((member.id, body.tier)).position
-        everything = body.tokens is None and body.prompt is None
-        prompts = [] if everything else await self._prompts.find(body, [member])
+        prompts = await self._prompts.find(body, [member]) if body.has_prompt else []
         return self._start(Clear(self.registry, prompts, self.pins, target=target))
 
     def _start(self, operation: Operation) -> Event:

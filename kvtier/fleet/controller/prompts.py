@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import anyio
+import msgspec
 from anyio import to_thread
 
 from kvtier.fleet.controller.bodies import PromptBody
@@ -90,11 +91,18 @@ class Prompts:
 
         Raises: UnknownModel, AmbiguousModel, WrongPrompt, WrongRequest: no instance can tokenize the prompt.
         """
-        models = self._models(body.model, preferred)
-        tokens = body.tokens
-        if tokens is None:
-            tokens = await self._tokenize(models, body.prompt or "", preferred)
+        models, tokens = await self.tokens(body, preferred)
         return [await self._chunks(model, tokens, body.salt or "") for model in models]
+
+    async def tokens(
+        self, body: PromptBody, preferred: Sequence[Member] = ()
+    ) -> tuple[list[Model], Sequence[int]]:
+        """Return a prompt's model in every known layout, and its tokens. Raises: as :meth:`find`."""
+        models = self._models(body.model, preferred)
+        if body.tokens is not None:
+            return models, body.tokens
+        chat = None if body.messages is None else msgspec.json.encode(body.messages).decode()
+        return models, await self._tokenize(models, chat or body.prompt or "", preferred, chat=bool(chat))
 
     def _models(self, name: str | None, preferred: Sequence[Member]) -> list[Model]:
         models = self._registry.models
@@ -110,14 +118,14 @@ class Prompts:
         return await to_thread.run_sync(PromptChunks.of, model, tokens, salt, limiter=self._limiter)
 
     async def _tokenize(
-        self, models: Sequence[Model], prompt: str, preferred: Sequence[Member]
+        self, models: Sequence[Model], prompt: str, preferred: Sequence[Member], *, chat: bool
     ) -> Sequence[int]:
         failures = []
-        for member, model in list(self._tokenizers(models, preferred))[:MAX_TOKENIZERS]:
+        for member, model in list(self._tokenizers(models, preferred, chat=chat))[:MAX_TOKENIZERS]:
+            command = partial(Tokenize, namespace=model.namespace, prompt=prompt, chat=chat)
             try:
                 with anyio.fail_after(TOKENIZE_SECONDS):
-                    done = await member.execute(partial(Tokenize, namespace=model.namespace, prompt=prompt))
-                return done.tokens
+                    return (await member.execute(command)).tokens
             except (CommandFailed, MemberGone) as error:
                 failures.append(f"{member.id}: {error}")
             except TimeoutError:
@@ -128,12 +136,14 @@ class Prompts:
         )
 
     def _tokenizers(
-        self, models: Sequence[Model], preferred: Sequence[Member]
+        self, models: Sequence[Model], preferred: Sequence[Member], *, chat: bool
     ) -> Iterator[tuple[Member, Model]]:
         """Yield the instances that can tokenize for these models, the preferred ones first."""
         namespaces = {model.namespace for model in models}
         others = [member for member in self._registry.members.values() if member not in preferred]
         for member in [*dict.fromkeys(preferred), *others]:
+            if chat and not member.explains:
+                continue  # It would take the messages for a text.
             for model in member.models:
                 if model.tokenizer and model.namespace in namespaces:
                     yield member, model

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import anyio
 import anyio.lowlevel
@@ -17,6 +18,8 @@ from kvtier.fleet.member.protocol import (
     Delete,
     DeleteAll,
     Done,
+    Explain,
+    ExplainPrompt,
     Fetch,
     Pin,
     Progress,
@@ -25,6 +28,7 @@ from kvtier.fleet.member.protocol import (
 )
 from kvtier.fleet.member.tokenizing import Tokenizers
 from kvtier.memory.keys import ChunkKey, join_keys, split_keys
+from kvtier.observability.requests import PromptReport, WhyReport
 from kvtier.peers.backend import PeersBackend
 from kvtier.pipeline.clear import Cleared
 from kvtier.pipeline.move import ChunkProvider
@@ -71,13 +75,28 @@ class Work(ABC):
         return None
 
 
+class Explains(Protocol):
+    """Returns why tokens were not hits, see :class:`kvtier.instance.Instance`."""
+
+    async def why(self, request: str, last: int) -> WhyReport:
+        """Return what became of requests."""
+        ...
+
+    async def why_prompt(self, tokens: Sequence[int], model: str, salt: str) -> list[PromptReport]:
+        """Return what is held of a prompt."""
+        ...
+
+
 class Commands:
     """Creates work from commands. ``peers`` is ``None`` if fetching from other instances is disabled."""
 
-    def __init__(self, cache: TieredCache, peers: Peers | None, tokenizers: Tokenizers) -> None:
+    def __init__(
+        self, cache: TieredCache, peers: Peers | None, tokenizers: Tokenizers, explains: Explains
+    ) -> None:
         self.cache = cache
         self.peers = peers
         self.tokenizers = tokenizers
+        self.explains = explains
 
     def begin(self, command: Command) -> Work:
         """Create the work of a command without running it. Raises :class:`ProtocolError` if invalid."""
@@ -92,6 +111,8 @@ class Commands:
                 return _Pinning(self, command)
             case Tokenize():
                 return _Tokenizing(self, command)
+            case Explain() | ExplainPrompt():
+                return _Explaining(self, command)
 
     def tier(self, number: int) -> Level:
         """Return a tier by its number. Raises :class:`ProtocolError`."""
@@ -225,10 +246,31 @@ class _Tokenizing(Work):
 
     async def run(self) -> None:
         tokenizers, command = self._commands.tokenizers, self._command
-        self._tokens = await tokenizers.tokenize(command.namespace, command.prompt)
+        self._tokens = await tokenizers.tokenize(command.namespace, command.prompt, chat=command.chat)
 
     def answer(self, reason: str | None) -> Done:
         return Done(self._ticket, b"", 0, 0, reason, self._tokens)
+
+
+class _Explaining(Work):
+    changes = False
+
+    def __init__(self, commands: Commands, command: Explain | ExplainPrompt) -> None:
+        super().__init__(commands, command)
+        self._command = command
+        self._report: WhyReport | None = None
+        self._prompts: list[PromptReport] = []
+
+    async def run(self) -> None:
+        explains, command = self._commands.explains, self._command
+        if isinstance(command, Explain):
+            self._report = await explains.why(command.request, command.last)
+        else:
+            tokens = array("I", command.tokens)
+            self._prompts = await explains.why_prompt(tokens, command.model, command.salt)
+
+    def answer(self, reason: str | None) -> Done:
+        return Done(self._ticket, b"", 0, 0, reason, report=self._report, prompts=self._prompts)
 
 
 def _split(joined: bytes) -> list[ChunkKey]:

@@ -44,6 +44,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvtier.memory.layout import ChunkLayout
+from kvtier.observability.requests import PromptReport, WhyReport
 from kvtier.observability.whatif.report import Amount, Count
 from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.rpc.frames import Interim, Message, Ping, Pong, Refused, Reply, Request, decoder
@@ -304,6 +305,29 @@ class Tokenize(Request, frozen=True, array_like=True, tag=22):
     namespace: bytes
     prompt: str
     trace: bytes = b""
+    chat: bool = False
+    """Whether the prompt is a JSON list of chat messages, to which the model's template is applied."""
+
+
+class Explain(Request, frozen=True, array_like=True, tag=30):
+    """Report what became of the ``last`` requests whose id contains ``request``.
+
+    Only for instances whose heartbeat has counters, like all that is new since :class:`Counters`.
+    """
+
+    request: str
+    last: int
+    trace: bytes = b""
+
+
+class ExplainPrompt(Request, frozen=True, array_like=True, tag=31):
+    """Report what is held of a prompt, for each namespace of a model, and why the rest is not."""
+
+    model: str
+    tokens: bytes
+    """Little-endian, 32 bits each."""
+    salt: str
+    trace: bytes = b""
 
 
 class Cancel(Message, frozen=True, array_like=True, tag=23):
@@ -340,6 +364,10 @@ class Done(Outcome, frozen=True, array_like=True, tag=25):
     """Why it did not succeed for all chunks."""
     tokens: list[int] = msgspec.field(default_factory=list)
     """The result of :class:`Tokenize`."""
+    report: WhyReport | None = None
+    """The result of :class:`Explain`."""
+    prompts: list[PromptReport] = msgspec.field(default_factory=list)
+    """The result of :class:`ExplainPrompt`."""
 
 
 class Failed(Outcome, frozen=True, array_like=True, tag=26):
@@ -348,7 +376,7 @@ class Failed(Outcome, frozen=True, array_like=True, tag=26):
     reason: str
 
 
-Command = Fetch | Delete | DeleteAll | Pin | Unpin | Tokenize
+Command = Fetch | Delete | DeleteAll | Pin | Unpin | Tokenize | Explain | ExplainPrompt
 Report = Serves | Changed | UpToDate | Lost | Heartbeat | WhatIf
 FromInstance = Hello | Report | WhoHolds | WhoServes | Progress | Done | Failed | Refused | Ping | Pong
 FromController = Welcome | HeldBy | ServedAt | Command | Cancel | Refused | Ping | Pong

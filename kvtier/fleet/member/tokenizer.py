@@ -1,11 +1,12 @@
 """Helper process that tokenizes prompts, so that the cache process need not import a tokenizer.
 
-It reads the tokenizer's location from standard input, then one prompt after another, and writes the answers
+It reads the tokenizer's location from standard input, then one request after another, and writes the answers
 to standard output. It exits at the end of its input.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from kvtier.rpc.frames import FrameReader, Message, decoder, encode
 
 READ_BYTES = 1 << 18
 MAX_REASON_CHARACTERS = 500
+MARK = "▸"
 
 
 class Load(Message, frozen=True, array_like=True, tag=10):
@@ -28,12 +30,21 @@ class Prompt(Message, frozen=True, array_like=True, tag=11):
     """Request to tokenize a prompt."""
 
     text: str
+    chat: bool = False
+    """Whether it is a JSON list of chat messages, to which the chat template is applied."""
+
+
+class Parts(Message, frozen=True, array_like=True, tag=14):
+    """Request for the text of consecutive tokens, with :data:`MARK` between the parts."""
+
+    parts: list[list[int]]
 
 
 class Tokens(Message, frozen=True, array_like=True, tag=12):
-    """Answer to :class:`Prompt`, and to :class:`Load` without ids."""
+    """Answer to all requests."""
 
     ids: list[int]
+    text: str = ""
 
 
 class Failed(Message, frozen=True, array_like=True, tag=13):
@@ -42,7 +53,9 @@ class Failed(Message, frozen=True, array_like=True, tag=13):
     reason: str
 
 
-decode_request: Callable[[bytes], Load | Prompt] = decoder(Load | Prompt, "a request for tokens")
+decode_request: Callable[[bytes], Load | Prompt | Parts] = decoder(
+    Load | Prompt | Parts, "a request for tokens"
+)
 decode_answer: Callable[[bytes], Tokens | Failed] = decoder(Tokens | Failed, "an answer of a tokenizer")
 
 
@@ -55,11 +68,13 @@ def main() -> None:
     for body in _requests():
         try:
             request = decode_request(body)
-            if isinstance(request, Load):
-                tokenizer = load(request.source)
-                answer: Message = Tokens([])
-            else:
-                answer = Tokens(token_ids(tokenizer, request.text))
+            match request:
+                case Load(source):
+                    tokenizer, answer = load(source), Tokens([])
+                case Prompt(text, chat):
+                    answer = Tokens(token_ids(tokenizer, text, chat=chat))
+                case Parts(parts):
+                    answer = Tokens([], MARK.join(tokenizer.decode(part) for part in parts))
             encoded = encode(answer)
         except Exception as error:  # A third-party tokenizer may raise anything.
             encoded = encode(Failed(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]))
@@ -82,9 +97,11 @@ def load(source: TokenizerSource) -> Any:  # noqa: ANN401 - a type of transforme
     )
 
 
-def token_ids(tokenizer: Any, text: str) -> list[int]:  # noqa: ANN401 - a type of transformers
-    """Tokenize a prompt as vLLM does, with special tokens."""
-    return [int(token) for token in tokenizer(text, add_special_tokens=True, truncation=False).input_ids]
+def token_ids(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:  # noqa: ANN401 - a type of transformers
+    """Tokenize a prompt as vLLM does, with special tokens; with ``chat``, a JSON list of chat messages."""
+    if chat:
+        text = tokenizer.apply_chat_template(json.loads(text), add_generation_prompt=True, tokenize=False)
+    return [int(token) for token in tokenizer(text, add_special_tokens=not chat, truncation=False).input_ids]
 
 
 def _requests() -> Iterator[bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import anyio
@@ -16,7 +16,7 @@ from kvtier.concurrency.processes import python
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelClosed, ChannelError
 from kvtier.fleet.member.served_models import ServedModels, TokenizerSource
-from kvtier.fleet.member.tokenizer import Failed, Load, Prompt, Tokens, decode_answer
+from kvtier.fleet.member.tokenizer import Failed, Load, Parts, Prompt, Tokens, decode_answer
 from kvtier.rpc.frames import FrameReader, Message, encode
 
 logger = logging.getLogger("kvtier")
@@ -58,11 +58,19 @@ class Tokenizers:
         """Process ids of the helpers."""
         return [helper.process.pid for helper in self._helpers.values()]
 
-    async def tokenize(self, namespace: bytes, prompt: str) -> list[int]:
+    async def tokenize(self, namespace: bytes, prompt: str, *, chat: bool = False) -> list[int]:
         """Tokenize a prompt as the engine of a model does, with special tokens.
 
-        Prompts are processed one at a time. Raises :class:`ChannelError` with a message for the requester.
+        With ``chat``, it is a JSON list of chat messages. Prompts are processed one at a time. Raises
+        :class:`ChannelError` with a message for the requester.
         """
+        return (await self._ask(namespace, Prompt(prompt, chat))).ids
+
+    async def text(self, namespace: bytes, *parts: Sequence[int]) -> str:
+        """Return the text of consecutive tokens, with a mark between the parts. Raises as above."""
+        return (await self._ask(namespace, Parts([list(part) for part in parts]))).text
+
+    async def _ask(self, namespace: bytes, request: Message) -> Tokens:
         source = self._served.tokenizer(namespace)
         if source is None:
             raise ChannelError(
@@ -80,7 +88,7 @@ class Tokenizers:
             # A helper answers one request at a time, and the number of helpers is limited.
             async with self._lock:
                 helper = await self._helper(source)
-                return await helper.ask(Prompt(prompt), ANSWER_SECONDS)
+                return await helper.ask(request, ANSWER_SECONDS)
         finally:
             self._waiting -= 1
 
@@ -134,7 +142,7 @@ class _Helper:
         """Stop the helper asynchronously."""
         self.scope.cancel()
 
-    async def ask(self, request: Message, seconds: float) -> list[int]:
+    async def ask(self, request: Message, seconds: float) -> Tokens:
         """Return the answer to a request; stop the helper without one. Raises :class:`ChannelError`."""
         self.scope.deadline = math.inf
         answer: Tokens | Failed | None = None
@@ -149,7 +157,7 @@ class _Helper:
             raise ChannelClosed(f"the tokenizer did not answer within {seconds:g} s")
         if isinstance(answer, Failed):
             raise ChannelError(f"the tokenizer failed: {answer.reason}")
-        return answer.ids
+        return answer
 
     async def _ask(self, request: Message) -> Tokens | Failed:
         stdin, stdout = self.process.stdin, self.process.stdout

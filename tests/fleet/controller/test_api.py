@@ -36,8 +36,8 @@ from tests.rigs.running_controller import (
 pytestmark = pytest.mark.anyio
 
 TOKEN = "an unguessable token"
-READS = ("/instances", "/instances/a", "/events", "/events/1", "/metrics", "/stream")
-WRITES = ("/lookup", "/move", "/prefetch", "/pin", "/unpin", "/clear")
+READS = ("/instances", "/instances/a", "/events", "/events/1", "/metrics", "/stream", "/why")
+WRITES = ("/lookup", "/move", "/prefetch", "/pin", "/unpin", "/clear", "/why")
 
 
 # Access
@@ -72,8 +72,11 @@ async def test_requests_and_registration_require_the_token(tmp_path: Path) -> No
 
 
 WRONG_BODIES = [
-    ("/lookup", "{}", "set `tokens` or `prompt`"),
-    ("/lookup", '{"tokens": [1], "prompt": "x"}', "not both"),
+    ("/lookup", "{}", "set `tokens`, `prompt` or `messages`"),
+    ("/lookup", '{"tokens": [1], "prompt": "x"}', "only one of"),
+    ("/why", '{"messages": [{"role": "user"}], "prompt": "x"}', "only one of"),
+    ("/why", '{"messages": ["x"]}', "messages[0]: Expected `object`"),
+    ("/why", '{"tokens": [1, -1]}', "tokens[1]"),
     ("/lookup", '{"tokens": [1, "2"]}', "tokens[1]: Expected `int`, got `str`"),
     ("/lookup", '{"tokens": [1, true]}', "tokens[1]"),
     ("/lookup", '{"tokens": [1.5]}', "tokens[0]"),

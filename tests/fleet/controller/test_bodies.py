@@ -33,7 +33,7 @@ WRONG_BODIES = [
     (422, '{"tokens": [IDS]', "not valid JSON"),
     (422, '{"tokens": [IDS], "tokens": [1]}', "`tokens` twice"),
     (422, '{"tokens": [IDS], "tokenz": 1}', "unknown field `tokenz`"),
-    (422, '{"tokens": [IDS], "prompt": "x"}', "not both"),
+    (422, '{"tokens": [IDS], "prompt": "x"}', "only one of"),
     (422, '{"model": {"tokens": [IDS]}}', "model: Expected `str | null`, got `object`"),
     (422, '{"x\\"tokens": [IDS], "tokens": [1]}', "unknown field"),
     (422, '{"tokens": [%s]}' % ("1" * MANY), "tokens[0]: Expected `int`"),
