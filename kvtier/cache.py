@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import SupportsIndex
 
 import anyio
@@ -30,7 +30,7 @@ from kvtier.errors import CorruptChunk, KVTierError, LayoutError, SettingsError
 from kvtier.events import Move, Observer, PromptLookup
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
-from kvtier.memory.host import check_memory, tmpfs_bytes
+from kvtier.memory.host import check_memory, rooms, tmpfs_bytes
 from kvtier.memory.keys import (
     BLOCK_HASH_BYTES,
     ChunkKey,
@@ -60,7 +60,7 @@ from kvtier.pipeline.usage import Usage
 from kvtier.pipeline.verify import VerifyStage
 from kvtier.pipeline.write import Writer
 from kvtier.plugins import Plugins, is_memory
-from kvtier.settings import Settings, TierSettings, load_settings
+from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
 from kvtier.tiers.encoded_seal import Encoder, Layouts
 from kvtier.tiers.host_memory import HostMemory, Reservation
 from kvtier.tiers.planner import TransferPlanner
@@ -223,6 +223,7 @@ class TieredCache:
             if tier.capabilities.registration is not None:
                 await tier.capabilities.registration.register(self.arena)
             await self._holding.load(tier)
+        await self._check_room()
         tasks.start_soon(self._evicting.run)
         tasks.start_soon(self._expiry.run)
         for tier in self.lower:
@@ -230,6 +231,18 @@ class TieredCache:
             tasks.start_soon(tier.contact)
             tasks.start_soon(self._holding.find_unseen, tier)
             tasks.start_soon(self._holding.forget_lost, tier)
+
+    async def _check_room(self) -> None:
+        """Find whether the disks have room for what the tiers may still store."""
+        tiers = [
+            (tier.settings, self.catalog.used(tier.index) + tier.unseen_bytes)
+            for tier in self.lower
+            if isinstance(tier.settings, LocalTierSettings)
+        ]
+        with suppress(OSError):
+            for room in await to_thread.run_sync(rooms, tiers):
+                if room.remedy:
+                    self.findings.note(f"room {room.tiers}", f"{room.tiers}: {room}", room.remedy)
 
     @property
     def arena(self) -> Arena:

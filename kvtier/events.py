@@ -101,11 +101,15 @@ class PromptLookup(NamedTuple):
 class Observer(Protocol):
     """Receives every transfer and every change of the catalog. Called in the event loop; must not block.
 
-    Subclass it and implement what is needed: by default, both are ignored.
+    Subclass it and implement what is needed: by default, all are ignored.
     """
 
     def observe(self, report: Report) -> None:
         """Called after each batch, whatever its outcomes."""
+        return
+
+    def queried(self, tier: str, asked: int, found: int, seconds: float) -> None:
+        """Called when a shared pool has told how many of ``asked`` chunks it holds, or has not answered."""
         return
 
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:

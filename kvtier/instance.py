@@ -107,7 +107,7 @@ class Instance:
         async with AsyncExitStack() as stack:
             tracer = await stack.enter_async_context(exporting(settings.traces, "kvtier", name))
             if settings.peer.has_credentials:
-                instance = await stack.enter_async_context(cls._with_peers(name, settings, plugins))
+                instance = await stack.enter_async_context(cls._with_peers(name, settings, plugins, tracer))
             else:
                 cache = await stack.enter_async_context(TieredCache.open(settings, plugins=plugins))
                 instance = cls(name, cache)
@@ -131,7 +131,9 @@ class Instance:
 
     @classmethod
     @asynccontextmanager
-    async def _with_peers(cls, name: str, settings: Settings, plugins: Plugins) -> AsyncIterator[Instance]:
+    async def _with_peers(
+        cls, name: str, settings: Settings, plugins: Plugins, tracer: Tracer
+    ) -> AsyncIterator[Instance]:
         # Imported here, so that an instance without peers does not pay for the import.
         from kvtier.peers.backend import PeersBackend
         from kvtier.peers.grants import GrantBook
@@ -192,7 +194,7 @@ class Instance:
             if settings.peer.listen is not None:
                 arena = ArenaTarget(cache, grants, transport.cut_off, transfer.buffer)
                 reservations = Reservations(cache, arena, stagings, served.refusal)
-                server = PeerServer(cache, settings.peer, transport, grants, reservations, name)
+                server = PeerServer(cache, settings.peer, transport, grants, reservations, name, tracer)
                 await stack.enter_async_context(server.serving())
             tasks = await stack.enter_async_context(open_tasks())
             kv_transfers = KVTransfers(cache, peers, Targets(settings), tasks, grants.limit)

@@ -16,7 +16,7 @@ from kvtier.errors import PeerError, ProtocolError
 from kvtier.logs import ChangedWarnings
 from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.memory.layout import ChunkLayout
-from kvtier.observability.traces.spans import Attributes, Tracer
+from kvtier.observability.traces.spans import Attributes, Tracer, child, following
 from kvtier.tiers.planner import FIRST
 
 if TYPE_CHECKING:
@@ -52,13 +52,15 @@ class EngineKVTransfers:
         keys = split_keys(request.keys)
         if request.ticket in self._open or not 0 < request.tokens <= len(keys) * self.layout.chunk_tokens:
             raise ProtocolError("invalid KV transfer: ticket in use, or tokens do not match its keys")
+        within = child(request.trace)
         try:
-            transfer = self.push(request.to, keys)
+            with following(within):
+                transfer = self.push(request.to, keys)
         except PeerError as error:
             self.warnings.note(request.to, str(error))
             return KVTransferResult(request.ticket, 0, str(error))
         self._open[request.ticket] = transfer, keys
-        self.tasks.start_soon(self._watch, request, transfer)
+        self.tasks.start_soon(self._watch, request, transfer, within)
         return None
 
     def end(self, request: EndKVTransfer) -> None:
@@ -92,7 +94,7 @@ class EngineKVTransfers:
     def _any_pending(self, keys: Sequence[ChunkKey]) -> bool:
         return any(self.catalog.state(key, FIRST) is State.PENDING for key in keys)
 
-    async def _watch(self, request: KVTransfer, transfer: Transfer) -> None:
+    async def _watch(self, request: KVTransfer, transfer: Transfer, within: bytes) -> None:
         await transfer.ended.wait()
         self._open.pop(request.ticket, None)
         result = transfer.result
@@ -106,5 +108,5 @@ class EngineKVTransfers:
             "kvtier.bytes": result.pushed_bytes,
         }
         began = time.monotonic() - result.seconds
-        self.tracer.record("kvtier.kv_transfer", request.trace, began, attributes, error=last_error)
+        self.tracer.record("kvtier.kv_transfer", request.trace, began, attributes, within, last_error)
         await self.notify(KVTransferResult(request.ticket, tokens, last_error))

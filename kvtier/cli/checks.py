@@ -27,7 +27,16 @@ from kvtier.concurrency.placement import list_format, memory_placement
 from kvtier.errors import ArenaError
 from kvtier.integrations.versions import RANGE, REQUIREMENT, support
 from kvtier.memory.arena import HUGE_PAGE_BYTES, MIN_PREPARED_BYTES, Arena, has_strict_overcommit
-from kvtier.memory.host import available_bytes, huge_page_bytes, memory_info, tmpfs_bytes
+from kvtier.memory.host import (
+    Room,
+    available_bytes,
+    folder_of,
+    huge_page_bytes,
+    memory_info,
+    nearest_folder,
+    rooms,
+    tmpfs_bytes,
+)
 from kvtier.plugins import BUILT_IN, Plugins, is_memory, load_all
 from kvtier.settings import SOCKET_PATH_BYTES, LocalTierSettings, Settings, TierSettings
 from kvtier.units import format_size
@@ -116,13 +125,10 @@ def check_machine(requirements: Requirements) -> Iterator[Check]:
     yield check_temporary_folder()
     yield check_lmcache_variables()
     yield check_direct_io("temporary folder", Path(tempfile.gettempdir()))
-    devices: dict[int, list[tuple[LocalTierSettings, Path]]] = {}
     for tier in tiers:
-        path = getattr(tier, "path", None)
-        if isinstance(path, Path):
+        if (path := folder_of(tier)) is not None:
             yield check_direct_io(f"tier {tier.name}", path)
-            devices.setdefault(nearest_folder(path).stat().st_dev, []).append((tier, path))
-    yield from map(check_disk_room, devices.values())
+    yield from check_disk_room(tiers)
     yield check_gpu()
     yield check_vllm(version)
     if command is not None:
@@ -406,33 +412,31 @@ def check_direct_io(name: str, path: Path) -> Check:
     return Check(name, "ok", f"{where} can be written with O_DIRECT")
 
 
-def check_disk_room(tiers: Sequence[tuple[LocalTierSettings, Path]]) -> Check:
-    """Check that a file system has room for the capacity of all tiers on it, less what they hold already."""
+def check_disk_room(tiers: Sequence[LocalTierSettings]) -> Iterator[Check]:
+    """Check that each file system has room for the capacity of all tiers on it, less what they hold."""
     from kvtier.backends.disk.backend import walk
 
-    path, capacity = tiers[0][1], sum(tier.capacity for tier, _ in tiers)
-    name = f"room for tier{'s' * (len(tiers) > 1)} {', '.join(tier.name for tier, _ in tiers)}"
     errors: list[OSError] = []
+    held: list[tuple[LocalTierSettings, int]] = []
+    found: list[Room] = []
     try:
-        held = 0
-        for _, folder in tiers:
-            files = walk(folder, lambda _, error: errors.append(error)) if _is_folder(folder) else ()
-            held += sum(map(_bytes_of, files))
-        free = shutil.disk_usage(nearest_folder(path)).free
+        for tier in tiers:
+            folder = folder_of(tier)
+            listed = folder is not None and folder == nearest_folder(folder)
+            files = walk(folder, lambda _, error: errors.append(error)) if folder and listed else ()
+            held.append((tier, sum(map(_bytes_of, files))))
+        found = rooms(held)
     except OSError as error:
         errors.append(error)
     if errors:
         first = errors[0]
         remedy = "make all of the folder readable for this user: what cannot be read counts as used"
         if first.errno not in (errno.EACCES, errno.EPERM):
-            remedy = remedy_of(first, Path(first.filename or path))
-        return Check(name, "warn", str(first), remedy)
-    found = f"{format_size(free)} free and {format_size(held)} held, capacity {format_size(capacity)}"
-    if free + held < capacity:
-        return Check(
-            name, "warn", found, "lower the capacity, or free disk space: writes to a full disk fail"
-        )
-    return Check(name, "ok", found)
+            remedy = remedy_of(first, Path(first.filename or "/"))
+        yield Check("room on disk", "warn", str(first), remedy)
+        return
+    for room in found:
+        yield Check(f"room for {room.tiers}", "warn" if room.remedy else "ok", str(room), room.remedy)
 
 
 def _bytes_of(file: Path) -> int:
@@ -441,11 +445,6 @@ def _bytes_of(file: Path) -> int:
         return file.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def nearest_folder(path: Path) -> Path:
-    """Return the folder itself, or its nearest existing parent."""
-    return next((folder for folder in (path, *path.parents) if _is_folder(folder)), Path("/"))
 
 
 def find_obstacle(path: Path) -> tuple[str, str] | None:
@@ -479,10 +478,6 @@ def remedy_of(error: OSError, path: Path) -> str:
     if error.errno in (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN):
         return f"check the medium and its mount (dmesg), {_OTHER}"
     return "set another `path`"
-
-
-def _is_folder(path: Path) -> bool:
-    return os.path.isdir(path)  # noqa: PTH112 - pathlib raises for some names
 
 
 def _mount_point(path: Path) -> Path:

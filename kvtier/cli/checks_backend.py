@@ -24,7 +24,7 @@ from pydantic import BaseModel, SecretStr
 
 from kvtier.backends.base import Backend, Outcome
 from kvtier.backends.disk.backend import DiskSettings, lock_holder
-from kvtier.cli.checks import Check, find_obstacle, nearest_folder, remedy_of
+from kvtier.cli.checks import Check, find_obstacle, remedy_of
 from kvtier.concurrency.threads import WORKER_NAME
 from kvtier.errors import KVTierError, TierError
 from kvtier.lab.bench.run import GRACE_SECONDS, run, within
@@ -33,6 +33,7 @@ from kvtier.lab.bench.tiers import DELETING_PAUSE_SECONDS, OPENING_SECONDS, dele
 from kvtier.lab.bench.turns import closing
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import OBJECT_ALIGNMENT
+from kvtier.memory.host import nearest_folder
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins, is_memory
 from kvtier.settings import LocalTierSettings, TierSettings

@@ -13,7 +13,6 @@ from kvtier.bridge import client
 from kvtier.bridge.spawn import default_address
 from kvtier.cli.checks import Check
 from kvtier.errors import ChannelError, ControllerError
-from kvtier.fleet.member.chat_template import Insertion, find_insertion
 from kvtier.settings import Settings, TierSettings
 from kvtier.version import __version__
 
@@ -74,14 +73,6 @@ def _check_others(socket: Path, report: Report) -> Iterator[Check]:
 
 def _models(report: Report) -> set[str]:
     return {name for engine in report["engines"] for name in engine.get("models", ())}
-
-
-def check_template(folder: Path) -> Check:
-    """Check that the chat template in a model's folder inserts nothing that changes."""
-    name, found = f"chat template of {folder.name}", find_insertion(folder)
-    if isinstance(found, Insertion):
-        return Check(name, "warn", f"it {found}", found.remedy)
-    return Check(name, "ok", f"it {found}")
 
 
 def check_fleet(settings: Settings) -> Iterator[Check]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,11 +33,6 @@ ChunkSize = Annotated[
     str | None, typer.Option("--size", metavar="SIZE", help="Size of that chunk. Default: 4MiB.")
 ]
 
-Model = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help="Check the chat template of this model, before an engine serves it."),
-]
-
 EngineURL = Annotated[
     str | None,
     typer.Option(
@@ -52,7 +46,6 @@ def doctor(
     config: ConfigFile = None,
     backend: BackendNames = None,
     size: ChunkSize = None,
-    model: Model = None,
     socket: Socket = None,
     engine: EngineURL = None,
     as_json: AsJson = False,
@@ -73,7 +66,7 @@ def doctor(
     from kvtier.cli.checks import check_machine, check_settings
     from kvtier.cli.checks_backend import check_pools, exit_command
     from kvtier.cli.checks_peers import check_peers
-    from kvtier.cli.checks_running import check_cache_process, check_fleet, check_template
+    from kvtier.cli.checks_running import check_cache_process, check_fleet
 
     if size is not None and not backend:
         raise typer.BadParameter("requires --backend", param_hint="--size")
@@ -82,8 +75,6 @@ def doctor(
         trials = _trials(requirements, backend or [], size)
         checks = [*checks, *check_machine(requirements)]
         plugins, settings = requirements.plugins, requirements.settings
-        if model is not None:
-            checks.append(check_template(model))
         if plugins is not None and settings is not None:
             status.update("asking the cache process")
             checks += [*check_cache_process(settings, requirements.tiers, socket), *check_fleet(settings)]

@@ -64,13 +64,58 @@ def huge_page_bytes(tiers: Sequence[LocalTierSettings], info: dict[str, int]) ->
     return min(wanted, info.get("HugePages_Free", 0) * LARGE_PAGE_BYTES)
 
 
+def folder_of(tier: LocalTierSettings) -> Path | None:
+    """Return the folder of a tier on a disk; ``None`` for any other."""
+    path = getattr(tier, "path", None)
+    return path if isinstance(path, Path) else None
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return the folder itself, or its nearest existing parent."""
+    folders = (path, *path.parents)
+    return next((each for each in folders if os.path.isdir(each)), Path("/"))  # noqa: PTH112 - pathlib raises
+
+
+class Room(NamedTuple):
+    """What a file system has for the tiers on it."""
+
+    tiers: str
+    free_bytes: int
+    held_bytes: int
+    capacity: int
+
+    def __str__(self) -> str:
+        free, held, capacity = map(format_size, self[1:])
+        return f"{free} free and {held} held, capacity {capacity}"
+
+    @property
+    def remedy(self) -> str:
+        """What to type; empty if their capacity fits."""
+        fits = self.free_bytes + self.held_bytes
+        if self.capacity <= fits:
+            return ""
+        return f"set a `capacity` of at most {format_size(fits)} in all, or free disk space"
+
+
+def rooms(tiers: Sequence[tuple[LocalTierSettings, int]]) -> list[Room]:
+    """Return the room of each file system, given what each tier holds. Blocks. Raises ``OSError``."""
+    found: dict[int, Room] = {}
+    for tier, held in tiers:
+        if (path := folder_of(tier)) is not None:
+            folder = nearest_folder(path)
+            room = found.setdefault(folder.stat().st_dev, Room("", disk_usage(folder).free, 0, 0))
+            names = f"{room.tiers}, {tier.name}" if room.tiers else f"tier {tier.name}"
+            room = Room(names, room.free_bytes, room.held_bytes + held, room.capacity + tier.capacity)
+            found[folder.stat().st_dev] = room
+    return list(found.values())
+
+
 def tmpfs_bytes(tier: TierSettings) -> int:
     """Return how much memory a tier may take because its folder is on a tmpfs; 0 if it is not."""
-    path = getattr(tier, "path", None)
-    if not isinstance(path, Path) or not isinstance(tier, LocalTierSettings):
+    if not isinstance(tier, LocalTierSettings) or (path := folder_of(tier)) is None:
         return 0
     try:
-        folder = next(part for part in (path, *path.parents) if part.exists())
+        folder = nearest_folder(path)
         device = folder.stat().st_dev
         mounts = [line.partition(" - ") for line in _MOUNTS.read_text().splitlines()]
         number = f"{os.major(device)}:{os.minor(device)}"

@@ -98,6 +98,8 @@ class Lookup(Request, frozen=True, array_like=True, tag=10):
     keys: bytes
     """32 bytes each, concatenated."""
     prefix: bool
+    trace: bytes = b""
+    """What it is for, as in ``observability/traces``; empty if that is not traced."""
 
 
 class Granted(Reply, frozen=True, array_like=True, tag=11):
@@ -220,6 +222,8 @@ class Commit(Request, frozen=True, array_like=True, tag=24):
     chunks: list[int]
     checksums: bytes
     """XXH3-128 of each payload, :data:`CHECKSUM_BYTES` each, concatenated. Empty for a staging buffer."""
+    trace: bytes = b""
+    """As in :class:`Lookup`."""
 
 
 class Committed(Reply, frozen=True, array_like=True, tag=25):

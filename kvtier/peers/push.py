@@ -18,6 +18,7 @@ from kvtier.errors import ChannelError, PeerError, ProtocolError
 from kvtier.logs import printable
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey, join_keys
+from kvtier.observability.traces.spans import current
 from kvtier.peers.protocol import (
     Announce,
     Announced,
@@ -165,6 +166,7 @@ class Pusher:
             grant=leases[0].grant,
             chunks=[lease.number for lease in leases],
             checksums=b"".join(checksums),
+            trace=current.get(),
         )
         return await self.source.endpoint.call(request, Committed, settle).reply()
 

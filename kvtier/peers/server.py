@@ -16,6 +16,7 @@ from kvtier.cache import TieredCache
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import PeerError, ProtocolError
 from kvtier.logs import RateLimitedLog, printable
+from kvtier.observability.traces.spans import NO_TRACER, Tracer
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.lookup import PeerLookup
 from kvtier.peers.protocol import VERSION, Hello, Welcome, decode_from_client
@@ -50,8 +51,10 @@ class PeerServer:
         grants: GrantBook,
         reservations: Reservations,
         instance: str,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """Load the certificates. Raises :class:`kvtier.errors.SettingsError`."""
+        self._tracer = tracer
         self._settings = settings
         self._transport = transport
         self._grants = grants
@@ -214,7 +217,12 @@ class PeerServer:
 
     async def _serve_control(self, connected: socket.socket, peer: str) -> None:
         session = Session(
-            SocketWire(connected), self._lookup, self._grants, self._reservations, self._requests
+            SocketWire(connected),
+            self._lookup,
+            self._grants,
+            self._reservations,
+            self._requests,
+            self._tracer,
         )
         error = await session.serve()
         if isinstance(error, ProtocolError):

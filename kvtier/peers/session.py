@@ -6,6 +6,7 @@ was granted over a connection ends with it.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from anyio.abc import TaskGroup
 
 from kvtier.errors import ChannelError, ProtocolError
 from kvtier.memory.keys import split_keys
+from kvtier.observability.traces.spans import NO_TRACER, Attributes, Tracer, child, following
 from kvtier.peers import protocol
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.lookup import PeerLookup, PendingGrant
@@ -42,6 +44,7 @@ class Session:
         grants: GrantBook,
         reservations: Reservations,
         counts: Counter[str],
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """``counts``: counts the requests by type."""
         self._endpoint = Endpoint(wire, protocol.decode_from_client, idle_timeout=IDLE_TIMEOUT_SECONDS)
@@ -49,6 +52,7 @@ class Session:
         self._grants = grants
         self._reservations = reservations
         self._counts = counts
+        self._tracer = tracer
         self._commits = anyio.Semaphore(MAX_COMMITS)
         self._awaits = 0
         self._tasks: TaskGroup
@@ -105,8 +109,11 @@ class Session:
                 raise ProtocolError(f"unexpected {type(message).__name__}")
 
     async def _commit(self, request: protocol.Commit) -> None:
+        trace, began = self._tracer.received(request.trace), time.monotonic()
         try:
             valid = await self._reservations.commit(self, request)
+            chunks: Attributes = {"kvtier.chunks": sum(valid), "kvtier.missed_chunks": valid.count(False)}
+            self._tracer.record("kvtier.peer.receive", trace, began, chunks)
             self._send(protocol.Committed(request.ticket, valid))
         finally:
             self._commits.release()
@@ -116,7 +123,12 @@ class Session:
         if self._grants.count(self) >= MAX_GRANTS:
             keys = []
         self._endpoint.uncork()
-        positions, chunks = await self._lookup.find(keys, prefix=request.prefix, max_bytes=self._grants.limit)
+        trace, began = self._tracer.received(request.trace), time.monotonic()
+        within = child(trace)
+        with following(within):
+            positions, chunks = await self._lookup.find(
+                keys, prefix=request.prefix, max_bytes=self._grants.limit
+            )
         grant = self._grants.grant(self, [chunk.lease for chunk in chunks])
         count = 0 if grant is None else len(grant.leases)
         for chunk in chunks[count:]:
@@ -131,6 +143,16 @@ class Session:
         if late:
             pending = PendingGrant(self._lookup, grant, {index: chunks[index] for index in late})
             self._tasks.start_soon(pending.run)
+        if trace:
+            on_end, granted_bytes = grant.on_end, sum(lengths)
+
+            def end() -> None:
+                attributes: Attributes = {"kvtier.chunks": count, "kvtier.bytes": granted_bytes}
+                self._tracer.record("kvtier.peer.serve", trace, began, attributes, within)
+                if on_end is not None:
+                    on_end()
+
+            grant.on_end = end
         ready = late[0] if late else count
         self._endpoint.send(
             protocol.Granted(request.ticket, grant.number, positions, offsets, lengths, ready)

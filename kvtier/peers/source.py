@@ -13,6 +13,7 @@ from anyio import CancelScope
 from kvtier.backends.base import Outcome
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
 from kvtier.memory.keys import ChunkKey, join_keys
+from kvtier.observability.traces.spans import current
 from kvtier.peers.dialing import ControlConnection, PeerDialer
 from kvtier.peers.protocol import (
     Await,
@@ -142,7 +143,7 @@ class Source:
         def give_back(positions: list[int]) -> None:
             self.leases.drop(keys[position] for position in positions)
 
-        request = partial(Lookup, keys=join_keys(keys), prefix=prefix)
+        request = partial(Lookup, keys=join_keys(keys), prefix=prefix, trace=current.get())
         return await self.endpoint.call(request, Granted, settle).reply(give_back)
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import cycle, pairwise
@@ -51,7 +52,9 @@ class DiscoverStage:
     async def _ask_one(self, tier: Tier, keys: Sequence[ChunkKey], expected: Expected, start: int) -> None:
         hierarchy = self._hierarchy
         generation = hierarchy.catalog.namespaces.generation_of(expected.namespace)
+        began = time.monotonic()
         held = await tier.held_prefix(keys[start:])
+        hierarchy.queried(tier, len(keys) - start, held, began)
         hierarchy.counts["pool_queried"] += len(keys) - start
         if generation != hierarchy.catalog.namespaces.generation_of(expected.namespace):
             return  # The reply may include chunks that were cleared meanwhile.
@@ -63,7 +66,9 @@ class DiscoverStage:
         hierarchy = self._hierarchy
         for tier in self.pools(expected.namespace):
             generation = hierarchy.catalog.namespaces.generation_of(expected.namespace)
+            began = time.monotonic()
             held = await tier.held(keys)
+            hierarchy.queried(tier, len(keys), sum(held), began)
             if generation != hierarchy.catalog.namespaces.generation_of(expected.namespace):
                 return
             self._add(tier, keys, expected, [index for index, is_held in enumerate(held) if is_held])

@@ -77,6 +77,11 @@ class Hierarchy:
             for observer in self.observers:
                 observer.changed(tier, stored, removed)
 
+    def queried(self, tier: Tier, asked: int, found: int, began: float) -> None:
+        """Notify the observers of a query of a shared pool that ``began`` at this monotonic time."""
+        for observer in self.observers:
+            observer.queried(tier.name, asked, found, time.monotonic() - began)
+
     @contextmanager
     def reporting(self, event: Event, transfer: Transfer) -> Iterator[list[Outcome]]:
         """Time a transfer, and report it with the outcomes that the caller appends to the list."""

@@ -19,7 +19,7 @@ from kvtier.backends.cpu import HugePageSettings
 from kvtier.backends.disk.backend import DiskSettings
 from kvtier.cli import checks
 from kvtier.cli.checks import Check
-from kvtier.memory import arena
+from kvtier.memory import arena, host
 
 from .conftest import Kvtier, store
 
@@ -151,7 +151,8 @@ def test_remedy_of_a_path_that_cannot_be_a_folder(path: str, found: str, remedy:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     check = checks.check_direct_io("tier ssd", tmp_path / path)
-    assert checks.check_disk_room([(disk(tmp_path / path), tmp_path / path)]).name == "room for tier ssd"
+    [room] = checks.check_disk_room([disk(tmp_path / path)])
+    assert room.name == "room for tier ssd"
     assert check.status == "fail"
     assert found.replace("{}", str(tmp_path)) in check.found
     assert remedy.replace("{}", str(tmp_path)) in check.remedy
@@ -196,19 +197,19 @@ def test_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_disk_room_includes_the_chunks_of_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store(tmp_path / "disk", 1)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=MEBIBYTE))
+    monkeypatch.setattr(host, "disk_usage", lambda _: SimpleNamespace(free=MEBIBYTE))
 
     def room(*capacities: tuple[str, int]) -> Check:
-        return checks.check_disk_room(
-            [(disk(tmp_path / name, capacity), tmp_path / name) for name, capacity in capacities]
-        )
+        [check] = checks.check_disk_room([disk(tmp_path / name, capacity) for name, capacity in capacities])
+        return check
 
     assert room(("disk", MEBIBYTE + 8192)).status == "ok"
     assert room(("disk", MEBIBYTE + 8193)).status == "warn"
     assert room(("new", MEBIBYTE)).status == "ok"
     assert room(("disk", MEBIBYTE // 2 + 8192), ("new", MEBIBYTE // 2)).status == "ok"
     both = room(("disk", MEBIBYTE // 2 + 8193), ("new", MEBIBYTE // 2))
-    assert (both.name, both.status) == ("room for tiers ssd, ssd", "warn")
+    assert (both.name, both.status) == ("room for tier ssd, ssd", "warn")
+    assert both.remedy == "set a `capacity` of at most 1.01MiB in all, or free disk space"
 
 
 def test_disk_room_beside_a_chunk_that_is_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +222,8 @@ def test_disk_room_beside_a_chunk_that_is_evicted(tmp_path: Path, monkeypatch: p
         return real(path, **named)
 
     monkeypatch.setattr(Path, "stat", stat)
-    assert checks.check_disk_room([(disk(tmp_path / "disk", MEBIBYTE), tmp_path / "disk")]).status == "ok"
+    [check] = checks.check_disk_room([disk(tmp_path / "disk")])
+    assert check.status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_disk_room_with_a_folder_that_cannot_be_listed(
         raise OSError(code, os.strerror(code), str(path))
 
     monkeypatch.setattr(os, "scandir", scandir)
-    check = checks.check_disk_room([(disk(tmp_path / "disk", MEBIBYTE), tmp_path / "disk")])
+    [check] = checks.check_disk_room([disk(tmp_path / "disk")])
     assert check.status == "warn"
     assert os.strerror(code) in check.found
     assert remedy in str(check.remedy)

@@ -134,17 +134,6 @@ def test_engines_with_a_cache_process_each(checks: Checks, tmp_path: Path) -> No
     )
 
 
-def test_chat_template_of_a_model(checks: Checks, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    template = 'Today: {{ strftime_now("%d %b %Y") }} {% for m in messages %}{{ m.content }}{% endfor %}'
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    settings = config(tmp_path, socket=str(tmp_path / "none.sock"))
-    check, _ = checks("-c", settings, "--model", tmp_path)
-    assert (check["name"], check["status"]) == (f"chat template of {tmp_path.name}", "warn")
-    assert check["found"] == "it inserts what changes every day after 8 characters: prompts miss the rest"
-    assert check["remedy"].endswith("--chat-template FILE")
-
-
 @pytest.mark.anyio
 async def test_instances_of_a_fleet(checks: Checks, kvtier: Kvtier, tmp_path: Path) -> None:
     async with fleet(tmp_path, kvtier, "one", "two", "three") as running:

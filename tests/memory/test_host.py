@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -161,3 +162,34 @@ def test_a_tier_takes_no_more_than_its_tmpfs_has(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(host, "_MOUNTS", tmp_path / "missing")
     assert host.tmpfs_bytes(tier) == 0
     assert host.tmpfs_bytes(huge_tiers()[0]) == 0
+
+
+@pytest.mark.anyio
+async def test_a_disk_without_room_for_its_tiers_is_found_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = 3 * MEBIBYTE
+    monkeypatch.setattr(host, "disk_usage", lambda _: SimpleNamespace(free=free))
+
+    async def found(*capacities: str) -> list[str]:
+        tiers = [{"name": "ram", "type": "cpu", "capacity": "4MiB"}]
+        tiers += [
+            {"name": f"d{at}", "type": "disk", "path": str(tmp_path / f"d{at}"), "capacity": capacity}
+            for at, capacity in enumerate(capacities)
+        ]
+        async with TieredCache.open(Settings.model_validate({"tiers": tiers, "chunk_tokens": 64})) as cache:
+            findings = [str(finding) for finding in cache.findings.latest()]
+            model = cache.model("llama", token_bytes=8192)
+            assert await model.store(range(128), bytearray(128 * 8192))
+            assert await cache.drain(60)
+        return findings
+
+    assert await found("3MiB") == []
+    free -= MEBIBYTE  # What it has written.
+    assert await found("3MiB") == []
+    expected = (
+        "tier d0, d1: 2MiB free and 1.01MiB held, capacity 4MiB: "
+        "set a `capacity` of at most 3.01MiB in all, or free disk space"
+    )
+    assert await found("3MiB", "1MiB") == [expected]
+    assert expected in caplog.text

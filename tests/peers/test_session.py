@@ -66,7 +66,7 @@ def reserve(ticket: int, which: list[int], length: int) -> Reserve:
 
 
 valid: st.SearchStrategy[ClientMessage] = st.one_of(
-    st.builds(Lookup, tickets, keys, st.booleans()),
+    st.builds(Lookup, tickets, keys, st.booleans(), st.binary(max_size=30)),
     st.builds(Contains, tickets, keys),
     st.builds(Ping, tickets),
     st.builds(partial(about, Await), tickets, any_grant, numbers),

@@ -14,6 +14,7 @@ from kvtier import Settings, TieredCache
 from kvtier.errors import ChannelError
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey
+from kvtier.observability.traces.spans import Sampling, Tracer
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.lookup import PeerLookup
 from kvtier.peers.protocol import Granted, Lookup, Reserve, Reserved
@@ -63,7 +64,10 @@ class SessionHarness:
         errors: list[ChannelError] = []
 
         async def serve() -> None:
-            session = Session(SocketWire(theirs), self.lookup, self.grants, self.reservations, Counter())
+            tracer = Tracer(Sampling.of({}))
+            session = Session(
+                SocketWire(theirs), self.lookup, self.grants, self.reservations, Counter(), tracer
+            )
             errors.append(await session.serve())
             theirs.close()
 

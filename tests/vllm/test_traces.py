@@ -10,7 +10,7 @@ import pytest
 from tests.rigs.cache_process import CHUNK, CacheProcess
 from tests.rigs.collector import Collector, Received
 from tests.rigs.vllm.models import prompt
-from tests.vllm.conftest import MakeCache, StartEngine
+from tests.vllm.conftest import MakeCache, StartEngine, peer_settings
 
 LENGTH = 1000
 WHOLE = LENGTH // CHUNK * CHUNK
@@ -39,6 +39,11 @@ def by_name(spans: list[Received]) -> dict[str, list[Received]]:
     return {name: [span for span in spans if span.name == name] for name in names}
 
 
+def names(spans: list[Received]) -> set[str]:
+    """Return the names of the spans of the request."""
+    return {span.name for span in spans if span.trace == TRACE}
+
+
 def test_a_request_is_one_trace_from_client_to_disk(
     llama: Path, traced: CacheProcess, collector: Collector, start: StartEngine
 ) -> None:
@@ -47,14 +52,14 @@ def test_a_request_is_one_trace_from_client_to_disk(
         engine.answer(engine.submit(tokens, trace=SAMPLED, salt=SALT))
         traced.wait_until_stored(LENGTH)
         traced.stop()
-        cold = by_name(collector.wait_for(lambda spans: "kvtier.save" in by_name(spans)))
+        cold = by_name(collector.wait_for(lambda spans: {"kvtier.save", "kvtier.lookup"} <= names(spans)))
         collector.file.write_text("")
         traced.start()
         engine.reset_prefix_cache()
         engine.generate(prompt(300, start=5000))  # Until it has reconnected.
         answer = engine.answer(engine.submit(tokens, trace=SAMPLED, salt=SALT))
         assert answer.cached == WHOLE
-        warm = by_name(collector.wait_for(lambda spans: "kvtier.copy" in by_name(spans)))
+        warm = by_name(collector.wait_for(lambda spans: {"kvtier.copy", "kvtier.load"} <= names(spans)))
     [lookup] = [span for span in cold["kvtier.lookup"] if span.trace == TRACE]
     assert (lookup.parent, lookup.error, lookup.attributes["kvtier.tokens"]) == (CLIENT, "", 0)
     saves = [span for span in cold["kvtier.save"] if span.trace == TRACE]
@@ -83,16 +88,16 @@ def test_vllms_own_span_is_in_the_same_trace(
     with start(llama, traced, otlp_traces_endpoint=endpoint) as engine:
         engine.answer(engine.submit(prompt(LENGTH), trace=SAMPLED))
         engine.generate(prompt(LENGTH, start=2000))  # The client of which sends no context.
-        names = {"llm_request", "kvtier.lookup"}
-        spans = collector.wait_for(lambda spans: len([span for span in spans if span.name in names]) == 4)
+        both = {"llm_request", "kvtier.lookup"}
+        spans = collector.wait_for(lambda spans: len([span for span in spans if span.name in both]) == 4)
     found = by_name(spans)
-    with_client = [span for name in names for span in found[name] if span.trace == TRACE]
-    assert {span.name for span in with_client} == names
+    with_client = [span for name in both for span in found[name] if span.trace == TRACE]
+    assert {span.name for span in with_client} == both
     assert {span.parent for span in with_client} == {CLIENT}
     [root] = found["kvtier.request"]
     assert root.parent == ""
-    without = [span for name in names for span in found[name] if span.trace != TRACE]
-    assert {span.name for span in without} == names
+    without = [span for name in both for span in found[name] if span.trace != TRACE]
+    assert {span.name for span in without} == both
     assert {(span.trace, span.parent) for span in without} == {(root.trace, root.id)}
 
 
@@ -127,8 +132,6 @@ def test_requests_are_served_while_the_cache_process_is_killed_and_traced_when_i
 def test_a_prompt_that_is_transferred_is_one_trace_on_both_sides(
     llama: Path, make_cache: MakeCache, collector: Collector, start: StartEngine
 ) -> None:
-    from tests.vllm.conftest import peer_settings
-
     one, two = peer_settings(2)
     caches = [
         make_cache(traces=True, peer=peer, kv_transfer={"targets": [two["listen"]]}) for peer in (one, two)
@@ -145,3 +148,37 @@ def test_a_prompt_that_is_transferred_is_one_trace_on_both_sides(
     assert (transfer.trace, transfer.parent, transfer.error) == (TRACE, CLIENT, "")
     assert transfer.attributes["kvtier.peer"] == two["listen"]
     assert int(transfer.attributes["kvtier.bytes"]) > 0
+    received = collector.wait_for(lambda spans: "kvtier.peer.receive" in by_name(spans))
+    receives = by_name(received)["kvtier.peer.receive"]
+    assert {(span.trace, span.parent) for span in receives} == {(TRACE, transfer.id)}
+
+
+def test_what_a_peer_reads_from_its_disk_is_in_the_trace_of_the_request(
+    llama: Path, make_cache: MakeCache, collector: Collector, start: StartEngine
+) -> None:
+    caches = [make_cache(traces=True, peer=peer) for peer in peer_settings(2)]
+    for cache in caches:
+        cache.environment = collector.environment()
+        cache.start()
+    tokens = prompt(LENGTH)
+    with start(llama, caches[0]) as engine:
+        engine.generate(tokens)
+        caches[0].wait_until(lambda status: status["tiers"][1]["chunks"] == WHOLE // CHUNK)
+    caches[0].stop()
+    caches[0].start()  # Its memory is empty.
+    with start(llama, caches[1]) as engine:
+        answer = engine.answer(engine.submit(tokens, trace=SAMPLED))
+        assert answer.cached == WHOLE
+        both = {"kvtier.peer.serve", "kvtier.load"}
+        spans = by_name(collector.wait_for(lambda spans: both <= names(spans)))
+    [lookup] = [span for span in spans["kvtier.lookup"] if span.trace == TRACE]
+    [query] = [span for span in spans["kvtier.tier.lookup"] if span.trace == TRACE]
+    serves = [span for span in spans["kvtier.peer.serve"] if span.trace == TRACE]
+    assert (query.parent, query.attributes["kvtier.tier"]) == (lookup.id, "peers")
+    assert {span.parent for span in serves} == {lookup.id}
+    reads = {
+        (span.attributes["kvtier.tier"], span.parent)
+        for span in spans["kvtier.tier.read"]
+        if span.trace == TRACE
+    }
+    assert reads == {("peers", lookup.id), ("ssd", serves[0].id)}

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
+from itertools import product
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 FIRST = datetime(2026, 1, 14, 10, 20, 30)  # noqa: DTZ001 - transformers passes a local time as well
 EVERY_REQUEST = "with each request"
@@ -30,6 +32,8 @@ _USER = {"role": "user", "content": QUESTION}
 CONVERSATIONS = [[{"role": "system", "content": "kvtier-system"}, _USER], [_USER]]
 PINNED = "26 Jul 2024"
 _VARIABLE = re.compile(r"\w*(?:date|time|today|now)\w*")
+Render = Callable[..., str]
+"""Renders a template for a conversation, at a time, given variables."""
 
 
 class Insertion(NamedTuple):
@@ -55,18 +59,17 @@ class Insertion(NamedTuple):
         return "copy the template, write a fixed text instead, and vllm serve … --chat-template FILE"
 
 
-def find_insertion(folder: Path) -> Insertion | str:
-    """Return what the chat templates in a model's folder insert; the one that changes most often.
+def find_insertion(folder: Path) -> Insertion | None:
+    """Return what the chat templates in a model's folder insert, as far as they can be rendered here.
 
-    If there is none, a predicate of the templates, for display. Blocks for some 50 ms.
+    If there is more than one, that which changes most often. Blocks for some 50 ms.
     """
-    try:
-        sources = list(_sources(folder))
-        found = [each for source in sources if (each := _insertion(source)) is not None]
-    except Exception as error:  # A template may raise anything, and transformers may not be installed.
-        return f"cannot be rendered here: {type(error).__name__}: {error}"
-    nothing = "inserts nothing that changes" if sources else "is not in this folder"
-    return min(found, key=lambda each: PERIODS[each.period], default=nothing)
+    found: list[Insertion] = []
+    with suppress(Exception):  # A file may contain anything, and transformers may not be installed.
+        for source, conversation in product(_sources(folder), CONVERSATIONS):
+            with suppress(Exception):  # Many templates refuse a system message.
+                found += _insertions(partial(_render, source, conversation), source)
+    return min(found, key=lambda each: PERIODS[each.period], default=None)
 
 
 def _sources(folder: Path) -> Iterator[str]:
@@ -85,36 +88,24 @@ def _sources(folder: Path) -> Iterator[str]:
                 return
 
 
-def _insertion(source: str) -> Insertion | None:
-    refused: list[Exception] = []
-    for conversation in CONVERSATIONS:
-        render = partial(_render, source, conversation)
-        try:
-            first = render(FIRST)
-        except Exception as error:  # Many templates refuse a system message.
-            refused.append(error)
-            continue
-        end = first.find(QUESTION)
-        for period, step in PERIODS.items():
-            others = [render(FIRST + step) for _ in range(1 if step else TRIES)]
-            position = len(commonprefix([first, *others]))  # noqa: RUF071 - of texts
-            if position < (len(first) if end < 0 else end):
-                pinned = (
-                    name for name in sorted(set(_VARIABLE.findall(source))) if _pins(render, name, step)
-                )
-                return Insertion(period, position, next(pinned, ""))
-    if len(refused) == len(CONVERSATIONS):
-        raise refused[-1]
-    return None
+def _insertions(render: Render, source: str) -> list[Insertion]:
+    first = render(FIRST)
+    end = first.find(QUESTION)
+    for period, step in PERIODS.items():
+        others = [render(FIRST + step) for _ in range(1 if step else TRIES)]
+        position = len(commonprefix([first, *others]))  # noqa: RUF071 - of texts
+        if position < (len(first) if end < 0 else end):
+            pinned = (name for name in sorted(set(_VARIABLE.findall(source))) if _pins(render, name, step))
+            return [Insertion(period, position, next(pinned, ""))]
+    return []
 
 
-def _pins(render: Any, name: str, step: timedelta) -> bool:  # noqa: ANN401 - a partial
+def _pins(render: Render, name: str, step: timedelta) -> bool:
     """Return whether the template inserts a variable instead, if it is given."""
-    try:
+    with suppress(Exception):
         first, other = (render(FIRST + each, **{name: PINNED}) for each in (timedelta(0), step))
-    except Exception:
-        return False
-    return first == other and PINNED in first
+        return first == other and PINNED in first
+    return False
 
 
 def _render(source: str, conversation: list[dict[str, str]], at: datetime, **given: str) -> str:

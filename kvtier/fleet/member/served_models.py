@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -108,21 +107,13 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
-class _Served(msgspec.Struct):
-    names: list[str]
-    layout: ChunkLayout
-    tokenizer: TokenizerSource | None
-    facts: dict[str, str]
-
-
 class ServedModels:
     """Connected engines, and the models that they or programs have used. Confined to one event loop."""
 
     def __init__(self) -> None:
-        self._engines: dict[str, tuple[bytes, ChunkLayout]] = {}
-        """The namespace and the layout of each connected engine, by name."""
-        self._described: dict[str, Described] = {}
-        self._models: dict[bytes, _Served] = {}
+        self._engines: dict[str, Described] = {}
+        """The connected engines, by name."""
+        self._models: dict[bytes, tuple[ChunkLayout, EngineModel]] = {}
         self.changes = Changes()
         """Of the models."""
 
@@ -134,32 +125,35 @@ class ServedModels:
     @property
     def models(self) -> list[Model]:
         """All models, as reported to the controller."""
-        engines = Counter(namespace for namespace, _ in self._engines.values())
+        connected = self._connected
         return [
             Model(
                 list(model.names),
                 namespace,
-                model.layout,
+                layout,
                 model.tokenizer is not None and model.tokenizer.usable,
-                model.facts if engines[namespace] else {},
+                model.facts if namespace in connected else {},
             )
-            for namespace, model in self._models.items()
+            for namespace, (layout, model) in self._models.items()
         ]
+
+    @property
+    def _connected(self) -> set[bytes]:
+        return {engine.namespace for engine in self._engines.values()}
 
     def add(self, engine: str, namespace: bytes, layout: ChunkLayout, model: EngineModel | None) -> None:
         """Add an engine, or the model that it serves. Ignores names that are too long or not printable."""
-        if self._engines.get(engine, (b"",))[0] != namespace:
+        known, described = self._engines.get(engine), model or EngineModel([])
+        if known is None or known.namespace != namespace:
             self.changes.notify()
-        self._engines[engine] = namespace, layout
-        if model is not None:
-            self._described[engine] = Described(
-                f"engine {engine}", model.names, namespace, layout, model.facts
-            )
-            self.add_model(namespace, layout, model)
+        self._engines[engine] = Described(
+            f"engine {engine}", described.names, namespace, layout, described.facts
+        )
+        self.add_model(namespace, layout, described)
 
     def disagreements(self) -> Iterator[Finding]:
         """Yield how connected engines that serve the same model differ."""
-        return disagreements(self._described.values())
+        return disagreements(self._engines.values())
 
     def add_model(self, namespace: bytes, layout: ChunkLayout, model: EngineModel) -> None:
         """Add a model, whether or not an engine serves it. Ignores names as :meth:`add` does."""
@@ -169,9 +163,9 @@ class ServedModels:
         # The last one is the one that was reported last, see _forget_oldest.
         known = self._models.pop(namespace, None)
         if known is not None:
-            names = [*known.names, *names]
+            names = [*known[1].names, *names]
         names = list(dict.fromkeys(names))[:MAX_NAMES]
-        served = self._models[namespace] = _Served(names, layout, model.tokenizer, model.facts)
+        served = self._models[namespace] = layout, msgspec.structs.replace(model, names=names)
         if served == known:
             return
         self._forget_oldest()
@@ -181,23 +175,22 @@ class ServedModels:
         """Remove a disconnected engine. Keep its model, whose chunks are still cached."""
         if self._engines.pop(engine, None) is not None:
             self.changes.notify()
-        self._described.pop(engine, None)
 
     def refusal(self, namespace: bytes) -> str:
         """Return why the connected engines cannot use chunks of a model; empty if they can."""
-        known = {*self._models, *(used for used, _ in self._engines.values())}
+        known = {*self._models, *self._connected}
         if not self._engines or namespace in known:
             return ""
-        layouts = sorted({str(layout) for _, layout in self._engines.values()})[:MAX_MODELS]
+        layouts = sorted({str(engine.layout) for engine in self._engines.values()})[:MAX_MODELS]
         return f"the engines there have another model, other weights or another layout: {'; '.join(layouts)}"
 
     def tokenizer(self, namespace: bytes) -> TokenizerSource | None:
         """Return the location of a model's tokenizer; ``None`` if it is unknown."""
         model = self._models.get(namespace)
-        return None if model is None else model.tokenizer
+        return None if model is None else model[1].tokenizer
 
     def _forget_oldest(self) -> None:
-        connected = {namespace for namespace, _ in self._engines.values()}
+        connected = self._connected
         idle = [namespace for namespace in self._models if namespace not in connected]
         for namespace in [*idle, *self._models][: max(0, len(self._models) - MAX_MODELS)]:
             del self._models[namespace]

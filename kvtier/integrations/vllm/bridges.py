@@ -16,7 +16,7 @@ from kvtier.bridge.client import SchedulerBridge, WorkerBridge
 from kvtier.bridge.protocol import Hello, Role, Weights
 from kvtier.bridge.spawn import CacheProcess, default_address
 from kvtier.errors import ChannelError
-from kvtier.fleet.member.chat_template import Insertion, find_insertion
+from kvtier.fleet.member.chat_template import find_insertion
 from kvtier.fleet.member.served_models import EngineModel, TokenizerSource
 from kvtier.integrations.vllm.plain import commit_of, text
 from kvtier.logs import Finding
@@ -91,7 +91,7 @@ def engine_model(vllm_config: VllmConfig, facts: dict[str, str]) -> EngineModel:
     unique, tokenizer = list(dict.fromkeys(map(text, [*names, model.model]))), _tokenizer(model)
     inserted = None if tokenizer is None else find_insertion(Path(tokenizer.path))
     findings = []
-    if isinstance(inserted, Insertion):
+    if inserted is not None:
         findings.append(Finding(f"the chat template of {unique[0]} {inserted}", inserted.remedy))
     return EngineModel(unique, tokenizer, facts, int(model.max_model_len), findings)
 

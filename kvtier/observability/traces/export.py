@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from anyio import CancelScope, to_thread
@@ -42,7 +42,7 @@ async def exporting(enabled: bool, service: str, instance: str) -> AsyncIterator
     if not enabled:
         yield NO_TRACER
         return
-    thread = _Thread({"service.name": service, "service.instance.id": instance})
+    thread = await to_thread.run_sync(_Thread, {"service.name": service, "service.instance.id": instance})
     thread.start()
     try:
         yield thread.tracer
@@ -51,44 +51,47 @@ async def exporting(enabled: bool, service: str, instance: str) -> AsyncIterator
             await to_thread.run_sync(thread.finish)
 
 
-def _package() -> str:
-    protocol = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")  # As vLLM.
-    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
-    if protocol not in PACKAGES:
-        raise SettingsError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}: use {' or '.join(PACKAGES)}")
-    try:
-        if find_spec("opentelemetry.sdk") and find_spec(PACKAGES[protocol]):
-            return PACKAGES[protocol]
-    except ModuleNotFoundError:
-        pass  # Not even what contains it.
-    raise SettingsError("traces need OpenTelemetry, which is not installed: pip install 'kvtier[otel]'")
-
-
 class _Thread(threading.Thread):
     """Exports the queue of a tracer. What fails is dropped, and counted."""
 
     def __init__(self, resource: dict[str, str]) -> None:
+        """Import OpenTelemetry, which blocks for up to a second. ``resource``: what sends the spans."""
         super().__init__(name="kvtier traces", daemon=True)
-        self._package = package = _package()
-        modules = f"{package}.exporter", f"{package}.trace_exporter"
-        self._logs = [logging.getLogger(name) for name in modules]
+        protocol = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")  # As vLLM.
+        protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
+        if protocol not in PACKAGES:
+            raise SettingsError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}: use {' or '.join(PACKAGES)}")
+        parsing = logging.getLogger("opentelemetry.util.re")
+        parsing.addFilter(_refuse_header)
+        try:
+            module = import_module(f"{PACKAGES[protocol]}.trace_exporter")
+            self._converted = _converter(resource)
+            self._exporter = module.OTLPSpanExporter()
+        except ImportError as error:
+            message = "traces need OpenTelemetry, which is not installed: pip install 'kvtier[otel]'"
+            raise SettingsError(message) from error
+        except ValueError as error:
+            raise SettingsError(f"a variable OTEL_EXPORTER_OTLP_… is wrong: {error}") from error
+        finally:
+            parsing.removeFilter(_refuse_header)
+        logs = f"{PACKAGES[protocol]}.exporter", module.__name__
+        self._logs = [logging.getLogger(name) for name in logs]
         """The exporter logs every attempt."""
-        self._resource = resource
+        for theirs in self._logs:
+            theirs.addFilter(self._take_log)
         self.tracer = Tracer(Sampling.of(os.environ))
         self._ending = threading.Event()
-        self._close: Callable[[], None] | None = None
         self._reason = "too many to export, or an engine could not send them"
         self._warn = RateLimitedLog(logging.getLogger("kvtier"))
 
     def run(self) -> None:
         """Export until :meth:`finish`."""
         tracer, lost, ending = self.tracer, 0, False
-        export = self._open()
         while not ending:
             ending = self._ending.wait(INTERVAL_SECONDS)
             while spans := [tracer.queue.popleft() for _ in range(min(len(tracer.queue), BATCH))]:
                 try:
-                    exported = export(spans)
+                    exported = self._exporter.export(list(map(self._converted, spans))).name == "SUCCESS"
                 except Exception as error:  # A malformed span of an engine.
                     exported, self._reason = False, repr(error)
                 tracer.exported += len(spans) if exported else 0
@@ -99,41 +102,6 @@ class _Thread(threading.Thread):
                 lost = tracer.failed + tracer.dropped
                 self._warn("traces: %d spans are lost so far: %s", lost, self._reason)
 
-    def _open(self) -> Callable[[list[Span]], bool]:
-        """Import OpenTelemetry, which takes up to a second. Return what exports spans."""
-        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-        from opentelemetry.sdk.trace import ReadableSpan
-        from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
-
-        if self._package == PACKAGES["grpc"]:
-            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Exporter
-        else:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Exporter
-        for theirs in self._logs:
-            theirs.addFilter(self._take_log)
-        exporter, sampled = Exporter(), TraceFlags(TraceFlags.SAMPLED)
-        resource = Resource.create(self._resource).merge(OTELResourceDetector().detect())
-
-        def converted(span: Span) -> ReadableSpan:
-            trace = int.from_bytes(span.trace[:TRACE_BYTES])
-            own, parent = (
-                SpanContext(trace, int.from_bytes(span_id), False, sampled)
-                for span_id in (span.trace[TRACE_BYTES:], span.parent)
-            )
-            return ReadableSpan(
-                span.name,
-                own,
-                parent if span.parent else None,
-                resource,
-                span.attributes,
-                status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
-                start_time=span.start,
-                end_time=span.end,
-            )
-
-        self._close = exporter.shutdown
-        return lambda spans: exporter.export([converted(span) for span in spans]).name == "SUCCESS"
-
     def _take_log(self, record: logging.LogRecord) -> bool:
         mine = record.thread == self.ident
         self._reason = printable(record.getMessage()) if mine else self._reason
@@ -143,8 +111,41 @@ class _Thread(threading.Thread):
         """Export what is queued, and end the thread. Blocks."""
         self._ending.set()
         self.join(END_SECONDS)
-        if self._close is not None:
-            self._close()
-            self.join(END_SECONDS)
+        self._exporter.shutdown()
+        self.join(END_SECONDS)
         for theirs in self._logs:
             theirs.removeFilter(self._take_log)
+
+
+def _refuse_header(_: logging.LogRecord) -> bool:
+    """Raise instead of having OpenTelemetry log a header that it ignores, as it may be a key."""
+    raise SettingsError("OTEL_EXPORTER_OTLP_HEADERS is not NAME=VALUE,… with URL-encoded values")
+
+
+def _converter(resource: dict[str, str]) -> Callable[[Span], ReadableSpan]:
+    """Return what makes a span OpenTelemetry's."""
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
+
+    sampled = TraceFlags(TraceFlags.SAMPLED)
+    sender = Resource.create(resource).merge(OTELResourceDetector().detect())
+
+    def converted(span: Span) -> ReadableSpan:
+        trace = int.from_bytes(span.trace[:TRACE_BYTES])
+        own, parent = (
+            SpanContext(trace, int.from_bytes(span_id), False, sampled)
+            for span_id in (span.trace[TRACE_BYTES:], span.parent)
+        )
+        return ReadableSpan(
+            span.name,
+            own,
+            parent if span.parent else None,
+            sender,
+            span.attributes,
+            status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
+            start_time=span.start,
+            end_time=span.end,
+        )
+
+    return converted

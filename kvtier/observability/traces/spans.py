@@ -117,6 +117,12 @@ class Tracer(Observer):
         """Return the trace of a request with this ``traceparent``; empty if it is not traced."""
         return b"" if self.sampling is None else self.sampling.trace(header)
 
+    def received(self, trace: bytes) -> bytes:
+        """Return a trace that a peer has sent with a request; empty if it is none, or nothing is traced."""
+        ids = trace[:TRACE_BYTES], trace[TRACE_BYTES:]
+        valid = len(ids[1]) == SPAN_BYTES and all(map(any, ids))
+        return trace if valid and self.sampling is not None else b""
+
     def add(self, spans: Sequence[Span], dropped: int = 0) -> None:
         """Queue spans, as many as there is room for. ``dropped``: how many the sender has lost before."""
         if self.sampling is not None:
@@ -154,6 +160,15 @@ class Tracer(Observer):
         }
         error, since = f"{failed} chunks have failed" if failed else "", time.monotonic() - report.seconds
         self.record(f"kvtier.tier.{action}", trace, since, attributes, error=error)
+
+    def queried(self, tier: str, asked: int, found: int, seconds: float) -> None:
+        """Record the query of a shared pool, in the trace of the request that waits for it."""
+        attributes: Attributes = {
+            "kvtier.tier": tier,
+            "kvtier.chunks": found,
+            "kvtier.missed_chunks": asked - found,
+        }
+        self.record("kvtier.tier.lookup", current.get(), time.monotonic() - seconds, attributes)
 
     def status(self) -> dict[str, int]:
         """Return how many spans were exported, and how many could not be."""

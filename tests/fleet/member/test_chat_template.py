@@ -105,7 +105,7 @@ def test_what_changes_is_found(
     ids=["none", "after the messages", "tools", "never used", "first of a list"],
 )
 def test_what_does_not_change_before_the_messages_end_is_no_insertion(template: str, tmp_path: Path) -> None:
-    assert find_insertion(save(tmp_path, template)) == "inserts nothing that changes"
+    assert find_insertion(save(tmp_path, template)) is None
 
 
 def test_variable_is_one_that_vllm_passes_on() -> None:
@@ -143,26 +143,20 @@ def test_of_several_templates_the_worst_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "found"),
-    [
-        ("{{ raise_exception('no') }}", "cannot be rendered here: TemplateError: no"),
-        ("{% for", "cannot be rendered here: TemplateSyntaxError"),
-        ({}, "is not in this folder"),
-        (7, "cannot be rendered here: "),
-        ("{{ messages.__class__.__mro__ }}", "cannot be rendered here: SecurityError"),
-    ],
+    "template",
+    ["{{ raise_exception('no') }}", "{% for", {}, 7, "{{ messages.__class__.__mro__ }}"],
     ids=["refuses everything", "broken", "empty", "no text", "hostile"],
 )
-def test_what_cannot_be_rendered_is_not_judged(template: object, found: str, tmp_path: Path) -> None:
-    assert str(find_insertion(save(tmp_path, template))).startswith(found)
+def test_what_cannot_be_rendered_is_not_judged(template: object, tmp_path: Path) -> None:
+    assert find_insertion(save(tmp_path, template)) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\x00"])
 def test_broken_files_are_not_judged(content: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(content)
-    assert str(find_insertion(tmp_path)).startswith("cannot be rendered here")
+    assert find_insertion(tmp_path) is None
 
 
 def test_folder_without_a_template(tmp_path: Path) -> None:
-    assert find_insertion(tmp_path) == "is not in this folder"
-    assert find_insertion(tmp_path / "missing") == "is not in this folder"
+    assert find_insertion(tmp_path) is None
+    assert find_insertion(tmp_path / "missing") is None

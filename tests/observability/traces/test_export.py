@@ -225,6 +225,32 @@ def test_an_unknown_protocol_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         anyio.run(start)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("HEADERS", "authorization: Bearer a-key-that-is-secret", "HEADERS is not NAME=VALUE"),
+        ("TRACES_HEADERS", "a-key-that-is-secret", "HEADERS is not NAME=VALUE"),
+        ("TIMEOUT", "soon", "could not convert string to float: 'soon'"),
+    ],
+)
+def test_a_wrong_variable_is_an_error_that_does_not_show_a_key(
+    variable: str,
+    value: str,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{variable}", value)
+
+    async def start() -> None:
+        async with export.exporting(True, "kvtier", "test"):
+            pass
+
+    with pytest.raises(SettingsError, match=expected) as raised:
+        anyio.run(start)
+    assert "secret" not in str(raised.value) + caplog.text
+
+
 def test_a_missing_package_is_one_error_that_names_what_to_install(tmp_path: Path) -> None:
     shadow = tmp_path / "path" / "opentelemetry"
     shadow.mkdir(parents=True)
