@@ -57,9 +57,11 @@ SUITE = (
 SEPARATE = {
     "compare": "installs LMCache",
     "controller_instances": "starts a thousand processes",
+    "faults": "installs LMCache, and mounts a folder",
     "gpu": "needs a GPU",
     "gpu_engine": "needs a GPU and a vLLM for it",
     "hit_rates": "needs traces",
+    "misses": "needs traces",
     "no_hits": "takes an hour until its noise permits a statement",
     "proxy_streams": "needs 20,000 open files",
     "replay_vllm": "needs a trace",

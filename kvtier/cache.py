@@ -362,13 +362,16 @@ class TieredCache:
         """
         await self._looking_up.settle(found, progress)
 
-    def explain(self, found: FoundPrefix, namespace: bytes = b"", adapter: str = "") -> list[Miss]:
+    def explain(
+        self, found: FoundPrefix, namespace: bytes = b"", adapter: str = "", beginning: bytes = b""
+    ) -> list[Miss]:
         """Return why the tokens behind what a settled lookup has found were not a hit, in prefix order.
 
-        ``adapter``: the name of the prompt's adapter, for display. Does not block; takes a few microseconds
-        for each chunk that was not found. Call it before chunks of the prompt are stored.
+        ``adapter``: what identifies the prompt's adapter. ``beginning``: see
+        :func:`~kvtier.memory.keys.beginning_of`. Does not block; takes a few microseconds for each chunk that
+        was not found. Call it before chunks of the prompt are stored.
         """
-        return self._misses.explain(found, namespace, adapter)
+        return self._misses.explain(found, namespace, adapter, beginning)
 
     async def explain_prompt(
         self, namespace: bytes, layout: ChunkLayout, tokens: Sequence[int], salt: str = ""

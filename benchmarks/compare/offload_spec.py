@@ -18,7 +18,9 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
     TransferResult,
 )
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CopyingOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
@@ -32,15 +34,40 @@ class CopyingOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return self._copying_worker
 
 
+class CopyingTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
+    """The same with secondary tiers, such as files."""
+
+    _copying_worker: CopyingWorker | None = None
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._copying_worker is None:
+            shared = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._copying_worker = CopyingWorker(kv_caches, self.num_chunks, shared)
+        return self._copying_worker
+
+
 class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
     """Worker for one KV-cache group, with chunks of one block."""
 
-    def __init__(self, kv_caches: CanonicalKVCaches, chunks: int) -> None:
+    def __init__(
+        self, kv_caches: CanonicalKVCaches, chunks: int, shared: SharedOffloadRegion | None = None
+    ) -> None:
+        """``shared``: the memory for the chunks, if secondary tiers read and write it."""
         assert len(kv_caches.group_data_refs) == 1, "models with several KV-cache groups are not supported"
         self._engine = [
             cache.tensor.view(torch.int8).view(-1, cache.page_size_bytes) for cache in kv_caches.tensors
         ]
-        self._held = [torch.zeros(chunks, pages.shape[1], dtype=torch.int8) for pages in self._engine]
+        sizes = [pages.shape[1] for pages in self._engine]
+        if shared is None:
+            self._held = [torch.zeros(chunks, size, dtype=torch.int8) for size in sizes]
+        else:
+            self._held = [shared.create_next_worker_view(size) for size in sizes]
         self._finished: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:

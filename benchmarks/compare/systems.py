@@ -43,14 +43,21 @@ class Parts:
     start: Callable[[], Server | CacheProcess] | None = None
     persistent: bool = False
     """Whether the cache outlives its process."""
+    log: Path | None = None
+    """Of its process."""
+    metrics: str = ""
+    """The URL of the metrics of its process."""
 
 
 class System:
     """A vLLM server with a connector."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, parts: Parts | None = None) -> None:
+        """``parts``: by default those of :data:`SYSTEMS`."""
         self.name = name
-        self.parts = SYSTEMS[name](folder)
+        self.parts = parts or SYSTEMS[name](folder)
+        self.log = folder / "vllm.log"
+        """Of vLLM."""
         self._folder = folder
         self._port = free_port()
         self.client = Client(self._port, str(folder.parent / "model"))
@@ -65,7 +72,7 @@ class System:
             str(self._folder.parent / "model"),
             port=self._port,
             config=None,
-            log=self._folder / "vllm.log",
+            log=self.log,
             max_tokens=MAX_TOKENS,
             arguments=[*GENERATED_MODEL_ARGUMENTS, "--dtype", "float32", *self.parts.arguments],
             connector=False,
@@ -82,6 +89,11 @@ class System:
             self._cache.stop()
             self._cache = None
         self.start()
+
+    def kill_cache(self) -> None:
+        """Kill the cache process, if there is one."""
+        if self._cache is not None:
+            self._cache.kill()
 
     def close(self) -> None:
         for process in (self._engine, self._cache):
@@ -116,10 +128,10 @@ def plain(_folder: Path) -> Parts:
     return Parts()
 
 
-def kvtier(folder: Path, *, serve: bool = False) -> Parts:
+def kvtier(folder: Path, *, serve: bool = False, settings: dict[str, Any] | None = None) -> Parts:
     """Use the cache process that vLLM starts, or with ``serve`` one that runs ``kvtier serve``."""
     disk = {"name": "ssd", "type": "disk", "path": str(folder / "ssd"), "capacity": DISK_BYTES}
-    settings = {"tiers": [{"name": "ram", "type": "cpu", "capacity": HOST_BYTES}, disk]}
+    settings = settings or {"tiers": [{"name": "ram", "type": "cpu", "capacity": HOST_BYTES}, disk]}
     cache = CacheProcess(folder, settings, serve=serve)
 
     def start() -> CacheProcess:
@@ -129,31 +141,40 @@ def kvtier(folder: Path, *, serve: bool = False) -> Parts:
     connector = connector_arguments(
         "KVTierConnector", kv_connector_module_path="kvtier.integrations.vllm.connector"
     )
-    return Parts(connector, cache.variables, start, persistent=True)
+    return Parts(connector, cache.variables, start, persistent=True, log=folder / "cache.log")
 
 
-def lmcache(folder: Path) -> Parts:
-    """Run LMCache's server in its own environment, for its connector in vLLM's environment."""
-    port = free_port()
-    (folder / "l2").mkdir()
+def lmcache(
+    folder: Path, *, memory: float = HOST_BYTES, disk: Path | None = None, quiet: bool = True
+) -> Parts:
+    """Run LMCache's server in its own environment, for its connector in vLLM's environment.
+
+    ``quiet``: log warnings only, where INFO is its default.
+    """
+    port, http, prometheus = free_port(), free_port(), free_port()
+    if disk is None:
+        disk = folder / "l2"
+        disk.mkdir()
+    log = folder / "lmcache.log"
     command = [
         *(str(python().with_name("lmcache")), "server", "--host", "127.0.0.1", "--port", str(port)),
-        *("--shm-name", f"kvtier-bench-{os.getpid()}", "--l1-size-gb", str(HOST_BYTES >> 30)),
+        *("--shm-name", f"kvtier-bench-{os.getpid()}", "--l1-size-gb", f"{memory / (1 << 30):g}"),
         *("--eviction-policy", "LRU", "--supported-transfer-mode", "auto"),
-        *("--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder / "l2")})),
-        *("--http-port", str(free_port()), "--prometheus-port", str(free_port())),
+        *("--l2-adapter", json.dumps({"type": "fs", "base_path": str(disk)})),
+        *("--http-port", str(http), "--prometheus-port", str(prometheus)),
     ]
-    quiet = {"LMCACHE_LOG_LEVEL": "WARNING", "LMCACHE_TRACK_USAGE": "false"}
+    settings = {"LMCACHE_TRACK_USAGE": "false", **({"LMCACHE_LOG_LEVEL": "WARNING"} if quiet else {})}
 
     def start() -> Server:
-        server = Server("LMCache", command, {**os.environ, **quiet}, folder / "lmcache.log")
+        server = Server("LMCache", command, {**os.environ, **settings}, log)
         server.wait_until(lambda: is_listening(port), READY_SECONDS)
         return server
 
     extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
-    variables = {"PYTHONPATH": os.pathsep.join([*sys.path[:1], str(lmcache_for_vllm())]), **quiet}
+    variables = {"PYTHONPATH": os.pathsep.join([*sys.path[:1], str(lmcache_for_vllm())]), **settings}
     connector = connector_arguments("LMCacheMPConnector", kv_connector_extra_config=extra)
-    return Parts(connector, variables, start, persistent=True)
+    metrics = f"http://127.0.0.1:{prometheus}/metrics"
+    return Parts(connector, variables, start, persistent=True, log=log, metrics=metrics)
 
 
 def is_listening(port: int) -> bool:
@@ -162,13 +183,16 @@ def is_listening(port: int) -> bool:
     return False
 
 
-def offload(_folder: Path) -> Parts:
+def offload(_folder: Path, *, memory: int = HOST_BYTES, disk: Path | None = None) -> Parts:
     """Use vLLM's own connector with an offloading spec for CPUs."""
-    extra = {
+    extra: dict[str, Any] = {
         "spec_name": "CopyingOffloadingSpec",
         "spec_module_path": "benchmarks.compare.offload_spec",
-        "cpu_bytes_to_use": HOST_BYTES,
+        "cpu_bytes_to_use": memory,
     }
+    if disk is not None:
+        extra["spec_name"] = "CopyingTieringSpec"
+        extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(disk)}]
     root = str(Path(__file__).parents[2])
     connector = connector_arguments("OffloadingConnector", kv_connector_extra_config=extra)
     return Parts(connector, {"PYTHONPATH": root})

@@ -148,9 +148,11 @@ class RequestInfo(msgspec.Struct, frozen=True, array_like=True):
     """What a prompt consists of besides tokens."""
 
     adapter: str = ""
-    """The name of its adapter."""
+    """What identifies the content of its adapter."""
     images: list[tuple[int, int]] = msgspec.field(default_factory=list)
     """The first token and the number of tokens of its images and other inputs."""
+    beginning: bytes = b""
+    """Hashes of its first tokens: see :func:`~kvtier.memory.keys.beginning_of`."""
     prompt: bytes = b""
     """Its tokens, little-endian, 32 bits each, if :attr:`Welcome.show_text` is set."""
 

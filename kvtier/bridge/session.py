@@ -255,7 +255,7 @@ class EngineSession:
         if asked is None or described is None:
             return None
         chunk, query = self.layout.chunk_tokens, found.query
-        misses = self._cache.explain(found, self.namespace, described.adapter)
+        misses = self._cache.explain(found, self.namespace, described.adapter, described.beginning)
         misses = [self._or_image(miss, described.images) for miss in misses]
         asked.explained = Explained(request.ticket, found.whole * chunk, misses)
         if query.block_tags is not None:

@@ -80,7 +80,8 @@ class GoneChunks:
     ) -> None:
         """Remember chunks that are READY in no tier now. ``since``: the second in which each was added.
 
-        A copy that did not arrive says nothing of a chunk that was lost since it was added.
+        A copy that did not arrive says nothing of a chunk that was lost since it was added. One that a lower
+        tier has not taken says more of a chunk than that it was evicted.
         """
         if not self._buckets:
             return
@@ -92,7 +93,10 @@ class GoneChunks:
             known = bucket(tags, at * 8)
             if tag in known:
                 at += known.index(tag)
-                if reason is MissReason.STORE_FAILED and since and facts[at] >> 32 >= then:
+                since_then = bool(since) and facts[at] >> 32 >= then
+                if since_then and reason is MissReason.STORE_FAILED:
+                    continue
+                if since_then and reason is MissReason.EVICTED and tier < _refused(facts[at]):
                     continue
             else:
                 ages = bucket(facts, at * 8)
@@ -131,6 +135,11 @@ def _zeros(count: int) -> memoryview:
 
 def _bits(tag: int) -> list[int]:
     return [tag * factor % (1 << 64) * FILTER_BITS >> 64 for factor in FILTER_FACTORS]
+
+
+def _refused(fact: int) -> int:
+    """Return the tier that has not stored a chunk, if that is the fact; else -1."""
+    return fact >> 8 & 0xFF if fact & 0xFF == _NUMBERS[MissReason.STORE_FAILED] else -1
 
 
 def _pack(seconds: int) -> int:

@@ -22,7 +22,7 @@ class MissReason(StrEnum):
     DECLINED = "declined"
     """The eviction policy preferred what the tier held."""
     STORE_FAILED = "store_failed"
-    """There was no room, or the engine did not complete the save."""
+    """There was no room, a tier did not take it, or the engine did not complete the save."""
     OTHER_SALT = "other_salt"
     OTHER_MODEL_OR_LAYOUT = "other_model_or_layout"
     OTHER_WEIGHTS = "other_weights"
@@ -59,7 +59,7 @@ ADVICE: Mapping[str, str] = {
     MissReason.MOVED: "they were moved to another host: send such requests there, or copy instead.",
     MissReason.LOST: "the tier's medium has lost or damaged them: see the log, and `kvtier doctor`.",
     MissReason.DECLINED: "the policy kept what it expects to be used sooner: see `kvtier whatif`.",
-    MissReason.STORE_FAILED: "memory had no room, or the engine did not finish: see its log.",
+    MissReason.STORE_FAILED: "memory or the tier did not take them: see the log of the cache process.",
     MissReason.BEING_STORED: "another request was just computing them: send equal prompts one by one.",
     MissReason.OTHER_SALT: "they are held for another `cache_salt`: requests that may share need the same.",
     MissReason.OTHER_MODEL_OR_LAYOUT: "they are held for an engine with other settings: make these equal.",
@@ -110,6 +110,9 @@ def text_of(miss: Miss) -> str:
             more = [f"{miss.tier}, {miss.seconds:.2f} s"] if miss.tier else []
         case MissReason.DIVERGES:
             more = [f"from token {miss.position} on"]
+        case MissReason.STORE_FAILED | MissReason.DECLINED:
+            more = [f"in {miss.tier}"] if miss.tier else []
+            more += [f"{miss.ago:.0f} s ago"] if miss.ago else []
         case _:
             more = [f"from {miss.tier}"] if miss.tier else []
             more += [f"after {miss.seconds:.0f} s, {miss.ago:.0f} s ago"] if miss.seconds or miss.ago else []

@@ -30,6 +30,8 @@ BLOCK_HASH_BYTES = 16
 """Too long to find two blocks with the same hash, which would be taken for each other."""
 MAX_BLOCK_HASHES = 16
 """Per chunk."""
+BEGINNING_TOKENS = 256
+"""As many as a chunk usually has."""
 
 _KEY = struct.Struct(f"{KEY_BYTES}s")
 
@@ -118,6 +120,17 @@ def block_hashes(tokens: Sequence[int] | bytes, block_tokens: int) -> bytes:
     encoded, stride = encode_tokens(tokens), block_tokens * TOKEN_BYTES
     starts = range(0, len(encoded) - stride + 1, stride)
     return b"".join(blake3(encoded[at : at + stride]).digest(BLOCK_HASH_BYTES) for at in starts)
+
+
+def beginning_of(tokens: Sequence[int] | bytes, block_tokens: int) -> bytes:
+    """Return the hashes of the first block, and of the first and second :data:`BEGINNING_TOKENS` tokens.
+
+    Joined, without those of more tokens than there are. The latter two do not depend on a layout, so prompts
+    of engines with other blocks or chunks can be compared. Takes some microseconds. Raises the errors of
+    :func:`encode_tokens`.
+    """
+    block = block_hashes(encode_tokens(tokens, 0, block_tokens), block_tokens)
+    return block + block_hashes(encode_tokens(tokens, 0, 2 * BEGINNING_TOKENS), BEGINNING_TOKENS)
 
 
 def extend_block_hash(block_hash: bytes, extra: bytes) -> bytes:

@@ -12,17 +12,27 @@ from kvtier.catalog.catalog import ALL_TIERS
 from kvtier.catalog.misses import AGAIN, Miss, MissReason, misses_behind
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.memory.header import object_bytes
-from kvtier.memory.keys import ChunkKey, block_hashes, chunk_keys, root_key
+from kvtier.memory.keys import (
+    BLOCK_HASH_BYTES,
+    ChunkKey,
+    beginning_of,
+    block_hashes,
+    chunk_keys,
+    root_key,
+)
 from kvtier.memory.layout import LAYERS, ChunkLayout
 from kvtier.pipeline.discover import DiscoverStage
 from kvtier.pipeline.found import FoundPrefix
 from kvtier.pipeline.hierarchy import Hierarchy
 from kvtier.pipeline.query import Expected, Query
 
-MAX_FIRST_CHUNKS = 8192
-"""First chunks of prompts to remember with what their keys depend on besides tokens, some 400 bytes each."""
+MAX_BEGINNINGS = 16_384
+"""Hashes of beginnings of prompts to remember with what their keys depend on besides tokens, three of each
+prompt, some 400 bytes each."""
+SURELY_EQUAL = 3
+"""Equal tags of first chunks, of which there are many, that are not equal by chance."""
 MAX_IDENTITIES = 1024
-MAX_VARIANTS = 4
+MAX_VARIANTS = 8
 """Roots to remember for each of them."""
 
 
@@ -31,7 +41,7 @@ class Variant(msgspec.Struct, frozen=True):
 
     namespace: bytes
     adapter: str
-    """Its display name; empty for none."""
+    """What identifies it; empty for none."""
     first: ChunkKey
     """The key of the prompt's first chunk."""
 
@@ -43,8 +53,8 @@ class MissStage:
         self._hierarchy = hierarchy
         self._discovering = discovering
         self._identities: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
-        self._first_chunks: OrderedDict[bytes, dict[ChunkKey, Variant]] = OrderedDict()
-        """By the tags of a prompt's first chunk: the roots that were looked up, the newest last."""
+        self._beginnings: OrderedDict[bytes, dict[ChunkKey, Variant]] = OrderedDict()
+        """By each hash of a prompt's beginning: the roots that were looked up, the newest last."""
 
     def identify(self, namespace: bytes, model: str, weights: str) -> None:
         """Note what a namespace stands for, besides its layout."""
@@ -52,16 +62,19 @@ class MissStage:
         if len(self._identities) > MAX_IDENTITIES:
             self._identities.popitem(last=False)
 
-    def explain(self, found: FoundPrefix, namespace: bytes = b"", adapter: str = "") -> list[Miss]:
+    def explain(
+        self, found: FoundPrefix, namespace: bytes = b"", adapter: str = "", beginning: bytes = b""
+    ) -> list[Miss]:
         """Return why each token of a settled lookup behind the chunks that were found whole was not a hit.
 
         In prefix order. The caller knows how much was used of a chunk that was found in part.
         """
         query, keys = found.query, found.query.keys
         first = found.whole
-        reasons = [] if first >= len(keys) else list(self._reasons(found, first, namespace, adapter))
-        if query.block_tags is not None and keys:
-            self._remember(query.block_tags, Variant(namespace, adapter, keys[0]))
+        variant = Variant(namespace, adapter, keys[0]) if keys else None
+        reasons = [] if variant is None else list(self._reasons(found, first, variant, beginning))
+        if query.block_tags is not None and variant is not None:
+            self._remember(query.block_tags.root, variant, beginning)
         chunk, misses, at = found.chunk_tokens, list[Miss](), first
         for miss, run in groupby(reasons):
             count = sum(1 for _ in run)
@@ -90,9 +103,10 @@ class MissStage:
         for tier, run in groupby(sources):
             start, stop = stop, min(stop + sum(1 for _ in run) * chunk, len(tokens))
             hits.append((self._name(tier), stop - start))
-        return hits, misses_behind(self.explain(found, namespace), stop, stop, len(tokens))
+        misses = self.explain(found, namespace, beginning=beginning_of(tokens, step) if step else b"")
+        return hits, misses_behind(misses, stop, stop, len(tokens))
 
-    def _reasons(self, found: FoundPrefix, first: int, namespace: bytes, adapter: str) -> Iterator[Miss]:
+    def _reasons(self, found: FoundPrefix, first: int, variant: Variant, beginning: bytes) -> Iterator[Miss]:
         """Yield the reason of each chunk from ``first`` on."""
         catalog, keys = self._hierarchy.catalog, found.query.keys
         broken: Miss | None = None
@@ -108,7 +122,7 @@ class MissStage:
                 yield broken
             else:
                 # Nothing can be stored behind what is not.
-                new = new or self._not_answered(found) or self._never_stored(found, index, namespace, adapter)
+                new = new or self._not_answered(found) or self._never_stored(found, index, variant, beginning)
                 broken = new
                 yield new
 
@@ -139,43 +153,60 @@ class MissStage:
         tiers = self._hierarchy.tiers
         return tiers[tier].name if tier < len(tiers) else ""
 
-    def _never_stored(self, found: FoundPrefix, index: int, namespace: bytes, adapter: str) -> Miss:
+    def _never_stored(self, found: FoundPrefix, index: int, variant: Variant, beginning: bytes) -> Miss:
         """Return why a chunk was never stored: what is before it may be, with other tokens behind it."""
         tags, chunk = found.query.block_tags, found.chunk_tokens
+        never = Miss(MissReason.NEVER_STORED, 0)
         if tags is None or not chunk:
-            return Miss(MissReason.NEVER_STORED, 0)
+            return never
         catalog = self._hierarchy.catalog
         parent, block_tags = tags.after(found.query.keys[:index])
         like = catalog.partial_matches.like(parent, block_tags) if block_tags else None
+        if like is not None and not index and like.equal < SURELY_EQUAL and beginning:
+            known = self._beginnings.get(beginning[:BLOCK_HASH_BYTES], {})
+            like = like if tags.root in known else None
         if like is not None and like.equal < min(like.blocks, len(block_tags)):
             position = index * chunk + like.equal * chunk // tags.per_chunk
             return Miss(MissReason.DIVERGES, 0, position=position, field=AGAIN if like.equal_later else "")
         if like is None and index and catalog.children(parent):
             return Miss(MissReason.DIVERGES, 0, position=index * chunk)
-        return (None if index or like else self._elsewhere(tags, namespace, adapter)) or Miss(
-            MissReason.NEVER_STORED, 0
-        )
+        if index or like:
+            return never
+        return self._elsewhere(tags.root, variant, beginning) or never
 
-    def _elsewhere(self, tags: PromptTags, namespace: bytes, adapter: str) -> Miss | None:
-        """Return what the keys of a prompt with the same beginning depend on that is held, or was."""
-        catalog = self._hierarchy.catalog
-        variants = self._first_chunks.get(tags.block_tags[: tags.per_chunk], {})
-        others = [variant for root, variant in variants.items() if root != tags.root]
-        others = [
-            variant for variant in others if variant.first in catalog or catalog.gone.find(variant.first)
-        ]
+    def _elsewhere(self, root: ChunkKey, variant: Variant, beginning: bytes) -> Miss | None:
+        """Return what differs from a prompt that is held, or was, and begins alike, or goes on alike soon."""
+        size = BLOCK_HASH_BYTES
+        others = self._known(beginning[size : 2 * size])
+        others.pop(root, None)
         if not others:
-            return None
+            later = self._known(beginning[2 * size :])
+            return Miss(MissReason.DIVERGES, 0, position=0, field=AGAIN) if root in later else None
         # The one that differs least says most.
-        same = [variant for variant in others if variant.namespace == namespace]
-        if any(variant.adapter == adapter for variant in same):
+        same = [other for other in others.values() if other.namespace == variant.namespace]
+        if any(other.adapter == variant.adapter for other in same):
             return Miss(MissReason.OTHER_SALT, 0, field="cache_salt")
         if same:
             return Miss(MissReason.OTHER_ADAPTER_OR_IMAGE, 0, field="adapter")
-        fields = self._differences(namespace, others[-1].namespace)
+        *_, other = others.values()
+        fields = self._differences(variant.namespace, other.namespace)
         if fields == ["weights"]:
+            catalog = self._hierarchy.catalog
+            gone = None if other.first in catalog else catalog.gone.find(other.first)
+            # A reset of vLLM begins other weights, as it cannot be known that they are the same.
+            if gone is not None and gone.reason is MissReason.CLEARED:
+                return Miss(gone.reason, 0, self._name(gone.tier), gone.kept, gone.ago)
             return Miss(MissReason.OTHER_WEIGHTS, 0, field="weights")
         return Miss(MissReason.OTHER_MODEL_OR_LAYOUT, 0, field=", ".join(fields))
+
+    def _known(self, beginning: bytes) -> dict[ChunkKey, Variant]:
+        """Return the variants with a hash that are held, or were, by their roots."""
+        catalog, variants = self._hierarchy.catalog, self._beginnings.get(beginning, {})
+        return {
+            root: variant
+            for root, variant in variants.items()
+            if variant.first in catalog or catalog.gone.find(variant.first)
+        }
 
     def _differences(self, one: bytes, other: bytes) -> list[str]:
         """Return the names of what two namespaces differ in, as far as it is known."""
@@ -188,17 +219,16 @@ class MissStage:
             fields += [name] * (known[0] != known[1])
         return sorted(fields)
 
-    def _remember(self, tags: PromptTags, variant: Variant) -> None:
-        first = tags.block_tags[: tags.per_chunk]
-        if len(first) < tags.per_chunk:  # Less than a chunk: too short to be the same by its tags.
-            return
-        known = self._first_chunks.setdefault(first, {})
-        known.pop(tags.root, None)
-        known[tags.root] = variant
-        self._first_chunks.move_to_end(first)
-        if len(known) > MAX_VARIANTS:
-            catalog = self._hierarchy.catalog
-            gone = (root for root, variant in known.items() if variant.first not in catalog)
-            del known[next(gone, next(iter(known)))]
-        if len(self._first_chunks) > MAX_FIRST_CHUNKS:
-            self._first_chunks.popitem(last=False)
+    def _remember(self, root: ChunkKey, variant: Variant, beginning: bytes) -> None:
+        catalog = self._hierarchy.catalog
+        for at in range(0, len(beginning), BLOCK_HASH_BYTES):
+            hashed = beginning[at : at + BLOCK_HASH_BYTES]
+            known = self._beginnings.setdefault(hashed, {})
+            known.pop(root, None)
+            known[root] = variant
+            self._beginnings.move_to_end(hashed)
+            if len(known) > MAX_VARIANTS:
+                gone = (root for root, each in known.items() if each.first not in catalog)
+                del known[next(gone, next(iter(known)))]
+        while len(self._beginnings) > MAX_BEGINNINGS:
+            self._beginnings.popitem(last=False)

@@ -161,6 +161,9 @@ class StoreStage:
         event = Store(keys=[reservation.key for reservation in reservations])
         (planner.admission.pushed if pushed else planner.admission.stored)(event.keys)
         self._writer.queue(planner.store(event))
+        for tier in hierarchy.lower:
+            if tier.write == "through" and not tier.available:
+                hierarchy.catalog.gone.note(event.keys, MissReason.STORE_FAILED, tier.index)
 
     def used(self, rows: Sequence[int]) -> None:
         """Count a use of chunks, given their rows. Queue those that lower tiers admit only now."""

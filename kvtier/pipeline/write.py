@@ -21,6 +21,7 @@ import anyio
 from kvtier.backends.base import Outcome
 from kvtier.catalog.catalog import State
 from kvtier.catalog.eviction import RemovalReason
+from kvtier.catalog.misses import MissReason
 from kvtier.events import Event, Evict, Store
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.hierarchy import Hierarchy
@@ -115,6 +116,7 @@ class Writer:
     def _defer(self, tier: int, key: ChunkKey) -> None:
         """Remember a chunk for which the queue has no room."""
         overflow, name = self._queues[tier].overflow, self._hierarchy.tiers[tier].name
+        self._hierarchy.catalog.gone.note([key], MissReason.STORE_FAILED, tier)
         if len(overflow) < MAX_OVERFLOW_KEYS:
             overflow.append(key)
             self._hierarchy.counts["write_deferred"] += 1
@@ -222,6 +224,8 @@ class Writer:
                 absent[key] = chunk
         catalog.add_copies(list(absent), target)
         if full:
+            left = [key for key, outcome in outcomes.items() if outcome is Outcome.FULL]
+            catalog.gone.note(left, MissReason.STORE_FAILED, target)
             message = "tier %s: no room for %d of %d chunks; they are dropped"
             hierarchy.warn(f"full {tier.name}", message, tier.name, full, len(chunks))
         return outcomes, list(absent.values())
@@ -234,6 +238,8 @@ class Writer:
             hierarchy.counts[f"put_{outcome.value}"] += 1
             if outcome is not Outcome.OK:
                 catalog.remove_all([chunk.key], target, RemovalReason.ABORTED)
+                # Memory holds it, and nobody else will once it is evicted there.
+                catalog.gone.note([chunk.key], MissReason.STORE_FAILED, target)
             elif catalog.generation(chunk.key) != chunk.generation:
                 # It was cleared during the write, so the medium must not keep it.
                 tier = hierarchy.tier(target)

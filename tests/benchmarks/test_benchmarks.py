@@ -28,7 +28,7 @@ NAMES = sorted(
     if re.search(r"\bparse\(", path.read_text()) and path.stem != "common"
 )
 """Those with the option ``--small``: all that are not part of another one."""
-TRACES = ("hit_rates", "replay_vllm", "retention", "whatif", "write_admission")
+TRACES = ("hit_rates", "misses", "replay_vllm", "retention", "whatif", "write_admission")
 OPTIONS = {
     "compare": ["--rows", "cpu", "disk", "direct", "tokens"],
     "peers": ["--transport", "tcp", "--peers", "2"],
@@ -38,6 +38,7 @@ OPTIONS = {
 }
 NEEDS = {
     "compare": (any(LMCACHE.glob("lmcache-*/installed")), "python -m benchmarks.compare installs LMCache"),
+    "faults": (os.access("/dev/fuse", os.W_OK) and os.geteuid() == 0, "needs to mount a folder"),
     "gpu": (not cuda_problem(), "needs a GPU"),
     "gpu_engine": (not cuda_problem(), "needs a GPU"),
     "pools": (RedisServer.missing() is None, str(RedisServer.missing())),
@@ -46,7 +47,7 @@ NEEDS = {
         for name in ("cold_loads", "kv_events", "load_or_compute", "steps")
     },
 }
-ENGINES = ("disaggregated", "engine", "gpu_engine", "no_hits", "replay_vllm", "states")
+ENGINES = ("disaggregated", "engine", "faults", "gpu_engine", "no_hits", "replay_vllm", "states")
 SLOW = (*ENGINES, "busy", "cold_loads", "compare", "growth", "load_or_compute", "steps")
 ROWS = {
     "busy": ["first load from disk", "lookup of 32,768 tokens", "retrieve 8 MiB", "loop blocked, wall, p99"],

@@ -10,9 +10,9 @@ import pytest
 from kvtier.bridge import protocol
 from kvtier.bridge.protocol import Hello, Lookup, Outcome, RequestInfo, Reserve, Run, Weights
 from kvtier.bridge.session import EngineSession
-from kvtier.catalog.misses import Miss, MissReason
+from kvtier.catalog.misses import AGAIN, Miss, MissReason
 from kvtier.catalog.partial_matches import block_tags_of
-from kvtier.memory.keys import ChunkKey, block_hashes, chunk_keys, join_keys, root_key
+from kvtier.memory.keys import ChunkKey, beginning_of, block_hashes, chunk_keys, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.observability.requests import RequestLog
 from tests.rigs.engine_sessions import NAMESPACE, ROOT, engine_of
@@ -34,6 +34,8 @@ def keys_of(tokens: list[int], root: ChunkKey = ROOT) -> list[ChunkKey]:
 
 
 def store(engine: EngineSession, tokens: list[int], root: ChunkKey = ROOT) -> None:
+    """Look a prompt up, and store it."""
+    misses(engine, tokens, root)
     last = (len(tokens) - 1) % CHUNK + 1
     run = Run(root, join_keys(keys_of(tokens, root)), last, block_hashes=block_hashes(tokens, BLOCK))
     engine.commit(engine.reserve(Reserve(1, [run])).granted, 0)
@@ -45,17 +47,18 @@ def misses(
     root: ChunkKey = ROOT,
     adapter: str = "",
     log: RequestLog | None = None,
+    block: int = BLOCK,
 ) -> tuple[int, list[Miss]]:
     """Look a prompt up; return from which token on misses are explained, and how."""
     ticket = next(TICKETS)
-    marks = block_tags_of(block_hashes(tokens, BLOCK))
+    marks = block_tags_of(block_hashes(tokens, block))
     request = Lookup(
         ticket,
         join_keys(keys_of(tokens, root)),
         len(tokens),
         root=root,
         marks=marks,
-        described=RequestInfo(adapter),
+        described=RequestInfo(adapter, beginning=beginning_of(tokens, block)),
     )
     answer, found = engine.look_up(request)
     explained = engine.explain(request, found, log or RequestLog(10, Counter()))
@@ -213,10 +216,39 @@ async def test_where_prompts_of_one_template_part_is_counted_with_what_it_costs(
 async def test_a_prompt_is_explained_without_a_request() -> None:
     async with engine_of(LAYOUT) as (engine, cache):
         store(engine, prompt(1, 2 * CHUNK))
+        counted = cache.counts["looked_up"]
         hits, found = await cache.explain_prompt(NAMESPACE, LAYOUT, prompt(1, 3 * CHUNK + 7))
         assert (hits, found) == ([("ram", 2 * CHUNK)], [Miss(NEW, CHUNK + 7)])
         other = [*prompt(1)[:BLOCK], 5, *prompt(1)[BLOCK + 1 : 2 * CHUNK]]
         hits, [miss] = await cache.explain_prompt(NAMESPACE, LAYOUT, other)
         assert (hits, miss.reason, miss.position) == ([], MissReason.DIVERGES, BLOCK)
         assert await cache.explain_prompt(NAMESPACE, LAYOUT, []) == ([], [])
-        assert cache.counts["looked_up"] == 0
+        assert cache.counts["looked_up"] == counted
+
+
+async def test_of_many_prompts_none_is_taken_for_another_by_chance() -> None:
+    async with engine_of(LAYOUT, "4MiB") as (engine, _):
+        for seed in range(2, 600):
+            store(engine, prompt(seed, CHUNK))
+        assert {miss.reason for seed in range(600, 700) for miss in misses(engine, prompt(seed))[1]} == {NEW}
+
+
+async def test_a_date_in_the_first_block_and_then_the_same_again() -> None:
+    async with engine_of(LAYOUT) as (engine, _):
+        template = prompt(1, 12 * CHUNK)
+        store(engine, template)
+        _, [miss] = misses(engine, [7, 7, *template[2:]])
+        assert (miss.reason, miss.position, miss.field) == (MissReason.DIVERGES, 0, AGAIN)
+
+
+async def test_an_engine_with_other_blocks_is_named() -> None:
+    async with engine_of(LAYOUT) as (engine, cache):
+        store(engine, prompt(1))
+        layout = ChunkLayout(CHUNK, (GroupLayout(2 * BLOCK, (2048,)),))
+        namespace = root_key(NAMESPACE, "other blocks")
+        hello = Hello(protocol.VERSION, "other", "scheduler", 0, layout, namespace)
+        other = EngineSession(cache, hello, itertools.count(1_000))
+        other.use_weights(Weights(namespace, ""))
+        _, [miss] = misses(other, prompt(1), root_key(namespace), block=2 * BLOCK)
+        assert (miss.reason, miss.field) == (MissReason.OTHER_MODEL_OR_LAYOUT, "--block-size")
+        other.close()

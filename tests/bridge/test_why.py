@@ -88,7 +88,7 @@ def test_text_is_shown_only_where_the_operator_allows_it(start: Start, tmp_path:
             keys = chunk_keys(ROOT, tokens, CHUNK_TOKENS)
             tags = PromptTags(ROOT, block_tags_of(block_hashes(tokens, 16)), CHUNK_TOKENS // 16)
             # Whatever an engine sends: here it is always the prompt.
-            info = RequestInfo("", [], array("I", tokens).tobytes())
+            info = RequestInfo(prompt=array("I", tokens).tobytes())
             ticket = scheduler.look_up(Query(keys, len(tokens), block_tags=tags), info)
             assert ticket is not None
             scheduler.end(Outcome(ticket, "cmpl-1", len(tokens), 0, {"ram": CHUNK_TOKENS}))

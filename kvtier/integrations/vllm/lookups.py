@@ -19,7 +19,7 @@ from kvtier.integrations.vllm.request import NO_HIT, Hit, RequestState
 from kvtier.integrations.vllm.request_reports import RequestReports
 from kvtier.integrations.vllm.traces import LOOKUP
 from kvtier.logs import RateLimitedLog
-from kvtier.memory.keys import equal_blocks
+from kvtier.memory.keys import beginning_of, equal_blocks
 from kvtier.pipeline.query import Query
 from kvtier.settings import Settings
 from kvtier.tiers.throughput import Throughput
@@ -94,13 +94,17 @@ def _equal(lookup: LookupState, state: RequestState, start: int) -> int:
     return equal_blocks(state.block_hashes(start, int(state.request.num_tokens)), lookup.found.block_hashes)
 
 
-def described(request: Request, *, show_text: bool) -> RequestInfo:
+def described(state: RequestState, *, show_text: bool) -> RequestInfo:
     """Return what a request is, to tell later what became of it. With ``show_text``, with its tokens."""
-    adapter = "" if request.lora_request is None else text(request.lora_request.lora_name)
+    request, adapter = state.request, state.adapter
     places = [feature.mm_position for feature in request.mm_features[:MAX_IMAGES]]
     images = [(place.offset, place.length) for place in places]
+    identity = "" if adapter is None else adapter.identity
+    beginning = b""
+    if state.granularity:
+        beginning = beginning_of(request.prompt_token_ids or (), state.granularity)
     prompt = array("I", request.prompt_token_ids).tobytes() if show_text else b""
-    return RequestInfo(adapter[:MAX_NAME], images, prompt)
+    return RequestInfo(identity, images, beginning, prompt)
 
 
 def id_of(request: Request) -> str:
@@ -200,7 +204,7 @@ class Lookups:
         show_text = welcome is not None and welcome.show_text
         progress.ticket = self._bridge.look_up(
             query,
-            None if canary else described(request, show_text=show_text),
+            None if canary else described(state, show_text=show_text),
             state.trace.begin(LOOKUP),
         )
         if not progress.asked and progress.ticket is not None:

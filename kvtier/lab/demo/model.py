@@ -34,15 +34,15 @@ def prompt_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def make_model(directory: Path) -> None:
+def make_model(directory: Path, layers: int = LAYERS) -> None:
     """Write a model for vLLM into ``directory``. Takes seconds and 400 MB of disk."""
     from safetensors.numpy import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(directory)
-    save_file(_weights(), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(layers), directory / "model.safetensors", metadata={"format": "pt"})
     # Written last, because is_model takes it as a sign that the model is complete.
-    (directory / "config.json").write_text(json.dumps(_config(), indent=2))
+    (directory / "config.json").write_text(json.dumps(_config(layers), indent=2))
 
 
 def is_model(directory: Path) -> bool:
@@ -50,14 +50,14 @@ def is_model(directory: Path) -> bool:
     return (directory / "config.json").is_file()
 
 
-def _config() -> dict[str, object]:
+def _config(layers: int) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_SIZE,
@@ -92,7 +92,7 @@ def _write_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
-def _weights() -> dict[str, np.ndarray]:
+def _weights(layers: int) -> dict[str, np.ndarray]:
     import numpy as np
 
     random = np.random.default_rng(SEED)
@@ -107,7 +107,7 @@ def _weights() -> dict[str, np.ndarray]:
         "model.norm.weight": np.ones(HIDDEN, dtype=np.float32),
         "lm_head.weight": matrix(VOCABULARY, HIDDEN),
     }
-    for layer in range(LAYERS):
+    for layer in range(layers):
         name = f"model.layers.{layer}"
         weights |= {
             f"{name}.input_layernorm.weight": np.ones(HIDDEN, dtype=np.float32),
