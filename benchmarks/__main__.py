@@ -69,6 +69,7 @@ SEPARATE = {
     "simulate": "takes minutes, and 3 GB in the temporary folder",
     "states": "starts three engines",
     "traces": "takes ten minutes",
+    "verify": "starts three engines",
     "whatif": "needs traces",
     "write_admission": "needs traces",
 }

@@ -400,18 +400,17 @@ class EngineSession:
         self, runs: Sequence[Run], headers: Sequence[list[ChunkHeader]], writes: list[Reservation | None]
     ) -> None:
         """Reserve room in ``writes`` to compare chunks that are held: all that there is, in random order."""
-        wanted, first = list[tuple[int, ChunkHeader, Recomputation]](), 0
+        wanted, first = list[tuple[int, ChunkHeader, Recomputation, bool]](), 0
         for run, own in zip(runs, headers, strict=True):
             of = run.recomputes
             for at, header in enumerate(own):
-                if of is not None:
+                if of is not None and writes[first + at] is None:
                     start = of.start + at * self.layout.chunk_tokens
-                    wanted.append((first + at, header, structs.replace(of, start=start)))
+                    wanted.append((first + at, header, structs.replace(of, start=start), run.canary))
             first += len(own)
         random.shuffle(wanted)
-        for at, header, of in wanted:
-            if writes[at] is None:
-                writes[at] = self._cache.verifying.reserve(header, of)
+        for at, header, of, measures in wanted:
+            writes[at] = self._cache.verifying.reserve(header, of, measures=measures)
 
     def _within_share(self, headers: Sequence[ChunkHeader]) -> int:
         """Return how many chunks, in order, may be reserved before this engine has more than its share."""

@@ -1,13 +1,17 @@
-"""Verify: compare chunks with what an engine has computed again, and quarantine what differs.
+"""Verify: compare chunks and states with what an engine has computed again, and quarantine what differs.
 
 The engine copies such a chunk into room of its own, as for a store. When all ranks have committed it, a
-thread compares it with the chunk in memory, and the room is free again. If they differ, the chunk is deleted,
-and its namespace is in quarantine in the tier that the chunk came from.
+thread compares it with the chunk in memory, and the room is free again. If they differ, the chunk is deleted.
+Its namespace is in quarantine in the tier that the chunk came from, if it must be that of other tokens, or if
+many differ: what an engine computes in another batch may be a little different.
+
+What a canary has computed twice has not been in any tier: it measures how much that is.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +24,7 @@ from kvtier.catalog.catalog import ALL_TIERS, State
 from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.events import Observer, Prefetch, Report
 from kvtier.logs import RateLimitedLog, printable
-from kvtier.memory.difference import Difference, difference
+from kvtier.memory.difference import BYTES_TOLERANCE, TOLERANCES, Difference, difference
 from kvtier.memory.header import ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
@@ -36,6 +40,12 @@ MAX_BYTES = 64 * MIB
 """Room for chunks that are compared, unless a single one needs more. It is free memory: none is evicted."""
 RESULTS = ("equal", "tolerable", "different", "unknown")
 """Outcomes of comparisons, as in the metrics; ``unknown``: could not be compared, as numpy is missing."""
+MARGIN = 2.0
+"""A tolerance is that many times the largest distance of what was computed twice."""
+UNRELATED = 0.5
+"""Farther than that are only pages of other tokens, layers or weights: no tolerance is larger."""
+MANY, OFTEN = 3, 0.25
+"""With chunks that differ less, there must be that many, and that part of all that were compared."""
 
 
 class Recomputation(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +69,8 @@ class Recomputed(Reservation):
     source: int
     """The tier that the held one came from."""
     of: Recomputation
+    measures: bool
+    """Whether a canary has had both computed."""
 
     def complete(self) -> bool:
         """Start to compare both."""
@@ -106,9 +118,17 @@ class VerifyStage:
         self._thread = WorkerThreads(1)
         self._bytes = 0
         self._log = RateLimitedLog(logger, level=logging.ERROR, burst=4)
+        self._measured: dict[bytes, float] = {}
+        """The largest distance of what was computed twice, by namespace."""
+        self._compared: Counter[tuple[bytes, int]] = Counter()
+        self._differing: Counter[tuple[bytes, int]] = Counter()
+        """Chunks that were compared, and those that differ, by namespace and tier, since its quarantine."""
 
-    def reserve(self, header: ChunkHeader, of: Recomputation) -> Reservation | None:
-        """Reserve room to compare a chunk; ``None`` if memory does not hold it, or has no free room."""
+    def reserve(self, header: ChunkHeader, of: Recomputation, *, measures: bool) -> Reservation | None:
+        """Reserve room to compare a chunk; ``None`` if memory does not hold it, or has no free room.
+
+        ``measures``: see :class:`Recomputed`.
+        """
         memory, length = self._hierarchy.memory, object_bytes(header.payload_bytes)
         if self._bytes and self._bytes + length > MAX_BYTES:
             return None
@@ -121,7 +141,8 @@ class VerifyStage:
             return None
         self._bytes += length
         source = self._origins.tiers.get(header.key, FIRST)
-        return Recomputed(header, room, stage=self, held=held, source=source, of=of)
+        measures = measures and source == FIRST
+        return Recomputed(header, room, stage=self, held=held, source=source, of=of, measures=measures)
 
     def release(self, chunk: Recomputed) -> None:
         """Release the memory of a chunk that is not compared any more."""
@@ -132,46 +153,68 @@ class VerifyStage:
     async def compare(self, chunk: Recomputed) -> None:
         """Compare a chunk, and act on a difference. Releases its memory."""
         hierarchy, views = self._hierarchy, (chunk.held.view, chunk.lease.view)
-        found: Difference | None = None
-        result = "equal"
+        result, found, dtype = "unknown", None, chunk.of.dtype
         try:
             layout = hierarchy.layouts.get(chunk.header.namespace)
             assert layout is not None
-            compare = partial(difference, layout, chunk.header, *views, chunk.of.dtype)
-            found = await in_thread(compare, self._thread)
-            if found is not None:
-                result = "tolerable" if found.tolerable else "different"
+            found = await in_thread(partial(difference, layout, chunk.header, *views, dtype), self._thread)
+            result = "equal" if found is None else self._judge(chunk, found)
         except Exception as error:  # No numpy, no thread, or a type that does not fit an engine's layout.
-            result = "unknown"
             hierarchy.warn("verify", "chunks that are not equal could not be compared: %r", error)
         finally:
             self.release(chunk)
-        hierarchy.counts[f"verified_{result}_{hierarchy.tiers[chunk.source].name}"] += 1
-        if found is not None and not found.tolerable:
-            await self._quarantine(chunk, found)
+        if not chunk.measures:
+            hierarchy.counts[f"verified_{result}_{hierarchy.tiers[chunk.source].name}"] += 1
+            self._compared[chunk.header.namespace, chunk.source] += 1
+            if found is not None and result == "different":
+                await self._remove(chunk, found)
 
-    async def _quarantine(self, chunk: Recomputed, found: Difference) -> None:
-        hierarchy, key, namespace = self._hierarchy, chunk.key, chunk.header.namespace
-        tier = hierarchy.tiers[chunk.source].name
+    def _tolerance(self, chunk: Recomputed) -> float:
+        measured = MARGIN * self._measured.get(chunk.header.namespace, 0.0)
+        return max(TOLERANCES.get(chunk.of.dtype, BYTES_TOLERANCE), min(measured, UNRELATED))
+
+    def _judge(self, chunk: Recomputed, found: Difference) -> str:
+        """Return a result for chunks that are not equal. Measures the tolerance with those of a canary."""
+        namespace = chunk.header.namespace
+        if chunk.measures:
+            self._measured[namespace] = max(self._measured.get(namespace, 0.0), found.distance)
+        return "tolerable" if found.distance <= self._tolerance(chunk) else "different"
+
+    async def _remove(self, chunk: Recomputed, found: Difference) -> None:
+        """Delete a chunk that differs. Quarantine its namespace in the tier that it came from, or wait."""
+        hierarchy, header, key = self._hierarchy, chunk.header, chunk.key
+        place, tier = (header.namespace, chunk.source), hierarchy.tiers[chunk.source].name
+        self._differing[place] += 1
+        many = self._differing[place] >= max(MANY, OFTEN * self._compared[place])
+        quarantine = many or found.distance > UNRELATED
+        name = key.hex()[:16]
+        what = f"chunk {name} of {header.tokens} tokens" if header.tokens else f"state {name}"
+        then = "is not used in this tier until it is cleared, or this process restarts"
         self._log(
-            f"tier {tier}: chunk {key.hex()[:16]} of {chunk.header.tokens} tokens "
-            f"at token {chunk.of.start} of request %s is not what the engine computes: {found.differing} of "
-            f"{found.values} values differ, at most by {found.largest:.3g}; the distance of two pages is "
-            f"{found.distance:.3g} of their length, more than {found.tolerance:g}; namespace "
-            f"{namespace.hex()[:16]} is not used in this tier until it is cleared, or this process restarts",
+            f"tier {tier}: {what} at token {chunk.of.start} of request %s is not what the engine computes: "
+            f"{found.differing} of {found.values} values differ, at most by {found.largest:.3g}; the "
+            f"distance of two pages is {found.distance:.3g} of their length, more than "
+            f"{self._tolerance(chunk):.3g}; it is deleted; namespace {header.namespace.hex()[:16]} "
+            f"{then if quarantine else 'stays in use'}",
             printable(chunk.of.request_id),
         )
+        if quarantine:
+            del self._differing[place], self._compared[place]
+            await self._quarantine(*place)
+        await self._clearing.clear([key], [tier.index for tier in hierarchy.tiers])
+
+    async def _quarantine(self, namespace: bytes, source: int) -> None:
+        hierarchy = self._hierarchy
         # What an engine has stored was written to the tiers below as well.
-        mask = (1 << len(hierarchy.tiers)) - 1 if chunk.source == FIRST else 1 << chunk.source
+        mask = (1 << len(hierarchy.tiers)) - 1 if source == FIRST else 1 << source
         hierarchy.quarantined[namespace] = hierarchy.quarantined.get(namespace, 0) | mask
         # What is in memory would still be pushed, or written to other tiers.
-        if chunk.source == FIRST:
+        if source == FIRST:
             await self._clearing.clear_all(namespace, [FIRST])
         else:
-            read = [key for key, source in self._origins.tiers.items() if source == chunk.source]
+            read = [key for key, origin in self._origins.tiers.items() if origin == source]
             own = [each for each in read if hierarchy.catalog.namespace(each) == namespace]
             await self._clearing.clear(own, [FIRST])
-        await self._clearing.clear([key], [tier.index for tier in hierarchy.tiers])
 
     def lift(self, namespace: bytes | None, tiers: Sequence[int]) -> None:
         """Use a namespace, or every one, in these tiers again: its chunks are about to be removed there."""

@@ -76,6 +76,8 @@ class CacheModel:
     """The request and the number of each chunk that was looked up."""
     asking: Any = None
     """The request for which the connector is called."""
+    verified: set[str] = field(default_factory=set)
+    """The requests that are computed to verify what is held."""
     last: int = 0
 
     def lease(self) -> int:
@@ -88,6 +90,7 @@ class CacheModel:
                 self.pending += self.look_up(message)
             case Reserve():
                 keys = [key for run in message.runs for key in split_keys(run.keys)]
+                self.verified.update(run.recomputes.request_id for run in message.runs if run.recomputes)
                 leases = [self.random.choice((self.lease(), self.lease(), 0)) for _ in keys]
                 self.reserved.update((lease, key) for lease, key in zip(leases, keys, strict=True) if lease)
                 self.pending.append(Reserved(message.ticket, leases, [0] * len(leases)))
@@ -230,7 +233,7 @@ class Running:
 class Part:
     """A part of the engine: the scheduler's side for its cache process, and what its workers were given."""
 
-    def __init__(self, random: Random, layout: ChunkLayout) -> None:
+    def __init__(self, random: Random, layout: ChunkLayout, verify: float) -> None:
         self.random = random
         self.layout = layout
         self.cache = CacheModel(random, layout)
@@ -239,7 +242,8 @@ class Part:
         bridge = SchedulerBridge(hello, self.cache)  # type: ignore[arg-type]
         assert bridge.ready()
         weights = EngineWeights("", lambda _: bytes(32))
-        self.side = SchedulerSide(Settings(chunk_tokens=CHUNK), model, bridge, weights=weights)
+        settings = Settings(chunk_tokens=CHUNK, verify=verify)
+        self.side = SchedulerSide(settings, model, bridge, weights=weights, kv_dtype="float32")
         self.written: dict[int, tuple[Content, int]] = {}
         """What was loaded into each block: the content of the lease, and which of its blocks."""
         self.done: set[str] = set()
@@ -303,10 +307,12 @@ class Part:
 class EngineModel:
     """The part of vLLM's scheduler that trusts the connector, and workers whose copies are recorded."""
 
-    def __init__(self, random: Random, layout: ChunkLayout, parts: int = 1) -> None:
+    def __init__(self, random: Random, layout: ChunkLayout, parts: int = 1, verify: float = 0.0) -> None:
         self.random = random
         self.layout = layout
-        self.parts = [Part(random, layout) for _ in range(parts)]
+        self.most = 2 if verify else MAX_TOKENS
+        """Requests at once: an idle engine verifies."""
+        self.parts = [Part(random, layout, verify) for _ in range(parts)]
         sides = [part.side for part in self.parts]
         self.sides = SchedulerSides(sides, layout)
         self.requests: dict[str, Running] = {}
@@ -343,7 +349,7 @@ class EngineModel:
 
     def go_on(self, steps: int) -> None:
         for _ in range(steps):
-            if self.random.random() < 0.3:
+            if self.random.random() < 0.3 and len(self.requests) < self.most:
                 self.arrive()
             self.step()
 
@@ -448,10 +454,13 @@ class EngineModel:
         request = running.request
         unit = CHUNK if self.layout.has_states else BLOCK
         local = self.random.choice((0, self.random.randint(0, (request.num_tokens - 1) // unit) * unit))
+        local = 0 if request.skip_reading_prefix_cache else local
         self.ask_for(request)
         tokens, _ = self.sides.matched_tokens(request, local)
         if tokens is None or self.random.random() < 0.2:
             return
+        if request.request_id in self.parts[0].cache.verified and not request.num_preemptions:
+            assert not local + tokens, "what vLLM has itself may have been loaded"
         stop = local + tokens
         assert local <= stop <= request.num_tokens
         running.tables, running.local = self.allocate(request.num_tokens), local
@@ -582,12 +591,12 @@ def connected() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("connected")
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("parts", "verify"), [(1, 0.0), (2, 0.0), (1, 1.0)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32))
-def test_what_was_reported_is_loaded(layout: str, parts: int, seed: int) -> None:
-    engine = EngineModel(Random(seed), LAYOUTS[layout], parts)
+def test_what_was_reported_is_loaded(layout: str, parts: int, verify: float, seed: int) -> None:
+    engine = EngineModel(Random(seed), LAYOUTS[layout], parts, verify)
     engine.go_on(STEPS)
     engine.end()
 
@@ -602,5 +611,10 @@ def test_the_models_are_not_idle(layout: str) -> None:
     assert sum(engine.loaded for engine in engines) > 20
     assert sum(engine.saved for engine in engines) > 80
     assert {engine.lag for engine in engines} == {0, 1}
+    verifying = [EngineModel(Random(seed), LAYOUTS[layout], verify=1.0) for seed in range(10)]
+    for engine in verifying:
+        engine.go_on(STEPS)
+        engine.end()
+    assert sum(len(engine.parts[0].cache.verified) for engine in verifying) > 5
     if layout == "attention":
         assert sum(engine.recomputed for engine in engines) > 5

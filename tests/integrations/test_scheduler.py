@@ -34,6 +34,7 @@ from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc import client
 from kvtier.rpc.client import UnixConnection
 from kvtier.tiers.throughput import MIN_SAMPLES
+from tests.integrations.test_request import image
 from tests.rigs import stepping
 from tests.rigs.scripted_scheduling import Engine, chunk_counts
 from tests.rigs.scripted_server import ScriptedCache
@@ -1019,3 +1020,30 @@ def test_change_in_vllms_internals_disables_events_only(
     cache.receive(Reserve)
     assert list(publishing.scheduler.events()) == []
     assert caplog.text == ""
+
+
+def test_a_prompt_with_an_image_is_not_verified(engine: Engine, cache: ScriptedCache) -> None:
+    """Clients may name two images alike, which would put what is sound in quarantine."""
+    engine.replace_scheduler(verify=1.0, kv_dtype="float32")
+    engine.find(make_request(4 * CHUNK_TOKENS, mm_features=[image("cat", 2, 3)]), 1, 2)
+    engine.replace_scheduler(verify=1.0, kv_dtype="float32")
+    request = make_request(4 * CHUNK_TOKENS)
+    engine.answer(engine.ask(request), 3, 4)
+    engine.wait_for_hit(request, 0)
+
+
+@pytest.mark.parametrize("verify", [0.0, 1.0])
+def test_what_a_canary_stores_is_compared_if_it_is_held(
+    engine: Engine, cache: ScriptedCache, verify: float
+) -> None:
+    engine.replace_scheduler(verify=verify, kv_dtype="float32")
+    hints = {"kvtier": {"cache": "write", "canary": {"id": "a"}}}
+    requests = [make_request(2 * CHUNK_TOKENS, kv_transfer_params=hints) for _ in range(2)]
+    requests[1].mm_features = [image("cat", 2, 3)]
+    for request in requests:
+        engine.scheduler.on_new_request(request)
+        engine.admit(request)
+    engine.step()
+    runs = cache.receive(Reserve).runs
+    assert [run.recomputes is not None for run in runs] == [verify > 0, False]
+    assert all(run.canary for run in runs)

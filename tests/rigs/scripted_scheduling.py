@@ -68,13 +68,13 @@ class Engine(stepping.Engine):
         self.layout = layout
         self.scheduler = self._side(**options)
 
-    def _side(self, **options: Any) -> SchedulerSide:
+    def _side(self, *, verify: float = 0.0, **options: Any) -> SchedulerSide:
         layout = self.layout
         groups = range(len(layout.groups))
         regions = tuple((Region(f"layer {group}", 0, 1024, 1024, BLOCKS),) for group in groups)
         model = ModelLayout(layout, namespace("model", layout), regions, group_ids=tuple(groups))
         weights = EngineWeights("", lambda weights_id: namespace("model", layout, weights_id))
-        settings = Settings(chunk_tokens=CHUNK_TOKENS)
+        settings = Settings(chunk_tokens=CHUNK_TOKENS, verify=verify)
         return SchedulerSide(settings, model, self.bridge, weights=weights, **options)
 
     def ask(self, request: Request) -> Lookup:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from kvtier.bridge import client
-from kvtier.memory.header import ChunkHeader
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from tests.rigs.cache_process import CHUNK, CacheProcess
 from tests.rigs.vllm import models
 from tests.rigs.vllm.engine import Engine
 from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import FillDisk, MakeCache, Oracle, StartEngine
+from tests.vllm.test_states import MAMBA
 
 LENGTH = 1000
 WHOLE = LENGTH // CHUNK * CHUNK
@@ -127,6 +128,31 @@ def test_sliding_windows(hybrid: Path, make_cache: MakeCache, start: StartEngine
         cache.wait_until_stored(WHOLE)
         verify(engine, cache, prompt(LENGTH), CHUNKS)
         assert results(cache) == {"equal_ram": CHUNKS}
+
+
+def test_states(tmp_path: Path, make_cache: MakeCache, start: StartEngine) -> None:
+    """Of a hybrid model, chunks are compared, and the state at the last end of a chunk of the prompt."""
+    granite = models.make_granite(tmp_path / "granite")
+    cache = make_cache(verify=1.0, chunk_tokens="auto").start()
+    with start(granite, cache, **MAMBA) as engine:
+        chunks = (LENGTH - 1) // engine.block_tokens
+        engine.generate(prompt(LENGTH), 1)
+        cache.wait_until_stored(chunks * engine.block_tokens)
+        cache.wait_until_idle()
+        verify(engine, cache, prompt(LENGTH), chunks + 1)
+        assert results(cache) == {"equal_ram": chunks + 1}
+    cache.stop()
+    [state] = [path for path in cache.disk.rglob("*.kv") if not ChunkHeader.parse(path.read_bytes()).tokens]
+    forge(
+        state,
+        state,
+        lambda chunk: chunk.__setitem__(slice(HEADER_BYTES, None), bytes(len(chunk) - HEADER_BYTES)),
+    )
+    cache.start()
+    with start(granite, cache, **MAMBA) as engine:
+        verify(engine, cache, prompt(LENGTH), chunks + 1)
+        check_quarantined(cache, "ssd", 1)
+        assert f"state {state.stem[:16]} at token {chunks * engine.block_tokens} " in errors(cache)[0]
 
 
 @pytest.mark.slow

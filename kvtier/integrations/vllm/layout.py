@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -217,7 +218,9 @@ def kv_dtype(config: KVCacheConfig, group_ids: Sequence[int]) -> str:
     """Return the type of the values in the pages of all groups; ``uint8`` if they are quantized or differ."""
     specs = [spec for number in group_ids for spec in specs_of(config.kv_cache_groups[number])]
     quantized = any(getattr(spec, "kv_quant_mode", 0) for spec in specs)
-    dtypes = {str(getattr(spec, "dtype", torch.uint8)).removeprefix("torch.") for spec in specs}
+    # A state may have parts of several types.
+    found = [getattr(spec, "dtypes", ()) or [getattr(spec, "dtype", torch.uint8)] for spec in specs]
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in chain.from_iterable(found)}
     return "uint8" if quantized or len(dtypes) > 1 else dtypes.pop()
 
 

@@ -104,9 +104,8 @@ class SchedulerSide:
         stateful, decode = layout.has_states, settings.save_decode
         self._states = States(model, self._saves, save_decode=decode) if stateful else None
         self._early = Early(model, bridge, self._saves, self._states, step_tokens=step_tokens)
-        self._shadow: ShadowVerification | None = None
-        if settings.verify and kv_dtype and not stateful and model.parts == 1:
-            self._shadow = ShadowVerification(settings.verify, kv_dtype, bridge, self._lookups, self._stats)
+        share = settings.verify if kv_dtype and model.parts == 1 else 0.0
+        self._shadow = ShadowVerification(share, kv_dtype, bridge, self._lookups, self._stats)
         self._waited_before = 0.0
         """Value of ``bridge.waited`` when this step began."""
 
@@ -127,8 +126,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """Look up the whole prompt, so that chunks on disk are prefetched while the request is queued."""
-        if self._shadow is not None:
-            self._shadow.present.add(request.request_id)
+        self._shadow.present.add(request.request_id)
         adapter = self.adapters.admit(request, 0, self._wait_left(LOOKUP_WAIT_SECONDS))
         unknown = request.lora_request is not None and adapter is None
         if unknown or not cacheable(request, numbered=self._numbered) or self.weights.is_mixed():
@@ -146,6 +144,7 @@ class SchedulerSide:
         if hints.mode == "off":  # No hook knows the request, so it costs nothing.
             return
         state = self._track(request, hints, adapter)
+        self._shadow.began(state)
         # Before any chunk is promoted or stored, so that none is evicted before it is pushed.
         self._kv_transfers.begin(state)
         self._lookups.look_up(state)
@@ -190,10 +189,8 @@ class SchedulerSide:
             return NOTHING
         if state.follow_prompt():
             self._saves.follow_prompt(state)
-        shadow = self._shadow
         found: tuple[int | None, bool] = NOTHING
-        if shadow is not None:
-            shadow.repeat(state)
+        self._shadow.repeat(state)
         if state.lookup.ticket is None and state.verify.ticket is None:
             self._kv_transfers.note_preemption(state)
             self._kv_transfers.begin(state)
@@ -204,14 +201,14 @@ class SchedulerSide:
                 state.trace.end(LOOKUP, local_tokens=local_tokens, tokens=found[0] or 0)
             if found == ASK_AGAIN or state.lookup.ticket is None:
                 return found
-            if shadow is not None and found[0]:
-                found = shadow.offer(state, found)
+            if found[0] and self._shadow.share:
+                found = self._shadow.offer(state, found)
                 if found == NOTHING:  # Before, there was no room for what is held.
                     self._saves.forget(state)
                     self._early.queued(state)
         else:
             self._lookups.note_local(state, local_tokens)
-        if shadow is not None and shadow.hides_local(state) and local_tokens:
+        if self._shadow.hides_local(state) and local_tokens:
             return ASK_AGAIN
         awaits_room = self._early.awaits_room(state, self._wait_left(LOOKUP_WAIT_SECONDS))
         return ASK_AGAIN if awaits_room else found
@@ -222,8 +219,7 @@ class SchedulerSide:
 
     def _give_up(self, state: RequestState) -> None:
         self._lookups.cancel(state)
-        if self._shadow is not None:
-            self._shadow.end(state)
+        self._shadow.end(state)
         state.stores = False
         self._kv_transfers.give_up(state)
         self._saves.drop(state)
@@ -235,8 +231,7 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        if self._shadow is not None:
-            self._shadow.scheduled(state)
+        self._shadow.scheduled(state)
         if state.lookup.ticket is None:
             if request.request_id not in self._loads:
                 self._report(state, MissReason.VERIFIED if state.verify.dtype else None)
@@ -314,8 +309,7 @@ class SchedulerSide:
             self._kv_transfers.end_finished()
         self._bridge.probe()
         self._traces.send(after=SEND_SECONDS)
-        if self._shadow is not None:
-            self._shadow.end_step()
+        self._shadow.end_step()
         self._waited_before = self._bridge.waited
         metadata = StepMetadata(self._loads.step(), saves, computes=output.total_num_scheduled_tokens > 0)
         if self._deferred:
@@ -387,10 +381,10 @@ class SchedulerSide:
         self._skipped.discard(request.request_id)
         self._traces.end(request.request_id)
         self.adapters.finish(request.request_id)
-        if self._shadow is not None:
-            self._shadow.left(request.request_id, state)
+        self._shadow.present.discard(request.request_id)
         if state is None:
             return False, self._kv_transfers.answer(request, 0)
+        self._shadow.end(state)
         canary = None if state.hints.canary is None else self._canary_report(state)
         self._lookups.cancel(state)
         if state.lookup.computing_since is not None:
@@ -416,9 +410,12 @@ class SchedulerSide:
             "connected": self._bridge.accepts_requests,
             "chunk_tokens": chunk,
             "tiers": [] if welcome is None else welcome.canary_tiers,
+            "pools": welcome is not None and welcome.pools,
+            "peer": None if welcome is None else welcome.peer,
             "stored": state.saving.stored,
             "located": min(state.lookup.located * chunk, state.request.num_prompt_tokens),
             "loaded": state.lookup.loaded,
+            "verifies": self._shadow.share > 0,
         }
 
     def report(self, request: Request) -> None:

@@ -30,7 +30,7 @@ class ShadowVerification:
         self, share: float, dtype: str, bridge: SchedulerBridge, lookups: Lookups, stats: TransferStats
     ) -> None:
         """``share``: of all loads. ``dtype``: type of the values of the KV cache."""
-        self._share = share
+        self.share = share
         self._dtype = dtype
         self._bridge = bridge
         self._lookups = lookups
@@ -42,17 +42,16 @@ class ShadowVerification:
         self._waiting: RequestState | None = None
         """The request that is chosen, and not scheduled yet."""
 
-    def left(self, request_id: str, state: RequestState | None) -> None:
-        """Note that a request has ended."""
-        self.present.discard(request_id)
-        if state is not None:
-            self.end(state)
+    def began(self, state: RequestState) -> None:
+        """Have what a canary stores a second time compared with the first: it measures the tolerance."""
+        if self.share and state.hints.canary is not None and not state.request.mm_features:
+            state.verify.dtype = self._dtype
 
     def offer(self, state: RequestState, found: tuple[int | None, bool]) -> tuple[int | None, bool]:
         """Return what to report to vLLM of a hit: ``found``, or nothing if its prompt is to be computed."""
         if not state.verify.counted:
             state.verify.counted = True
-            self._due = min(1.0, self._due + self._share)
+            self._due = min(1.0, self._due + self.share)
         ticket = state.lookup.ticket
         lookup = None if ticket is None or not self._chooses(state) else self._bridge.found(ticket)
         if lookup is None or stalled(state, lookup):
@@ -74,6 +73,8 @@ class ShadowVerification:
             and self.present == {request.request_id}
             and request.num_tokens <= MAX_TOKENS
             and hit.chunks > (hit.last_tokens > 0)  # Another prompt's chunk is not computed.
+            # Clients may name two images alike, which would put what is sound in quarantine.
+            and not request.mm_features
             and state.stores
             and state.transfer.ticket is None
             and state.hints.expect is None
