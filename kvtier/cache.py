@@ -339,8 +339,14 @@ class TieredCache:
             self._clear_here(states)
 
     def uncover(self, keys: Sequence[ChunkKey], tier: str) -> None:
-        """Remove chunks of a canary from the tiers above ``tier``, if that holds all that memory holds."""
-        if at := next((each.index for each in self.tiers if each.name == tier), 0):
+        """Have a canary's chunks read from a tier: see :meth:`ClearStage.uncover`.
+
+        If that is none of this cache, another one has them removed: what it reads from there is, too.
+        """
+        at = next((each.index for each in self.tiers if each.name == tier), None)
+        if at is None:
+            self.tasks.start_soon(self.expire, keys)
+        elif at:
             self._clearing.uncover(keys, at)
 
     async def expire(self, keys: Sequence[ChunkKey]) -> None:

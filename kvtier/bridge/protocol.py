@@ -137,7 +137,7 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     first_lease: int = 0
     """Reservations below this number are void for a worker, except those that its ``Hello`` lists."""
     canary_tiers: list[str] = msgspec.field(default_factory=list)
-    """The tiers that a canary checks: the first one, and those that each stored chunk is written to."""
+    """The tiers that a canary checks: those that chunks are written to."""
     sampling: Sampling | None = None
     """Which requests are to be traced; ``None`` if none are."""
     show_text: bool = False

@@ -68,13 +68,14 @@ async def serve(
     ):
         server = BridgeServer(instance, recorder)
         await tasks.start(stop_on_signals, serving, draining, logger)
-        if settings.canary.engine is not None:
+        if engines := settings.canary.engine:
             from kvtier.observability.canary import Periodic  # With an HTTP client: only if it is used.
 
-            server.canary = Periodic(
-                settings.canary, lambda: server.engines > 0 and not serving.cancel_called
-            )
-            tasks.start_soon(server.canary.run)
+            for url in [engines] if isinstance(engines, str) else dict.fromkeys(engines):
+                server.canaries[url] = Periodic(
+                    url, settings.canary, lambda: server.engines > 0 and not serving.cancel_called
+                )
+                tasks.start_soon(server.canaries[url].run)
         async with _serving_metrics(settings.metrics.listen, server):
             with server.notices.listening(logger), _frozen(), serving:
                 await _serve_engines(server, path, on_serving, settings.linger if exit_when_idle else None)

@@ -193,7 +193,7 @@ class Connection:
             self._server.peer,
             any(tier.shared for tier in cache.tiers),
             first,
-            [cache.memory.name, *(tier.name for tier in cache.lower if tier.write == "through")],
+            [cache.memory.name, *(tier.name for tier in cache.lower if tier.write != "never")],
             self._server.instance.tracer.sampling,
             cache.settings.why.show_text,
         )
@@ -361,8 +361,8 @@ class BridgeServer:
         self.cache = instance.cache
         self.instance = instance
         self._recorder = recorder
-        self.canary: Periodic | None = None
-        """Set by the owner of the server, which runs it."""
+        self.canaries: dict[str, Periodic] = {}
+        """By the URL of an engine. Set by the owner of the server, which runs them."""
         self.epoch = secrets.randbits(63)
         self.lease_numbers = itertools.count(1)
         self._engines: dict[str, EngineSession] = {}
@@ -604,6 +604,6 @@ class BridgeServer:
             "reservations": reservations,
             "findings": [asdict(finding) for finding in dict.fromkeys(findings)],
             **recording,
-            **({} if self.canary is None else {"canary": self.canary.status}),
+            "canary": {url: canary.status for url, canary in self.canaries.items()},
             **self.instance.status(),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ REMEDIES = {
     "tokens": "stop using this tier, and clear it: this is a bug, in kvtier or below it",
 }
 """For each stage at which what a canary has stored is lost."""
+ELSEWHERE = (
+    "is the first in `peer.others` of the second, the second in `kv_transfer.targets` of the first, or have "
+    "both a controller or a pool? Are model, weights and layout equal? kvtier doctor on both hosts"
+)
 Report = Mapping[str, Any]
 
 
@@ -95,19 +100,34 @@ def check_fleet(settings: Settings) -> Iterator[Check]:
         yield Check(FLEET, "ok", f"{len(instances)}, with the same version, and the same KV for each model")
 
 
-def check_engine(url: str) -> Check:
-    """Have an engine store a synthetic prompt and each tier serve it. Blocks for up to a minute a request."""
-    from kvtier.observability.canary import Canary, CanaryError, Result
+def check_engines(urls: Sequence[str]) -> list[Check]:
+    """Have each engine store a prompt and its tiers serve it; then the others load what the first one stores.
 
-    async def run() -> Result:
-        async with Canary(url, os.environ.get(KEY)) as canary:
-            return await canary.run()
+    Blocks for up to a minute a request.
+    """
+    from kvtier.observability.canary import Canary, CanaryError
 
-    name = f"engine {url}"
+    async def check(name: str, engine: Canary, writer: Canary | None = None) -> Check:
+        try:
+            result = await engine.run(writer)
+        except CanaryError as error:
+            return Check(name, "fail", str(error), f"check the URL, and {KEY} if the server has an API key")
+        if result.stage is None:
+            return Check(name, "ok", f"{result.describe()}; equal tokens")
+        elsewhere = writer is not None and result.stage == "lookup"
+        return Check(name, "fail", result.describe(), ELSEWHERE if elsewhere else REMEDIES[result.stage])
+
+    async def run() -> list[Check]:
+        async with AsyncExitStack() as stack:
+            engines = [await stack.enter_async_context(Canary(url, os.environ.get(KEY))) for url in urls]
+            checks = [await check(f"engine {engine.url}", engine) for engine in engines]
+            if all(found.status == "ok" for found in checks):
+                for engine in engines[1:]:
+                    name = f"{engine.url} loads what {engines[0].url} stores"
+                    checks.append(await check(name, engine, engines[0]))
+            return checks
+
     try:
-        result = anyio.run(run)
+        return anyio.run(run)
     except CanaryError as error:
-        return Check(name, "fail", str(error), f"check the URL, and {KEY} if the server has an API key")
-    if result.stage is None:
-        return Check(name, "ok", f"{result.describe()}; equal tokens")
-    return Check(name, "fail", result.describe(), REMEDIES[result.stage])
+        return [Check("engines", "fail", str(error), f"correct {KEY}")]

@@ -33,11 +33,13 @@ ChunkSize = Annotated[
     str | None, typer.Option("--size", metavar="SIZE", help="Size of that chunk. Default: 4MiB.")
 ]
 
-EngineURL = Annotated[
-    str | None,
+EngineURLs = Annotated[
+    list[str] | None,
     typer.Option(
+        "--engine",
         metavar="URL",
-        help="Only have this vLLM server, with API key VLLM_API_KEY, store a prompt, and each tier serve it.",
+        help="Only have this vLLM server, with API key VLLM_API_KEY, store a prompt, and each tier serve it. "
+        "Repeatable: the others then load what the first one stores.",
     ),
 ]
 
@@ -47,7 +49,7 @@ def doctor(
     backend: BackendNames = None,
     size: ChunkSize = None,
     socket: Socket = None,
-    engine: EngineURL = None,
+    engine: EngineURLs = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine and the settings, and suggest fixes.
@@ -56,13 +58,14 @@ def doctor(
     Asks the running cache process and the controller of the settings what they have found. Connects to every
     peer and shared pool in the settings. Tiers of running cache processes are not affected.
     """
-    if engine is not None:
-        from kvtier.cli.checks_running import check_engine
+    if engine:
+        from kvtier.cli.checks_running import check_engines
 
-        with messages().status(f"storing and loading a prompt at {engine}"):
-            check = check_engine(engine)
-        _print([check], failed=check.status == "fail", as_json=as_json, hint="")
-        raise typer.Exit(check.status == "fail")
+        with messages().status(f"storing and loading a prompt at {', '.join(engine)}"):
+            checks = check_engines(engine)
+        failed = any(check.status == "fail" for check in checks)
+        _print(checks, failed=failed, as_json=as_json, hint="")
+        raise typer.Exit(failed)
     from kvtier.cli.checks import check_machine, check_settings
     from kvtier.cli.checks_backend import check_pools, exit_command
     from kvtier.cli.checks_peers import check_peers

@@ -9,6 +9,8 @@ id and different salts share their chunks in kvtier, and nothing in vLLM's own c
 The prompt is a chunk and :data:`REST_TOKENS` tokens. It ends in words of its beginning, which a model
 continues by what it has read there: other KV leads to other tokens. A run computes it once if all is well,
 and for a tier that does not serve it at most once for each of :data:`PAUSES`, and once more.
+
+Another server may load it: from a peer or shared pool, or because the first one has pushed it there.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from string import ascii_lowercase
 from typing import Annotated, Any, Literal, NamedTuple, get_args
+from urllib.parse import urlsplit
 
 import anyio
 import httpx
@@ -31,6 +35,7 @@ import msgspec
 from kvtier.errors import KVTierError
 from kvtier.logs import printable
 from kvtier.settings.observability import CanarySettings
+from kvtier.settings.peer import reached_from_elsewhere
 
 logger = logging.getLogger("kvtier")
 
@@ -38,7 +43,11 @@ Stage = Literal["store", "lookup", "load", "tokens"]
 """Where the path broke; ``tokens``: what was loaded leads to other tokens than what was computed."""
 CHUNK_TOKENS, REST_TOKENS, NEW_TOKENS = 256, 32, 8
 """In a chunk, until an engine has reported how many it has; after the chunk; to generate."""
-REQUEST_SECONDS, MAX_PAUSE_SECONDS = 60.0, 3600.0
+REQUEST_SECONDS, PUSH_SECONDS, MAX_PAUSE_SECONDS = 60.0, 5.0, 3600.0
+MAX_BYTES = 16 << 20
+"""Of an answer: vLLM's metrics are its longest one."""
+ELSEWHERE = "-"
+"""No tier's name: what another server has stored is loaded from where it is."""
 PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Between reads from a tier: a chunk may be committed a moment later, or wait in the tier's queue."""
 TOLERANCE = 0.5
@@ -57,6 +66,10 @@ GREEDY = {
 _WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
+Hints = Mapping[str, object]
+NONE: Hints = {}
+
+
 class CanaryError(KVTierError):
     """The canary could not run, for a reason that is not the cache's."""
 
@@ -72,9 +85,16 @@ class Report(msgspec.Struct):
     """Whether the engine is connected to its cache process."""
     chunk_tokens: int
     tiers: list[str]
+    """Those that stored chunks can reach."""
     stored: int
     located: int
     loaded: dict[str, int]
+    verifies: bool = False
+    """Whether what it stores a second time is compared with the first: shadow verification is on."""
+    pools: bool = False
+    """Whether chunks that other hosts hold are looked up."""
+    peer: str | None = None
+    """The address that other hosts push chunks to."""
 
 
 EACH = msgspec.Meta(min_length=NEW_TOKENS, max_length=NEW_TOKENS)
@@ -102,7 +122,6 @@ class Answer(NamedTuple):
 class Result(msgspec.Struct):
     """The result of one run."""
 
-    model: str = ""
     prompt_tokens: int = 0
     stored: int = 0
     served: dict[str, tuple[int, float]] = msgspec.field(default_factory=dict)
@@ -133,7 +152,9 @@ class Canary:
             raise CanaryError("the API key contains characters that no HTTP header may contain")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._seconds = seconds
-        self._chunk_tokens = CHUNK_TOKENS
+        self._chunk_tokens, self._model, self._measured = CHUNK_TOKENS, "", False
+        self._report: Report | None = None
+        """The last one."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         # An engine is not reached through the proxy of the environment.
         self._http = httpx.AsyncClient(headers=headers, timeout=seconds, trust_env=False)
@@ -148,14 +169,18 @@ class Canary:
         """Return how many requests wait for the engine, which is saturated then. Raises CanaryError."""
         return int(sum(map(float, _WAITING.findall(await self._ask("GET", "/metrics")))))
 
-    async def run(self) -> Result:
-        """Run once. Safe to cancel: vLLM aborts the request, and the chunks expire.
+    async def run(self, writer: Canary | None = None) -> Result:
+        """Have this server store a prompt and each tier serve it; or load what ``writer`` stores.
 
-        Raises :class:`CanaryError` if the server cannot be asked, or computes other tokens each time.
+        Both clients have run before then. Safe to cancel: vLLM aborts the request, and the chunks expire.
+        Raises :class:`CanaryError` if a server cannot be asked, or computes other tokens each time.
         """
         result = Result()
         try:
-            await self._run(result)
+            if writer is None:
+                await self._run(result)
+            else:
+                await self._load_from(result, writer)
         except NotServed as error:
             result.stage, result.reason, result.tier = error.args
         return result
@@ -163,40 +188,60 @@ class Canary:
     async def _run(self, result: Result) -> None:
         models = await self._ask("GET", "/v1/models")
         try:
-            result.model = str(json.loads(models)["data"][0]["id"])
+            self._model = str(json.loads(models)["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
             raise CanaryError(f"{self.url} does not list its models like vLLM: {error!r}") from error
         run, reference, report = await self._store(result)
         if report.chunk_tokens != self._chunk_tokens:  # The first run of this client.
             self._chunk_tokens = report.chunk_tokens
             run, reference, report = await self._store(result)
-        if not (report.connected and report.tiers):
-            raise NotServed("store", "the engine is not connected to its cache process", "")
         for tier in report.tiers:
             answer = await self._read(result, run, tier, first=tier == report.tiers[0])
-            if (distance := reference.distance(answer)) <= TOLERANCE:
-                continue
+            await self._compare(result, run, tier, reference, answer)
+            if report.verifies and not self._measured:
+                # In a batch with another prompt: that may change what is computed, and shows how much.
+                again = {"cache": "write", "canary": {"id": run}}
+                self._measured = bool(await self._complete(result, run, again, beside=True))
+
+    async def _load_from(self, result: Result, writer: Canary) -> None:
+        own, push, expect = self._report, {}, {}
+        if own is not None and own.peer is not None and not own.pools:  # It can only be pushed there.
+            with suppress(ValueError):
+                to = reached_from_elsewhere(own.peer, urlsplit(self.url).hostname or "")
+                push = {"kv_transfer": {"to": to}}
+                expect = {"expect": {"tokens": writer._chunk_tokens + REST_TOKENS, "seconds": PUSH_SECONDS}}
+        self._chunk_tokens = writer._chunk_tokens
+        run, reference, report = await writer._store(result, push)
+        await writer._read(result, run, report.tiers[0], first=True)  # Now it is known to be stored.
+        answer = await self._read(result, run, ELSEWHERE, first=True, more=expect)
+        await self._compare(result, run, ELSEWHERE, reference, answer)
+
+    async def _compare(self, result: Result, run: str, tier: str, reference: Answer, answer: Answer) -> None:
+        """Raise :class:`NotServed` if loaded KV leads to other tokens; not if computed KV does as well."""
+        if (distance := reference.distance(answer)) > TOLERANCE:
             again = reference.distance(await self._complete(result, run, {"cache": "off"}))
             if again > TOLERANCE:
                 raise CanaryError(f"{self.url} computes other tokens each time: {again:.2f} > {TOLERANCE}")
             reason = f"log-probabilities differ by {distance:.2f}, when computed twice by {again:.2f}"
             raise NotServed("tokens", reason, tier)
 
-    async def _store(self, result: Result) -> tuple[str, Answer, Report]:
+    async def _store(self, result: Result, more: Hints = NONE) -> tuple[str, Answer, Report]:
         run = secrets.token_hex(16)
-        answer = await self._complete(result, run, {"cache": "write", "canary": {"id": run}})
+        answer = await self._complete(result, run, {"cache": "write", "canary": {"id": run}, **more})
         if answer.report is None:
             reason = "has no kvtier, an older one, or one that caches nothing: see vLLM's log"
             raise CanaryError(f"{self.url} {reason}")
         result.prompt_tokens, result.stored = answer.prompt_tokens, answer.report.stored
+        if not (answer.report.connected and answer.report.tiers):
+            raise NotServed("store", "the engine is not connected to its cache process", "")
         return run, answer, answer.report
 
-    async def _read(self, result: Result, run: str, tier: str, *, first: bool) -> Answer:
+    async def _read(self, result: Result, run: str, tier: str, *, first: bool, more: Hints = NONE) -> Answer:
         """Have one tier serve the prompt. Raises :class:`NotServed`."""
         whole = self._chunk_tokens
         for pause in (*PAUSES, None):
             began = time.monotonic()
-            hints = {"cache": "read", "canary": {"id": run, "tier": tier}}
+            hints = {"cache": "read", "canary": {"id": run, "tier": tier}, **more}
             answer = await self._complete(result, run, hints)
             report = answer.report
             if report is None:
@@ -206,7 +251,8 @@ class Canary:
             result.computed -= loaded
             served = loaded if first else report.loaded.get(tier, 0)
             if served >= whole:
-                result.served[tier] = served, time.monotonic() - began
+                name = f"{', '.join(report.loaded)} of {self.url}" if tier == ELSEWHERE else tier
+                result.served[name] = served, time.monotonic() - began
                 return answer
             if loaded < whole <= report.located:  # It is gone now: a further attempt would not locate it.
                 raise NotServed("load", f"{loaded} of {report.located} located tokens were loaded", tier)
@@ -221,12 +267,14 @@ class Canary:
             reason = "the engine is not connected to its cache process"
         raise NotServed("lookup" if result.stored >= whole else "store", reason, tier)
 
-    async def _complete(self, result: Result, run: str, hints: Mapping[str, object]) -> Answer:
+    async def _complete(self, result: Result, run: str, hints: Hints, *, beside: bool = False) -> Answer:
+        """Complete the prompt of a run; with ``beside``, at the same time as another one."""
         tokens = self._chunk_tokens + REST_TOKENS
         words = random.Random(run).choices(ascii_lowercase, k=tokens)  # noqa: S311 - of a token or more each
+        prompts = [" ".join(words + words[tokens // 2 :][: REST_TOKENS // 2]), " ".join(reversed(words))]
         request = GREEDY | {
-            "model": result.model,
-            "prompt": " ".join(words + words[tokens // 2 :][: REST_TOKENS // 2]),
+            "model": self._model,
+            "prompt": prompts if beside else prompts[0],
             "truncate_prompt_tokens": tokens,
             "cache_salt": secrets.token_hex(16),
             "kv_transfer_params": {"kvtier": hints},
@@ -234,21 +282,27 @@ class Canary:
         body = await self._ask("POST", "/v1/completions", request)
         try:
             found = json.loads(body)
-            (choice,), prompt = found["choices"], found["usage"]["prompt_tokens"]
+            choice, prompt = found["choices"][0], found["usage"]["prompt_tokens"]
             report = ((found.get("kv_transfer_params") or {}).get("kvtier") or {}).get("canary")
             parts = choice["token_ids"], choice["logprobs"]["top_logprobs"], prompt, report
             answer = msgspec.convert(parts, Answer)
             answer.distance(answer)  # Raises if a generated token is not among the most likely ones.
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise CanaryError(f"{self.url} does not answer like vLLM: {error!r}") from error
-        result.requests += 1
+        result.requests += 1 + beside
         result.computed += answer.prompt_tokens
+        self._report = answer.report or self._report
         return answer
 
     async def _ask(self, method: str, path: str, request: object = None) -> str:
         try:
             with anyio.fail_after(self._seconds):  # httpx's timeout is that of each piece.
-                answer = await self._http.request(method, self.url + path, json=request)
+                async with self._http.stream(method, self.url + path, json=request) as answer:
+                    body = bytearray()
+                    async for piece in answer.aiter_bytes():
+                        body += piece
+                        if len(body) > MAX_BYTES:
+                            raise CanaryError(f"{self.url}{path} answers with more than {MAX_BYTES} bytes")
         except (TimeoutError, httpx.TimeoutException):
             raise CanaryError(f"{self.url} has not answered within {self._seconds:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -256,19 +310,18 @@ class Canary:
         if answer.status_code in (401, 403):
             raise CanaryError(f"{self.url} requires an API key, or another one")
         if not answer.is_success:
-            text = printable(answer.text)
+            text = printable(body.decode(errors="replace"))
             raise CanaryError(f"{self.url}{path} answers with status {answer.status_code}: {text}")
-        return answer.text
+        return body.decode(errors="replace")
 
 
 class Periodic:
-    """The canary of a cache process."""
+    """The canary of a cache process, for one of its engines."""
 
-    def __init__(self, settings: CanarySettings, connected: Callable[[], bool]) -> None:
+    def __init__(self, url: str, settings: CanarySettings, connected: Callable[[], bool]) -> None:
         """``connected``: whether an engine is connected. While none is, it is starting or stopping."""
-        assert settings.engine is not None
         self._every, key = settings.every, settings.api_key
-        self._canary = Canary(settings.engine, None if key is None else key.get_secret_value())
+        self._canary = Canary(url, None if key is None else key.get_secret_value())
         self._connected = connected
         self._failures = 0
         self._skipped = ""

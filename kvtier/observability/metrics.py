@@ -143,7 +143,7 @@ class CacheMetrics(Collector):
         yield from _of_peers(status.get("peers", ()))
         yield from _of_serving(status.get("serving", {}))
         yield from _of_controller(status.get("controller"))
-        yield from _of_canary(status.get("canary"))
+        yield from _of_canaries(status.get("canary", {}))
         text = "Spans recorded, by what became of them: exported, failed or dropped."
         spans = [((outcome,), count) for outcome, count in status.get("traces", {}).items()]
         yield counter("trace_spans", text, spans, "outcome")
@@ -304,16 +304,21 @@ def _of_controller(controller: Status | None) -> Iterator[Metric]:
     yield counter("agent_lost_connections", "Lost connections to the controller.", lost)
 
 
-def _of_canary(canary: Status | None) -> Iterator[Metric]:
-    """Yield the metrics of the canary, without samples if there is none."""
-    canary = canary or {"results": {}, "alert": [], "last_ok": []}
+def _of_canaries(canaries: Status) -> Iterator[Metric]:
+    """Yield the metrics of the canaries by the URL of their engine, without samples if there are none."""
+
+    def each(name: str) -> Samples:
+        return [((url,), canary[name]) for url, canary in canaries.items()]
+
     text = "Runs of the canary, by result: ok, skipped, or where what was stored was lost."
-    results = [((result,), count) for result, count in canary["results"].items()]
-    yield counter("canary_runs", text, results, "result")
+    results = [
+        ((url, name), count) for url, canary in canaries.items() for name, count in canary["results"].items()
+    ]
+    yield counter("canary_runs", text, results, "engine", "result")
     text = "1 while what the canary has stored is not served, or leads to other tokens."
-    yield gauge("canary_alert", text, canary["alert"])
+    yield gauge("canary_alert", text, each("alert"), "engine")
     text = "Time of the last run that was ok, or of the start, in seconds since 1970."
-    yield gauge("canary_last_ok_timestamp_seconds", text, canary["last_ok"])
+    yield gauge("canary_last_ok_timestamp_seconds", text, each("last_ok"), "engine")
 
 
 def _of_what_if(report: WhatIfReport | None) -> Iterator[Metric]:

@@ -51,9 +51,16 @@ class ClearStage:
         return Cleared(list(removed), len(removed), freed)
 
     def uncover(self, keys: Sequence[ChunkKey], tier: int) -> None:
-        """Remove what a tier holds from those above it: from memory at once, from others by a task."""
+        """Remove what a tier holds from those above it: from memory at once, from others by a task.
+
+        If it holds less than memory, nothing is removed. If it is only written to on eviction, that begins.
+        """
         catalog, memory = self._hierarchy.catalog, self._hierarchy.memory.index
         covering = [key for key in keys if catalog.state(key, memory) is State.READY]
+        absent = [key for key in covering if catalog.state(key, tier) is State.ABSENT]
+        if absent and self._hierarchy.tier(tier).write == "on_evict":
+            evict, transfer = Evict(keys=absent, tier=memory), Transfer(memory, tier, absent)
+            self._hierarchy.tasks.start_soon(self._writer.demote, evict, transfer)
         if all(catalog.state(key, tier) is State.READY for key in covering):
             self._drop(covering, RemovalReason.CLEARED)
             held = [key for key in keys if catalog.state(key, tier) is State.READY]

@@ -116,11 +116,12 @@ class WhatIfSettings(SettingsModel):
 class CanarySettings(SettingsModel):
     """Whether this instance tests that what is stored is served. See [canary.md](canary.md)."""
 
-    engine: HTTPAddress | None = Field(
+    engine: HTTPAddress | list[HTTPAddress] | None = Field(
         default=None,
         description=(
-            "URL of a vLLM server of this host, not of a router, that stores and loads a synthetic prompt. "
-            "If omitted, there is no canary. Like `kvtier doctor --engine`. See [canary.md](canary.md)."
+            "URL of a vLLM server of this host, not of a router, that stores and loads a synthetic prompt; a "
+            "list for several. If omitted, there is no canary. Like `kvtier doctor --engine`. See "
+            "[canary.md](canary.md)."
         ),
         examples=["http://127.0.0.1:8000"],
     )

@@ -8,6 +8,7 @@ import pytest
 
 import kvtier.cache
 from kvtier import Settings
+from kvtier.observability.canary import ELSEWHERE
 from kvtier.pipeline.query import Query
 from tests.cache.conftest import CHUNK_TOKENS, rows
 from tests.rigs.faulty_sources import CacheHarness, opened
@@ -59,6 +60,35 @@ async def test_nothing_is_removed_before_the_tier_holds_it(settings: MakeSetting
         harness.cache.uncover(harness.model.keys(tokens), "shelf")
         harness.cache.uncover(harness.model.keys(tokens), "no such tier")
         assert len(harness.held_chunks(tokens, "ram")) == CHUNKS
+
+
+async def test_a_tier_that_is_written_to_on_eviction_gets_the_chunks_from_memory(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    async with opened(settings, ssd=64, disk={"write": "on_evict"}) as harness:
+        tokens = prompt(CHUNKS * CHUNK_TOKENS, 1)
+        await harness.model.store(tokens, rows(tokens))
+        keys = harness.model.keys(tokens)
+        harness.cache.uncover(keys, "ssd")
+        await until(lambda: len(harness.held_chunks(tokens, "ssd")) == CHUNKS)
+        assert len(harness.held_chunks(tokens, "ram")) == CHUNKS
+        harness.cache.uncover(keys, "ssd")
+        assert not harness.held_chunks(tokens, "ram")
+        found = harness.cache.look_up(Query(keys, len(tokens), canary="ssd", repeated=True))
+        await harness.cache.settle(found)
+        assert found.ready == CHUNKS
+        found.release()
+
+
+async def test_what_another_cache_has_stored_expires_here_as_well(
+    settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvtier.cache, "CANARY_SECONDS", 0.01)
+    async with opened(settings, ssd=64) as harness:
+        tokens = prompt(CHUNKS * CHUNK_TOKENS, 1)
+        await harness.model.store(tokens, rows(tokens))
+        harness.cache.uncover(harness.model.keys(tokens), ELSEWHERE)
+        await until(lambda: not any(harness.held_chunks(tokens, tier) for tier in ("ram", "ssd")))
 
 
 async def test_chunks_expire_in_all_tiers(

@@ -13,7 +13,7 @@ import anyio
 import httpx
 import pytest
 
-from kvtier.cli.checks_running import check_engine
+from kvtier.cli.checks_running import KEY, check_engines
 from kvtier.observability import canary as module
 from kvtier.observability.canary import (
     CHUNK_TOKENS,
@@ -48,6 +48,8 @@ class Engine:
         self.metrics = 'vllm:num_requests_waiting{engine="0"} 0.0\nvllm:kv_cache_usage_perc{engine="0"} 0.1\n'
         self.status = 200
         self.requests: list[dict[str, Any]] = []
+        self.verifies = self.pools = False
+        self.peer: str | None = None
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         if self.status != 200:
@@ -70,6 +72,9 @@ class Engine:
             "stored": body["truncate_prompt_tokens"],
             "located": self.located if tier else 0,
             "loaded": self.loads(tier) if tier else {},
+            "verifies": self.verifies,
+            "pools": self.pools,
+            "peer": self.peer,
         }
         top = [{f"token_id:{at}": -1.0 + self.offset(hints)} for at in range(NEW_TOKENS)]
         return completion(list(range(NEW_TOKENS)), top) | {
@@ -121,6 +126,58 @@ async def test_the_prompt_is_as_long_as_the_chunks_of_the_engine(engine: Engine)
     result = await run()
     assert result.stage is None
     assert (result.prompt_tokens, result.requests) == (672, 4)
+
+
+async def test_an_engine_that_verifies_computes_one_prompt_again_in_a_batch(engine: Engine) -> None:
+    engine.verifies = True
+    async with Canary(URL) as canary:
+        assert (await canary.run()).requests == 5
+        assert (await canary.run()).requests == 3
+    [again] = [request for request in engine.requests if isinstance(request["prompt"], list)]
+    stored = engine.requests[0]
+    assert again["prompt"][0] == stored["prompt"] != again["prompt"][1]
+    assert again["kv_transfer_params"] == stored["kv_transfer_params"]
+    assert again["cache_salt"] != stored["cache_salt"]
+
+
+@pytest.mark.parametrize("pools", [True, False])
+async def test_another_engine_loads_what_one_has_stored_or_pushed_to_it(engine: Engine, pools: bool) -> None:
+    engine.pools, engine.peer = pools, "0.0.0.0:8201"
+    async with Canary(URL) as first, Canary("http://other:8000") as second:
+        await first.run()
+        await second.run()
+        engine.requests.clear()
+        engine.loads = lambda tier: {"peers": PROMPT}
+        result = await second.run(first)
+    assert result.stage is None
+    assert "peers of http://other:8000 served" in result.describe()
+    write, _, read = (request["kv_transfer_params"]["kvtier"] for request in engine.requests)
+    assert read["canary"]["id"] == write["canary"]["id"]
+    pushed = {"kv_transfer": {"to": "other:8201"}}
+    assert {name: write[name] for name in write if name not in ("cache", "canary")} == (
+        {} if pools else pushed
+    )
+    assert ("expect" in read) is not pools
+
+
+def test_the_checks_of_several_engines_end_with_what_one_loads_from_another(engine: Engine) -> None:
+    checks = check_engines([URL, "http://other:8000"])
+    assert [check.status for check in checks] == ["ok", "ok", "ok"]
+    assert checks[2].name == f"http://other:8000 loads what {URL} stores"
+    engine.loads = lambda tier: {} if tier == "-" else {tier: PROMPT}
+    engine.located = 0
+    [*_, last] = check_engines([URL, "http://other:8000"])
+    assert (last.status, "peer.others" in last.remedy) == ("fail", True), last
+    engine.kvtier = False
+    assert len(check_engines([URL, "http://other:8000"])) == 2
+
+
+async def test_an_answer_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 1000)
+    engine.metrics *= 20
+    async with Canary(URL) as canary:
+        with pytest.raises(CanaryError, match="more than 1000 bytes"):
+            await canary.waiting()
 
 
 @pytest.mark.parametrize(
@@ -179,7 +236,7 @@ class Watched:
     def __init__(self) -> None:
         self.connected = True
         settings = CanarySettings(engine=URL, api_key=SECRET)  # type: ignore[arg-type]
-        self.periodic = Periodic(settings, lambda: self.connected)
+        self.periodic = Periodic(URL, settings, lambda: self.connected)
 
     async def once(self) -> dict[str, Any]:
         await self.periodic.once()
@@ -243,10 +300,12 @@ async def test_wrong_tokens_alert_at_once(engine: Engine) -> None:
     assert (await watched.once())["alert"]
 
 
-def test_a_key_that_no_header_may_contain_is_refused_without_being_shown() -> None:
-    with pytest.raises(CanaryError) as error:
-        Canary(URL, f"{SECRET}\n")
-    assert SECRET not in str(error.value)
+def test_a_key_that_no_header_may_contain_is_refused_without_being_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(KEY, f"{SECRET}\n")
+    [check] = check_engines([URL])
+    assert (check.status, SECRET in str(check)) == ("fail", False), check
 
 
 @pytest.mark.parametrize(
@@ -259,7 +318,7 @@ def test_a_key_that_no_header_may_contain_is_refused_without_being_shown() -> No
     ],
 )
 def test_a_wrong_url_fails_with_what_to_check(url: str, message: str) -> None:
-    check = check_engine(url)
+    [check] = check_engines([url])
     assert (check.status, message in check.found) == ("fail", True), check
     assert "check the URL" in check.remedy
 

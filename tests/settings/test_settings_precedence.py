@@ -80,7 +80,11 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "why.requests": ("100", "100", 100),
     "why.show_text": ("true", "true", True),
     "traces": ("true", "1", True),
-    "canary.engine": ("http://here:8000/", "http://here:8000", "http://here:8000"),
+    "canary.engine": (
+        "[http://a:1/, http://b:1]",
+        '["http://a:1", "http://b:1"]',
+        ["http://a:1", "http://b:1"],
+    ),
     "canary.every": ("5m", "300", 300.0),
     "canary.api_key": (SECRET, SECRET, SecretStr(SECRET)),
     "log_level": ("debug", "debug", "DEBUG"),

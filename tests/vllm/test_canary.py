@@ -15,7 +15,8 @@ import anyio
 import httpx
 import pytest
 
-from kvtier.cli.checks_running import check_engine
+from kvtier.cli.checks import Check
+from kvtier.cli.checks_running import check_engines
 from kvtier.lab.demo.client import Client
 from kvtier.lab.demo.server import start_vllm
 from kvtier.observability.canary import Canary, Result
@@ -23,7 +24,7 @@ from kvtier.testing.servers import free_port
 from tests.rigs.cache_process import CHUNK, TIMEOUT_SECONDS, CacheProcess
 from tests.rigs.forks import VLLM_ENVIRONMENT
 from tests.rigs.vllm import models
-from tests.vllm.conftest import MakeCache
+from tests.vllm.conftest import MakeCache, peer_settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -40,6 +41,12 @@ def run_canary(url: str, key: str | None = None, seconds: float = TIMEOUT_SECOND
             return await canary.run()
 
     return anyio.run(run)
+
+
+def check(url: str) -> Check:
+    """Have ``kvtier doctor`` check one engine."""
+    [found] = check_engines([url])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +111,7 @@ def test_each_fault_is_found_where_the_path_broke(model: Path, tmp_path: Path, m
         assert all(tokens >= CHUNK for tokens, _ in healthy.served.values())
         # Its first guess is a chunk of 256 tokens: the prompt is computed twice, and a little for each tier.
         assert healthy.computed < 288 + 160 + 4 * 64
-        second = check_engine(url)
+        second = check(url)
         assert second.status == "ok", second
         expect_nothing_counted(cache, url)
 
@@ -113,7 +120,7 @@ def test_each_fault_is_found_where_the_path_broke(model: Path, tmp_path: Path, m
         cache.wait_until_idle()
 
         cache.kill()
-        killed = check_engine(url)
+        killed = check(url)
         assert (killed.status, NOT_CONNECTED in killed.found) == ("fail", True), killed
 
         with restarted(cache, "forget-put"):
@@ -124,17 +131,60 @@ def test_each_fault_is_found_where_the_path_broke(model: Path, tmp_path: Path, m
             expect(connected(url), "tokens", "ssd", "when computed twice by 0.0")
         with restarted(cache, "fail-put"):
             expect(connected(url), "store", "ssd", "not there")
+        ram, ssd = cache.settings["tiers"]
+        with restarted(cache, tiers=[ram, {**ssd, "write": "on_evict"}]):
+            demoted = connected(url)
+            assert demoted.stage is None, demoted.describe()
+            assert set(demoted.served) == {"ram", "ssd"}
         periodic = {"engine": url, "every": 10}
         with restarted(cache, "forget-put", canary=periodic):
             connected(url)
-            found = cache.wait_until(lambda status: status["canary"]["alert"])["canary"]
+            found = cache.wait_until(lambda status: status["canary"][url]["alert"])["canary"][url]
             assert "load failed for tier ssd" in found["last"]
             assert found["results"]["load"] >= 2
             assert f"ERROR kvtier: canary of {url}: {found['last']}" in cache.log.read_text()
         with restarted(cache, canary=periodic):
             connected(url)
-            found = cache.wait_until(lambda status: status["canary"]["results"]["ok"])["canary"]
+            found = cache.wait_until(lambda status: status["canary"][url]["results"]["ok"])["canary"][url]
             assert not found["alert"], found
+
+
+def test_one_engine_loads_from_a_peer_what_another_has_stored_and_what_it_has_pushed(
+    model: Path, tmp_path: Path, make_cache: MakeCache
+) -> None:
+    peers = peer_settings(2, timeout=TIMEOUT_SECONDS)
+    caches = [make_cache(peer=peer, verify=0.001).start() for peer in peers]
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    with (
+        serving(model, logs[0], caches[0].config) as first,
+        serving(model, logs[1], caches[1].config) as second,
+    ):
+        *own, pair = check_engines([first, second])
+        assert [found.status for found in own] == ["ok", "ok"], own
+        assert "6 requests" in own[0].found, own  # The tolerance of shadow verification is measured.
+        assert (pair.status, f"peers of {second} served" in pair.found) == ("ok", True), pair
+        assert not caches[1].status()["counts"].get("looked_up")
+
+        for cache, peer in zip(caches, peers, strict=True):
+            cache.kill()
+            alone = {**peer, "others": []}
+            transfer = {"targets": [peers[1]["listen"]]}
+            cache.config.write_text(json.dumps({**cache.settings, "peer": alone, "kv_transfer": transfer}))
+            cache.start()
+        for url in (first, second):
+            connected(url)
+        *_, pair = check_engines([first, second])
+        assert (pair.status, f"ram of {second} served" in pair.found) == ("ok", True), pair
+
+        caches[1].kill()
+        alone = {**peers[1], "others": [], "listen": None}
+        caches[1].config.write_text(json.dumps({**caches[1].settings, "peer": alone}))
+        caches[1].start()
+        connected(second)
+        *_, pair = check_engines([first, second])
+        assert (pair.status, "lookup failed" in pair.found) == ("fail", True), pair
+    for cache in caches:
+        cache.wait_until_idle()
 
 
 def expect(result: Result, stage: str, tier: str, reason: str) -> None:
@@ -169,11 +219,11 @@ def test_server_without_kvtier_and_with_a_key_is_not_blamed_on_the_cache(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(model, tmp_path / "server.log", None, "--api-key", KEY) as url:
-        assert "requires an API key" in check_engine(url).found
+        assert "requires an API key" in check(url).found
         monkeypatch.setenv("VLLM_API_KEY", "another")
-        assert "requires an API key" in check_engine(url).found
+        assert "requires an API key" in check(url).found
         monkeypatch.setenv("VLLM_API_KEY", KEY)
-        found = check_engine(url).found
+        found = check(url).found
         assert "has no kvtier" in found
         assert KEY not in found
-    assert "does not answer" in check_engine(url).found
+    assert "does not answer" in check(url).found
