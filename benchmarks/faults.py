@@ -10,7 +10,7 @@ A fault makes tokens of a prompt a miss that would have been a hit. What a syste
 for prompts that are just new, or hits: lines that differ in more than numbers, and series that change. Of
 ``kvtier why`` it is the reason. So nobody has to judge what is helpful, and a sign that is only close counts.
 
-All have 48 MiB of memory and a folder for files, whose disk is faulty on demand (``faulty_folder.py``).
+All have 16 MiB of memory and a folder for files, whose disk is faulty on demand (``faulty_folder.py``).
 vLLM's offloading on CPUs has a replacement for the worker that copies (``compare/offload_spec.py``).
 """
 
@@ -39,25 +39,33 @@ from benchmarks.compare.systems import System
 from benchmarks.faulty_folder import FaultyFolder
 from kvtier.bridge import client as bridge
 from kvtier.catalog.misses import text_of
+from kvtier.errors import ChannelError
 from kvtier.lab.demo import model as demo
 from kvtier.lab.demo.client import Client, Completion
 from kvtier.units import MIB
 
-LAYERS = 4
+LAYERS = 2
 """Of the model: prompts are computed quickly."""
-MEMORY_BYTES = 48 * MIB
+MEMORY_BYTES = 16 * MIB
 DISK_BYTES = 8192 * MIB
 LENGTH, NEW_TOKENS = 1000, 8
-"""A prompt takes 8 MB. Answers tell whether the KV was right."""
-FILLING = 8
+"""A prompt takes 4 MB. Answers tell whether the KV was right."""
+FILLING = 6
 """Prompts that do not fit into memory together."""
+RESETS = 10
+"""Blocks that are being stored cannot be emptied before another step."""
+WRITE_SECONDS = 0.3
+"""In which a disk has written a prompt, mostly."""
 SETTLE_SECONDS = 2.0
 """Logs and metrics are written in the background."""
 PATIENCE_SECONDS = 20.0
 """After which a hanging disk answers again."""
 READY_SECONDS = 300.0
 RELEVANT = re.compile(r"kvtier|lmcache|offload|external|kv_connector|kv_offload", re.IGNORECASE)
-NOISE = re.compile(r"_created|_bucket|_sum$|seconds|_bytes|throughput|Avg prompt|HTTP/1.1")
+NOISE = re.compile(
+    r"_created|_bucket|_sum$|seconds|_bytes|throughput|Avg prompt|HTTP/1.1|safetensors|Filesystem type|"
+    r"RotaryEmbedding|Loaded new LoRA|Reloading weights|shutdown|[Tt]erminat|exiting"
+)
 LABELS = {"reason", "tier", "op", "result", "status", "source"}
 SHOWN_LINES, SHOWN_SERIES, SHOWN_CHARACTERS = 2, 3, 150
 
@@ -100,14 +108,19 @@ class Trial:
 
     def settle(self) -> None:
         """Have everything stored, which some do in a later step, and empty vLLM's own cache."""
-        self.ask(tokens(f"settle {time.monotonic()}", 16))
-        time.sleep(0.5)
-        self.system.client.reset_prefix_cache()
+        for _ in range(RESETS):
+            self.ask(tokens(f"settle {time.monotonic()}", 16))
+            time.sleep(0.5)
+            with suppress(httpx.HTTPError):
+                if self._http.post("/reset_prefix_cache").json()["success"]:
+                    return
+        print("vLLM did not empty its own cache", file=sys.stderr, flush=True)
 
     def push_out(self) -> None:
         """Have memory filled with other prompts."""
         for _ in range(FILLING):
             self.ask(tokens(f"fill {time.monotonic()}", LENGTH))
+            time.sleep(WRITE_SECONDS)
         self.settle()
 
     def post(self, path: str, **body: object) -> None:
@@ -131,8 +144,9 @@ class Trial:
                 self.store(prompt)
             self.push_out() if not number else None
             self.ask(prompt)
-            lines, series = self.end()
-            self._normal |= {shape(line) for line in lines} | {*series}
+            self._normal |= {*self.end()[1]}
+        for log in self._logs():
+            self._normal |= {shape(line) for line in log.read_text(errors="replace").splitlines()}
 
     def begin(self) -> None:
         """Begin to observe."""
@@ -161,15 +175,19 @@ class Trial:
                 new.setdefault(shape(line), message(line))
         return list(new.values()), [name for name in series if name not in self._normal]
 
-    def why(self) -> str:
-        """Return what ``kvtier why`` says of the last prompt that was not only to settle."""
+    def why(self, lines: Sequence[str]) -> str:
+        """Return what ``kvtier why`` says of the last prompt that was not only to settle.
+
+        Without a cache process, what vLLM's log says.
+        """
         if self.socket is None:
             return ""
-        with suppress(Exception):
+        with suppress(ChannelError):
             for report in bridge.why(self.socket, last=10).requests:
                 if report.tokens >= LENGTH:
                     return "; ".join(map(text_of, report.misses))
-        return "no answer: the cache process is away"
+        said = [line.partition("missed: ")[2] for line in lines if "missed: " in line]
+        return said[-1] if said else ""
 
     def _logs(self) -> list[Path]:
         return [log for log in (self.system.log, self.system.parts.log) if log is not None and log.exists()]
@@ -191,12 +209,12 @@ def shape(line: str) -> str:
 
 
 def message(line: str) -> str:
-    """Return what a line says, without process, time and place."""
-    line = re.sub(r"^\(.*?\) |^\[.*?\] ", "", line)
-    line = re.sub(r"^[\d-]+ [\d:,]+ ", "", line)
-    return re.sub(
-        r"^(LMCache )?(INFO|WARNING|ERROR)?:? ?(kvtier: |[\d-]+ [\d:,.]+ )?(\[.*?\]:? ?)?", "", line
-    )
+    """Return what a line says, without process, time, place and colour."""
+    line = re.sub(r"\x1b\[[\d;]*m", "", line)
+    line = re.sub(r"^(\(.*?\) |\[.*?\] )+", "", line)
+    line = re.sub(r"^([\d-]+ [\d:,]+ )?(LMCache )?(INFO|WARNING|ERROR):? ?", "", line)
+    line = re.sub(r"^(kvtier: |[\d-]+ [\d:,.]+ )?(\[.*?\]:? ?)?", "", line)
+    return re.sub(r" ?\(\S+\.py:\d+:\S+\)$", "", line)
 
 
 def series(name: str) -> str:
@@ -323,12 +341,12 @@ def slow(trial: Trial) -> Iterator[str]:
         trial.store(prompt)
     trial.push_out()
     trial.disk.set("slow")
-    for prompt in prompts[:3]:
+    for prompt in prompts[1:]:
         trial.ask(prompt)
         time.sleep(PATIENCE_SECONDS / 2)
         trial.disk.set("slow")
     yield ""
-    trial.ask(prompts[3])
+    trial.ask(prompts[0])
 
 
 def unreadable(trial: Trial) -> Iterator[str]:
@@ -360,19 +378,20 @@ def evicted(trial: Trial) -> Iterator[str]:
 
 
 def declined(trial: Trial) -> Iterator[str]:
-    """Memory is full of what is worth more: hints of requests, or recent prompts."""
-    for number in range(FILLING):
-        trial.post(
-            "/v1/completions",
-            model=str(trial.folder.parent / "model"),
-            prompt=tokens(f"worthy {number}", LENGTH),
-            max_tokens=1,
-            kv_transfer_params={"kvtier": {"cache": {"priority": 100}}},
-        )
-    yield ""
-    for _ in range(2):
+    """Memory is full of prompts with a high priority, and one of a low priority comes."""
+
+    def store(seed: str, priority: int) -> None:
+        hints = {"kvtier": {"cache": {"priority": priority}}}
+        model = str(trial.folder.parent / "model")
+        prompt = tokens(seed, LENGTH)
+        trial.post("/v1/completions", model=model, prompt=prompt, max_tokens=1, kv_transfer_params=hints)
         trial.settle()
-        trial.ask(tokens("declined", LENGTH))
+
+    for number in range(FILLING):
+        store(f"worthy {number}", 100)
+    yield ""
+    store("declined", -100)
+    trial.ask(tokens("declined", LENGTH))
 
 
 def other_blocks(trial: Trial) -> Iterator[str]:
@@ -440,7 +459,8 @@ class Seen(NamedTuple):
         parts = [self.note] if self.note else []
         parts += [f"after {self.seconds:.0f} s"] if self.seconds > PATIENCE_SECONDS / 2 else []
         parts += [f"{self.cached:,} tokens hit"] if self.cached else []
-        parts += [f"log: {line[:SHOWN_CHARACTERS]}" for line in self.lines[:SHOWN_LINES]]
+        lines = [re.sub(r"'?/\S*/", "…/", line).replace("|", "/") for line in self.lines]
+        parts += [f"log: {line[:SHOWN_CHARACTERS]}" for line in lines[:SHOWN_LINES]]
         more = len(self.lines) - SHOWN_LINES
         parts += [f"{more} more lines"] if more > 0 else []
         parts += [", ".join(self.series[:SHOWN_SERIES])] if self.series else []
@@ -457,13 +477,11 @@ def start(name: str, folder: Path, disk: FaultyFolder | None) -> tuple[System, P
             [{"name": "ssd", "type": "disk", "path": str(disk.path), "capacity": DISK_BYTES}] if disk else []
         )
         # The policy that declines what it finds worth less.
-        memory |= {} if disk else {"eviction": "resume"}
+        memory |= {} if disk else {"eviction": "resume", "high_watermark": 1.0, "low_watermark": 1.0}
         parts = systems.kvtier(folder, serve=True, settings={"tiers": [memory, *files]})
     elif name == "lmcache":
-        where = None if disk is None else disk.path
+        where = str(disk.path) if disk else ""
         parts = systems.lmcache(folder, memory=MEMORY_BYTES, disk=where, quiet=False)
-        if disk is None:
-            parts = systems.lmcache(folder, memory=MEMORY_BYTES, disk=Path(), quiet=False)
     else:
         parts = systems.offload(folder, memory=MEMORY_BYTES, disk=None if disk is None else disk.path)
     parts.arguments += arguments
@@ -488,7 +506,7 @@ def observe(name: str, folder: Path, disk: FaultyFolder | None, faults: dict[str
             next(steps, "")
             lines, series = trial.said()
             asked = [answer for answer in trial.answers if answer is None or answer.prompt_tokens >= LENGTH]
-            last, why = asked[-1] if asked else None, trial.why()
+            last, why = asked[-1] if asked else None, trial.why(lines)
             note = next(steps, "") or ("the request failed" if last is None else "")
             cached, seconds = (0, 0.0) if last is None else (last.cached_tokens, last.ttft)
             found[fault] = Seen(cached, seconds, why, lines, series, note)

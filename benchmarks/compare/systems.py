@@ -144,23 +144,23 @@ def kvtier(folder: Path, *, serve: bool = False, settings: dict[str, Any] | None
     return Parts(connector, cache.variables, start, persistent=True, log=folder / "cache.log")
 
 
-def lmcache(
-    folder: Path, *, memory: float = HOST_BYTES, disk: Path | None = None, quiet: bool = True
-) -> Parts:
+def lmcache(folder: Path, *, memory: float = HOST_BYTES, disk: str = "l2", quiet: bool = True) -> Parts:
     """Run LMCache's server in its own environment, for its connector in vLLM's environment.
 
-    ``quiet``: log warnings only, where INFO is its default.
+    ``disk``: a path below ``folder``, or empty for memory only. ``quiet``: log warnings only, not INFO as by
+    default.
     """
     port, http, prometheus = free_port(), free_port(), free_port()
-    if disk is None:
-        disk = folder / "l2"
-        disk.mkdir()
+    files = []
+    if disk:
+        (folder / disk).mkdir(exist_ok=True)
+        files = ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder / disk)})]
     log = folder / "lmcache.log"
     command = [
         *(str(python().with_name("lmcache")), "server", "--host", "127.0.0.1", "--port", str(port)),
         *("--shm-name", f"kvtier-bench-{os.getpid()}", "--l1-size-gb", f"{memory / (1 << 30):g}"),
         *("--eviction-policy", "LRU", "--supported-transfer-mode", "auto"),
-        *("--l2-adapter", json.dumps({"type": "fs", "base_path": str(disk)})),
+        *files,
         *("--http-port", str(http), "--prometheus-port", str(prometheus)),
     ]
     settings = {"LMCACHE_TRACK_USAGE": "false", **({"LMCACHE_LOG_LEVEL": "WARNING"} if quiet else {})}

@@ -106,7 +106,7 @@ class Miss(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 def text_of(miss: Miss) -> str:
     """Return a miss in a few words: ``512 evicted (from ram, after 40 s, 12 s ago)``."""
     match miss.reason:
-        case MissReason.TOO_LATE | MissReason.RECOMPUTE_WAS_FASTER:
+        case MissReason.TOO_LATE | MissReason.RECOMPUTE_WAS_FASTER | MissReason.LOAD_FAILED:
             more = [f"{miss.tier}, {miss.seconds:.2f} s"] if miss.tier else []
         case MissReason.DIVERGES:
             more = [f"from token {miss.position} on"]
