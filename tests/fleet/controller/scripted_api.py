@@ -102,6 +102,47 @@ def sample(time: float, **fields: Any) -> dict[str, Any]:
     } | fields
 
 
+def missed(tokens: int, reason: str, text: str = "", **fields: Any) -> dict[str, Any]:
+    """Return a reason for tokens that were not hit."""
+    return {
+        "reason": reason,
+        "tokens": tokens,
+        "text": text or f"{tokens} {reason}",
+        "advice": "do this",
+    } | fields
+
+
+def asked(request: str, instance: str, hits: Any, *misses: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Return what became of a request of 1,000 tokens."""
+    return {
+        "instance": instance,
+        "at": time.time(),
+        "request": request,
+        "engine": "vllm",
+        "model": "llama",
+        "tokens": 1000,
+        "engine_tokens": 0,
+        "hits": hits,
+        "misses": list(misses),
+        "waited": 0.1,
+        "text": "",
+    } | fields
+
+
+def breaker(position: int, **fields: Any) -> dict[str, Any]:
+    """Return a place at which three of four prompts part."""
+    return {
+        "position": position,
+        "parted": 75,
+        "passed": 100,
+        "again": 60,
+        "tokens_per_day": 2e6,
+        "seconds_per_day": 1860.0,
+        "place": "ab",
+        "text": "",
+    } | fields
+
+
 def what_if(name: str, basis: list[str], findings: list[str]) -> dict[str, Any]:
     """Return an estimate for one tier, whose hit rate grows with its capacity."""
     points = [{"capacity_bytes": n * GIB, "hit_rate": n / 100} for n in (10, 20, 40, 80)]
@@ -124,13 +165,14 @@ class ScriptedAPI:
             "whatif": {"improvements": [], "estimating": 0},
             "findings": {"findings": []},
             "about": {"version": "0.1.0", "grafana": None},
+            "why": {"requests": [], "breakers": [], "unanswered": {}},
         }
         self.spans_asked: list[str] = []
         self.what_ifs: dict[str, dict[str, Any]] = {}
         """The response to a request for an estimate, by instance."""
         self.what_ifs_asked: list[str] = []
         self.events: list[dict[str, Any]] = []
-        self.answers: dict[str, tuple[int, Any]] = {}
+        self.answers: dict[str, tuple[int, Any]] = {"why": (200, {"prompts": [], "unanswered": {}})}
         """Status and body of the response to a POST, by path."""
         self.requests: list[tuple[str, Any]] = []
         """Path and body of each POST."""
@@ -214,7 +256,8 @@ class ScriptedAPI:
 
         @self.app.post("/{path}")
         async def post(path: str, request: Request) -> Any:
-            self.requests.append((path, await request.json()))
+            if path != "why":  # Asked with each lookup.
+                self.requests.append((path, await request.json()))
             status, answer = self.answers[path]
             return JSONResponse(answer() if callable(answer) else answer, status)
 

@@ -12,7 +12,16 @@ from playwright.async_api import Browser, Locator, expect
 
 from kvtier.fleet.member.protocol import Counters, PeerCount, RouteCount, TokenCount
 from tests.fleet.controller.browser import Visit, scripted, visiting
-from tests.fleet.controller.scripted_api import GIB, ScriptedAPI, instance, sample, tier
+from tests.fleet.controller.scripted_api import (
+    GIB,
+    ScriptedAPI,
+    asked,
+    breaker,
+    instance,
+    missed,
+    sample,
+    tier,
+)
 from tests.rigs.running_controller import MODEL, heartbeat, running_controller
 
 pytestmark = pytest.mark.anyio
@@ -198,6 +207,84 @@ async def test_lists_and_the_link_to_the_dashboard(browser: Browser) -> None:
         link = page.page.get_by_role("link", name="Grafana")
         await expect(link).to_have_attribute("href", "https://grafana.example/d/kvtier")
         await expect(page.page.locator("#version")).to_have_text("0.3.0")
+
+
+async def test_last_requests_are_bars_of_what_was_held_and_missed(browser: Browser) -> None:
+    controller = ScriptedAPI()
+    controller.instances = [instance("decode-1")]
+    parts = missed(
+        600, "diverges", "600 diverges (from token 400 on)", advice="keep what changes at the end."
+    )
+    first = asked("cmpl-2", "decode-1", {"ram": 300}, parts, engine_tokens=100)
+    requests = [first, asked("cmpl-1", "decode-2", {}, missed(1000, "never_stored"), at=NOW - 60)]
+    controller.lists["why"] = {
+        "requests": requests,
+        "breakers": [breaker(720, text="Today is ▸Friday")],
+        "unanswered": {"decode-3": "no answer within 30 s"},
+    }
+    async with controller.serving() as url, visiting(browser, url) as page:
+        rows = page.page.locator("#why-rows > .request")
+        await expect(rows).to_have_count(2)
+        bar = rows.first.get_by_role("img")
+        await expect(bar).to_have_accessible_name(
+            "Prompt of 1,000 tokens: 100 in the engine's own cache; 300 from ram; "
+            "600 diverges (from token 400 on)"
+        )
+        widths = await bar.locator("span").evaluate_all("nodes => nodes.map(node => node.offsetWidth)")
+        assert widths[2] == pytest.approx(2 * widths[1], abs=3)
+        await expect(page.page.locator("#breakers")).to_have_text(
+            "75\u00a0% of 100 prompts that begin alike part at token 720; 80\u00a0% of these go on with the "
+            "same text: 2M tokens a day, 31\u00a0min of prefill.Today is ▸Friday"
+        )
+        await expect(page.page.locator("#why-more")).to_have_text(
+            "Not answered: decode-3 (no answer within 30 s)."
+        )
+        toggle = rows.first.get_by_role("button", name="cmpl-2")
+        await expect(toggle).to_have_attribute("aria-expanded", "false")
+        await toggle.press("Enter")
+        await expect(toggle).to_have_attribute("aria-expanded", "true")
+        await expect(page.page.locator("#why-rows .prompt-parts li")).to_have_text(
+            [
+                "100 in the engine's own cache",
+                "300 from ram",
+                "600 diverges (from token 400 on) keep what changes at the end.",
+            ]
+        )
+        controller.lists["why"] = {"requests": [], "breakers": [], "unanswered": {}}
+        search = page.page.get_by_label("Find a request")
+        await search.fill("chat-9")
+        await search.press("Enter")
+        await expect(page.page.locator("#why-more")).to_have_text("No request has such an id.")
+        await expect(rows).to_have_count(0)
+        assert page.requested[-1].endswith("/why?last=20&request=chat-9")
+
+
+async def test_a_prompt_that_is_looked_up_is_a_bar_for_each_instance(browser: Browser) -> None:
+    async with scripted(browser) as (controller, page):
+        prompts = [
+            asked("", "decode-1", [["ram", 512], ["ssd", 256]], missed(232, "evicted"), text="a ▸b"),
+            asked("", "decode-2", [], missed(1000, "never_stored")),
+        ]
+        controller.answers["why"] = 200, {"prompts": prompts, "unanswered": {"old": "its version"}}
+        await page.page.get_by_text("Messages", exact=True).click()
+        await page.page.locator("#text").fill("{")
+        await page.button("Look up").click()
+        await expect(page.look_up_outcome).to_have_text("Enter a JSON list of chat messages.")
+        await page.page.locator("#text").fill('[{"role": "user", "content": "Hi"}]')
+        await page.button("Look up").click()
+        bars = page.found.locator(".prompt-bar")
+        await expect(bars).to_have_count(2)
+        await expect(bars.first).to_have_accessible_name(
+            "Prompt of 1,000 tokens: 512 from ram; 256 from ssd; 232 evicted"
+        )
+        await expect(page.found.locator(".prompts")).to_contain_text("232 evicted do this")
+        await expect(page.found).to_contain_text("Not answered: old (its version).")
+        [(path, body)] = controller.requests
+        assert (path, body["messages"]) == ("lookup", [{"role": "user", "content": "Hi"}])
+        controller.answers["why"] = 422, {"detail": "the prompt is too long", "known": []}
+        await page.look_up("x")
+        await expect(page.found).to_contain_text("Controller error: the prompt is too long.")
+        await expect(bars).to_have_count(0)
 
 
 async def test_a_real_controller_has_all_of_it(browser: Browser, tmp_path: Path) -> None:

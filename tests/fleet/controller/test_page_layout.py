@@ -15,7 +15,7 @@ from scikit_build_core.build import build_wheel
 
 from kvtier.fleet.controller.app import PAGE_FILES
 from tests.fleet.controller.browser import Visit, scripted
-from tests.fleet.controller.scripted_api import event, instance, sample, tier, what_if
+from tests.fleet.controller.scripted_api import asked, breaker, event, instance, missed, sample, tier, what_if
 
 pytestmark = pytest.mark.anyio
 
@@ -47,6 +47,11 @@ async def test_names_are_shown_as_text(browser: Browser) -> None:
             "peers": [{**link, "read_bytes": 1, "bytes_per_second": None}], "total": 1,
         }  # fmt: skip
         controller.what_ifs[image] = what_if(script, [quoted], [image])
+        request = asked(script, image, {quoted: 500}, missed(500, image, script, advice=quoted))
+        place = breaker(5, text=image)
+        controller.lists["why"] = {"requests": [request], "breakers": [place], "unanswered": {script: quoted}}
+        held = asked("", image, [[script, 9]], missed(1, quoted, image), text=script)
+        controller.answers["why"] = 200, {"prompts": [held], "unanswered": {}}
         controller.publish_instances()
         controller.answers["lookup"] = (
             200,
@@ -67,6 +72,10 @@ async def test_names_are_shown_as_text(browser: Browser) -> None:
         await expect(page.events.first).to_contain_text(f"Failed: {quoted}.")
         await page.look_up(image)
         await expect(page.found).to_contain_text(f"9 tokens for {quoted}")
+        await expect(page.found).to_contain_text(f"9 from {script}")
+        await page.page.locator("#why-rows .toggle").click()
+        await expect(page.page.locator("#why-rows")).to_contain_text(f"{script} {quoted}")
+        await expect(page.page.locator("#breakers q")).to_have_text(image)
         await page.choose("Pin")
         await page.button("Pin").click()
         await expect(page.outcome).to_have_text(f"Controller error: there is no instance {image}.")
@@ -110,11 +119,26 @@ async def full_page(browser: Browser) -> AsyncIterator[Visit]:
         controller.totals = {"model": {"m" * 200: samples[0]}, "tenant": {"t" * 100: samples[0]}}
         link = {"instance": long, "address": "a" * 200, "peer": "", "state": "paused: " + "s" * 100}
         finding = {"instance": long, "change": "f" * 200, "gpu_seconds_a_day": 1.0}
+        many_misses = [missed(50, f"reason-{number}-" + "z" * 40, advice="w" * 120) for number in range(8)]
+        requests = [
+            asked("r" * 90, long, {"t" * 60: 600}, *many_misses, engine_tokens=1, at=now - number)
+            for number in range(3)
+        ]
+        silent = {long: "n" * 100, "decode-2": "no answer within 30 s"}
+        places = [breaker(720, text="q" * 150), breaker(9)]
+        controller.answers["why"] = (
+            200,
+            {
+                "prompts": [asked("", long, [["t" * 60, 999]], missed(1, "evicted"), text="q" * 150)] * 7,
+                "unanswered": silent,
+            },
+        )
         pin = {"instance": long, "chunks": 3, "held": 1, "pinned_at": now, "until": None}
         controller.lists |= {
             "peers": {"peers": [{**link, "read_bytes": 1 << 40, "bytes_per_second": 1e9}], "total": 200},
             "whatif": {"improvements": [finding], "estimating": 2},
             "pins": {"pins": [pin], "total": 20},
+            "why": {"requests": requests, "breakers": places, "unanswered": silent},
             "about": {"version": "0.1.0", "grafana": "http://127.0.0.1:1/d/kvtier"},
         }
         controller.cut_streams()
@@ -124,6 +148,7 @@ async def full_page(browser: Browser) -> AsyncIterator[Visit]:
         detail = await page.open(long)
         await detail.get_by_text("What if").click()
         await expect(detail.locator(".findings")).to_be_visible()
+        await page.page.locator("#why-rows .toggle").first.click()
         controller.instances.pop()
         controller.publish_instances()
         states = ("queued", "running", "done", "failed")

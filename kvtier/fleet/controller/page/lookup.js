@@ -3,6 +3,7 @@
 import { Actions } from "./actions.js";
 import { Bar, byId, make, setOptions, setText } from "./dom.js";
 import { count, percent, pluralize } from "./format.js";
+import { PromptAtInstances } from "./why.js";
 
 const MAX_ROWS = 50;
 const MAX_TOKEN = 2 ** 32 - 1;
@@ -10,6 +11,10 @@ const TEXTS = {
   prompt: {
     label: "Prompt, as sent to the engine",
     hint: "An instance that serves the model tokenizes it. Chat templates are not applied.",
+  },
+  messages: {
+    label: "Chat messages, as sent to the engine",
+    hint: "A JSON list. An instance that serves the model applies its chat template.",
   },
   tokens: { label: "Token ids", hint: "Integers, separated by commas or spaces." },
 };
@@ -28,7 +33,8 @@ export class Lookup {
     this.store = store;
     this.api = api;
     this.actions = new Actions(store, api, () => this.#refresh());
-    this.#found.append(this.#head, this.#rows, this.actions.node);
+    this.why = new PromptAtInstances(api);
+    this.#found.append(this.#head, this.#rows, this.why.node, this.actions.node);
     this.#form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.#submit();
@@ -74,7 +80,7 @@ export class Lookup {
       const answer = await this.api.post("lookup", body);
       if (number !== this.#sent) return;
       setText(outcome, "");
-      this.#show(body, answer);
+      this.#show(body, answer, number);
     } catch (error) {
       if (number !== this.#sent) return;
       this.#found.hidden = true;
@@ -85,8 +91,7 @@ export class Lookup {
 
   /** Return the request body for the form. Throws an error with a message for the user. */
   #body() {
-    const text = byId("text").value;
-    const body = this.#form.elements.form.value === "prompt" ? { prompt: text } : { tokens: tokenIds(text) };
+    const body = READ[this.#form.elements.form.value](byId("text").value);
     if (body.prompt === "") throw new Error("Enter a prompt.");
     if (byId("model").value) body.model = byId("model").value;
     if (byId("salt").value) body.salt = byId("salt").value;
@@ -99,14 +104,15 @@ export class Lookup {
     const { body } = this.#result;
     const number = (this.#sent += 1);
     const answer = await this.api.post("lookup", body).catch(() => null);
-    if (answer && number === this.#sent) this.#show(body, answer);
+    if (answer && number === this.#sent) this.#show(body, answer, number);
   }
 
-  #show(body, answer) {
+  #show(body, answer, number) {
     const places = held(answer);
     const chosen = this.#result?.chosen;
     this.#result = { body: { ...body, model: answer.model }, answer, chosen };
     this.#found.hidden = false;
+    this.why.load(this.#result.body, () => number === this.#sent);
     const longest = places[0]?.tokens ?? 0;
     const some = `The first ${count(longest)} (${percent(longest / answer.num_tokens)}) are held.`;
     const most = longest === answer.num_tokens ? "All of them are held." : some;
@@ -159,6 +165,21 @@ function held(answer) {
     Object.entries(tiers).map(([tier, tokens]) => ({ instance, tier, tokens })),
   );
   return places.sort((a, b) => b.tokens - a.tokens);
+}
+
+/** How each form of a prompt is read into fields of a request. */
+const READ = {
+  prompt: (text) => ({ prompt: text }),
+  messages: (text) => ({ messages: messages(text) }),
+  tokens: (text) => ({ tokens: tokenIds(text) }),
+};
+
+function messages(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw new Error("Enter a JSON list of chat messages.");
+  }
 }
 
 /** Parse token ids. Throws an error that names the first invalid one. */

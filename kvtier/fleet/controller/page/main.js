@@ -12,6 +12,7 @@ import { Breakdown, Overview } from "./overview.js";
 import { Problems } from "./problems.js";
 import { MAX_EVENTS, Store } from "./store.js";
 import { Stream } from "./stream.js";
+import { Requests } from "./why.js";
 
 const store = new Store();
 const api = new Api(() => dialog.open());
@@ -30,7 +31,7 @@ const lists = new Lists(api);
 const instances = new Instances(store, api, overview);
 const problems = new Problems(store, api, (id) => instances.show(id));
 /** Load something besides the stream, so they wait until that is connected. */
-const loading = [overview, breakdown, lists, problems];
+const loading = [overview, breakdown, lists, problems, new Requests(api)];
 const views = [instances, new Lookup(store, api), new Events(store)];
 
 let scheduled = false;
