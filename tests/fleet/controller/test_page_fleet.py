@@ -239,6 +239,9 @@ async def test_last_requests_are_bars_of_what_was_held_and_missed(browser: Brows
         await expect(page.page.locator("#why-more")).to_have_text(
             "Not answered: decode-3 (no answer within 30 s)."
         )
+        await expect(page.page.locator("#why-legend li")).to_have_text(
+            ["the engine's own cache", "ram", "diverges", "never_stored"]
+        )
         toggle = rows.first.get_by_role("button", name="cmpl-2")
         await expect(toggle).to_have_attribute("aria-expanded", "false")
         await toggle.press("Enter")

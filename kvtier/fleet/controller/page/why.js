@@ -11,20 +11,20 @@ const MAX_INSTANCES = 5;
 const MAX_NAMED = 3;
 const COLUMNS = 5;
 
-/** Tiers and reasons keep the tone that they got first. */
-const tones = new Map();
-function toneOf(name) {
-  if (!tones.has(name)) tones.set(name, tones.size % 6);
-  return `tone-${tones.get(name)}`;
+/** Tiers, and reasons, keep the tone that they got first. */
+const tones = { hit: [], miss: [] };
+function shapeOf(kind, name) {
+  if (!tones[kind].includes(name)) tones[kind].push(name);
+  return `${kind} tone-${tones[kind].indexOf(name) % 6}`;
 }
 
-/** Return the parts of a prompt in prefix order: { shape, tokens, text, advice }. */
+/** Return the parts of a prompt in prefix order: { shape, name, tokens, text, advice }. */
 function partsOf({ engine_tokens: engine = 0, hits, misses }) {
   const held = Array.isArray(hits) ? hits : Object.entries(hits);
   const parts = [
-    { shape: "engine", tokens: engine, text: `${count(engine)} in the engine's own cache` },
-    ...held.map(([tier, tokens]) => ({ shape: `hit ${toneOf(tier)}`, tokens, text: `${count(tokens)} from ${tier}` })),
-    ...misses.map(({ reason, tokens, text, advice }) => ({ shape: `miss ${toneOf(reason)}`, tokens, text, advice })),
+    { shape: "engine", name: "the engine's own cache", tokens: engine, text: `${count(engine)} in the engine's own cache` },
+    ...held.map(([tier, tokens]) => ({ shape: shapeOf("hit", tier), name: tier, tokens, text: `${count(tokens)} from ${tier}` })),
+    ...misses.map(({ reason, tokens, text, advice }) => ({ shape: shapeOf("miss", reason), name: reason, tokens, text, advice })),
   ];
   return parts.filter(({ tokens }) => tokens > 0);
 }
@@ -53,6 +53,12 @@ function segment({ shape, tokens, text }) {
 function line({ shape, text, advice }) {
   const more = advice ? [make("span", { class: "quiet" }, ` ${advice}`)] : [];
   return make("li", {}, make("span", { class: `swatch ${shape}`, "aria-hidden": "true" }), text, ...more);
+}
+
+/** Return what the shapes in the bars of some prompts mean, those that are held first. */
+function legend(reports) {
+  const names = new Map(reports.flatMap(partsOf).map(({ shape, name }) => [shape, name]));
+  return [...names].sort().map(([shape, text]) => line({ shape, text }));
 }
 
 /** Say which instances have not answered: { instance: reason }. */
@@ -134,6 +140,7 @@ export class Requests {
     });
     this.#arrange(keys);
     byId("why-table").hidden = !requests.length;
+    byId("why-legend").replaceChildren(...legend(requests));
     const none = request ? "No request has such an id." : "No request was looked up since the instances started.";
     setText(byId("why-more"), [requests.length ? "" : none, silent(unanswered)].join(" ").trim());
     byId("breakers").replaceChildren(...breakers.slice(0, MAX_BREAKERS).map((breaker) => place(breaker)));
