@@ -43,6 +43,7 @@ Stage = Literal["store", "lookup", "load", "tokens"]
 """Where the path broke; ``tokens``: what was loaded leads to other tokens than what was computed."""
 CHUNK_TOKENS, REST_TOKENS, NEW_TOKENS = 256, 32, 8
 """In a chunk, until an engine has reported how many it has; after the chunk; to generate."""
+MAX_CHUNK_TOKENS = 1 << 16
 REQUEST_SECONDS, PUSH_SECONDS, MAX_PAUSE_SECONDS = 60.0, 5.0, 3600.0
 MAX_BYTES = 16 << 20
 """Of an answer: vLLM's metrics are its longest one."""
@@ -83,7 +84,7 @@ class Report(msgspec.Struct):
 
     connected: bool
     """Whether the engine is connected to its cache process."""
-    chunk_tokens: int
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_TOKENS)]
     tiers: list[str]
     """Those that stored chunks can reach."""
     stored: int
@@ -177,64 +178,56 @@ class Canary:
         """
         result = Result()
         try:
-            if writer is None:
-                await self._run(result)
-            else:
-                await self._load_from(result, writer)
+            await self._run(result, writer or self)
         except NotServed as error:
             result.stage, result.reason, result.tier = error.args
         return result
 
-    async def _run(self, result: Result) -> None:
+    async def _run(self, result: Result, writer: Canary) -> None:
+        own, push, expect = self._report, NONE, NONE
+        if writer is not self and own is not None and own.peer is not None and not own.pools:
+            with suppress(ValueError):  # It reads from no other host: what it gets is pushed there.
+                to = reached_from_elsewhere(own.peer, urlsplit(self.url).hostname or "")
+                push = {"kv_transfer": {"to": to}}
+                expect = {"expect": {"tokens": writer._chunk_tokens + REST_TOKENS, "seconds": PUSH_SECONDS}}
+        run, reference, report = await writer._store(result, push)
+        tiers = report.tiers
+        if writer is not self:
+            await writer._read(result, run, tiers[0], first=True)  # Now it is known to be stored.
+            self._chunk_tokens, tiers = writer._chunk_tokens, [ELSEWHERE]
+        for tier in tiers:
+            answer = await self._read(result, run, tier, first=tier == tiers[0], more=expect)
+            if (distance := reference.distance(answer)) > TOLERANCE:
+                again = reference.distance(await self._complete(result, run, {"cache": "off"}))
+                if again > TOLERANCE:
+                    reason = f"computes other tokens each time: {again:.2f} > {TOLERANCE}"
+                    raise CanaryError(f"{self.url} {reason}")
+                reason = f"log-probabilities differ by {distance:.2f}, when computed twice by {again:.2f}"
+                raise NotServed("tokens", reason, tier)
+            if report.verifies and not self._measured:
+                # In a batch with another prompt: that may change what is computed, and shows how much.
+                stored = {"cache": "write", "canary": {"id": run}}
+                self._measured = bool(await self._complete(result, run, stored, beside=True))
+
+    async def _store(self, result: Result, more: Hints) -> tuple[str, Answer, Report]:
         models = await self._ask("GET", "/v1/models")
         try:
             self._model = str(json.loads(models)["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
             raise CanaryError(f"{self.url} does not list its models like vLLM: {error!r}") from error
-        run, reference, report = await self._store(result)
-        if report.chunk_tokens != self._chunk_tokens:  # The first run of this client.
+        for _ in range(2):  # In the first run of this client, it learns how many tokens a chunk has.
+            run, tokens = secrets.token_hex(16), self._chunk_tokens
+            answer = await self._complete(result, run, {"cache": "write", "canary": {"id": run}, **more})
+            if (report := answer.report) is None:
+                reason = "has no kvtier, an older one, or one that caches nothing: see vLLM's log"
+                raise CanaryError(f"{self.url} {reason}")
+            result.prompt_tokens, result.stored = answer.prompt_tokens, report.stored
+            if not (report.connected and report.tiers):
+                raise NotServed("store", "the engine is not connected to its cache process", "")
             self._chunk_tokens = report.chunk_tokens
-            run, reference, report = await self._store(result)
-        for tier in report.tiers:
-            answer = await self._read(result, run, tier, first=tier == report.tiers[0])
-            await self._compare(result, run, tier, reference, answer)
-            if report.verifies and not self._measured:
-                # In a batch with another prompt: that may change what is computed, and shows how much.
-                again = {"cache": "write", "canary": {"id": run}}
-                self._measured = bool(await self._complete(result, run, again, beside=True))
-
-    async def _load_from(self, result: Result, writer: Canary) -> None:
-        own, push, expect = self._report, {}, {}
-        if own is not None and own.peer is not None and not own.pools:  # It can only be pushed there.
-            with suppress(ValueError):
-                to = reached_from_elsewhere(own.peer, urlsplit(self.url).hostname or "")
-                push = {"kv_transfer": {"to": to}}
-                expect = {"expect": {"tokens": writer._chunk_tokens + REST_TOKENS, "seconds": PUSH_SECONDS}}
-        self._chunk_tokens = writer._chunk_tokens
-        run, reference, report = await writer._store(result, push)
-        await writer._read(result, run, report.tiers[0], first=True)  # Now it is known to be stored.
-        answer = await self._read(result, run, ELSEWHERE, first=True, more=expect)
-        await self._compare(result, run, ELSEWHERE, reference, answer)
-
-    async def _compare(self, result: Result, run: str, tier: str, reference: Answer, answer: Answer) -> None:
-        """Raise :class:`NotServed` if loaded KV leads to other tokens; not if computed KV does as well."""
-        if (distance := reference.distance(answer)) > TOLERANCE:
-            again = reference.distance(await self._complete(result, run, {"cache": "off"}))
-            if again > TOLERANCE:
-                raise CanaryError(f"{self.url} computes other tokens each time: {again:.2f} > {TOLERANCE}")
-            reason = f"log-probabilities differ by {distance:.2f}, when computed twice by {again:.2f}"
-            raise NotServed("tokens", reason, tier)
-
-    async def _store(self, result: Result, more: Hints = NONE) -> tuple[str, Answer, Report]:
-        run = secrets.token_hex(16)
-        answer = await self._complete(result, run, {"cache": "write", "canary": {"id": run}, **more})
-        if answer.report is None:
-            reason = "has no kvtier, an older one, or one that caches nothing: see vLLM's log"
-            raise CanaryError(f"{self.url} {reason}")
-        result.prompt_tokens, result.stored = answer.prompt_tokens, answer.report.stored
-        if not (answer.report.connected and answer.report.tiers):
-            raise NotServed("store", "the engine is not connected to its cache process", "")
-        return run, answer, answer.report
+            if tokens == report.chunk_tokens:
+                return run, answer, report
+        raise CanaryError(f"{self.url} reports chunks of another size each time")
 
     async def _read(self, result: Result, run: str, tier: str, *, first: bool, more: Hints = NONE) -> Answer:
         """Have one tier serve the prompt. Raises :class:`NotServed`."""

@@ -192,10 +192,9 @@ class VerifyStage:
         then = "is not used in this tier until it is cleared, or this process restarts"
         self._log(
             f"tier {tier}: {what} at token {chunk.of.start} of request %s is not what the engine computes: "
-            f"{found.differing} of {found.values} values differ, at most by {found.largest:.3g}; the "
-            f"distance of two pages is {found.distance:.3g} of their length, more than "
-            f"{self._tolerance(chunk):.3g}; it is deleted; namespace {header.namespace.hex()[:16]} "
-            f"{then if quarantine else 'stays in use'}",
+            f"{found.differing} of {found.values} values differ, and the distance of two pages is "
+            f"{found.distance:.3g} of their length, more than {self._tolerance(chunk):.3g}; it is deleted; "
+            f"namespace {header.namespace.hex()[:16]} {then if quarantine else 'stays in use'}",
             printable(chunk.of.request_id),
         )
         if quarantine:

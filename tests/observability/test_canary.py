@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import socket
@@ -172,6 +173,18 @@ def test_the_checks_of_several_engines_end_with_what_one_loads_from_another(engi
     assert len(check_engines([URL, "http://other:8000"])) == 2
 
 
+async def test_an_engine_whose_chunks_change_all_the_time_is_left(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine
+) -> None:
+    sizes = itertools.count(300)
+    monkeypatch.setattr(
+        Engine, "chunk_tokens", property(lambda _: next(sizes), lambda *_: None), raising=False
+    )
+    with pytest.raises(CanaryError, match="another size each time"):
+        await run()
+    assert len(engine.requests) == 2
+
+
 async def test_an_answer_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 1000)
     engine.metrics *= 20
@@ -213,6 +226,8 @@ async def test_an_engine_that_computes_other_tokens_each_time_is_no_failure_of_t
     ("change", "message"),
     [
         ({"kvtier": False}, "has no kvtier"),
+        ({"chunk_tokens": 1 << 40}, "like vLLM"),
+        ({"chunk_tokens": 0}, "like vLLM"),
         ({"status": 401}, "requires an API key"),
         ({"status": 503}, "answers with status 503: starting"),
         ({"_completion": lambda body: []}, "does not answer like vLLM"),
