@@ -47,7 +47,7 @@ def make_app() -> typer.Typer:
     app.command(epilog=epilog(*services.PROXY_EXAMPLES))(services.proxy)
     app.command()(cache_process.status)
     app.command()(cache_process.tenants)
-    app.command(epilog=why.EXAMPLES)(why.why)
+    app.command(epilog=why.EXAMPLES)(why.command)
     app.command(epilog=epilog(*whatif.EXAMPLES))(whatif.whatif)
     app.command(epilog=epilog(*cache_process.CLEAR_WEIGHTS_EXAMPLES))(cache_process.clear_weights)
     app.command()(doctor.doctor)

@@ -42,11 +42,18 @@ CONTROLLER_OPTIONS = [
     option("as_json", bool, "--json", default=False, help="Print JSON."),
 ]
 PROMPT_OPTIONS = [
-    option(name, str | None, metavar=metavar, help=text, rich_help_panel=PROMPT_PANEL)
+    option(
+        name,
+        str | None,
+        *(("--tokens", "--token-ids") if name == "tokens" else ()),
+        metavar=metavar,
+        help=text,
+        rich_help_panel=PROMPT_PANEL,
+    )
     for name, metavar, text in (
         ("prompt", "TEXT", "The prompt. An instance that serves the model tokenizes it."),
         ("prompt_file", "FILE", "File with the prompt, or `-` for stdin."),
-        ("tokens", "JSON", "Token ids of the prompt, as in `[128000, 849, 21435]`."),
+        ("tokens", "JSON", "Token ids of the prompt, as in `128000,849,21435`."),
         ("tokens_file", "FILE", TOKENS_FILE_HELP),
         ("messages", "FILE", "File with the prompt as chat messages, a JSON list, or `-` for stdin."),
         ("model", "NAME", "The model that it was sent to. Default: the only one served."),
@@ -99,7 +106,7 @@ def controller_command(
 
         def run(values: dict[str, Any]) -> None:
             given = {parameter.name: values.pop(parameter.name) for parameter in shared}
-            query = _prompt(**{each.name: given[each.name] for each in PROMPT_OPTIONS}) if prompt else {}
+            query = prompt_of(**{each.name: given[each.name] for each in PROMPT_OPTIONS}) if prompt else {}
             if prompt == "required" and not query:
                 raise typer.BadParameter(
                     "no prompt: use --prompt, --prompt-file, --messages, --tokens or --tokens-file"
@@ -148,7 +155,7 @@ def _seconds(text: str | None, parameter: str) -> float | None:
     return None if text is None else parsed(parse_duration, text, parameter)
 
 
-def _prompt(
+def prompt_of(
     *,
     prompt: str | None,
     prompt_file: str | None,
@@ -206,13 +213,13 @@ def _token_ids(text: str, parameter: str) -> list[int]:
     import msgspec
 
     try:
-        ids = msgspec.json.decode(text)
+        ids = msgspec.json.decode(text if text.lstrip()[:1] in ("[", "{") else f"[{text}]")
         if isinstance(ids, dict):
             ids = ids.get("tokens")
         return msgspec.convert(ids, list[Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]])
     except msgspec.DecodeError as error:
         raise typer.BadParameter(
-            f"invalid token ids ({error}): use a list such as [128000, 849], or the response of /tokenize",
+            f"invalid token ids ({error}): use a list such as 128000,849, or the response of /tokenize",
             param_hint=parameter,
         ) from error
 

@@ -16,9 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvtier.cli.cache_process import Socket, cache_process
-from kvtier.cli.controller_commands import CONTROLLER_PANEL, content, controller_client, json_content
-from kvtier.cli.options import epilog
-from kvtier.cli.terminal import AsJson, ConfigFile, messages, output, print_json, table
+from kvtier.cli.controller_commands import CONTROLLER_OPTIONS, PROMPT_OPTIONS, controller_client, prompt_of
+from kvtier.cli.options import epilog, make_command, own_parameters
+from kvtier.cli.terminal import messages, output, print_json, table
 from kvtier.observability.breakers import Breaker
 from kvtier.observability.requests import readable
 
@@ -29,7 +29,8 @@ EXAMPLES = epilog(
     "kvtier why --all --url http://controller:9000",
     "kvtier why --recording /var/log/kvtier/traffic.rec",
 )
-PROMPT_PANEL = "Prompt"
+SHARED = [*PROMPT_OPTIONS, *CONTROLLER_OPTIONS]
+"""Options of the commands that ask a controller."""
 SHOWN_BREAKERS = 3
 SHOWN_REASONS = 3
 """Reasons that are explained below the table, the most frequent first."""
@@ -42,69 +43,16 @@ Answer = dict[str, Any]
 
 
 def why(
+    given: dict[str, Any],
     request: Annotated[
         str,
         typer.Argument(help="Only requests whose id contains this, such as the `id` of vLLM's answer."),
     ] = "",
     last: Annotated[int, typer.Option(min=1, max=10_000, help="How many of the last requests to show.")] = 20,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Show instead what is held of the prompt in this file now; `-` is stdin.",
-            rich_help_panel=PROMPT_PANEL,
-        ),
-    ] = None,
-    messages_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--messages",
-            metavar="FILE.json",
-            help="The same of chat messages: a JSON list, as sent to vLLM.",
-            rich_help_panel=PROMPT_PANEL,
-        ),
-    ] = None,
-    token_ids: Annotated[
-        str | None,
-        typer.Option(
-            metavar="1,2,3", help="The same of token ids, separated by commas.", rich_help_panel=PROMPT_PANEL
-        ),
-    ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Of a prompt: a name of its model. Default: all of this host, or the only one.",
-            rich_help_panel=PROMPT_PANEL,
-        ),
-    ] = "",
-    salt: Annotated[
-        str,
-        typer.Option(help="Of a prompt: the `cache_salt` of its requests.", rich_help_panel=PROMPT_PANEL),
-    ] = "",
     everywhere: Annotated[
         bool,
-        typer.Option(
-            "--all",
-            help="Ask all instances, through the controller of the settings.",
-            rich_help_panel=CONTROLLER_PANEL,
-        ),
+        typer.Option("--all", help="Ask all instances, through the controller of the settings or `--url`."),
     ] = False,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="The same through this controller. Default: `controller.url`.",
-            rich_help_panel=CONTROLLER_PANEL,
-        ),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File with its token. Default: `controller.token`.",
-            rich_help_panel=CONTROLLER_PANEL,
-        ),
-    ] = None,
     recording: Annotated[
         Path | None,
         typer.Option(
@@ -120,43 +68,41 @@ def why(
             help="With --recording: how fast the engine computes a prompt.",
         ),
     ] = 0,
-    config: ConfigFile = None,
     socket: Socket = None,
-    as_json: AsJson = False,
 ) -> None:
     """Show why tokens of the last requests, or of a prompt, were not hits, and what to do about it.
 
     Asks the cache process of this host, which keeps the last `why.requests` requests. See docs/why.md for all
     reasons. Exit status 1 if it does not answer, or has seen no such request.
     """
-    given = {"--prompt-file": prompt_file, "--messages": messages_file, "--token-ids": token_ids}
-    options = [name for name, value in given.items() if value is not None]
-    if len(options) > 1:
-        raise typer.BadParameter(f"{' and '.join(options)} exclude each other: use one of them")
-    option = options[0] if options else ""
+    prompt = prompt_of(**{each.name: given[each.name] for each in PROMPT_OPTIONS})
     seen = f"seen no request whose id contains {request!r}" if request else "seen no request"
     empty = f"The cache process has {seen} since it started."
     if recording is not None:
         answer = _of_recording(recording, prefill)
         empty = "No prompts that begin alike part often."
-    elif everywhere or url is not None:
-        with controller_client(url, token_file, config) as controller:
-            if option:
-                about = {"model": model or None, "salt": salt or None}
-                found: Any = controller.why_prompt({**_prompt(option, given[option]), **about})
-            else:
-                found = controller.why(request, last)
-            answer = found.model_dump(mode="json")
-            empty = f"The instances have {seen} since they started."
+    elif everywhere or given["url"] is not None:
+        with controller_client(given["url"], given["token_file"], given["config"]) as controller:
+            found: Any = controller.why_prompt(prompt) if prompt else controller.why(request, last)
+        answer = found.model_dump(mode="json")
+        empty = f"The instances have {seen} since they started."
     else:
-        with cache_process(config, socket) as address:
-            answer = _of_host(address, request, last, option, given.get(option), model, salt)
-    if as_json:
+        with cache_process(given["config"], socket) as address:
+            answer = _of_host(address, request, last, prompt)
+    if given["as_json"]:
         print_json(answer)
     else:
         _show(answer, empty)
     if recording is None and not (answer.get("requests") or answer.get("prompts")):
         raise typer.Exit(1)
+
+
+def _run(values: dict[str, Any]) -> None:
+    given = {parameter.name: values.pop(parameter.name) for parameter in SHARED}
+    why(given, **values)
+
+
+command = make_command(why, [*own_parameters(why), *SHARED], _run)
 
 
 def _of_recording(recording: Path, tokens_per_second: float) -> Answer:
@@ -168,13 +114,12 @@ def _of_recording(recording: Path, tokens_per_second: float) -> Answer:
         return {"requests": [], "breakers": to_builtins(breakers_of(trace, tokens_per_second))}
 
 
-def _of_host(
-    address: Path, request: str, last: int, option: str, prompt: Path | str | None, model: str, salt: str
-) -> Answer:
+def _of_host(address: Path, request: str, last: int, prompt: Answer) -> Answer:
     from kvtier.bridge import client
 
-    if option:
-        tokens = _tokens(address, option, prompt, model)
+    if prompt:
+        model, salt = prompt.get("model", ""), prompt.get("salt", "")
+        tokens = prompt["tokens"] if "tokens" in prompt else _tokens(address, prompt, model)
         return {"prompts": [readable(each) for each in client.why_prompt(address, tokens, model, salt)]}
     found = client.why(address, request, last)
     return {
@@ -183,27 +128,10 @@ def _of_host(
     }
 
 
-def _prompt(option: str, value: Path | str | None) -> dict[str, Any]:
-    """Return the prompt that an option gives, as a field of a request. Raises: typer.BadParameter."""
-    if option == "--prompt-file":
-        return {"prompt": content(str(value), option)}
-    if option == "--messages":
-        return {"messages": json_content(str(value), option)}
-    try:
-        return {"tokens": [int(token) for token in str(value).replace(",", " ").split()]}
-    except ValueError as error:
-        raise typer.BadParameter("token ids are integers", param_hint=option) from error
-
-
-def _tokens(address: Path, option: str, value: Path | str | None, model: str) -> list[int]:
-    """Return the tokens of the prompt that an option gives. Raises: typer.BadParameter."""
-    given = _prompt(option, value)
-    if "tokens" in given:
-        tokens: list[int] = given["tokens"]
-        return tokens
+def _tokens(address: Path, prompt: Answer, model: str) -> list[int]:
+    """Return the tokens of a prompt that is text or chat messages. Raises: typer.BadParameter."""
     from kvtier.bridge import client
-    from kvtier.fleet.member.tokenizer import load
-    from kvtier.fleet.member.tokenizer import token_ids as ids_of
+    from kvtier.fleet.member.tokenizer import load, token_ids
 
     sources = [
         served.tokenizer
@@ -211,16 +139,15 @@ def _tokens(address: Path, option: str, value: Path | str | None, model: str) ->
         if served.tokenizer is not None and (not model or model in served.names)
     ]
     if not sources:
-        raise typer.BadParameter(
-            "no connected engine has reported a tokenizer for it: use --token-ids", param_hint=option
-        )
+        raise typer.BadParameter("no connected engine has reported a tokenizer for it: use --token-ids")
     # It says that it has no PyTorch, which tokenizers do not need.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    chat = "messages" in given
+    chat = "messages" in prompt
     try:
-        return ids_of(load(sources[0]), json.dumps(given["messages"]) if chat else given["prompt"], chat=chat)
+        text = json.dumps(prompt["messages"]) if chat else prompt["prompt"]
+        return token_ids(load(sources[0]), text, chat=chat)
     except Exception as error:  # A third-party tokenizer or template may raise anything.
-        raise typer.BadParameter(f"{value}: {error}", param_hint=option) from error
+        raise typer.BadParameter(f"the prompt cannot be tokenized: {error}") from error
 
 
 def _show(answer: Answer, empty: str) -> None:

@@ -142,7 +142,7 @@ def test_sources_of_a_prompt(
         (["--prompt", "x", "--tokens", "[1]"], "--prompt and --tokens exclude each other"),
         (["--tokens", "[1, -1]"], "invalid token ids"),
         (["--tokens", "[1.5]"], "invalid token ids"),
-        (["--tokens", "1, 2"], "invalid token ids"),
+        (["--token-ids", "1, x"], "invalid token ids"),
         (["--tokens", '{"words": []}'], "invalid token ids"),
         (["--prompt-file", "/nowhere"], "/nowhere cannot be read: No such file or directory"),
         (["--tokens-file", "/dev/zero"], "/dev/zero is longer than 64MiB"),
