@@ -98,13 +98,12 @@ class Findings:
 
     def note(self, kind: str, found: str, remedy: str) -> None:
         """Record what was found. ``kind``: what is logged once. Few are remembered."""
-        finding, at = Finding(found, remedy), self._clock()
-        _, logged_at = self._found.get(kind, (finding, at - SHOWN_SECONDS))
-        if at - logged_at >= SHOWN_SECONDS:
+        finding, now = Finding(found, remedy), self._clock()
+        logged_at = self._found[kind][1] if kind in self._found else now - SHOWN_SECONDS
+        if now - logged_at >= SHOWN_SECONDS:
             self._logger.warning("%s", finding)
-        else:
-            at = logged_at
-        self._found[kind] = finding, at
+            logged_at = now
+        self._found[kind] = finding, logged_at
         if len(self._found) > MAX_REMEMBERED:
             self._found.popitem(last=False)
 

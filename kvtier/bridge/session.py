@@ -158,22 +158,16 @@ class EngineSession:
                 f"{model.max_tokens} (--max-model-len)",
                 "lower chunk_tokens or --block-size",
             )
-        else:
-            yield from self._too_long(model.max_tokens)
-
-    def _too_long(self, tokens: int) -> Iterator[Finding]:
-        memory, size = self._cache.memory, tokens // self.layout.chunk_tokens * self._whole_bytes
+        memory, size = self._cache.memory, model.max_tokens // self.layout.chunk_tokens * self._whole_bytes
         if size > memory.arena.capacity:
             yield Finding(
-                f"engine {self.name}: a prompt of {tokens} tokens takes {format_size(size)}, and all of tier "
-                f"{memory.name} has {format_size(memory.arena.capacity)}",
+                f"engine {self.name}: a prompt of {model.max_tokens} tokens takes {format_size(size)}, and "
+                f"all of tier {memory.name} has {format_size(memory.arena.capacity)}",
                 f"set the capacity of tier {memory.name} to {format_size(4 * size)} or more",
             )
 
     def _observe_length(self, tokens: int) -> None:
-        """Note prompts that do not fit the settings. Takes a microsecond."""
-        for finding in self._too_long(tokens):
-            self._cache.findings.note(f"long prompts {self.name}", finding.found, finding.remedy)
+        """Note prompts that are shorter than a chunk. Takes a microsecond."""
         self._lengths.append(tokens)
         if len(self._lengths) < MIN_LENGTHS:
             return
@@ -500,7 +494,6 @@ class EngineSession:
         """Return what the engine holds."""
         return {
             "name": self.name,
-            "models": [] if self.model is None else self.model.names,
             "weights_id": self.weights.id,
             "leases": len(self.reads),
             "reservations": len(self.writes),

@@ -61,23 +61,6 @@ def check_cache_process(
     yield Check(PROCESS, "warn" if problem else "ok", found + problem, remedy)
     for finding in report.get("findings", ()):
         yield Check(FOUND, "warn", finding["found"], finding["remedy"])
-    yield from _check_others(socket, report)
-
-
-def _check_others(socket: Path, report: Report) -> Iterator[Check]:
-    """Check that no other cache process of this user, in the same folder, has engines with the same model."""
-    for path in sorted(socket.parent.glob("*.sock")):
-        try:
-            other = client.status(path)
-        except ChannelError:
-            continue
-        if path != socket and (shared := _models(report) & _models(other)):
-            found = f"process {other['pid']} on {path} serves {min(shared)} as well: they share no memory"
-            yield Check("cache processes", "warn", found, "set the same `socket` for all engines")
-
-
-def _models(report: Report) -> set[str]:
-    return {name for engine in report["engines"] for name in engine.get("models", ())}
 
 
 def check_fleet(settings: Settings) -> Iterator[Check]:

@@ -95,19 +95,6 @@ async def test_longest_prompt_must_fit(layout: Any, max_tokens: int, found: str,
         assert found in "".join(findings(host))
 
 
-async def test_long_prompt_is_noted_when_it_comes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    keys = chunk_keys(ROOT, list(range(20 * CHUNK_TOKENS)), CHUNK_TOKENS)
-    async with open_host(tmp_path) as host, host.peer() as engine:
-        await engine.greet(layout=WIDE)
-        await engine.look_up(keys[:7])
-        assert findings(host) == []
-        for ticket in range(5):
-            await engine.look_up(keys, ticket + 2)
-        (found,) = findings(host)
-        assert "a prompt of 1280 tokens takes" in found
-        assert caplog.text.count("a prompt of 1280 tokens takes") == 1
-
-
 @pytest.mark.parametrize(
     ("tokens", "found"), [(1, True), (CHUNK_TOKENS - 1, True), (CHUNK_TOKENS, False), (500, False)]
 )

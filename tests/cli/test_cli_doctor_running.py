@@ -116,24 +116,6 @@ def test_cache_process_of_another_version(
     assert check["found"].endswith(": 9.9 is installed")
 
 
-def test_engines_with_a_cache_process_each(checks: Checks, tmp_path: Path) -> None:
-    (tmp_path / "two").mkdir()
-    with cache_process(tmp_path, tiers=[RAM]) as one, cache_process(tmp_path / "two", tiers=[RAM]) as two:
-        (tmp_path / "other.sock").symlink_to(two.socket)
-        engines = [
-            connect(one.socket, "a", "", "llama", "org/llama"),
-            connect(two.socket, "b", "", "mistral"),
-        ]
-        assert [check["status"] for check in checks("-c", one.config)] == ["ok"]
-        engines.append(connect(two.socket, "c", "", "org/llama"))
-        _, check = checks("-c", one.config)
-        for engine in engines:
-            engine.close()
-    assert check["found"] == (
-        f"process {two.pid} on {tmp_path}/other.sock serves org/llama as well: they share no memory"
-    )
-
-
 @pytest.mark.anyio
 async def test_instances_of_a_fleet(checks: Checks, kvtier: Kvtier, tmp_path: Path) -> None:
     async with fleet(tmp_path, kvtier, "one", "two", "three") as running:
@@ -153,7 +135,8 @@ async def test_instances_of_a_fleet(checks: Checks, kvtier: Kvtier, tmp_path: Pa
     assert version["found"].startswith("kvtier ")
     assert "0.1.0 on two" in version["found"]
     assert dtype["found"] == (
-        "instance one and instance two, instance three share no chunk of chat: --dtype half instead of float"
+        "engines of one and engines of two, engines of three share no chunk of chat: "
+        "--dtype half instead of float"
     )
 
 

@@ -6,6 +6,7 @@ A real server with everything on, and all that it, its cache process and its con
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -87,7 +88,9 @@ class System(NamedTuple):
     def command(self, *arguments: str) -> bytes:
         """Return all output of a ``kvtier`` command."""
         command = [sys.executable, "-m", "kvtier", *arguments, "--config", str(self.cache.config)]
-        return subprocess.run(command, capture_output=True, timeout=240, check=False).stdout
+        environment = {**os.environ, "VLLM_API_KEY": API_KEY}
+        result = subprocess.run(command, capture_output=True, timeout=600, check=False, env=environment)
+        return result.stdout + result.stderr
 
 
 @contextmanager
@@ -181,8 +184,7 @@ def use_and_search(system: System, reason: str) -> None:
     assert httpx.post(f"{system.url}/v1/completions", json={}, trust_env=False).status_code == 401
     (system.folder / "prompt.txt").write_text(prompt)
 
-    cache, collector = system.cache, system.collector
-    wait(lambda: cache.status()["canary"]["last"], "the canary has not run")
+    collector = system.collector
     wait(lambda: collector.named("kvtier.load") and collector.named("kvtier.save"), "no spans")
     outputs = gathered(system)
     # All of it is about these requests: it could have said more than it may.
@@ -197,6 +199,11 @@ def use_and_search(system: System, reason: str) -> None:
         "GET /history": "looked_up_tokens",
         "log of the controller": "instance-1",
         "status --json": "canary",
+        "doctor --engine": "ok",
+        "why --all --json": "cmpl-",
+        "GET /why": "cmpl-",
+        "why of a prompt": "ssd",
+        "why of a prompt, of all instances": "instance-1",
     }.items():
         assert about.encode() in outputs[name], f"{name} does not contain {about}: {outputs[name][-3000:]!r}"
     found = [
@@ -216,6 +223,7 @@ def gathered(system: System) -> dict[str, bytes]:
     commands = (
         "why",
         "why --last 100 --json",
+        "why --all --json",
         "status",
         "status --json",
         "doctor",
@@ -224,8 +232,10 @@ def gathered(system: System) -> dict[str, bytes]:
     )
     outputs = {command: system.command(*command.split()) for command in commands}
     outputs["why --json"] = outputs.pop("why --last 100 --json")
-    prompt = ("why", "--prompt-file", str(folder / "prompt.txt"), "--salt", SALT, "--json")
-    outputs["why of a prompt"] = system.command(*prompt)
+    prompt = ("why", "--prompt-file", str(folder / "prompt.txt"), "--salt", SALT)
+    outputs["doctor --engine"] = system.command("doctor", "--engine", system.url)
+    outputs["why of a prompt"] = system.command(*prompt, "--json")
+    outputs["why of a prompt, of all instances"] = system.command(*prompt, "--all")
     with httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=False) as http:
         outputs["metrics of the cache process"] = http.get(f"http://{system.metrics}/metrics").content
         outputs["metrics of the server"] = http.get(f"{system.url}/metrics").content

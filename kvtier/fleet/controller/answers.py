@@ -346,7 +346,7 @@ def findings_of(members: Iterable[Member]) -> list[Finding]:
     groups = [f"{version} on {listed(ids)}" for version, ids in versions.items()]
     remedy = "install the same version of kvtier on all hosts, and restart cache processes and engines"
     served = [
-        Described(f"instance {member.id}", model.names, model.namespace, model.layout, model.facts)
+        Described(f"engines of {member.id}", model.names, model.namespace, model.layout, model.facts)
         for member in members
         for model in member.models
     ]

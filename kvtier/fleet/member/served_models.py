@@ -94,7 +94,8 @@ def disagreements(served: Iterable[Described]) -> Iterator[Finding]:
             values = ", ".join(
                 f"{field} {one.get(field) or '-'} instead of {two.get(field) or '-'}" for field in fields
             )
-            who = " and ".join(listed([each.where for each in group]) for group in (other, most))
+            wheres = (listed([each.where for each in group]) for group in (other, most))
+            who = " and ".join(dict.fromkeys(wheres))
             yield Finding(
                 f"{who} share no chunk of {name}: {values}",
                 f"start all of them with the same {', '.join(fields)}",

@@ -109,6 +109,11 @@ def test_long_lists_are_shortened() -> None:
     )
 
 
+def test_a_place_that_has_both_is_named_once() -> None:
+    (finding,) = disagreements(described("engines of a", each) for each in (layout(), layout(512)))
+    assert finding.found.startswith("engines of a share no chunk of llama")
+
+
 def test_disconnected_engines_do_not_disagree() -> None:
     served = ServedModels()
     for name, one in (("a", layout()), ("b", layout(512))):
