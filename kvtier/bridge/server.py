@@ -195,7 +195,8 @@ class Connection:
             first,
             [cache.memory.name, *(tier.name for tier in cache.lower if tier.write != "never")],
             self._server.instance.tracer.sampling,
-            cache.settings.why.show_text,
+            # Prompts do not leave their host for it.
+            cache.settings.why.show_text and not self._remote,
         )
         self._endpoint.send(welcome, [] if self._remote else [cache.arena.fd])
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from kvtier.catalog.misses import ADVICE, Miss, MissReason
@@ -135,6 +136,20 @@ async def test_an_instance_that_does_not_answer_is_named(
             "fails": "fails: it is on fire",
         }
         await running.wait_until(lambda: quiet.cancelled)
+
+
+async def test_an_instance_that_disconnects_meanwhile_is_named(running: RunningController) -> None:
+    gate = Gate(ExplainPrompt)
+    async with explaining(running, "dies", before=gate) as dies, anyio.create_task_group() as tasks:
+
+        async def kill() -> None:
+            await gate.reached.wait()
+            await dies.websocket.close()
+
+        tasks.start_soon(kill)
+        answer = await running.post("/why", tokens=[1])
+        assert answer["prompts"] == []
+        assert "instance 'dies' has disconnected" in answer["unanswered"]["dies"]
 
 
 async def test_too_long_prompts_are_refused(
