@@ -64,7 +64,7 @@ READY_SECONDS = 300.0
 RELEVANT = re.compile(r"kvtier|lmcache|offload|external|kv_connector|kv_offload", re.IGNORECASE)
 NOISE = re.compile(
     r"_created|_bucket|_sum$|seconds|_bytes|throughput|Avg prompt|HTTP/1.1|safetensors|Filesystem type|"
-    r"RotaryEmbedding|Loaded new LoRA|Reloading weights|shutdown|[Tt]erminat|exiting"
+    r"RotaryEmbedding|Loaded new LoRA|Reloading weights|shutdown|[Tt]erminat|exiting|KV Transfer metrics"
 )
 LABELS = {"reason", "tier", "op", "result", "status", "source"}
 SHOWN_LINES, SHOWN_SERIES, SHOWN_CHARACTERS = 2, 3, 150
@@ -92,7 +92,7 @@ class Trial:
             Client(int(self.system.client.url.rpartition(":")[2]), name) as to,
         ):
             answer = pool.submit(to.complete, prompt, NEW_TOKENS, salt=salt)
-            if wait([answer], PATIENCE_SECONDS).not_done:
+            if wait([answer], PATIENCE_SECONDS).not_done and self.disk.fault == "hanging":
                 self.disk.set("")
             found: Completion | None = None
             with suppress(httpx.HTTPError):
@@ -171,8 +171,10 @@ class Trial:
         lines, series = self.end()
         new = dict[str, str]()
         for line in lines:
-            if message(line).strip() and not NOISE.search(line) and shape(line) not in self._normal:
-                new.setdefault(shape(line), message(line))
+            said = message(line)
+            traceback = said.startswith(("Traceback", " "))
+            if said and not traceback and not NOISE.search(line) and shape(line) not in self._normal:
+                new.setdefault(shape(line), said)
         return list(new.values()), [name for name in series if name not in self._normal]
 
     def why(self, lines: Sequence[str]) -> str:
@@ -335,7 +337,7 @@ def hanging(trial: Trial) -> Iterator[str]:
 
 
 def slow(trial: Trial) -> Iterator[str]:
-    """The disk reads 1 MiB/s, and has done so for three prompts."""
+    """Each read takes 8 s for a MiB, and has done so for three prompts."""
     prompts = [tokens(f"slow {number}", LENGTH) for number in range(4)]
     for prompt in prompts:
         trial.store(prompt)
@@ -344,7 +346,6 @@ def slow(trial: Trial) -> Iterator[str]:
     for prompt in prompts[1:]:
         trial.ask(prompt)
         time.sleep(PATIENCE_SECONDS / 2)
-        trial.disk.set("slow")
     yield ""
     trial.ask(prompts[0])
 
@@ -397,9 +398,9 @@ def declined(trial: Trial) -> Iterator[str]:
 def other_blocks(trial: Trial) -> Iterator[str]:
     """The engine is started again with `--block-size 64`, and its cache process goes on."""
     trial.store(tokens("blocks", LENGTH))
-    yield ""
     trial.system.parts.arguments += ["--block-size", "64"]
     trial.system.restart(cache=False)
+    yield ""
     trial.ask(tokens("blocks", LENGTH))
 
 
@@ -409,6 +410,8 @@ def killed(trial: Trial) -> Iterator[str]:
     yield ""
     trial.system.kill_cache()
     trial.ask(tokens("killed", LENGTH))
+    yield ""
+    yield "" if trial.system.parts.start else "it has no such process"
 
 
 def compare(right: Completion | None, answer: Completion | None) -> str:
@@ -459,7 +462,7 @@ class Seen(NamedTuple):
         parts = [self.note] if self.note else []
         parts += [f"after {self.seconds:.0f} s"] if self.seconds > PATIENCE_SECONDS / 2 else []
         parts += [f"{self.cached:,} tokens hit"] if self.cached else []
-        lines = [re.sub(r"'?/\S*/", "…/", line).replace("|", "/") for line in self.lines]
+        lines = [re.sub(r"'?/\S*/|\S*[0-9a-f]{24,}", "…", line).replace("|", "/") for line in self.lines]
         parts += [f"log: {line[:SHOWN_CHARACTERS]}" for line in lines[:SHOWN_LINES]]
         more = len(self.lines) - SHOWN_LINES
         parts += [f"{more} more lines"] if more > 0 else []

@@ -20,7 +20,7 @@ from kvtier.units import MIB
 
 READY_SECONDS = 30
 POLL_SECONDS = 0.05
-SLOW_SECONDS_PER_MIB = 1.0
+SLOW_SECONDS_PER_MIB = 8.0
 REQUIREMENT = "mfusepy==3.1.1"
 TIMES = ("atime", "ctime", "mtime")
 
@@ -34,15 +34,19 @@ class FaultyFolder:
         """Where it is mounted."""
         self.files = folder / "files"
         """Its files without a fault."""
-        self._fault = folder / "fault"
+        self.fault = ""
+        """The fault now."""
+        self._file = folder / "fault"
+        """Tells it to the process that serves the folder."""
 
     def set(self, fault: str) -> None:
         """Begin a fault, or with an empty one end it.
 
         ``full``: writes find no room; ``unreadable``: reads fail; ``hanging``: reads wait until it ends;
-        ``slow``: reads take a second for each MiB.
+        ``slow``: each read takes eight seconds for each MiB.
         """
-        self._fault.write_text(fault)
+        self.fault = fault
+        self._file.write_text(fault)
 
     @contextmanager
     def mounted(self) -> Iterator[None]:
@@ -52,7 +56,7 @@ class FaultyFolder:
         self.set("")
         command = [sys.executable, "-m", "benchmarks.faulty_folder", *map(str, (self.files, self.path))]
         variables = {"PYTHONPATH": os.pathsep.join([_installed(), str(Path(__file__).parents[1])])}
-        process = subprocess.Popen([*command, str(self._fault)], env={**os.environ, **variables})
+        process = subprocess.Popen([*command, str(self._file)], env={**os.environ, **variables})
         try:
             deadline = time.monotonic() + READY_SECONDS
             while not self.path.is_mount():
@@ -69,7 +73,7 @@ class FaultyFolder:
     def corrupt(self) -> None:
         """Overwrite 64 KiB in the middle of each file."""
         for path in self.files.rglob("*"):
-            if path.is_file() and path.stat().st_size > MIB:
+            if path.is_file() and path.stat().st_size > MIB // 4:
                 with path.open("r+b") as file:
                     file.seek(path.stat().st_size // 2)
                     file.write(os.urandom(1 << 16))
