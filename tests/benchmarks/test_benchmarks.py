@@ -47,7 +47,7 @@ NEEDS = {
         for name in ("cold_loads", "kv_events", "load_or_compute", "steps")
     },
 }
-ENGINES = ("disaggregated", "engine", "faults", "gpu_engine", "no_hits", "replay_vllm", "states")
+ENGINES = ("disaggregated", "engine", "faults", "gpu_engine", "no_hits", "replay_vllm", "states", "verify")
 SLOW = (*ENGINES, "busy", "cold_loads", "compare", "growth", "load_or_compute", "steps")
 ROWS = {
     "busy": ["first load from disk", "lookup of 32,768 tokens", "retrieve 8 MiB", "loop blocked, wall, p99"],
