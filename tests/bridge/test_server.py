@@ -84,7 +84,7 @@ async def test_chunks_are_found_once_every_rank_has_committed(tmp_path: Path) ->
         await scheduler.send(Cancel(6))
         assert await scheduler.request(Confirm(8, found.leases[:1])) == Confirmed(8, held=False)
         assert (await scheduler.status())["engines"] == [
-            {"name": "engine", "models": [], "weights_id": "", "leases": 0, "reservations": 0, "tickets": 0}
+            {"name": "engine", "weights_id": "", "leases": 0, "reservations": 0, "tickets": 0}
         ]
 
 
@@ -319,7 +319,6 @@ async def test_refused_engine_keeps_its_leases_until_it_disconnects(
                 assert (await observer.status())["engines"] == [
                     {
                         "name": "engine",
-                        "models": [],
                         "weights_id": "",
                         "leases": 0,
                         "reservations": len(KEYS),
