@@ -42,6 +42,7 @@ from kvtier.catalog.misses import text_of
 from kvtier.errors import ChannelError
 from kvtier.lab.demo import model as demo
 from kvtier.lab.demo.client import Client, Completion
+from kvtier.lab.demo.server import DemoFailed
 from kvtier.units import MIB
 
 LAYERS = 2
@@ -95,7 +96,7 @@ class Trial:
             if wait([answer], PATIENCE_SECONDS).not_done and self.disk.fault == "hanging":
                 self.disk.set("")
             found: Completion | None = None
-            with suppress(httpx.HTTPError):
+            with suppress(httpx.HTTPError, DemoFailed):
                 found = answer.result()
         self.answers.append(found)
         return found
@@ -425,11 +426,11 @@ WITH_DISK: dict[str, Fault] = {
     "another salt": salt,
     "another adapter": adapter,
     "adapter trained again": adapter_again,
-    "full disk": full,
     "hanging disk": hanging,
     "slow disk": slow,
     "unreadable disk": unreadable,
     "corrupted files": corrupt,
+    "full disk": full,
     "reset": cleared,
     "other weights": weights,
 }
