@@ -92,11 +92,11 @@ def test_text_is_shown_only_where_the_operator_allows_it(start: Start, tmp_path:
             ticket = scheduler.look_up(Query(keys, len(tokens), block_tags=tags), info)
             assert ticket is not None
             scheduler.end(Outcome(ticket, "cmpl-1", len(tokens), 0, {"ram": CHUNK_TOKENS}))
-        wait_until(lambda: len(client.why(tmp_path / "socket").requests) == 3)
-        report = client.why(tmp_path / "socket")
+        wait_until(lambda: len(client.why(tmp_path / "socket", seconds=120).requests) == 3)
+        report = client.why(tmp_path / "socket", seconds=120)
         [breaker] = report.breakers
         assert (breaker.position, breaker.parted) == (CHUNK_TOKENS, 3)
-        [prompt] = client.why_prompt(tmp_path / "socket", tokens)
+        [prompt] = client.why_prompt(tmp_path / "socket", tokens, seconds=120)
         before, after = (tokenizer.decode(part) for part in (tokens[48:64], tokens[64:96]))
         expected = f"{before}{MARK}{after}" if allowed else ""
         assert (breaker.text, prompt.text) == (expected, expected)

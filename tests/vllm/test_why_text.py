@@ -28,8 +28,10 @@ def test_text_of_a_date_in_the_middle_of_a_template(
             engine.generate(f"{TEMPLATE}Today is {day}. {QUESTION}")
             engine.reset_prefix_cache()
             cache.wait_until_idle()
-            wait_until(lambda wanted=number + 1: len(client.why(cache.socket).requests) == wanted)
-        report = client.why(cache.socket)
+            wait_until(
+                lambda wanted=number + 1: len(client.why(cache.socket, seconds=120).requests) == wanted
+            )
+        report = client.why(cache.socket, seconds=120)
         breakers = [breaker for breaker in report.breakers if breaker.parted == len(DAYS) - 1]
         assert len(breakers) == 1
         text = breakers[0].text

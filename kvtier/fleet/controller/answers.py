@@ -448,12 +448,7 @@ def of_peers(registry: Registry, members: Iterable[Member], limit: int) -> Peers
     names = {member.hello.peer: member.id for member in registry.members.values()}
     found = [
         PeerAnswer(
-            instance=member.id,
-            address=peer.address,
-            peer=names.get(peer.address) or peer.instance,
-            state=peer.state,
-            read_bytes=peer.read_bytes,
-            bytes_per_second=peer.bytes_per_second,
+            **{**asdict(peer), "instance": member.id, "peer": names.get(peer.address) or peer.instance}
         )
         for member in members
         if member.heartbeat is not None and member.heartbeat.counters is not None
