@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("imported_peers")]
 
 
 PEER = {"listen": "127.0.0.1:0", "secret": "sixteen or more characters", "share": 0.9}
-IDLE = [{"name": "engine", "models": [], "weights_id": "", "leases": 0, "reservations": 0, "tickets": 0}]
+IDLE = [{"name": "engine", "weights_id": "", "leases": 0, "reservations": 0, "tickets": 0}]
 ALL = join_keys(KEYS)
 
 

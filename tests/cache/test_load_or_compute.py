@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.catalog.catalog import ALL_TIERS
-from kvtier.events import Report
+from kvtier.events import Observer, Report
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.load_or_compute import CLEARLY_EARLIER, MIN_GAIN_SECONDS, Pace, worth_loading
 from kvtier.pipeline.query import Query
@@ -285,7 +285,7 @@ def test_chunks_that_were_in_memory_are_no_arrivals() -> None:
     assert pace.left_seconds == pytest.approx(47 * 1.0)
 
 
-class _Reads:
+class _Reads(Observer):
     """Observes reads, and advances a clock by so many seconds for each chunk."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
@@ -293,8 +293,6 @@ class _Reads:
 
     def observe(self, report: Report) -> None:
         self._clock.now += self._seconds * len(report.keys)
-
-    def changed(self, *_: object) -> None: ...
 
 
 @pytest.mark.anyio

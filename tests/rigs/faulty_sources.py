@@ -10,9 +10,8 @@ from typing import Any
 from kvtier import ModelCache, TieredCache
 from kvtier.backends.base import Backend
 from kvtier.catalog.catalog import State
-from kvtier.events import Prefetch, Report
+from kvtier.events import Observer, Prefetch, Report
 from kvtier.memory.header import ChunkHeader, object_bytes
-from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.query import Expected
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, TierSettings
@@ -47,7 +46,7 @@ class Source:
         return LocalTierSettings(name=self.name, type="shelf", capacity=2**30, deadline=60), self.delays
 
 
-class CacheHarness:
+class CacheHarness(Observer):
     """An open cache with a memory tier, optionally a disk tier, and sources."""
 
     def __init__(self, cache: TieredCache, sources: Sequence[Source]) -> None:
@@ -61,8 +60,6 @@ class CacheHarness:
     def observe(self, report: Report) -> None:
         if isinstance(report.event, Prefetch):
             self.reads.append((report.source or "", len(report.keys)))
-
-    def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None: ...
 
     def tier(self, name: str) -> Tier:
         return next(tier for tier in self.cache.tiers if tier.name == name)
