@@ -1,7 +1,6 @@
 """A folder whose disk is faulty, for any process: files of another folder, through FUSE.
 
-Needs Linux with ``/dev/fuse``, libfuse 3 (``apt-get install fuse3``) and permission to mount. mfusepy is
-installed into a folder of its own on first use.
+Needs Linux with ``/dev/fuse``, libfuse 3 (``apt-get install fuse3``) and permission to mount.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from kvtier.units import MIB
 READY_SECONDS = 30
 POLL_SECONDS = 0.05
 SLOW_SECONDS_PER_MIB = 8.0
-REQUIREMENT = "mfusepy==3.1.1"
 TIMES = ("atime", "ctime", "mtime")
 
 
@@ -55,8 +53,7 @@ class FaultyFolder:
             folder.mkdir(parents=True)
         self.set("")
         command = [sys.executable, "-m", "benchmarks.faulty_folder", *map(str, (self.files, self.path))]
-        variables = {"PYTHONPATH": os.pathsep.join([_installed(), str(Path(__file__).parents[1])])}
-        process = subprocess.Popen([*command, str(self._file)], env={**os.environ, **variables})
+        process = subprocess.Popen([*command, str(self._file)], cwd=Path(__file__).parents[1])
         try:
             deadline = time.monotonic() + READY_SECONDS
             while not self.path.is_mount():
@@ -77,15 +74,6 @@ class FaultyFolder:
                 with path.open("r+b") as file:
                     file.seek(path.stat().st_size // 2)
                     file.write(os.urandom(1 << 16))
-
-
-def _installed() -> str:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "kvtier" / REQUIREMENT
-    if not (folder / "mfusepy.py").exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        subprocess.run([*command, REQUIREMENT], check=True)
-    return str(folder)
 
 
 def main() -> None:
