@@ -78,7 +78,7 @@ class FaultyFolder:
 
 def main() -> None:
     """Serve the folder until it is unmounted."""
-    import mfusepy  # type: ignore[import-not-found]
+    import mfusepy
 
     files, mount, fault_file = map(Path, sys.argv[1:])
 
