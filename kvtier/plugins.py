@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvtier import hookspecs
 from kvtier.errors import KVTierError, PluginError, SettingsError
+from kvtier.events import Observer
 from kvtier.hookmarkers import PROJECT
 from kvtier.settings import LocalTierSettings, Settings, TierSettings
 from kvtier.settings.errors import explain
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from kvtier.backends.base import Backend
     from kvtier.catalog.eviction import EvictionPolicy, MakePolicy
-    from kvtier.events import Observer
     from kvtier.tiers.codec import Codec
     from kvtier.tiers.encoded_seal import Codecs
     from kvtier.transports.base import Transport, TransportSettings
@@ -204,9 +204,12 @@ class Plugins:
         observers: list[Observer] = []
         for name, source in self._sources.items():
             for result in self._call("kvtier_observers", name, settings=settings):
-                if not isinstance(result, Iterable):
+                result = list(result) if isinstance(result, Iterable) else [result]
+                # Others would lack what observers are told of since they were written.
+                if not all(Observer in type(each).__mro__ for each in result):
                     raise PluginError(
-                        f"plugin {_label(name, source)}: kvtier_observers must return a list of observers"
+                        f"plugin {_label(name, source)}: kvtier_observers must return a list of observers, "
+                        "which are subclasses of kvtier.events.Observer"
                     )
                 observers.extend(result)
         return observers

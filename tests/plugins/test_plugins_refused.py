@@ -13,6 +13,7 @@ from kvtier import hookimpl
 from kvtier.backends.cpu import CpuBackend
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.errors import PluginError, SettingsError
+from kvtier.events import Observer
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings
 from kvtier.tiers.codec import IdentityCodec
@@ -100,14 +101,19 @@ def test_two_codecs_with_the_same_code(plugins: Plugins) -> None:
         plugins.register(plugin(kvtier_codecs=lambda: {"second": Second}), "two", "two 1")
 
 
-def test_observers_that_are_not_a_list(plugins: Plugins) -> None:
-    plugins.register(plugin(kvtier_observers=lambda settings: 7), "mine", "mine 1")
-    with pytest.raises(PluginError, match="kvtier_observers must return a list of observers"):
+@pytest.mark.parametrize("returned", [7, [object()]], ids=["no list", "no observer"])
+def test_observers_that_are_none(plugins: Plugins, returned: object) -> None:
+    plugins.register(plugin(kvtier_observers=lambda settings: returned), "mine", "mine 1")
+    with pytest.raises(PluginError, match=r"plugin .*mine.*: .* a list of observers, .* subclasses of"):
         plugins.observers(Settings())
 
 
+class Silent(Observer):
+    """Ignores everything."""
+
+
 def test_observers_of_all_plugins_are_collected(plugins: Plugins) -> None:
-    first, second = object(), object()
+    first, second = Silent(), Silent()
     plugins.register(plugin(kvtier_observers=lambda settings: [first]), "one", "one 1")
     plugins.register(plugin(kvtier_observers=lambda settings: iter([second])), "two", "two 1")
     assert plugins.observers(Settings()) == [first, second]
