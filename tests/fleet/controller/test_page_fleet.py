@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, Locator, expect
 
+from kvtier.catalog.misses import Miss, MissReason
 from kvtier.fleet.member.protocol import Counters, PeerCount, RouteCount, TokenCount
+from kvtier.observability.requests import PromptReport, readable
 from tests.fleet.controller.browser import Visit, scripted, visiting
 from tests.fleet.controller.scripted_api import (
     GIB,
@@ -207,6 +209,24 @@ async def test_lists_and_the_link_to_the_dashboard(browser: Browser) -> None:
         link = page.page.get_by_role("link", name="Grafana")
         await expect(link).to_have_attribute("href", "https://grafana.example/d/kvtier")
         await expect(page.page.locator("#version")).to_have_text("0.3.0")
+
+
+async def test_every_reason_is_shown_with_what_to_do(browser: Browser) -> None:
+    controller = ScriptedAPI()
+    controller.instances = [instance("decode-1")]
+    every = [Miss(reason, 40, "ssd", 2.0, 1.0) for reason in MissReason]
+    misses = readable(PromptReport("llama", 0, [], every))["misses"]
+    request = asked("cmpl-1", "decode-1", {}, *misses)
+    controller.lists["why"] = {"requests": [request], "breakers": [], "unanswered": {}}
+    async with controller.serving() as url, visiting(browser, url) as page:
+        rows = page.page.locator("#why-rows > .request")
+        name = "Prompt of 1,000 tokens: " + "; ".join(miss["text"] for miss in misses)
+        await expect(rows.get_by_role("img")).to_have_accessible_name(name)
+        await expect(page.page.locator("#why-legend li")).to_have_count(len(misses))
+        await rows.get_by_role("button", name="cmpl-1").press("Enter")
+        await expect(page.page.locator("#why-rows .prompt-parts li")).to_have_text(
+            [f"{miss['text']} {miss['advice']}" for miss in misses]
+        )
 
 
 async def test_last_requests_are_bars_of_what_was_held_and_missed(browser: Browser) -> None:

@@ -57,8 +57,8 @@ function line({ shape, text, advice }) {
 
 /** Return what the shapes in the bars of some prompts mean, those that are held first. */
 function legend(reports) {
-  const names = new Map(reports.flatMap(partsOf).map(({ shape, name }) => [shape, name]));
-  return [...names].sort().map(([shape, text]) => line({ shape, text }));
+  const shapes = new Map(reports.flatMap(partsOf).map(({ shape, name }) => [name, shape]));
+  return [...shapes].sort(([, one], [, other]) => one.localeCompare(other)).map(([text, shape]) => line({ shape, text }));
 }
 
 /** Say which instances have not answered: { instance: reason }. */
