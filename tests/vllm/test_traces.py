@@ -156,7 +156,8 @@ def test_a_prompt_that_is_transferred_is_one_trace_on_both_sides(
 def test_what_a_peer_reads_from_its_disk_is_in_the_trace_of_the_request(
     llama: Path, make_cache: MakeCache, collector: Collector, start: StartEngine
 ) -> None:
-    caches = [make_cache(traces=True, peer=peer) for peer in peer_settings(2)]
+    patient = {"adaptive": False, "deadline": "60s"}  # On a busy machine, it may compute instead of waiting.
+    caches = [make_cache(traces=True, peer=peer, prefetch=patient) for peer in peer_settings(2)]
     for cache in caches:
         cache.environment = collector.environment()
         cache.start()
@@ -167,8 +168,12 @@ def test_what_a_peer_reads_from_its_disk_is_in_the_trace_of_the_request(
     caches[0].stop()
     caches[0].start()  # Its memory is empty.
     with start(llama, caches[1]) as engine:
+        # It may still wait before it connects again.
+        caches[1].wait_until(lambda status: status["peers"][0]["linked"])
+        caches[1].wait_until(lambda status: status["peers"][0]["state"] == "connected")
+        caches[1].wait_until(lambda status: status["tiers"][2]["available"])
         answer = engine.answer(engine.submit(tokens, trace=SAMPLED))
-        assert answer.cached == WHOLE
+        assert answer.cached == WHOLE, caches[1].tail()
         both = {"kvtier.peer.serve", "kvtier.load"}
         spans = by_name(collector.wait_for(lambda spans: both <= names(spans)))
     [lookup] = [span for span in spans["kvtier.lookup"] if span.trace == TRACE]
