@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +20,18 @@ from tests.rigs.servers import RedisServer
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
+CAP_SYS_ADMIN = 21
 LIMIT_SECONDS, ENGINES_SECONDS = 280, 900
 LMCACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
+
+
+def may_mount() -> bool:
+    """Return whether a folder can be mounted with FUSE."""
+    capabilities = re.search(r"^CapEff:\t(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert capabilities is not None
+    admin = int(capabilities[1], 16) >> CAP_SYS_ADMIN & 1
+    return bool(admin) and os.access("/dev/fuse", os.W_OK) and find_library("fuse3") is not None
+
 
 NAMES = sorted(
     path.parent.name if path.stem == "__main__" else path.stem
@@ -38,7 +49,7 @@ OPTIONS = {
 }
 NEEDS = {
     "compare": (any(LMCACHE.glob("lmcache-*/installed")), "python -m benchmarks.compare installs LMCache"),
-    "faults": (os.access("/dev/fuse", os.W_OK) and os.geteuid() == 0, "needs to mount a folder"),
+    "faults": (may_mount(), "needs /dev/fuse, libfuse 3 and permission to mount"),
     "gpu": (not cuda_problem(), "needs a GPU"),
     "gpu_engine": (not cuda_problem(), "needs a GPU"),
     "pools": (RedisServer.missing() is None, str(RedisServer.missing())),
