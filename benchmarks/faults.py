@@ -8,7 +8,8 @@
 A fault makes tokens of a prompt a miss that would have been a hit. What a system says is what is in its logs
 (at their default level) and metrics from the injection until two seconds after the answer, and is not there
 for prompts that are just new, or hits: lines that differ in more than numbers, and series that change. Of
-``kvtier why`` it is the reason. So nobody has to judge what is helpful, and a sign that is only close counts.
+``kvtier why`` it is the reason. No judgement of what is helpful is needed, and a sign that is only close
+counts.
 
 All have 16 MiB of memory and a folder for files, whose disk is faulty on demand (``faulty_folder.py``).
 vLLM's offloading on CPUs has a replacement for the worker that copies (``compare/offload_spec.py``).
@@ -59,7 +60,7 @@ WRITE_SECONDS = 0.3
 """In which a disk has written a prompt, mostly."""
 SETTLE_SECONDS = 2.0
 """Logs and metrics are written in the background."""
-PATIENCE_SECONDS = 20.0
+ANSWER_SECONDS = 20.0
 """After which a hanging disk answers again."""
 READY_SECONDS = 300.0
 RELEVANT = re.compile(r"kvtier|lmcache|offload|external|kv_connector|kv_offload", re.IGNORECASE)
@@ -93,7 +94,7 @@ class Trial:
             Client(int(self.system.client.url.rpartition(":")[2]), name) as to,
         ):
             answer = pool.submit(to.complete, prompt, NEW_TOKENS, salt=salt)
-            if wait([answer], PATIENCE_SECONDS).not_done and self.disk.fault == "hanging":
+            if wait([answer], ANSWER_SECONDS).not_done and self.disk.fault == "hanging":
                 self.disk.set("")
             found: Completion | None = None
             with suppress(httpx.HTTPError, DemoFailed):
@@ -346,7 +347,7 @@ def slow(trial: Trial) -> Iterator[str]:
     trial.disk.set("slow")
     for prompt in prompts[1:]:
         trial.ask(prompt)
-        time.sleep(PATIENCE_SECONDS / 2)
+        time.sleep(ANSWER_SECONDS / 2)
     yield ""
     trial.ask(prompts[0])
 
@@ -461,7 +462,7 @@ class Seen(NamedTuple):
     def cell(self) -> str:
         """Return it in a few words."""
         parts = [self.note] if self.note else []
-        parts += [f"after {self.seconds:.0f} s"] if self.seconds > PATIENCE_SECONDS / 2 else []
+        parts += [f"after {self.seconds:.0f} s"] if self.seconds > ANSWER_SECONDS / 2 else []
         parts += [f"{self.cached:,} tokens hit"] if self.cached else []
         lines = [re.sub(r"'?/\S*/|\S*[0-9a-f]{24,}", "…", line).replace("|", "/") for line in self.lines]
         parts += [f"log: {line[:SHOWN_CHARACTERS]}" for line in lines[:SHOWN_LINES]]

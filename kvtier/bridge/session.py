@@ -244,7 +244,7 @@ class EngineSession:
         return found
 
     def explain(self, request: LookupRequest, found: FoundPrefix, log: RequestLog) -> Explained | None:
-        """Return why chunks of a settled lookup are missing, if any; ``None`` if nobody has asked."""
+        """Return why chunks of a settled lookup are missing, if any; ``None`` if the engine has not asked."""
         asked, described = self._asked.get(request.ticket), request.described
         if asked is None or described is None:
             return None

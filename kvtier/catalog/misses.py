@@ -52,7 +52,7 @@ class MissReason(StrEnum):
 
 
 ADVICE: Mapping[str, str] = {
-    MissReason.NEVER_STORED: "nobody has stored these tokens behind those before them: normal for new text.",
+    MissReason.NEVER_STORED: "these tokens were never stored behind those before them: normal for new text.",
     MissReason.EVICTED: "the tier had no room for them: `kvtier whatif` shows what more would bring.",
     MissReason.CLEARED: "they were cleared, by a command or because the weights have changed.",
     MissReason.EXPIRED: "their time to live has passed: raise the tier's `ttl`.",

@@ -194,7 +194,7 @@ class LookUpStage:
             self._hierarchy.warn("deadline", message, deadline, missing, total)
 
     def _note_given_up(self, found: FoundPrefix, chunk: FoundChunk | None, *, asked: bool) -> None:
-        """Note the first chunk in flight that a lookup does not wait for any longer, if any.
+        """Note the first chunk in flight that a lookup has stopped waiting for, if any.
 
         ``asked``: whether pools were asked.
         """

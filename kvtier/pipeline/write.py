@@ -238,7 +238,7 @@ class Writer:
             hierarchy.counts[f"put_{outcome.value}"] += 1
             if outcome is not Outcome.OK:
                 catalog.remove_all([chunk.key], target, RemovalReason.ABORTED)
-                # Memory holds it, and nobody else will once it is evicted there.
+                # Once memory evicts it, no tier holds it.
                 catalog.gone.note([chunk.key], MissReason.STORE_FAILED, target)
             elif catalog.generation(chunk.key) != chunk.generation:
                 # It was cleared during the write, so the medium must not keep it.

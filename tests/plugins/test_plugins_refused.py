@@ -108,12 +108,12 @@ def test_observers_that_are_none(plugins: Plugins, returned: object) -> None:
         plugins.observers(Settings())
 
 
-class Silent(Observer):
+class Idle(Observer):
     """Ignores everything."""
 
 
 def test_observers_of_all_plugins_are_collected(plugins: Plugins) -> None:
-    first, second = Silent(), Silent()
+    first, second = Idle(), Idle()
     plugins.register(plugin(kvtier_observers=lambda settings: [first]), "one", "one 1")
     plugins.register(plugin(kvtier_observers=lambda settings: iter([second])), "two", "two 1")
     assert plugins.observers(Settings()) == [first, second]

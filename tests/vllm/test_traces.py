@@ -156,8 +156,8 @@ def test_a_prompt_that_is_transferred_is_one_trace_on_both_sides(
 def test_what_a_peer_reads_from_its_disk_is_in_the_trace_of_the_request(
     llama: Path, make_cache: MakeCache, collector: Collector, start: StartEngine
 ) -> None:
-    patient = {"adaptive": False, "deadline": "60s"}  # On a busy machine, it may compute instead of waiting.
-    caches = [make_cache(traces=True, peer=peer, prefetch=patient) for peer in peer_settings(2)]
+    waiting = {"adaptive": False, "deadline": "60s"}  # On a busy machine, it may compute instead of waiting.
+    caches = [make_cache(traces=True, peer=peer, prefetch=waiting) for peer in peer_settings(2)]
     for cache in caches:
         cache.environment = collector.environment()
         cache.start()

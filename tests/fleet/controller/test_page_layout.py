@@ -124,13 +124,13 @@ async def full_page(browser: Browser) -> AsyncIterator[Visit]:
             asked("r" * 90, long, {"t" * 60: 600}, *many_misses, engine_tokens=1, at=now - number)
             for number in range(3)
         ]
-        silent = {long: "n" * 100, "decode-2": "no answer within 30 s"}
+        unanswered = {long: "n" * 100, "decode-2": "no answer within 30 s"}
         places = [breaker(720, text="q" * 150), breaker(9)]
         controller.answers["why"] = (
             200,
             {
                 "prompts": [asked("", long, [["t" * 60, 999]], missed(1, "evicted"), text="q" * 150)] * 7,
-                "unanswered": silent,
+                "unanswered": unanswered,
             },
         )
         pin = {"instance": long, "chunks": 3, "held": 1, "pinned_at": now, "until": None}
@@ -138,7 +138,7 @@ async def full_page(browser: Browser) -> AsyncIterator[Visit]:
             "peers": {"peers": [{**link, "read_bytes": 1 << 40, "bytes_per_second": 1e9}], "total": 200},
             "whatif": {"improvements": [finding], "estimating": 2},
             "pins": {"pins": [pin], "total": 20},
-            "why": {"requests": requests, "breakers": places, "unanswered": silent},
+            "why": {"requests": requests, "breakers": places, "unanswered": unanswered},
             "about": {"version": "0.1.0", "grafana": "http://127.0.0.1:1/d/kvtier"},
         }
         controller.cut_streams()

@@ -61,8 +61,8 @@ function legend(reports) {
   return [...shapes].sort(([, one], [, other]) => one.localeCompare(other)).map(([text, shape]) => line({ shape, text }));
 }
 
-/** Say which instances have not answered: { instance: reason }. */
-function silent(unanswered) {
+/** Return a sentence that names the instances that have not answered: { instance: reason }. */
+function notAnswered(unanswered) {
   const names = Object.keys(unanswered);
   if (!names.length) return "";
   const some = names.slice(0, MAX_NAMED).map((name) => `${name} (${unanswered[name]})`).join(", ");
@@ -88,7 +88,7 @@ export class PromptAtInstances {
       if (!isCurrent()) return;
       this.#rows.replaceChildren(...prompts.slice(0, MAX_INSTANCES).map((prompt) => this.#row(prompt)));
       const rest = prompts.length - MAX_INSTANCES;
-      setText(this.#more, [rest > 0 ? `… and ${pluralize(rest, "more instance")}.` : "", silent(unanswered)].join(" ").trim());
+      setText(this.#more, [rest > 0 ? `… and ${pluralize(rest, "more instance")}.` : "", notAnswered(unanswered)].join(" ").trim());
       setText(this.#problem, "");
     } catch (error) {
       if (!isCurrent()) return;
@@ -142,7 +142,7 @@ export class Requests {
     byId("why-table").hidden = !requests.length;
     byId("why-legend").replaceChildren(...legend(requests));
     const none = request ? "No request has such an id." : "No request was looked up since the instances started.";
-    setText(byId("why-more"), [requests.length ? "" : none, silent(unanswered)].join(" ").trim());
+    setText(byId("why-more"), [requests.length ? "" : none, notAnswered(unanswered)].join(" ").trim());
     byId("breakers").replaceChildren(...breakers.slice(0, MAX_BREAKERS).map((breaker) => place(breaker)));
     byId("breakers-part").hidden = !breakers.length;
   }
