@@ -424,6 +424,7 @@ class Settings(BaseSettings):
     canary: CanarySettings = Field(
         default=CanarySettings(),
         description="Testing in production that what is stored is served, with a synthetic prompt.",
+        examples=["{engine: http://127.0.0.1:8000, every: 60s}"],
     )
     log_level: LogLevel = Field(
         default="INFO",
