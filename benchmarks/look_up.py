@@ -118,6 +118,7 @@ def measure(
         release(found)
         hits = {"ram": len(tokens)}
         scheduler.end(protocol.Outcome(found.call.ticket, "request", len(tokens), 0, hits))
+        scheduler.send_outcomes()
 
     def pause(found: LookupState) -> None:
         release(found)

@@ -135,7 +135,9 @@ class SchedulerBridge(Bridge):
         self._reserving: Call[protocol.Reserved] | None = None
         """The last reservation request."""
         self._held: dict[ChunkKey, int] = {}
-        self._explained: list[protocol.Explained] = []
+        self._explanations: list[protocol.Explanation] = []
+        self._outcomes: list[protocol.Outcome] = []
+        """What :meth:`send_outcomes` sends."""
         self._kv_transfers: dict[int, protocol.KVTransferResult | None] = {}
         """The last result of each running KV transfer."""
         self._seen = 0
@@ -171,6 +173,7 @@ class SchedulerBridge(Bridge):
         self._lookups.clear()
         self._kv_transfers.clear()
         self._held.clear()
+        self._outcomes.clear()
         self._abandoned_sent = 0
 
     def _receive(self, message: protocol.FromCache) -> None:
@@ -178,7 +181,7 @@ class SchedulerBridge(Bridge):
             case protocol.Found():
                 self._take_found(message)
             case protocol.Explained():
-                self._explained.append(message)
+                self._explanations += message.lookups
             case protocol.Reserved():
                 self._seen = max(self._seen, *message.leases, 0)
                 del self._abandoned[: self._abandoned_sent]
@@ -225,7 +228,7 @@ class SchedulerBridge(Bridge):
         """Send a lookup; return its ticket, or ``None`` without a responsive cache process.
 
         The final answer may take up to ``query.expect_seconds`` longer. ``described``: the request;
-        then :meth:`take_explained` returns why chunks are missing. ``trace``: what it belongs to, if any.
+        then :meth:`take_explanations` returns why chunks are missing. ``trace``: what it belongs to, if any.
         """
         if not (query.keys or query.block_tags) or not self.accepts_requests:
             return None
@@ -354,13 +357,19 @@ class SchedulerBridge(Bridge):
         return held
 
     def end(self, outcome: protocol.Outcome) -> None:
-        """Report what became of a request."""
-        self.send(outcome)
+        """Report what became of a request, with the next :meth:`send_outcomes`."""
+        self._outcomes.append(outcome)
 
-    def take_explained(self) -> list[protocol.Explained]:
+    def send_outcomes(self) -> None:
+        """Report what became of requests. After what the engine waits for: it delays later messages."""
+        if self._outcomes:
+            outcomes, self._outcomes = self._outcomes, []
+            self.send(protocol.Outcomes(outcomes))
+
+    def take_explanations(self) -> list[protocol.Explanation]:
         """Return the explanations that have arrived since the last call."""
-        explained, self._explained = self._explained, []
-        return explained
+        explanations, self._explanations = self._explanations, []
+        return explanations
 
     def use_weights(self, weights: protocol.Weights) -> None:
         """Look up and reserve in the namespace of other weights, also after a reconnect. Does not block.

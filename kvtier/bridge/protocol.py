@@ -16,9 +16,9 @@ Sequence::
       ◄──────── Found(more leases, fetching=0)  when all of them have arrived, or at the deadline
       Reserve(runs) ──────────────────────►     at most once per step, for all scheduled requests
       ◄──────────────────── Reserved(leases)
-      ◄──────────── Explained(ticket, misses)   after the final answer
+      ◄──────────────── Explained(lookups)      after the final answers
       Cancel(ticket) ─────────────────────►     after the workers have loaded, or if nothing is loaded
-      Outcome(ticket, tokens) ────────────►     once it is known what the request has computed
+      Outcomes(requests) ─────────────────►     at most once per step, of requests that begin to compute
       UseWeights(namespace) ──────────────►     when the weights have changed, or may have changed
       KVTransfer(to, keys) ───────────────►     before the first of its chunks is reserved
       ◄──────────── KVTransferResult(tokens)    when the peer has made room, or on failure; informational
@@ -67,7 +67,7 @@ from kvtier.observability.whatif.report import Report
 from kvtier.pipeline.verify import Recomputation
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 15
+VERSION = 16
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
@@ -180,14 +180,14 @@ class Lookup(Request, frozen=True, array_like=True, tag=10):
     repeated: bool = False
     """Whether the engine has looked up this request before: it still waits, or was preempted."""
     described: RequestInfo | None = None
-    """With it, an :class:`Explained` follows the answer. The engine sends an :class:`Outcome`."""
+    """With it, an :class:`Explanation` follows the answer. The engine sends an :class:`Outcome`."""
     canary: str = ""
     """For a canary: the tier that its chunks are read from, if that holds them. See :class:`Query`."""
     trace: bytes = b""
     """The trace of the request, as in ``observability/traces``; empty if it is not traced."""
 
 
-class Explained(Message, frozen=True, array_like=True, tag=38):
+class Explanation(msgspec.Struct, frozen=True, array_like=True):
     """Why the tokens of a lookup from one token on, ``begins``, were not a hit, in prefix order."""
 
     ticket: int
@@ -195,7 +195,13 @@ class Explained(Message, frozen=True, array_like=True, tag=38):
     misses: list[Miss]
 
 
-class Outcome(Message, frozen=True, array_like=True, tag=39):
+class Explained(Message, frozen=True, array_like=True, tag=38):
+    """Why tokens of lookups were not a hit."""
+
+    lookups: list[Explanation]
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """What became of a request: for each of its ``tokens`` where it came from, or why it was computed."""
 
     ticket: int
@@ -215,12 +221,18 @@ class Outcome(Message, frozen=True, array_like=True, tag=39):
         """Tokens that were not computed."""
         return min(self.engine_tokens + sum(self.hits.values()), self.tokens)
 
-    def misses(self, explained: Explained | None) -> list[Miss]:
-        """Return why the tokens that were computed were not a hit. ``explained``: ``None`` if it was lost."""
-        if self.reason is not None or explained is None:
+    def misses(self, explanation: Explanation | None) -> list[Miss]:
+        """Return why tokens were computed. ``explanation``: ``None`` if it was lost."""
+        if self.reason is not None or explanation is None:
             missed = self.tokens - self.used_tokens
             return [Miss(self.reason or MissReason.NOT_LOOKED_UP, missed)] if missed else []
-        return misses_behind(explained.misses, explained.begins, self.used_tokens, self.tokens)
+        return misses_behind(explanation.misses, explanation.begins, self.used_tokens, self.tokens)
+
+
+class Outcomes(Message, frozen=True, array_like=True, tag=39):
+    """What became of requests."""
+
+    requests: list[Outcome]
 
 
 class Found(Reply, frozen=True, array_like=True, tag=11):
@@ -526,7 +538,7 @@ class Notice(Message, frozen=True, array_like=True, tag=31):
     text: str
 
 
-FromScheduler = Lookup | Cancel | Outcome | Reserve | Clear | UseWeights | KVTransfer | EndKVTransfer | Watch
+FromScheduler = Lookup | Cancel | Outcomes | Reserve | Clear | UseWeights | KVTransfer | EndKVTransfer | Watch
 FromWorker = Confirm | Commit | Leave | RequestStaging | OpenedStaging
 FromEngine = (
     Hello

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvtier")
 
 HELLO_SECONDS = 10.0
+EXPLAIN_SECONDS = 0.001
+"""How long after the answer to a lookup it is decided why chunks are missing, at the latest."""
 STOPPED_SECONDS = 60.0
 """An engine that has sent nothing for this long, though it holds something, counts as stopped."""
 CHECK_SECONDS = 1.0
@@ -86,6 +88,8 @@ class Connection:
         self._tasks = tasks
         self._engine: EngineSession | None = None
         """``None`` for an observer."""
+        self._unexplained: list[tuple[protocol.Lookup, FoundPrefix]] = []
+        """Lookups that have been answered. Why their chunks are missing is not decided yet."""
         self._kv_transfers: EngineKVTransfers | None = None
         self._watched: WatchedChunks | None = None
         """``None`` until the scheduler watches a chunk."""
@@ -215,10 +219,15 @@ class Connection:
                 if answer.fetching:
                     self._tasks.start_soon(self._send_fetched, engine, message, found)
                 elif message.described is not None:
-                    self._explain(engine, message, found)
-            case protocol.Outcome():
-                engine.end(message, self._server.instance.requests)
+                    if not self._unexplained:
+                        self._tasks.start_soon(self._explain, engine)
+                    self._unexplained.append((message, found))
+            case protocol.Outcomes():
+                self._send_explained(engine)
+                for outcome in message.requests:
+                    engine.end(outcome, self._server.instance.requests)
             case protocol.Reserve():
+                self._send_explained(engine)  # Before what was missing is being stored.
                 if self._kv_transfers is None:
                     reserved = engine.reserve(message)
                 else:
@@ -344,15 +353,22 @@ class Connection:
             raise
         if answer is not None:
             await self.notify(answer)
-            self._explain(engine, request, found)
+            self._unexplained.append((request, found))
+            await self._explain(engine)
 
-    def _explain(self, engine: EngineSession, request: protocol.Lookup, found: FoundPrefix) -> None:
-        """Send why chunks are missing, if any. That takes longer than to find others, which do not wait."""
-        if found.whole < len(found.query.keys):
-            self._endpoint.uncork()
-        explained = engine.explain(request, found, self._server.instance.requests)
-        if explained is not None:
-            self.send(explained)
+    async def _explain(self, engine: EngineSession) -> None:
+        """Send why chunks are missing, a little later: it takes longer than to answer the next lookup."""
+        await anyio.sleep(EXPLAIN_SECONDS)
+        with suppress(ChannelClosed):
+            self._send_explained(engine)
+
+    def _send_explained(self, engine: EngineSession) -> None:
+        """Send why chunks of lookups that have been answered are missing."""
+        unexplained, self._unexplained = self._unexplained, []
+        log = self._server.instance.requests
+        explanations = [engine.explain(request, found, log) for request, found in unexplained]
+        if known := [explanation for explanation in explanations if explanation is not None]:
+            self.send(protocol.Explained(known))
 
 
 class BridgeServer:

@@ -15,7 +15,7 @@ from msgspec import structs
 from kvtier.bridge.leases import PendingWrites, ReadLeases, Ticket
 from kvtier.bridge.protocol import (
     MAX_RESERVED_CHUNKS,
-    Explained,
+    Explanation,
     Found,
     Hello,
     Outcome,
@@ -60,7 +60,7 @@ class _Asked:
     """A lookup whose outcome is not known yet."""
 
     began_at: float
-    explained: Explained | None = None
+    explanation: Explanation | None = None
 
 
 class EngineSession:
@@ -243,7 +243,7 @@ class EngineSession:
             self.reads.forget_if_empty(ticket)
         return found
 
-    def explain(self, request: LookupRequest, found: FoundPrefix, log: RequestLog) -> Explained | None:
+    def explain(self, request: LookupRequest, found: FoundPrefix, log: RequestLog) -> Explanation | None:
         """Return why chunks of a settled lookup are missing, if any; ``None`` if the engine has not asked."""
         asked, described = self._asked.get(request.ticket), request.described
         if asked is None or described is None:
@@ -251,7 +251,7 @@ class EngineSession:
         chunk, query = self.layout.chunk_tokens, found.query
         misses = self._cache.explain(found, self.namespace, described.adapter, described.beginning)
         misses = [self._or_image(miss, described.images) for miss in misses]
-        asked.explained = Explained(request.ticket, found.whole * chunk, misses)
+        asked.explanation = Explanation(request.ticket, found.whole * chunk, misses)
         if query.block_tags is not None:
             root = query.block_tags.root
             log.breakers.passed(root, query.keys)
@@ -266,7 +266,7 @@ class EngineSession:
                         shown = around(self.namespace, array("I", described.prompt), miss.position)
                     log.breakers.parted(parent, miss.position, behind, seconds, again=again, around=shown)
                     break
-        return asked.explained
+        return asked.explanation
 
     def _or_image(self, miss: Miss, images: Sequence[tuple[int, int]]) -> Miss:
         """Return a miss, with the image as its reason if the prompt parts from what is stored within one."""
@@ -280,7 +280,7 @@ class EngineSession:
     def end(self, outcome: Outcome, log: RequestLog) -> None:
         """Report what became of a request."""
         asked = self._asked.pop(outcome.ticket, None) or _Asked(time.monotonic())
-        waited, misses = time.monotonic() - asked.began_at, outcome.misses(asked.explained)
+        waited, misses = time.monotonic() - asked.began_at, outcome.misses(asked.explanation)
         log.add(
             RequestReport(
                 time.time(),

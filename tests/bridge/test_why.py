@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from array import array
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,9 +14,9 @@ import yaml
 
 from kvtier.bridge import client
 from kvtier.bridge.client import SchedulerBridge
-from kvtier.bridge.protocol import Lookup, Outcome, RequestInfo
+from kvtier.bridge.protocol import Explained, Explanation, Found, Lookup, Outcome, RequestInfo, Run
 from kvtier.bridge.session import MAX_ASKED
-from kvtier.catalog.misses import MissReason
+from kvtier.catalog.misses import Miss, MissReason
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.errors import ChannelError
 from kvtier.fleet.member.served_models import EngineModel, TokenizerSource
@@ -22,12 +24,24 @@ from kvtier.fleet.member.tokenizer import MARK
 from kvtier.memory.keys import block_hashes, chunk_keys, join_keys
 from kvtier.observability.requests import RequestLog
 from kvtier.pipeline.query import Query
-from tests.rigs.bridges import CHUNK_TOKENS, KEYS, LAYOUT, ROOT, Start, hello, start, store
+from kvtier.rpc.client import UnixConnection
+from tests.rigs.bridges import (
+    CHUNK_TOKENS,
+    KEYS,
+    LAYOUT,
+    ROOT,
+    Start,
+    _close_bridges,
+    connect,
+    hello,
+    start,
+    store,
+)
 from tests.rigs.engine_sessions import engine_of
 from tests.rigs.vllm.models import add_tokenizer
 from tests.rigs.waiting import wait_until
 
-__all__ = ["start"]
+__all__ = ["_close_bridges", "start"]
 
 
 def test_tokens_that_are_none_are_refused_and_harm_nobody(start: Start, tmp_path: Path) -> None:
@@ -64,6 +78,62 @@ async def test_requests_without_an_outcome_are_forgotten() -> None:
         assert (kept, forgotten) == (MissReason.NEVER_STORED, MissReason.NOT_LOOKED_UP)
 
 
+@pytest.mark.parametrize("stores", [False, True])
+def test_what_an_engine_stores_without_waiting_for_an_answer_was_never_stored(
+    start: Start, tmp_path: Path, *, stores: bool
+) -> None:
+    """The cache process gets all of it at once, as it was busy."""
+    process = start()
+    scheduler, _ = connect(tmp_path / "socket")
+    process.send_signal(signal.SIGSTOP)
+    tokens = 2 * CHUNK_TOKENS
+    ticket = scheduler.look_up(Query(KEYS[:2], tokens), RequestInfo())
+    assert ticket is not None
+    if stores:
+        assert scheduler.reserve([Run(ROOT, join_keys(KEYS[:2]), CHUNK_TOKENS)])
+    scheduler.end(Outcome(ticket, "cmpl-1", tokens, 0))
+    scheduler.send_outcomes()
+    process.send_signal(signal.SIGCONT)
+    expected = [Miss(MissReason.NEVER_STORED, tokens)]
+    wait_until(lambda: client.why(tmp_path / "socket").requests)
+    [report] = client.why(tmp_path / "socket").requests
+    assert report.misses == expected
+    [explanation] = await_explanations(scheduler)
+    assert (explanation.ticket, explanation.misses) == (ticket, expected)
+
+
+def test_lookups_are_answered_before_their_misses_are_explained(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = start()
+    scheduler, _ = connect(tmp_path / "socket")
+    process.send_signal(signal.SIGSTOP)
+    tickets = [
+        scheduler.look_up(Query([key], CHUNK_TOKENS), RequestInfo()) for key in (KEYS[0], KEYS[1], KEYS[2])
+    ]
+    received: list[object] = []
+    receive = UnixConnection.receive
+
+    def recording(connection: UnixConnection[Any], wait: float = 0.0) -> list[Any]:
+        messages = receive(connection, wait)
+        received.extend(messages)
+        return messages
+
+    monkeypatch.setattr(UnixConnection, "receive", recording)
+    process.send_signal(signal.SIGCONT)
+    explanations = await_explanations(scheduler)
+    assert [type(message) for message in received] == [Found, Found, Found, Explained]
+    assert [explanation.ticket for explanation in explanations] == tickets
+
+
+def await_explanations(scheduler: SchedulerBridge) -> list[Explanation]:
+    explanations: list[Explanation] = []
+    wait_until(
+        lambda: (scheduler.poll(0.1), explanations.extend(scheduler.take_explanations()), explanations)[2]
+    )
+    return explanations
+
+
 TEXT = "a secret text of a user"
 
 
@@ -92,6 +162,7 @@ def test_text_is_shown_only_where_the_operator_allows_it(start: Start, tmp_path:
             ticket = scheduler.look_up(Query(keys, len(tokens), block_tags=tags), info)
             assert ticket is not None
             scheduler.end(Outcome(ticket, "cmpl-1", len(tokens), 0, {"ram": CHUNK_TOKENS}))
+            scheduler.send_outcomes()
         wait_until(lambda: len(client.why(tmp_path / "socket", seconds=120).requests) == 3)
         report = client.why(tmp_path / "socket", seconds=120)
         [breaker] = report.breakers

@@ -43,6 +43,7 @@ def test_last_requests_with_what_to_do(kvtier: Kvtier, tmp_path: Path) -> None:
         ticket = scheduler.look_up(Query(KEYS[:8], tokens), RequestInfo())
         assert ticket is not None
         scheduler.end(Outcome(ticket, "cmpl-[red]1", tokens, 0, {"ram": tokens // 2}))
+        scheduler.send_outcomes()
         wait_until(lambda: bool(client.why(running.socket).requests))
         output = kvtier("why", "--config", running.config).output
         assert f"ram {tokens // 2}" in output

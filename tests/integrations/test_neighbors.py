@@ -54,12 +54,12 @@ class Bridge:
     def update(self) -> None:
         pass
 
-    probe = poll_if_due = update
+    probe = poll_if_due = send_outcomes = update
 
     def end(self, outcome: protocol.Outcome) -> None:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(outcome), type=protocol.Outcome) == outcome
 
-    def take_explained(self) -> Sequence[protocol.Explained]:
+    def take_explanations(self) -> Sequence[protocol.Explanation]:
         return ()
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.bridge.protocol import Explained, Outcome
+from kvtier.bridge.protocol import Explanation, Outcome
 from kvtier.catalog.misses import Miss, MissReason
 from kvtier.integrations.vllm import request_reports
 from kvtier.integrations.vllm.metrics import TransferStats
 from kvtier.integrations.vllm.request_reports import RequestReports
 
 OUTCOME = Outcome(1, "cmpl-1", 100, 20, {"ram": 30})
-EXPLAINED = Explained(1, 40, [Miss(MissReason.EVICTED, 44, "ram")])
+EXPLANATION = Explanation(1, 40, [Miss(MissReason.EVICTED, 44, "ram")])
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +25,11 @@ def test_explanation_may_come_before_or_after_the_outcome(
 ) -> None:
     reports = RequestReports(TransferStats())
     if explained_first:
-        reports.explain(EXPLAINED)
+        reports.explain(EXPLANATION)
     reports.add(OUTCOME)
     if not explained_first:
         assert not caplog.messages
-        reports.explain(EXPLAINED)
+        reports.explain(EXPLANATION)
     assert caplog.messages == [
         "request cmpl-1: 30 of 100 tokens hit (ram 30), 20 more in vLLM's own cache; "
         "missed: 34 evicted (from ram), 16 shorter_than_a_block"
@@ -42,7 +42,7 @@ def test_request_whose_explanation_is_lost_was_not_looked_up(caplog: pytest.LogC
     reports.add(OUTCOME)
     reports.lost()
     assert caplog.messages[0].endswith("missed: 50 not_looked_up")
-    reports.explain(EXPLAINED)
+    reports.explain(EXPLANATION)
     assert len(caplog.messages) == 1
 
 

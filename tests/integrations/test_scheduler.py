@@ -18,6 +18,8 @@ from kvtier.bridge.protocol import (
     Cancel,
     Clear,
     Cleared,
+    Explained,
+    Explanation,
     Found,
     Held,
     Lookup,
@@ -25,6 +27,7 @@ from kvtier.bridge.protocol import (
     UseWeights,
     Watch,
 )
+from kvtier.catalog.misses import Miss, MissReason
 from kvtier.integrations.vllm import early, lookups, saves
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.early import MAX_EARLY_STATES
@@ -32,7 +35,7 @@ from kvtier.integrations.vllm.loading import LOST
 from kvtier.memory.keys import BLOCK_HASH_BYTES, block_hashes, split_keys, state_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc import client
-from kvtier.rpc.client import UnixConnection
+from kvtier.rpc.client import MIN_POLL_INTERVAL_SECONDS, UnixConnection
 from kvtier.tiers.throughput import MIN_SAMPLES
 from tests.integrations.test_request import image
 from tests.rigs import stepping
@@ -78,6 +81,38 @@ def test_all_chunks_of_a_step_are_reserved_in_one_message(engine: Engine, cache:
     engine.step()
     assert len(cache.receive(Reserve).runs) == REQUESTS
     assert {job.request_id for job in engine.saves} == {request.request_id for request in requests}
+
+
+def test_what_became_of_requests_is_reported_after_room_is_requested_in_one_message(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache process handles messages in order, and an answer may be waited for."""
+    requests = [make_request(4 * CHUNK_TOKENS) for _ in range(3)]
+    for request in requests:
+        engine.start(request)
+    sent: list[Any] = []
+    monkeypatch.setattr(UnixConnection, "send", lambda _, message: sent.append(message))
+    engine.step()
+    [reserve, outcomes] = sent
+    assert isinstance(reserve, Reserve)
+    assert [outcome.request for outcome in outcomes.requests] == [request.request_id for request in requests]
+
+
+def test_request_of_one_step_is_logged_at_its_end(
+    engine: Engine, cache: ScriptedCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An idle engine takes no further step in which an explanation would be read."""
+    caplog.set_level("INFO", "vllm.kvtier")
+    request = make_request(CHUNK_TOKENS)
+    look_up = engine.start(request)
+    engine.step()
+    assert not caplog.messages
+    misses = [Miss(MissReason.NEVER_STORED, CHUNK_TOKENS)]
+    cache.send(Explained([Explanation(look_up.ticket, 0, misses)]))
+    time.sleep(MIN_POLL_INTERVAL_SECONDS)
+    engine.finish(request)
+    [line] = caplog.messages
+    assert line.endswith(f"missed: {CHUNK_TOKENS} never_stored")
 
 
 def test_step_waits_once_and_for_at_most_two_milliseconds(engine: Engine, waits: list[float]) -> None:

@@ -70,8 +70,10 @@ class ScriptedServer:
 
     def _add(self, data: bytes) -> None:
         for message in map(self._decode, self._reader.feed(data)):
-            is_outcome = isinstance(message, protocol.Outcome)
-            (self.outcomes if is_outcome else self._received).append(message)
+            if isinstance(message, protocol.Outcomes):
+                self.outcomes += message.requests
+            else:
+                self._received.append(message)
 
     def send(self, *messages: Message, fds: Sequence[int] = ()) -> None:
         assert self._connection is not None

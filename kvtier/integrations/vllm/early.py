@@ -152,6 +152,8 @@ class Early:
             self._expect_chunks(state, 2 * self._step_chunks)
 
     def _expect_chunks(self, state: RequestState, limit: int) -> None:
+        if not self._step_chunks:
+            return
         count = min(self._step_chunks, limit - self._saves.expected_chunks, self._saves.room)
         if count <= 0:
             return

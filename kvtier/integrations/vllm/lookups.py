@@ -344,14 +344,14 @@ class Lookups:
         self._bridge.end(outcome)
         self._reports.add(outcome)
 
-    def take_explained(self) -> None:
+    def take_explanations(self) -> None:
         """Log the requests whose misses were explained since the last step, or will never be."""
         if self._bridge.epoch != self._explains:
             if self._explains:
                 self._reports.lost()
             self._explains = self._bridge.epoch
-        for explained in self._bridge.take_explained():
-            self._reports.explain(explained)
+        for explanation in self._bridge.take_explanations():
+            self._reports.explain(explanation)
 
     def _why_not_asked(self, state: RequestState) -> MissReason:
         if reads_nothing(state):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvtier.bridge.protocol import Explained, Outcome
+from kvtier.bridge.protocol import Explanation, Outcome
 from kvtier.catalog.misses import text_of
 
 if TYPE_CHECKING:
@@ -23,36 +23,36 @@ class RequestReports:
     def __init__(self, stats: TransferStats) -> None:
         self._stats = stats
         self._outcomes: dict[int, Outcome] = {}
-        self._explained: dict[int, Explained] = {}
+        self._explanations: dict[int, Explanation] = {}
 
     def add(self, outcome: Outcome) -> None:
         """Report a request, once its misses are explained if that may come."""
-        explained = self._explained.pop(outcome.ticket, None)
-        if outcome.reason is not None or explained is not None:
-            self._report(outcome, explained)
+        explanation = self._explanations.pop(outcome.ticket, None)
+        if outcome.reason is not None or explanation is not None:
+            self._report(outcome, explanation)
             return
         self._outcomes[outcome.ticket] = outcome
         if len(self._outcomes) > MAX_AWAITED:
             self._report(self._outcomes.pop(next(iter(self._outcomes))), None)
 
-    def explain(self, explained: Explained) -> None:
+    def explain(self, explanation: Explanation) -> None:
         """Report the request that an explanation is for."""
-        if (awaited := self._outcomes.pop(explained.ticket, None)) is not None:
-            self._report(awaited, explained)
+        if (awaited := self._outcomes.pop(explanation.ticket, None)) is not None:
+            self._report(awaited, explanation)
             return
-        self._explained[explained.ticket] = explained
-        if len(self._explained) > MAX_AWAITED:
-            del self._explained[next(iter(self._explained))]
+        self._explanations[explanation.ticket] = explanation
+        if len(self._explanations) > MAX_AWAITED:
+            del self._explanations[next(iter(self._explanations))]
 
     def lost(self) -> None:
         """Report all requests that wait for an explanation, as those who could give it are gone."""
         for awaited in self._outcomes.values():
             self._report(awaited, None)
         self._outcomes.clear()
-        self._explained.clear()
+        self._explanations.clear()
 
-    def _report(self, outcome: Outcome, explained: Explained | None) -> None:
-        misses = outcome.misses(explained)
+    def _report(self, outcome: Outcome, explanation: Explanation | None) -> None:
+        misses = outcome.misses(explanation)
         for miss in misses:
             self._stats.add("miss_tokens", miss.tokens, miss.reason)
         loaded = ", ".join(f"{tier} {tokens}" for tier, tokens in outcome.hits.items())

@@ -8,7 +8,7 @@ threads of a model on a CPU leave none to the cache process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, product
 from typing import TYPE_CHECKING
 
@@ -471,8 +471,12 @@ class Saves:
         jobs: dict[tuple[str, int], Job] = {}
         for save in granted:
             job = self._job(save, blocks_of)
-            if job is not None:  # One for each request: chunks with room in advance are saves of their own.
-                jobs.setdefault((job.request_id, job.epoch), replace(job, chunks=[])).chunks += job.chunks
+            if job is None:
+                continue
+            # One for each request: chunks with room in advance are saves of their own.
+            first = jobs.setdefault((job.request_id, job.epoch), job)
+            if first is not job:
+                first.chunks.extend(job.chunks)
         self._bridge.abandon(self._unusable)
         self._unusable = []
         return list(jobs.values())

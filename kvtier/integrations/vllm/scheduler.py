@@ -294,7 +294,7 @@ class SchedulerSide:
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Return the loads and saves of the next step."""
         self._bridge.update()
-        self._lookups.take_explained()
+        self._lookups.take_explanations()
         for request_id in output.preempted_req_ids or ():
             if (preempted := self._requests.get(request_id)) is not None:
                 self._kv_transfers.note_preemption(preempted)
@@ -307,6 +307,7 @@ class SchedulerSide:
         saves = self._saves.step(copyable, self._wait_left(STEP_WAIT_SECONDS))
         if not self._saves.unreserved:  # No chunk can be added to a transfer that has ended.
             self._kv_transfers.end_finished()
+        self._bridge.send_outcomes()
         self._bridge.probe()
         self._traces.send(after=SEND_SECONDS)
         self._shadow.end_step()
@@ -382,6 +383,9 @@ class SchedulerSide:
         self._traces.end(request.request_id)
         self.adapters.finish(request.request_id)
         self._shadow.present.discard(request.request_id)
+        # There may be no further step for a long time.
+        self._bridge.poll_if_due()
+        self._lookups.take_explanations()
         if state is None:
             return False, self._kv_transfers.answer(request, 0)
         self._shadow.end(state)
