@@ -292,7 +292,7 @@ class ShadowCache:
         catalog = self._catalog
         held = len(catalog.prefix(keys)) if parent is None or parent in catalog else 0
         catalog.touch(keys)
-        if new := [at for at, key in enumerate(keys) if key not in catalog]:
+        if new := [at for at in range(held, len(keys)) if keys[at] not in catalog]:
             self._store(keys, lengths, new, parent)
         return held
 

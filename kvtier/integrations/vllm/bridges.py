@@ -78,8 +78,9 @@ class Bridges(NamedTuple):
         try:
             bridge.connect()
         except ChannelError as error:
-            where = f"the host of {hello.to}" if hello.to else "setting `socket`"
-            logger.warning("%s: continuing without a cache until it is reachable (%s)", error, where)
+            command = f"KVTIER_SOCKET={path} kvtier serve"
+            remedy = f"on the host of {hello.to}" if hello.to else f"start it: {command}"
+            logger.warning("%s: continuing without a cache until it is reachable (%s)", error, remedy)
         return bridge
 
 
