@@ -149,6 +149,10 @@ class TieredCache:
         self._misses = MissStage(hierarchy, discovering)
         self.identify = self._misses.identify
         """See :meth:`MissStage.identify`."""
+        self.explain_prompt = self._misses.explain_prompt
+        """See :meth:`MissStage.explain_prompt`."""
+        self.note_dropped = self._storing.note_dropped
+        """Counts chunks that an engine may not store."""
         self.load_or_compute = self._looking_up.load_or_compute
         """Decides what is loaded and what is computed."""
         self._finished = self._closed = False
@@ -203,9 +207,8 @@ class TieredCache:
             ]
             planner, observers = TransferPlanner(catalog, [memory, *lower]), list(plugins.observers(settings))
             usage = Usage(tenant_names(settings))
-            cache = cls(
-                settings, Hierarchy(memory, lower, catalog, planner, tasks, observers, layouts, usage)
-            )
+            hierarchy = Hierarchy(memory, lower, catalog, planner, tasks, observers, layouts, usage)
+            cache = cls(settings, hierarchy)
             await cache._start(tasks)
             try:
                 yield cache
@@ -378,20 +381,6 @@ class TieredCache:
         was not found. Call it before chunks of the prompt are stored.
         """
         return self._misses.explain(found, namespace, adapter, beginning)
-
-    async def explain_prompt(
-        self, namespace: bytes, layout: ChunkLayout, tokens: Sequence[int], salt: str = ""
-    ) -> tuple[list[tuple[str, int]], list[Miss]]:
-        """Return what is held of a prompt, as runs of a tier and tokens, and why the rest is not.
-
-        Leases nothing and does not count as a lookup. Asks the shared pools; takes 15 µs per 1,000 tokens
-        besides that. Raises the errors of :func:`~kvtier.memory.keys.chunk_keys`.
-        """
-        return await self._misses.explain_prompt(namespace, layout, tokens, salt)
-
-    def note_dropped(self, keys: Sequence[ChunkKey]) -> None:
-        """Count chunks that an engine may not store."""
-        self._storing.note_dropped(keys)
 
     def reserve(self, header: ChunkHeader, hints: ChunkHints | None = None) -> Reservation | None:
         """Reserve arena memory for one chunk. Return ``None`` if it is already held or memory is full."""

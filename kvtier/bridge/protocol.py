@@ -540,34 +540,11 @@ class Notice(Message, frozen=True, array_like=True, tag=31):
 
 FromScheduler = Lookup | Cancel | Outcomes | Reserve | Clear | UseWeights | KVTransfer | EndKVTransfer | Watch
 FromWorker = Confirm | Commit | Leave | RequestStaging | OpenedStaging
-FromEngine = (
-    Hello
-    | FromScheduler
-    | FromWorker
-    | Abandon
-    | Spans
-    | Status
-    | WhatIf
-    | Why
-    | WhyPrompt
-    | ListModels
-    | ClearWeights
-    | Ping
-)
+FromObserver = Status | WhatIf | Why | WhyPrompt | ListModels | ClearWeights
+FromEngine = Hello | FromScheduler | FromWorker | FromObserver | Abandon | Spans | Ping
 ToScheduler = Found | Explained | Reserved | Cleared | Held | KVTransferResult | Notice
-FromCache = (
-    Welcome
-    | ToScheduler
-    | Confirmed
-    | OfferStaging
-    | StatusReport
-    | WhatIfAnswer
-    | WhyAnswer
-    | WhyPromptAnswer
-    | ModelList
-    | Refused
-    | Pong
-)
+ToObserver = StatusReport | WhatIfAnswer | WhyAnswer | WhyPromptAnswer | ModelList
+FromCache = Welcome | ToScheduler | ToObserver | Confirmed | OfferStaging | Refused | Pong
 
 decode_from_engine: Callable[[bytes], FromEngine] = decoder(FromEngine, "a message from an engine")
 decode_from_cache: Callable[[bytes], FromCache] = decoder(FromCache, "a message from a cache process")

@@ -282,8 +282,7 @@ class Connection:
                 prompts = await self._server.instance.why_prompt(*asked)
                 self.send(protocol.WhyPromptAnswer(message.ticket, prompts))
             case protocol.ListModels():
-                engines = self._server.engine_models()
-                self.send(protocol.ModelList(message.ticket, engines))
+                self.send(protocol.ModelList(message.ticket, self._server.engine_models()))
             case protocol.ClearWeights():
                 await self._clear_weights(message)
             case protocol.Clear() if self._engine is not None:

@@ -6,7 +6,6 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING
 
@@ -35,11 +34,10 @@ from kvtier.logs import Finding
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, ChunkKey, split_keys
 from kvtier.memory.layout import STATE_TOKENS
-from kvtier.observability.breakers import around
+from kvtier.observability.breakers import Breakers, around
 from kvtier.observability.requests import RequestLog, RequestReport
 from kvtier.pipeline.found import FoundPrefix, Ready
 from kvtier.pipeline.query import Expected, Query
-from kvtier.pipeline.verify import Recomputation
 from kvtier.tiers.host_memory import Reservation
 from kvtier.units import format_size
 
@@ -53,14 +51,6 @@ MAX_ASKED = 4096
 """Lookups of an engine whose outcome is awaited. Requests that are cancelled before they run have none."""
 MIN_LENGTHS = 200
 """Prompts to look at before their typical length is known."""
-
-
-@dataclass(slots=True)
-class _Asked:
-    """A lookup whose outcome is not known yet."""
-
-    began_at: float
-    explanation: Explanation | None = None
 
 
 class EngineSession:
@@ -94,8 +84,8 @@ class EngineSession:
         self._recorder = recorder
         self.reads = ReadLeases(numbers)
         self.writes = PendingWrites(cache, hello.layout.ranks)
-        self._asked: dict[int, _Asked] = {}
-        """Lookups whose outcome is awaited, by ticket."""
+        self._asked: dict[int, tuple[float, Explanation | None]] = {}
+        """When each lookup began whose outcome is awaited, and why its chunks are missing, once known."""
         self.absent_ranks: set[int] = set()
         """Ranks that have left and not returned. They never fill what is reserved meanwhile."""
 
@@ -140,7 +130,7 @@ class EngineSession:
             found = self._cache.look_up(query, expected, staged=self._buffers)
         ticket = self.reads.begin(request.ticket)
         if request.described is not None and not request.repeated:
-            self._asked[request.ticket] = _Asked(time.monotonic())
+            self._asked[request.ticket] = (found.began_at, None)
             if len(self._asked) > MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
         answer = self._grant(ticket, found, fetching=found.in_flight)
@@ -245,28 +235,31 @@ class EngineSession:
 
     def explain(self, request: LookupRequest, found: FoundPrefix, log: RequestLog) -> Explanation | None:
         """Return why chunks of a settled lookup are missing, if any; ``None`` if the engine has not asked."""
-        asked, described = self._asked.get(request.ticket), request.described
-        if asked is None or described is None:
+        described = request.described
+        if request.ticket not in self._asked or described is None:
             return None
-        chunk, query = self.layout.chunk_tokens, found.query
         misses = self._cache.explain(found, self.namespace, described.adapter, described.beginning)
         misses = [self._or_image(miss, described.images) for miss in misses]
-        asked.explanation = Explanation(request.ticket, found.whole * chunk, misses)
-        if query.block_tags is not None:
-            root = query.block_tags.root
-            log.breakers.passed(root, query.keys)
-            for miss in misses:
-                if miss.reason is MissReason.DIVERGES:
-                    parent = query.keys[miss.position // chunk - 1] if miss.position >= chunk else root
-                    # What is before the position may be a hit in part.
-                    behind = query.tokens - miss.position
-                    seconds, again = query.compute_seconds * behind / query.tokens, miss.field == AGAIN
-                    shown = None
-                    if described.prompt and self._cache.settings.why.show_text:
-                        shown = around(self.namespace, array("I", described.prompt), miss.position)
-                    log.breakers.parted(parent, miss.position, behind, seconds, again=again, around=shown)
-                    break
-        return asked.explanation
+        if (tags := found.query.block_tags) is not None:
+            log.breakers.passed(tags.root, found.query.keys)
+            parted = next((miss for miss in misses if miss.reason is MissReason.DIVERGES), None)
+            if parted is not None:
+                self._note_parted(parted, tags.root, found.query, described.prompt, log.breakers)
+        explanation = Explanation(request.ticket, found.whole * self.layout.chunk_tokens, misses)
+        self._asked[request.ticket] = found.began_at, explanation
+        return explanation
+
+    def _note_parted(
+        self, miss: Miss, root: ChunkKey, query: Query, prompt: bytes, breakers: Breakers
+    ) -> None:
+        """Count where a prompt parts from what is stored. ``prompt``: its tokens, or nothing."""
+        at, before = miss.position, miss.position // self.layout.chunk_tokens
+        parent = query.keys[before - 1] if before else root
+        behind = query.tokens - at  # What is before the position may be a hit in part.
+        seconds = query.compute_seconds * behind / query.tokens
+        shows = prompt and self._cache.settings.why.show_text
+        shown = around(self.namespace, array("I", prompt), at) if shows else None
+        breakers.parted(parent, at, behind, seconds, again=miss.field == AGAIN, around=shown)
 
     def _or_image(self, miss: Miss, images: Sequence[tuple[int, int]]) -> Miss:
         """Return a miss, with the image as its reason if the prompt parts from what is stored within one."""
@@ -279,20 +272,10 @@ class EngineSession:
 
     def end(self, outcome: Outcome, log: RequestLog) -> None:
         """Report what became of a request."""
-        asked = self._asked.pop(outcome.ticket, None) or _Asked(time.monotonic())
-        waited, misses = time.monotonic() - asked.began_at, outcome.misses(asked.explanation)
-        log.add(
-            RequestReport(
-                time.time(),
-                outcome.request,
-                self.name,
-                outcome.tokens,
-                outcome.engine_tokens,
-                outcome.hits,
-                misses,
-                waited,
-            )
-        )
+        now = time.monotonic()
+        began_at, explanation = self._asked.pop(outcome.ticket, (now, None))
+        tokens = outcome.tokens, outcome.engine_tokens, outcome.hits, outcome.misses(explanation)
+        log.add(RequestReport(time.time(), outcome.request, self.name, *tokens, now - began_at))
 
     def _with_block_hashes(self, found: Found, ready: Sequence[Ready]) -> Found:
         """Add the block hashes of the last chunk, which the engine may use in part; none if it is corrupt."""
@@ -356,12 +339,12 @@ class EngineSession:
         if sum(len(run.keys) for run in request.runs) > MAX_RESERVED_CHUNKS * KEY_BYTES:
             raise ProtocolError(f"a reservation of more than {MAX_RESERVED_CHUNKS} chunks")
         # Validate all runs before reserving anything.
-        runs = [(run.kv_transfer, self._headers(run)) for run in request.runs]
-        in_arena = [header for kv_transfer, headers in runs if not kv_transfer for header in headers]
+        runs = [(run, self._headers(run)) for run in request.runs]
+        in_arena = [header for run, headers in runs if not run.kv_transfer for header in headers]
         hints: list[ChunkHints | None] = []
         if any(run.hints is not None for run in request.runs):
-            for run, (kv_transfer, headers) in zip(request.runs, runs, strict=True):
-                hints += [] if kv_transfer else [run.hints] * len(headers)
+            for run, headers in runs:
+                hints += [] if run.kv_transfer else [run.hints] * len(headers)
         # A state needs its chunks, and these are useless without it.
         declining = not self.layout.has_states and not any(run.awaited or run.canary for run in request.runs)
         # A disconnected rank would never fill its slices.
@@ -372,14 +355,14 @@ class EngineSession:
             self._cache.tasks.start_soon(self._cache.expire, canaries)
         staging = self._buffers
         writes: list[Reservation | None] = []
-        for kv_transfer, headers in runs:
-            if kv_transfer:
-                transfer = find(kv_transfer)
+        for run, headers in runs:
+            if run.kv_transfer:
+                transfer = find(run.kv_transfer)
                 writes += [_stage(staging, transfer, header) for header in headers]
             else:
                 writes += islice(reserved, len(headers))
         if not self.absent_ranks and any(run.recomputes is not None for run in request.runs):
-            self._reserve_recomputed(request.runs, [headers for _, headers in runs], writes)
+            self._reserve_recomputed(runs, writes)
         extends = iter([run.extends for run in request.runs for _ in range(len(run.keys) // KEY_BYTES)])
         leases, offsets = [NO_LEASE] * len(writes), [0] * len(writes)
         for index, (write, chunk) in enumerate(zip(writes, extends, strict=True)):
@@ -391,20 +374,16 @@ class EngineSession:
         return Reserved(request.ticket, leases, offsets, 0 if staging is None else staging.number)
 
     def _reserve_recomputed(
-        self, runs: Sequence[Run], headers: Sequence[list[ChunkHeader]], writes: list[Reservation | None]
+        self, runs: Sequence[tuple[Run, list[ChunkHeader]]], writes: list[Reservation | None]
     ) -> None:
         """Reserve room in ``writes`` to compare chunks that are held: all that there is, in random order."""
-        wanted, first = list[tuple[int, ChunkHeader, Recomputation, bool]](), 0
-        for run, own in zip(runs, headers, strict=True):
-            of = run.recomputes
-            for at, header in enumerate(own):
-                if of is not None and writes[first + at] is None:
-                    start = of.start + at * self.layout.chunk_tokens
-                    wanted.append((first + at, header, structs.replace(of, start=start), run.canary))
-            first += len(own)
-        random.shuffle(wanted)
-        for at, header, of, measures in wanted:
-            writes[at] = self._cache.verifying.reserve(header, of, measures=measures)
+        chunks = [(run, at, header) for run, headers in runs for at, header in enumerate(headers)]
+        for index in random.sample(range(len(chunks)), len(chunks)):
+            run, at, header = chunks[index]
+            if run.recomputes is not None and writes[index] is None:
+                start = run.recomputes.start + at * self.layout.chunk_tokens
+                of = structs.replace(run.recomputes, start=start)
+                writes[index] = self._cache.verifying.reserve(header, of, measures=run.canary)
 
     def _within_share(self, headers: Sequence[ChunkHeader]) -> int:
         """Return how many chunks, in order, may be reserved before this engine has more than its share."""

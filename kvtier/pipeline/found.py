@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 
 import anyio
 
-from kvtier.catalog.gone import NO_TIER
 from kvtier.catalog.misses import MissReason
 from kvtier.catalog.partial_matches import PartialMatch
 from kvtier.concurrency.tasks import wait_for_event
@@ -79,9 +78,9 @@ class Cut(NamedTuple):
     """Why a lookup gave up chunks that are held."""
 
     reason: MissReason
-    tier: int = NO_TIER
+    tier: int
     """The tier that is too slow."""
-    seconds: float = 0.0
+    seconds: float
     """How long was waited for them, or would have been."""
 
 
@@ -143,8 +142,8 @@ class FoundPrefix:
         """The last chunk, if it only begins like the prompt. Compare its block hashes."""
         self.cut: Cut | None = None
         """Why chunks after the last one were given up, if they are held."""
-        self.not_answered: Cut | None = None
-        """Which pool has not told in time what it holds."""
+        self.not_answered: float | None = None
+        """How many seconds the lookup has waited for shared pools, if they have not answered in time."""
         self.held = 0
         """For a model with states: how many leading chunks are held, also beyond the last state."""
         self.needed = 0
@@ -240,18 +239,13 @@ class FoundPrefix:
         runs = groupby(ready, key=lambda chunk: chunk.staged is not None)
         return [Ready.of(list(run)) for _, run in runs]
 
-    @property
-    def first_in_flight(self) -> FoundChunk | None:
-        """The first chunk that has not arrived, if any."""
-        return next((chunk for chunk in self._chunks if not chunk.arrived), None)
-
     async def settle(
         self,
         seconds: float | None,
         progress: ReportProgress | None = None,
         worth_waiting: WorthWaiting = lambda _arrived, _waiting: True,
-    ) -> FoundChunk | None:
-        """Wait for the chunks in flight, then drop those that did not arrive. Return the first of these.
+    ) -> None:
+        """Wait for the chunks in flight, then drop those that did not arrive.
 
         Stops early if nothing arrives for ``seconds``; ``None`` waits without a timeout. Calls ``progress``
         whenever the query's answer or some chunks have arrived while others are in flight; it may take them.
@@ -274,9 +268,18 @@ class FoundPrefix:
                 break
             if not await wait_for_event(chunk.flight.done, self._timeout(seconds)) or not chunk.arrived:
                 break
-        late = self.first_in_flight
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Drop what has not arrived, and note why."""
+        seconds = time.monotonic() - self.began_at
+        if self.unknown > 0:
+            self.not_answered = seconds
+        late = next((chunk for chunk in self._chunks if not chunk.arrived), None)
+        if self.cut is None and late is not None and late.flight is not None:
+            failed = late.flight.done.is_set()
+            self.cut = Cut(MissReason.LOAD_FAILED if failed else MissReason.TOO_LATE, late.source, seconds)
         self.keep(self.ready)
-        return late
 
     def _timeout(self, seconds: float | None) -> float | None:
         """Return how long to wait for the next chunk: not much longer than all of them take to compute."""

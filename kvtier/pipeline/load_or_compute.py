@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+from kvtier.catalog.misses import MissReason
 from kvtier.events import Prefetch
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.found import Cut
 from kvtier.pipeline.hierarchy import Hierarchy
 from kvtier.pipeline.read import Reader
 from kvtier.tiers.throughput import MIN_SAMPLES
@@ -59,10 +61,8 @@ class Pace:
         """``compute``: the seconds in which the engine computes a chunk."""
         self._compute = compute
         self._clock = clock
-        self._arrived, self._waits = -1, 0
-        """How many chunks had arrived before the last wait, and how many waits have ended with an arrival."""
-        self._began, self._first = 0.0, 0
-        """When the first of these had ended, and how many chunks had arrived then."""
+        self._arrivals: list[tuple[float, int]] = []
+        """When each wait has ended, and how many chunks had arrived; at first, before any wait."""
         self.left_seconds = 0.0
         """In how many seconds the others would have arrived, if they are not worth waiting for; else 0."""
 
@@ -71,15 +71,14 @@ class Pace:
 
         Call it before each wait, with the number of chunks that have ``arrived``. Takes constant time.
         """
-        before, self._arrived = self._arrived, arrived
-        if arrived == before or before < 0:
+        arrivals = self._arrivals
+        if arrivals and arrivals[-1][1] == arrived:
             return True
-        self._waits += 1
-        if self._waits == 1:
-            self._began, self._first = self._clock(), arrived
-        if self._waits < MIN_SAMPLES:
+        arrivals.append((self._clock(), arrived))
+        if len(arrivals) <= MIN_SAMPLES:
             return True
-        left = waiting * (self._clock() - self._began) / (arrived - self._first)
+        (began, first), (now, _) = arrivals[1], arrivals[-1]
+        left = waiting * (now - began) / (arrived - first)
         if _is_clearly_earlier(waiting * self._compute, left):
             self.left_seconds = left
         return not self.left_seconds
@@ -99,22 +98,23 @@ class LoadOrCompute:
 
     def decide(
         self, keys: Sequence[ChunkKey], sources: Sequence[int], among: int, compute: float, *, whole: bool
-    ) -> tuple[int, float | None, float]:
-        """Return how many leading chunks to load, and in how many seconds they and all would arrive.
+    ) -> tuple[int, float | None, Cut | None]:
+        """Return how many leading chunks to load, in how many seconds they arrive, and why not the others.
 
-        ``None`` and 0 if that is not known. ``sources``: the first tier that holds each chunk. ``compute``:
-        seconds per chunk.
+        ``None`` if that is not known, and if all are loaded. ``sources``: the first tier that holds each
+        chunk. ``compute``: seconds per chunk.
         """
         arrivals = self._arrivals(keys, sources, among)
         if None in arrivals:
-            return len(keys), None, 0.0
+            return len(keys), None, None
         known = [seconds for seconds in arrivals if seconds is not None]
         count = worth_loading(known, compute, whole=whole)
+        cut = None
         if count < len(keys):
-            self.computed(sources[count:], len(keys), compute, max(known))
-        return count, max(known[:count], default=0.0), max(known, default=0.0)
+            cut = self.computed(sources[count:], len(keys), compute, max(known))
+        return count, max(known[:count], default=0.0), cut
 
-    def computed(self, sources: Sequence[int], total: int, compute: float, seconds: float) -> None:
+    def computed(self, sources: Sequence[int], total: int, compute: float, seconds: float) -> Cut:
         """Record that chunks of these ``sources`` are computed, which would have arrived in ``seconds``.
 
         ``total``: the chunks of the lookup. ``compute``: seconds per chunk.
@@ -130,6 +130,7 @@ class LoadOrCompute:
                 f"tier {tier} was slower than the engine: {seconds:.2g} s, instead of {computing:.2g} s",
                 "use a faster medium, or load in any case, to spare the engine: prefetch.adaptive: false",
             )
+        return Cut(MissReason.RECOMPUTE_WAS_FASTER, sources[0], seconds)
 
     def ended(self, expected: float, actual: float) -> None:
         """Record a wait whose duration was known in advance."""

@@ -13,13 +13,11 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.catalog.catalog import ALL_TIERS
-from kvtier.catalog.gone import NO_TIER
-from kvtier.catalog.misses import MissReason
 from kvtier.events import Prefetch, Priority
 from kvtier.memory.keys import ChunkKey, state_key
 from kvtier.pipeline.discover import DiscoverStage
 from kvtier.pipeline.expect import Expectation, ExpectStage
-from kvtier.pipeline.found import Cut, FoundChunk, FoundPrefix, ReportProgress
+from kvtier.pipeline.found import FoundChunk, FoundPrefix, ReportProgress
 from kvtier.pipeline.hierarchy import Hierarchy
 from kvtier.pipeline.load_or_compute import LoadOrCompute, Pace
 from kvtier.pipeline.query import Expected
@@ -165,10 +163,8 @@ class LookUpStage:
         """Wait for what is in flight, according to ``prefetch.policy``; drop the rest."""
         if found.pushed is not None:
             await found.pushed.ended.wait()
-        asked = found.unknown > 0
         if self._settings.policy == "best_effort":
-            self._note_given_up(found, found.first_in_flight, asked=asked)
-            found.keep(found.ready)
+            found.give_up()
             return
         deadline = self._settings.deadline if self._settings.policy == "timeout" else None
         total, started, pace = found.total, time.monotonic(), Pace(found.compute)
@@ -180,11 +176,10 @@ class LookUpStage:
             if pace.worth_waiting(arrived, waiting):
                 return True
             sources = [chunk.source for chunk in found.chunks[-waiting:]]
-            self.load_or_compute.computed(sources, found.total, found.compute, pace.left_seconds)
-            found.cut = Cut(MissReason.RECOMPUTE_WAS_FASTER, sources[0], pace.left_seconds)
+            found.cut = self.load_or_compute.computed(sources, found.total, found.compute, pace.left_seconds)
             return False
 
-        self._note_given_up(found, await found.settle(deadline, progress, worth_waiting), asked=asked)
+        await found.settle(deadline, progress, worth_waiting)
         missing = total - found.total
         if found.expected and not missing:
             self.load_or_compute.ended(found.expected, time.monotonic() - found.began_at)
@@ -192,19 +187,6 @@ class LookUpStage:
         if late and missing > 0 and not pace.left_seconds:
             message = "prefetch.deadline of %g s exceeded: %d of %d chunks did not arrive and are recomputed"
             self._hierarchy.warn("deadline", message, deadline, missing, total)
-
-    def _note_given_up(self, found: FoundPrefix, chunk: FoundChunk | None, *, asked: bool) -> None:
-        """Note the first chunk in flight that a lookup has stopped waiting for, if any.
-
-        ``asked``: whether pools were asked.
-        """
-        if asked and not found.answered.is_set():
-            pool = next((tier.index for tier in self._hierarchy.lower if tier.shared), NO_TIER)
-            found.not_answered = Cut(MissReason.TOO_LATE, pool, time.monotonic() - found.began_at)
-        if found.cut is None and chunk is not None and chunk.flight is not None:
-            failed = chunk.flight.done.is_set()
-            reason = MissReason.LOAD_FAILED if failed else MissReason.TOO_LATE
-            found.cut = Cut(reason, chunk.source, time.monotonic() - found.began_at)
 
     # What this host holds.
 
@@ -226,15 +208,14 @@ class LookUpStage:
         self, found: FoundPrefix, keys: Sequence[ChunkKey], among: int, *, whole: bool = False
     ) -> bool:
         hierarchy, memory = self._hierarchy, self._hierarchy.memory
-        counted, among = among == ALL_TIERS, among & hierarchy.usable_of(keys)
+        among &= hierarchy.usable_of(keys)
         rows, sources = hierarchy.catalog.prefix_rows(keys, among)
         known = len(rows)
         if found.compute and sources.count(memory.index) < known:
-            worth, found.expected, latest = self.load_or_compute.decide(
+            worth, found.expected, cut = self.load_or_compute.decide(
                 keys[:known], sources, among, found.compute, whole=whole
             )
-            if worth < known:
-                found.cut = Cut(MissReason.RECOMPUTE_WAS_FASTER, sources[worth], latest)
+            found.cut = cut or found.cut
             rows, sources = rows[:worth], sources[:worth]
         held = keys[: len(rows)]
         if found.query.hints is not None:
@@ -243,7 +224,7 @@ class LookUpStage:
         self._storing.used(rows)
         in_memory = sources.count(memory.index) == len(sources)
         if in_memory and not found.count:
-            return self._extend_from_memory(found, held, rows, counted=counted) and len(held) == known
+            return self._extend_from_memory(found, held, rows) and len(held) == known
         if not in_memory:
             self._reader.start(Prefetch(keys=held, priority=Priority.REQUESTED, among=among))
         first = found.total
@@ -254,23 +235,19 @@ class LookUpStage:
                 break
             chunks.append(chunk)
         found.add(chunks)
-        if counted:
-            self._count(found, first, [chunk.source for chunk in chunks])
+        self._count(found, first, [chunk.source for chunk in chunks])
         return len(chunks) == known
 
-    def _extend_from_memory(
-        self, found: FoundPrefix, held: Sequence[ChunkKey], rows: Sequence[int], *, counted: bool
-    ) -> bool:
+    def _extend_from_memory(self, found: FoundPrefix, held: Sequence[ChunkKey], rows: Sequence[int]) -> bool:
         """Lease a prefix that is entirely in memory, in one batch."""
         leases = self._hierarchy.memory.lease_rows(rows)
         found.set_head(held, leases)
-        if counted:
-            self._count(found, found.taken, [self._hierarchy.memory.index] * len(leases))
+        self._count(found, found.taken, [self._hierarchy.memory.index] * len(leases))
         return len(leases) == len(held)
 
     def _count(self, found: FoundPrefix, first: int, sources: Sequence[int]) -> None:
         """Count the chunks found from the ``first`` one on, and their tokens, by the tier that held them."""
-        if found.query.canary:
+        if found.query.local or found.query.canary:
             return
         counts, tiers, tokens = self._hierarchy.counts, self._hierarchy.tiers, found.chunk_tokens
         for source, count in Counter(sources).items():

@@ -82,39 +82,17 @@ class Recomputed(Reservation):
         self.stage.release(self)
 
 
-class Origins(Observer):
-    """Remembers from which tier the chunks in memory were read."""
-
-    def __init__(self, hierarchy: Hierarchy) -> None:
-        self._memory = hierarchy.memory
-        self._indexes = {tier.name: tier.index for tier in hierarchy.lower}
-        self.tiers: dict[ChunkKey, int] = {}
-
-    def observe(self, report: Report) -> None:
-        """Note the chunks that a request has brought into memory."""
-        source = self._indexes.get(report.source or "")
-        if source is None or report.target != self._memory.name or not isinstance(report.event, Prefetch):
-            return
-        for key, outcome in zip(report.keys, report.outcomes, strict=True):
-            if outcome is Outcome.OK and self._memory.state(key) is State.READY:
-                self.tiers[key] = source
-
-    def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
-        """Forget the chunks that leave memory."""
-        for key in removed if tier == FIRST else ():
-            self.tiers.pop(key, None)
-
-
-class VerifyStage:
+class VerifyStage(Observer):
     """Compares chunks, and acts on differences. All methods must be called from the event loop."""
 
     def __init__(self, hierarchy: Hierarchy, clearing: ClearStage, *, follows: bool) -> None:
         """``follows``: whether to remember from which tier chunks in memory came. Else it is the first."""
         self._hierarchy, self.tasks = hierarchy, hierarchy.tasks
         self._clearing = clearing
-        self._origins = Origins(hierarchy)
+        self._origins: dict[ChunkKey, int] = {}
+        """From which tier chunks in memory were read."""
         if follows:
-            hierarchy.observers.append(self._origins)
+            hierarchy.observers.append(self)
         self._thread = WorkerThreads(1)
         self._bytes = 0
         self._log = RateLimitedLog(logger, level=logging.ERROR, burst=4)
@@ -123,6 +101,21 @@ class VerifyStage:
         self._compared: Counter[tuple[bytes, int]] = Counter()
         self._differing: Counter[tuple[bytes, int]] = Counter()
         """Chunks that were compared, and those that differ, by namespace and tier, since its quarantine."""
+
+    def observe(self, report: Report) -> None:
+        """Note the tier of the chunks that a request has brought into memory."""
+        memory = self._hierarchy.memory
+        source = next((tier.index for tier in self._hierarchy.lower if tier.name == report.source), None)
+        if source is None or report.target != memory.name or not isinstance(report.event, Prefetch):
+            return
+        for key, outcome in zip(report.keys, report.outcomes, strict=True):
+            if outcome is Outcome.OK and memory.state(key) is State.READY:
+                self._origins[key] = source
+
+    def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
+        """Forget the chunks that leave memory."""
+        for key in removed if tier == FIRST else ():
+            self._origins.pop(key, None)
 
     def reserve(self, header: ChunkHeader, of: Recomputation, *, measures: bool) -> Reservation | None:
         """Reserve room to compare a chunk; ``None`` if memory does not hold it, or has no free room.
@@ -140,7 +133,7 @@ class VerifyStage:
             held.release()
             return None
         self._bytes += length
-        source = self._origins.tiers.get(header.key, FIRST)
+        source = self._origins.get(header.key, FIRST)
         measures = measures and source == FIRST
         return Recomputed(header, room, stage=self, held=held, source=source, of=of, measures=measures)
 
@@ -211,7 +204,7 @@ class VerifyStage:
         if source == FIRST:
             await self._clearing.clear_all(namespace, [FIRST])
         else:
-            read = [key for key, origin in self._origins.tiers.items() if origin == source]
+            read = [key for key, origin in self._origins.items() if origin == source]
             own = [each for each in read if hierarchy.catalog.namespace(each) == namespace]
             await self._clearing.clear(own, [FIRST])
 

@@ -91,9 +91,8 @@ def engine_model(vllm_config: VllmConfig, facts: dict[str, str]) -> EngineModel:
     names = [served] if isinstance(served, str) else list(served or ())
     unique, tokenizer = list(dict.fromkeys(map(text, [*names, model.model]))), _tokenizer(model)
     inserted = None if tokenizer is None else find_insertion(Path(tokenizer.path))
-    findings = []
-    if inserted is not None:
-        findings.append(Finding(f"the chat template of {unique[0]} {inserted}", inserted.remedy))
+    template = f"the chat template of {unique[0]} {inserted}"
+    findings = [] if inserted is None else [Finding(template, inserted.remedy)]
     return EngineModel(unique, tokenizer, facts, int(model.max_model_len), findings)
 
 

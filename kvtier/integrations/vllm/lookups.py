@@ -100,16 +100,10 @@ def described(state: RequestState, *, show_text: bool) -> RequestInfo:
     places = [feature.mm_position for feature in request.mm_features[:MAX_IMAGES]]
     images = [(place.offset, place.length) for place in places]
     identity = "" if adapter is None else adapter.identity
-    beginning = b""
-    if state.granularity:
-        beginning = beginning_of(request.prompt_token_ids or (), state.granularity)
+    block = state.granularity
+    beginning = beginning_of(request.prompt_token_ids or (), block) if block else b""
     prompt = array("I", request.prompt_token_ids).tobytes() if show_text else b""
     return RequestInfo(identity, images, beginning, prompt)
-
-
-def id_of(request: Request) -> str:
-    """Return a request's id as it is shown. Clients may choose it."""
-    return text(request.request_id)[:MAX_NAME]
 
 
 def reads_nothing(state: RequestState) -> bool:
@@ -197,25 +191,21 @@ class Lookups:
             expect_chunks=expected.chunks,
             repeated=progress.asked_at > 0,
         )
-        canary = state.hints.canary
-        if canary is not None:  # It loads even what is computed sooner, and is not reported.
+        canary, welcome = state.hints.canary, self._bridge.welcome
+        info = None
+        if canary is None:
+            info = described(state, show_text=welcome is not None and welcome.show_text)
+        else:  # It loads even what is computed sooner, and is not reported.
             query = msgspec.structs.replace(query, compute_seconds=0.0, repeated=True, canary=canary.tier)
-        welcome = self._bridge.welcome
-        show_text = welcome is not None and welcome.show_text
-        progress.ticket = self._bridge.look_up(
-            query,
-            None if canary else described(state, show_text=show_text),
-            state.trace.begin(LOOKUP),
-        )
-        if not progress.asked and progress.ticket is not None:
-            progress.asked = progress.ticket
+        progress.ticket = self._bridge.look_up(query, info, state.trace.begin(LOOKUP))
         progress.timeout = self._timeout + expected.seconds
         progress.waited = False
-        if progress.ticket is not None:
-            progress.asked_at = time.monotonic()
-        else:
+        if progress.ticket is None:
             state.trace.end(LOOKUP, "the cache process does not answer")
-        if progress.ticket is not None and state.hints.canary is None:
+            return
+        progress.asked = progress.asked or progress.ticket
+        progress.asked_at = time.monotonic()
+        if canary is None:
             self._stats.add("looked_up_tokens", covered)
 
     def _block_tags(self, state: RequestState) -> PromptTags | None:
@@ -296,7 +286,7 @@ class Lookups:
 
     def note_loaded(self, state: RequestState) -> None:
         """Count what a request has loaded; of a canary, only for its answer."""
-        for (tier, _), tokens in state.lookup.hits_by_tier.items():
+        for tier, tokens in state.lookup.hits.items():
             if state.hints.canary is None:
                 self._stats.add("hit_tokens", tokens, tier)
             else:
@@ -326,8 +316,7 @@ class Lookups:
             reason = reason or self._why_not_asked(state)
         if reason is not None or not loaded:
             progress.hits_by_tier = {}
-        hits = {tier: count for (tier, _), count in progress.hits_by_tier.items()}
-        self._end(request, progress.asked, progress.local_tokens, hits, reason)
+        self._end(request, progress.asked, progress.local_tokens, progress.hits, reason)
 
     def note_local(self, state: RequestState, local_tokens: int) -> None:
         """Note what vLLM's own cache holds of a request that was not looked up."""
@@ -340,9 +329,14 @@ class Lookups:
     def _end(
         self, request: Request, asked: int, local: int, hits: dict[str, int], reason: MissReason | None
     ) -> None:
-        outcome = Outcome(asked, id_of(request), int(request.num_prompt_tokens), local, hits, reason)
-        self._bridge.end(outcome)
-        self._reports.add(outcome)
+        # Nothing in a request may end the engine, least of all what is said of it.
+        try:
+            name, tokens = text(request.request_id)[:MAX_NAME], int(request.num_prompt_tokens)
+            outcome = Outcome(asked, name, tokens, local, hits, reason)
+            self._bridge.end(outcome)
+            self._reports.add(outcome)
+        except Exception as error:
+            self._warn("request %s is not reported: %r", request.request_id, error)
 
     def take_explanations(self) -> None:
         """Log the requests whose misses were explained since the last step, or will never be."""

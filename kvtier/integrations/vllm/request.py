@@ -94,6 +94,11 @@ class LookupProgress:
     computed_before: int = 0
     """How many of its tokens needed no computation."""
 
+    @property
+    def hits(self) -> dict[str, int]:
+        """The tokens of the last hit, by the name of their tier."""
+        return {tier: tokens for (tier, _), tokens in self.hits_by_tier.items()}
+
 
 @dataclass(slots=True)
 class SaveProgress:

@@ -7,8 +7,7 @@ process is late or unresponsive. In the worst case, the prompt is computed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bridge.client import SchedulerBridge
@@ -263,23 +262,13 @@ class SchedulerSide:
     def _report(self, state: RequestState, reason: MissReason | None = None, *, loaded: bool = False) -> None:
         """Report what became of a request. The first part of the engine reports for all."""
         if not self._model.part:
-            with self._reporting(state.request):
-                self._lookups.report(state, reason, loaded=loaded)
+            self._lookups.report(state, reason, loaded=loaded)
 
     def _skip(self, request: Request, local_tokens: int) -> None:
         """Report a request that no hook knows, once."""
         if not self._model.part and request.request_id not in self._skipped and not request.num_preemptions:
             self._skipped.add(request.request_id)
-            with self._reporting(request):
-                self._lookups.skip(request, local_tokens)
-
-    @contextmanager
-    def _reporting(self, request: Request) -> Iterator[None]:
-        """Nothing in a request may end the engine, least of all what is said of it."""
-        try:
-            yield
-        except Exception as error:
-            self._warn("request %s is not reported: %r", request.request_id, error)
+            self._lookups.skip(request, local_tokens)
 
     def hits_by_medium(self, request: Request) -> dict[str, int]:
         """Return the tokens of the last hit, by the type of their source tier."""
@@ -364,8 +353,8 @@ class SchedulerSide:
         for request_id in output.finished_recving or ():
             loaded = request_id in self._loads and request_id not in failed
             if (state := self._requests.get(request_id)) is not None:
-                hits = {tier: tokens for (tier, _), tokens in state.lookup.hits_by_tier.items()}
-                state.trace.end(LOAD, "" if loaded else "its tokens are computed instead", **hits)
+                error = "" if loaded else "its tokens are computed instead"
+                state.trace.end(LOAD, error, **state.lookup.hits)
             if loaded and state is not None:
                 self._lookups.note_loaded(state)
                 self._report(state, loaded=True)
