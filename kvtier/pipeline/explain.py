@@ -9,6 +9,7 @@ from itertools import groupby
 import msgspec
 
 from kvtier.catalog.catalog import ALL_TIERS
+from kvtier.catalog.gone import Gone
 from kvtier.catalog.misses import AGAIN, Miss, MissReason, misses_behind
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.memory.header import object_bytes
@@ -117,19 +118,16 @@ class MissStage:
             if key in catalog:
                 # What is held behind a missing chunk is missed for the same reason.
                 broken = broken or self._given_up(found, key)
-            elif (gone := self._gone(key)) is not None:
-                broken = gone
+            elif (gone := catalog.gone.find(key)) is not None:
+                broken = self._went(gone)
             else:
                 # Nothing can be stored behind what is not.
                 new = new or self._not_answered(found) or self._never_stored(found, index, variant, beginning)
                 broken = new
             yield broken
 
-    def _gone(self, key: ChunkKey) -> Miss | None:
-        """Return why a chunk that is in no tier has gone; ``None`` if it was never here."""
-        gone = self._hierarchy.catalog.gone.find(key)
-        if gone is None:
-            return None
+    def _went(self, gone: Gone) -> Miss:
+        """Return why a chunk that is in no tier has gone."""
         return Miss(gone.reason, 0, self._name(gone.tier), gone.kept, gone.ago)
 
     def _given_up(self, found: FoundPrefix, key: ChunkKey) -> Miss:
@@ -198,10 +196,11 @@ class MissStage:
         *_, other = others.values()
         fields = self._differences(variant.namespace, other.namespace)
         if fields == ["weights"]:
-            gone = None if other.first in self._hierarchy.catalog else self._gone(other.first)
+            catalog = self._hierarchy.catalog
+            gone = None if other.first in catalog else catalog.gone.find(other.first)
             # A reset of vLLM begins other weights, as it cannot be known that they are the same.
             if gone is not None and gone.reason is MissReason.CLEARED:
-                return gone
+                return self._went(gone)
             return Miss(MissReason.OTHER_WEIGHTS, 0, field="weights")
         return Miss(MissReason.OTHER_MODEL_OR_LAYOUT, 0, field=", ".join(fields))
 
