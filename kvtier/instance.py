@@ -12,6 +12,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from anyio import CancelScope
@@ -24,6 +25,7 @@ from kvtier.catalog.table import MAX_TIERS
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ChannelError, PeerError, ProtocolError, SettingsError
 from kvtier.fleet.member.served_models import EngineModel, ServedModels
+from kvtier.fleet.member.tokenizing import Tokenizers
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout
 from kvtier.observability.breakers import Around, around
@@ -37,7 +39,6 @@ from kvtier.settings.peer import GUESSABLE, GUESSABLE_REMEDY
 
 if TYPE_CHECKING:
     from kvtier.fleet.member.controller_client import ControllerClient
-    from kvtier.fleet.member.tokenizing import Tokenizers
     from kvtier.observability.whatif.estimator import Estimator
     from kvtier.observability.whatif.report import Report
     from kvtier.peers.backend import PeersBackend
@@ -82,8 +83,7 @@ class Instance:
         cache.observe_model = self._add_model
         self.requests = RequestLog(cache.settings.why.requests, cache.counts)
         """What became of the last requests of the engines."""
-        self._tokenizers: Tokenizers | None = None
-        """``None`` if nothing asks for them."""
+        self._tokenizers = Tokenizers(self.served)
         self.stagings = stagings
         """The engines' staging buffers, if ``kv_transfer.device`` is ``cuda``."""
         self.tracer: Tracer = NO_TRACER
@@ -119,12 +119,7 @@ class Instance:
                 from kvtier.observability.whatif.estimator import estimating
 
                 instance._estimator = await stack.enter_async_context(estimating(instance.cache, plugins))
-            if settings.controller.url is not None or settings.why.show_text:
-                # Imported here, as the other parts that few instances have.
-                from kvtier.fleet.member.tokenizing import Tokenizers
-
-                instance._tokenizers = Tokenizers(instance.served)
-                await stack.enter_async_context(instance._tokenizers.open())
+            await stack.enter_async_context(instance._tokenizers.open())
             if settings.controller.url is not None:
                 await stack.enter_async_context(instance._registered(settings))
             yield instance
@@ -210,7 +205,8 @@ class Instance:
         # Imported here, so that an instance without a controller does not pay for importing WebSockets.
         from kvtier.fleet.member.commands import Commands, Peers
         from kvtier.fleet.member.controller_client import ControllerClient, Serving
-        from kvtier.fleet.member.counters import CounterReport
+        from kvtier.fleet.member.counters import counters_of
+        from kvtier.observability.transfers import TransferCounts
 
         peers = serving = None
         if self.peers is not None:
@@ -219,9 +215,8 @@ class Instance:
         if self.server is not None and settings.peer.listen is not None:
             serving = Serving(settings.peer.listen, self.server.address[1])
         transport = settings.peer.transport["type"] if peers or serving else None
-        assert self._tokenizers is not None
-        commands = Commands(self.cache, peers, self._tokenizers, self)
-        report = CounterReport(self.cache, tuple if self.peers is None else self.peers.status)
+        commands = Commands(self.cache, peers, self._tokenizers, self.why, self.why_prompt)
+        transfers, status = TransferCounts(self.cache), tuple if self.peers is None else self.peers.status
         client = ControllerClient(
             settings,
             self.cache,
@@ -230,9 +225,9 @@ class Instance:
             serving=serving,
             transport=transport,
             what_if=self.what_if,
-            counters=report.counters,
+            counters=partial(counters_of, self.cache, transfers, status),
         )
-        self.cache.add_observer(report.transfers)
+        self.cache.add_observer(transfers)
         async with open_tasks() as tasks:
             self._controller_client = client
             if self.peers is not None and settings.controller.ask:
@@ -298,10 +293,8 @@ class Instance:
 
     async def _text(self, around: Around | None) -> str:
         """Return a text; empty if there is no tokenizer."""
-        if around is None or self._tokenizers is None:
-            return ""
         try:
-            return await self._tokenizers.text(*around)
+            return "" if around is None else await self._tokenizers.text(*around)
         except ChannelError as error:
             logger.debug("where prompts part cannot be shown: %s", error)
             return ""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import anyio
 
@@ -30,7 +29,6 @@ ELSEWHERE = (
     "is the first in `peer.others` of the second, the second in `kv_transfer.targets` of the first, or have "
     "both a controller or a pool? Are model, weights and layout equal? kvtier doctor on both hosts"
 )
-Report = Mapping[str, Any]
 
 
 def check_cache_process(

@@ -42,22 +42,15 @@ CONTROLLER_OPTIONS = [
     option("as_json", bool, "--json", default=False, help="Print JSON."),
 ]
 PROMPT_OPTIONS = [
-    option(
-        name,
-        str | None,
-        *(("--tokens", "--token-ids") if name == "tokens" else ()),
-        metavar=metavar,
-        help=text,
-        rich_help_panel=PROMPT_PANEL,
-    )
-    for name, metavar, text in (
-        ("prompt", "TEXT", "The prompt. An instance that serves the model tokenizes it."),
-        ("prompt_file", "FILE", "File with the prompt, or `-` for stdin."),
-        ("tokens", "JSON", "Token ids of the prompt, as in `128000,849,21435`."),
-        ("tokens_file", "FILE", TOKENS_FILE_HELP),
-        ("messages", "FILE", "File with the prompt as chat messages, a JSON list, or `-` for stdin."),
-        ("model", "NAME", "The model that it was sent to. Default: the only one served."),
-        ("salt", "TEXT", "The `cache_salt` that it was sent with."),
+    option(name, str | None, *flags, metavar=metavar, help=text, rich_help_panel=PROMPT_PANEL)
+    for name, flags, metavar, text in (
+        ("prompt", (), "TEXT", "The prompt. An instance that serves the model tokenizes it."),
+        ("prompt_file", (), "FILE", "File with the prompt, or `-` for stdin."),
+        ("tokens", ("--tokens", "--token-ids"), "JSON", "Token ids of the prompt, as in `128000,849,21435`."),
+        ("tokens_file", (), "FILE", TOKENS_FILE_HELP),
+        ("messages", (), "FILE", "File with the prompt as chat messages, a JSON list, or `-` for stdin."),
+        ("model", (), "NAME", "The model that it was sent to. Default: the only one served."),
+        ("salt", (), "TEXT", "The `cache_salt` that it was sent with."),
     )
 ]
 NO_WAIT = option(
@@ -175,16 +168,16 @@ def prompt_of(
     if not given and any(value is not None for value in about.values()):
         raise typer.BadParameter("--model and --salt require a prompt: give one as well")
     if prompt_file is not None:
-        prompt = content(prompt_file, "--prompt-file")
+        prompt = _content(prompt_file, "--prompt-file")
     if tokens_file is not None:
-        tokens = content(tokens_file, "--tokens-file")
+        tokens = _content(tokens_file, "--tokens-file")
     ids = None if tokens is None else _token_ids(tokens, *given)
-    chat = None if messages is None else json_content(messages, "--messages")
+    chat = None if messages is None else _json_content(messages, "--messages")
     fields = {"prompt": prompt, "tokens": ids, "messages": chat, **about}
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def content(name: str, parameter: str) -> str:
+def _content(name: str, parameter: str) -> str:
     """Read a file of up to ``MAX_FILE_BYTES``, or stdin."""
     try:
         if name == "-":
@@ -201,10 +194,10 @@ def content(name: str, parameter: str) -> str:
         raise typer.BadParameter(f"{name} is not text", param_hint=parameter) from error
 
 
-def json_content(name: str, parameter: str) -> object:
+def _json_content(name: str, parameter: str) -> object:
     """Return the JSON value in a file, or stdin."""
     try:
-        return json.loads(content(name, parameter))
+        return json.loads(_content(name, parameter))
     except ValueError as error:
         raise typer.BadParameter(f"{name} is not JSON: {error}", param_hint=parameter) from error
 

@@ -159,34 +159,37 @@ def _show(answer: Answer, empty: str) -> None:
     elif requests:
         _show_requests(requests)
     elif "unanswered" in answer or not breakers:
-        output().print(empty, markup=False)
-    for number, each in enumerate(breakers[:SHOWN_BREAKERS]):
-        breaker = convert(each, Breaker)
-        output().print("" if number or not requests else "\n", sentence_of(breaker), sep="", markup=False)
+        _print(empty)
+    if requests and breakers:
+        _print("")
+    for breaker in convert(breakers[:SHOWN_BREAKERS], list[Breaker]):
+        _print(sentence_of(breaker))
         _show_text(breaker.text)
+
+
+def _print(text: str) -> None:
+    output().print(text, markup=False)
 
 
 def _show_prompts(prompts: Sequence[Answer]) -> None:
     if not prompts:
-        output().print("No engine has served such a model.", markup=False)
+        _print("No engine has served such a model.")
     for prompt in prompts[:SHOWN_PROMPTS]:
         held = sum(tokens for _, tokens in prompt["hits"])
         where = f"{prompt['instance']}: " if "instance" in prompt else ""
-        output().print(
-            f"{where}{prompt['model']}: {held:,} of {prompt['tokens']:,} tokens are held", markup=False
-        )
+        _print(f"{where}{prompt['model']}: {held:,} of {prompt['tokens']:,} tokens are held")
         for tier, tokens in prompt["hits"]:
-            output().print(f"  {tokens:,} in {tier}", markup=False)
+            _print(f"  {tokens:,} in {tier}")
         for miss in prompt["misses"]:
-            output().print(f"  {miss['text']}: {miss['advice']}", markup=False)
+            _print(f"  {miss['text']}: {miss['advice']}")
         _show_text(prompt["text"])
     if len(prompts) > SHOWN_PROMPTS:
-        output().print(f"… and {len(prompts) - SHOWN_PROMPTS} more instances, which hold no more of it")
+        _print(f"… and {len(prompts) - SHOWN_PROMPTS} more instances, which hold no more of it")
 
 
 def _show_text(text: str) -> None:
     if text:
-        output().print(f"  …{json.dumps(text, ensure_ascii=False)[1:-1]}…", markup=False)
+        _print(f"  …{json.dumps(text, ensure_ascii=False)[1:-1]}…")
 
 
 def _show_requests(requests: Sequence[Answer]) -> None:
@@ -196,12 +199,9 @@ def _show_requests(requests: Sequence[Answer]) -> None:
     for miss in (miss for report in requests for miss in report["misses"]):
         missed[miss["reason"]] += miss["tokens"]
         advice[miss["reason"]] = miss["advice"]
-    computed = sum(missed.values())
-    output().print(
-        f"\nOf {tokens:,} tokens of {len(requests)} requests, {computed:,} were computed:", markup=False
-    )
+    _print(f"\nOf {tokens:,} tokens of {len(requests)} requests, {missed.total():,} were computed:")
     for reason, count in missed.most_common(SHOWN_REASONS):
-        output().print(f"{count:,} {reason}: {advice[reason]}", markup=False)
+        _print(f"{count:,} {reason}: {advice[reason]}")
 
 
 def sentence_of(breaker: Breaker) -> str:

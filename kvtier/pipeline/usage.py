@@ -30,18 +30,14 @@ class Usage:
         """``tenants``: the name of the configured tenant by each name that requests use for it."""
         self._tenants = tenants
         self.models: dict[bytes, TokenCounts] = {}
-        self.tenants: dict[str, TokenCounts] = {}
-        if tenants:
-            self.tenants = {name: TokenCounts() for name in (*tenants.values(), OTHER)}
+        names = (*tenants.values(), OTHER) if tenants else ()
+        self.tenants = {name: TokenCounts() for name in names}
 
     def look_up(self, namespace: bytes, hints: ChunkHints | None, tokens: int) -> list[TokenCounts]:
         """Count the tokens of a lookup, and return the counts to which its hits are to be added."""
         counts = []
-        model = self.models.get(namespace)
-        if model is None and len(self.models) < MAX_MODELS:
-            model = self.models[namespace] = TokenCounts()
-        if model is not None:
-            counts.append(model)
+        if namespace in self.models or len(self.models) < MAX_MODELS:
+            counts.append(self.models.setdefault(namespace, TokenCounts()))
         if self._tenants:
             name = "" if hints is None else hints.tenant
             counts.append(self.tenants[self._tenants.get(name, OTHER)])

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from msgspec.structs import asdict
 from pydantic import BaseModel, Field
@@ -34,7 +34,6 @@ from kvtier.observability.whatif.sentences import (
 if TYPE_CHECKING:
     from kvtier.fleet.controller.member import Member
     from kvtier.fleet.controller.pins import Pins
-    from kvtier.fleet.controller.registry import Registry
 
 GONE_SECONDS = 3600.0
 """For how long an instance that has disconnected is listed."""
@@ -154,36 +153,39 @@ class InstanceWithHistory(InstanceAnswer):
     history: list[Sample]
 
 
-_Counts = dict[str, int]
+Counts = dict[str, int]
 
 
 @dataclass(slots=True)
 class HistorySample:
     """What happened within some time. Token and byte counts are of this time, gauges of its end."""
 
+    __pydantic_config__: ClassVar = {"use_attribute_docstrings": True}
     # In the order in which they are stored, the gauges last: see kvtier.fleet.controller.history.
-    time: Annotated[float, Field(description="Its end, a Unix timestamp.")] = 0.0
-    seconds: Annotated[float, Field(description="How much of it was observed.")] = 0.0
+    time: float = 0.0
+    """Its end, a Unix timestamp."""
+    seconds: float = 0.0
+    """How much of it was observed."""
     looked_up_tokens: int = 0
-    hit_tokens: Annotated[_Counts, Field(description="By tier. `any` for a model and a tenant.")] = field(
-        default_factory=dict
-    )
-    missed_tokens: Annotated[_Counts, Field(description="By reason, as far as it is reported.")] = field(
-        default_factory=dict
-    )
-    saved_seconds: Annotated[
-        float, Field(description="Prefill that hits have saved, as far as engines know their speed.")
-    ] = 0.0
-    gpu_seconds: Annotated[float, Field(description="The same, multiplied by the ranks of each model.")] = 0.0
-    moved_bytes: Annotated[_Counts, Field(description="By `source → target`.")] = field(default_factory=dict)
+    hit_tokens: Counts = field(default_factory=dict)
+    """By tier. `any` for a model and a tenant."""
+    missed_tokens: Counts = field(default_factory=dict)
+    """By reason, as far as it is reported."""
+    saved_seconds: float = 0.0
+    """Prefill that hits have saved, as far as engines know their speed."""
+    gpu_seconds: float = 0.0
+    """The same, multiplied by the ranks of each model."""
+    moved_bytes: Counts = field(default_factory=dict)
+    """By `source → target`."""
     outages: int = 0
-    corrupt: Annotated[int, Field(description="Corrupt chunks found.")] = 0
-    failed: Annotated[int, Field(description="Chunks whose transfer has failed.")] = 0
+    corrupt: int = 0
+    """Corrupt chunks found."""
+    failed: int = 0
+    """Chunks whose transfer has failed."""
     instances: int = 0
-    used_bytes: Annotated[_Counts, Field(description="By tier, without shared pools.")] = field(
-        default_factory=dict
-    )
-    capacity_bytes: _Counts = field(default_factory=dict)
+    used_bytes: Counts = field(default_factory=dict)
+    """By tier, without shared pools."""
+    capacity_bytes: Counts = field(default_factory=dict)
 
 
 class HistoryAnswer(BaseModel):
@@ -325,16 +327,14 @@ class Problem(BaseModel):
     known: list[str] = Field(default=[], description="The known names, if an unknown one was given.")
 
 
-def of_registry(registry: Registry, pins: Pins) -> InstancesAnswer:
+def of_members(members: Iterable[Member], gone: Iterable[GoneAnswer], pins: Pins) -> InstancesAnswer:
     """Return the response model of all instances, sorted by id."""
-    ordered = sorted(registry.members.values(), key=lambda member: member.id)
+    ordered = sorted(members, key=lambda member: member.id)
     since = time.time() - GONE_SECONDS
-    gone = [
-        GoneAnswer(instance=name, host=left.host, disconnected_at=left.at, reason=left.reason)
-        for name, left in registry.gone.items()
-        if left.at > since
-    ]
-    return InstancesAnswer(instances=[of_member(member, pins) for member in ordered], gone=gone)
+    return InstancesAnswer(
+        instances=[of_member(member, pins) for member in ordered],
+        gone=[left for left in gone if left.disconnected_at > since],
+    )
 
 
 def findings_of(members: Iterable[Member]) -> list[Finding]:
@@ -360,10 +360,7 @@ def of_member(member: Member, pins: Pins) -> InstanceAnswer:
     # check_heartbeat() guarantees one state per tier.
     states = heartbeat.tiers if heartbeat is not None else [_UNKNOWN] * len(hello.tiers)
     hits = member.hit_window.hits()
-    counters = None if heartbeat is None else heartbeat.counters
-    nothing = [0] * len(states)
-    outages, corrupt = (nothing, nothing) if counters is None else (counters.outages, counters.corrupt)
-    peers = () if counters is None else counters.peers
+    counters, nothing = member.counters, [0] * len(states)
     return InstanceAnswer(
         instance=member.id,
         state="connected",
@@ -382,14 +379,19 @@ def of_member(member: Member, pins: Pins) -> InstanceAnswer:
                 **asdict(tier), **asdict(state), hit_rate=hits.share(tokens), outages=outage, corrupt=damaged
             )
             for tier, state, tokens, outage, damaged in zip(
-                hello.tiers, states, hits.by_tier or nothing, outages, corrupt, strict=True
+                hello.tiers,
+                states,
+                hits.by_tier or nothing,
+                counters.outages or nothing,
+                counters.corrupt or nothing,
+                strict=True,
             )
         ],
         looked_up_tokens=hits.looked_up,
         hit_rate=hits.rate,
         **hits.faults._asdict(),
-        peers=len(peers),
-        peers_down=sum(peer.state not in WORKING for peer in peers),
+        peers=len(counters.peers),
+        peers_down=sum(peer.state not in WORKING for peer in counters.peers),
         pinned=pins.count(member.id),
         what_if_at=member.what_if_at,
     )
@@ -443,16 +445,15 @@ def with_history(member: Member, pins: Pins, samples: Sequence[HistorySample]) -
     return InstanceWithHistory.model_validate({**dict(of_member(member, pins)), "history": history})
 
 
-def of_peers(registry: Registry, members: Iterable[Member], limit: int) -> PeersAnswer:
-    """Return the response model of the connections over which these instances fetch."""
-    names = {member.hello.peer: member.id for member in registry.members.values()}
+def of_peers(connected: Iterable[Member], members: Iterable[Member], limit: int) -> PeersAnswer:
+    """Return the response model of the connections over which these instances fetch, from any connected."""
+    names = {member.hello.peer: member.id for member in connected}
     found = [
         PeerAnswer(
             **{**asdict(peer), "instance": member.id, "peer": names.get(peer.address) or peer.instance}
         )
         for member in members
-        if member.heartbeat is not None and member.heartbeat.counters is not None
-        for peer in member.heartbeat.counters.peers
+        for peer in member.counters.peers
     ]
     found.sort(key=lambda peer: (peer.state in WORKING, -peer.read_bytes))
     return PeersAnswer(peers=found[:limit], total=len(found))

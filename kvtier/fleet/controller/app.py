@@ -17,24 +17,6 @@ from starlette.routing import Route
 
 from kvtier.errors import ControllerError
 from kvtier.fleet.controller import answers, connection
-from kvtier.fleet.controller.answers import (
-    About,
-    Accepted,
-    EventsAnswer,
-    FindingsAnswer,
-    Health,
-    HistoryAnswer,
-    ImprovementsAnswer,
-    InstancesAnswer,
-    InstanceWithHistory,
-    LookupAnswer,
-    PeersAnswer,
-    PinsAnswer,
-    Problem,
-    WhatIfAnswer,
-    WhyAnswer,
-    WhyPromptAnswer,
-)
 from kvtier.fleet.controller.bodies import (
     Bodies,
     ClearBody,
@@ -81,14 +63,14 @@ CLIENT_ERRORS = (AmbiguousModel, WrongPrompt, WrongRequest, TooManyPins)
 INTERNAL_ERROR = "internal error: see the controller's log"
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     "4XX": {
-        "model": Problem,
+        "model": answers.Problem,
         "description": (
             "401: the token is wrong or missing. 403: the controller has no token, and the request is from "
             "another host or site. 404: unknown instance, tier, model or event. 413: the body is too long. "
             "422: the request is invalid."
         ),
     },
-    "5XX": {"model": Problem, "description": "503: too many operations are in flight."},
+    "5XX": {"model": answers.Problem, "description": "503: too many operations are in flight."},
 }
 OPERATIONS_TAG, STATE_TAG, STREAM_TAG = "Operations", "State", "Stream"
 MAX_WAIT_SECONDS = 60.0
@@ -152,9 +134,9 @@ def make_app(
 
 def _add_public_routes(app: FastAPI, registry: Registry, authenticator: Authenticator) -> None:
     @app.get("/healthz", tags=[STATE_TAG])
-    async def health() -> Health:
+    async def health() -> answers.Health:
         """Check that the controller is alive. Needs no token."""
-        return Health(status="ok", version=__version__, instances=len(registry.members))
+        return answers.Health(status="ok", version=__version__, instances=len(registry.members))
 
     @app.websocket(CONNECT_PATH)
     async def connect(websocket: WebSocket) -> None:
@@ -228,12 +210,12 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
     pin_body, unpin_body = Depends(bodies.of(PinBody)), Depends(bodies.of(UnpinBody))
 
     @router.post("/lookup", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(LookupBody))
-    async def lookup(body: LookupBody = lookup_body) -> LookupAnswer:
+    async def lookup(body: LookupBody = lookup_body) -> answers.LookupAnswer:
         """Return how many leading tokens of a prompt each tier of each instance holds."""
         return await operations.lookup(body)
 
     @router.post("/move", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(MoveBody))
-    async def move(body: MoveBody = move_body) -> Accepted:
+    async def move(body: MoveBody = move_body) -> answers.Accepted:
         """Move a prompt's chunks to another tier, of the same or another instance.
 
         A chunk is removed from the source only after the target has confirmed it. Chunks that the target
@@ -242,7 +224,7 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
         return _accepted(await operations.move(body))
 
     @router.post("/prefetch", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(PrefetchBody))
-    async def prefetch(body: PrefetchBody = prefetch_body) -> Accepted:
+    async def prefetch(body: PrefetchBody = prefetch_body) -> answers.Accepted:
         """Prefetch a prompt's chunks into a tier.
 
         Sources are the instance's other tiers and shared pools, then the instance that holds most.
@@ -250,7 +232,7 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
         return _accepted(await operations.start(Prefetch, body))
 
     @router.post("/pin", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(PinBody))
-    async def pin(body: PinBody = pin_body) -> Accepted:
+    async def pin(body: PinBody = pin_body) -> answers.Accepted:
         """Protect the chunks of a prompt that a tier holds from eviction. Survives restarts of the instance.
 
         Moving or clearing the last copy that an instance has of a chunk unpins it. `unpinned` in the event's
@@ -259,12 +241,12 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
         return _accepted(await operations.start(PinChunks, body))
 
     @router.post("/unpin", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(UnpinBody))
-    async def unpin(body: UnpinBody = unpin_body) -> Accepted:
+    async def unpin(body: UnpinBody = unpin_body) -> answers.Accepted:
         """Allow a prompt's chunks to be evicted again."""
         return _accepted(await operations.start(UnpinChunks, body))
 
     @router.post("/clear", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(ClearBody))
-    async def clear(body: ClearBody = clear_body) -> Accepted:
+    async def clear(body: ClearBody = clear_body) -> answers.Accepted:
         """Remove a prompt's chunks, or all chunks, from one tier or all tiers of an instance.
 
         The event's result has the number of chunks and bytes removed.
@@ -278,9 +260,9 @@ def _add_queries(router: APIRouter, operations: Operations, history: History) ->
     metrics = ControllerMetrics(operations)
 
     @router.get("/events", tags=[STATE_TAG])
-    async def events(limit: Limit = 100) -> EventsAnswer:
+    async def events(limit: Limit = 100) -> answers.EventsAnswer:
         """List the latest events, newest first."""
-        return EventsAnswer(events=log.newest(limit))
+        return answers.EventsAnswer(events=log.newest(limit))
 
     @router.get("/events/{event_id}", tags=[STATE_TAG])
     async def event(
@@ -296,29 +278,29 @@ def _add_queries(router: APIRouter, operations: Operations, history: History) ->
         return found
 
     @router.get("/instances", tags=[STATE_TAG])
-    async def instances() -> InstancesAnswer:
+    async def instances() -> answers.InstancesAnswer:
         """List the registered instances, with the fill of their tiers."""
-        return answers.of_registry(registry, operations.pins)
+        return answers.of_members(registry.members.values(), registry.gone.values(), operations.pins)
 
     @router.get("/instances/{instance}", tags=[STATE_TAG])
-    async def instance_with_history(instance: str) -> InstanceWithHistory:
+    async def instance_with_history(instance: str) -> answers.InstanceWithHistory:
         """Return one instance, with its history over the last hour."""
         member = registry.find(instance)
         samples = (await history.read("hour", "instance", instance)).get(instance, ())
         return answers.with_history(member, operations.pins, samples)
 
     @router.get("/findings", tags=[STATE_TAG])
-    async def findings() -> FindingsAnswer:
+    async def findings() -> answers.FindingsAnswer:
         """Return what keeps instances from sharing chunks: other versions, and engines with other KV."""
-        return FindingsAnswer(findings=answers.findings_of(registry.members.values()))
+        return answers.FindingsAnswer(findings=answers.findings_of(registry.members.values()))
 
     @router.get("/pins", tags=[STATE_TAG])
-    async def pins(instance: str | None = None, limit: Limit = 100) -> PinsAnswer:
+    async def pins(instance: str | None = None, limit: Limit = 100) -> answers.PinsAnswer:
         """List the pins of an instance, or of all, newest first, also of instances that are disconnected."""
         return answers.of_pins(operations.pins, instance, limit, registry.held)
 
     @router.get("/instances/{instance}/whatif", tags=[STATE_TAG])
-    async def what_if(instance: str) -> WhatIfAnswer:
+    async def what_if(instance: str) -> answers.WhatIfAnswer:
         """Return what other capacities and policies of its tiers would bring to an instance.
 
         It estimates that from its lookups, and reports it every 30 seconds.
@@ -340,12 +322,12 @@ def _add_why(router: APIRouter, operations: Operations, bodies: Bodies) -> None:
         request: Annotated[str, Query(max_length=256, description="A part of the id of requests.")] = "",
         last: Annotated[int, Query(ge=0, le=MAX_WHY)] = 20,
         instance: str | None = None,
-    ) -> WhyAnswer:
+    ) -> answers.WhyAnswer:
         """Return what became of the last requests, of all instances or one, and where prompts part."""
         return await operations.explanations.requests(request, last, instance)
 
     @router.post("/why", tags=[STATE_TAG], openapi_extra=request_body_schema(WhyBody))
-    async def why_prompt(body: WhyBody = why_body) -> WhyPromptAnswer:
+    async def why_prompt(body: WhyBody = why_body) -> answers.WhyPromptAnswer:
         """Return what each instance holds of a prompt, and why the rest is not held. Keeps nothing of it."""
         return await operations.explanations.prompt(body)
 
@@ -359,31 +341,33 @@ def _add_fleet(router: APIRouter, registry: Registry, history: History, grafana:
         of: Kind = "fleet",
         name: Annotated[str | None, Query(max_length=256)] = None,
         total: Annotated[bool, Query(description="Only one sample for each name: the sum.")] = False,
-    ) -> HistoryAnswer:
+    ) -> answers.HistoryAnswer:
         """Return what the fleet, or each model, tenant or instance, did in the last hour, day or week.
 
         `name` selects one, and is required of an instance.
         """
         if of == "instance" and name is None:
             raise WrongRequest("name: give the name of an instance")
+        step, _ = LEVELS[span]
         found = await history.read(span, of, name, total=total)
-        return HistoryAnswer(span=span, step=LEVELS[span].step, history=found)
+        return answers.HistoryAnswer(span=span, step=step, history=found)
 
     @router.get("/peers", tags=[STATE_TAG])
-    async def peers(instance: str | None = None, limit: Limit = 100) -> PeersAnswer:
+    async def peers(instance: str | None = None, limit: Limit = 100) -> answers.PeersAnswer:
         """List the connections over which an instance, or each, fetches from others, and their throughput."""
-        members = registry.members.values() if instance is None else [registry.find(instance)]
-        return answers.of_peers(registry, members, limit)
+        connected = registry.members.values()
+        members = connected if instance is None else [registry.find(instance)]
+        return answers.of_peers(connected, members, limit)
 
     @router.get("/whatif", tags=[STATE_TAG])
-    async def what_if(limit: Limit = 10) -> ImprovementsAnswer:
+    async def what_if(limit: Limit = 10) -> answers.ImprovementsAnswer:
         """List what could be changed at all instances, the most useful first."""
         return answers.of_improvements(registry.members.values(), limit)
 
     @router.get("/about", tags=[STATE_TAG])
-    async def about() -> About:
+    async def about() -> answers.About:
         """Return the version of the controller, and where its dashboard is."""
-        return About(version=__version__, grafana=grafana)
+        return answers.About(version=__version__, grafana=grafana)
 
 
 def _add_stream(router: APIRouter, stream: Stream) -> None:
@@ -397,8 +381,8 @@ def _add_stream(router: APIRouter, stream: Stream) -> None:
         return Reader(stream)
 
 
-def _accepted(event: Event) -> Accepted:
-    return Accepted(event_id=event.event_id, num_tokens=event.num_tokens)
+def _accepted(event: Event) -> answers.Accepted:
+    return answers.Accepted(event_id=event.event_id, num_tokens=event.num_tokens)
 
 
 class _PageFile:

@@ -67,11 +67,8 @@ class Explanations:
         if len(tokens) > MAX_TOKENS:
             raise WrongRequest(f"the prompt has {len(tokens):,} tokens, more than {MAX_TOKENS:,}")
         name = body.model or models[0].names[0]
-        members = [
-            member
-            for member in self._registry.members.values()
-            if any(name in model.names for model in member.models)
-        ]
+        connected = self._registry.members.values()
+        members = [each for each in connected if any(name in model.names for model in each.models)]
         joined = array("I", tokens).tobytes()
         command = partial(ExplainPrompt, model=name, tokens=joined, salt=body.salt or "")
         found: list[dict[str, Any]] = []
@@ -91,7 +88,8 @@ class Explanations:
     ) -> dict[str, str]:
         """Send a command to instances, and take their answers. Return why others have not answered."""
         members = list(members)
-        unanswered = {member.id: f"no answer within {ANSWER_SECONDS:g} s" for member in members}
+        late = f"no answer within {ANSWER_SECONDS:g} s"
+        unanswered = {member.id: late if member.explains else OLD for member in members}
 
         async def ask(member: Member) -> None:
             try:
@@ -104,8 +102,6 @@ class Explanations:
         with anyio.move_on_after(ANSWER_SECONDS):
             async with anyio.create_task_group() as tasks:
                 for member in members:
-                    if not member.explains:
-                        unanswered[member.id] = OLD
-                    else:
+                    if member.explains:
                         tasks.start_soon(ask, member)
         return unanswered

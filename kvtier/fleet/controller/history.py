@@ -12,12 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
+from kvtier.fleet.controller.answers import Counts
 from kvtier.fleet.controller.answers import HistorySample as Sample
 from kvtier.fleet.controller.member import Faults, Member
 from kvtier.fleet.controller.registry import MAX_MEMBERS
@@ -39,20 +40,11 @@ SLICE = 50
 """Instances, rows or points in time between two yields to the event loop: a few milliseconds."""
 
 
-class Level(NamedTuple):
-    """One resolution."""
+LEVELS: dict[Span, tuple[int, int]] = {"hour": (STEP_SECONDS, 360), "day": (600, 144), "week": (3600, 168)}
+"""The seconds of one sample and the number of samples, from the finest resolution to the coarsest.
 
-    step: int
-    """Seconds of one sample."""
-    points: int
-
-
-LEVELS: dict[Span, Level] = {
-    "hour": Level(STEP_SECONDS, 360),
-    "day": Level(600, 144),
-    "week": Level(3600, 168),
-}
-"""From the finest to the coarsest. Each step is a multiple of the one before."""
+Each step is a multiple of the one before.
+"""
 SPANS: Sequence[Span] = list(LEVELS)
 
 
@@ -61,19 +53,15 @@ NAMES = [each.name for each in fields(Sample)][1:]
 COUNTS, GAUGES = NAMES[1:-3], NAMES[-3:]
 Samples = dict[str, Sample]
 """By series: ``KIND:NAME``."""
-_Names = dict[str, int]
-_encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(
-    tuple[float, int, _Names, _Names, float, float, _Names, int, int, int, int, _Names, _Names]
+    tuple[float, int, Counts, Counts, float, float, Counts, int, int, int, int, Counts, Counts]
 ).decode
 
 
 def _merge(into: Sample, other: Sample, names: Sequence[str], sign: int = 1) -> None:
     """Add the values with these names, or subtract them."""
     for name in names:
-        if not (more := getattr(other, name)):
-            continue
-        value = getattr(into, name)
+        more, value = getattr(other, name), getattr(into, name)
         # A counter never decreases, unless an instance reports nonsense.
         if not isinstance(value, dict):
             setattr(into, name, max(0, value + sign * more))
@@ -117,13 +105,10 @@ class History:
                 kind = series.partition(":")[0]
                 if kind == "instance":
                     _add(samples[FLEET], sample)
-                elif series not in samples and kinds[kind] >= MAX_SERIES:
-                    series = f"{kind}:{OTHERS}"
-                if series in samples:
-                    _add(samples[series], sample)
-                else:
-                    samples[series] = sample
+                elif series not in samples:
                     kinds[kind] += 1
+                    series = series if kinds[kind] <= MAX_SERIES else f"{kind}:{OTHERS}"
+                _add(samples.setdefault(series, Sample()), sample)
             if number % SLICE == 0:
                 await anyio.lowlevel.checkpoint()
         for level in range(len(LEVELS)):
@@ -143,7 +128,8 @@ class History:
             for series, sample in changed[start : start + 4 * SLICE]:
                 total = sums.setdefault(series, Sample())
                 _follow(total, sample)
-                rows.append((level, at, series, _encode([getattr(total, name) for name in NAMES])))
+                values = [getattr(total, name) for name in NAMES]
+                rows.append((level, at, series, msgspec.msgpack.encode(values)))
             self._state.write("REPLACE INTO history VALUES (?, ?, ?, ?)", rows)
             await anyio.lowlevel.checkpoint()
         self._state.write("DELETE FROM history WHERE level = ? AND time <= ?", [(level, at - step * points)])
@@ -171,18 +157,17 @@ class History:
 
     def _since_last(self, member: Member) -> Iterator[tuple[str, Sample]]:
         """Yield what an instance has done since its last sample, by series."""
-        counted = dict(_counted(member))
+        counted = _counted(member)
         if not counted:
             return
-        known = self._counted.pop(member.id, None)
-        before = counted if known is None else known[1]
-        if known is not None and known[0] != member.hello.incarnation:
+        incarnation, before = self._counted.pop(member.id, (None, counted))
+        if incarnation not in (None, member.hello.incarnation):
             before = {}  # It has started since then, from zero.
         self._counted[member.id] = member.hello.incarnation, counted
         if len(self._counted) > 2 * MAX_MEMBERS:
             del self._counted[next(iter(self._counted))]
         for series, sample in counted.items():
-            changed = Sample(seconds=0 if known is None else STEP_SECONDS)
+            changed = Sample(seconds=0 if incarnation is None else STEP_SECONDS)
             _merge(changed, sample, [*COUNTS, *GAUGES])
             _merge(changed, before.get(series, Sample()), COUNTS, -1)
             yield series, changed
@@ -191,18 +176,18 @@ class History:
         self, level: int, times: Sequence[int], first: str = "", last: str = "~"
     ) -> list[tuple[str, Sample]]:
         """Return the samples that begin at these times, by series, one seek in the file for each time."""
-        values, now, step = ", ".join("(?)" for _ in times), time.time(), LEVELS[SPANS[level]].step
+        now, (step, _) = time.time(), LEVELS[SPANS[level]]
+        asked = ", ".join("?" * len(times))
         query = (
-            f"WITH asked(time) AS (VALUES {values}) SELECT series, history.time, sample FROM asked "  # noqa: S608
-            "CROSS JOIN history WHERE level = ? AND history.time = asked.time AND series >= ? AND series < ? "
-            "ORDER BY history.time"
+            f"SELECT series, time, sample FROM history WHERE level = ? AND time IN ({asked}) "  # noqa: S608
+            "AND series >= ? AND series < ? ORDER BY time"
         )
         # A sample of the finest level is taken at its end.
         ends = {at: at if level == 0 else min(now, at + step) for at in times}
         return self._state.read(
             query,
             lambda row: (row[0], Sample(ends[row[1]], *_decode(row[2]))),
-            (*times, level, first, last),
+            (level, *times, first, last),
         )
 
 
@@ -212,42 +197,37 @@ def _add(into: Sample, other: Sample) -> None:
     _merge(into, other, [*COUNTS, *GAUGES])
 
 
-def _counted(member: Member) -> Iterator[tuple[str, Sample]]:
-    """Yield the counters of an instance since it started, by series; none before its first heartbeat."""
-    heartbeat = member.heartbeat
+def _counted(member: Member) -> Samples:
+    """Return the counters of an instance since it started, by series; none before its first heartbeat."""
+    heartbeat, counters = member.heartbeat, member.counters
     if heartbeat is None:
-        return
-    counters = heartbeat.counters
+        return {}
     models = {model.namespace.hex(): model for model in member.models}
-    of_models: Samples = {}
+    samples: Samples = {}
     every = Sample()
-    for count in counters.models if counters is not None else ():
+    for count in counters.models:
         model = models.get(count.name)
         sample = _of(count, 1 if model is None else model.layout.ranks)
         _add(every, sample)
         # Without a name it is counted later, when an engine has reported one.
         if model is not None:
-            _add(of_models.setdefault(f"model:{model.names[0]}", Sample(instances=1)), sample)
-    local = list(zip(member.hello.tiers, heartbeat.tiers, strict=True))
-    routes = () if counters is None else counters.routes
-    yield (
-        f"instance:{member.id}",
-        Sample(
-            looked_up_tokens=heartbeat.looked_up_tokens,
-            hit_tokens={tier.name: state.hit_tokens for tier, state in local},
-            missed_tokens={} if counters is None else dict(counters.misses),
-            saved_seconds=every.saved_seconds,
-            gpu_seconds=every.gpu_seconds,
-            moved_bytes={f"{route.source} → {route.target}": route.bytes for route in routes},
-            **Faults.of(counters)._asdict(),
-            instances=1,
-            used_bytes={tier.name: state.used for tier, state in local if tier.capacity is not None},
-            capacity_bytes={tier.name: tier.capacity for tier, _ in local if tier.capacity is not None},
-        ),
+            _add(samples.setdefault(f"model:{model.names[0]}", Sample(instances=1)), sample)
+    tiers = list(zip(member.hello.tiers, heartbeat.tiers, strict=True))
+    samples[f"instance:{member.id}"] = Sample(
+        looked_up_tokens=heartbeat.looked_up_tokens,
+        hit_tokens={tier.name: state.hit_tokens for tier, state in tiers},
+        missed_tokens=counters.misses,
+        saved_seconds=every.saved_seconds,
+        gpu_seconds=every.gpu_seconds,
+        moved_bytes={f"{route.source} → {route.target}": route.bytes for route in counters.routes},
+        **Faults.of(counters)._asdict(),
+        instances=1,
+        used_bytes={tier.name: state.used for tier, state in tiers if tier.capacity is not None},
+        capacity_bytes={tier.name: tier.capacity for tier, _ in tiers if tier.capacity is not None},
     )
-    yield from of_models.items()
-    for count in counters.tenants if counters is not None else ():
-        yield f"tenant:{count.name}", replace(_of(count), instances=1)
+    for count in counters.tenants:
+        samples[f"tenant:{count.name}"] = replace(_of(count), instances=1)
+    return samples
 
 
 def _of(count: TokenCount, ranks: int = 1) -> Sample:

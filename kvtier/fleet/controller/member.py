@@ -52,6 +52,8 @@ CHECK_SECONDS = 0.05
 PEERS = "peers"
 """The type of the pseudo tier that stands for all peers of an instance."""
 OnProgress: TypeAlias = Callable[[Progress], None]
+NO_COUNTERS = Counters([], [], [], [], [], [])
+"""Those of a version that reports none."""
 
 
 class Faults(NamedTuple):
@@ -63,10 +65,8 @@ class Faults(NamedTuple):
     """Chunks whose transfer failed."""
 
     @classmethod
-    def of(cls, counters: Counters | None) -> Faults:
+    def of(cls, counters: Counters) -> Faults:
         """Return the sums over all tiers and routes."""
-        if counters is None:
-            return cls()
         failed = sum(route.failed for route in counters.routes)
         return cls(sum(counters.outages), sum(counters.corrupt), failed)
 
@@ -106,7 +106,7 @@ class HitWindow:
     def add(self, heartbeat: Heartbeat, now: float) -> None:
         """Add the counters of a heartbeat."""
         hits = [tier.hit_tokens for tier in heartbeat.tiers]
-        counters = Hits(heartbeat.looked_up_tokens, hits, Faults.of(heartbeat.counters))
+        counters = Hits(heartbeat.looked_up_tokens, hits, Faults.of(heartbeat.counters or NO_COUNTERS))
         if len(self._reports) > 1 and now - self._reports[-2][0] < STEP_SECONDS:
             self._reports.pop()
         self._reports.append((now, counters))
@@ -150,6 +150,11 @@ class Member:
     def explains(self) -> bool:
         """Whether its version knows :class:`Explain` and chat messages. It has counters since then."""
         return self.heartbeat is not None and self.heartbeat.counters is not None
+
+    @property
+    def counters(self) -> Counters:
+        """The last ones."""
+        return NO_COUNTERS if self.heartbeat is None else self.heartbeat.counters or NO_COUNTERS
 
     @property
     def last_message_at(self) -> float:

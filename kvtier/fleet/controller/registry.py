@@ -10,11 +10,11 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 import anyio
 
 from kvtier.concurrency.tasks import Changes
+from kvtier.fleet.controller.answers import GoneAnswer
 from kvtier.fleet.controller.checks import (
     MAX_NAMES,
     check_heartbeat,
@@ -68,15 +68,6 @@ SWEEP_SECONDS = 0.005
 """Maximum time of sweeping without yielding to the event loop; a single slice may exceed it."""
 SWEEP_SHARE = 0.2
 """Share of the event loop's time that sweeping takes."""
-
-
-class Gone(NamedTuple):
-    """An instance that has disconnected."""
-
-    at: float
-    """On the clock of :func:`time.time`."""
-    host: str
-    reason: str
 
 
 class Models:
@@ -148,7 +139,7 @@ class Registry:
         self._members: dict[str, Member] = {}
         self.members: Mapping[str, Member] = MappingProxyType(self._members)
         """By id, in the order of registration."""
-        self.gone: dict[str, Gone] = {}
+        self.gone: dict[str, GoneAnswer] = {}
         """Disconnected instances by id, the latest one last; :data:`MAX_GONE` at most."""
         self.changes = Changes()
         """Connects, disconnects and reports of instances."""
@@ -264,7 +255,12 @@ class Registry:
         # Only now: the next instance in this place must not get its chunks.
         self._vacant_places.extend(member.places)
         logger.info("instance %s disconnected: %s", member.id, member.closed_reason)
-        self.gone[member.id] = Gone(time.time(), member.hello.host, member.closed_reason or why)
+        self.gone[member.id] = GoneAnswer(
+            instance=member.id,
+            host=member.hello.host,
+            disconnected_at=time.time(),
+            reason=member.closed_reason or why,
+        )
         if len(self.gone) > MAX_GONE:
             del self.gone[next(iter(self.gone))]
         self.changes.notify()

@@ -59,7 +59,8 @@ class Stream:
         made, message = self._listed
         now = time.monotonic()
         if not message or now - made >= INSTANCES_SECONDS / 2:
-            message = _message("instances", answers.of_registry(self.registry, self.pins))
+            members, gone = self.registry.members.values(), self.registry.gone.values()
+            message = _message("instances", answers.of_members(members, gone, self.pins))
             self._listed = now, message
         return message
 

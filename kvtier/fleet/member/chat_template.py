@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
@@ -72,20 +72,16 @@ def find_insertion(folder: Path) -> Insertion | None:
     return min(found, key=lambda each: PERIODS[each.period], default=None)
 
 
-def _sources(folder: Path) -> Iterator[str]:
-    """Yield the model's own templates, from where transformers reads them."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        yield file.read_text()
-        return
+def _sources(folder: Path) -> list[str]:
+    """Return the model's own templates, from where transformers reads them."""
+    if (file := folder / "chat_template.jinja").is_file():
+        return [file.read_text()]
     for name in ("chat_template.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            template = json.loads((folder / name).read_text()).get("chat_template")
+        if (file := folder / name).is_file():
+            template = json.loads(file.read_text()).get("chat_template")
             if template:
-                yield from (
-                    [template] if isinstance(template, str) else [each["template"] for each in template]
-                )
-                return
+                return [template] if isinstance(template, str) else [each["template"] for each in template]
+    return []
 
 
 def _insertions(render: Render, source: str) -> list[Insertion]:
@@ -112,7 +108,7 @@ def _render(source: str, conversation: list[dict[str, str]], at: datetime, **giv
     from transformers.utils.chat_template_utils import render_jinja_template
 
     values = {"bos_token": "", "eos_token": "", "strftime_now": at.strftime, **given}
-    rendered, _ = render_jinja_template(
+    [rendered], _ = render_jinja_template(
         [conversation], chat_template=source, add_generation_prompt=True, **values
     )
-    return str(rendered[0])
+    return str(rendered)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
+from msgspec.structs import replace
 
 from kvtier.cache import TieredCache
 from kvtier.errors import PeerError, ProtocolError
@@ -38,6 +39,8 @@ from kvtier.tiers.tier import Tier
 
 KEYS_A_STEP = 4096
 """Number of keys processed before yielding to the event loop."""
+Why = Callable[[str, int], Awaitable[WhyReport]]
+WhyPrompt = Callable[[Sequence[int], str, str], Awaitable[list[PromptReport]]]
 
 
 class Peers(NamedTuple):
@@ -75,28 +78,20 @@ class Work(ABC):
         return None
 
 
-class Explains(Protocol):
-    """Returns why tokens were not hits, see :class:`kvtier.instance.Instance`."""
-
-    async def why(self, request: str, last: int) -> WhyReport:
-        """Return what became of requests."""
-        ...
-
-    async def why_prompt(self, tokens: Sequence[int], model: str, salt: str) -> list[PromptReport]:
-        """Return what is held of a prompt."""
-        ...
-
-
 class Commands:
-    """Creates work from commands. ``peers`` is ``None`` if fetching from other instances is disabled."""
+    """Creates work from commands. ``peers`` is ``None`` if fetching from other instances is disabled.
+
+    ``why`` and ``why_prompt`` are those of :class:`kvtier.instance.Instance`.
+    """
 
     def __init__(
-        self, cache: TieredCache, peers: Peers | None, tokenizers: Tokenizers, explains: Explains
+        self, cache: TieredCache, peers: Peers | None, tokenizers: Tokenizers, why: Why, why_prompt: WhyPrompt
     ) -> None:
         self.cache = cache
         self.peers = peers
         self.tokenizers = tokenizers
-        self.explains = explains
+        self.why = why
+        self.why_prompt = why_prompt
 
     def begin(self, command: Command) -> Work:
         """Create the work of a command without running it. Raises :class:`ProtocolError` if invalid."""
@@ -109,10 +104,8 @@ class Commands:
                 return _DeletingAll(self, command)
             case Pin() | Unpin():
                 return _Pinning(self, command)
-            case Tokenize():
-                return _Tokenizing(self, command)
-            case Explain() | ExplainPrompt():
-                return _Explaining(self, command)
+            case Tokenize() | Explain() | ExplainPrompt():
+                return _Asking(self, command)
 
     def tier(self, number: int) -> Level:
         """Return a tier by its number. Raises :class:`ProtocolError`."""
@@ -236,41 +229,28 @@ class _Pinning(Work):
         return super().answer(reason)
 
 
-class _Tokenizing(Work):
+class _Asking(Work):
     changes = False
 
-    def __init__(self, commands: Commands, command: Tokenize) -> None:
+    def __init__(self, commands: Commands, command: Tokenize | Explain | ExplainPrompt) -> None:
         super().__init__(commands, command)
         self._command = command
-        self._tokens: list[int] = []
+        self._answer = super().answer(None)
 
     async def run(self) -> None:
-        tokenizers, command = self._commands.tokenizers, self._command
-        self._tokens = await tokenizers.tokenize(command.namespace, command.prompt, chat=command.chat)
+        commands, answer = self._commands, self._answer
+        match self._command:
+            case Tokenize(namespace=namespace, prompt=prompt, chat=chat):
+                tokens = await commands.tokenizers.tokenize(namespace, prompt, chat=chat)
+                self._answer = replace(answer, tokens=tokens)
+            case Explain(request=request, last=last):
+                self._answer = replace(answer, report=await commands.why(request, last))
+            case ExplainPrompt(model=model, tokens=joined, salt=salt):
+                prompts = await commands.why_prompt(array("I", joined), model, salt)
+                self._answer = replace(answer, prompts=prompts)
 
     def answer(self, reason: str | None) -> Done:
-        return Done(self._ticket, b"", 0, 0, reason, self._tokens)
-
-
-class _Explaining(Work):
-    changes = False
-
-    def __init__(self, commands: Commands, command: Explain | ExplainPrompt) -> None:
-        super().__init__(commands, command)
-        self._command = command
-        self._report: WhyReport | None = None
-        self._prompts: list[PromptReport] = []
-
-    async def run(self) -> None:
-        explains, command = self._commands.explains, self._command
-        if isinstance(command, Explain):
-            self._report = await explains.why(command.request, command.last)
-        else:
-            tokens = array("I", command.tokens)
-            self._prompts = await explains.why_prompt(tokens, command.model, command.salt)
-
-    def answer(self, reason: str | None) -> Done:
-        return Done(self._ticket, b"", 0, 0, reason, report=self._report, prompts=self._prompts)
+        return replace(self._answer, reason=reason)
 
 
 def _split(joined: bytes) -> list[ChunkKey]:

@@ -9,8 +9,9 @@ import pytest
 
 from kvtier import Settings, TieredCache
 from kvtier.catalog.hints import ChunkHints
-from kvtier.fleet.member.counters import CounterReport
+from kvtier.fleet.member.counters import counters_of
 from kvtier.fleet.member.protocol import Counters, TokenCount
+from kvtier.observability.transfers import TransferCounts
 from kvtier.pipeline.query import Expected, Query
 from tests.rigs.fleet import CHUNK_TOKENS, MODEL, TOKEN_BYTES, fleet
 from tests.rigs.waiting import until
@@ -44,7 +45,7 @@ async def test_tokens_are_counted_by_model_and_tenant_with_the_time_saved() -> N
         assert tenants(cache) == {"team-a": (64, 32), "other": (64, 32)}
         assert cache.usage.saved_seconds(cache.layouts) == (2.0, 2.0)
         cache.counts["miss_tokens_evicted"] = 5
-        counters = CounterReport(cache, tuple).counters()
+        counters = counters_of(cache, TransferCounts(cache), tuple)
         assert counters.models == [TokenCount(namespace.hex(), 128, 64, 2.0)]
         assert (counters.misses, counters.outages, counters.peers) == ({"evicted": 5}, [0], [])
 
