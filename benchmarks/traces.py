@@ -147,14 +147,14 @@ def spans_one_by_one() -> Iterator[tuple[str, float]]:
         trace.end(LOOKUP, tokens=1000, local_tokens=0)
 
     yield "engine: begin and end", timed(in_engine)
-    spans = [Span.ended("kvtier.lookup", PARENT, time.monotonic(), {"kvtier.tokens": 1000})] * SPANS
+    spans = [Span.ended("kvtier.lookup", PARENT, time.monotonic(), tokens=1000)] * SPANS
     yield "engine: encode, in a message of 4", timed(lambda: encode_body(Spans(spans[:4]))) / 4
     body = encode_body(Spans(spans[:4]))
     yield "cache process: decode", timed(lambda: decode_from_engine(body)) / 4
     tracer = Tracer(Sampling.of({}))
     yield (
         "cache process: record",
-        timed(lambda: tracer.record("kvtier.tier.read", PARENT, time.monotonic(), {"kvtier.tier": "ssd"})),
+        timed(lambda: tracer.record("kvtier.tier.read", PARENT, time.monotonic(), tier="ssd")),
     )
     os.environ |= {"OTEL_EXPORTER_OTLP_TIMEOUT": "10"}
     with tempfile.TemporaryDirectory() as folder:

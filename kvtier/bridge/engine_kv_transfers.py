@@ -16,7 +16,7 @@ from kvtier.errors import PeerError, ProtocolError
 from kvtier.logs import ChangedWarnings
 from kvtier.memory.keys import ChunkKey, split_keys
 from kvtier.memory.layout import ChunkLayout
-from kvtier.observability.traces.spans import Attributes, Tracer, child, following
+from kvtier.observability.traces.spans import Tracer, Value, child, following
 from kvtier.tiers.planner import FIRST
 
 if TYPE_CHECKING:
@@ -102,11 +102,7 @@ class EngineKVTransfers:
         if not transfer.unnamed:
             self.warnings.note(request.to, last_error)
         tokens = min(result.leading * self.layout.chunk_tokens, request.tokens)
-        attributes: Attributes = {
-            "kvtier.peer": request.to,
-            "kvtier.tokens": tokens,
-            "kvtier.bytes": result.pushed_bytes,
-        }
         began = time.monotonic() - result.seconds
-        self.tracer.record("kvtier.kv_transfer", request.trace, began, attributes, within, last_error)
+        pushed: dict[str, Value] = {"peer": request.to, "tokens": tokens, "bytes": result.pushed_bytes}
+        self.tracer.record("kvtier.kv_transfer", request.trace, began, within, last_error, **pushed)
         await self.notify(KVTransferResult(request.ticket, tokens, last_error))

@@ -15,7 +15,7 @@ from anyio.abc import TaskGroup
 
 from kvtier.errors import ChannelError, ProtocolError
 from kvtier.memory.keys import split_keys
-from kvtier.observability.traces.spans import NO_TRACER, Attributes, Tracer, child, following
+from kvtier.observability.traces.spans import NO_TRACER, Tracer, child, following
 from kvtier.peers import protocol
 from kvtier.peers.grants import GrantBook
 from kvtier.peers.lookup import PeerLookup, PendingGrant
@@ -112,8 +112,8 @@ class Session:
         trace, began = self._tracer.received(request.trace), time.monotonic()
         try:
             valid = await self._reservations.commit(self, request)
-            chunks: Attributes = {"kvtier.chunks": sum(valid), "kvtier.missed_chunks": valid.count(False)}
-            self._tracer.record("kvtier.peer.receive", trace, began, chunks)
+            missed = valid.count(False)
+            self._tracer.record("kvtier.peer.receive", trace, began, chunks=sum(valid), missed_chunks=missed)
             self._send(protocol.Committed(request.ticket, valid))
         finally:
             self._commits.release()
@@ -147,8 +147,9 @@ class Session:
             on_end, granted_bytes = grant.on_end, sum(lengths)
 
             def end() -> None:
-                attributes: Attributes = {"kvtier.chunks": count, "kvtier.bytes": granted_bytes}
-                self._tracer.record("kvtier.peer.serve", trace, began, attributes, within)
+                self._tracer.record(
+                    "kvtier.peer.serve", trace, began, within, chunks=count, bytes=granted_bytes
+                )
                 if on_end is not None:
                     on_end()
 

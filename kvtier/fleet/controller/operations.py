@@ -89,8 +89,8 @@ class Operations:
                 tokens_by_place[place] = max(tokens_by_place.get(place, 0), chunks.leading_tokens(count))
         self.lookups += 1
         self.lookup_seconds += time.monotonic() - began
-        tokens = {"kvtier.tokens": prompts[0].num_tokens}
-        self.tracer.record("kvtier.controller.lookup", current.get(), began, tokens)
+        tokens = prompts[0].num_tokens
+        self.tracer.record("kvtier.controller.lookup", current.get(), began, tokens=tokens)
         instances = {
             member.id: _tokens_by_tier(member, tokens_by_place) for member in self.registry.members.values()
         }
@@ -169,9 +169,9 @@ class Operations:
             # No effect unless it was cancelled: the event has ended otherwise.
             self.events.fail(event, f"{STOPPED}; {PARTIAL_PROGRESS}")
             self._log(event)
-            done = {"kvtier.chunks": event.result.chunks, "kvtier.bytes": event.result.bytes}
-            name, reason = f"kvtier.controller.{event.kind}", event.error or event.result.reason or ""
-            self.tracer.record(name, trace, began, done, current.get(), reason)
+            name, done = f"kvtier.controller.{event.kind}", event.result
+            reason, within = event.error or done.reason or "", current.get()
+            self.tracer.record(name, trace, began, within, reason, chunks=done.chunks, bytes=done.bytes)
 
     async def _execute(self, operation: Operation, event: Event) -> None:
         # Operations that held the locks before may have changed the index.

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvtier.bridge.protocol import Spans
-from kvtier.observability.traces.spans import TRACE_BYTES, Span, child
+from kvtier.observability.traces.spans import TRACE_BYTES, Span, Value, child
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -47,13 +47,12 @@ class Trace:
         """Return the trace within a span; empty if it has not begun."""
         return self._open[name][1] if name in self._open else b""
 
-    def end(self, name: str, error: str = "", /, **attributes: str | int) -> None:
+    def end(self, name: str, error: str = "", /, **attributes: Value) -> None:
         """End a span, if it has begun."""
         if name in self._open and self._traces is not None:
             trace, within, since = self._open.pop(name)
-            named = {f"kvtier.{attribute}": value for attribute, value in attributes.items()}
-            named["kvtier.request"] = self._request_id
-            self._traces.add(Span.ended(name, trace, since, named, within, error))
+            attributes["request"] = self._request_id
+            self._traces.add(Span.ended(name, trace, since, within, error, **attributes))
 
     def end_all(self) -> None:
         """End the request."""

@@ -359,8 +359,8 @@ class WorkerSide:
         for job in batch.jobs:
             if job.trace and job.chunks:
                 tokens, size = self._copied(job.chunks)
-                attributes = {"kvtier.tokens": tokens, "kvtier.bytes": size, "kvtier.rank": self._rank}
-                self._traces.add(Span.ended(name, job.trace, since, attributes, error=job.failure or error))
+                copied = {"tokens": tokens, "bytes": size, "rank": self._rank}
+                self._traces.add(Span.ended(name, job.trace, since, b"", job.failure or error, **copied))
         self._traces.send()
 
     def _memory(self, staging: int) -> Memory | None:

@@ -25,8 +25,8 @@ _TRACEPARENT = re.compile(
     r"(?!ff)[\da-f]{2}-(?!0{32})([\da-f]{32})-(?!0{16})([\da-f]{16})-([\da-f]{2})(-.*)?"
 )
 
-Attributes = Mapping[str, str | int]
-"""Never keys, tokens, text or salts."""
+Value = str | int
+"""Of an attribute: never keys, tokens, text or salts."""
 
 current: ContextVar[bytes] = ContextVar("kvtier_trace", default=b"")
 """The trace of what is running. Tasks inherit it."""
@@ -57,25 +57,21 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     """The id of the span that it belongs to, if there is one."""
     start: int
     end: int
-    attributes: Attributes
+    attributes: Mapping[str, Value]
     error: str
 
     @classmethod
     def ended(
-        cls,
-        name: str,
-        trace: bytes,
-        since: float,
-        attributes: Attributes,
-        within: bytes = b"",
-        error: str = "",
+        cls, name: str, trace: bytes, since: float, within: bytes = b"", error: str = "", /, **values: Value
     ) -> Span:
         """Return a span of ``trace`` from ``since`` (:func:`time.monotonic`) to now.
 
-        ``within``: as :func:`child` has returned it, if others belong to the span.
+        ``within``: as :func:`child` has returned it, if others belong to the span. ``values``: attributes,
+        whose names get the prefix ``kvtier.``.
         """
         end = time.time_ns()
         start = end - int((time.monotonic() - since) * 1e9)
+        attributes = {f"kvtier.{attribute}": value for attribute, value in values.items()}
         return cls(name, within or child(trace), trace[TRACE_BYTES:], start, end, attributes, error)
 
 
@@ -131,44 +127,30 @@ class Tracer(Observer):
             self.dropped += dropped + len(spans) - len(accepted)
 
     def record(
-        self,
-        name: str,
-        trace: bytes,
-        since: float,
-        attributes: Attributes,
-        within: bytes = b"",
-        error: str = "",
+        self, name: str, trace: bytes, since: float, within: bytes = b"", error: str = "", /, **values: Value
     ) -> None:
         """Record what has just ended, if it is traced. See :meth:`Span.ended`."""
         if trace:
-            self.add([Span.ended(name, trace, since, attributes, within, error)])
+            self.add([Span.ended(name, trace, since, within, error, **values)])
 
     def observe(self, report: Report) -> None:
         """Record tier I/O: in the trace of the request that waits for it, or in one of its own."""
         trace = current.get() or self.trace()
         if report.target is None or not report.keys or not trace:
             return
-        tier, action = report.target, "write"
-        if report.source != self.first_tier:
-            tier, action = report.source or "", "read"
-        failed, chunks = report.outcomes.count(Outcome.FAILED), len(report.keys)
-        attributes: Attributes = {
-            "kvtier.tier": tier,
-            "kvtier.chunks": chunks,
-            "kvtier.bytes": report.transferred_bytes,
-            "kvtier.missed_chunks": report.outcomes.count(Outcome.MISS),
-        }
-        error, since = f"{failed} chunks have failed" if failed else "", time.monotonic() - report.seconds
-        self.record(f"kvtier.tier.{action}", trace, since, attributes, error=error)
+        name, tier = "kvtier.tier.read", report.source or ""
+        if report.source == self.first_tier:
+            name, tier = "kvtier.tier.write", report.target
+        counts = {"chunks": len(report.keys), "bytes": report.transferred_bytes}
+        counts["missed_chunks"] = report.outcomes.count(Outcome.MISS)
+        failed = report.outcomes.count(Outcome.FAILED)
+        error = f"{failed} chunks have failed" if failed else ""
+        self.record(name, trace, time.monotonic() - report.seconds, b"", error, tier=tier, **counts)
 
     def queried(self, tier: str, asked: int, found: int, seconds: float) -> None:
         """Record the query of a shared pool, in the trace of the request that waits for it."""
-        attributes: Attributes = {
-            "kvtier.tier": tier,
-            "kvtier.chunks": found,
-            "kvtier.missed_chunks": asked - found,
-        }
-        self.record("kvtier.tier.lookup", current.get(), time.monotonic() - seconds, attributes)
+        since, missed = time.monotonic() - seconds, asked - found
+        self.record("kvtier.tier.lookup", current.get(), since, tier=tier, chunks=found, missed_chunks=missed)
 
     def status(self) -> dict[str, int]:
         """Return how many spans were exported, and how many could not be."""

@@ -174,7 +174,7 @@ async def test_a_stopped_collector_delays_nothing_and_the_queue_is_bounded(
             await store_and_read(instance)
             for _ in range(3):
                 for _ in range(MAX_QUEUED):
-                    instance.tracer.record("kvtier.test", TRACE, time.monotonic(), {})
+                    instance.tracer.record("kvtier.test", TRACE, time.monotonic())
                 await anyio.lowlevel.checkpoint()
             assert len(instance.tracer.queue) <= MAX_QUEUED
             assert instance.tracer.dropped >= MAX_QUEUED
@@ -193,7 +193,7 @@ async def test_a_collector_that_is_killed_is_used_again_when_it_is_back(
             with anyio.fail_after(60):
                 before = getattr(instance.tracer, condition)
                 while getattr(instance.tracer, condition) == before:
-                    instance.tracer.record("kvtier.test", TRACE, time.monotonic(), {})
+                    instance.tracer.record("kvtier.test", TRACE, time.monotonic())
                     await anyio.sleep(0.1)
 
         await record_until("exported")
@@ -209,7 +209,7 @@ async def test_a_malformed_span_of_an_engine_fails_alone_with_its_batch(
     async with Instance.open(settings(tmp_path), plugins=PLUGINS) as instance:
         instance.tracer.add([Span("x", b"\1" * 99, b"\2" * 99, -1, -1, {}, "")])
         await until(lambda: instance.tracer.failed)
-        instance.tracer.record("kvtier.test", TRACE, time.monotonic(), {})
+        instance.tracer.record("kvtier.test", TRACE, time.monotonic())
         await until(lambda: instance.tracer.exported)
     assert [span.name for span in collector.spans] == ["kvtier.test"]
 

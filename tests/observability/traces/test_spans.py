@@ -100,8 +100,8 @@ def test_a_ratio_samples_the_same_traces_as_opentelemetry(ratio: float) -> None:
 def test_a_span_belongs_to_the_one_before_it() -> None:
     root = ALL.trace()
     within = child(root)
-    first = Span.ended("first", root, time.monotonic(), {}, within)
-    second = Span.ended("second", within, time.monotonic(), {})
+    first = Span.ended("first", root, time.monotonic(), within)
+    second = Span.ended("second", within, time.monotonic())
     assert first.trace == within
     assert first.parent == b""
     assert second.parent == within[16:]
@@ -110,14 +110,14 @@ def test_a_span_belongs_to_the_one_before_it() -> None:
 
 
 def test_a_span_has_the_time_at_which_it_began() -> None:
-    span = Span.ended("slept", ALL.trace(), time.monotonic() - 2.0, {})
+    span = Span.ended("slept", ALL.trace(), time.monotonic() - 2.0)
     assert 2.0 <= (span.end - span.start) / 1e9 < 60
     assert abs(span.end / 1e9 - time.time()) < 60
 
 
 def test_a_full_queue_drops_and_counts() -> None:
     tracer = Tracer(ALL)
-    span = Span.ended("span", ALL.trace(), time.monotonic(), {})
+    span = Span.ended("span", ALL.trace(), time.monotonic())
     tracer.add([span] * (MAX_QUEUED - 1))
     tracer.add([span] * 3, dropped=4)
     assert len(tracer.queue) == MAX_QUEUED
@@ -126,8 +126,8 @@ def test_a_full_queue_drops_and_counts() -> None:
 
 def test_nothing_is_recorded_if_traces_are_off() -> None:
     assert NO_TRACER.trace(header()) == b""
-    NO_TRACER.add([Span.ended("span", ALL.trace(), time.monotonic(), {})])
-    NO_TRACER.record("span", b"", time.monotonic(), {})
+    NO_TRACER.add([Span.ended("span", ALL.trace(), time.monotonic())])
+    NO_TRACER.record("span", b"", time.monotonic())
     assert not NO_TRACER.queue
 
 
