@@ -29,7 +29,7 @@ REMOVED = {
 _CODES = list(MissReason)
 _NUMBERS = {reason: number for number, reason in enumerate(_CODES)}
 
-NO_TIER = 255
+NO_TIER = 63
 WAYS = 8
 """Chunks that share a bucket: the one that went first is forgotten for a new one."""
 FILTER_BITS = 1 << 24
@@ -38,7 +38,7 @@ FILTER_CHUNKS = FILTER_BITS // 10
 """Of a filter. There are two: then 2 % of the chunks that were never stored count as unknown at most."""
 _PLACE = Struct(f"<QQ{KEY_BYTES - 16}x")
 _BUCKET = Struct(f"={WAYS}Q")
-_MINUTES_FROM = 1 << 15
+_SIX_BITS, _MAX_KEPT = 0x3F, (1 << 22) - 1
 
 
 class Gone(NamedTuple):
@@ -61,7 +61,8 @@ class GoneChunks:
         self._buckets = -(-chunks // WAYS)
         self._tags = _zeros(self._buckets * WAYS)
         self._facts = _zeros(self._buckets * WAYS)
-        """The second of removal, counted from 1; the time that it was kept; tier; reason. 0 if vacant."""
+        """In 30 bits the second of removal, counted from 1; in 22 how many seconds it was kept; tier; reason.
+        0 if vacant."""
         self._clock, self._start = clock, clock() - 1
         self._filters: list[bytearray] = []
         """Of what was forgotten, the newest first."""
@@ -86,14 +87,14 @@ class GoneChunks:
         if not self._buckets:
             return
         tags, facts, now, bucket = self._tags, self._facts, self.now(), _BUCKET.unpack_from
-        fact = now << 32 | tier << 8 | _NUMBERS[reason]
+        fact = now << 34 | tier << 6 | _NUMBERS[reason]
         for key, then in zip(keys, since or repeat(now), strict=False):
             tag, place = _PLACE.unpack(key)
             at = place % self._buckets * WAYS
             known = bucket(tags, at * 8)
             if tag in known:
                 at += known.index(tag)
-                since_then = bool(since) and facts[at] >> 32 >= then
+                since_then = bool(since) and facts[at] >> 34 >= then
                 if since_then and reason is MissReason.STORE_FAILED:
                     continue
                 if since_then and reason is MissReason.EVICTED and tier < _refused(facts[at]):
@@ -104,7 +105,7 @@ class GoneChunks:
                 at += ages.index(oldest)
                 if oldest:
                     self._forget(tags[at])
-            tags[at], facts[at] = tag, fact | _pack(now - then) << 16
+            tags[at], facts[at] = tag, fact | min(now - then, _MAX_KEPT) << 12
 
     def find(self, key: ChunkKey) -> Gone | None:
         """Return what is known of a chunk; ``None`` if it was never here."""
@@ -139,18 +140,9 @@ def _bits(tag: int) -> list[int]:
 
 def _refused(fact: int) -> int:
     """Return the tier that has not stored a chunk, if that is the fact; else -1."""
-    return fact >> 8 & 0xFF if fact & 0xFF == _NUMBERS[MissReason.STORE_FAILED] else -1
-
-
-def _pack(seconds: int) -> int:
-    """Return a duration in 16 bits: in seconds, and above 9 hours in minutes."""
-    if seconds < _MINUTES_FROM:
-        return max(0, seconds)
-    return min(_MINUTES_FROM | (seconds - _MINUTES_FROM) // 60, 0xFFFF)
+    return fact >> 6 & _SIX_BITS if fact & _SIX_BITS == _NUMBERS[MissReason.STORE_FAILED] else -1
 
 
 def _unpack(fact: int, now: int) -> Gone:
-    kept = fact >> 16 & 0xFFFF
-    if kept >= _MINUTES_FROM:
-        kept = _MINUTES_FROM + (kept - _MINUTES_FROM) * 60
-    return Gone(_CODES[fact & 0xFF], fact >> 8 & 0xFF, float(kept), float(now - (fact >> 32)))
+    kept, ago = fact >> 12 & _MAX_KEPT, now - (fact >> 34)
+    return Gone(_CODES[fact & _SIX_BITS], fact >> 6 & _SIX_BITS, float(kept), float(ago))
