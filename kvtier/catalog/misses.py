@@ -9,46 +9,34 @@ import msgspec
 
 
 class MissReason(StrEnum):
-    """Why tokens of a prompt were not a hit. See docs/why.md."""
+    """Why tokens of a prompt were not a hit. :data:`ADVICE` and docs/why.md tell what each means."""
 
     NEVER_STORED = "never_stored"
     EVICTED = "evicted"
     CLEARED = "cleared"
     EXPIRED = "expired"
     MOVED = "moved"
-    """To another host."""
     LOST = "lost"
-    """The medium does not hold it any more, or it was corrupt."""
     DECLINED = "declined"
-    """The eviction policy preferred what the tier held."""
     STORE_FAILED = "store_failed"
-    """There was no room, a tier did not take it, or the engine did not complete the save."""
     OTHER_SALT = "other_salt"
     OTHER_MODEL_OR_LAYOUT = "other_model_or_layout"
     OTHER_WEIGHTS = "other_weights"
     OTHER_ADAPTER_OR_IMAGE = "other_adapter_or_image"
     DIVERGES = "diverges"
-    """What is before is held, and continues with other tokens."""
     BEING_STORED = "being_stored"
-    """Another request was just computing it."""
     NO_STATE = "no_state"
-    """It is held, and no state of the model at its end."""
     NO_ROOM = "no_room"
-    """A lower tier holds it, and memory had no room to read it into."""
     TIER_UNAVAILABLE = "tier_unavailable"
-    """The last call of the tier's medium failed, so it is not known what it holds."""
     TOO_LATE = "too_late"
     LOAD_FAILED = "load_failed"
     RECOMPUTE_WAS_FASTER = "recompute_was_faster"
     VERIFIED = "verified"
-    """An idle engine has computed the request, to compare it with what is held."""
     QUARANTINED = "quarantined"
     DISABLED_BY_REQUEST = "disabled_by_request"
     SHORTER_THAN_A_BLOCK = "shorter_than_a_block"
     NOT_LOOKED_UP = "not_looked_up"
-    """The cache process was away, or did not answer in time."""
     UNKNOWN = "unknown"
-    """It was stored once. Too many chunks have gone since to know why it is gone."""
 
 
 ADVICE: Mapping[str, str] = {
@@ -80,8 +68,6 @@ ADVICE: Mapping[str, str] = {
     MissReason.UNKNOWN: "they were stored once, too long ago to know more: raise `why.remembered_chunks`.",
 }
 """What each reason means for who operates the engine, and what to do."""
-
-
 AGAIN = "then the same again"
 """What has parted goes on as what is stored: something in the middle of a template changes."""
 
