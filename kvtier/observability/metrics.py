@@ -183,20 +183,14 @@ class CacheMetrics(Collector):
         yield counter("saved_prefill_seconds", text, seconds)
         text = "The same, multiplied by the ranks of the model."
         yield counter("saved_gpu_seconds", text, of_gpus)
-        tenants = self._cache.usage.tenants.items()
-        text = "Tokens of the prompts of a tenant that were looked up."
-        yield counter(
-            "tenant_lookup_tokens", text, [((name,), of.looked_up) for name, of in tenants], "tenant"
-        )
-        text = "Of these, tokens that were found."
-        yield counter("tenant_lookup_hit_tokens", text, [((name,), of.hit) for name, of in tenants], "tenant")
-        models = status.get("models", ())
-        text = "Tokens of the prompts for a model that were looked up."
-        asked = [((model["model"],), model["looked_up_tokens"]) for model in models]
-        yield counter("model_lookup_tokens", text, asked, "model")
-        text = "Of these, tokens that were found."
-        hits = [((model["model"],), model["hit_tokens"]) for model in models]
-        yield counter("model_lookup_hit_tokens", text, hits, "model")
+        tenants = [(name, of.looked_up, of.hit) for name, of in self._cache.usage.tenants.items()]
+        models = [(of["model"], of["looked_up_tokens"], of["hit_tokens"]) for of in status.get("models", ())]
+        for label, whose, usages in (("tenant", "of a tenant", tenants), ("model", "for a model", models)):
+            asked = [((name,), tokens) for name, tokens, _ in usages]
+            hits = [((name,), tokens) for name, _, tokens in usages]
+            text = f"Tokens of the prompts {whose} that were looked up."
+            yield counter(f"{label}_lookup_tokens", text, asked, label)
+            yield counter(f"{label}_lookup_hit_tokens", "Of these, tokens that were found.", hits, label)
 
     def _of_counts(self, tiers: Sequence[Level]) -> Iterator[Metric]:
         counts, waits = self._cache.counts, self._cache.load_or_compute
@@ -311,9 +305,7 @@ def _of_canaries(canaries: Status) -> Iterator[Metric]:
         return [((url,), canary[name]) for url, canary in canaries.items()]
 
     text = "Runs of the canary, by result: ok, skipped, or where what was stored was lost."
-    results = [
-        ((url, name), count) for url, canary in canaries.items() for name, count in canary["results"].items()
-    ]
+    results = [((url, name), runs) for url, of in canaries.items() for name, runs in of["results"].items()]
     yield counter("canary_runs", text, results, "engine", "result")
     text = "1 while what the canary has stored is not served, or leads to other tokens."
     yield gauge("canary_alert", text, each("alert"), "engine")

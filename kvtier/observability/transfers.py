@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 from kvtier.backends.base import Outcome
 from kvtier.cache import TieredCache
@@ -16,16 +18,14 @@ Route = tuple[type[Event], str | None, str | None]
 """Event type, source and target."""
 
 
+@dataclass(slots=True)
 class RouteCounts:
     """Counters of the transfers of one event type between two tiers."""
 
-    __slots__ = ("buckets", "bytes", "outcomes", "seconds")
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self.seconds = 0.0
-        self.buckets = [0] * (len(BOUNDS) + 1)
-        self.outcomes = dict.fromkeys(Outcome, 0)
+    bytes: int = 0
+    seconds: float = 0.0
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
 
     def add(self, report: Report) -> None:
         """Count one batch."""
@@ -45,7 +45,7 @@ class TransferCounts(Observer):
     """Counts the transfers of one cache, by route. Add it to the cache's observers."""
 
     def __init__(self, cache: TieredCache) -> None:
-        self.routes: dict[Route, RouteCounts] = {}
+        self.routes = defaultdict[Route, RouteCounts](RouteCounts)
         # Count 0 from the start: rate() misses the first increase of a counter that appears late.
         memory = cache.memory.name
         for tier in cache.lower:
@@ -55,10 +55,5 @@ class TransferCounts(Observer):
 
     def observe(self, report: Report) -> None:
         """Count one transfer. Deletions are not counted."""
-        if report.target is None:
-            return
-        route = (type(report.event), report.source, report.target)
-        counts = self.routes.get(route)
-        if counts is None:
-            counts = self.routes[route] = RouteCounts()
-        counts.add(report)
+        if report.target is not None:
+            self.routes[type(report.event), report.source, report.target].add(report)
