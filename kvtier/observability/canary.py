@@ -15,7 +15,6 @@ Another server may load it: from a peer or shared pool, or because the first one
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import random
@@ -65,7 +64,6 @@ GREEDY = {
     "return_tokens_as_token_ids": True,
 }
 _WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{.*\})? (\S+)$", re.MULTILINE)
-
 
 Hints = Mapping[str, object]
 NONE: Hints = {}
@@ -207,12 +205,13 @@ class Canary:
             if report.verifies and not self._measured:
                 # In a batch with another prompt: that may change what is computed, and shows how much.
                 stored = {"cache": "write", "canary": {"id": run}}
-                self._measured = bool(await self._complete(result, run, stored, beside=True))
+                await self._complete(result, run, stored, beside=True)
+                self._measured = True
 
     async def _store(self, result: Result, more: Hints) -> tuple[str, Answer, Report]:
         models = await self._ask("GET", "/v1/models")
         try:
-            self._model = str(json.loads(models)["data"][0]["id"])
+            self._model = str(msgspec.json.decode(models)["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
             raise CanaryError(f"{self.url} does not list its models like vLLM: {error!r}") from error
         for _ in range(2):  # In the first run of this client, it learns how many tokens a chunk has.
@@ -274,7 +273,7 @@ class Canary:
         }
         body = await self._ask("POST", "/v1/completions", request)
         try:
-            found = json.loads(body)
+            found = msgspec.json.decode(body)
             choice, prompt = found["choices"][0], found["usage"]["prompt_tokens"]
             report = ((found.get("kv_transfer_params") or {}).get("kvtier") or {}).get("canary")
             parts = choice["token_ids"], choice["logprobs"]["top_logprobs"], prompt, report
@@ -318,9 +317,8 @@ class Periodic:
         self._connected = connected
         self._failures = 0
         self._skipped = ""
-        self._results = dict.fromkeys(("ok", *get_args(Stage), "skipped"), 0)
         self.status: dict[str, Any] = {"alert": False, "last": "", "last_ok": time.time()}
-        self.status["results"] = self._results
+        self.status["results"] = dict.fromkeys(("ok", *get_args(Stage), "skipped"), 0)
         """The last result, when it was ok (at first, that of the start), and counts since the start."""
 
     async def run(self) -> None:
@@ -346,14 +344,12 @@ class Periodic:
             why = str(error)
         if not self._connected():  # Not before, or no more.
             why = "no engine is connected"
-        self._results["skipped" if why else result.stage or "ok"] += 1
+        self.status["results"]["skipped" if why else result.stage or "ok"] += 1
         if why and why != self._skipped:
             logger.info("canary skipped: %s", why)
         self._skipped = why
-        if not why:
-            self._note(result)
-
-    def _note(self, result: Result) -> None:
+        if why:
+            return
         healthy, before = result.stage is None, self._failures
         self._failures = 0 if healthy else before + 1
         alert = result.stage == "tokens" or self._failures >= ALERT_AFTER

@@ -94,18 +94,19 @@ class _Thread(threading.Thread):
                     exported = self._exporter.export(list(map(self._converted, spans))).name == "SUCCESS"
                 except Exception as error:  # A malformed span of an engine.
                     exported, self._reason = False, repr(error)
-                tracer.exported += len(spans) if exported else 0
-                tracer.failed += 0 if exported else len(spans)
                 if not exported:
+                    tracer.failed += len(spans)
                     break
+                tracer.exported += len(spans)
             if tracer.failed + tracer.dropped > lost:
                 lost = tracer.failed + tracer.dropped
                 self._warn("traces: %d spans are lost so far: %s", lost, self._reason)
 
     def _take_log(self, record: logging.LogRecord) -> bool:
-        mine = record.thread == self.ident
-        self._reason = printable(record.getMessage()) if mine else self._reason
-        return not mine
+        if record.thread != self.ident:
+            return True
+        self._reason = printable(record.getMessage())
+        return False
 
     def finish(self) -> None:
         """Export what is queued, and end the thread. Blocks."""
