@@ -199,7 +199,8 @@ def _show_requests(requests: Sequence[Answer]) -> None:
     for miss in (miss for report in requests for miss in report["misses"]):
         missed[miss["reason"]] += miss["tokens"]
         advice[miss["reason"]] = miss["advice"]
-    _print(f"\nOf {tokens:,} tokens of {len(requests)} requests, {missed.total():,} were computed:")
+    computed = f"{missed.total():,} were computed:" if missed else "none was computed."
+    _print(f"\nOf {tokens:,} tokens of {len(requests)} requests, {computed}")
     for reason, count in missed.most_common(SHOWN_REASONS):
         _print(f"{count:,} {reason}: {advice[reason]}")
 

@@ -52,6 +52,11 @@ def test_last_requests_with_what_to_do(kvtier: Kvtier, tmp_path: Path) -> None:
         assert ADVICE[MissReason.NEVER_STORED] in output
         [report] = json.loads(kvtier("why", "[red]", "--socket", running.socket, "--json").output)["requests"]
         assert (report["tokens"], report["hits"]) == (tokens, {"ram": tokens // 2})
+        scheduler.end(Outcome(0, "cmpl-2", tokens, tokens))
+        scheduler.send_outcomes()
+        wait_until(lambda: len(client.why(running.socket).requests) == 2)
+        output = kvtier("why", "cmpl-2", "--socket", running.socket).output
+        assert output.endswith(f"\nOf {tokens} tokens of 1 requests, none was computed.\n")
         other = kvtier("why", "chat-9", "--socket", running.socket)
         assert other.status == 1
         assert "no request whose id contains 'chat-9'" in other.output
