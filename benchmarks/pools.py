@@ -6,8 +6,8 @@
     python -m benchmarks.pools                        # all pools whose servers are installed
 
 Each pool is a real server on loopback. ``limit`` for Redis and Valkey: the same commands on raw blocking
-sockets, in as many threads as the tier has connections; for InfiniStore and Mooncake: the calls of their own
-client libraries. ``pump`` moves the same bytes from and to a process that stores nothing. ``plain`` is the
+sockets, in as many threads as the tier has connections; for InfiniStore, Mooncake and S3: the calls of the
+client libraries alone. ``pump`` moves the same bytes from and to a process that stores nothing. ``plain`` is the
 backend, ``sealed`` the backend with header and checksum, as in a cache. The chunks are in a real arena; those
 of a row are one batch, which each side in turn stores, fetches, verifies and deletes.
 """
@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import anyio
 
@@ -33,12 +33,14 @@ from benchmarks.peer import LMCacheSide, run_connectors
 from benchmarks.pools_sides import (
     InfiniStoreLibrary,
     MooncakeLibrary,
+    ObstoreLibrary,
     PoolSide,
     Pump,
     RawRESP,
     TierSide,
     fill_arena,
 )
+from kvtier.backends.s3.settings import S3Settings
 from kvtier.lab.bench.rows import rotated
 from kvtier.lab.bench.sides import Chunk, clear_stamps, have_stamps, put_stamps
 from kvtier.memory.arena import Arena
@@ -185,10 +187,12 @@ async def sides_of(
             process.close()
 
 
-def limit_of(pool: str, settings: Mapping[str, str], arena: Arena) -> PoolSide:
+def limit_of(pool: str, settings: Mapping[str, Any], arena: Arena) -> PoolSide:
     """Return the side that measures the limit of the pool's medium."""
     if pool == "mooncake":
         return MooncakeLibrary(settings["master"], arena)
+    if pool == "s3":
+        return ObstoreLibrary(S3Settings.model_validate(settings))
     host, _, port = settings["url"].partition("://")[2].partition(":")
     if pool in RESP:
         return RawRESP((host, int(port)), CONNECTIONS)

@@ -72,6 +72,16 @@ class MooncakeLibrary(limits.MooncakeLibrary, PoolSide):
         return expect(time.perf_counter() - started, set(held) == {1}, held)
 
 
+class ObstoreLibrary(limits.ObstoreLibrary, PoolSide):
+    """obstore alone."""
+
+    async def look_up(self, keys: Sequence[ChunkKey]) -> float:
+        names = [name_of(key) for key in keys]
+        started = time.perf_counter()
+        found = list(self._threads.map(lambda name: self._obstore.head(self._store, name), names))
+        return expect(time.perf_counter() - started, len(found) == len(names), "an object is missing")
+
+
 class RawRESP(raw_resp.RawRESP, PoolSide):
     """GET, SET and EXISTS on raw sockets, with exclusive use of the server."""
 

@@ -18,6 +18,7 @@ def kvtier_backends() -> dict[str, type[Backend]]:
     from kvtier.backends.infinistore import InfiniStoreBackend
     from kvtier.backends.mooncake import MooncakeBackend
     from kvtier.backends.redis import RedisBackend
+    from kvtier.backends.s3 import S3Backend
     from kvtier.backends.valkey import ValkeyBackend
 
     return {
@@ -28,4 +29,5 @@ def kvtier_backends() -> dict[str, type[Backend]]:
         "valkey": ValkeyBackend,
         "infinistore": InfiniStoreBackend,
         "mooncake": MooncakeBackend,
+        "s3": S3Backend,
     }

@@ -1,7 +1,8 @@
 """The limits that tiers are compared with: minimal code that moves the same bytes over the same medium.
 
 Memory: a single-threaded copy. Disk: whole files with O_DIRECT, one system call each. Redis: plain sockets
-(:mod:`kvtier.lab.bench.raw_resp`). InfiniStore and Mooncake: their client libraries, as in their examples.
+(:mod:`kvtier.lab.bench.raw_resp`). InfiniStore, Mooncake and object stores: the client libraries, as in their
+examples.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from kvtier.backends.disk.backend import DiskSettings
 from kvtier.backends.infinistore.settings import InfiniStoreSettings
 from kvtier.backends.mooncake.settings import MooncakeSettings
 from kvtier.backends.redis.settings import RedisSettings
+from kvtier.backends.s3.settings import S3Settings
 from kvtier.lab.bench.raw_resp import LogIn, RawRESP
 from kvtier.lab.bench.sides import Chunk, InThreads, Side, expect, filled
 from kvtier.memory.arena import Arena, address_of
@@ -46,6 +49,8 @@ def limit_of(tier: TierSettings, backend: Backend, arena: Arena, length: int) ->
         return InfiniStoreLibrary((tier.host, tier.port), tier.connections)
     if isinstance(tier, MooncakeSettings) and tier.protocol == "tcp":
         return MooncakeLibrary(tier.master, arena)
+    if isinstance(tier, S3Settings):
+        return ObstoreLibrary(tier)
     return None
 
 
@@ -220,6 +225,43 @@ class MooncakeLibrary(Side):
         """See :meth:`Side.close`."""
         self._store.unregister_buffer(self._start)
         self._store.close()
+
+
+class ObstoreLibrary(InThreads):
+    """``put`` and ``get`` of obstore, one call per chunk in as many threads as the tier has requests.
+
+    ``get`` leaves the data in the library's own buffer.
+    """
+
+    title = TITLE
+    fills = False
+
+    def __init__(self, tier: S3Settings) -> None:
+        import obstore
+
+        from kvtier.backends.s3.store import make_store
+
+        super().__init__(range(tier.requests))
+        self._obstore: Any = obstore
+        self._store = make_store(tier, timedelta(seconds=tier.deadline))
+
+    def put_one(self, connection: int, key: ChunkKey, view: memoryview) -> None:
+        """See :meth:`InThreads.put_one`."""
+        self._obstore.put(self._store, name_of(key), view)
+
+    def get_one(self, connection: int, key: ChunkKey, view: memoryview) -> None:
+        """See :meth:`InThreads.get_one`."""
+        found = self._obstore.get(self._store, name_of(key)).bytes()
+        expect(0, len(found) == len(view), len(found))
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None:
+        """See :meth:`Side.forget`."""
+        for key in keys:
+            self._obstore.delete(self._store, name_of(key))
+
+    async def close(self) -> None:
+        """See :meth:`Side.close`."""
+        self._threads.shutdown()
 
 
 def _infinistore(address: tuple[str, int]) -> Any:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""Helpers: backends of this plugin, and values for them."""
+"""Backends of type ``s3``, and values for them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from anyio import to_thread
-from kvtier_objectstore.backend import ObjectStoreBackend
-from kvtier_objectstore.settings import ObjectStoreSettings
 
 from kvtier.backends.base import Backend, Outcome, PutItem
+from kvtier.backends.s3 import S3Backend, S3Settings
 from kvtier.testing.backend import blank, make_key, noise, same
 
 OK, MISS, FULL, FAILED = Outcome.OK, Outcome.MISS, Outcome.FULL, Outcome.FAILED
@@ -20,14 +19,14 @@ LONG = 12 * MIB + 1
 """Transferred in three parts, the last one short."""
 
 
-def make(**settings: Any) -> ObjectStoreBackend:
+def make(**settings: Any) -> S3Backend:
     # 5 MiB is S3's minimum.
-    given = {"name": "pool", "type": "objectstore", "deadline": 20, "part_size": "5MiB", **settings}
-    return ObjectStoreBackend(ObjectStoreSettings(**given))
+    given = {"name": "pool", "type": "s3", "deadline": 20, "part_size": "5MiB", **settings}
+    return S3Backend(S3Settings(**given))
 
 
 @asynccontextmanager
-async def opened(**settings: Any) -> AsyncIterator[ObjectStoreBackend]:
+async def opened(**settings: Any) -> AsyncIterator[S3Backend]:
     backend = make(**settings)
     await backend.open()
     yield backend

@@ -10,14 +10,14 @@ from typing import Any
 
 import anyio
 import pytest
-from faulty_proxy import FaultyProxy
-from kvtier_objectstore.faults import Refused, StoreError
-from s3_server import BUCKET, READER_KEY, SECRET_KEY, S3Server
-from stores import FAILED, LONG, MISS, OK, found, opened, values
 
 from kvtier.backends.base import Backend, Outcome, PutItem
+from kvtier.backends.s3.errors import StoreError
 from kvtier.testing.backend import blank, is_poisoned, make_key, poison, same
 from kvtier.testing.cancelling import cancelled_at
+from tests.rigs.s3_proxy import FaultyProxy
+from tests.rigs.s3_stores import FAILED, LONG, MISS, OK, found, opened, values
+from tests.rigs.servers.s3 import BUCKET, READER_KEY, SECRET_KEY, S3Server
 
 pytestmark = pytest.mark.anyio
 
@@ -286,8 +286,9 @@ async def test_wrong_credentials_are_logged_once_and_never_shown(
         outcomes: list[list[Outcome]] = [list(await backend.put(await values(3, 4000))) for _ in range(3)]
         assert outcomes == [[FAILED] * 3] * 3
         assert await found(backend, await values(1, 4000)) == [FAILED]
-        with pytest.raises(Refused, match="refuses these credentials") as refused:
+        with pytest.raises(StoreError, match="refuses these credentials") as refused:
             await backend.contains([make_key(0)])
+        assert refused.value.refused
         assert refused.value.__suppress_context__ or refused.value.__context__ is None
         assert "hunter2" not in repr(refused.value)
         assert "hunter2" not in repr(backend._settings) + repr(vars(backend._store))

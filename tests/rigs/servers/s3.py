@@ -32,7 +32,7 @@ class S3Server(Server):
     uploads.
     """
 
-    type: ClassVar[str] = "objectstore"
+    type: ClassVar[str] = "s3"
 
     def __init__(self, folder: Path, *, small: bool = False) -> None:
         """``small``: with a capacity of about 10 MB."""
@@ -71,11 +71,11 @@ class S3Server(Server):
         self.flip(f"chunks/{key.hex()}")
         return True
 
-    def flip(self, name: str) -> None:
-        """Flip the byte in the middle of one object."""
+    def flip(self, name: str, at: int | None = None) -> None:
+        """Flip a bit of one object, in the byte at that place or in the middle."""
         url = f"{self._filer}/buckets/{BUCKET}/{name}"
         value = bytearray(_request("GET", url))
-        value[len(value) // 2] ^= 1
+        value[len(value) // 2 if at is None else at] ^= 1
         _request("PUT", url, bytes(value))
 
     def unfinished(self) -> list[str]:
