@@ -6,10 +6,10 @@
     python -m benchmarks.pools                        # all pools whose servers are installed
 
 Each pool is a real server on loopback. ``limit`` for Redis and Valkey: the same commands on raw blocking
-sockets, in as many threads as the tier has connections; for InfiniStore, Mooncake and S3: the calls of the
-client libraries alone. ``pump`` moves the same bytes from and to a process that stores nothing. ``plain`` is the
-backend, ``sealed`` the backend with header and checksum, as in a cache. The chunks are in a real arena; those
-of a row are one batch, which each side in turn stores, fetches, verifies and deletes.
+sockets, in as many threads as the tier has connections; for InfiniStore, Mooncake and S3: the client library
+alone. ``pump`` moves the same bytes from and to a process that stores nothing. ``plain`` is the backend,
+``sealed`` the backend with header and checksum, as in a cache. The chunks are in a real arena; those of a row
+are one batch, which each side in turn stores, fetches, verifies and deletes.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ FULL = Extent(
     [4 * MIB, 32 * MIB, 128 * MIB], [1, 4, 16], lambda length: min(max(1024 * MIB // length, 5), 100), 50
 )
 SMALL = Extent([MIB], [1, 4], lambda _: 1, 1)
-MAX_STORED = {"infinistore": 768 * MIB}
-"""Maximum bytes per row, for servers with limited memory."""
+MAX_STORED = {"infinistore": 768 * MIB, "s3": 128 * MIB}
+"""Maximum bytes per row, for servers with limited memory, or that free disk space only later."""
 INFINISTORE_BYTES = 8 << 30
 """Memory limit: its server (0.2.35) once used all memory while its own client read 16 chunks of 32 MiB."""
 
@@ -108,8 +108,8 @@ def main() -> None:
 @contextmanager
 def run_server(pool: str, folder: str) -> Iterator[Server]:
     """Run a server with room for the largest row."""
-    segment = {"segment": "4 GB"} if pool == "mooncake" else {}
-    server = SERVERS[pool](Path(folder), **segment)
+    room: dict[str, Any] = {"mooncake": {"segment": "4 GB"}, "s3": {"volumes": 100}}.get(pool, {})
+    server = SERVERS[pool](Path(folder), **room)
     with server if pool != "infinistore" else with_memory_limit(server, INFINISTORE_BYTES):
         yield server
 

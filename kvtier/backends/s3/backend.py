@@ -14,7 +14,7 @@ from anyio import to_thread
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsCheck, SupportsPrefix
 from kvtier.backends.s3.errors import StoreError, explain
 from kvtier.backends.s3.settings import S3Settings
-from kvtier.concurrency.threads import Call, WorkerThreads, in_thread, spread, wait_all
+from kvtier.concurrency.threads import Call, WorkerThreads, spread, wait_all
 from kvtier.errors import TierError
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import ChunkKey
@@ -104,17 +104,17 @@ class S3Backend(Backend, SupportsPrefix, SupportsCheck):
 
         An object that is replaced meanwhile is a ``MISS``.
         """
-        parts = [part for index, item in enumerate(items) for part in self._store.parts_of(index, item)]
+        parts = [part for place, item in enumerate(items) for part in self._store.parts_of(place, item)]
         versions = await self._each(self._store.read, parts, self._latest(items), self._transfers)
         outcomes = [Outcome.OK] * len(items)
         first: dict[int, str] = {}
         for part, version in zip(parts, versions, strict=True):
-            if outcomes[part.index] is not Outcome.OK:
+            if outcomes[part.item] is not Outcome.OK:
                 continue
             if isinstance(version, StoreError):
-                outcomes[part.index] = self._failed(version)
-            elif version is None or version != first.setdefault(part.index, version):
-                outcomes[part.index] = Outcome.MISS
+                outcomes[part.item] = self._failed(version)
+            elif version is None or version != first.setdefault(part.item, version):
+                outcomes[part.item] = Outcome.MISS
         return outcomes
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import re
 
-_REFUSED = r"^(?:PermissionDenied|Unauthenticated)Error "
+_REFUSED = r"^(?:PermissionDenied|Unauthenticated)Error |status code: 40[13]\b"
 _FULL = r"os error (?:28|122)\b|\b507 Insufficient|<Code>\w*(?:StorageFull|QuotaExceeded|OutOfCapacity)\w*<"
 _REASONS = {
+    # Paths of the metadata services of machines, where obstore looks last. First, as these may refuse, too.
+    "/latest/(?:api/token|meta-data)|/metadata/identity|computeMetadata": (
+        "needs credentials, and there are none",
+        "set credentials, or variables such as AWS_ACCESS_KEY_ID",
+    ),
     _REFUSED: ("refuses these credentials ({codes})", "check credentials and their permissions"),
     _FULL: ("is full ({codes})", "free some space"),
     "NoSuchBucket|ContainerNotFound|specified bucket does not exist": (
@@ -17,11 +22,6 @@ _REASONS = {
         "create it, or set url to another",
     ),
     "configured region|AuthorizationHeaderMalformed|PermanentRedirect": ("is elsewhere", "set region"),
-    # Paths of the metadata services of machines, where obstore looks last.
-    "/latest/(?:api/token|meta-data)|/metadata/identity|computeMetadata": (
-        "needs credentials, and there are none",
-        "set credentials, or variables such as AWS_ACCESS_KEY_ID",
-    ),
     "TimedOut|operation timed out|deadline has elapsed": (
         "does not answer in time",
         "check url, endpoint and deadline",

@@ -42,7 +42,7 @@ _CHUNK = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 class Part(NamedTuple):
     """A part of a chunk to read."""
 
-    index: int
+    item: int
     """The chunk's place in the batch."""
     key: ChunkKey
     start: int
@@ -96,12 +96,12 @@ class ChunkStore:
         else:
             obstore.put(self._store, key.hex(), pieces, chunk_size=size, max_concurrency=UPLOADED_PARTS)
 
-    def parts_of(self, index: int, item: GetItem) -> list[Part]:
+    def parts_of(self, place: int, item: GetItem) -> list[Part]:
         """Return what to :meth:`read` for an item of a batch: the whole chunk, or its parts."""
         key, view = item
         size = self._part_size
         starts = range(0, max(len(view), 1), size)
-        return [Part(index, key, start, view[start : start + size], len(view)) for start in starts]
+        return [Part(place, key, start, view[start : start + size], len(view)) for start in starts]
 
     def read(self, part: Part) -> str | None:
         """Read one part into its view, and return the object's version.

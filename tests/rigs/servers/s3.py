@@ -34,10 +34,10 @@ class S3Server(Server):
 
     type: ClassVar[str] = "s3"
 
-    def __init__(self, folder: Path, *, small: bool = False) -> None:
-        """``small``: with a capacity of about 10 MB."""
+    def __init__(self, folder: Path, *, small: bool = False, volumes: int = 20) -> None:
+        """``small``: with a capacity of about 10 MB; otherwise ``volumes`` of 256 MB."""
         super().__init__(folder)
-        self._volumes, self._volume_megabytes = (1, 8) if small else (20, 256)
+        self._volumes, self._volume_megabytes = (1, 8) if small else (volumes, 256)
         ports = iter(_free_ports(2 * len(PARTS)))
         self._ports = {part: (next(ports), next(ports)) for part in PARTS}
 
