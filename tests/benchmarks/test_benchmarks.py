@@ -43,7 +43,7 @@ TRACES = ("hit_rates", "misses", "replay_vllm", "retention", "whatif", "write_ad
 OPTIONS = {
     "compare": ["--rows", "cpu", "disk", "direct", "tokens"],
     "peers": ["--transport", "tcp", "--peers", "2"],
-    "pools": ["--pool", "redis"],
+    "pools": ["--pool", "redis", "--pool", "s3"],
     "push": ["--transport", "tcp"],
     "move": ["--transport", "tcp"],
 }

@@ -15,6 +15,7 @@ import pytest
 from kvtier.backends.base import Backend, Outcome, PutItem
 from kvtier.backends.cpu import CpuBackend
 from kvtier.backends.disk.backend import DiskBackend, DiskSettings
+from kvtier.backends.s3 import S3Backend, S3Settings
 from kvtier.lab.bench.rows import Extent, Row
 from kvtier.lab.bench.run import describe_error, run
 from kvtier.lab.bench.sides import BenchFailed, Stuck
@@ -24,6 +25,7 @@ from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.testing.faults import Fault, FaultyBackend
 from kvtier.units import MIB
 from tests.rigs.chunks import DictBackend
+from tests.rigs.servers.s3 import S3Server
 
 EXTENT = Extent(size=64 << 10, chunks=3, in_flight=2, turns=2, lookups=2)
 SHELF = TierSettings(name="shelf", type="shelf", deadline=0.2)
@@ -52,6 +54,19 @@ def test_limit_of_memory_is_memcpy() -> None:
     tier = LocalTierSettings(name="ram", type="cpu", capacity=capacity)
     row, steps = measure(CpuBackend(tier), tier)
     assert row.limit == "memcpy"
+    assert steps == steps_of(EXTENT)
+
+
+def test_limit_of_an_object_store_is_its_client_library(tmp_path: Path) -> None:
+    if reason := S3Server.missing():
+        pytest.skip(reason)
+    with S3Server(tmp_path) as server:
+        tier = S3Settings(name="pool", **server.tier())
+        row, steps = measure(S3Backend(tier), tier)
+        assert server.objects("chunks") == []
+    assert (row.limit, row.error) == ("client library", None)
+    assert row.put is not None
+    assert row.put.ratio is not None
     assert steps == steps_of(EXTENT)
 
 
