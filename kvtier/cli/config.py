@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.markup import escape
 
-from kvtier.cli.terminal import AsJson, ConfigFile, output, print_json, table
+from kvtier.cli.terminal import AsJson, ConfigFile, messages, output, print_json, table
 from kvtier.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvtier.settings import Origin, Settings, TierSettings
 
+FROM_FILE = "LMCache's YAML file, or a file with the JSON of `--kv-transfer-config`."
 app = typer.Typer(name="config", no_args_is_help=True, help="Show, check and describe the settings.")
 
 
@@ -76,6 +78,29 @@ def schema(
         typer.echo(markdown_page(plugins), nl=False)
     else:
         print_json(json_schema(plugins))
+
+
+@app.command("from-lmcache")
+def from_lmcache(
+    file: Annotated[Path | None, typer.Argument(help=FROM_FILE)] = None,
+    environment: Annotated[bool, typer.Option("--env", help="Read `LMCACHE_*` variables.")] = False,
+    server: Annotated[str, typer.Option(metavar="TEXT", help="Options of `lmcache server` (MP mode).")] = "",
+) -> None:
+    """Print the settings that mean the same as a configuration of LMCache, with all else as comments.
+
+    Variables replace what is in the file. Secrets are not printed.
+    """
+    from kvtier.cli import lmcache
+
+    if file is None and not environment and not server:
+        raise SettingsError("name LMCache's file, or add --env or --server")
+    values = lmcache.read(file, os.environ if environment else {}, server)
+    translation = lmcache.Translation(values)
+    typer.echo(lmcache.render(translation), nl=False)
+    for outcome in (lmcache.UNKNOWN, lmcache.NO_COUNTERPART):
+        if keys := translation.keys.get(outcome):
+            names = ", ".join(key.partition(": ")[0] for key in keys)
+            messages().print(f"[yellow]{outcome}:[/yellow] {escape(names)}")
 
 
 def _load(file: Path | None) -> tuple[Settings, list[TierSettings]]:
