@@ -39,6 +39,7 @@ from kvtier.memory.host import (
 )
 from kvtier.plugins import BUILT_IN, Plugins, is_memory, load_all
 from kvtier.settings import SOCKET_PATH_BYTES, LocalTierSettings, Settings, TierSettings
+from kvtier.settings.lmcache import COMMAND, lmcache_variables
 from kvtier.units import format_size
 
 OLDEST_PYTHON = (3, 11)
@@ -340,9 +341,8 @@ def check_temporary_folder(variables: Mapping[str, str] = os.environ) -> Check:
 def check_lmcache_variables(variables: Mapping[str, str] = os.environ) -> Check:
     """Check that no variables of LMCache are set, which kvtier does not read."""
     name = "LMCACHE_*"
-    found = sorted(variable for variable in variables if variable.startswith("LMCACHE_"))
-    if found:
-        remedy = f"use the settings of docs/settings.md, and unset {' '.join(found)}"
+    if found := lmcache_variables(variables):
+        remedy = f"`{COMMAND}` translates them; then unset {' '.join(found)}"
         return Check(name, "warn", f"{', '.join(found)}: set without effect on kvtier", remedy)
     return Check(name, "ok", "none set")
 

@@ -20,6 +20,7 @@ from kvtier.backends.disk.backend import DiskSettings
 from kvtier.cli import checks
 from kvtier.cli.checks import Check
 from kvtier.memory import arena, host
+from kvtier.settings.lmcache import COMMAND
 
 from .conftest import Kvtier, store
 
@@ -301,7 +302,7 @@ def test_variables_of_lmcache() -> None:
     assert checks.check_lmcache_variables({"KVTIER_LINGER": "1s"}).status == "ok"
     check = checks.check_lmcache_variables({"LMCACHE_B": "1", "LMCACHE_A": "1", "HOME": "/"})
     assert (check.status, check.found) == ("warn", "LMCACHE_A, LMCACHE_B: set without effect on kvtier")
-    assert check.remedy.endswith("unset LMCACHE_A LMCACHE_B")
+    assert check.remedy == f"`{COMMAND}` translates them; then unset LMCACHE_A LMCACHE_B"
 
 
 @pytest.mark.parametrize(
