@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvtier.errors import ControllerError
-from kvtier.fleet.controller import answers, connection
+from kvtier.fleet.controller import answers, connection, lmcache
 from kvtier.fleet.controller.bodies import (
     Bodies,
     ClearBody,
@@ -125,6 +125,7 @@ def make_app(
     _add_operations(app.router, operations, bodies)
     _add_queries(app.router, operations, history)
     _add_why(app.router, operations, bodies)
+    lmcache.add_route(app.router, operations, bodies)
     _add_fleet(app.router, operations.registry, history, grafana)
     _add_stream(app.router, Stream(operations.registry, operations.events, operations.pins))
     mount_page(app)
@@ -205,14 +206,15 @@ def _is_local(connection: HTTPConnection) -> bool:
 
 def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -> None:
     """Add the endpoints of operations, including lookup."""
-    lookup_body, move_body = Depends(bodies.of(LookupBody)), Depends(bodies.of(MoveBody))
-    prefetch_body, clear_body = Depends(bodies.of(PrefetchBody)), Depends(bodies.of(ClearBody))
-    pin_body, unpin_body = Depends(bodies.of(PinBody)), Depends(bodies.of(UnpinBody))
+    registry, decoder = operations.registry, lmcache.decoder
+    lookup_body, move_body = Depends(bodies.of(LookupBody)), Depends(bodies.of(MoveBody, decoder))
+    prefetch_body, clear_body = Depends(bodies.of(PrefetchBody)), Depends(bodies.of(ClearBody, decoder))
+    pin_body, unpin_body = Depends(bodies.of(PinBody, decoder)), Depends(bodies.of(UnpinBody, decoder))
 
     @router.post("/lookup", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(LookupBody))
-    async def lookup(body: LookupBody = lookup_body) -> answers.LookupAnswer:
+    async def lookup(body: LookupBody = lookup_body) -> lmcache.Layout:
         """Return how many leading tokens of a prompt each tier of each instance holds."""
-        return await operations.lookup(body)
+        return lmcache.layout_of(registry, await operations.lookup(body))
 
     @router.post("/move", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(MoveBody))
     async def move(body: MoveBody = move_body) -> answers.Accepted:
@@ -221,7 +223,7 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
         A chunk is removed from the source only after the target has confirmed it. Chunks that the target
         already holds are not transferred again, so a move can be repeated at any time.
         """
-        return _accepted(await operations.move(body))
+        return _accepted(await operations.move(lmcache.with_tiers(registry, body)))
 
     @router.post("/prefetch", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(PrefetchBody))
     async def prefetch(body: PrefetchBody = prefetch_body) -> answers.Accepted:
@@ -238,12 +240,12 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
         Moving or clearing the last copy that an instance has of a chunk unpins it. `unpinned` in the event's
         result counts these.
         """
-        return _accepted(await operations.start(PinChunks, body))
+        return _accepted(await operations.start(PinChunks, lmcache.with_tiers(registry, body)))
 
     @router.post("/unpin", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(UnpinBody))
     async def unpin(body: UnpinBody = unpin_body) -> answers.Accepted:
         """Allow a prompt's chunks to be evicted again."""
-        return _accepted(await operations.start(UnpinChunks, body))
+        return _accepted(await operations.start(UnpinChunks, lmcache.with_tiers(registry, body)))
 
     @router.post("/clear", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(ClearBody))
     async def clear(body: ClearBody = clear_body) -> answers.Accepted:
@@ -251,7 +253,7 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
 
         The event's result has the number of chunks and bytes removed.
         """
-        return _accepted(await operations.clear(body))
+        return _accepted(await operations.clear(lmcache.with_tiers(registry, body)))
 
 
 def _add_queries(router: APIRouter, operations: Operations, history: History) -> None:

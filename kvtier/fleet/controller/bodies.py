@@ -241,9 +241,11 @@ class Bodies:
         self._turn = anyio.Lock()
         """Held while a slice is decoded: however many bodies arrive, the event loop waits for one slice."""
 
-    def of(self, kind: type[BodyT]) -> Callable[[Request], Any]:
+    def of(
+        self, kind: type[BodyT], decoder: Callable[[type[BodyT]], Decoder[BodyT]] | None = None
+    ) -> Callable[[Request], Any]:
         """Return a dependency that decodes a request's body. It responds 400, 408, 413 or 422 on errors."""
-        decode = msgspec.json.Decoder(kind).decode
+        decode = msgspec.json.Decoder(kind).decode if decoder is None else decoder(kind)
 
         async def body(request: Request) -> BodyT:
             pieces = _pieces(request)

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.anyio
 
 TOKEN = "an unguessable token"
 READS = ("/instances", "/instances/a", "/events", "/events/1", "/metrics", "/stream", "/why")
-WRITES = ("/lookup", "/move", "/prefetch", "/pin", "/unpin", "/clear", "/why")
+WRITES = ("/lookup", "/move", "/prefetch", "/pin", "/unpin", "/clear", "/why", "/check_finish")
 
 
 # Access

@@ -54,6 +54,8 @@ async def test_lookup_lists_each_tier_of_each_instance(controller: RunningContro
             "model": "meta/llama",
             "num_tokens": WHOLE + 44,
             "instances": {"a": {"ram": 2 * CHUNK, "ssd": WHOLE + 44}, "c": {"ssd": WHOLE}},
+            "event_id": "",
+            "layout_info": {"a": ["LocalDiskBackend", WHOLE + 44], "c": ["LocalDiskBackend", WHOLE]},
         }
         assert await controller.held(tokens=tokens_of(3)) == {
             "a": {"ram": 2 * CHUNK, "ssd": 3 * CHUNK},
