@@ -28,6 +28,7 @@ DEFINITION = re.compile(
 )
 ELSEWHERE = {
     *("AllBlocksCleared", "BackendConfigs", "HiSparseConnector"),  # Of vLLM, llm-d and a peer of kvtier.
+    *("LocalCPUBackend", "LocalDiskBackend", "OffloadingConnector", "SimpleCPUOffloadConnector"),
     *("AttributeError", "Ethernet", "False", "MemoryMax", "NaN", "None", "True"),
 }
 

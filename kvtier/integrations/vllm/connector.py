@@ -7,7 +7,6 @@ All loads are asynchronous, and limited to chunks that have been verified in hos
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +44,7 @@ from kvtier.integrations.vllm.scheduler import SchedulerSide
 from kvtier.integrations.vllm.weights import EngineWeights
 from kvtier.integrations.vllm.worker import CONFIRM_SECONDS, WorkerSide
 from kvtier.settings import load_settings
-from kvtier.settings.lmcache import COMMAND, lmcache_variables
+from kvtier.settings.lmcache import warn_of_variables
 
 if TYPE_CHECKING:
     import torch
@@ -95,8 +94,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._reports_part = self._model.parts > 1 or (self._spins and backend not in ("mp", "uni"))
         if role is KVConnectorRole.SCHEDULER:
             self._identities.log(vllm_config, weights_id)
-            if names := lmcache_variables(os.environ):
-                logger.warning("no effect on kvtier: %s; `%s` translates them", ", ".join(names), COMMAND)
+            warn_of_variables(logger)
             self._scheduler = SchedulerSides([self._open_part(self._model)], self._model.layout)
             recompute_failed_loads()
             follow_engine()
