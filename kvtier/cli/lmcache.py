@@ -261,7 +261,6 @@ class Translation:
         """Return what the settings of a pool are made of: parts of its URL, and keys for its kind."""
         place, _, query = rest.partition("?")
         server = f"{self._value('LMCACHE_RESP_HOST')}:{self._value('LMCACHE_RESP_PORT') or 6379}"
-        path = place.partition("/")[2] or self._value("extra_config.fs_base_path") or ""
         bucket, _, host = place.strip("/").partition(".")
         scheme = "http" if self._value("extra_config.disable_tls") else "https"
         device = re.search(r"device=([\w,-]+)", query)
@@ -269,7 +268,6 @@ class Translation:
         return {
             "address": place.strip("/") or server,
             "query": f"?{query}" if query else "",
-            "path": path.partition(",")[0].strip("/"),
             "bucket": bucket,
             "endpoint": f"{scheme}://{host}" if host and not host.endswith("amazonaws.com") else "",
             "device": device[1] if device else "mlx5_0",

@@ -288,20 +288,14 @@ def test_flag_for_vllm(kvtier: Kvtier, file: Path, text: str, role: str) -> None
         (
             "remote_url: s3://bucket.s3.internal:9000\nextra_config: {s3_region: eu, disable_tls: true}",
             {
-                "type": "objectstore",
+                "type": "s3",
                 "url": "s3://bucket",
                 "region": "eu",
                 "endpoint": "http://s3.internal:9000",
             },
         ),
-        ("remote_url: s3://b.s3.amazonaws.com", {"type": "objectstore", "url": "s3://b"}),
-        ("remote_url: azure://container", {"type": "objectstore", "url": "az://container"}),
-        ("remote_url: fs://host:0/mnt/kv", {"type": "objectstore", "url": "file:///mnt/kv"}),
-        ("remote_url: fs:///mnt/kv", {"type": "objectstore", "url": "file:///mnt/kv"}),
-        (
-            "remote_url: plugin://fs\nextra_config: {fs_base_path: /mnt/kv}",
-            {"type": "objectstore", "url": "file:///mnt/kv"},
-        ),
+        ("remote_url: s3://b.s3.amazonaws.com", {"type": "s3", "url": "s3://b"}),
+        ("remote_url: azure://container", {"type": "s3", "url": "az://container"}),
         (
             "remote_url: audit://host:1\nextra_config: {audit_actual_remote_url: 'redis://cache:6379'}",
             {"type": "redis", "url": "redis://cache:6379"},
@@ -314,7 +308,7 @@ def test_flag_for_vllm(kvtier: Kvtier, file: Path, text: str, role: str) -> None
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_remote_urls(kvtier: Kvtier, file: Path, text: str, pool: dict[str, Any]) -> None:
-    extra = {"deadline": "10s"} if pool["type"] == "objectstore" else {}
+    extra = {"deadline": "10s"} if pool["type"] == "s3" else {}
     assert translate(text, kvtier, file)["tiers"][1:] == [{"name": "pool", **pool, **extra}]
 
 
@@ -391,11 +385,10 @@ def test_mp_mode(kvtier: Kvtier, file: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "pool"),
     [
-        ("fs", {"base_path": "/mnt/kv"}, {"type": "objectstore", "url": "file:///mnt/kv", "deadline": "10s"}),
         (
             "s3",
             {"s3_endpoint": "s3://b.s3.amazonaws.com", "s3_region": "eu"},
-            {"type": "objectstore", "url": "s3://b", "region": "eu", "deadline": "10s"},
+            {"type": "s3", "url": "s3://b", "region": "eu", "deadline": "10s"},
         ),
         ("valkey", {"host": "a", "port": 1}, {"type": "valkey", "url": "valkey://a:1/0"}),
         (
