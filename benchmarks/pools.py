@@ -108,7 +108,8 @@ def main() -> None:
 @contextmanager
 def run_server(pool: str, folder: str) -> Iterator[Server]:
     """Run a server with room for the largest row."""
-    room: dict[str, Any] = {"mooncake": {"segment": "4 GB"}, "s3": {"volumes": 100}}.get(pool, {})
+    rooms: dict[str, dict[str, Any]] = {"mooncake": {"segment": "4 GB"}, "s3": {"volumes": 100}}
+    room = rooms.get(pool, {})
     server = SERVERS[pool](Path(folder), **room)
     with server if pool != "infinistore" else with_memory_limit(server, INFINISTORE_BYTES):
         yield server
