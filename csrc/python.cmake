@@ -1,6 +1,7 @@
 # The extension kvtier._native: the bindings, linked with the core. With CUDA, also kvtier._native_cuda.
 
-find_package(Python 3.11 REQUIRED COMPONENTS Interpreter Development.Module)
+# SKBUILD_SABI_COMPONENT is set for wheels of the stable ABI only: tools/build_wheels.py.
+find_package(Python 3.11 REQUIRED COMPONENTS Interpreter Development.Module ${SKBUILD_SABI_COMPONENT})
 find_package(nanobind CONFIG REQUIRED)
 
 function(kvtier_install target)
@@ -12,7 +13,7 @@ function(kvtier_install target)
   endif()
 endfunction()
 
-nanobind_add_module(_native NB_STATIC NOMINSIZE ${KVTIER_BINDINGS})
+nanobind_add_module(_native STABLE_ABI NB_STATIC NOMINSIZE ${KVTIER_BINDINGS})
 target_link_libraries(_native PRIVATE kvtier_core)
 kvtier_install(_native)
 

@@ -8,6 +8,7 @@
 
 #include "columns.hpp"
 #include "kvtier/chunk_table.hpp"
+#include "sequences.hpp"
 #include "subjects.hpp"
 #include "token_ids.hpp"
 
@@ -22,8 +23,8 @@ using catalog::Key;
 using catalog::Row;
 
 Key key_of(PyObject* object) {
-    if (!PyBytes_Check(object) || PyBytes_GET_SIZE(object) != catalog::key_bytes) return nullptr;
-    return reinterpret_cast<Key>(PyBytes_AS_STRING(object));
+    if (!PyBytes_Check(object) || bytes_length(object) != catalog::key_bytes) return nullptr;
+    return reinterpret_cast<Key>(bytes_memory(object));
 }
 
 // A list or tuple, or the items of another iterable.
@@ -37,14 +38,14 @@ nb::object fast_sequence(nb::handle iterable) {
 class Keys {
    public:
     explicit Keys(nb::handle keys) : sequence_(fast_sequence(keys)) {
-        PyObject* const* items = PySequence_Fast_ITEMS(sequence_.ptr());
-        const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(sequence_.ptr()));
+        const Items items(sequence_.ptr());
+        const auto count = static_cast<std::size_t>(count_items(sequence_.ptr()));
         keys_.reserve(count);
         for (std::size_t at = 0; at < count; ++at) keys_.push_back(key_of(items[at]));
     }
     std::span<const Key> span() const { return keys_; }
     nb::object at(std::size_t index) const {
-        return nb::borrow(PySequence_Fast_GET_ITEM(sequence_.ptr(), static_cast<Py_ssize_t>(index)));
+        return nb::borrow(Items(sequence_.ptr())[index]);
     }
 
    private:
@@ -54,11 +55,12 @@ class Keys {
 
 std::vector<std::uint64_t> lengths_of(nb::handle lengths) {
     const nb::object sequence = fast_sequence(lengths);
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
+    const Items items(sequence.ptr());
+    const auto count = static_cast<std::size_t>(count_items(sequence.ptr()));
     std::vector<std::uint64_t> values;
-    values.reserve(static_cast<std::size_t>(count));
-    for (Py_ssize_t at = 0; at < count; ++at) {
-        const unsigned long long value = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(sequence.ptr(), at));
+    values.reserve(count);
+    for (std::size_t at = 0; at < count; ++at) {
+        const unsigned long long value = PyLong_AsUnsignedLongLong(items[at]);
         if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred()) throw nb::python_error();
         values.push_back(value);
     }
@@ -72,7 +74,7 @@ nb::list as_list(std::span<const Row> rows) {
     for (const Row row : rows) {
         PyObject* number = PyLong_FromLong(row);
         if (number == nullptr) throw nb::python_error();
-        PyList_SET_ITEM(list.ptr(), at++, number);
+        fill_item(list.ptr(), at++, number);
     }
     return list;
 }
@@ -89,7 +91,7 @@ nb::list key_list(std::size_t count, KeyOf key) {
     nb::list list = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(count)));
     if (!list.is_valid()) throw nb::python_error();
     for (std::size_t at = 0; at < count; ++at) {
-        PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(at), new_key(key(at)).release().ptr());
+        fill_item(list.ptr(), static_cast<Py_ssize_t>(at), new_key(key(at)).release().ptr());
     }
     return list;
 }
@@ -203,7 +205,7 @@ class ChunkTable {
         table_.prefix(keys.span(), among, locked.columns, rows);
         const nb::object tiers = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(rows.size())));
         if (!tiers.is_valid()) throw nb::python_error();
-        char* tier = PyBytes_AS_STRING(tiers.ptr());
+        char* tier = bytes_memory(tiers.ptr());
         for (const Row row : rows) {
             *tier++ = static_cast<char>(__builtin_ctz(locked.columns.ready[static_cast<std::size_t>(row)] & among));
         }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kvtier/chunk_keys.hpp"
+#include "sequences.hpp"
 #include "subjects.hpp"
 #include "token_ids.hpp"
 
@@ -38,7 +39,7 @@ nb::list as_list(const std::vector<Hash>& hashes) {
     for (const Hash& hash : hashes) {
         PyObject* key = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(hash.data()), hash.size());
         if (key == nullptr) throw nb::python_error();
-        PyList_SET_ITEM(list.ptr(), at++, key);
+        fill_item(list.ptr(), at++, key);
     }
     return list;
 }
@@ -69,7 +70,7 @@ nb::bytes block_hashes(nb::handle tokens, std::size_t block_tokens, std::size_t 
     const auto size = static_cast<Py_ssize_t>(hashes.size() * hash_bytes);
     const nb::object joined = nb::steal(PyBytes_FromStringAndSize(nullptr, size));
     if (!joined.is_valid()) throw nb::python_error();
-    char* const first = PyBytes_AS_STRING(joined.ptr());
+    char* const first = bytes_memory(joined.ptr());
     std::optional<nb::gil_scoped_release> released;
     if (words.size() > max_tokens_with_gil) released.emplace();
     keys::block_hashes(words, block_tokens, hashes);

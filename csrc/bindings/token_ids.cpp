@@ -5,6 +5,8 @@
 #include <string_view>
 #include <utility>
 
+#include "sequences.hpp"
+
 namespace nb = nanobind;
 
 namespace kvtier::bindings {
@@ -20,9 +22,16 @@ namespace {
     raise(PyExc_OverflowError, "a token id does not fit into 32 bits");
 }
 
-// Read a small non-negative int without a function call; token ids always are small. False for any other object.
+// Read a small non-negative int, without a function call if its structure is visible; token ids always are small.
+// False for any other object.
 inline bool read_small(PyObject* object, std::uint32_t& word) {
     if (!PyLong_CheckExact(object)) return false;
+#if defined(Py_LIMITED_API)
+    int overflow = 0;
+    const long value = PyLong_AsLongAndOverflow(object, &overflow);
+    word = static_cast<std::uint32_t>(value);
+    return std::in_range<std::uint32_t>(value);
+#else
     const auto* number = reinterpret_cast<const PyLongObject*>(object);
 #if PY_VERSION_HEX >= 0x030C0000
     if (!PyUnstable_Long_IsCompact(number)) return false;
@@ -33,6 +42,7 @@ inline bool read_small(PyObject* object, std::uint32_t& word) {
     const auto digits = static_cast<std::size_t>(Py_SIZE(number));
     word = number->ob_digit[0];
     return digits <= 1;
+#endif
 #endif
 }
 
@@ -52,12 +62,12 @@ Py_ssize_t to_index(std::size_t size) {
 // Read items of a list or tuple from `start` on, which must have that many.
 void read_items(const nb::object& sequence, std::size_t start, std::span<std::uint32_t> words) {
     for (std::size_t at = 0;; ++at) {
-        PyObject* const* items = PySequence_Fast_ITEMS(sequence.ptr()) + start;
-        while (at < words.size() && read_small(items[at], words[at])) ++at;
+        const Items items(sequence.ptr());
+        while (at < words.size() && read_small(items[start + at], words[at])) ++at;
         if (at == words.size()) return;
-        words[at] = read_any(nb::borrow(items[at]).ptr());
+        words[at] = read_any(nb::borrow(items[start + at]).ptr());
         // __index__ can run any code, and may have changed the list.
-        if (static_cast<std::size_t>(PySequence_Fast_GET_SIZE(sequence.ptr())) < start + words.size()) {
+        if (static_cast<std::size_t>(count_items(sequence.ptr())) < start + words.size()) {
             raise(PyExc_RuntimeError, "the token ids changed while they were read");
         }
     }
@@ -131,12 +141,12 @@ void TokenIds::take_integers() {
 void TokenIds::take_items(PyObject* object) {
     const nb::object sequence = nb::steal(PySequence_Fast(object, "token ids must be a sequence of integers"));
     if (!sequence.is_valid()) throw nb::python_error();
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
+    const Py_ssize_t count = count_items(sequence.ptr());
     read_items(sequence, 0, make_words(static_cast<std::size_t>(count)));
 }
 
 nb::bytes encode_tokens(nb::handle tokens, std::size_t start, std::size_t stop) {
-    const auto size = static_cast<std::size_t>(PyList_CheckExact(tokens.ptr()) ? PyList_GET_SIZE(tokens.ptr()) : 0);
+    const auto size = static_cast<std::size_t>(PyList_CheckExact(tokens.ptr()) ? count_items(tokens.ptr()) : 0);
     if (start > stop || stop > size) {  // Not a list, or not in it.
         const nb::object slice = nb::steal(PySequence_GetSlice(tokens.ptr(), to_index(start), to_index(stop)));
         if (!slice.is_valid()) throw nb::python_error();
@@ -146,7 +156,7 @@ nb::bytes encode_tokens(nb::handle tokens, std::size_t start, std::size_t stop) 
     const std::size_t count = stop - start;
     const nb::object encoded = nb::steal(PyBytes_FromStringAndSize(nullptr, to_index(count * sizeof(std::uint32_t))));
     if (!encoded.is_valid()) throw nb::python_error();
-    read_items(nb::borrow(tokens), start, {reinterpret_cast<std::uint32_t*>(PyBytes_AS_STRING(encoded.ptr())), count});
+    read_items(nb::borrow(tokens), start, {reinterpret_cast<std::uint32_t*>(bytes_memory(encoded.ptr())), count});
     return nb::borrow<nb::bytes>(encoded);
 }
 

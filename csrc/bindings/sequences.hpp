@@ -1,0 +1,54 @@
+// Items of lists and tuples, and the memory of bytes: read in place, or with the stable ABI by calls.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace kvtier::bindings {
+
+#if defined(Py_LIMITED_API)
+
+inline Py_ssize_t count_items(PyObject* sequence) {
+    return PyList_Check(sequence) ? PyList_Size(sequence) : PyTuple_Size(sequence);
+}
+
+// Borrowed items of a list or tuple, which must not change while they are in use.
+class Items {
+   public:
+    explicit Items(PyObject* sequence)
+        : sequence_(sequence), item_(PyList_Check(sequence) ? &PyList_GetItem : &PyTuple_GetItem) {}
+    PyObject* operator[](std::size_t at) const { return item_(sequence_, static_cast<Py_ssize_t>(at)); }
+
+   private:
+    PyObject* sequence_;
+    PyObject* (*item_)(PyObject*, Py_ssize_t);
+};
+
+// Fill a place of a new list. Takes ownership of the item.
+inline void fill_item(PyObject* list, Py_ssize_t at, PyObject* item) { PyList_SetItem(list, at, item); }
+
+inline char* bytes_memory(PyObject* bytes) { return PyBytes_AsString(bytes); }
+
+inline Py_ssize_t bytes_length(PyObject* bytes) { return PyBytes_Size(bytes); }
+
+#else
+
+inline Py_ssize_t count_items(PyObject* sequence) { return PySequence_Fast_GET_SIZE(sequence); }
+
+class Items {
+   public:
+    explicit Items(PyObject* sequence) : first_(PySequence_Fast_ITEMS(sequence)) {}
+    PyObject* operator[](std::size_t at) const { return first_[at]; }
+
+   private:
+    PyObject* const* first_;
+};
+
+inline void fill_item(PyObject* list, Py_ssize_t at, PyObject* item) { PyList_SET_ITEM(list, at, item); }
+
+inline char* bytes_memory(PyObject* bytes) { return PyBytes_AS_STRING(bytes); }
+
+inline Py_ssize_t bytes_length(PyObject* bytes) { return PyBytes_GET_SIZE(bytes); }
+
+#endif
+
+}  // namespace kvtier::bindings

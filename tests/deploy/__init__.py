@@ -1,0 +1,1 @@
+"""Tests of the files in deploy/, and of what kvtier does for them."""
