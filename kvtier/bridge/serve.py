@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import socket as sockets
 import stat
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -25,6 +26,7 @@ from kvtier.cache import TieredCache
 from kvtier.concurrency.files import FileLocked, LockFile
 from kvtier.concurrency.placement import shorten_slices, spread_memory
 from kvtier.concurrency.processes import settle
+from kvtier.concurrency.systemd import listener_path
 from kvtier.concurrency.tasks import open_tasks, stop_on_signals
 from kvtier.errors import ChannelError, KVTierError
 from kvtier.instance import Instance
@@ -47,21 +49,25 @@ async def serve(
     socket: Path | None = None,
     exit_when_idle: bool = False,
     on_serving: Callable[[], None] = lambda: None,
+    on_stopping: Callable[[], None] = lambda: None,
+    listener: sockets.socket | None = None,
 ) -> None:
     """Serve engines on a Unix socket until SIGTERM or SIGINT, or until the last engine has disconnected.
 
     Then stop serving, and finish pending writes to lower tiers for up to ``drain_timeout``; a second signal
     cancels them. With ``exit_when_idle``, exit ``linger`` seconds after the last engine has disconnected.
-    ``on_serving`` is called once engines can connect.
-    Raises :class:`ChannelError` if another process serves on this socket or on ``metrics.listen``,
-    :class:`SettingsError` if ``recording.path`` cannot be written, and the errors of :meth:`Instance.open`.
+    ``on_serving`` is called once engines can connect, ``on_stopping`` once no further ones can. With a
+    ``listener``, which somebody else has bound, engines connect to that, and its file is not removed.
+    Raises :class:`ChannelError` if another process serves on this socket or on ``metrics.listen``, or if the
+    settings name another socket than ``listener``, :class:`SettingsError` if ``recording.path`` cannot be
+    written, and the errors of :meth:`Instance.open`.
     """
     spread_memory()
     shorten_slices()  # So that engines need not wait for whole slices of what else computes on their CPUs.
-    path = socket or settings.socket or default_address(settings)
+    path = _path(settings, socket, listener)
     serving, draining = CancelScope(), CancelScope()
     async with (
-        _claim(path),
+        _claim(path, listener),
         _recording(settings) as recorder,
         Instance.open(settings) as instance,
         open_tasks() as tasks,
@@ -78,10 +84,22 @@ async def serve(
                 tasks.start_soon(server.canaries[url].run)
         async with _serving_metrics(settings.metrics.listen, server):
             with server.notices.listening(logger), _frozen(), serving:
-                await _serve_engines(server, path, on_serving, settings.linger if exit_when_idle else None)
+                linger = settings.linger if exit_when_idle else None
+                await _serve_engines(server, path, listener, on_serving, linger)
+            on_stopping()
             with draining:
                 await _finish(instance.cache)
         tasks.cancel_scope.cancel()
+
+
+def _path(settings: Settings, socket: Path | None, listener: sockets.socket | None) -> Path:
+    named = socket or settings.socket
+    if listener is None:
+        return named or default_address(settings)
+    path = listener_path(listener)
+    if named not in (None, path):
+        raise ChannelError(f"systemd listens on {path}: set `socket` to that, instead of {named}")
+    return path
 
 
 @asynccontextmanager
@@ -125,10 +143,14 @@ async def _serving_metrics(listen: str | None, server: BridgeServer) -> AsyncIte
 
 
 async def _serve_engines(
-    server: BridgeServer, path: Path, on_serving: Callable[[], None], linger: float | None
+    server: BridgeServer,
+    path: Path,
+    listener: sockets.socket | None,
+    on_serving: Callable[[], None],
+    linger: float | None,
 ) -> None:
     names = ", ".join(f"{tier.name} ({tier.settings.type})" for tier in server.cache.tiers)
-    async with listening(path, server.handle):
+    async with listening(path, server.handle, listener):
         logger.info("serving %s on %s, process %d", names, path, os.getpid())
         on_serving()
         if linger is None:
@@ -169,7 +191,7 @@ async def _finish(cache: TieredCache) -> None:
 
 
 @asynccontextmanager
-async def _claim(path: Path) -> AsyncIterator[None]:
+async def _claim(path: Path, listener: sockets.socket | None) -> AsyncIterator[None]:
     """Hold an exclusive lock for serving on ``path``; the kernel releases it when this process exits."""
     try:
         await aiofiles.os.makedirs(path.parent, mode=0o700, exist_ok=True)
@@ -184,8 +206,9 @@ async def _claim(path: Path) -> AsyncIterator[None]:
     except (OSError, ValueError) as error:
         raise ChannelError(f"cannot create socket {path}: {error}: set another `socket`") from error
     try:
-        with suppress(FileNotFoundError):
-            await aiofiles.os.unlink(path)
+        if listener is None:
+            with suppress(FileNotFoundError):
+                await aiofiles.os.unlink(path)
         yield
     finally:
         await lock.release()

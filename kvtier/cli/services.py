@@ -20,6 +20,9 @@ from kvtier.fleet.controller.settings import ServiceSettings
 from kvtier.fleet.proxy.settings import ProxySettings
 from kvtier.settings.command import CommandSettings
 
+EXIT_SECONDS = 30.0
+"""What a cache process may need to exit, beside `drain_timeout`, before systemd kills it."""
+
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL = option("log_level", str, default="INFO", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")
 
@@ -137,7 +140,8 @@ def serve(
 ) -> None:
     """Run a cache process: hold chunks in the configured tiers, and serve this host's engines.
 
-    Set `socket` in the settings of your engines to its socket. Stop it with Ctrl-C or SIGTERM: it then
+    Set `socket` in the settings of your engines to its socket. Started by systemd, it serves on the socket of
+    its socket unit, if there is one. Stop it with Ctrl-C or SIGTERM: it then
     finishes pending writes, for at most `drain_timeout`; a second signal stops it at once.
     """
     from kvtier.settings import load_settings
@@ -156,5 +160,15 @@ def serve(
     import anyio
 
     from kvtier.bridge.serve import serve as serve_engines
+    from kvtier.concurrency import systemd
 
-    anyio.run(partial(serve_engines, settings, socket=settings.socket))
+    anyio.run(
+        partial(
+            serve_engines,
+            settings,
+            socket=settings.socket,
+            listener=systemd.inherited_listener(),
+            on_serving=partial(systemd.notify, "READY=1"),
+            on_stopping=partial(systemd.notify_stopping, settings.drain_timeout + EXIT_SECONDS),
+        )
+    )

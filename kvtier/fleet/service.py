@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
+from kvtier.concurrency import systemd
 from kvtier.concurrency.tasks import open_tasks, stop_on_signals
 from kvtier.settings.peer import join_address
 
@@ -84,8 +85,10 @@ async def serve_until_signal(
         async with service as running:
             address = join_address(*running.address)
             logger.info("%s listening on http%s://%s, process %d", name, "s" * tls, address, os.getpid())
+            systemd.notify("READY=1")
             with serving:
                 await anyio.sleep_forever()
+            systemd.notify("STOPPING=1")
             with finishing:
                 await finish(running)
         tasks.cancel_scope.cancel()

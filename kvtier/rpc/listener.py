@@ -48,28 +48,40 @@ BACKLOG = 64
 
 
 @asynccontextmanager
-async def listening(path: Path, handle: Callable[[socket.socket], Awaitable[None]]) -> AsyncIterator[None]:
+async def listening(
+    path: Path, handle: Callable[[socket.socket], Awaitable[None]], inherited: socket.socket | None = None
+) -> AsyncIterator[None]:
     """Serve every connection to ``path`` in a task of its own; only this user may connect.
 
-    ``handle`` owns the socket, and must not raise. On exit, end the tasks, and remove ``path``.
+    ``handle`` owns the socket, and must not raise. On exit, end the tasks, and remove ``path``. An
+    ``inherited`` socket listens already, and belongs to whoever has bound it: ``path`` stays.
     """
 
     async def serve(connected: socket.socket, _address: object) -> None:
         await handle(connected)
 
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.setblocking(False)
-        # bind(2) creates the file with this mask. With chmod afterwards, others could connect in between.
-        mask = os.umask(0o177)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(mask)
-        listener.listen(BACKLOG)
+    with inherited or _bind(path) as listener:
         try:
             async with open_tasks() as tasks:
                 tasks.start_soon(accept_all, listener, serve)
                 yield
                 tasks.cancel_scope.cancel()
         finally:
-            path.unlink(missing_ok=True)
+            if inherited is None:
+                path.unlink(missing_ok=True)
+
+
+def _bind(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.setblocking(False)
+    # bind(2) creates the file with this mask. With chmod afterwards, others could connect in between.
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    except BaseException:
+        listener.close()
+        raise
+    finally:
+        os.umask(mask)
+    listener.listen(BACKLOG)
+    return listener
