@@ -16,6 +16,7 @@ SOAK ?= 600
 ABUSE ?= 600
 SEED ?= 1
 PART ?= 1/1
+WHEELS ?=
 
 # With it, each of the hundreds of processes that the tests start would compile kvtier anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -28,7 +29,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help install system-packages compiler demo test test-slow test-versions test-upstream test-gpu fuzz soak abuse lint docs format bench clean \
-        native native-tests native-asan native-ubsan native-tsan gpu-wheels bench-gpu
+        native native-tests native-asan native-ubsan native-tsan gpu-wheels bench-gpu wheels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,7 +112,7 @@ cuda-stand-in: $(VENV)/.kvtier
 test: install $(VENV)/.pools system-packages cuda-stand-in  ## Run the tests, real vLLM engines included
 	$(BIN)/python tools/run_tests.py -m "not slow and not gpu" $(WORKERS) $(RERUNS) $(PYTEST)
 
-test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take minutes each
+test-slow: install $(VENV)/.pools $(VENV)/.wheels system-packages  ## Run the tests that take minutes each
 	$(BIN)/pytest -m "slow and not gpu" --part $(PART) $(RERUNS) $(PYTEST)
 
 # Other versions of vLLM than that of tools/install_vllm.py.
@@ -165,12 +166,24 @@ soak: install $(VENV)/.pools system-packages  ## Inject faults into two instance
 abuse: $(VENV)/.kvtier  ## Hostile messages, floods, kills and damaged disks against real processes for ABUSE=600 seconds
 	$(BIN)/python -m abuse --seconds $(ABUSE) --seed $(SEED)
 
-lint: $(VENV)/.kvtier  ## Check style, types and dependencies
+$(VENV)/.wheels: $(VENV)/.python pyproject.toml
+	@$(BIN)/python tools/pip_install.py "what builds the wheels" --group wheels
+	@touch $@
+
+# Needs Python 3.11, and 3.12 or newer. With nvcc, the wheels of this architecture contain the CUDA module.
+wheels: $(VENV)/.wheels  ## Build the sdist and the wheels of a release into dist; WHEELS='--arch x86_64'
+	$(BIN)/python tools/build_wheels.py $(WHEELS)
+
+lint: $(VENV)/.kvtier  ## Check style, types, dependencies, workflows and containers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks abuse soak
 	$(BIN)/mypy $(PLUGINS:%=%/src)
+	$(BIN)/actionlint
+	$(BIN)/pre-commit validate-config
+	$(BIN)/hadolint deploy/Containerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
 	$(BIN)/deptry kvtier
 	$(BIN)/deptry tests abuse benchmarks soak fuzz --ignore DEP002,DEP004
 	@set -e; for plugin in $(PLUGINS); do (cd $$plugin && ../../$(BIN)/deptry src); done
