@@ -180,7 +180,7 @@ lint: $(VENV)/.kvtier  ## Check style, types, dependencies, workflows and contai
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks abuse soak
 	$(BIN)/mypy $(PLUGINS:%=%/src)
-	$(BIN)/actionlint
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/pre-commit validate-config
 	$(BIN)/hadolint deploy/Containerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml

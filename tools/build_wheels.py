@@ -128,6 +128,8 @@ def build(python: Path, arch: str, sdist: Path) -> Path:
         "CC": str(tools["cc"]),
         "CXX": str(tools["c++"]),
         "ZIG_GLOBAL_CACHE_DIR": str(WORK / "zig-cache"),
+        # nanobind expects it of Python.h, which does not include it for the stable ABI.
+        "CXXFLAGS": "-include stdio.h",
         "PYTHONPATH": "",
     }
     if arch != platform.machine():
