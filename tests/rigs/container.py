@@ -68,6 +68,7 @@ def main(settings: Path, *program: str) -> None:
     """Set up the namespaces, and become the program."""
     _mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run")
     shutil.copytree(settings, SETTINGS)
+    SETTINGS.chmod(0o755)
     _keep_visible(Path(sys.base_prefix))
     _mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", "/var/cache")
     _mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", "/tmp")
@@ -77,8 +78,11 @@ def main(settings: Path, *program: str) -> None:
         os.chown(volume, USER, USER)
     for place in _mounted():
         _mount("-o", "remount,bind,ro", place)
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (65_536, 65_536))
+    # As much as this machine allows.
+    _, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (locked, locked))
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(files, 65_536), min(files, 65_536)))
     os.chdir(ROOT)
     ids = [f"--reuid={USER}", f"--regid={USER}", "--clear-groups"]
     limits = ["--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
