@@ -117,7 +117,7 @@ catalog::IsRow as_question(nb::handle callable) {
     return [callable](Row row) {
         const nb::object number = nb::steal(PyLong_FromLong(row));
         if (!number.is_valid()) throw nb::python_error();
-        const nb::object answer = nb::steal(PyObject_CallOneArg(callable.ptr(), number.ptr()));
+        const nb::object answer = nb::steal(PyObject_CallFunctionObjArgs(callable.ptr(), number.ptr(), nullptr));
         const int yes = answer.is_valid() ? PyObject_IsTrue(answer.ptr()) : -1;
         if (yes < 0) throw nb::python_error();
         return yes != 0;
