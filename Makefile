@@ -112,7 +112,7 @@ cuda-stand-in: $(VENV)/.kvtier
 test: install $(VENV)/.pools system-packages cuda-stand-in  ## Run the tests, real vLLM engines included
 	$(BIN)/python tools/run_tests.py -m "not slow and not gpu" $(WORKERS) $(RERUNS) $(PYTEST)
 
-test-slow: install $(VENV)/.pools $(VENV)/.wheels system-packages  ## Run the tests that take minutes each
+test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take minutes each
 	$(BIN)/pytest -m "slow and not gpu" --part $(PART) $(RERUNS) $(PYTEST)
 
 # Other versions of vLLM than that of tools/install_vllm.py.

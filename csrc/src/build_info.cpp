@@ -1,5 +1,7 @@
 #include "kvtier/build_info.hpp"
 
+#include "kvtier/cpu.hpp"
+
 namespace kvtier {
 
 namespace {
@@ -17,12 +19,7 @@ std::string compiler() {
 }  // namespace
 
 BuildInfo build_info() {
-    BuildInfo info{compiler(), false, false, false};
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    info.avx2 = __builtin_cpu_supports("avx2") != 0;
-    info.avx512 = __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0;
-#endif
+    BuildInfo info{compiler(), cpu::features().avx2, cpu::features().avx512, false};
 #if defined(KVTIER_HAS_IO_URING)
     info.io_uring = true;
 #endif

@@ -116,6 +116,9 @@ def test_wheel_works_without_a_compiler(
     summary = run(programs / "python", "-m", "kvtier.native", path=programs)
     assert "built with clang" in summary
     assert "io_uring" in summary
+    processor = Path("/proc/cpuinfo").read_text()
+    assert ("avx2" in summary) == (" avx2 " in processor)
+    assert ("avx512" in summary) == (" avx512bw " in processor)
     assert ("CUDA" in summary) == (shutil.which("nvcc") is not None)
     assert re.fullmatch(r"kvtier \d+\.\d+\.\d+\n", run(programs / "kvtier", "--version", path=programs))
     report = run(programs / "kvtier", "doctor", path=programs)

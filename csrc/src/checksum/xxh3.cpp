@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "kvtier/checksum.hpp"
+#include "kvtier/cpu.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -130,8 +131,7 @@ struct Steps {
 
 Steps fastest([[maybe_unused]] bool vectors) {
 #if defined(__x86_64__)
-    static const bool avx2 = __builtin_cpu_supports("avx2") != 0;
-    if (vectors && avx2) return {accumulate_vectors, scramble_vectors};
+    if (vectors && cpu::features().avx2) return {accumulate_vectors, scramble_vectors};
 #endif
     return {accumulate_words, scramble_words};
 }

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "kvtier/copy.hpp"
+#include "kvtier/cpu.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -37,18 +38,13 @@ __attribute__((target("avx2"))) void stream(std::byte* to, const std::byte* from
     _mm_sfence();
 }
 
-bool can_stream() {
-    static const bool avx2 = __builtin_cpu_supports("avx2") != 0;
-    return avx2;
-}
-
 #endif
 
 }  // namespace
 
 void copy_run(std::byte* to, const std::byte* from, std::size_t length, bool streaming) {
 #if defined(__x86_64__)
-    if (streaming && length >= 2 * step_bytes && can_stream()) {
+    if (streaming && length >= 2 * step_bytes && cpu::features().avx2) {
         const std::size_t head = -reinterpret_cast<std::uintptr_t>(to) % vector_bytes;
         const std::size_t steps = (length - head) / step_bytes;
         const std::size_t body = steps * step_bytes;

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "kvtier/blake3.hpp"
+#include "kvtier/cpu.hpp"
 #include "leaves.hpp"
 
 namespace kvtier::keys {
@@ -11,8 +12,8 @@ namespace {
 std::vector<LeafHasher> find_leaf_hashers() {
     std::vector<LeafHasher> found;
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f")) found.push_back({16, hash_leaves_avx512});
-    if (__builtin_cpu_supports("avx2")) found.push_back({8, hash_leaves_avx2});
+    if (cpu::features().avx512) found.push_back({16, hash_leaves_avx512});
+    if (cpu::features().avx2) found.push_back({8, hash_leaves_avx2});
 #endif
     found.push_back({4, hash_leaves_portable});
     return found;
