@@ -8,6 +8,7 @@ import httpx
 import opentelemetry.exporter.otlp.proto.grpc.trace_exporter
 import opentelemetry.sdk.trace.export  # noqa: F401 - the thread that exports would block the event loop
 import pytest
+from anyio import to_thread
 
 from tests.rigs.collector import Collector
 from tests.rigs.fleet import CHUNK_TOKENS, fleet
@@ -21,7 +22,7 @@ TOKENS = list(range(4 * CHUNK_TOKENS))
 async def test_a_copy_to_another_instance_is_one_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collector = Collector(tmp_path).start()
+    collector = await to_thread.run_sync(Collector(tmp_path).start)
     try:
         for name, value in {**collector.environment(), "KVTIER_TRACES": "true"}.items():
             monkeypatch.setenv(name, value)
@@ -40,7 +41,7 @@ async def test_a_copy_to_another_instance_is_one_trace(
                 assert (done["state"], done["error"]) == ("done", None)
         spans = collector.spans
     finally:
-        collector.kill()
+        await to_thread.run_sync(collector.kill)
     [copy] = [span for span in spans if span.name == "kvtier.controller.copy"]
     assert (copy.trace, copy.parent, copy.service) == (TRACE, PARENT, "kvtier-controller")
     assert copy.attributes["kvtier.chunks"] == 4
