@@ -171,7 +171,7 @@ $(VENV)/.wheels: $(VENV)/.python pyproject.toml
 	@touch $@
 
 # Needs Python 3.11, and 3.12 or newer. With nvcc, the wheels of this architecture contain the CUDA module.
-wheels: $(VENV)/.wheels  ## Build the sdist and the wheels of a release into dist; WHEELS='--arch x86_64'
+wheels: $(VENV)/.wheels  ## Build the sdist and the wheels of a release into dist; WHEELS='--arch aarch64'
 	$(BIN)/python tools/build_wheels.py $(WHEELS)
 
 lint: $(VENV)/.kvtier  ## Check style, types, dependencies, workflows and containers

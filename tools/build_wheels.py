@@ -1,7 +1,7 @@
 """Build the sdist and the wheels of a release into ``dist``, and check them.
 
-    python tools/build_wheels.py                    all that this machine can build
-    python tools/build_wheels.py --arch aarch64     only this architecture
+    python tools/build_wheels.py                    for this machine's architecture
+    python tools/build_wheels.py --arch aarch64     for another one
 
 One wheel is for Python 3.11, and one for the stable ABI of 3.12 and newer. Their native core is compiled by
 zig against an old glibc, so that they run on every distribution with at least that one, whatever this machine
@@ -36,7 +36,7 @@ VERSIONS = range(12, 20)
 def main() -> None:
     """Build and check everything; exit with a message if something is missing or not as it must be."""
     parser = argparse.ArgumentParser(description="Build the sdist and the wheels of a release.")
-    parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: all")
+    parser.add_argument("--arch", action="append", choices=ARCHITECTURES, help="default: this machine's")
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="the folder for the results")
     arguments = parser.parse_args()
     dist: Path = arguments.dist
@@ -46,7 +46,7 @@ def main() -> None:
         old.unlink()
     run(sys.executable, "-m", "build", "--sdist", "--outdir", dist, ROOT)
     (sdist,) = dist.glob("kvtier-*.tar.gz")
-    for arch in arguments.arch or ARCHITECTURES:
+    for arch in arguments.arch or [platform.machine()]:
         for python in (python_of((3, 11)), python_of(STABLE_ABI)):
             repair(build(python, arch, sdist), arch, dist)
     results = sorted(dist.glob("kvtier-*"))
