@@ -22,12 +22,14 @@ from kvtier.bridge.protocol import (
     Cleared,
     Confirm,
     Confirmed,
+    Explained,
     Found,
     Held,
     Hello,
     Leave,
     Lookup,
     Notice,
+    RequestInfo,
     Reserve,
     Reserved,
     Run,
@@ -99,6 +101,23 @@ async def test_chunks_on_disk_are_promoted_and_reported(tmp_path: Path) -> None:
         final = await scheduler.receive(Found)
         assert (final.ticket, len(final.leases), final.fetching, set(final.sources)) == (1, 4, 0, {1})
         assert bytes(workers[0].arena.view(final.offsets[0] + HEADER_BYTES, 32)) == KEYS[2]
+
+
+async def test_lookups_that_follow_do_not_wait_for_explanations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a reservation, which changes what is held."""
+    monkeypatch.setattr(server, "EXPLAIN_SECONDS", 3600.0)
+    async with open_host(tmp_path) as host, host.engine() as (scheduler, _):
+        for ticket, key in enumerate(KEYS[:3], 1):
+            answer = await scheduler.request(
+                Lookup(ticket, join_keys([key]), CHUNK_TOKENS, described=RequestInfo())
+            )
+            assert answer == Found(ticket, [], [], [], 0)
+        await scheduler.send(Reserve(9, [Run(ROOT, join_keys(KEYS[:1]), CHUNK_TOKENS)]))
+        explained = await scheduler.receive(Explained)
+        assert [explanation.ticket for explanation in explained.lookups] == [1, 2, 3]
+        assert len((await scheduler.receive(Reserved)).granted) == 1
 
 
 async def test_engine_is_notified_of_each_arrived_batch(
