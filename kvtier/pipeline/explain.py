@@ -26,6 +26,7 @@ from kvtier.pipeline.discover import DiscoverStage
 from kvtier.pipeline.found import FoundPrefix
 from kvtier.pipeline.hierarchy import Hierarchy
 from kvtier.pipeline.query import Expected, Query
+from kvtier.tiers.planner import FIRST
 
 MAX_BEGINNINGS = 16_384
 """Hashes of beginnings of prompts to remember with what their keys depend on besides tokens, three of each
@@ -137,11 +138,11 @@ class MissStage:
         if found.held:
             return Miss(MissReason.NO_STATE, 0)
         tiers = self._hierarchy.catalog.tiers(key)
-        if not tiers:
-            return Miss(MissReason.BEING_STORED, 0)
         reason = MissReason.NO_ROOM
-        if not self._hierarchy.usable_of([key]) >> tiers[0] & 1:
+        if tiers and not self._hierarchy.usable_of([key]) >> tiers[0] & 1:
             reason = MissReason.QUARANTINED
+        elif not tiers or tiers[0] == FIRST:  # Being stored, or stored since the answer.
+            return Miss(MissReason.BEING_STORED, 0)
         elif not any(self._hierarchy.tiers[tier].available for tier in tiers):
             reason = MissReason.TIER_UNAVAILABLE
         return Miss(reason, 0, self._name(tiers[0]))

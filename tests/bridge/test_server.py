@@ -36,6 +36,7 @@ from kvtier.bridge.protocol import (
     Status,
     Watch,
 )
+from kvtier.catalog.misses import MissReason
 from kvtier.fleet.member.served_models import EngineModel, TokenizerSource
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import ChunkKey, chunk_keys, join_keys, split_keys
@@ -118,6 +119,23 @@ async def test_lookups_that_follow_do_not_wait_for_explanations(
         explained = await scheduler.receive(Explained)
         assert [explanation.ticket for explanation in explained.lookups] == [1, 2, 3]
         assert len((await scheduler.receive(Reserved)).granted) == 1
+
+
+async def test_chunk_that_another_engine_has_stored_since_was_being_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the answer and its explanation."""
+    monkeypatch.setattr(server, "EXPLAIN_SECONDS", 3600.0)
+    async with (
+        open_host(tmp_path) as host,
+        host.engine() as (scheduler, _),
+        host.engine("other") as (other, workers),
+    ):
+        assert await scheduler.look_up(KEYS[:1], described=RequestInfo()) == Found(1, [], [], [], 0)
+        await store(other, workers, KEYS[:1])
+        await scheduler.send(Reserve(9, []))
+        explained = await scheduler.receive(Explained)
+        assert [miss.reason for miss in explained.lookups[0].misses] == [MissReason.BEING_STORED]
 
 
 async def test_engine_is_notified_of_each_arrived_batch(
