@@ -11,15 +11,16 @@ inline Py_ssize_t count_items(PyObject* sequence) {
     return PyList_Check(sequence) ? PyList_Size(sequence) : PyTuple_Size(sequence);
 }
 
-// Borrowed items of a list or tuple, which must not change while they are in use.
+// Borrowed items of a list or tuple from `start` on. It must not change while they are in use.
 class Items {
    public:
-    explicit Items(PyObject* sequence)
-        : sequence_(sequence), item_(PyList_Check(sequence) ? &PyList_GetItem : &PyTuple_GetItem) {}
-    PyObject* operator[](std::size_t at) const { return item_(sequence_, static_cast<Py_ssize_t>(at)); }
+    explicit Items(PyObject* sequence, std::size_t start = 0)
+        : sequence_(sequence), start_(start), item_(PyList_Check(sequence) ? &PyList_GetItem : &PyTuple_GetItem) {}
+    PyObject* operator[](std::size_t at) const { return item_(sequence_, static_cast<Py_ssize_t>(start_ + at)); }
 
    private:
     PyObject* sequence_;
+    std::size_t start_;
     PyObject* (*item_)(PyObject*, Py_ssize_t);
 };
 
@@ -36,7 +37,7 @@ inline Py_ssize_t count_items(PyObject* sequence) { return PySequence_Fast_GET_S
 
 class Items {
    public:
-    explicit Items(PyObject* sequence) : first_(PySequence_Fast_ITEMS(sequence)) {}
+    explicit Items(PyObject* sequence, std::size_t start = 0) : first_(PySequence_Fast_ITEMS(sequence) + start) {}
     PyObject* operator[](std::size_t at) const { return first_[at]; }
 
    private:

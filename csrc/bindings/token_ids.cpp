@@ -62,10 +62,10 @@ Py_ssize_t to_index(std::size_t size) {
 // Read items of a list or tuple from `start` on, which must have that many.
 void read_items(const nb::object& sequence, std::size_t start, std::span<std::uint32_t> words) {
     for (std::size_t at = 0;; ++at) {
-        const Items items(sequence.ptr());
-        while (at < words.size() && read_small(items[start + at], words[at])) ++at;
+        const Items items(sequence.ptr(), start);
+        while (at < words.size() && read_small(items[at], words[at])) ++at;
         if (at == words.size()) return;
-        words[at] = read_any(nb::borrow(items[start + at]).ptr());
+        words[at] = read_any(nb::borrow(items[at]).ptr());
         // __index__ can run any code, and may have changed the list.
         if (static_cast<std::size_t>(count_items(sequence.ptr())) < start + words.size()) {
             raise(PyExc_RuntimeError, "the token ids changed while they were read");
