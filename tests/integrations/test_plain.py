@@ -12,10 +12,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvtier.bridge.protocol import Spans, decode_from_engine
 from kvtier.integrations.vllm.hints import read_hints
 from kvtier.integrations.vllm.plain import builtin, commit_of, plain, text
 from kvtier.integrations.vllm.request import RequestState, request_root
+from kvtier.integrations.vllm.traces import Traces
 from kvtier.memory.keys import chunk_keys
+from kvtier.observability.traces.spans import Sampling
+from kvtier.rpc.frames import encode_body
+from tests.rigs.stepping import make_request
 
 
 class Name(str):
@@ -93,6 +98,28 @@ def test_deep_nesting_is_a_value_error() -> None:
 def test_names() -> None:
     assert (text(None), text(Name("a")), text(Path("/a")), text(7)) == ("", "a", "/a", "7")
     assert type(text(Name("a"))) is str
+
+
+@pytest.mark.parametrize(
+    "name", ["\ud800" * 200, Name("a" * 200), 7], ids=["not encodable", "subclass", "number"]
+)
+def test_id_of_a_traced_request_can_be_sent(name: Any) -> None:
+    """The message of spans is encoded in a hook of all requests, and must not end the engine."""
+    sent: list[Spans] = []
+
+    def send(message: Spans) -> bool:
+        sent.append(decode_from_engine(encode_body(message)))
+        return True
+
+    bridge: Any = SimpleNamespace(
+        welcome=SimpleNamespace(sampling=Sampling(1.0, follows_client=True)), responsive=True, send=send
+    )
+    traces = Traces(bridge)
+    traces.begin(make_request(1, request_id=name, trace_headers=None))
+    traces.end(name)
+    [span] = sent[0].spans
+    shown = str(span.attributes["kvtier.request"])
+    assert shown == {"\ud800": "?" * 128, "a": "a" * 128, "7": "7"}[str(name)[0]]
 
 
 def test_commit_of_a_revision() -> None:

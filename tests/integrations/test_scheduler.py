@@ -98,6 +98,16 @@ def test_what_became_of_requests_is_reported_after_room_is_requested_in_one_mess
     assert [outcome.request for outcome in outcomes.requests] == [request.request_id for request in requests]
 
 
+def test_name_that_cannot_be_encoded_does_not_end_the_step(engine: Engine, cache: ScriptedCache) -> None:
+    """A client may have chosen it. What is reported of it is sent by a hook of all requests."""
+    request = make_request(4 * CHUNK_TOKENS, request_id="\ud800")
+    engine.start(request)
+    engine.step()
+    cache.receive(Reserve)
+    assert cache.nothing_received()
+    assert [outcome.request for outcome in cache.outcomes] == ["?"]
+
+
 def test_request_of_one_step_is_logged_at_its_end(
     engine: Engine, cache: ScriptedCache, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,7 @@ from kvtier.bridge.client import SchedulerBridge
 from kvtier.bridge.protocol import Outcome, RequestInfo
 from kvtier.catalog.misses import MissReason
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
-from kvtier.integrations.vllm.plain import text
+from kvtier.integrations.vllm.plain import shown
 from kvtier.integrations.vllm.request import NO_HIT, Hit, RequestState
 from kvtier.integrations.vllm.request_reports import RequestReports
 from kvtier.integrations.vllm.traces import LOOKUP
@@ -39,7 +39,7 @@ TIMEOUT_SECONDS = 1.0
 """Time after the prefetch deadline until a request is computed instead of waiting for an answer."""
 MAX_WAIT_SECONDS = 120.0
 """Timeout of a lookup without progress with ``prefetch.policy: wait``, because a fetch may stall."""
-MAX_NAME, MAX_IMAGES = 128, 64
+MAX_IMAGES = 64
 """Of what is shown of a request."""
 NOTHING = (0, False)
 ASK_AGAIN = (None, False)
@@ -331,8 +331,8 @@ class Lookups:
     ) -> None:
         # Nothing in a request may end the engine, least of all what is said of it.
         try:
-            name, tokens = text(request.request_id)[:MAX_NAME], int(request.num_prompt_tokens)
-            outcome = Outcome(asked, name, tokens, local, hits, reason)
+            tokens = int(request.num_prompt_tokens)
+            outcome = Outcome(asked, shown(request.request_id), tokens, local, hits, reason)
             self._bridge.end(outcome)
             self._reports.add(outcome)
         except Exception as error:

@@ -20,6 +20,7 @@ _SUBCLASSED: dict[type, Callable[[Any], Any]] = {
     float: float.__float__,
     bytes: b"".__add__,
 }
+MAX_SHOWN = 128
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -54,6 +55,11 @@ def builtin(value: Any) -> Any:
 def text(value: object) -> str:
     """Return a name as ``str``. An empty one for ``None``."""
     return "" if value is None else str(plain(value))
+
+
+def shown(name: object) -> str:
+    """Return a name that a client may have chosen as it is logged and sent: short, and encodable."""
+    return text(name)[:MAX_SHOWN].encode(errors="replace").decode()
 
 
 def commit_of(revision: str | None) -> str | None:

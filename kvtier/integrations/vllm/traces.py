@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvtier.bridge.protocol import Spans
+from kvtier.integrations.vllm.plain import shown
 from kvtier.observability.traces.spans import TRACE_BYTES, Span, Value, child
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Traces:
         headers = request.trace_headers or {}
         if not (context := welcome.sampling.trace(headers.get("traceparent"))):
             return UNTRACED
-        trace = self._requests[name] = Trace(self, name, context)
+        trace = self._requests[name] = Trace(self, shown(name), context)
         if trace.context != context:
             ids = trace.context[:TRACE_BYTES].hex(), trace.context[TRACE_BYTES:].hex()
             request.trace_headers = {**headers, "traceparent": f"00-{ids[0]}-{ids[1]}-01"}
