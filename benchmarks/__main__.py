@@ -56,6 +56,7 @@ SUITE = (
 )
 SEPARATE = {
     "compare": "installs LMCache",
+    "controller_failover": "takes two minutes, and kills what it has started",
     "controller_instances": "starts a thousand processes",
     "faults": "installs LMCache, and mounts a folder",
     "gpu": "needs a GPU",

@@ -38,7 +38,7 @@ from kvtier.settings import Settings, TierSettings, load_settings
 from kvtier.settings.peer import GUESSABLE, GUESSABLE_REMEDY
 
 if TYPE_CHECKING:
-    from kvtier.fleet.member.controller_client import ControllerClient
+    from kvtier.fleet.member.controller_client import Controllers
     from kvtier.observability.whatif.estimator import Estimator
     from kvtier.observability.whatif.report import Report
     from kvtier.peers.backend import PeersBackend
@@ -87,7 +87,7 @@ class Instance:
         self.stagings = stagings
         """The engines' staging buffers, if ``kv_transfer.device`` is ``cuda``."""
         self.tracer: Tracer = NO_TRACER
-        self._controller_client: ControllerClient | None = None
+        self._controllers: Controllers | None = None
         self._estimator: Estimator | None = None
 
     @classmethod
@@ -120,7 +120,7 @@ class Instance:
 
                 instance._estimator = await stack.enter_async_context(estimating(instance.cache, plugins))
             await stack.enter_async_context(instance._tokenizers.open())
-            if settings.controller.url is not None:
+            if settings.controller.urls:
                 await stack.enter_async_context(instance._registered(settings))
             yield instance
 
@@ -143,7 +143,7 @@ class Instance:
 
         if settings.peer.guessable:
             logger.warning("peer.secret: %s: %s", GUESSABLE, GUESSABLE_REMEDY)
-        named = settings.kv_transfer.targets or settings.peer.others or settings.controller.url
+        named = settings.kv_transfer.targets or settings.peer.others or settings.controller.urls
         if settings.role == "prefill" and not named:
             logger.warning(
                 "no request can have KV transferred: set kv_transfer.targets to the decode instances, or "
@@ -162,7 +162,7 @@ class Instance:
         # KV transfers to a peer need neither peer.others nor a tier for the peers.
         peers = PeersBackend(tier, settings.peer, credentials, transport, name)
         pools: list[tuple[TierSettings, Backend]] = []
-        if fetches := bool(settings.peer.others) or settings.controller.url is not None:
+        if fetches := bool(settings.peer.others or settings.controller.urls):
             _check_peers_tier(settings)
             pools.append((tier, peers))
         async with (
@@ -204,7 +204,7 @@ class Instance:
     async def _registered(self, settings: Settings) -> AsyncIterator[None]:
         # Imported here, so that an instance without a controller does not pay for importing WebSockets.
         from kvtier.fleet.member.commands import Commands, Peers
-        from kvtier.fleet.member.controller_client import ControllerClient, Serving
+        from kvtier.fleet.member.controller_client import ControllerClient, Controllers, Serving
         from kvtier.fleet.member.counters import counters_of
         from kvtier.observability.transfers import TransferCounts
 
@@ -217,7 +217,8 @@ class Instance:
         transport = settings.peer.transport["type"] if peers or serving else None
         commands = Commands(self.cache, peers, self._tokenizers, self.why, self.why_prompt)
         transfers, status = TransferCounts(self.cache), tuple if self.peers is None else self.peers.status
-        client = ControllerClient(
+        make = partial(
+            ControllerClient,
             settings,
             self.cache,
             self.served,
@@ -227,14 +228,15 @@ class Instance:
             what_if=self.what_if,
             counters=partial(counters_of, self.cache, transfers, status),
         )
+        controllers = Controllers([make(url) for url in settings.controller.urls])
         self.cache.add_observer(transfers)
         async with open_tasks() as tasks:
-            self._controller_client = client
+            self._controllers = controllers
             if self.peers is not None and settings.controller.ask:
-                self.peers.set_directory(client)
+                self.peers.set_directory(controllers)
             if self._kv_transfers is not None:
-                self._kv_transfers.targets.set_registered(client)
-            tasks.start_soon(client.run)
+                self._kv_transfers.targets.set_registered(controllers)
+            tasks.start_soon(controllers.run)
             try:
                 yield
             finally:
@@ -319,8 +321,9 @@ class Instance:
             status["kv_transfers"] = self._kv_transfers.status()
         if self.stagings is not None:
             status["staging"] = self.stagings.status()
-        if self._controller_client is not None:
-            status["controller"] = self._controller_client.status()
+        if self._controllers is not None:
+            controllers = self._controllers.status()
+            status |= {"controllers": controllers, "controller": controllers[0]}
         status["models"] = self._models()
         if self.cache.settings.traces:
             status["traces"] = self.tracer.status()
@@ -340,7 +343,7 @@ class Instance:
 
 
 def _base_name(settings: Settings) -> str:
-    if settings.controller.url is not None:
+    if settings.controller.urls:
         return settings.controller.instance_name
     return f"{socket.gethostname()}:{os.getpid()}"
 

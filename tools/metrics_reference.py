@@ -16,7 +16,7 @@ from kvtier.fleet.controller.metrics import ControllerMetrics
 from kvtier.fleet.controller.operations import Operations
 from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.registry import Registry
-from kvtier.fleet.controller.state import State
+from kvtier.fleet.controller.state import FileState
 from kvtier.fleet.proxy.metrics import ProxyMetrics
 from kvtier.fleet.proxy.proxy import Proxy
 from kvtier.fleet.proxy.settings import ProxySettings
@@ -67,7 +67,7 @@ async def _cache_metrics() -> list[Metric]:
 async def _controller_metrics() -> list[Metric]:
     with TemporaryDirectory() as folder:
         async with (
-            State.open(Path(folder) / "state.sqlite") as state,
+            FileState.open(Path(folder) / "state.sqlite") as state,
             Operations.open(Registry(), EventLog(state), Pins(state)) as operations,
         ):
             return list(ControllerMetrics(operations).collect())

@@ -93,8 +93,8 @@ def _tables(report: Report) -> Iterator[Table]:
         yield _peers(peers)
     if "serving" in report or "kv_transfers" in report:
         yield _transfers(report.get("serving"), report.get("kv_transfers"))
-    if controller := report.get("controller"):
-        yield _controller(controller)
+    if controllers := report.get("controllers"):
+        yield _controllers(controllers)
 
 
 def _tiers(tiers: list[Report]) -> Table:
@@ -166,14 +166,15 @@ def _transfers(serving: Report | None, kv_transfers: Report | None) -> Table:
     return rows
 
 
-def _controller(controller: Report) -> Table:
+def _controllers(controllers: list[Report]) -> Table:
     rows = table("controller", "state", "last error")
-    state = "connected, up to date" if controller["up_to_date"] else "connected"
-    rows.add_row(
-        escape(controller["url"]),
-        state if controller["connected"] else "[red]not connected[/red]",
-        escape(controller["last_error"] or ""),
-    )
+    for controller in controllers:
+        state = "connected, up to date" if controller["up_to_date"] else "connected"
+        rows.add_row(
+            escape(controller["url"]),
+            state if controller["connected"] else "[red]not connected[/red]",
+            escape(controller["last_error"] or ""),
+        )
     return rows
 
 

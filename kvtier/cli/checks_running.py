@@ -65,12 +65,12 @@ def check_fleet(settings: Settings) -> Iterator[Check]:
     """Check what the controller of the settings has found, if there is one. Blocks for up to some seconds."""
     from kvtier.cli.controller_api import ControllerAPI
 
-    if settings.controller.url is None:
+    if not settings.controller.urls:
         return
     secret = settings.controller.token
     token = None if secret is None else secret.get_secret_value()
     try:
-        with ControllerAPI(settings.controller.url, token) as api:
+        with ControllerAPI(settings.controller.urls, token) as api:
             instances, findings = api.instances().instances, api.findings().findings
     except ControllerError as error:
         yield Check("controller", "fail", str(error))

@@ -1,14 +1,15 @@
 """Client of the controller's HTTP API. Calls block until the response has arrived.
 
 Errors are raised as ``ControllerError``. To bridge a restart of the controller, refused connections are
-retried for ``TIMEOUT_SECONDS``, and so are GET requests whose response was cut off. Other requests are not
-retried once sent, as they may have taken effect.
+retried for ``TIMEOUT_SECONDS``, at the next one if there are several, and so are GET requests whose response
+was cut off. Other requests are not retried once sent, as they may have taken effect.
 """
 
 from __future__ import annotations
 
 import ssl
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -44,19 +45,24 @@ AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 
 class ControllerAPI:
-    """The HTTP API of the controller at ``url``, authenticated with ``token``."""
+    """The HTTP API of the controllers at ``urls``, any of which answers, authenticated with ``token``."""
 
-    def __init__(self, url: str, token: str | None = None) -> None:
-        self._url = url
+    def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
+        self._urls = deque(urls)
         self._http = httpx.Client(
-            base_url=url,
             headers={"Authorization": f"Bearer {token}"} if token is not None else {},
             timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
             # The system's certificates, and SSL_CERT_FILE, which take 30 ms to load. Ignore HTTP proxies from
             # the environment.
-            verify=False if url.startswith("http:") else ssl.create_default_context(),
+            verify=ssl.create_default_context()
+            if not all(url.startswith("http:") for url in urls)
+            else False,
             trust_env=False,
         )
+
+    @property
+    def _url(self) -> str:
+        return self._urls[0]
 
     def __enter__(self) -> ControllerAPI:
         return self
@@ -107,7 +113,7 @@ class ControllerAPI:
     def stream(self) -> Iterator[Event]:
         """Yield events as they change, until the stream ends. Raises: ControllerError: also at its end."""
         timeout = httpx.Timeout(STREAM_SECONDS, connect=CONNECT_SECONDS)
-        with self._explained(), self._http.stream("GET", "/stream", timeout=timeout) as response:
+        with self._explained(), self._http.stream("GET", f"{self._url}/stream", timeout=timeout) as response:
             if response.is_error:
                 response.read()
                 raise self._refusal(response)
@@ -131,12 +137,13 @@ class ControllerAPI:
         with self._explained():
             while True:
                 try:
-                    response = self._http.request(method, path, **data)
+                    response = self._http.request(method, self._url + path, **data)
                     break
                 except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
                     is_cut_off_get = method == "GET" and not isinstance(error, httpx.ConnectError)
                     if not (is_cut_off_get or _is_refused(error)) or time.monotonic() + pause > until:
                         raise
+                    self._urls.rotate(-1)
                 time.sleep(pause)
                 pause = min(pause * 2, LAST_PAUSE_SECONDS)
         if not response.is_success:

@@ -27,7 +27,10 @@ MAX_FILE_BYTES = 64 << 20
 CONTROLLER_PANEL = "Controller"
 PROMPT_PANEL = "Prompt"
 
-URL_HELP = f"URL of the controller. Default: `controller.url` of the settings, or {DEFAULT_URL}."
+URL_HELP = (
+    "URL of the controller, or of several, separated by commas. Default: `controller.url` of the settings, "
+    f"or {DEFAULT_URL}."
+)
 AUTH_HELP = "File with the controller's token. Default: `controller.token` of the settings, if any."
 TOKENS_FILE_HELP = "File with token ids or the response of vLLM's `/tokenize`, or `-` for stdin."
 CONTROLLER_OPTIONS = [
@@ -124,12 +127,12 @@ def controller_client(
 
     given: dict[str, Any] = {}
     if url is not None:
-        given["url"] = url
+        given["url"] = url.split(",")
     if token_file is not None:
         given["token"] = read_secret(token_file, "--token-file")
     settings = load_settings({"controller": given}, file=config).controller
     token = settings.token.get_secret_value() if settings.token is not None else None
-    with ControllerAPI(settings.url or DEFAULT_URL, token) as client:
+    with ControllerAPI(settings.urls or [DEFAULT_URL], token) as client:
         yield client
 
 

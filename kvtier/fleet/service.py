@@ -5,8 +5,10 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import cache
 from typing import Protocol, TypeVar
 
 import anyio
@@ -40,6 +42,17 @@ class Running(Protocol):
 
 
 RunningT = TypeVar("RunningT", bound=Running)
+
+
+def verification(url: str) -> ssl.SSLContext | None:
+    """Return the TLS context for an HTTPS URL, with this host's trusted certificates; ``None`` for HTTP."""
+    return _context() if url.startswith("https://") else None
+
+
+@cache
+def _context() -> ssl.SSLContext:
+    """Create the shared context once, because loading the certificates is slow."""
+    return ssl.create_default_context()
 
 
 def has_token(connection: HTTPConnection, token: bytes) -> bool:

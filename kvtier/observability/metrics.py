@@ -142,7 +142,7 @@ class CacheMetrics(Collector):
         yield from self._of_gauges(status)
         yield from _of_peers(status.get("peers", ()))
         yield from _of_serving(status.get("serving", {}))
-        yield from _of_controller(status.get("controller"))
+        yield from _of_controllers(status.get("controllers", ()))
         yield from _of_canaries(status.get("canary", {}))
         text = "Spans recorded, by what became of them: exported, failed or dropped."
         spans = [((outcome,), count) for outcome, count in status.get("traces", {}).items()]
@@ -287,15 +287,16 @@ def _of_serving(serving: Status) -> Iterator[Metric]:
     yield counter("serving_refused_connections", text, by("refused"), "reason")
 
 
-def _of_controller(controller: Status | None) -> Iterator[Metric]:
-    """Yield the metrics of the controller connection, without samples if no controller is configured."""
+def _of_controllers(controllers: Sequence[Status]) -> Iterator[Metric]:
+    """Yield the metrics of the controller connections, without samples if no controller is configured."""
     connected, up_to_date, lost = (
-        [] if controller is None else controller[name] for name in ("connected", "up_to_date", "lost")
+        total(controller[name] for controller in controllers) if controllers else []
+        for name, total in (("connected", min), ("up_to_date", min), ("lost", sum))
     )
-    yield gauge("agent_connected", "0 while the controller is not connected.", connected)
-    text = "0 while the controller's view of this instance is not up to date."
+    yield gauge("agent_connected", "0 while a controller is not connected.", connected)
+    text = "0 while a controller's view of this instance is not up to date."
     yield gauge("agent_up_to_date", text, up_to_date)
-    yield counter("agent_lost_connections", "Lost connections to the controller.", lost)
+    yield counter("agent_lost_connections", "Lost connections to controllers.", lost)
 
 
 def _of_canaries(canaries: Status) -> Iterator[Metric]:

@@ -7,9 +7,10 @@ import socket
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import NoDecode
 
-from kvtier.settings.values import Secret, SettingsModel
+from kvtier.settings.values import Secret, SettingsModel, parse_json
 
 INSTANCE_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
@@ -21,17 +22,24 @@ def _validate_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def _parse_list(value: object) -> object:
+    """Parse the JSON of a variable that has a list; a single URL needs none."""
+    return parse_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+
+
 HTTPAddress = Annotated[str, AfterValidator(_validate_url)]
+HTTPAddresses = Annotated[HTTPAddress | list[HTTPAddress], BeforeValidator(_parse_list)]
+"""One URL, or a list. A field of this type is marked with ``NoDecode``."""
 
 
 class ControllerSettings(SettingsModel):
     """The controller that this instance registers with. If omitted, the instance runs without one."""
 
-    url: HTTPAddress | None = Field(
+    url: Annotated[HTTPAddresses | None, NoDecode] = Field(
         default=None,
         description=(
-            "URL of the controller. If omitted, the instance does not register. Serving and fetching work "
-            "without a controller, and while it is unreachable."
+            "URL of the controller, or of each of several that share a `--state`. If omitted, the instance "
+            "does not register. Serving and fetching work without a controller, and while it is unreachable."
         ),
         examples=["http://controller:9000"],
     )
@@ -57,6 +65,11 @@ class ControllerSettings(SettingsModel):
         ),
         examples=[True],
     )
+
+    @property
+    def urls(self) -> list[str]:
+        """``url`` as a list; empty if it is omitted."""
+        return [self.url] if isinstance(self.url, str) else self.url or []
 
     @property
     def instance_name(self) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
 
-from kvtier.settings.controller import HTTPAddress
+from pydantic import Field
+from pydantic_settings import NoDecode
+
+from kvtier.settings.controller import HTTPAddresses
 from kvtier.settings.peer import Address
 from kvtier.settings.values import LocalPath, Secret, SettingsModel
 from kvtier.units import MIB, Duration, Integer, Size
@@ -116,7 +119,7 @@ class WhatIfSettings(SettingsModel):
 class CanarySettings(SettingsModel):
     """Whether this instance tests that what is stored is served. See [canary.md](canary.md)."""
 
-    engine: HTTPAddress | list[HTTPAddress] | None = Field(
+    engine: Annotated[HTTPAddresses | None, NoDecode] = Field(
         default=None,
         description=(
             "URL of a vLLM server of this host, not of a router, that stores and loads a synthetic prompt; a "

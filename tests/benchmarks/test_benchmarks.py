@@ -52,6 +52,7 @@ NEEDS = {
     "faults": (may_mount(), "needs /dev/fuse, libfuse 3 and permission to mount"),
     "gpu": (not cuda_problem(), "needs a GPU"),
     "gpu_engine": (not cuda_problem(), "needs a GPU"),
+    "controller_failover": (RedisServer.missing() is None, str(RedisServer.missing())),
     "pools": (RedisServer.missing() is None, str(RedisServer.missing())),
     **{
         name: (find_spec("vllm") is not None, "needs vLLM")
@@ -64,6 +65,7 @@ ROWS = {
     "busy": ["first load from disk", "lookup of 32,768 tokens", "retrieve 8 MiB", "loop blocked, wall, p99"],
     "catalog": ["add a chunk", "prefix of 128 chunks", "the 1024 coldest"],
     "controller": ["lookups/s, known keys", "POST /lookup", "from another process", "bytes per key"],
+    "controller_failover": ["none", "leader killed"],
     "controller_instances": ["all connected", "GET /instances", "all back after"],
     "copies": ["Llama 3.1 8B, bf16, save"],
     "disk": ["write 4 x 1MiB", "cold read 4 x 1MiB"],

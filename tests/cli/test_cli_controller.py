@@ -311,6 +311,11 @@ def test_instances(kvtier: Kvtier, stub: Stub) -> None:
     assert kvtier("instances").output.startswith("No instance is registered: set controller.url")
 
 
+def test_any_of_several_controllers_answers(kvtier: Kvtier, stub: Stub) -> None:
+    urls = f"http://127.0.0.1:{free_port()},{stub.url}"
+    assert json.loads(kvtier("events", "--json", "--url", urls).output) == {"events": [EVENT]}
+
+
 def test_events(kvtier: Kvtier, stub: Stub) -> None:
     listed = kvtier("events", "--limit", "5").output.splitlines()
     assert stub.requests[-1].query == "limit=5"

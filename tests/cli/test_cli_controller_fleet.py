@@ -151,7 +151,7 @@ async def test_certificate_of_another_authority_is_refused(scheme: str, tmp_path
     context.load_cert_chain(files.certificate, files.key)
 
     def ask() -> None:
-        with ControllerAPI(f"{scheme}://{host}:{port}") as controller:
+        with ControllerAPI([f"{scheme}://{host}:{port}"]) as controller:
             controller.events(1)
 
     async with serving(hello, "127.0.0.1:0", ssl=context) as (host, port):

@@ -18,12 +18,13 @@ from tests.rigs.forks import python
 class ControllerProcess(StoppableProcess):
     """A controller whose address and state survive it, so that it can be restarted."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, state: str | None = None) -> None:
+        """``state`` is the URL of a server, if it is not a file in the ``folder``."""
         self.url = f"http://127.0.0.1:{free_port()}"
-        self.log = folder / "controller.log"
-        self.state = folder / "controller.sqlite"
         listen = self.url.removeprefix("http://")
-        self._arguments = ["--listen", listen, "--state", str(self.state), *options]
+        self.log = folder / f"controller-{listen.rpartition(':')[2]}.log"
+        self.state = folder / "controller.sqlite"
+        self._arguments = ["--listen", listen, "--state", state or str(self.state), *options]
         self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT_SECONDS, trust_env=False, verify=False)
 
     def start(self) -> None:
@@ -46,6 +47,9 @@ class ControllerProcess(StoppableProcess):
 
     def get(self, path: str, **query: Any) -> Any:
         return self._http.get(path, params=query).raise_for_status().json()
+
+    def metrics(self) -> str:
+        return self._http.get("/metrics").raise_for_status().text
 
     def post(self, path: str, **body: Any) -> Any:
         answer = self._http.post(path, json=body)

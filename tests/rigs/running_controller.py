@@ -438,7 +438,7 @@ class RunningController:
 
 @asynccontextmanager
 async def running_controller(folder: Path, **changes: Any) -> AsyncIterator[RunningController]:
-    """Run a controller on a free port. At its end every event must have ended."""
+    """Run a controller on a free port. At its end every event must have ended, or be left to the next one."""
     values = {
         "listen": "127.0.0.1:0",
         "state": folder / "controller.sqlite",
@@ -453,7 +453,8 @@ async def running_controller(folder: Path, **changes: Any) -> AsyncIterator[Runn
             base_url=f"http://{host}:{port}", headers=headers, timeout=30, trust_env=False, verify=False
         ) as client:
             yield RunningController(controller, client, token)
-    assert controller.operations.events.unfinished == 0
+    events = controller.operations.events
+    assert events.closed or events.unfinished == 0
 
 
 def tokens_of(chunks: int) -> list[int]:

@@ -318,6 +318,9 @@ class Health(BaseModel):
     status: str = Field(examples=["ok"])
     version: str
     instances: int = Field(description="Number of registered instances.")
+    leads: bool = Field(
+        default=True, description="Whether it executes operations, or forwards them to the one that does."
+    )
 
 
 class Problem(BaseModel):

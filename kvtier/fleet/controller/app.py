@@ -129,7 +129,7 @@ def make_app(
     _add_fleet(app.router, operations.registry, history, grafana)
     _add_stream(app.router, Stream(operations.registry, operations.events, operations.pins))
     mount_page(app)
-    add_error_handlers(app, _error_response, ControllerError)
+    add_error_handlers(app, error_response, ControllerError)
     return app
 
 
@@ -137,18 +137,20 @@ def _add_public_routes(app: FastAPI, registry: Registry, authenticator: Authenti
     @app.get("/healthz", tags=[STATE_TAG])
     async def health() -> answers.Health:
         """Check that the controller is alive. Needs no token."""
-        return answers.Health(status="ok", version=__version__, instances=len(registry.members))
+        return answers.Health(
+            status="ok", version=__version__, instances=len(registry.members), leads=registry.term is not None
+        )
 
     @app.websocket(CONNECT_PATH)
     async def connect(websocket: WebSocket) -> None:
         if (refusal := authenticator.refusal(websocket)) is not None:
-            await websocket.send_denial_response(await _error_response(websocket, refusal))
+            await websocket.send_denial_response(await error_response(websocket, refusal))
             return
         await websocket.accept()
         await connection.serve(registry, websocket)
 
 
-async def _error_response(_: HTTPConnection, error: Exception) -> Response:
+async def error_response(_: HTTPConnection, error: Exception) -> Response:
     """Return the error's message and, for an unknown name, the known ones."""
     match error:
         case UnknownName():

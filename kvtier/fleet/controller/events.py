@@ -1,7 +1,7 @@
 """The log of operations (*events*), their progress and their results.
 
 An event is queued, then running, then done or failed, and is kept for some time afterwards. The log survives
-a restart of the controller; running operations do not: an unfinished event is then marked as failed.
+the controller, and what has not ended is queued again by the next one, from what is stored of the operation.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Literal
 
@@ -18,9 +18,10 @@ import anyio
 import msgspec
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
+from kvtier.errors import ControllerError
 from kvtier.fleet.controller.errors import TooManyOperations, UnknownName
 from kvtier.fleet.controller.settings import KEEP_SECONDS
-from kvtier.fleet.controller.state import State
+from kvtier.fleet.controller.state import EVENTS, OPERATIONS, State
 
 Kind = Literal["move", "copy", "prefetch", "pin", "unpin", "clear"]
 EventState = Literal["queued", "running", "done", "failed"]
@@ -30,7 +31,7 @@ Position = tuple[str, str | None]
 MAX_ENDED = 10_000
 MAX_UNFINISHED = 1_000
 """Backpressure: further operations are refused until some have finished."""
-RESTARTED = "the controller was restarted"
+RESTARTED = "the controller was restarted, too long after it was stopped or as an earlier version"
 PARTIAL_PROGRESS = "chunks confirmed before that keep their new state: repeat the request to do the rest"
 
 
@@ -86,8 +87,12 @@ class Event(BaseModel):
         return self.ended_at is not None
 
 
-def _decode_row(row: tuple[str, bytes]) -> Event:
-    event_id, encoded = row
+def _decode_operation(row: tuple[str, bytes]) -> tuple[str, bytes]:
+    return msgspec.convert(row, tuple[str, bytes])
+
+
+def _decode_row(row: tuple[str, float, bytes]) -> Event:
+    event_id, _, encoded = row
     event = Event.model_validate(msgspec.msgpack.decode(encoded))
     if event.event_id != event_id:
         raise ValueError(f"it has event {event.event_id:.100}")
@@ -125,17 +130,28 @@ class EventLog:
         """Transitions into each state since the controller started."""
         self.seconds: defaultdict[Kind, float] = defaultdict(float)
         """Total run time of finished events in seconds, by kind."""
+        self.closed = False
+        """Whether what has not ended is left to the next run."""
+        self.interrupted: dict[str, bytes] = {}
+        """Stored operations of those events that a previous run has not ended, the oldest first."""
         self._load()
 
     def _load(self) -> None:
-        for event in self._state.read("SELECT id, event FROM events ORDER BY created_at", _decode_row):
+        events = self._state.decoded(self._state.rows(EVENTS), _decode_row)
+        operations = dict(self._state.decoded(self._state.rows(OPERATIONS), _decode_operation))
+        for event in sorted(events, key=lambda event: event.created_at):
             self._events[event.event_id] = event
-        for event in self._events.values():
-            if not event.ended:
-                event.state, event.ended_at = "failed", self._clock()
-                event.error = f"{RESTARTED}; {PARTIAL_PROGRESS}"
-                self._save(event)
-        self._ended.extend(sorted(self._events.values(), key=lambda event: event.ended_at or 0.0))
+            if event.ended:
+                continue
+            self._ends[event.event_id] = anyio.Event()
+            operation = operations.get(event.event_id)
+            if operation is None or event.created_at < self._clock() - self._keep:
+                self.fail(event, f"{RESTARTED}; {PARTIAL_PROGRESS}")
+            else:
+                event.state, event.started_at = "queued", None
+                self.interrupted[event.event_id] = operation
+        ended = (event for event in events if event.ended)
+        self._ended = deque(sorted(ended, key=lambda event: event.ended_at or 0.0))
         self._expire()
 
     @property
@@ -152,8 +168,9 @@ class EventLog:
         model: str | None = None,
         num_tokens: int = 0,
         chunks: int = 0,
+        operation: bytes = b"",
     ) -> Event:
-        """Add a queued event. Raises: TooManyOperations: too many events are unfinished."""
+        """Add a queued event, with its operation as stored. Raises: TooManyOperations."""
         if len(self._ends) >= MAX_UNFINISHED:
             raise TooManyOperations(
                 f"{MAX_UNFINISHED} operations are in flight: retry when some of them have finished"
@@ -171,8 +188,17 @@ class EventLog:
         )
         self._events[event.event_id] = event
         self._ends[event.event_id] = anyio.Event()
+        self._state.put(OPERATIONS, (event.event_id, operation))
         self._changed(event)
         return event
+
+    async def saved(self, event: Event) -> None:
+        """Wait until a new event survives this process. Raises: ControllerError: then it has failed."""
+        try:
+            await self._state.saved()
+        except ControllerError as error:
+            self.fail(event, str(error))
+            raise
 
     def start(self, event: Event) -> None:
         """Mark an event as running."""
@@ -189,15 +215,16 @@ class EventLog:
         self._end(event, "done")
 
     def fail(self, event: Event, error: str) -> None:
-        """Mark an event as failed. No effect on an event that has ended."""
-        if not event.ended:
+        """Mark an event as failed. No effect on one that has ended, or is left to the next run."""
+        if not (event.ended or self.closed):
             event.error = error
             self._end(event, "failed")
 
-    def fail_all(self, error: str) -> None:
-        """Mark all unfinished events as failed."""
-        for event_id in list(self._ends):
-            self.fail(self._events[event_id], error)
+    def close(self) -> None:
+        """Leave unfinished events to the next run, and wake all who wait for one. Idempotent."""
+        self.closed = True
+        for end in self._ends.values():
+            end.set()
 
     def find(self, event_id: str) -> Event:
         """Return the event with this id. Raises: UnknownName."""
@@ -213,15 +240,19 @@ class EventLog:
         return list(islice(reversed(self._events.values()), limit))
 
     async def wait(self, event: Event, seconds: float) -> None:
-        """Wait until the event has ended, for at most ``seconds``."""
+        """Wait until the event has ended or the log is closed, for at most ``seconds``."""
         end = self._ends.get(event.event_id)
         if end is not None:
             with anyio.move_on_after(seconds):
                 await end.wait()
+        if event.ended:
+            # Else the next controller could repeat what its client takes for done.
+            with suppress(ControllerError):
+                await self._state.saved()
 
     async def wait_all(self) -> None:
-        """Wait until no event is queued or running."""
-        while self._ends:
+        """Wait until no event is queued or running, or the log is closed."""
+        while self._ends and not self.closed:
             await next(iter(self._ends.values())).wait()
 
     @contextmanager
@@ -238,6 +269,7 @@ class EventLog:
         self.seconds[event.kind] += event.ended_at - (event.started_at or event.created_at)
         self._ended.append(event)
         self._changed(event)
+        self._state.delete(OPERATIONS, [(event.event_id,)])
         self._ends.pop(event.event_id).set()
 
     def _changed(self, event: Event) -> None:
@@ -252,9 +284,7 @@ class EventLog:
     def _save(self, event: Event) -> None:
         # As all versions write and read it: a controller may be replaced by one of an earlier version.
         encoded = msgspec.msgpack.encode({"id": event.event_id, **event.model_dump(exclude={"event_id"})})
-        self._state.write(
-            "REPLACE INTO events VALUES (?, ?, ?)", [(event.event_id, event.created_at, encoded)]
-        )
+        self._state.put(EVENTS, (event.event_id, event.created_at, encoded))
 
     def _expire(self) -> None:
         """Delete finished events that are older than ``keep`` or beyond ``max_ended``."""
@@ -267,4 +297,4 @@ class EventLog:
             del self._events[event.event_id]
             expired.append((event.event_id,))
         if expired:
-            self._state.write("DELETE FROM events WHERE id = ?", expired)
+            self._state.delete(EVENTS, expired)

@@ -1,4 +1,4 @@
-"""What the fleet did in the last hour, day and week: samples in the state file, which bound it.
+"""What the fleet did in the last hour, day and week: samples in the state, which bound it.
 
 A sample is of the whole fleet, an instance, a model or a tenant. Every :data:`STEP_SECONDS` one of each is
 written, and added to one for ten minutes and one for an hour. Only instances that are connected then have
@@ -8,6 +8,7 @@ controller runs is missing; what an instance counts while it is disconnected is 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
+from kvtier.errors import ControllerError
 from kvtier.fleet.controller.answers import Counts
 from kvtier.fleet.controller.answers import HistorySample as Sample
 from kvtier.fleet.controller.member import Faults, Member
@@ -26,6 +28,7 @@ from kvtier.fleet.controller.settings import Span
 from kvtier.fleet.controller.state import State
 from kvtier.fleet.member.protocol import TokenCount
 
+logger = logging.getLogger("kvtier.controller")
 STEP_SECONDS = 10
 Kind = Literal["fleet", "instance", "model", "tenant"]
 FLEET = "fleet:"
@@ -79,7 +82,7 @@ def _follow(into: Sample, later: Sample) -> None:
 
 
 class History:
-    """The samples of one controller, in its state file. :meth:`run` must be running."""
+    """The samples that a controller takes. :meth:`run` must be running."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -92,7 +95,10 @@ class History:
         """Sample the connected instances until cancelled."""
         while True:
             await anyio.sleep(STEP_SECONDS - time.time() % STEP_SECONDS)
-            await self.sample(members.values(), time.time())
+            try:
+                await self.sample(members.values(), time.time())
+            except ControllerError as error:
+                logger.warning("no samples: %s", error)
 
     async def sample(self, members: Iterable[Member], now: float) -> None:
         """Add one sample of the fleet, and of each of these instances and their models and tenants.
@@ -120,7 +126,7 @@ class History:
         at = now // step * step
         begin, sums = self._sums.get(level, (0, {}))
         if begin != at:
-            sums = dict(self._rows(level, [at]))
+            sums = dict(await self._rows(level, [at]))
             self._sums[level] = at, sums
         changed = list(samples.items())
         for start in range(0, len(changed), 4 * SLICE):
@@ -129,10 +135,9 @@ class History:
                 total = sums.setdefault(series, Sample())
                 _follow(total, sample)
                 values = [getattr(total, name) for name in NAMES]
-                rows.append((level, at, series, msgspec.msgpack.encode(values)))
-            self._state.write("REPLACE INTO history VALUES (?, ?, ?, ?)", rows)
+                rows.append((series, msgspec.msgpack.encode(values)))
+            self._state.add_samples(level, at, at - step * points, rows)
             await anyio.lowlevel.checkpoint()
-        self._state.write("DELETE FROM history WHERE level = ? AND time <= ?", [(level, at - step * points)])
 
     async def read(
         self, span: Span, kind: Kind, name: str | None = None, *, total: bool = False
@@ -146,7 +151,7 @@ class History:
         begins = range(newest - (points - 1) * step, newest + step, step)
         found: dict[str, list[Sample]] = {}
         for start in range(0, len(begins), SLICE):
-            for series, sample in self._rows(level, begins[start : start + SLICE], *bounds):
+            for series, sample in await self._rows(level, begins[start : start + SLICE], *bounds):
                 samples = found.setdefault(series.partition(":")[2], [])
                 if total and samples:
                     _follow(samples[0], sample)
@@ -172,23 +177,15 @@ class History:
             _merge(changed, before.get(series, Sample()), COUNTS, -1)
             yield series, changed
 
-    def _rows(
+    async def _rows(
         self, level: int, times: Sequence[int], first: str = "", last: str = "~"
     ) -> list[tuple[str, Sample]]:
-        """Return the samples that begin at these times, by series, one seek in the file for each time."""
+        """Return the samples that begin at these times, by series."""
         now, (step, _) = time.time(), LEVELS[SPANS[level]]
-        asked = ", ".join("?" * len(times))
-        query = (
-            f"SELECT series, time, sample FROM history WHERE level = ? AND time IN ({asked}) "  # noqa: S608
-            "AND series >= ? AND series < ? ORDER BY time"
-        )
         # A sample of the finest level is taken at its end.
         ends = {at: at if level == 0 else min(now, at + step) for at in times}
-        return self._state.read(
-            query,
-            lambda row: (row[0], Sample(ends[row[1]], *_decode(row[2]))),
-            (level, *times, first, last),
-        )
+        rows = await self._state.samples(level, times, first, last)
+        return self._state.decoded(rows, lambda row: (row[0], Sample(ends[row[1]], *_decode(row[2]))))
 
 
 def _add(into: Sample, other: Sample) -> None:

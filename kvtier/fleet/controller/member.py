@@ -18,6 +18,7 @@ from kvtier.fleet.controller.events import Position
 from kvtier.fleet.controller.settings import WINDOW_SECONDS
 from kvtier.fleet.member.protocol import (
     Cancel,
+    Changing,
     Command,
     Counters,
     Delete,
@@ -128,12 +129,20 @@ class HitWindow:
 class Member:
     """A connected instance, until its connection ends. Created by the registry."""
 
-    def __init__(self, hello: Hello, places: Sequence[int], endpoint: Endpoint) -> None:
+    def __init__(
+        self,
+        hello: Hello,
+        places: Sequence[int],
+        endpoint: Endpoint,
+        term: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """``term`` returns that of the controller's lease."""
         self.id = hello.instance
         self.hello = hello
         self.places = places
         """By tier number."""
         self.endpoint = endpoint
+        self._term = term
         self.models: Sequence[Model] = ()
         self.heartbeat: Heartbeat | None = None
         """The last one."""
@@ -200,6 +209,8 @@ class Member:
         if len(self.endpoint.calls) >= MAX_COMMANDS:
             raise CommandFailed(f"instance {self.id!r} is busy with {MAX_COMMANDS} commands already")
         command = msgspec.structs.replace(build(0), trace=current.get())
+        if isinstance(command, Changing):
+            command = msgspec.structs.replace(command, term=self._term())
 
         def settle(answer: Outcome, _wanted: bool) -> Done:
             if isinstance(answer, Failed):

@@ -22,6 +22,8 @@ class ControllerMetrics(ServiceMetrics):
     def collect(self) -> Iterator[Metric]:
         """Yield the current values."""
         yield gauge("controller_info", "Version of the controller.", [([__version__], 1)], "version")
+        text = "1 if it executes operations, 0 if it forwards them to the controller that does."
+        yield gauge("controller_leads", text, int(self._operations.registry.term is not None))
         yield from self._instance_metrics()
         yield from self._event_metrics()
         yield counter("controller_lookups", "Lookups answered.", self._operations.lookups)

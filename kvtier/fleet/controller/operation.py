@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import anyio
+import msgspec
 
 from kvtier.errors import ProtocolError
 from kvtier.fleet.controller.errors import CommandFailed
@@ -131,6 +133,17 @@ class LockManager:
             self.release(request)
 
 
+class StoredOperation(msgspec.Struct, frozen=True, array_like=True):
+    """What an operation is made from, as it is stored until it has ended."""
+
+    kind: Kind
+    source: Position | None
+    target: Position
+    until: float | None
+    """When its deadline or its pins end, as a :func:`time.time`."""
+    prompts: list[PromptChunks]
+
+
 class Operation(ABC):
     """One operation. It is planned twice: when requested, and again once its locks are acquired."""
 
@@ -158,6 +171,13 @@ class Operation(ABC):
         self._seconds = seconds
         self.source = source
         self.target = target
+
+    def stored(self) -> bytes:
+        """Return what the next controller makes the operation from, if this one ends before it."""
+        until = None if self._seconds is None else time.time() + self._seconds
+        return msgspec.msgpack.encode(
+            StoredOperation(self.kind, self.source, self.target, until, list(self._prompts))
+        )
 
     @property
     def instances(self) -> frozenset[str]:

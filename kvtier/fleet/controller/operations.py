@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import anyio
+import msgspec
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 from starlette.requests import HTTPConnection
@@ -17,19 +18,24 @@ from kvtier.errors import ControllerError
 from kvtier.fleet.controller.answers import LookupAnswer
 from kvtier.fleet.controller.bodies import ClearBody, MoveBody, PromptBody, TierBody
 from kvtier.fleet.controller.errors import TooManyOperations
-from kvtier.fleet.controller.events import PARTIAL_PROGRESS, Event, EventLog, Position
+from kvtier.fleet.controller.events import Event, EventLog, Kind, Position
 from kvtier.fleet.controller.explanations import Explanations
 from kvtier.fleet.controller.member import Member
-from kvtier.fleet.controller.moves import Copy, Move
-from kvtier.fleet.controller.operation import LockManager, LockRequest, Operation
-from kvtier.fleet.controller.pin_and_clear import Clear
+from kvtier.fleet.controller.moves import Copy, Move, Prefetch
+from kvtier.fleet.controller.operation import LockManager, LockRequest, Operation, StoredOperation
+from kvtier.fleet.controller.pin_and_clear import Clear, PinChunks, UnpinChunks
 from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.prompts import Prompts
 from kvtier.fleet.controller.registry import Registry
 from kvtier.observability.traces.spans import NO_TRACER, child, current
 
 logger = logging.getLogger("kvtier.controller")
-STOPPED = "the controller was stopped"
+_decode = msgspec.msgpack.Decoder(StoredOperation).decode
+KINDS: dict[Kind, type[Operation]] = {
+    kind.kind: kind for kind in (Move, Copy, Prefetch, PinChunks, UnpinChunks, Clear)
+}
+RECONNECT_SECONDS = 30.0
+"""How long an operation that was interrupted waits until its instances have connected and reported."""
 
 
 class Operations:
@@ -52,16 +58,16 @@ class Operations:
     @classmethod
     @asynccontextmanager
     async def open(cls, registry: Registry, events: EventLog, pins: Pins) -> AsyncIterator[Operations]:
-        """Accept operations within the block. Operations unfinished at its end fail."""
+        """Accept operations within the block, and continue interrupted ones, as the next block will."""
         async with open_tasks() as tasks:
             operations = cls(registry, events, pins, tasks)
+            for event_id, stored in events.interrupted.items():
+                operations._continue(events.find(event_id), stored)
             try:
                 yield operations
             finally:
                 operations.stop()
                 tasks.cancel_scope.cancel()
-                # Including events whose tasks have not started.
-                events.fail_all(f"{STOPPED}; {PARTIAL_PROGRESS}")
 
     async def finish(self, seconds: float) -> None:
         """Refuse new operations, and wait for those in flight, for at most ``seconds``."""
@@ -70,8 +76,9 @@ class Operations:
             await self.events.wait_all()
 
     def stop(self) -> None:
-        """Refuse new operations, and cancel those in flight, which fail."""
+        """Refuse new operations, and cancel those in flight, which are left to the next controller."""
         self._stopping = True
+        self.events.close()
         for scope in self._in_flight:
             scope.cancel()
 
@@ -108,13 +115,15 @@ class Operations:
         old, new = map(self.registry.find_tier, (body.old_position, body.new_position))
         prompts = await self._prompts.find(body, [old.member, new.member])
         kind = Copy if body.copy else Move
-        return self._start(kind(self.registry, prompts, self.pins, source=old.position, target=new.position))
+        return await self._start(
+            kind(self.registry, prompts, self.pins, source=old.position, target=new.position)
+        )
 
     async def start(self, kind: type[Operation], body: TierBody) -> Event:
         """Start an operation on a prompt's chunks in one tier. Raises: as :meth:`move`."""
         ref = self.registry.find_tier((body.instance, body.tier))
         prompts = await self._prompts.find(body, [ref.member])
-        return self._start(
+        return await self._start(
             kind(self.registry, prompts, self.pins, target=ref.position, seconds=body.seconds())
         )
 
@@ -125,9 +134,9 @@ class Operations:
         if body.tier is not None:
             target = self.registry.find_tier((member.id, body.tier)).position
         prompts = await self._prompts.find(body, [member]) if body.has_prompt else []
-        return self._start(Clear(self.registry, prompts, self.pins, target=target))
+        return await self._start(Clear(self.registry, prompts, self.pins, target=target))
 
-    def _start(self, operation: Operation) -> Event:
+    async def _start(self, operation: Operation) -> Event:
         """Create the event of an operation, and run it as soon as it gets its locks."""
         if self._stopping:
             raise TooManyOperations("the controller is shutting down: retry when it is back")
@@ -139,17 +148,45 @@ class Operations:
             model=plan.model,
             num_tokens=plan.num_tokens,
             chunks=plan.chunks,
+            operation=operation.stored(),
         )
-        lock = LockRequest(operation.instances, operation.roots, exclusive=operation.exclusive)
+        lock = _lock_of(operation)
         # An operation that holds the lock may leave something to do for this one.
         if plan.is_empty and self.locks.is_free(lock):
             self.events.finish(event)
-        else:
-            self.locks.enqueue(lock)
+            await self.events.saved(event)
+            return event
+        # In the order of the requests, whichever is saved first.
+        self.locks.enqueue(lock)
+        try:
+            await self.events.saved(event)
+        except BaseException:
+            self.locks.release(lock)
+            raise
+        if not self.events.closed:
             self._tasks.start_soon(self._run, operation, event, lock)
         return event
 
-    async def _run(self, operation: Operation, event: Event, lock: LockRequest) -> None:
+    def _continue(self, event: Event, stored: bytes) -> None:
+        """Run an operation that a controller has not ended from its beginning, which does what is left."""
+        try:
+            kind, source, target, until, prompts = msgspec.structs.astuple(_decode(stored))
+        except msgspec.MsgspecError as error:
+            self.events.fail(event, f"what is stored of it is damaged: {error}")
+            return
+        seconds = None if until is None else max(0.0, until - time.time())
+        operation = KINDS[kind](
+            self.registry, prompts, self.pins, source=source, target=target, seconds=seconds
+        )
+        lock = _lock_of(operation)
+        self.locks.enqueue(lock)
+        self._tasks.start_soon(self._run, operation, event, lock, RECONNECT_SECONDS)
+
+    async def _run(
+        self, operation: Operation, event: Event, lock: LockRequest, reconnect_seconds: float = 0.0
+    ) -> None:
+        if self.events.closed:
+            return
         scope = CancelScope()
         trace, began = current.get(), time.monotonic()
         current.set(child(trace))  # In this task, for the commands to instances.
@@ -157,6 +194,8 @@ class Operations:
         try:
             with scope:
                 async with self.locks.acquire(lock):
+                    with anyio.move_on_after(reconnect_seconds):
+                        await self._connected(operation.instances)
                     await self._execute(operation, event)
         except ControllerError as error:
             self.events.fail(event, str(error))
@@ -166,12 +205,17 @@ class Operations:
             self.events.fail(event, "internal error: see the controller's log")
         finally:
             self._in_flight.discard(scope)
-            # No effect unless it was cancelled: the event has ended otherwise.
-            self.events.fail(event, f"{STOPPED}; {PARTIAL_PROGRESS}")
             self._log(event)
             name, done = f"kvtier.controller.{event.kind}", event.result
             reason, within = event.error or done.reason or "", current.get()
             self.tracer.record(name, trace, began, within, reason, chunks=done.chunks, bytes=done.bytes)
+
+    async def _connected(self, instances: Iterable[str]) -> None:
+        """Wait until these instances have connected, and have reported all their chunks."""
+        members, changes = self.registry.members, self.registry.changes
+        seen = changes.count
+        while not all(name in members and members[name].up_to_date for name in instances):
+            seen = await changes.after(seen)
 
     async def _execute(self, operation: Operation, event: Event) -> None:
         # Operations that held the locks before may have changed the index.
@@ -192,8 +236,8 @@ class Operations:
 
     @staticmethod
     def _log(event: Event) -> None:
-        level = logging.INFO if event.state == "done" else logging.WARNING
-        outcome = event.error or event.result.reason or "complete"
+        level = logging.WARNING if event.state == "failed" else logging.INFO
+        outcome = event.error or event.result.reason or ("complete" if event.ended else "to be continued")
         logger.log(
             level,
             "%s %s %s: %d of %d chunks, %d bytes (%s)",
@@ -205,6 +249,10 @@ class Operations:
             event.result.bytes,
             outcome,
         )
+
+
+def _lock_of(operation: Operation) -> LockRequest:
+    return LockRequest(operation.instances, operation.roots, exclusive=operation.exclusive)
 
 
 def _tokens_by_tier(member: Member, tokens_by_place: dict[int, int]) -> dict[str, int]:

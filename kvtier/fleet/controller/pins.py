@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from kvtier.fleet.controller.errors import TooManyPins
-from kvtier.fleet.controller.state import State
+from kvtier.fleet.controller.state import PINS, State
 from kvtier.memory.keys import ChunkKey, join_keys, split_keys
 
 MAX_KEYS = 250_000
@@ -46,7 +46,7 @@ class Pins:
         """Pinned keys by instance, counting a key once per pin."""
         self._first_end = math.inf
         """No pin expires before."""
-        for instance, pin in state.read("SELECT instance, last, keys, until, given_at FROM pins", _decode):
+        for instance, pin in state.decoded(state.rows(PINS), _decode):
             self._put(instance, pin)
 
     def __len__(self) -> int:
@@ -143,13 +143,13 @@ class Pins:
         pin = self._put(instance, added)
         until = None if math.isinf(pin.until) else pin.until
         row = (instance, pin.keys[-1], join_keys(pin.keys), until, pin.given_at)
-        self._state.write("REPLACE INTO pins VALUES (?, ?, ?, ?, ?)", [row])
+        self._state.put(PINS, row)
 
     def _remove(self, instance: str, last: ChunkKey) -> None:
         self._counts[instance] -= len(self._pins[instance].pop(last).keys)
         if not self._pins[instance]:
             del self._pins[instance], self._counts[instance]
-        self._state.write("DELETE FROM pins WHERE instance = ? AND last = ?", [(instance, last)])
+        self._state.delete(PINS, [(instance, last)])
 
     def _expire(self) -> None:
         now = self._clock()

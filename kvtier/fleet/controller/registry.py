@@ -136,6 +136,8 @@ class Registry:
         self.idle_timeout = idle_timeout
         self.holders = Holders(max_keys)
         self.models = Models()
+        self.term: int | None = None
+        """That of this controller's lease: ``None`` while it does not lead, 0 if there are no others."""
         self._members: dict[str, Member] = {}
         self.members: Mapping[str, Member] = MappingProxyType(self._members)
         """By id, in the order of registration."""
@@ -230,7 +232,8 @@ class Registry:
         if len(self._members) >= MAX_MEMBERS:
             raise RefusedInstance(f"the controller has {MAX_MEMBERS} instances, which is the limit")
         endpoint.send(Welcome(VERSION, self.heartbeat, self.idle_timeout))
-        member = Member(hello, [self._new_place() for _ in hello.tiers], endpoint)
+        places = [self._new_place() for _ in hello.tiers]
+        member = Member(hello, places, endpoint, lambda: self.term or 0)
         self._members[member.id] = member
         self.gone.pop(member.id, None)
         if hello.peer is not None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import NamedTuple
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import anyio
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvtier.concurrency.breaker import MAX_PAUSE
 from kvtier.concurrency.processes import raise_file_limit
 from kvtier.concurrency.tasks import open_tasks
-from kvtier.errors import SettingsError
-from kvtier.fleet.controller.app import make_app
+from kvtier.errors import ControllerError, SettingsError
+from kvtier.fleet.controller.app import Authenticator, make_app
 from kvtier.fleet.controller.events import EventLog
 from kvtier.fleet.controller.history import History
 from kvtier.fleet.controller.operations import Operations
@@ -18,13 +25,22 @@ from kvtier.fleet.controller.pin_and_clear import restore_pins
 from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.registry import MAX_MEMBERS, Registry
 from kvtier.fleet.controller.settings import ServiceSettings
-from kvtier.fleet.controller.state import State
+from kvtier.fleet.controller.standby import Standby
+from kvtier.fleet.controller.state import FileState, State
 from kvtier.fleet.controller.stream import MAX_READERS
-from kvtier.fleet.service import serve_until_signal
+from kvtier.fleet.service import serve_until_signal, verification
 from kvtier.http import serving
 from kvtier.observability.traces.export import exporting
+from kvtier.observability.traces.spans import Tracer
 from kvtier.rpc.frames import MAX_FRAME_BYTES
 
+if TYPE_CHECKING:
+    from kvtier.fleet.controller.shared_state import SharedState
+
+logger = logging.getLogger("kvtier.controller")
+
+SETTLE_SECONDS = MAX_PAUSE + 2.0
+"""After this, instances that were registered before have found a controller that has started."""
 FINISH_SECONDS = 5.0
 """Grace period for operations in flight at shutdown."""
 MAX_CONNECTIONS = MAX_MEMBERS + MAX_READERS + 960
@@ -32,52 +48,155 @@ SPARE_FILES = 64
 """For all but connections."""
 
 
-class Controller(NamedTuple):
-    """A running controller."""
+class Controller:
+    """A running controller: an ASGI application that depends on whether it leads."""
 
     address: tuple[str, int]
-    registry: Registry
     operations: Operations
     history: History
+
+    def __init__(self, settings: ServiceSettings, registry: Registry, state: State, tracer: Tracer) -> None:
+        self.registry = registry
+        self._settings = settings
+        self._state = state
+        self._tracer = tracer
+        self._token = settings.token.get_secret_value() if settings.token is not None else None
+        self._app: ASGIApp
+        self._standby: ASGIApp | None = None
+        self._stepping_down = anyio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request or a connection."""
+        await self._app(scope, receive, send)
+
+    @asynccontextmanager
+    async def lead(self, term: int) -> AsyncIterator[None]:
+        """Execute operations within the block. Raises: ControllerError: the state is damaged."""
+        log = EventLog(self._state, keep=self._settings.keep_events)
+        pins, history = Pins(self._state), History(self._state)
+        self.registry.term = term
+        async with open_tasks() as tasks, Operations.open(self.registry, log, pins) as operations:
+            self._app = self._make_app(operations, history)
+            tasks.start_soon(history.run, self.registry.members)
+            tasks.start_soon(restore_pins, self.registry, pins, operations.locks)
+            try:
+                yield
+            finally:
+                self.registry.term = None
+                # Before it refuses operations.
+                self._app = self._standby or self._app
+                operations.stop()
+                tasks.cancel_scope.cancel()
+
+    @asynccontextmanager
+    async def stand_by(self, state: SharedState) -> AsyncIterator[Callable[[str], None]]:
+        """Answer what any controller can, and forward the rest to the one that leads, within the block.
+
+        Yields a function that has this one lead whenever no other does. Its argument is the URL at which the
+        others reach it.
+        """
+        async with (
+            Operations.open(self.registry, EventLog(state), Pins(state)) as operations,
+            open_tasks() as tasks,
+        ):
+            verify = verification("https://") if self._settings.tls_certificate is not None else None
+            app = self._make_app(operations, History(state))
+            settled_at = time.monotonic() + SETTLE_SECONDS
+
+            def is_ready() -> bool:
+                """Return whether all instances have probably registered, and reported their chunks."""
+                members = self.registry.members.values()
+                return time.monotonic() > settled_at and all(member.up_to_date for member in members)
+
+            authenticator, current = Authenticator(self._token), lambda: self._app
+            standby = self._app = self._standby = Standby(
+                app, state, authenticator, verify, current, is_ready
+            )
+
+            def begin(url: str) -> None:
+                tasks.start_soon(take_turns, url)
+
+            async def take_turns(url: str) -> None:
+                while not self._stepping_down.is_set():
+                    term = await state.acquire(url, is_ready)
+                    try:
+                        async with state.leading(term), self.lead(term):
+                            logger.info("this controller leads, in term %d", term)
+                            await self._stepping_down.wait()
+                    except ControllerError as error:
+                        logger.warning("this controller cannot lead: %s", error)
+                    self.operations = operations
+
+            try:
+                yield begin
+            finally:
+                tasks.cancel_scope.cancel()
+                await standby.aclose()
+
+    def _make_app(self, operations: Operations, history: History) -> ASGIApp:
+        operations.tracer = self._tracer
+        self.operations, self.history = operations, history
+        return make_app(operations, history, self._token, self._settings.grafana)
+
+    async def finish(self) -> None:
+        """Wait for operations in flight, or leave them to another controller."""
+        if self._state.shared:
+            self._stepping_down.set()
+        else:
+            await self.operations.finish(FINISH_SECONDS)
 
 
 @asynccontextmanager
 async def run_controller(settings: ServiceSettings) -> AsyncIterator[Controller]:
-    """Run a controller within the block. Operations in flight at its end fail.
+    """Run a controller within the block. Operations in flight at its end are left to the next one.
 
-    Raises: ``ControllerError`` if the state file is unreadable or in use by another controller,
-    ``ChannelError`` if it cannot listen, ``SettingsError`` if the certificates are invalid.
+    Raises: ``ControllerError`` if the state is unreadable or in use by another controller, ``ChannelError``
+    if it cannot listen, ``SettingsError`` if the certificates are invalid or a package is missing.
     """
     context = _tls(settings)
-    token = settings.token.get_secret_value() if settings.token is not None else None
     files = raise_file_limit(2 * MAX_CONNECTIONS + SPARE_FILES)
-    async with State.open(settings.state) as state:
-        log, pins, history = EventLog(state, keep=settings.keep_events), Pins(state), History(state)
-        registry = Registry(heartbeat=settings.heartbeat, idle_timeout=settings.instance_timeout)
-        async with (
-            exporting(settings.traces, "kvtier-controller", settings.listen) as tracer,
-            open_tasks() as tasks,
-            Operations.open(registry, log, pins) as operations,
-        ):
-            operations.tracer = tracer
-            tasks.start_soon(registry.run)
-            tasks.start_soon(history.run, registry.members)
-            tasks.start_soon(restore_pins, registry, pins, operations.locks)
-            async with serving(
-                make_app(operations, history, token, settings.grafana),
-                settings.listen,
-                setting="--listen",
-                ssl=context,
-                limit_concurrency=MAX_CONNECTIONS,
-                max_connections=min(2 * MAX_CONNECTIONS, files - min(SPARE_FILES, files // 4)),
-                ws_max_size=MAX_FRAME_BYTES,
-            ) as address:
-                try:
-                    yield Controller(address, registry, operations, history)
-                finally:
-                    # Before the instances disconnect, so that operations do not fail with that reason.
-                    operations.stop()
-            tasks.cancel_scope.cancel()
+    registry = Registry(heartbeat=settings.heartbeat, idle_timeout=settings.instance_timeout)
+    async with (
+        exporting(settings.traces, "kvtier-controller", settings.listen) as tracer,
+        AsyncExitStack() as stack,
+    ):
+        tasks = await stack.enter_async_context(open_tasks())
+        tasks.start_soon(registry.run)
+        stack.callback(tasks.cancel_scope.cancel)
+        take_turns: Callable[[str], None] | None = None
+        if settings.is_shared:
+            shared = await stack.enter_async_context(_shared_state(settings))
+            controller = Controller(settings, registry, shared, tracer)
+            take_turns = await stack.enter_async_context(controller.stand_by(shared))
+        else:
+            state = await stack.enter_async_context(FileState.open(Path(settings.state)))
+            controller = Controller(settings, registry, state, tracer)
+            await stack.enter_async_context(controller.lead(0))
+        async with serving(
+            controller,
+            settings.listen,
+            setting="--listen",
+            ssl=context,
+            limit_concurrency=MAX_CONNECTIONS,
+            max_connections=min(2 * MAX_CONNECTIONS, files - min(SPARE_FILES, files // 4)),
+            ws_max_size=MAX_FRAME_BYTES,
+        ) as controller.address:
+            if take_turns is not None:
+                take_turns(settings.reached_at(controller.address[1]))
+            try:
+                yield controller
+            finally:
+                # Before the instances disconnect, so that operations do not fail with that reason.
+                controller.operations.stop()
+
+
+def _shared_state(settings: ServiceSettings) -> AbstractAsyncContextManager[SharedState]:
+    try:
+        from kvtier.fleet.controller.shared_state import SharedState
+    except ImportError as error:
+        raise SettingsError(f'--state {settings.state} requires pip install "kvtier[redis]"') from error
+    password = settings.state_password
+    return SharedState.open(settings.state, None if password is None else password.get_secret_value())
 
 
 async def serve(settings: ServiceSettings) -> None:
@@ -87,7 +206,7 @@ async def serve(settings: ServiceSettings) -> None:
     """
     await serve_until_signal(
         run_controller(settings),
-        lambda controller: controller.operations.finish(FINISH_SECONDS),
+        Controller.finish,
         name="controller",
         tls=settings.tls_certificate is not None,
     )

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, SecretStr, TypeAdapter, model_validator
 
 from kvtier.settings.command import CommandSettings, Token, option
-from kvtier.settings.peer import Address, is_loopback, split_address
+from kvtier.settings.peer import (
+    Address,
+    is_loopback,
+    join_address,
+    reached_from_elsewhere,
+    split_address,
+)
 from kvtier.settings.values import LocalPath
 from kvtier.units import Duration
 
@@ -21,6 +29,7 @@ WINDOW_SECONDS = 300.0
 Span = Literal["hour", "day", "week"]
 """Of the history."""
 DEFAULT_LISTEN = "127.0.0.1:9000"
+SERVERS = ("redis://", "rediss://", "valkey://", "valkeys://", "unix://")
 
 
 def default_state() -> Path:
@@ -40,6 +49,18 @@ def _check_address(address: str) -> str:
 HttpAddress = Annotated[str, AfterValidator(_check_address)]
 
 
+def _check_state(state: str) -> str:
+    """Return the path of a file, or the URL of a server."""
+    if not state.startswith(SERVERS):
+        return str(TypeAdapter(LocalPath).validate_python(state))
+    address = urlsplit(state)
+    if address.password is not None:
+        raise ValueError("the password would be seen in the list of processes: use --state-password-file")
+    if address.scheme != "unix" and not address.hostname:
+        raise ValueError(f"{state!r} is not a URL of Redis: use redis://HOST:PORT/DATABASE")
+    return state
+
+
 class ServiceSettings(CommandSettings):
     """Settings of the controller process."""
 
@@ -54,11 +75,21 @@ class ServiceSettings(CommandSettings):
         IDLE_TIMEOUT_SECONDS, "TIME", "Drop an instance after this time without messages.", le=3600
     )
     heartbeat: Duration = option(HEARTBEAT_SECONDS, "TIME", "Heartbeat interval of instances.", ge=0.01)
-    state: LocalPath = option(
-        default_state,
-        "FILE",
-        "File to store events, pins and the history in.",
+    state: Annotated[str, BeforeValidator(str), AfterValidator(_check_state)] = option(
+        lambda: str(default_state()),
+        "FILE|URL",
+        "Where operations, pins and the history are stored: a file or, for several controllers of which one "
+        "leads, the Redis or Valkey that they share, as in `redis://10.0.0.9:6379/1`.",
         shown="$XDG_STATE_HOME/kvtier/controller.sqlite",
+    )
+    state_password: SecretStr | None = option(
+        None, "FILE", "File with the password of the server that `--state` names."
+    )
+    advertise: HttpAddress | None = option(
+        None,
+        "URL",
+        "Where the other controllers reach this one. Default: the address that it listens on, with the name "
+        "of this host in place of 0.0.0.0.",
     )
     keep_events: Duration = option(KEEP_SECONDS, "TIME", "Time to keep events after their end.")
     grafana: HttpAddress | None = option(None, "URL", "Address of the Grafana dashboard, to link to.")
@@ -87,6 +118,17 @@ class ServiceSettings(CommandSettings):
                 "or listen on 127.0.0.1"
             )
         return self
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other controllers have the same state."""
+        return self.state.startswith(SERVERS)
+
+    def reached_at(self, port: int) -> str:
+        """Return where other controllers reach this one, which listens on this port."""
+        host, _ = split_address(self.listen)
+        here = reached_from_elsewhere(join_address(host, port), socket.gethostname())
+        return (self.advertise or f"http{'s' * (self.tls_certificate is not None)}://{here}").rstrip("/")
 
     @property
     def is_local(self) -> bool:

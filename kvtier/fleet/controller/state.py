@@ -1,18 +1,18 @@
-"""The controller's persistent state: one SQLite file, locked by one process.
+"""What outlives a controller: events, unfinished operations, pins and the history, as rows of tables.
 
-A write has reached the page cache when the call returns, so killing the process loses nothing. A power
-failure may lose the last seconds: the price of not waiting for the disk in the event loop. The file is opened
-and closed in a worker thread, because SQLite then reads or writes its whole log.
+Either one SQLite file, locked by one process, or Redis (:mod:`kvtier.fleet.controller.shared_state`), which
+several controllers share.
 """
 
 from __future__ import annotations
 
 import logging
 import sqlite3
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import aiofiles
 import aiofiles.os
@@ -21,12 +21,26 @@ from anyio import CancelScope, to_thread
 
 from kvtier.concurrency.files import open_private
 from kvtier.errors import ControllerError, KVTierError
+from kvtier.logs import RateLimitedLog
 
 logger = logging.getLogger("kvtier.controller")
 
 VERSION = 1
 """Schema version. Files of other versions are refused."""
 
+
+class Table(NamedTuple):
+    """A table: its columns, of which the first ``key`` identify a row."""
+
+    name: str
+    key: int
+    columns: Sequence[str]
+
+
+EVENTS = Table("events", 1, ("id", "created_at", "event"))
+OPERATIONS = Table("operations", 1, ("id", "operation"))
+"""Of events that have not ended."""
+PINS = Table("pins", 2, ("instance", "last", "keys", "until", "given_at"))
 _TABLES = """
 CREATE TABLE events (id TEXT PRIMARY KEY, created_at REAL NOT NULL, event BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE pins (
@@ -34,29 +48,83 @@ CREATE TABLE pins (
     PRIMARY KEY (instance, last)
 ) WITHOUT ROWID;
 """
-# Added to the same version, which controllers without a history open as well.
-_HISTORY = """
+# Added to the same version, which controllers without them open as well.
+_LATER_TABLES = """
 CREATE TABLE IF NOT EXISTS history (
     level INTEGER NOT NULL, time INTEGER NOT NULL, series TEXT NOT NULL, sample BLOB NOT NULL,
     PRIMARY KEY (level, time, series)
-) WITHOUT ROWID
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS operations (id TEXT PRIMARY KEY, operation BLOB NOT NULL) WITHOUT ROWID;
 """
 
 Value = str | bytes | float | int | None
+Row = Sequence[Any]
 RowT = TypeVar("RowT")
 
 
-class State:
-    """The open state file. Created with :meth:`open`. Synchronous; a call takes tens of microseconds."""
+class State(ABC):
+    """The rows, while this controller may write them. Synchronous but for :meth:`saved` and samples."""
+
+    name: str
+    """The file or server, for messages."""
+    shared = False
+    """Whether other controllers continue with it, at once, when this one ends."""
+
+    @abstractmethod
+    def rows(self, table: Table) -> Iterable[Row]:
+        """Return all rows of a table, in any order. Raises: ControllerError: the state is damaged."""
+
+    @abstractmethod
+    def put(self, table: Table, row: Sequence[Value]) -> None:
+        """Write a row in place of the one with its key."""
+
+    @abstractmethod
+    def delete(self, table: Table, keys: Iterable[Sequence[Value]]) -> None:
+        """Delete the rows with these keys."""
+
+    @abstractmethod
+    async def saved(self) -> None:
+        """Wait until a kill of this process loses nothing of what was written. Raises: ControllerError."""
+
+    @abstractmethod
+    def add_samples(self, level: int, at: int, oldest: int, samples: Iterable[tuple[str, bytes]]) -> None:
+        """Write the samples of a level that begin ``at`` a time, by series; drop those up to ``oldest``."""
+
+    @abstractmethod
+    async def samples(self, level: int, times: Sequence[int], first: str, last: str) -> list[Row]:
+        """Return series, time and sample of those at these times, from series ``first`` to before ``last``.
+
+        Ordered by time.
+        """
+
+    def decoded(self, rows: Iterable[Row], decode: Callable[[Any], RowT]) -> list[RowT]:
+        """Return rows, decoded. Damaged ones are skipped with a warning that names the first column."""
+        decoded = []
+        for row in rows:
+            try:
+                decoded.append(decode(row))
+            except (ValueError, TypeError, msgspec.MsgspecError, KVTierError) as error:
+                logger.warning("%s: a damaged row is skipped, of %.100r: %s", self.name, row[0], error)
+        return decoded
+
+
+class FileState(State):
+    """The open SQLite file. Created with :meth:`open`. A call takes tens of microseconds.
+
+    A write has reached the page cache when the call returns, so killing the process loses nothing. A power
+    failure may lose the last seconds: the price of not waiting for the disk in the event loop. The file is
+    opened and closed in a worker thread, because SQLite then reads or writes its whole log.
+    """
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
-        self._connection = connection
+        self.connection = connection
         self.path = path
-        self._failing = False
+        self.name = str(path)
+        self._warn = RateLimitedLog(logger)
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, path: Path) -> AsyncIterator[State]:
+    async def open(cls, path: Path) -> AsyncIterator[FileState]:
         """Open the state file within the block. Creates the file and its directory if missing.
 
         Raises: ControllerError: another controller has it open, it is invalid, or it is not writable.
@@ -70,36 +138,60 @@ class State:
             with CancelScope(shield=True):
                 await to_thread.run_sync(connection.close)
 
-    def read(self, query: str, decode: Callable[[Any], RowT], parameters: Sequence[Value] = ()) -> list[RowT]:
-        """Return all rows of a query, decoded. Rows that cannot be decoded are skipped with a warning.
+    def rows(self, table: Table) -> list[Row]:
+        """Return all rows of a table."""
+        return self._read(f"SELECT {', '.join(table.columns)} FROM {table.name}")  # noqa: S608 - constants
 
-        The first column is named in the warning. Raises: ControllerError: the file is damaged.
-        """
+    def put(self, table: Table, row: Sequence[Value]) -> None:
+        """Write a row. See :meth:`_write` for errors."""
+        self._write([(f"REPLACE INTO {table.name} VALUES ({_marks(row)})", [row])])  # noqa: S608 - constants
+
+    def delete(self, table: Table, keys: Iterable[Sequence[Value]]) -> None:
+        """Delete rows. See :meth:`_write` for errors."""
+        where = " AND ".join(f"{column} = ?" for column in table.columns[: table.key])
+        self._write([(f"DELETE FROM {table.name} WHERE {where}", keys)])  # noqa: S608 - constants
+
+    async def saved(self) -> None:
+        """Return at once: what was written is in the page cache."""
+
+    def add_samples(self, level: int, at: int, oldest: int, samples: Iterable[tuple[str, bytes]]) -> None:
+        """Write samples, and delete old ones, in one transaction."""
+        rows = [(level, at, series, sample) for series, sample in samples]
+        self._write(
+            [
+                ("REPLACE INTO history VALUES (?, ?, ?, ?)", rows),
+                ("DELETE FROM history WHERE level = ? AND time <= ?", [(level, oldest)]),
+            ]
+        )
+
+    async def samples(self, level: int, times: Sequence[int], first: str, last: str) -> list[Row]:
+        """Return samples, with one seek in the file for each time."""
+        query = (
+            f"SELECT series, time, sample FROM history WHERE level = ? AND time IN ({_marks(times)}) "  # noqa: S608
+            "AND series >= ? AND series < ? ORDER BY time"
+        )
+        return self._read(query, (level, *times, first, last))
+
+    def _read(self, query: str, parameters: Sequence[Value] = ()) -> list[Row]:
         with _explained(self.path, damaged=True):
-            rows = self._connection.execute(query, parameters).fetchall()
-        decoded = []
-        for row in rows:
-            try:
-                decoded.append(decode(row))
-            except (ValueError, TypeError, msgspec.MsgspecError, KVTierError) as error:
-                logger.warning("%s: a damaged row is skipped, of %.100r: %s", self.path, row[0], error)
-        return decoded
+            return self.connection.execute(query, parameters).fetchall()
 
-    def write(self, statement: str, rows: Iterable[Sequence[Value]]) -> None:
-        """Execute a statement for each row, in one transaction.
+    def _write(self, statements: Iterable[tuple[str, Iterable[Sequence[Value]]]]) -> None:
+        """Execute each statement for each of its rows, all in one transaction.
 
-        A write error is logged once, and the controller continues with its state in memory: a full disk must
+        A write error is logged, and the controller continues with its state in memory: a full disk must
         not fail operations.
         """
         try:
-            with self._connection:
-                self._connection.executemany(statement, rows)
+            with self.connection:
+                for statement, rows in statements:
+                    self.connection.executemany(statement, rows)
         except sqlite3.Error as error:
-            if not self._failing:
-                logger.warning("%s cannot be written (%s): changes are not persisted", self.path, error)
-            self._failing = True
-        else:
-            self._failing = False
+            self._warn("%s cannot be written (%s): changes are not persisted", self.name, error)
+
+
+def _marks(values: Sequence[Value]) -> str:
+    return ", ".join("?" * len(values))
 
 
 async def _connect(path: Path) -> sqlite3.Connection:
@@ -158,5 +250,6 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         raise ControllerError(
             f"{path} was written by another version of kvtier: remove it, or set another file with --state"
         )
-    connection.execute(_HISTORY)
+    for table in _LATER_TABLES.split(";")[:-1]:
+        connection.execute(table)
     connection.commit()

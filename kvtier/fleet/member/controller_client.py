@@ -6,6 +6,7 @@ An unreachable, rejecting or faulty controller does not affect the cache: only
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import secrets
@@ -30,7 +31,7 @@ from kvtier.errors import ChannelClosed, ChannelError, Rejected
 from kvtier.fleet.member.commands import Commands
 from kvtier.fleet.member.protocol import CONNECT_PATH, VERSION, Counters, Hello, TierDescription
 from kvtier.fleet.member.served_models import ServedModels
-from kvtier.fleet.member.session import Session
+from kvtier.fleet.member.session import Session, Term
 from kvtier.logs import RateLimitedLog, printable
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.report import Report as WhatIfReport
@@ -66,7 +67,7 @@ class Serving:
 
 
 class ControllerClient:
-    """Keeps an instance registered with ``controller.url`` while :meth:`run` runs. One event loop only."""
+    """Keeps an instance registered with one controller while :meth:`run` runs. One event loop only."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class ControllerClient:
         cache: TieredCache,
         served: ServedModels,
         commands: Commands,
+        url: str,
         *,
         serving: Serving | None,
         transport: str | None,
@@ -84,10 +86,9 @@ class ControllerClient:
 
         ``what_if`` returns the latest estimate, ``counters`` those for display. Neither may block.
         """
-        assert settings.controller.url is not None
         self._settings = settings.controller
         self._timeout = settings.peer.timeout
-        self._url = settings.controller.url
+        self._url = url
         self._cache = cache
         self._served = served
         self._commands = commands
@@ -103,6 +104,13 @@ class ControllerClient:
         self._last_error = ""
         self._refused: str | None = None
         self._lost = 0
+        self.term = Term()
+        """Replaced by the one that all clients of an instance share."""
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether its controller knows what this instance holds, and probably the others' chunks."""
+        return self._session is not None and self._session.inventory.up_to_date
 
     async def run(self) -> None:
         """Stay registered until cancelled. Does not raise other exceptions."""
@@ -172,7 +180,13 @@ class ControllerClient:
         """Register, and serve the controller until the connection ends. Always raises the reason."""
         async with self._connection() as connection:
             session = Session(
-                connection, self._cache, self._served, self._commands, self._what_if, self._counters
+                connection,
+                self._cache,
+                self._served,
+                self._commands,
+                self._what_if,
+                self._counters,
+                self.term,
             )
             welcome = await session.greet(self._hello(connection.local_address[0]))
             if self._last_error:
@@ -239,6 +253,40 @@ class ControllerClient:
             self._transport,
             tiers,
         )
+
+
+class Controllers:
+    """The controllers of an instance: one, or several that share their state, any of which can be asked."""
+
+    def __init__(self, clients: Sequence[ControllerClient]) -> None:
+        self._clients = clients
+        self._turns = itertools.count()
+        term = Term()
+        for client in clients:
+            client.term = term
+
+    async def run(self) -> None:
+        """Stay registered with all until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            for client in self._clients:
+                tasks.start_soon(client.run)
+
+    async def who_holds(self, keys: Sequence[ChunkKey]) -> list[tuple[str, int]]:
+        """Ask one of them. See :meth:`ControllerClient.who_holds`."""
+        return await self._one().who_holds(keys)
+
+    async def who_serves(self, addresses: Sequence[str]) -> list[str] | None:
+        """Ask one of them. See :meth:`ControllerClient.who_serves`."""
+        return await self._one().who_serves(addresses)
+
+    def _one(self) -> ControllerClient:
+        """Return the next one that can answer, if there is any, so that all share the work."""
+        clients = [client for client in self._clients if client.can_answer] or self._clients
+        return clients[next(self._turns) % len(clients)]
+
+    def status(self) -> list[dict[str, object]]:
+        """Return the state of each connection, for diagnostics and tests."""
+        return [client.status() for client in self._clients]
 
 
 def _refusal(status: int) -> ChannelError:

@@ -246,6 +246,8 @@ class ServedAt(Reply, frozen=True, array_like=True, tag=29):
 
 
 # Commands. Each is always answered by Done or Failed. ``trace``: what it is for, as in observability/traces.
+# ``term``: that of the lease of the controller, if it leads others. An instance refuses a lower one than it
+# has seen: the leader of a later term may have begun to repeat what an earlier one does, or to reverse it.
 
 
 class Fetch(Request, frozen=True, array_like=True, tag=17):
@@ -264,6 +266,7 @@ class Fetch(Request, frozen=True, array_like=True, tag=17):
     seconds: float | None
     """Deadline, at which Done reports the chunks that have arrived. ``None``: no deadline."""
     trace: bytes = b""
+    term: int = 0
 
 
 class Delete(Request, frozen=True, array_like=True, tag=18):
@@ -275,6 +278,7 @@ class Delete(Request, frozen=True, array_like=True, tag=18):
     tier: int
     keys: bytes
     trace: bytes = b""
+    term: int = 0
 
 
 class DeleteAll(Request, frozen=True, array_like=True, tag=19):
@@ -282,6 +286,7 @@ class DeleteAll(Request, frozen=True, array_like=True, tag=19):
 
     tier: int | None
     trace: bytes = b""
+    term: int = 0
 
 
 class Pin(Request, frozen=True, array_like=True, tag=20):
@@ -290,6 +295,7 @@ class Pin(Request, frozen=True, array_like=True, tag=20):
     keys: bytes
     seconds: float | None
     trace: bytes = b""
+    term: int = 0
 
 
 class Unpin(Request, frozen=True, array_like=True, tag=21):
@@ -297,6 +303,7 @@ class Unpin(Request, frozen=True, array_like=True, tag=21):
 
     keys: bytes
     trace: bytes = b""
+    term: int = 0
 
 
 class Tokenize(Request, frozen=True, array_like=True, tag=22):
@@ -376,7 +383,8 @@ class Failed(Outcome, frozen=True, array_like=True, tag=26):
     reason: str
 
 
-Command = Fetch | Delete | DeleteAll | Pin | Unpin | Tokenize | Explain | ExplainPrompt
+Changing = Fetch | Delete | DeleteAll | Pin | Unpin
+Command = Changing | Tokenize | Explain | ExplainPrompt
 Report = Serves | Changed | UpToDate | Lost | Heartbeat | WhatIf
 FromInstance = Hello | Report | WhoHolds | WhoServes | Progress | Done | Failed | Refused | Ping | Pong
 FromController = Welcome | HeldBy | ServedAt | Command | Cancel | Refused | Ping | Pong

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -16,7 +17,7 @@ from websockets.asyncio.client import ClientConnection
 
 from kvtier.cache import TieredCache
 from kvtier.concurrency.tasks import open_tasks
-from kvtier.errors import ChannelClosed, ChannelError, KVTierError, ProtocolError
+from kvtier.errors import ChannelClosed, ChannelError, KVTierError, ProtocolError, Rejected
 from kvtier.fleet.member.commands import Commands, Work
 from kvtier.fleet.member.inventory_report import InventoryReport
 from kvtier.fleet.member.protocol import (
@@ -24,6 +25,7 @@ from kvtier.fleet.member.protocol import (
     MAX_KEYS,
     VERSION,
     Cancel,
+    Changing,
     Command,
     Counters,
     Done,
@@ -69,6 +71,33 @@ ReplyT = TypeVar("ReplyT", HeldBy, ServedAt)
 AnswerT = TypeVar("AnswerT")
 
 
+class Term:
+    """The highest term of a controller's lease that this instance has seen, over all its connections."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._running: set[tuple[int, CancelScope]] = set()
+
+    @contextmanager
+    def executing(self, number: int, scope: CancelScope) -> Iterator[None]:
+        """Execute a command of a term within the block, in a scope, and cancel those of earlier terms.
+
+        Raises :class:`kvtier.errors.Rejected` if it is of an earlier term itself.
+        """
+        if number < self.number:
+            raise Rejected("another controller leads now: this one has lost its lease")
+        self.number = number
+        for earlier, running in self._running:
+            if earlier < number:
+                running.cancel()
+        entry = number, scope
+        self._running.add(entry)
+        try:
+            yield
+        finally:
+            self._running.discard(entry)
+
+
 class Session:
     """A connection to a controller. It belongs to the caller, who closes it afterwards."""
 
@@ -80,6 +109,7 @@ class Session:
         commands: Commands,
         what_if: Callable[[], WhatIfReport | None],
         counters: Callable[[], Counters],
+        term: Term,
     ) -> None:
         self._endpoint = Endpoint(ClientWire(connection), decode_from_controller)
         self._cache = cache
@@ -87,6 +117,7 @@ class Session:
         self._commands = commands
         self._what_if = what_if
         self._counters = counters
+        self._term = term
         self.inventory = InventoryReport(cache)
         self._running: dict[int, CancelScope] = {}
         self._questions = 0
@@ -244,7 +275,10 @@ class Session:
 
     async def _execute(self, command: Command, scope: CancelScope) -> None:
         try:
-            with following(command.trace):
+            with ExitStack() as stack:
+                if isinstance(command, Changing):
+                    stack.enter_context(self._term.executing(command.term, scope))
+                stack.enter_context(following(command.trace))
                 answer = await self._answer(self._commands.begin(command), scope)
         except KVTierError as error:
             answer = Failed(command.ticket, str(error)[:MAX_REASON_CHARACTERS])

@@ -45,7 +45,7 @@ class Checks:
         self._upstreams = upstreams
         self._interval = settings.check
         self._limit = settings.check * 2.5
-        self._roles = (Role.DECODE,) if settings.controller is None else tuple(Role)
+        self._roles = tuple(Role) if settings.controller else (Role.DECODE,)
         """Roles whose peer address is needed: that of prefill engines only to match them to the controller's
         instances."""
         self._headers = {"accept-encoding": "identity"}

@@ -14,7 +14,6 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cache
 
 import anyio
 import h11
@@ -59,17 +58,6 @@ def pieces(response: httpx.Response) -> AsyncIterator[bytes]:
     """Return an iterator over the body. httpx' own iterators would cost more than the rest of the relay."""
     assert isinstance(response.stream, httpx.AsyncByteStream)
     return aiter(response.stream)
-
-
-def verification(url: str) -> ssl.SSLContext | None:
-    """Return the TLS context for an HTTPS URL, with this host's trusted certificates; ``None`` for HTTP."""
-    return _context() if url.startswith("https://") else None
-
-
-@cache
-def _context() -> ssl.SSLContext:
-    """Create the shared context once, because loading the certificates is slow."""
-    return ssl.create_default_context()
 
 
 class Connections:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
@@ -15,7 +16,8 @@ import httpx
 import msgspec
 
 from kvtier.fleet.proxy.body import CHAT_PATH, Body
-from kvtier.fleet.proxy.connections import read_body, verification
+from kvtier.fleet.proxy.connections import read_body
+from kvtier.fleet.service import verification
 from kvtier.settings.peer import reached_from_elsewhere, split_address
 
 if TYPE_CHECKING:
@@ -69,18 +71,19 @@ class Directory:
         headers = {}
         if settings.controller_token is not None:
             headers["authorization"] = f"Bearer {settings.controller_token.get_secret_value()}"
-        assert settings.controller is not None
+        self._urls = deque(settings.controller)
         self._client = httpx.AsyncClient(
-            base_url=settings.controller,
             headers=headers,
             # Without TLS, not httpx' default either: it loads the CA certificates, which is slow.
             trust_env=False,
-            verify=verification(settings.controller) or False,
+            verify=next(filter(None, map(verification, settings.controller)), False),
         )
         self._upstreams = upstreams
         self._statistics = statistics
         self._backoff_until = 0.0
         self._failing = False
+        self._failures = 0
+        """Since the last answer."""
 
     async def run(self) -> None:
         """Refresh periodically which engine belongs to which instance. Runs until cancelled."""
@@ -101,7 +104,9 @@ class Directory:
                 request = await self._lookup_request(body, tokenizer, headers)
                 if request is None:
                     return None
-                answer = await self._client.post("/lookup", content=msgspec.json.encode(request))
+                answer = await self._client.post(
+                    f"{self._urls[0]}/lookup", content=msgspec.json.encode(request)
+                )
             if answer.status_code != 200:  # For example, no instance serves the model yet.
                 self._statistics.lookups["refused"] += 1
                 return None
@@ -111,6 +116,7 @@ class Directory:
             self._back_off(str(error) or type(error).__name__)
             return None
         self._statistics.lookups["answered"] += 1
+        self._failures = 0
         return Held(found.num_tokens, {name: max(tiers.values()) for name, tiers in found.instances.items()})
 
     async def _lookup_request(
@@ -128,7 +134,7 @@ class Directory:
         """Find out which engine belongs to which instance. Without an answer, all stay as they are."""
         try:
             with anyio.fail_after(REFRESH_SECONDS):
-                answer = await self._client.get("/instances")
+                answer = await self._client.get(f"{self._urls[0]}/instances")
                 if answer.status_code != 200:
                     self._back_off(f"the controller answered /instances with {answer.status_code}")
                     return
@@ -143,9 +149,14 @@ class Directory:
             return
         if self._failing:
             logger.info("the controller is available again")
-        self._failing = False
+        self._failing, self._failures = False, 0
 
     def _back_off(self, reason: str) -> None:
+        """Ask the next controller from now on, and none for some time if all have failed."""
+        self._urls.rotate(-1)
+        self._failures += 1
+        if self._failures < len(self._urls):
+            return
         if not self._failing:
             logger.warning("the controller is unavailable (%s): choosing engines by earlier requests", reason)
         self._failing = True

@@ -26,7 +26,7 @@ class Proxy:
         self.upstreams = Upstreams(settings.remember)
         self.admission = Admission(settings.max_requests, settings.max_body, settings.max_held)
         self.directory: Directory | None = None
-        if settings.controller is not None:
+        if settings.controller:
             self.directory = Directory(settings, self.upstreams, self.statistics)
         self._checks = Checks(self.upstreams, settings)
         self._tasks = tasks

@@ -88,10 +88,11 @@ class ProxySettings(CommandSettings):
         "FILE",
         "File with the token for `/engines`. Default: only this host can add and remove engines.",
     )
-    controller: URL | None = option(
-        None,
+    controller: tuple[URL, ...] = option(
+        (),
         "URL",
-        "URL of the controller, to look up which engine holds a prompt. Default: track prompts.",
+        "URL of the controller, to look up which engine holds a prompt. Repeatable, for several that share "
+        "a `--state`. Default: track prompts.",
         ROUTING,
     )
     controller_token: SecretStr | None = option(None, "FILE", "File with the controller's token.", ROUTING)

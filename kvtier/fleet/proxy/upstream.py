@@ -12,9 +12,10 @@ import anyio
 import httpx
 from anyio import CancelScope
 
-from kvtier.fleet.proxy.connections import Connections, verification
+from kvtier.fleet.proxy.connections import Connections
 from kvtier.fleet.proxy.prompt import PrefixMemory
 from kvtier.fleet.proxy.settings import MAX_ENGINES
+from kvtier.fleet.service import verification
 
 AVOIDED_SECONDS = 5.0
 UNREACHABLE = "cannot be reached"

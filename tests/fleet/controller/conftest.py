@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtier.fleet.controller.state import State
+from kvtier.fleet.controller.state import FileState
 from tests.rigs.running_controller import RunningController, running_controller
 from tests.rigs.waiting import until
 
@@ -50,7 +50,7 @@ async def controller(tmp_path: Path) -> AsyncIterator[RunningController]:
 
 
 @pytest.fixture
-async def state(anyio_backend: str, tmp_path: Path) -> AsyncIterator[State]:
+async def state(anyio_backend: str, tmp_path: Path) -> AsyncIterator[FileState]:
     """An open state file."""
-    async with State.open(tmp_path / "state.sqlite") as opened:
+    async with FileState.open(tmp_path / "state.sqlite") as opened:
         yield opened

@@ -65,7 +65,12 @@ async def test_requests_and_registration_require_the_token(tmp_path: Path) -> No
                 assert (await client.get(path)).status_code == 200, path
         assert not controller.registry.members
         async with controller.instance("a"):
-            assert (await controller.get("/healthz")) == {"status": "ok", "version": "0.2.0", "instances": 1}
+            assert (await controller.get("/healthz")) == {
+                "status": "ok",
+                "version": "0.2.0",
+                "instances": 1,
+                "leads": True,
+            }
 
 
 # Requests
@@ -344,7 +349,7 @@ async def test_slow_reader_misses_the_oldest_changes(
         controller.events.progress(events[8], 0, 0)
         received = [(await listener.wait_for("event"))["event_id"] for _ in range(3)]
         assert received == [event.event_id for event in events[7:]]
-        controller.events.fail_all("the end")
+        controller.events.close()
 
 
 async def test_slow_reader_is_disconnected(
@@ -362,7 +367,7 @@ async def test_slow_reader_is_disconnected(
                 for event in events:
                     controller.events.progress(event, 0, 0)
                 await anyio.sleep(0.005)
-        controller.events.fail_all("the end")
+        controller.events.close()
 
 
 async def test_number_of_readers_is_limited(

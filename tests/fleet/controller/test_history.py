@@ -17,7 +17,7 @@ from kvtier.fleet.controller.answers import HistorySample
 from kvtier.fleet.controller.history import LEVELS, MAX_KEYS, OTHERS, History
 from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.settings import Span
-from kvtier.fleet.controller.state import State
+from kvtier.fleet.controller.state import FileState
 from kvtier.fleet.member.protocol import Counters, RouteCount, TokenCount
 from tests.rigs.controller_process import ControllerProcess
 from tests.rigs.running_controller import (
@@ -60,7 +60,7 @@ def recent(steps: int) -> list[float]:
     return [now - 10 * n for n in range(steps - 1, -1, -1)]
 
 
-async def test_samples_have_what_was_counted_since_the_one_before(state: State) -> None:
+async def test_samples_have_what_was_counted_since_the_one_before(state: FileState) -> None:
     history, (first, second) = History(state), recent(2)
     await history.sample([member("one", 100, 10), member("two", 50, 5)], first)
     models, tenants = [TokenCount(NAMESPACE, 90, 30, 2.0)], [TokenCount("team-a", 90, 30, 2.0)]
@@ -86,7 +86,7 @@ async def test_samples_have_what_was_counted_since_the_one_before(state: State) 
     assert total.seconds == 10.0, "the first sample is of no time"
 
 
-async def test_restarts_and_disconnections_of_instances_lose_no_count(state: State) -> None:
+async def test_restarts_and_disconnections_of_instances_lose_no_count(state: FileState) -> None:
     history, times = History(state), recent(4)
     await history.sample([member("one", 100)], times[0])
     await history.sample([], times[1])
@@ -98,7 +98,7 @@ async def test_restarts_and_disconnections_of_instances_lose_no_count(state: Sta
     assert [sample.instances for sample in await fleet(history)] == [1, 0, 1, 1]
 
 
-async def test_samples_are_summed_up(state: State) -> None:
+async def test_samples_are_summed_up(state: FileState) -> None:
     history = History(state)
     start = time.time() // 3600 * 3600 - 2 * 3600
     for number in range(2 * 360):
@@ -112,17 +112,18 @@ async def test_samples_are_summed_up(state: State) -> None:
 
 
 @pytest.mark.parametrize("span", list(LEVELS))
-async def test_number_of_rows_is_limited(state: State, span: Span) -> None:
+async def test_number_of_rows_is_limited(state: FileState, span: Span) -> None:
     history, level = History(state), list(LEVELS).index(span)
     step, points = LEVELS[span]
     for number in range(points + 50):
         samples = {"fleet:": HistorySample(), f"instance:{number}": HistorySample()}
         await history._write(level, number * step, samples)
-    (rows,) = state.read("SELECT COUNT(*) FROM history WHERE level = ?", lambda row: row[0], (level,))
+    query = "SELECT COUNT(*) FROM history WHERE level = ?"
+    ((rows,),) = state.connection.execute(query, (level,))
     assert rows == 2 * points
 
 
-async def test_names_are_limited(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_names_are_limited(state: FileState, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_module, "MAX_SERIES", 3)
     history, times = History(state), recent(2)
     names = [f"tenant-{number}" for number in range(5)]
@@ -143,7 +144,7 @@ async def test_names_are_limited(state: State, monkeypatch: pytest.MonkeyPatch) 
     assert (len(total.missed_tokens), total.missed_tokens[OTHERS]) == (MAX_KEYS + 1, 20)
 
 
-async def test_what_a_killed_controller_has_begun_to_sum_up_goes_on(state: State) -> None:
+async def test_what_a_killed_controller_has_begun_to_sum_up_goes_on(state: FileState) -> None:
     start = time.time() // 3600 * 3600 - 3600
     for number in range(250):
         if number % 50 == 0:  # Another controller, which knows no counters yet.
@@ -154,28 +155,28 @@ async def test_what_a_killed_controller_has_begun_to_sum_up_goes_on(state: State
     assert sum(sample.seconds for sample in await fleet(history, "week")) == 5 * 490
 
 
-async def test_history_survives_a_full_disk(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_history_survives_a_full_disk(state: FileState, monkeypatch: pytest.MonkeyPatch) -> None:
     history, times = History(state), recent(3)
     await history.sample([member("one", 0)], times[0])
-    pages = state.read("PRAGMA page_count", lambda row: row[0])[0]
-    state.read(f"PRAGMA max_page_count = {pages}", lambda row: row[0])
+    ((pages,),) = state.connection.execute("PRAGMA page_count")
+    state.connection.execute(f"PRAGMA max_page_count = {pages}")
     many = [member(f"instance-{number}", 10) for number in range(500)]
     await history.sample([member("one", 10), *many], times[1])
-    state.read("PRAGMA max_page_count = 1000000", lambda row: row[0])
+    state.connection.execute("PRAGMA max_page_count = 1000000")
     await history.sample([member("one", 15), *many], times[2])
     assert (await fleet(history))[-1].looked_up_tokens == 5
 
 
 async def test_damaged_sample_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, times = tmp_path / "state.sqlite", recent(2)
-    async with State.open(path) as state:
+    async with FileState.open(path) as state:
         history = History(state)
         for number, at in enumerate(times):
             await history.sample([member("one", number)], at)
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE history SET sample = X'c1' WHERE time = ?", (int(times[0]),))
     connection.close()
-    async with State.open(path) as state:
+    async with FileState.open(path) as state:
         assert [sample.looked_up_tokens for sample in await fleet(History(state))] == [1]
     assert "a damaged row is skipped, of 'fleet:'" in caplog.text
 
@@ -245,7 +246,7 @@ async def test_killed_controller_has_its_history_again(tmp_path: Path) -> None:
 async def test_controller_of_before_opens_the_file(tmp_path: Path) -> None:
     """A file without a history, of the same version, gets one."""
     path = tmp_path / "controller.sqlite"
-    async with State.open(path):
+    async with FileState.open(path):
         pass
     with sqlite3.connect(path) as connection:
         connection.execute("DROP TABLE history")

@@ -20,9 +20,9 @@ import httpx
 import pytest
 
 from kvtier.memory.keys import split_keys
-from tests.fleet.controller.node_process import NodeProcess
-from tests.fleet.controller.nodes import TIMEOUT_SECONDS, prompt
 from tests.fleet.controller.test_faults import Controller
+from tests.rigs.node_process import NodeProcess
+from tests.rigs.nodes import TIMEOUT_SECONDS, prompt
 from tests.rigs.waiting import wait_until
 
 PROMPTS, CHUNKS = 4, 8

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.instance import Instance
 from kvtier.testing.servers import free_port
-from tests.fleet.controller.nodes import (
+from tests.rigs.nodes import (
     BUILT_IN,
     CHUNK_TOKENS,
     TIMEOUT_SECONDS,

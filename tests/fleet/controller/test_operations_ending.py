@@ -9,9 +9,11 @@ import anyio.lowlevel
 import pytest
 
 from kvtier.fleet.controller import operation
+from kvtier.fleet.controller import operations as operations_module
 from kvtier.fleet.controller.bodies import ClearBody, PinBody
 from kvtier.fleet.controller.pin_and_clear import PinChunks
-from kvtier.fleet.member.protocol import Command, Delete
+from kvtier.fleet.controller.state import OPERATIONS, FileState
+from kvtier.fleet.member.protocol import Command, Delete, Pin
 from tests.rigs.running_controller import (
     A_TO_B,
     B_TO_A,
@@ -119,28 +121,65 @@ async def test_shutdown_completes_operations_in_flight(controller: RunningContro
         assert (await controller.wait_for_end(accepted))["state"] == "done"
 
 
-async def test_shutdown_fails_operations_after_its_timeout(tmp_path: Path) -> None:
+async def test_operations_that_a_shutdown_interrupts_are_continued_by_the_next_controller(
+    tmp_path: Path,
+) -> None:
     async with (
         running_controller(tmp_path) as controller,
         controller.instance("a", ram=KEYS) as a,
         controller.instance("b") as b,
     ):
         b.before = Gate()
-        move = await controller.post("/move", **A_TO_B)
-        queued = await controller.post("/move", **B_TO_A)
-        operations = controller.controller.operations
-        await operations.finish(0.01)
-        operations.stop()
-        for accepted in (move, queued):
-            assert "the controller was stopped" in await controller.error_of(accepted)
+        accepted = [await controller.post("/move", **body) for body in (A_TO_B, B_TO_A)]
+        await controller.controller.operations.finish(0.01)
+        controller.controller.operations.stop()
         await controller.wait_until(lambda: b.cancelled)
+        events = [await controller.get(f"/events/{each['event_id']}") for each in accepted]
+        assert [event["state"] for event in events] == ["running", "queued"]
         assert list(a.held[RAM]) == KEYS
+    async with running_controller(tmp_path) as controller, controller.instance("a", ram=KEYS) as a:
+        await controller.wait_until(lambda: controller.registry.members["a"].up_to_date)
+        # Not before both are connected.
+        assert controller.events.find(accepted[0]["event_id"]).state == "queued"
+        async with controller.instance("b") as b:
+            events = [await controller.wait_for_end(each) for each in accepted]
+            assert [event["state"] for event in events] == ["done", "done"]
+            # There and back again, in the order in which they were requested.
+            assert [event["result"]["removed"] for event in events] == [5, 5]
+            assert (list(a.held[RAM]), list(b.held[RAM])) == (KEYS, [])
 
 
-async def test_shutdown_fails_operations_that_have_not_started(tmp_path: Path) -> None:
+async def test_operation_is_not_continued_without_its_instances(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations_module, "RECONNECT_SECONDS", 0.05)
+    async with running_controller(tmp_path) as controller, controller.instance("a", ram=KEYS):
+        event = await controller.controller.operations.clear(ClearBody(instance="a"))
+        controller.controller.operations.stop()
+    async with running_controller(tmp_path) as controller:
+        assert "there is no instance 'a'" in await controller.error_of({"event_id": event.event_id})
+
+
+async def test_damaged_operation_fails_alone(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as controller, controller.instance("a", ram=KEYS):
         operations = controller.controller.operations
-        event = await operations.clear(ClearBody(instance="a"))
-        other = await operations.start(PinChunks, PinBody(instance="a", tier="ram", tokens=TOKENS))
+        damaged, whole = [await operations.clear(ClearBody(instance="a")) for _ in range(2)]
         operations.stop()
-    assert (event.state, other.state) == ("failed", "failed")
+    async with FileState.open(tmp_path / "controller.sqlite") as state:
+        state.put(OPERATIONS, (damaged.event_id, b"\xc1"))
+    async with running_controller(tmp_path) as controller, controller.instance("a", ram=KEYS):
+        assert "is damaged" in await controller.error_of({"event_id": damaged.event_id})
+        assert (await controller.wait_for_end({"event_id": whole.event_id}))["state"] == "done"
+
+
+async def test_deadline_of_a_continued_operation_is_that_of_the_request(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as controller, controller.instance("a", ram=KEYS):
+        operations = controller.controller.operations
+        body = PinBody(instance="a", tier="ram", tokens=TOKENS, ttl="30s")
+        event = await operations.start(PinChunks, body)
+        operations.stop()
+    async with running_controller(tmp_path) as controller, controller.instance("a", ram=KEYS) as a:
+        assert (await controller.wait_for_end({"event_id": event.event_id}))["state"] == "done"
+        [pin] = [command for command in a.commands if isinstance(command, Pin)]
+        assert pin.seconds is not None
+        assert 0 < pin.seconds < 30

@@ -6,14 +6,14 @@ import pytest
 
 from kvtier.fleet.controller.errors import TooManyPins
 from kvtier.fleet.controller.pins import Pins
-from kvtier.fleet.controller.state import State
+from kvtier.fleet.controller.state import FileState
 from tests.rigs.clock import Clock
 from tests.rigs.running_controller import keys_of
 
 KEYS = keys_of("prompt", 6)
 
 
-def test_pins_survive_a_restart(state: State) -> None:
+def test_pins_survive_a_restart(state: FileState) -> None:
     clock = Clock()
     pins = Pins(state, clock=clock)
     pins.add("a", KEYS, None, ())
@@ -36,7 +36,7 @@ def test_pins_survive_a_restart(state: State) -> None:
 @pytest.mark.parametrize("longer", [20.0, None])
 @pytest.mark.parametrize("first", ["shorter", "longer"])
 def test_of_two_pins_on_the_same_chunks_the_longer_counts(
-    state: State, first: str, longer: float | None
+    state: FileState, first: str, longer: float | None
 ) -> None:
     """As on the instance: else it would hold what is not listed."""
     pins = Pins(state, clock=Clock())
@@ -47,7 +47,7 @@ def test_of_two_pins_on_the_same_chunks_the_longer_counts(
         assert len(found) == 6
 
 
-def test_rest_of_a_pin_does_not_replace_another(state: State) -> None:
+def test_rest_of_a_pin_does_not_replace_another(state: FileState) -> None:
     pins = Pins(state, clock=Clock())
     pins.add("a", KEYS, 10, ())
     pins.add("a", KEYS[:2], None, ())
@@ -57,7 +57,7 @@ def test_rest_of_a_pin_does_not_replace_another(state: State) -> None:
         assert len(found) == 2
 
 
-def test_count_of_an_instance_does_not_look_at_all_pins(state: State) -> None:
+def test_count_of_an_instance_does_not_look_at_all_pins(state: FileState) -> None:
     """A list of a thousand instances asks for the count of each, every second."""
 
     class Now(float):
@@ -75,7 +75,7 @@ def test_count_of_an_instance_does_not_look_at_all_pins(state: State) -> None:
     assert Now.compared == 0
 
 
-def test_unpinned_chunks_are_removed_from_every_pin(state: State) -> None:
+def test_unpinned_chunks_are_removed_from_every_pin(state: FileState) -> None:
     pins = Pins(state, clock=Clock())
     pins.add("a", KEYS[:3], None, ())
     pins.add("a", KEYS, None, ())
@@ -92,7 +92,7 @@ def test_unpinned_chunks_are_removed_from_every_pin(state: State) -> None:
     assert pins.keys("a") == []
 
 
-def test_limit_evicts_the_pins_of_disconnected_instances(state: State) -> None:
+def test_limit_evicts_the_pins_of_disconnected_instances(state: FileState) -> None:
     clock = Clock()
     pins = Pins(state, max_keys=10, clock=clock)
     pins.add("gone", KEYS[:2], None, ())

@@ -37,7 +37,7 @@ def test_default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings == ServiceSettings()
     assert (settings.listen, settings.heartbeat, settings.instance_timeout) == ("127.0.0.1:9000", 2.0, 10.0)
     assert (settings.keep_events, settings.token) == (3600.0, None)
-    assert settings.state == Path("/var/state/kvtier/controller.sqlite")
+    assert settings.state == "/var/state/kvtier/controller.sqlite"
     for nothing in ("", "relative"):
         monkeypatch.setenv("XDG_STATE_HOME", nothing)
         assert default_state() == Path.home() / ".local/state/kvtier/controller.sqlite"

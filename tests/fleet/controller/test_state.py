@@ -11,7 +11,7 @@ import pytest
 from kvtier.errors import ControllerError
 from kvtier.fleet.controller.events import EventLog
 from kvtier.fleet.controller.pins import Pins
-from kvtier.fleet.controller.state import State
+from kvtier.fleet.controller.state import FileState
 from tests.rigs.running_controller import keys_of, running_controller
 
 pytestmark = pytest.mark.anyio
@@ -39,7 +39,7 @@ DAMAGES = {
 
 async def make_state(path: Path) -> tuple[str, str]:
     """Write two events and two pins. Return the ids of the events."""
-    async with State.open(path) as state:
+    async with FileState.open(path) as state:
         log, pins = EventLog(state), Pins(state)
         events = [log.create("clear", target=(instance, None)) for instance in ("a", "b")]
         for event in events:
@@ -71,7 +71,7 @@ async def test_damaged_row_is_skipped_with_a_warning_that_names_it(
         listed = (await controller.get("/events"))["events"]
     is_event = "events" in DAMAGES[what]
     assert [event["event_id"] for event in listed] == ([other] if is_event else [other, damaged])
-    async with State.open(path) as state:
+    async with FileState.open(path) as state:
         pins = Pins(state)
         assert [len(pins.of(instance)) for instance in ("a", "b")] == [1 if is_event else 0, 1]
     named = {
@@ -93,7 +93,7 @@ async def test_damaged_file_is_reported_in_one_message(tmp_path: Path) -> None:
         async with running_controller(tmp_path):
             pass
     path.unlink()
-    async with State.open(path) as state:
+    async with FileState.open(path) as state:
         log = EventLog(state)
         for _ in range(200):
             log.finish(log.create("clear", model="m" * 500))

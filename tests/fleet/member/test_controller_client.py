@@ -14,7 +14,7 @@ import pytest
 from kvtier import __version__
 from kvtier.fleet.member import session
 from kvtier.fleet.member import session as session_module
-from kvtier.fleet.member.controller_client import ControllerClient
+from kvtier.fleet.member.controller_client import Controllers
 from kvtier.fleet.member.protocol import (
     MAX_KEYS,
     VERSION,
@@ -381,10 +381,10 @@ async def test_lookup_finds_chunks_through_the_controller(open_node: OpenNode) -
         assert await one.is_intact(4)
 
 
-def client_of(node: Node) -> ControllerClient:
-    client = node.instance._controller_client
-    assert client is not None
-    return client
+def client_of(node: Node) -> Controllers:
+    controllers = node.instance._controllers
+    assert controllers is not None
+    return controllers
 
 
 async def until_answered(node: Node, answer: list[tuple[str, int]]) -> None:

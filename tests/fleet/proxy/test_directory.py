@@ -20,11 +20,18 @@ pytestmark = [pytest.mark.anyio, pytest.mark.loop_may_block("the controller desc
 
 
 @asynccontextmanager
-async def decoders_with_holdings(folder: Path, held: int, **settings: Any) -> AsyncIterator[Cluster]:
-    """Run two decoders. The second holds ``held`` chunks of the prompt."""
+async def decoders_with_holdings(
+    folder: Path, held: int, gone: str | None = None, **settings: Any
+) -> AsyncIterator[Cluster]:
+    """Run two decoders. The second holds ``held`` chunks of the prompt.
+
+    ``gone`` is the URL of a controller to ask first.
+    """
     async with (
         running_controller(folder) as controller,
-        running(1, 2, controller=controller.url, min_prefill=64, **settings) as cluster,
+        running(
+            1, 2, controller=[*filter(None, [gone]), controller.url], min_prefill=64, **settings
+        ) as cluster,
     ):
         first, second = cluster.proxy.upstreams.of(Role.DECODE)
         first.peer, second.peer = "127.0.0.1:1001", "127.0.0.1:1002"
@@ -35,7 +42,8 @@ async def decoders_with_holdings(folder: Path, held: int, **settings: Any) -> As
         ):
             directory = cluster.proxy.directory
             assert directory is not None
-            await directory.refresh()
+            for _ in range(1 if gone is None else 2):
+                await directory.refresh()
             assert (first.instance, second.instance) == ("first", "second")
             yield cluster
 
@@ -89,8 +97,14 @@ async def test_proxy_continues_without_an_unresponsive_controller(
         controller.always = fault or responds(200)
         if fault is None:
             controller.port = 9
-        async with running(controller=controller.url) as cluster:
+        async with running(controller=[controller.url]) as cluster:
             for _ in range(2):
                 assert (await cluster.complete()).status_code == 200
             assert cluster.proxy.statistics.skipped == {"cached": 1}
             await until(lambda: "the controller is unavailable" in caplog.text or fault is hangs)
+
+
+async def test_next_controller_is_asked_if_one_is_gone(tmp_path: Path) -> None:
+    async with decoders_with_holdings(tmp_path, len(KEYS), gone="http://127.0.0.1:9") as cluster:
+        await complete(cluster)
+        assert cluster.proxy.statistics.lookups == {"answered": 1}

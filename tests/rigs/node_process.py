@@ -17,21 +17,23 @@ import anyio
 from kvtier.fleet.member.controller_client import Serving
 from kvtier.instance import Instance
 from kvtier.testing.transport_sides import serve_commands
-from tests.fleet.controller.nodes import BUILT_IN, TOKEN_BYTES, Node, prompt, rows, settings_of
 from tests.rigs.forks import python
 from tests.rigs.hosts import CommandProcess
+from tests.rigs.nodes import BUILT_IN, TOKEN_BYTES, Node, prompt, rows, settings_of
 
 
 class NodeProcess:
     """The process of an instance, see :class:`Commands` and :func:`settings_of`. It can be restarted."""
 
-    def __init__(self, name: str, url: str, *, advertise: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self, name: str, url: str | list[str], *, advertise: int | None = None, **settings: Any
+    ) -> None:
         self._settings = {"name": name, "url": url, "advertise": advertise, **settings}
         self._process: CommandProcess | None = None
 
     def start(self) -> None:
         """Start the process, or restart it on the same port."""
-        program = "tests.fleet.controller.node_process"
+        program = "tests.rigs.node_process"
         self._process = CommandProcess(python(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         self.call("open", **self._settings)
 

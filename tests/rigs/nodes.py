@@ -44,7 +44,7 @@ def rows(tokens: Sequence[int]) -> bytes:
 
 def settings_of(
     name: str,
-    url: str,
+    url: str | list[str],
     *,
     ram: int,
     disk: Path | None = None,
