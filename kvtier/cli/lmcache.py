@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ SERVER, ADAPTER = "lmcache.mp.autostart.server_args", "--l2-adapter"
 DEFAULT_BYTES = 5 * GIB
 TIERS = {"ram": "cpu", "disk": "disk", "pool": ""}
 SECRETS = {"secret": "PEER_SECRET", "password": "POOL_PASSWORD"}
-"""The environment variables that take the values."""
+"""The environment variables that take the values; of a further pool, ``POOL_2_PASSWORD``."""
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 KINDS = {"flag": bool, "integer": int, "number": float, "text": str, "list": list, "mapping": dict}
 EXAMPLES = {bool: "true", int: "256", float: "5.0", str: "text", list: "[8200]", dict: "{}"}
@@ -47,9 +47,13 @@ ADAPTERS = {"resp": "resp", "valkey": "valkey", "s3": "s3", "mooncake_store": "m
 ADAPTERS |= dict.fromkeys(("fs", "fs_native", "hf3fs"), "fs")
 """The schemes of the URLs that mean the same."""
 BUFFER = "The first tier is not only a buffer, all KV passes through it: choose its `capacity`."
-TARGETS = "Set kv_transfer.targets to `peer.listen` of each decode instance, or use a controller."
+TARGETS = (
+    "Set kv_transfer.targets to `peer.listen` of each decode instance (pd_peer_host and pd_peer_init_port "
+    "there), or use a controller."
+)
 OTHERS = "Set peer.others to the addresses of the other instances, or use a controller."
 CONTROLLER = "Start `kvtier controller --listen HOST:9000`, with a token if it is on another host."
+UNIQUE = "Set controller.instance_id to another name on each instance: here it is {}."
 VARIABLE = "Set the variable {}: its value is not part of this file."
 
 
@@ -101,7 +105,7 @@ def read(file: Path | None, variables: Mapping[str, str], server: str) -> dict[s
 
 
 def read_options(options: object) -> dict[str, Any]:
-    """Return the options of ``lmcache server``, in a list or a text, of repeated ones the first."""
+    """Return the options of ``lmcache server``, in a list or a text: all adapters, of others the first."""
     values: dict[str, Any] = {}
     try:
         words = list(map(str, options)) if isinstance(options, list) else shlex.split(str(options))
@@ -112,7 +116,10 @@ def read_options(options: object) -> dict[str, Any]:
         if name.startswith("--no-"):
             values.setdefault(f"--{name.removeprefix('--no-')}", "false")
         elif name.startswith("--"):
-            values.setdefault(name, value if equals else "true" if following.startswith("--") else following)
+            value = value if equals else "true" if following.startswith("--") else following
+            if name == ADAPTER:
+                values.setdefault(name, []).append(value)
+            values.setdefault(name, value)
     return values
 
 
@@ -151,6 +158,9 @@ class Translation:
         self._tree: dict[str, Any] = {name: {} for name in (*TIERS, "peer", "kv_transfer", "controller")}
         self._given: dict[str, Any] = {}
         self._used: set[str] = set()
+        self._disks: list[str] = []
+        self._adapters: list[object] = []
+        """Those after the first."""
         for name, value in values.items():
             self._read(name, value)
         for name, value in self._given.items():
@@ -174,7 +184,8 @@ class Translation:
             for option, content in read_options(value).items():
                 self._read(option, content)
         elif name == ADAPTER:
-            self._read_adapter(typed(name, "mapping", value))
+            first, *self._adapters = value if isinstance(value, list) else [value]
+            self._read_adapter(typed(name, "mapping", first))
         elif key is None:
             hint = suggestion(name, [known for known in _NAMES if known.islower()])
             self._note(UNKNOWN, f"{shown}: {hint}" if hint.startswith("did you") else shown)
@@ -228,7 +239,8 @@ class Translation:
         if not disk.get("path") or not disk.get("capacity"):
             disk.clear()
         else:
-            disk["path"] = disk["path"].partition(",")[0].removeprefix("file://")
+            paths = [path.strip().removeprefix("file://") for path in disk["path"].split(",")]
+            disk["path"], *self._disks = filter(None, paths)
 
     def _fill_pool(self) -> None:
         """Set the tier that ``remote_url`` means; without one, leave it out."""
@@ -303,6 +315,8 @@ class Translation:
             self.remarks.append(OTHERS)
         if controlled:
             self.remarks.append(CONTROLLER)
+            if name := tree["controller"].get("instance_id"):
+                self.remarks.append(UNIQUE.format(name))
         else:
             tree["controller"].clear()
         if "listen" not in peer and not disaggregated:
@@ -335,11 +349,27 @@ class Translation:
             used = name in self._used if path == TRANSLATED else field in (tree[group] if group else tree)
             self._note(TRANSLATED if used else UNUSED, f"{name}: {_NAMES[name].answer}")
         tiers = [{"name": name, "type": kind, **tree.pop(name)} for name, kind in TIERS.items() if tree[name]]
+        for number, path in enumerate(self._disks, 2):
+            further = {**tiers[1], "name": f"disk-{number}", "path": path, "write": "on_evict"}
+            tiers.insert(number, further)
         self.settings = {
-            "tiers": tiers,
+            "tiers": [*tiers, *self._further_pools()],
             **{name: value for name, value in tree.items() if value not in ({}, [])},
         }
         self._check(plugins)
+
+    def _further_pools(self) -> Iterator[dict[str, Any]]:
+        """Yield a tier for each adapter after the first, translated by itself."""
+        for number, fields in enumerate(self._adapters, 2):
+            other = Translation({ADAPTER: fields})
+            for outcome, notes in other.keys.items():
+                self.keys.setdefault(outcome, []).extend(notes)
+            for tier in other.settings["tiers"][1:]:
+                if "password" in tier:
+                    variable = f"POOL_{number}_PASSWORD"
+                    tier["password"] = {"env": variable}
+                    self.remarks.append(VARIABLE.format(variable))
+                yield {**tier, "name": f"pool-{number}"}
 
     def _check(self, plugins: Plugins) -> None:
         """Validate the settings. Raises :class:`SettingsError`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import anyio
 import pytest
 
 from kvtier.backends.base import Backend, Outcome, PutItem
+from kvtier.backends.s3 import S3Settings
 from kvtier.backends.s3.errors import StoreError
+from kvtier.backends.s3.store import ChunkStore
 from kvtier.testing.backend import blank, is_poisoned, make_key, poison, same
 from kvtier.testing.cancelling import cancelled_at
 from tests.rigs.s3_proxy import FaultyProxy
@@ -204,6 +207,44 @@ async def test_a_server_that_is_killed_in_mid_upload(server: S3Server) -> None:
             assert await unfinished(server) == []
         async with opened(**server.tier()) as backend:
             assert await found(backend, items) == [OK] * 3
+
+
+@pytest.mark.parametrize("size", [4000, LONG])
+async def test_a_view_is_not_read_after_the_deadline(tier: dict[str, Any], s3: S3Server, size: int) -> None:
+    (item,) = await values(1, size)
+    store = ChunkStore(S3Settings(name="pool", part_size="5MiB", **tier), request_seconds=20)
+    with pytest.raises(Exception, match="deadline has elapsed"):
+        await in_thread(lambda: store.write(item, time.monotonic() - 1))
+    assert not await anyio.to_thread.run_sync(store.exists, item[0])
+    assert await unfinished(s3) == []
+    await in_thread(lambda: store.write(item, time.monotonic() + 60))
+    assert await anyio.to_thread.run_sync(store.exists, item[0])
+
+
+@pytest.mark.slow
+async def test_a_server_that_is_killed_in_mid_download(server: S3Server) -> None:
+    """Between two pieces of the parts, of which each has sent some."""
+    (item,) = await values(1, LONG)
+    async with FaultyProxy(server.port) as proxy:
+        left = LONG // 2
+
+        async def kill(length: int) -> None:
+            nonlocal left
+            if 0 < left <= length:
+                await in_thread(server.kill)
+            left -= length
+
+        async with opened(**{**server.tier(), "endpoint": proxy.url, "deadline": 4}) as backend:
+            await put_eventually(backend, [item])
+            view = await anyio.to_thread.run_sync(blank, LONG)
+            proxy.between = kill
+            began = time.monotonic()
+            assert await backend.get([(item[0], view)]) == [FAILED]
+            assert left <= 0
+            # Another chunk may be there now.
+            await anyio.to_thread.run_sync(poison, view)
+            await anyio.sleep(max(0.0, began + 8 - time.monotonic()))
+            assert await anyio.to_thread.run_sync(is_poisoned, view)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -405,6 +406,54 @@ def test_l2_adapters(kvtier: Kvtier, file: Path, kind: str, fields: Any, pool: A
     tiers = [RAM, {"name": "pool", **pool}] if pool else [RAM]
     assert translated(result, file.parent)["tiers"] == tiers
     assert ("no counterpart: --l2-adapter with dax://" in result.errors) == (pool is None)
+
+
+def test_all_adapters_are_tiers(kvtier: Kvtier, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POOL_2_PASSWORD", "x")
+    adapters = [
+        {"type": "resp", "host": "a", "password": SECRET},
+        {"type": "valkey", "host": "b", "port": 2, "password": SECRET},
+        {"type": "dax", "device_path": "/dev/dax0"},
+        {"type": "s3", "s3_endpoint": "s3://c.s3.amazonaws.com"},
+    ]
+    options = [word for adapter in adapters for word in ("--l2-adapter", json.dumps(adapter))]
+    result = kvtier("config", "from-lmcache", "--server", shlex.join(options))
+    first = {"type": "redis", "url": "redis://a:6379", "password": {"env": "POOL_PASSWORD"}}
+    second = {"type": "valkey", "url": "valkey://b:2/0", "password": {"env": "POOL_2_PASSWORD"}}
+    fourth = {"type": "s3", "url": "s3://c", "deadline": "10s"}
+    assert translated(result, file.parent)["tiers"] == [
+        RAM,
+        {"name": "pool", **first},
+        {"name": "pool-2", **second},
+        {"name": "pool-4", **fourth},
+    ]
+    assert "no counterpart: --l2-adapter with dax://" in result.errors
+    assert "# - Set the variable POOL_2_PASSWORD" in result.output
+    assert SECRET not in result.output + result.errors
+    in_connector = {"lmcache.mp.autostart.server_args": options}
+    text = json.dumps({"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": in_connector})
+    assert len(translate(text, kvtier, file)["tiers"]) == 4
+
+
+def test_all_paths_are_tiers(kvtier: Kvtier, file: Path) -> None:
+    text = "local_disk: 'file:///a/, /b,/c'\nmax_local_disk_size: 2\nremote_url: redis://cache:6379"
+    disk = {"type": "disk", "capacity": "2GiB"}
+    assert translate(f"{text}\nextra_config: {{use_odirect: true}}", kvtier, file)["tiers"] == [
+        RAM,
+        {"name": "disk", **disk, "path": "/a/", "direct": True},
+        {"name": "disk-2", **disk, "path": "/b", "direct": True, "write": "on_evict"},
+        {"name": "disk-3", **disk, "path": "/c", "direct": True, "write": "on_evict"},
+        {"name": "pool", "type": "redis", "url": "redis://cache:6379"},
+    ]
+
+
+def test_an_id_that_instances_share_is_named(kvtier: Kvtier, file: Path) -> None:
+    """In the guide on moving KV, both have the same, which only one can have."""
+    file.write_text(INSTANCE_2)
+    advice = "# - Set controller.instance_id to another name on each instance: here it is lmcache_instance_1."
+    assert advice in kvtier("config", "from-lmcache", file).output
+    file.write_text(INSTANCE_2.replace('lmcache_instance_id: "lmcache_instance_1"', ""))
+    assert "controller.instance_id" not in kvtier("config", "from-lmcache", file).output
 
 
 def test_keys_that_others_switch_off_are_named(kvtier: Kvtier, file: Path) -> None:

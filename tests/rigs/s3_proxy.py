@@ -18,6 +18,8 @@ class FaultyProxy:
         """Whether to hang up in mid-body, given a request line ``PUT /bucket/key?partNumber=2 HTTP/1.1``."""
         self.before: Callable[[str], Awaitable[object]] = _nothing
         """Awaited with the request line before a request is forwarded."""
+        self.between: Callable[[int], Awaitable[object]] = _nothing
+        """Awaited with the length of each piece of an answer before it is forwarded."""
         self.requests: list[str] = []
         """The request lines, in order of arrival."""
         self._port = port
@@ -50,7 +52,7 @@ class FaultyProxy:
         except OSError:
             answer.transport.abort()
             return
-        answers = asyncio.ensure_future(_pipe(server, answer))
+        answers = asyncio.ensure_future(self._answer(server, answer))
         try:
             with suppress(OSError, asyncio.IncompleteReadError):
                 while await self._forward(client, request):
@@ -80,14 +82,14 @@ class FaultyProxy:
             left -= len(piece)
         return True
 
+    async def _answer(self, server: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while piece := await server.read(PIECE):
+                await self.between(len(piece))
+                client.write(piece)
+                await client.drain()
+            client.transport.abort()
 
-async def _nothing(_line: str) -> None:
+
+async def _nothing(_: object) -> None:
     pass
-
-
-async def _pipe(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while piece := await source.read(PIECE):
-            target.write(piece)
-            await target.drain()
-        target.transport.abort()

@@ -32,13 +32,14 @@ TOKEN_BYTES = 4096
 
 
 def test_metrics_and_log(llama: Path, cache: CacheProcess, start: StartEngine) -> None:
-    with start(llama, cache) as engine:
+    with start(llama, cache, environment={"LMCACHE_CHUNK_SIZE": "256"}) as engine:
         engine.generate(prompt(LENGTH))
         cache.wait_until_stored(LENGTH)
         engine.reset_prefix_cache()
         engine.generate(prompt(LENGTH))
         metrics = engine.metrics()
     log = engine.log.read_text()
+    assert log.count("no effect on kvtier: LMCACHE_CHUNK_SIZE; `kvtier config from-lmcache --env`") == 1
     reported = {
         name: metrics[f"kvtier_{name}"]
         for name in (

@@ -125,7 +125,7 @@ def make_app(
     _add_operations(app.router, operations, bodies)
     _add_queries(app.router, operations, history)
     _add_why(app.router, operations, bodies)
-    lmcache.add_route(app.router, operations, bodies)
+    lmcache.add_routes(app.router, operations, bodies)
     _add_fleet(app.router, operations.registry, history, grafana)
     _add_stream(app.router, Stream(operations.registry, operations.events, operations.pins))
     mount_page(app)

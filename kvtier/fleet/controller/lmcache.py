@@ -1,9 +1,9 @@
-"""Requests of LMCache's controller: other names for fields and tiers, and an endpoint of its own."""
+"""Requests of LMCache's controller: other names for fields and tiers, and its own endpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends
@@ -20,13 +20,28 @@ from kvtier.fleet.controller.bodies import (
     TierBody,
     request_body_schema,
 )
+from kvtier.fleet.controller.errors import UnknownName, WrongRequest
+from kvtier.fleet.controller.events import Position
+from kvtier.fleet.controller.member import PEERS
 from kvtier.fleet.controller.operations import Operations
-from kvtier.fleet.controller.registry import Registry
+from kvtier.fleet.controller.registry import PING_SECONDS, Registry
+from kvtier.fleet.member.protocol import Hello
+from kvtier.settings.peer import split_address
 
 FIELDS = {"instance_id": "instance", "location": "tier", "should_copy": "copy"}
 LOCATIONS = {"LocalCPUBackend": ("cpu", "hugepage"), "LocalDiskBackend": ("disk",)}
 """Types of the tiers that its backends are."""
+POOL = "RemoteBackend"
+"""Its name for a shared pool of any type."""
 TAG = "LMCache"
+WORKER = 0
+"""The id of a cache process, which serves all ranks, among the workers of its instance."""
+UNRESPONSIVE = -1001
+"""The error code of a worker that does not answer."""
+CODECS = (
+    "chunks are compressed as they are written to a tier below the first: set `codec` of that tier in the "
+    "settings of instance {!r}"
+)
 BodyT = TypeVar("BodyT", bound=PromptBody)
 
 
@@ -46,6 +61,29 @@ class EventBody(PromptBody, frozen=True, kw_only=True):
     _prompt_optional = True
 
 
+class AddressBody(PromptBody, frozen=True, kw_only=True):
+    """Ask which instance has an address."""
+
+    ip: Annotated[Name, msgspec.Meta(description="The host in the address for peers, or its name.")]
+    event_id: str = ""
+    _prompt_optional = True
+
+
+class InstanceBody(PromptBody, frozen=True, kw_only=True):
+    """Ask for the state of an instance."""
+
+    instance_id: Name
+    worker_ids: list[int] | None = None
+    _prompt_optional = True
+
+
+class CodecBody(InstanceBody, frozen=True, kw_only=True):
+    """Ask for the compression of chunks."""
+
+    location: str = ""
+    method: str = ""
+
+
 def decoder(kind: type[BodyT]) -> Callable[[bytes | bytearray], BodyT]:
     """Return what decodes a body, also one with the names that LMCache has for the fields."""
     own = msgspec.json.Decoder(kind).decode
@@ -62,18 +100,22 @@ def decoder(kind: type[BodyT]) -> Callable[[bytes | bytearray], BodyT]:
     return decode
 
 
+def named_tier(registry: Registry, instance: str, location: str) -> Position:
+    """Return the fastest tier that a backend of LMCache is, or a tier of this name."""
+    types = LOCATIONS.get(location, ())
+    for tier in registry.find(instance).hello.tiers:
+        if tier.type in types or (location == POOL and tier.shared and tier.type != PEERS):
+            return instance, tier.name
+    return instance, location
+
+
 def with_tiers(registry: Registry, body: BodyT) -> BodyT:
     """Return the body with the fastest tiers that LMCache's backends are in place of their names."""
-
-    def named(instance: str, location: str) -> tuple[str, str]:
-        tiers = registry.find(instance).hello.tiers
-        found = [tier.name for tier in tiers if tier.type in LOCATIONS.get(location, ())]
-        return instance, found[0] if found else location
-
     if isinstance(body, MoveBody):
-        return replace(body, old_position=named(*body.old_position), new_position=named(*body.new_position))
+        old, new = (named_tier(registry, *position) for position in (body.old_position, body.new_position))
+        return replace(body, old_position=old, new_position=new)
     if isinstance(body, TierBody | ClearBody) and body.tier is not None:
-        return replace(body, tier=named(body.instance, body.tier)[1])
+        return replace(body, tier=named_tier(registry, body.instance, body.tier)[1])
     return body
 
 
@@ -88,11 +130,57 @@ def layout_of(registry: Registry, found: LookupAnswer) -> Layout:
     return Layout(**found.model_dump(), layout_info=layout)
 
 
-def add_route(router: APIRouter, operations: Operations, bodies: Bodies) -> None:
-    """Add the endpoint that only LMCache's controller has."""
-    event_body = Depends(bodies.of(EventBody))
+def add_routes(router: APIRouter, operations: Operations, bodies: Bodies) -> None:
+    """Add the endpoints that only LMCache's controller has."""
+    registry = operations.registry
+    event_body, address_body = Depends(bodies.of(EventBody)), Depends(bodies.of(AddressBody))
+    instance_body, codec_body = Depends(bodies.of(InstanceBody)), Depends(bodies.of(CodecBody))
 
     @router.post("/check_finish", tags=[TAG], openapi_extra=request_body_schema(EventBody))
     async def check_finish(body: EventBody = event_body) -> dict[str, str]:
         """Return the state of an event, as `GET /events/{event_id}` does."""
         return {"status": operations.events.find(body.event_id).state}
+
+    @router.post("/health", tags=[TAG], openapi_extra=request_body_schema(InstanceBody))
+    async def health(body: InstanceBody = instance_body) -> dict[str, Any]:
+        """Check that an instance answers: the error code of its only worker is 0 then."""
+        answers = await registry.find(body.instance_id).responds(PING_SECONDS)
+        return {"event_id": "", "error_codes": {WORKER: 0 if answers else UNRESPONSIVE}}
+
+    @router.post("/query_instance", tags=[TAG], openapi_extra=request_body_schema(AddressBody))
+    async def query_instance(body: AddressBody = address_body) -> dict[str, str]:
+        """Return the instance with an address, the first of several."""
+        hosts: dict[str, str] = {}
+        for member in registry.members.values():
+            hosts.setdefault(_address(member.hello)[0], member.id)
+            hosts.setdefault(member.hello.host, member.id)
+        if body.ip not in hosts:
+            raise UnknownName(f"instance at {body.ip!r}", hosts)
+        return {"event_id": body.event_id, "res": hosts[body.ip]}
+
+    @router.post("/query_worker_info", tags=[TAG], openapi_extra=request_body_schema(InstanceBody))
+    async def query_worker_info(body: InstanceBody = instance_body) -> dict[str, Any]:
+        """Return the address of an instance, and when it was last heard of: it has one worker."""
+        member = registry.find(body.instance_id)
+        host, port = _address(member.hello)
+        worker = {
+            "instance_id": member.id,
+            "worker_id": WORKER,
+            "ip": host,
+            "port": port,
+            "peer_init_url": member.hello.peer,
+            "registration_time": member.registered_at,
+            "last_heartbeat_time": member.last_message_at,
+        }
+        return {"event_id": "", "worker_infos": [worker] if WORKER in (body.worker_ids or [WORKER]) else []}
+
+    @router.post("/compress", tags=[TAG], openapi_extra=request_body_schema(CodecBody))
+    @router.post("/decompress", tags=[TAG], openapi_extra=request_body_schema(CodecBody))
+    async def compress(body: CodecBody = codec_body) -> None:
+        """Respond that the codec of a tier does this: its setting `codec`."""
+        raise WrongRequest(CODECS.format(registry.find(body.instance_id).id))
+
+
+def _address(hello: Hello) -> tuple[str, int]:
+    """Return the host and port at which peers reach an instance; its host name and 0 if they cannot."""
+    return (hello.host, 0) if hello.peer is None else split_address(hello.peer)

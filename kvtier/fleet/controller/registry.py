@@ -223,7 +223,8 @@ class Registry:
             elif await current.responds(PING_SECONDS):
                 raise RefusedInstance(
                     f"instance id {hello.instance!r} is in use by process {current.hello.process} on host "
-                    f"{current.hello.host}: set another controller.instance_id"
+                    f"{current.hello.host}: set another controller.instance_id "
+                    "(KVTIER_CONTROLLER__INSTANCE_ID)"
                 )
             else:
                 self.leave(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +17,17 @@ import httpx
 import pytest
 from anyio import to_thread
 
+from kvtier.fleet.controller.member import PEERS
+from kvtier.fleet.member.protocol import TierDescription
 from kvtier.fleet.member.served_models import EngineModel
 from kvtier.instance import Instance
 from kvtier.memory.layout import ChunkLayout, GroupLayout, namespace
+from kvtier.rpc.frames import Ping
 from kvtier.settings import load_settings
 from tests.rigs.controller_process import ControllerProcess
 from tests.rigs.fleet import CHUNK_TOKENS, MODEL, PLUGINS, SECRET, TOKEN_BYTES
+from tests.rigs.running_controller import KEYS, POOL, RAM, TIERS, running_controller
+from tests.rigs.running_controller import TOKENS as PROMPT
 
 pytestmark = pytest.mark.anyio
 
@@ -136,4 +144,61 @@ async def test_errors_name_what_exists(running: Running) -> None:
     )
     strange = {"instance_id": FIRST, "location": "LocalCPUBackend", "tokens": ["x"]}
     assert "tokens[0]" in (await running.send("/pin", strange, 422))["detail"]
-    await running.send("/compress", {"instance_id": FIRST, "method": "cachegen"}, 404)
+    codec = {"instance_id": FIRST, "method": "cachegen", "location": "LocalDiskBackend", "tokens": TOKENS}
+    for path in ("/compress", "/decompress"):
+        detail = (await running.send(path, codec, 422))["detail"]
+        assert f"set `codec` of that tier in the settings of instance '{FIRST}'" in detail
+
+
+async def test_state_of_instances(running: Running) -> None:
+    known = {"instance_id": SECOND}
+    assert await running.send("/health", known) == {"event_id": "", "error_codes": {"0": 0}}
+    assert (await running.send("/health", {"instance_id": "none"}, 404))["known"] == [FIRST, SECOND]
+    (worker,) = (await running.send("/query_worker_info", known))["worker_infos"]
+    assert worker["registration_time"] <= worker["last_heartbeat_time"] <= time.time() + 1
+    peer = worker["peer_init_url"]
+    assert (worker["instance_id"], worker["worker_id"]) == (SECOND, 0)
+    assert f"{worker['ip']}:{worker['port']}" == peer
+    none = await running.send("/query_worker_info", {**known, "worker_ids": [1, 2]})
+    assert none == {"event_id": "", "worker_infos": []}
+    for ip in ("127.0.0.1", socket.gethostname()):
+        found = await running.send("/query_instance", {"event_id": "mine", "ip": ip})
+        assert found == {"event_id": "mine", "res": FIRST}
+    unknown = await running.send("/query_instance", {"event_id": "", "ip": "10.0.0.1"}, 404)
+    assert "127.0.0.1" in unknown["known"]
+
+
+async def test_instance_that_does_not_answer(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as scripted, scripted.connect("one", peer=None) as instance:
+        asked = partial(scripted.post, "/health", instance_id="one")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_check, asked, {"event_id": "", "error_codes": {"0": -1001}})
+        assert isinstance(await instance.receive(), Ping)
+        (worker,) = (await scripted.post("/query_worker_info", instance_id="one"))["worker_infos"]
+        assert (worker["ip"], worker["port"], worker["peer_init_url"]) == ("test-host", 0, None)
+        assert (await scripted.post("/query_instance", ip="test-host"))["res"] == "one"
+
+
+async def _check(asked: Callable[[], Awaitable[Any]], expected: dict[str, Any]) -> None:
+    assert await asked() == expected
+
+
+async def test_a_shared_pool_is_its_remote_backend(tmp_path: Path) -> None:
+    tiers = [TIERS[RAM], TierDescription("peers", PEERS, None, True), TIERS[POOL]]
+    at_pool = {"instance_id": "one", "location": "RemoteBackend"}
+    moving = {
+        "old_position": ["one", "LocalCPUBackend"],
+        "new_position": ["one", "RemoteBackend"],
+        "tokens": PROMPT,
+    }
+    back = {"old_position": moving["new_position"], "new_position": moving["old_position"], "tokens": PROMPT}
+    async with (
+        running_controller(tmp_path) as scripted,
+        scripted.instance("one", ram=KEYS, tiers=tiers) as instance,
+    ):
+        await scripted.done("/move", **moving)
+        assert (list(instance.held[POOL]), instance.held[RAM]) == (KEYS, {})
+        refused = await scripted.post_refused("/move", 422, **back)
+        assert "tier 'pool' of instance 'one' is a shared pool" in refused["detail"]
+        await scripted.done("/clear", **at_pool)
+        assert instance.held[POOL] == {}
