@@ -200,7 +200,11 @@ class Translation:
         place = str(fields.pop("s3_endpoint", "") or fields.pop("base_path", "")).removeprefix("s3://")
         if "host" in fields:
             place = f"{fields.pop('host')}:{fields.pop('port', 6379)}"
-        self._given[ADAPTER] = f"{ADAPTERS.get(kind, kind)}://{place}"
+        if fields.get("max_capacity_gb") and place:
+            self._read("local_disk", place)
+            self._read("max_local_disk_size", fields.pop("max_capacity_gb"))
+        else:
+            self._given[ADAPTER] = f"{ADAPTERS.get(kind, kind)}://{place}"
         for name, value in fields.items():
             if EXTRA + name in _NAMES:
                 self._read(EXTRA + name, value)
@@ -369,7 +373,7 @@ class Translation:
                     variable = f"POOL_{number}_PASSWORD"
                     tier["password"] = {"env": variable}
                     self.remarks.append(VARIABLE.format(variable))
-                yield {**tier, "name": f"pool-{number}"}
+                yield {**tier, "name": f"{tier['name']}-{number}"}
 
     def _check(self, plugins: Plugins) -> None:
         """Validate the settings. Raises :class:`SettingsError`."""

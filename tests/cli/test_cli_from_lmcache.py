@@ -414,25 +414,28 @@ def test_all_adapters_are_tiers(kvtier: Kvtier, file: Path, monkeypatch: pytest.
         {"type": "resp", "host": "a", "password": SECRET},
         {"type": "valkey", "host": "b", "port": 2, "password": SECRET},
         {"type": "dax", "device_path": "/dev/dax0"},
+        {"type": "fs_native", "base_path": "/d", "use_odirect": True, "max_capacity_gb": 3, "num_workers": 2},
         {"type": "s3", "s3_endpoint": "s3://c.s3.amazonaws.com"},
     ]
     options = [word for adapter in adapters for word in ("--l2-adapter", json.dumps(adapter))]
     result = kvtier("config", "from-lmcache", "--server", shlex.join(options))
     first = {"type": "redis", "url": "redis://a:6379", "password": {"env": "POOL_PASSWORD"}}
     second = {"type": "valkey", "url": "valkey://b:2/0", "password": {"env": "POOL_2_PASSWORD"}}
-    fourth = {"type": "s3", "url": "s3://c", "deadline": "10s"}
+    fourth = {"type": "disk", "path": "/d", "capacity": "3GiB", "direct": True}
+    fifth = {"type": "s3", "url": "s3://c", "deadline": "10s"}
     assert translated(result, file.parent)["tiers"] == [
         RAM,
         {"name": "pool", **first},
         {"name": "pool-2", **second},
-        {"name": "pool-4", **fourth},
+        {"name": "disk-4", **fourth},
+        {"name": "pool-5", **fifth},
     ]
     assert "no counterpart: --l2-adapter with dax://" in result.errors
     assert "# - Set the variable POOL_2_PASSWORD" in result.output
     assert SECRET not in result.output + result.errors
     in_connector = {"lmcache.mp.autostart.server_args": options}
     text = json.dumps({"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": in_connector})
-    assert len(translate(text, kvtier, file)["tiers"]) == 4
+    assert len(translate(text, kvtier, file)["tiers"]) == 5
 
 
 def test_all_paths_are_tiers(kvtier: Kvtier, file: Path) -> None:

@@ -34,10 +34,8 @@ LOCATIONS = {"LocalCPUBackend": ("cpu", "hugepage"), "LocalDiskBackend": ("disk"
 POOL = "RemoteBackend"
 """Its name for a shared pool of any type."""
 TAG = "LMCache"
-WORKER = 0
-"""The id of a cache process, which serves all ranks, among the workers of its instance."""
-UNRESPONSIVE = -1001
-"""The error code of a worker that does not answer."""
+WORKER, UNRESPONSIVE = 0, -1001
+"""The id of the cache process, which serves all ranks, and the error code if it does not answer."""
 CODECS = (
     "chunks are compressed as they are written to a tier below the first: set `codec` of that tier in the "
     "settings of instance {!r}"
@@ -150,10 +148,8 @@ def add_routes(router: APIRouter, operations: Operations, bodies: Bodies) -> Non
     @router.post("/query_instance", tags=[TAG], openapi_extra=request_body_schema(AddressBody))
     async def query_instance(body: AddressBody = address_body) -> dict[str, str]:
         """Return the instance with an address, the first of several."""
-        hosts: dict[str, str] = {}
-        for member in registry.members.values():
-            hosts.setdefault(_address(member.hello)[0], member.id)
-            hosts.setdefault(member.hello.host, member.id)
+        hellos = [member.hello for member in reversed([*registry.members.values()])]
+        hosts = {host: hello.instance for hello in hellos for host in (hello.host, _address(hello)[0])}
         if body.ip not in hosts:
             raise UnknownName(f"instance at {body.ip!r}", hosts)
         return {"event_id": body.event_id, "res": hosts[body.ip]}
