@@ -36,9 +36,12 @@ READY_SECONDS = 300.0
 NEW_TOKENS = 16
 PORTS = re.compile(r"\b(?:55555|12345|71\d\d|72\d\d|73\d\d|74\d\d|75\d\d|8[0-5]0[0-9]|9[01]00)\b")
 """Those of all guides."""
+TOKENS = re.compile(r'"tokens": \[.*\]')
 FLAG = re.compile(r"--kv-transfer-config '(.*)'")
 """In the output of ``from-lmcache``."""
 LONG = demo_model.prompt_text()[:8000]
+HUGE_PAGE_COUNTS = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+HUGE_PAGES = 130
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 ARGUMENTS = ("--dtype", "float32", "--chat-template", CHAT_TEMPLATE, *GENERATED_MODEL_ARGUMENTS)
@@ -423,9 +426,10 @@ class Guide:
         self._stack.callback(server.kill)
         return server
 
-    def curl(self, command: str) -> Any:
-        """Run a request of a guide, and return the answer."""
-        words = shlex.split(self.with_ports(command.replace("\\\n", " ")))
+    def curl(self, command: str, tokens: list[int] | None = None) -> Any:
+        """Run a request of a guide, and return the answer. ``tokens``: ids of this machine's tokenizer."""
+        text = self.with_ports(command.replace("\\\n", " "))
+        words = shlex.split(text if tokens is None else TOKENS.sub(f'"tokens": {tokens}', text))
         completed = subprocess.run(
             [words[0], "-s", "--noproxy", "*", *words[1:]], capture_output=True, text=True, check=True
         )
@@ -449,9 +453,36 @@ def guide(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Guide]:
         yield Guide(Path(folder), model, stack)
 
 
-def check_tokens(engine: Engine, oracle: Oracle, model: Path, prompt: str) -> list[int]:
+def expected_answer(engine: Engine, oracle: Oracle, model: Path) -> list[int]:
     """Return what vLLM without kvtier generates."""
-    return oracle(model, engine.tokenize(prompt), NEW_TOKENS)
+    return oracle(model, engine.tokenize(LONG), NEW_TOKENS)
+
+
+@pytest.fixture
+def huge_pages() -> Iterator[None]:
+    """Reserve as many as the memory of an instance needs."""
+    count = HUGE_PAGE_COUNTS / "nr_hugepages"
+    try:
+        before = int(count.read_text())
+        count.write_text(str(before + HUGE_PAGES))
+    except OSError as error:
+        pytest.skip(f"cannot set the number of huge pages: {error}")
+    yield
+    count.write_text(str(before))
+
+
+def test_cpu_offload_on_huge_pages(guide: Guide, model: Path, oracle: Oracle, huge_pages: None) -> None:
+    free = HUGE_PAGE_COUNTS / "free_hugepages"
+    before = int(free.read_text())
+    if before < HUGE_PAGES:
+        pytest.skip(f"the system has {before} free huge pages")
+    guide.translate("cpu-offload.yaml", f"{CPU_OFFLOAD}local_cpu_use_hugepages: true\n")
+    engine = guide.serve(CPU_OFFLOAD_SERVE)
+    engine.wait_until_ready()
+    expected = expected_answer(engine, oracle, model)
+    assert engine.ask(LONG).tokens == expected
+    engine.ask_until_hit(LONG, expected)
+    assert int(free.read_text()) < before
 
 
 def test_cpu_offload(guide: Guide, model: Path, oracle: Oracle) -> None:
@@ -487,7 +518,7 @@ def test_disaggregated_prefill(guide: Guide, model: Path, oracle: Oracle, texts:
     with httpx.Client(base_url=url, timeout=300.0, trust_env=False) as http:
         proxy.wait_until(lambda: is_ready(http), READY_SECONDS)
         assert guide.curl(STORY)["choices"][0]["finish_reason"] in ("length", "stop")
-        expected = check_tokens(decoder, oracle, model, LONG)
+        expected = expected_answer(decoder, oracle, model)
         answer = ask(http, "meta-llama/Llama-3.1-8B-Instruct", LONG)
         assert answer.tokens == expected
         assert answer.cached >= answer.prompt_tokens - 1, "transferred"
@@ -520,7 +551,7 @@ def test_infinistore(guide: Guide, model: Path, oracle: Oracle, tmp_path: Path) 
         engine = guide.serve(INFINISTORE_SERVE)
         engine.wait_until_ready()
         assert guide.curl(FUTURE)["choices"][0]["finish_reason"] in ("length", "stop")
-        expected = check_tokens(engine, oracle, model, LONG)
+        expected = expected_answer(engine, oracle, model)
         assert engine.ask(LONG).tokens == expected
         engine.ask_until_hit(LONG, expected)
         engine.kill()
@@ -561,8 +592,7 @@ def test_move_kv_cache(guide: Guide, controller: ControllerProcess, model: Path,
         return controller.lookup(tokens) == {"lmcache_instance_1": {"ram": len(tokens)}}
 
     controller.wait_until(is_held)
-    # The ids of the guide are those of its model's tokenizer.
-    moved = guide.curl(re.sub(r'"tokens": \[.*\]', f'"tokens": {tokens}', MOVE))
+    moved = guide.curl(MOVE, tokens)
     assert moved == {"num_tokens": len(tokens), "event_id": moved["event_id"]}
     assert controller.wait_for_end(moved)["state"] == "done"
     assert controller.lookup(tokens) == {"lmcache_instance_2": {"ram": len(tokens)}}
