@@ -28,7 +28,8 @@ DEFINITION = re.compile(
 )
 ELSEWHERE = {
     *("AllBlocksCleared", "BackendConfigs", "HiSparseConnector"),  # Of vLLM, llm-d and a peer of kvtier.
-    *("LocalCPUBackend", "LocalDiskBackend", "OffloadingConnector", "SimpleCPUOffloadConnector"),
+    *("LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"),
+    *("OffloadingConnector", "SimpleCPUOffloadConnector"),
     *("AttributeError", "Ethernet", "False", "MemoryMax", "NaN", "None", "True"),
 }
 

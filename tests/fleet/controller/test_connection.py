@@ -133,8 +133,8 @@ async def test_second_instance_with_the_same_id_is_refused(running: RunningContr
         assert isinstance(ping, Ping)
         await first.send(Pong(ping.ticket))
         assert await second.refusal() == (
-            "instance id 'one' is in use by process 11 on host first-host: set another controller.instance_id "
-            "(KVTIER_CONTROLLER__INSTANCE_ID)"
+            "instance id 'one' is in use by process 11 on host first-host: set another "
+            "controller.instance_id (KVTIER_CONTROLLER__INSTANCE_ID)"
         )
         assert running.member().hello.process == 11
 
