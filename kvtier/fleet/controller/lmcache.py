@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends
+from msgspec import Meta
 from msgspec.structs import replace
 from pydantic import Field
 
@@ -55,31 +56,31 @@ class Layout(LookupAnswer):
 class EventBody(PromptBody, frozen=True, kw_only=True):
     """Ask for the state of an event."""
 
-    event_id: Annotated[Name, msgspec.Meta(description="What a response has named.")]
+    event_id: Annotated[Name, Meta(description="What a response has named.")]
     _prompt_optional = True
 
 
 class AddressBody(PromptBody, frozen=True, kw_only=True):
     """Ask which instance has an address."""
 
-    ip: Annotated[Name, msgspec.Meta(description="The host in the address for peers, or its name.")]
-    event_id: str = ""
+    ip: Annotated[Name, Meta(description="The host in the address for peers, or its name.")]
+    event_id: Annotated[str, Meta(description="Is in the response.")] = ""
     _prompt_optional = True
 
 
 class InstanceBody(PromptBody, frozen=True, kw_only=True):
     """Ask for the state of an instance."""
 
-    instance_id: Name
-    worker_ids: list[int] | None = None
+    instance_id: Annotated[Name, Meta(description="The instance's `controller.instance_id`.")]
+    worker_ids: Annotated[list[int] | None, Meta(description="Default: all. There is only 0.")] = None
     _prompt_optional = True
 
 
 class CodecBody(InstanceBody, frozen=True, kw_only=True):
     """Ask for the compression of chunks."""
 
-    location: str = ""
-    method: str = ""
+    location: Annotated[str, Meta(description="Without effect.")] = ""
+    method: Annotated[str, Meta(description="Without effect.")] = ""
 
 
 def decoder(kind: type[BodyT]) -> Callable[[bytes | bytearray], BodyT]:

@@ -37,7 +37,10 @@ pytestmark = pytest.mark.anyio
 
 TOKEN = "an unguessable token"
 READS = ("/instances", "/instances/a", "/events", "/events/1", "/metrics", "/stream", "/why")
-WRITES = ("/lookup", "/move", "/prefetch", "/pin", "/unpin", "/clear", "/why", "/check_finish")
+WRITES = (
+    *("/lookup", "/move", "/prefetch", "/pin", "/unpin", "/clear", "/why"),
+    *("/check_finish", "/health", "/query_instance", "/query_worker_info", "/compress", "/decompress"),
+)
 
 
 # Access
