@@ -28,7 +28,7 @@ export ONEDNN_MAX_CPU_ISA := $(if $(filter avx512,$(ISA)),AVX512_CORE_VNNI,AVX2)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install system-packages compiler demo test test-slow test-versions test-upstream test-gpu fuzz soak abuse lint docs format bench clean \
+.PHONY: help install system-packages compiler demo test test-slow test-versions test-upstream test-ray test-gpu fuzz soak abuse lint docs format bench clean \
         native native-tests native-asan native-ubsan native-tsan gpu-wheels bench-gpu wheels
 
 help:  ## List the targets
@@ -59,6 +59,10 @@ $(VENV)/.vllm: $(VENV)/.python tools/install_vllm.py
 
 $(VENV)/.pools: $(VENV)/.vllm $(VENV)/.kvtier pyproject.toml
 	@$(BIN)/python tools/pip_install.py "clients and servers of the shared pools" --group pools $(PLUGINS:%=-e %)
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.vllm $(VENV)/.kvtier pyproject.toml
+	@$(BIN)/python tools/pip_install.py "Ray Serve" --group ray
 	@touch $@
 
 install: $(VENV)/.vllm $(VENV)/.kvtier  ## Install torch, a vLLM that fits this machine, and kvtier into .venv
@@ -123,6 +127,9 @@ test-versions: install $(VENV)/.pools system-packages  ## Run the tests of the c
 
 test-upstream: install  ## Run vLLM's own tests of connectors, which are downloaded, with kvtier in place of theirs
 	$(BIN)/python tools/test_upstream.py $(PYTEST)
+
+test-ray: install $(VENV)/.ray  ## Run examples/ray with Ray Serve, which needs 260 MB: replicas, autoscaling, kills
+	$(BIN)/pytest tests/examples/test_ray.py $(PYTEST)
 
 # For a machine with a GPU, torch for it, nanobind, scikit-build-core, cmake and ninja, without vLLM and network.
 # All other requirements come from build/gpu-wheels, which make gpu-wheels has filled on another machine.

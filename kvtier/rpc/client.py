@@ -305,6 +305,11 @@ class Client(ABC, Generic[VersionedT]):
         return self._connection is not None
 
     @property
+    def connecting(self) -> bool:
+        """Whether a server has been reached that has yet to welcome this client."""
+        return self._greeting is not None
+
+    @property
     def responsive(self) -> bool:
         """Whether a server is connected and answers, as far as is known."""
         return self._connection is not None and not self._health.unresponsive

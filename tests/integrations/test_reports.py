@@ -39,6 +39,7 @@ class Bridge:
         self.random = random
         self.newest = 1
         self.epoch = 1
+        self.connecting = False
         self.waited = 0.0
         self.arena = object()
         self.staging = None

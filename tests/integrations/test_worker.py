@@ -27,6 +27,7 @@ class Bridge:
 
     def __init__(self) -> None:
         self.epoch = 1
+        self.connecting = False
         self.waited = 0.0
         self.answers = True
         self.calls = Calls()
@@ -214,6 +215,34 @@ def test_missing_confirmation_fails_the_load(
     assert warning.endswith(" s, computing them instead: no confirmation from the cache process within 3.5 s")
     bridge.answer(0)
     assert side.take_results() == (set(), set(), set())
+
+
+def test_load_waits_while_its_worker_connects(
+    side: WorkerSide, bridge: Bridge, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart of the cache process, an idle engine's scheduler finds it before its workers do."""
+    now = 100.0
+    monkeypatch.setattr(worker.time, "monotonic", lambda: now)
+    bridge.epoch, bridge.connecting = 0, True
+    side.load([part("a", 1, epoch=2), job("a", 2, epoch=2)])
+    assert side.take_results() == (set(), set(), set())
+    assert copies.started == []
+    bridge.epoch, bridge.connecting = 2, False
+    copies.finished.update((1, 2))
+    side.load([])
+    assert side.take_results() == (set(), {"a"}, set())
+    assert bridge.confirmed == [[1, 2]]
+
+    bridge.epoch, bridge.connecting = 0, True
+    side.load([job("b", 3, epoch=3)])
+    assert side.take_results() == (set(), set(), set())
+    now += worker.RECONNECT_SECONDS
+    side.load([])
+    assert side.take_results() == (set(), {"b"}, {"b"}), "no longer than that"
+
+    bridge.connecting = False
+    side.load([job("c", 4, epoch=3)])
+    assert side.take_results() == (set(), {"c"}, {"c"}), "nothing to wait for"
 
 
 def part(name: str, lease: int, *, epoch: int = 1) -> Job:

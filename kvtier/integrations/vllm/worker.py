@@ -41,6 +41,8 @@ IDLE_WAIT_SECONDS = 0.001
 """The same as vLLM's own loop sleeps after such a step (``EngineCoreProc._process_engine_step``)."""
 CONFIRM_SECONDS = 2.0
 """Default timeout for a confirmation, after which a load has failed."""
+RECONNECT_SECONDS = 0.5
+"""How long a load waits for its worker to connect to a cache process that the scheduler has found."""
 
 
 @dataclass(slots=True)
@@ -109,6 +111,8 @@ class WorkerSide:
         self._stages = stages
         self._staging = StagingBuffer(bridge)
         self._loading: list[_Batch] = []
+        self._deferred: list[tuple[float, Job]] = []
+        """Loads that wait for this worker to connect, and until when."""
         self._parts: dict[str, list[tuple[_Batch, Job]]] = {}
         """By request id: the jobs of loads whose last job has not been received, and their batches."""
         self._saving: list[_Batch] = []
@@ -158,10 +162,26 @@ class WorkerSide:
         """Copy chunks into the engine's blocks. :meth:`take_results` reports the outcome."""
         self._bridge.update()
         self._waited_before = self._bridge.waited
+        jobs = self._connected(jobs)
         for more in (True, False):  # Parts first: the batch of a last part includes the earlier ones.
             if group := [job for job in jobs if job.more is more]:
                 self._begin_load(group, more=more)
         self._poll_copies()
+
+    def _connected(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the loads that begin now. The others wait while this worker connects.
+
+        After a restart of the cache process, an idle engine connects with the next request only: first its
+        scheduler, and with the load its workers.
+        """
+        now = time.monotonic()
+        waiting = self._deferred + [(now + RECONNECT_SECONDS, job) for job in jobs]
+        if waiting and not self._bridge.epoch:
+            self._bridge.retry_now()  # The scheduler was connected, so a cache process may be running.
+            self._bridge.update()
+        connecting = self._bridge.connecting
+        self._deferred = [(until, job) for until, job in waiting if connecting and now < until]
+        return [job for until, job in waiting if not connecting or now >= until]
 
     def _begin_load(self, jobs: Sequence[Job], *, more: bool) -> None:
         """Copy parts of loads, or the last parts: their batch also reports the earlier ones."""
