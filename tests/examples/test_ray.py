@@ -1,4 +1,4 @@
-"""examples/ray with Ray Serve: a replica that autoscaling adds is warm, also after a kill of the first one."""
+"""examples/ray with Ray Serve: a replica that autoscaling adds is warm, also once the first one is killed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class RayServe:
         model |= ON_CPUS | {"runtime_env": {"env_vars": {"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}}}
         make_model(folder / "model", layers=4)
         model["model_loading_config"]["model_source"] = str(folder / "model")
-        autoscaling = {"target_ongoing_requests": 1, "upscale_delay_s": 1, "downscale_delay_s": 20}
+        autoscaling = {"target_ongoing_requests": 1, "upscale_delay_s": 1, "downscale_delay_s": 600}
         model["deployment_config"]["autoscaling_config"] |= autoscaling
         engine = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
         model["engine_kwargs"] |= engine
@@ -118,8 +119,12 @@ class RayServe:
     def replicas(self) -> list[int]:
         """Return the processes of the replicas."""
         assert self._ray is not None
-        pids = [child for raylet in children(self._ray.pid) for child in children(raylet)]
-        return sorted(pid for pid in pids if b"LLMServer" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        found = []
+        for pid in (child for raylet in children(self._ray.pid) for child in children(raylet)):
+            with suppress(OSError):  # It may have exited.
+                if b"LLMServer" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
 
     def close(self) -> None:
         if self._ray is not None:
@@ -138,7 +143,8 @@ def until(condition: Callable[[], Any]) -> None:
 @pytest.fixture
 def cache() -> Iterator[CacheProcess]:
     folder = Path(tempfile.mkdtemp(prefix="kvt-"))  # Short, as are the paths of Unix sockets.
-    cache = CacheProcess(folder, ram={"capacity": 512 << 20}, ssd={"capacity": 512 << 20})
+    tiers = {"ram": {"capacity": 512 << 20}, "ssd": {"capacity": 512 << 20}}
+    cache = CacheProcess(folder, **tiers, partial_chunks=True)
     cache.start()
     yield cache
     cache.kill()
@@ -182,10 +188,10 @@ def test_replicas_that_come_and_go_are_warm(ray: RayServe, cache: CacheProcess) 
     enough = threading.Event()
     with ThreadPoolExecutor(4) as pool:
         load = [pool.submit(_ask_until, ray, enough, number) for number in range(4)]
-        until(lambda: len(cache.status()["engines"]) == 2)
+        until(lambda: len(ray.replicas()) == 2)
         enough.set()
     assert all(request.exception() is None for request in load)
-    until(lambda: len(ray.replicas()) == 2)
+    until(lambda: len(cache.status()["engines"]) == 2)
 
     os.kill(first, signal.SIGKILL)
     until(lambda: first not in ray.replicas())
@@ -193,6 +199,11 @@ def test_replicas_that_come_and_go_are_warm(ray: RayServe, cache: CacheProcess) 
     until(ray.answers)
     assert ask("known", "warm on the new replica") == (text, tokens, tokens)
     cache.wait_until_idle()  # Nothing is left of the killed one.
+
+    cache.kill()
+    assert ask("known", "without the cache process")[0] == text
+    cache.start()
+    until(lambda: ray.ask("known")[0] == text and cache.status()["engines"])
     print(timed)
 
 
