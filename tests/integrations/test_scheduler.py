@@ -427,6 +427,25 @@ def test_lost_connection_discards_granted_leases(engine: Engine, cache: Scripted
     assert cache.nothing_received()
 
 
+def test_request_waits_while_a_restarted_cache_process_is_connected(
+    engine: Engine, cache: ScriptedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one of an engine that was idle meanwhile is a hit, if there is a welcome in time."""
+    monkeypatch.setattr(lookups, "CONNECT_SECONDS", 60.0)
+    engine.lose_connection()
+    hit, late = (make_request(4 * CHUNK_TOKENS) for _ in range(2))
+    for request in (hit, late):
+        engine.scheduler.on_new_request(request)
+        assert engine.scheduler.matched_tokens(request, 0) == lookups.ASK_AGAIN
+    monkeypatch.setattr(lookups, "CONNECT_SECONDS", 0.0)
+    assert engine.scheduler.matched_tokens(late, 0) == lookups.NOTHING, "no longer than that"
+    cache.greet()
+    wait_until(engine.bridge.ready)
+    assert engine.scheduler.matched_tokens(hit, 0) == lookups.ASK_AGAIN
+    engine.answer(cache.receive(Lookup), 1)
+    engine.wait_for_hit(hit, CHUNK_TOKENS)
+
+
 def test_reset_waits_for_a_second_at_most_and_not_at_all_if_unresponsive(
     engine: Engine, cache: ScriptedCache, waits: list[float]
 ) -> None:

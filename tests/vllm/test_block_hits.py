@@ -112,6 +112,21 @@ def test_hits_of_disk_after_a_restart(
     assert answer.cached == 730 // BLOCK * BLOCK
 
 
+def test_first_request_of_an_idle_engine_after_a_restart_is_a_hit(
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
+) -> None:
+    """It connects with this request: its scheduler first, and its worker with the load."""
+    with start(llama, cache) as engine:
+        engine.generate(FIRST)
+        engine.reset_prefix_cache()
+        cache.wait_until_stored(len(FIRST))
+        cache.stop()
+        cache.start()
+        answer = engine.generate(FIRST, NEW)
+    assert answer.tokens == oracle(llama, FIRST, NEW)
+    assert answer.cached >= len(FIRST) // CHUNK * CHUNK
+
+
 def test_partial_chunks_of_a_chat_do_not_pile_up(
     llama: Path, cache: CacheProcess, start: StartEngine
 ) -> None:

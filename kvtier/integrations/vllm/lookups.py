@@ -39,6 +39,8 @@ TIMEOUT_SECONDS = 1.0
 """Time after the prefetch deadline until a request is computed instead of waiting for an answer."""
 MAX_WAIT_SECONDS = 120.0
 """Timeout of a lookup without progress with ``prefetch.policy: wait``, because a fetch may stall."""
+CONNECT_SECONDS = 0.1
+"""How long a request waits for a cache process that has been reached and has yet to welcome the engine."""
 MAX_IMAGES = 64
 """Of what is shown of a request."""
 NOTHING = (0, False)
@@ -207,6 +209,14 @@ class Lookups:
         progress.asked_at = time.monotonic()
         if canary is None:
             self._stats.add("looked_up_tokens", covered)
+
+    def awaits_connection(self, state: RequestState) -> bool:
+        """Return whether a request waits, since the cache process was restarted and is being connected."""
+        progress, now = state.lookup, time.monotonic()
+        if reads_nothing(state) or progress.load_failed or not self._bridge.connecting:
+            return False
+        progress.connecting_since = progress.connecting_since or now
+        return now < progress.connecting_since + CONNECT_SECONDS
 
     def _block_tags(self, state: RequestState) -> PromptTags | None:
         """Return the tags of the whole blocks of a prompt; ``None`` if no block of it is whole."""

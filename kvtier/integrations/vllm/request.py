@@ -83,6 +83,8 @@ class LookupProgress:
     """The tokens that were loaded, by the name of their tier."""
     load_failed: bool = False
     """Whether a load has failed: the request is then computed without further attempts."""
+    connecting_since: float = 0.0
+    """Since when it waits for the connection to the cache process; 0 before that."""
     asked: int = 0
     """The number of its first lookup, for :class:`Outcome`; 0 before that."""
     unanswered: MissReason | None = None

@@ -205,6 +205,8 @@ class SchedulerSide:
                 if found == NOTHING:  # Before, there was no room for what is held.
                     self._saves.forget(state)
                     self._early.queued(state)
+        elif self._lookups.awaits_connection(state):
+            return ASK_AGAIN
         else:
             self._lookups.note_local(state, local_tokens)
         if self._shadow.hides_local(state) and local_tokens:
