@@ -65,6 +65,10 @@ $(VENV)/.ray: $(VENV)/.vllm $(VENV)/.kvtier pyproject.toml
 	@$(BIN)/python tools/pip_install.py "Ray Serve" --group ray
 	@touch $@
 
+$(VENV)/.helm: $(VENV)/.python tools/install_helm.py
+	@$(BIN)/python tools/install_helm.py
+	@touch $@
+
 install: $(VENV)/.vllm $(VENV)/.kvtier  ## Install torch, a vLLM that fits this machine, and kvtier into .venv
 
 # Checked each time, in milliseconds: a stamp would outlive the packages, and hide missing ones.
@@ -113,10 +117,10 @@ demo: install  ## Serve one long prompt four times with a real vLLM: cold, from 
 cuda-stand-in: $(VENV)/.kvtier
 	@! command -v c++ >/dev/null || $(BIN)/python -m tests.rigs.cuda_stand_in.building
 
-test: install $(VENV)/.pools system-packages cuda-stand-in  ## Run the tests, real vLLM engines included
+test: install $(VENV)/.pools $(VENV)/.helm system-packages cuda-stand-in  ## Run the tests, real vLLM engines included
 	$(BIN)/python tools/run_tests.py -m "not slow and not gpu" $(WORKERS) $(RERUNS) $(PYTEST)
 
-test-slow: install $(VENV)/.pools system-packages  ## Run the tests that take minutes each
+test-slow: install $(VENV)/.pools $(VENV)/.helm system-packages  ## Run the tests that take minutes each
 	$(BIN)/pytest -m "slow and not gpu" --part $(PART) $(RERUNS) $(PYTEST)
 
 # Other versions of vLLM than that of tools/install_vllm.py.

@@ -42,7 +42,9 @@ EVERYTHING = [
     "--set=monitoring.serviceMonitor=true,monitoring.rules=true,monitoring.dashboard=true",
 ]
 RENDERED = [(case, *options) for case in CASES for options in ([], EVERYTHING)]
-ALL = pytest.mark.parametrize("rendered", RENDERED, ids=lambda rendered: "-".join(rendered[:1] + rendered[3:]))
+ALL = pytest.mark.parametrize(
+    "rendered", RENDERED, ids=lambda rendered: "-".join(rendered[:1] + rendered[3:])
+)
 
 
 @pytest.fixture
@@ -190,7 +192,9 @@ def test_settings_of_both_roles_are_consistent(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_values_count_more_than_what_the_chart_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--set=settings.checksum=true,decoder.settings.checksum=false,settings.metrics.listen=127.0.0.1:1"]
+    options = [
+        "--set=settings.checksum=true,decoder.settings.checksum=false,settings.metrics.listen=127.0.0.1:1"
+    ]
     found = settings(render(*values("disaggregated"), *options))
     loaded = {name: load(text, monkeypatch) for name, text in found.items()}
     assert {name: each.checksum for name, each in loaded.items()} == {"r-prefiller": True, "r-decoder": False}
@@ -235,7 +239,10 @@ def test_containers_may_do_no_more_than_they_need(objects: tuple[Object, ...]) -
             assert "memory" in each["resources"]["limits"]
         for each in pod["containers"]:
             assert "readinessProbe" in each
-            assert not {"runAsUser", "add"} & {*each["securityContext"], *each["securityContext"]["capabilities"]}
+            assert not {"runAsUser", "add"} & {
+                *each["securityContext"],
+                *each["securityContext"]["capabilities"],
+            }
 
 
 def test_engines_share_the_cache_process_of_their_node() -> None:
@@ -363,7 +370,9 @@ def test_every_value_is_described_and_checked() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
 
     def check(value: dict[str, Any], described: dict[str, Any], path: str) -> None:
-        described = schema["$defs"][described["$ref"].rpartition("/")[2]] if "$ref" in described else described
+        described = (
+            schema["$defs"][described["$ref"].rpartition("/")[2]] if "$ref" in described else described
+        )
         known = described.get("properties")
         if known is None or described.get("additionalProperties") is not False:
             return

@@ -83,15 +83,14 @@ class Node:
     def start(self, component: str) -> Server:
         """Start the container of a component."""
         spec = self._container(component)
-        program, *arguments = [*spec["command"], *spec.get("args", ())]
-        line = [self._program(program), *(self._local(component, each) for each in arguments)]
+        words = [self._local(component, each) for each in [*spec["command"], *spec.get("args", ())]]
+        line = self._command(*words)
         return Server(component, line, self._environment(component), self.log(component))
 
     def start_contained(self, component: str) -> Server:
         """Start the container of a component in namespaces, with a read-only root, as its user."""
         folder = self._write_settings(component)
-        program, *arguments = self._container(component)["command"]
-        line = container.command(folder, self._program(program), *arguments)
+        line = container.command(folder, *self._command(*self._container(component)["command"]))
         variables = {
             **self._environment(component),
             "KVTIER_CONFIG_FILE": str(container.SETTINGS / "kvtier.yaml"),
@@ -100,11 +99,20 @@ class Node:
         }
         return Server(component, line, variables, self.log(component))
 
-    def share_socket(self, server: Server) -> Path:
-        """Let engines find the socket of a contained cache process, as they do in the directory of the node."""
+    def share_socket(self, server: Server, seconds: float) -> Path:
+        """Let engines find the socket of a contained cache process, as in the directory of the node.
+
+        Blocks until the cache process serves.
+        """
         pid = server._process.pid
-        (inside,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        self._socket = f"/proc/{inside}/root/run/kvtier/kvtier.sock"
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+
+        def serves() -> bool:
+            (inside,) = children.read_text().split() or [pid]
+            self._socket = f"/proc/{inside}/root{self._variables('cache')['KVTIER_SOCKET']}"
+            return Path(self._socket).exists()
+
+        server.wait_until(serves, seconds)
         return Path(self._socket)
 
     def _container(self, component: str) -> dict[str, Any]:
@@ -113,8 +121,13 @@ class Node:
         assert isinstance(spec, dict)
         return spec
 
-    def _program(self, name: str) -> str:
-        return str(Path(sys.executable).with_name(name))
+    def _command(self, program: str, *arguments: str) -> list[str]:
+        if program == "kvtier":
+            return [sys.executable, "-m", "kvtier", *arguments]
+        # The command `vllm serve` does not start with the packages of vLLM for CPUs.
+        serve, model, *options = arguments
+        assert (program, serve) == ("vllm", "serve")
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
 
     def _variables(self, component: str) -> dict[str, str]:
         """Return the variables of the container."""
@@ -152,7 +165,9 @@ class Node:
         def port(owner: str, number: str) -> str:
             return f"127.0.0.1:{self.port(owner, number)}"
 
-        text = re.sub(rf"(?<=//){RELEASE}-([a-z]+)[-.\w]*:(\d+)", lambda found: port(found[1], found[2]), text)
+        text = re.sub(
+            rf"(?<=//){RELEASE}-([a-z]+)[-.\w]*:(\d+)", lambda found: port(found[1], found[2]), text
+        )
         text = re.sub(r"\b0\.0\.0\.0:(\d+)", lambda found: port(component, found[1]), text)
         text = re.sub(r"^--port=(\d+)$", lambda found: f"--port={self.port(component, found[1])}", text)
         text = text.replace("/run/secrets/kvtier", str(self._folder / "secrets"))

@@ -98,8 +98,7 @@ def yaml_blocks(path: Path) -> list[str]:
         DOCS / "peers.md",
         DOCS / "pools.md",
         DOCS / "vllm.md",
-        # Kubernetes manifests are checked in tests/examples.
-        *sorted(path for path in EXAMPLES.rglob("*.yaml") if path.parent.name != "kubernetes"),
+        *sorted(EXAMPLES.rglob("*.yaml")),
     ],
     ids=lambda path: f"{path.parent.name}/{path.name}",
 )
