@@ -19,7 +19,7 @@ class FaultyProxy:
         self.before: Callable[[str], Awaitable[object]] = _nothing
         """Awaited with the request line before a request is forwarded."""
         self.between: Callable[[int], Awaitable[object]] = _nothing
-        """Awaited with the length of each piece of an answer before it is forwarded."""
+        """Awaited with the length of each piece of an answer before that; an ``OSError`` hangs up."""
         self.requests: list[str] = []
         """The request lines, in order of arrival."""
         self._port = port
@@ -83,11 +83,13 @@ class FaultyProxy:
         return True
 
     async def _answer(self, server: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while piece := await server.read(PIECE):
-                await self.between(len(piece))
-                client.write(piece)
-                await client.drain()
+        try:
+            with suppress(OSError):
+                while piece := await server.read(PIECE):
+                    await self.between(len(piece))
+                    client.write(piece)
+                    await client.drain()
+        finally:
             client.transport.abort()
 
 
