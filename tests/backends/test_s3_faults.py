@@ -212,7 +212,8 @@ async def test_a_server_that_is_killed_in_mid_upload(server: S3Server) -> None:
 @pytest.mark.parametrize("size", [4000, LONG])
 async def test_a_view_is_not_read_after_the_deadline(tier: dict[str, Any], s3: S3Server, size: int) -> None:
     (item,) = await values(1, size)
-    store = ChunkStore(S3Settings(name="pool", part_size="5MiB", **tier), request_seconds=20)
+    given = {"name": "pool", "part_size": "5MiB", **tier}
+    store = ChunkStore(S3Settings(**given), request_seconds=20)
     with pytest.raises(Exception, match="deadline has elapsed"):
         await in_thread(lambda: store.write(item, time.monotonic() - 1))
     assert not await anyio.to_thread.run_sync(store.exists, item[0])
