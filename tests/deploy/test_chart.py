@@ -144,7 +144,7 @@ def test_volumes_and_what_they_need_exist(objects: tuple[Object, ...]) -> None:
             references = [
                 variable["valueFrom"]["secretKeyRef"]
                 for variable in each.get("env", ())
-                if "valueFrom" in variable
+                if "secretKeyRef" in variable.get("valueFrom", ())
             ]
             assert {reference["name"] for reference in references} <= secrets
             for reference in references:
@@ -278,21 +278,43 @@ def test_engines_have_a_large_dev_shm(objects: tuple[Object, ...]) -> None:
             assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "4Gi"}
 
 
-def test_proxy_names_every_engine() -> None:
+def test_several_controllers_share_a_state_and_are_all_registered_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    objects = render(*values("disaggregated"))
+    (container,) = pods(objects)["r-controller"]["containers"]
+    options = [each for each in container["args"] if each.startswith(("--state", "--advertise"))]
+    assert options == [
+        "--state=redis://redis:6379/1",
+        "--advertise=http://$(POD_NAME).r-controller:9000",
+        "--state-password-file=/run/secrets/kvtier/state-password",
+    ]
+    urls = [f"http://r-controller-{number}.r-controller:9000" for number in range(3)]
+    for text in settings(objects).values():
+        assert load(text, monkeypatch).controller.urls == urls
+    wrong = helm("template", RELEASE, str(CHART), "--set", "controller.enabled=true,controller.replicas=2")
+    assert "set controller.state to the URL of a Redis" in wrong.stderr
+
+
+def test_proxy_names_every_engine_and_controller() -> None:
     objects = render(*values("disaggregated"))
     found = pods(objects)["r-proxy"]
     options = dict(each.removeprefix("--").split("=") for each in found["containers"][0]["args"])
     stateful = of_kind(objects, "StatefulSet")
-    for option, name in (("prefill", "r-prefiller"), ("decode", "r-decoder")):
+    names = (
+        ("prefill", "r-prefiller", 8000),
+        ("decode", "r-decoder", 8000),
+        ("controller", "r-controller", 9000),
+    )
+    for option, name, number in names:
         urls = [
             each.partition("=")[2]
             for each in found["containers"][0]["args"]
             if each.startswith(f"--{option}=")
         ]
         replicas = range(stateful[name]["spec"]["replicas"])
-        assert urls == [f"http://{name}-{number}.{name}:8000" for number in replicas]
+        assert urls == [f"http://{name}-{index}.{name}:{number}" for index in replicas]
     assert found["terminationGracePeriodSeconds"] > ProxySettings.of().drain
-    assert options["controller"] == "http://r-controller:9000"
     (port,) = of_kind(objects, "Service")["r-controller"]["spec"]["ports"]
     assert port["port"] == 9000
     mounts = {mount["name"]: mount["mountPath"] for mount in found["containers"][0]["volumeMounts"]}

@@ -46,7 +46,7 @@ SMALL: dict[str, Any] = {
     "prefiller": {"replicas": 1},
     "decoder": {"replicas": 1, "settings": {"kv_transfer": {"buffer": "64MiB", "timeout": "60s"}}},
     "proxy": {"args": ["--min-prefill=64"]},
-    "controller": {"enabled": True, "args": []},
+    "controller": {"enabled": True, "args": [], "replicas": 1, "state": "", "statePasswordKey": ""},
     "secrets": {"existing": ""},
 }
 """Values for this machine and a small model."""

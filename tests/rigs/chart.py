@@ -137,6 +137,8 @@ class Node:
         for each in self._container(component).get("env", ()):
             if "value" in each:
                 yield each["name"], each["value"]
+            elif "fieldRef" in each["valueFrom"]:
+                yield each["name"], f"{RELEASE}-{component}-0"  # metadata.name
             else:
                 reference = each["valueFrom"]["secretKeyRef"]
                 if reference["key"] in self.secret or not reference.get("optional"):
@@ -160,7 +162,8 @@ class Node:
         return folder
 
     def _local(self, component: str, text: str) -> str:
-        """Replace addresses and paths."""
+        """Replace references to variables, addresses and paths."""
+        text = re.sub(r"\$\((\w+)\)", lambda found: self._variables(component)[found[1]], text)
 
         def port(owner: str, number: str) -> str:
             return f"127.0.0.1:{self.port(owner, number)}"

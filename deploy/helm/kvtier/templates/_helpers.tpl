@@ -11,6 +11,15 @@
 {{- if or .Values.controller.enabled (eq .Values.mode "disaggregated") }}true{{ end -}}
 {{- end }}
 
+{{/* The URLs of all controllers, with spaces between them. */}}
+{{- define "kvtier.controllers" -}}
+{{- $name := include "kvtier.name" . -}}
+{{- range $number := until (int .Values.controller.replicas) -}}
+{{- if $number }} {{ end -}}
+http://{{ $name }}-controller-{{ $number }}.{{ $name }}-controller:9000
+{{- end -}}
+{{- end }}
+
 {{/* Labels that select pods of the release, or of one component: (list $ COMPONENT). */}}
 {{- define "kvtier.selector" -}}
 {{- $root := index . 0 -}}
@@ -35,8 +44,8 @@ helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
 {{- $component := index . 1 -}}
 {{- $settings := dict "metrics" (dict "listen" "0.0.0.0:9464") -}}
 {{- if include "kvtier.controlled" $root -}}
-{{- $url := printf "http://%s-controller:9000" (include "kvtier.name" $root) -}}
-{{- $_ := set $settings "controller" (dict "url" $url "token" (dict "env" "CONTROLLER_TOKEN")) -}}
+{{- $urls := splitList " " (include "kvtier.controllers" $root) -}}
+{{- $_ := set $settings "controller" (dict "url" $urls "token" (dict "env" "CONTROLLER_TOKEN")) -}}
 {{- $_ := set $settings "peer" (dict "listen" "0.0.0.0:8201" "secret" (dict "env" "PEER_SECRET")) -}}
 {{- end -}}
 {{- $settings = mergeOverwrite $settings (deepCopy $root.Values.settings) -}}
