@@ -336,3 +336,22 @@ def belady_hits(
 
     ``advance`` is called after every ``interval`` requests, never if that is 0. Raises what it raises.
     """
+
+class KeyNumbers:
+    """See :class:`kvtier.fleet.controller.holders.PythonTable`. Keeps the GIL, for 50 ns per key.
+
+    ``keys``: joined, or a sequence of keys. All methods raise ``ValueError`` if one does not have 32 bytes,
+    and :meth:`change` what ``after`` raises; the keys before are changed then. :meth:`sweep` raises
+    ``IndexError`` for a row beyond ``rows``.
+    """
+
+    rows: int
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def numbers(self, keys: bytes | Sequence[bytes]) -> list[int]: ...
+    def runs(self, keys: bytes | Sequence[bytes]) -> list[tuple[int, int]]: ...
+    def change(
+        self, keys: bytes | Sequence[bytes], after: Callable[[int], int], max_keys: int
+    ) -> tuple[list[tuple[int, int, int]], int]: ...
+    def sweep(self, row: int, targets: array[int]) -> list[tuple[int, int, int]]: ...

@@ -30,6 +30,7 @@ NB_MODULE(_native, module) {
     kvtier::bindings::bind_copy(module);
     kvtier::bindings::bind_disk(module);
     kvtier::bindings::bind_eviction(module);
+    kvtier::bindings::bind_holders(module);
     kvtier::bindings::bind_keys(module);
     kvtier::bindings::bind_simulation(module);
     kvtier::bindings::bind_sockets(module);

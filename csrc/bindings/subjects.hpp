@@ -9,6 +9,7 @@ void bind_catalog(nanobind::module_& module);
 void bind_copy(nanobind::module_& module);
 void bind_disk(nanobind::module_& module);
 void bind_eviction(nanobind::module_& module);
+void bind_holders(nanobind::module_& module);
 void bind_keys(nanobind::module_& module);
 void bind_simulation(nanobind::module_& module);
 void bind_sockets(nanobind::module_& module);

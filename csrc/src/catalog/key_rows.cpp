@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <random>
 #include <stdexcept>
 
 namespace kvtier::catalog {
@@ -11,13 +10,6 @@ namespace {
 
 constexpr std::size_t group = 16;  // Keys whose cache misses overlap.
 constexpr std::size_t first_places = 8;
-
-__extension__ using Product = unsigned __int128;
-
-std::uint64_t fold(std::uint64_t left, std::uint64_t right) {
-    const Product product = static_cast<Product>(left) * right;
-    return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
-}
 
 std::uint32_t tag_of(std::uint64_t hash) {
     return static_cast<std::uint32_t>(hash >> 32);
@@ -32,20 +24,6 @@ Key key_at(KeyColumn column, std::int64_t row) {
     return column.data() + static_cast<std::size_t>(row) * key_bytes;
 }
 
-KeyRows::KeyRows() {
-    std::random_device random;
-    for (std::uint64_t& seed : seeds_) seed = (std::uint64_t{random()} << 32) | random();
-}
-
-// As in wyhash (https://github.com/wangyi-fudan/wyhash): products of 64 by 64 bits, folded.
-std::uint64_t KeyRows::hash(Key key) const {
-    std::array<std::uint64_t, 4> words;
-    std::memcpy(words.data(), key, key_bytes);
-    const std::uint64_t low = fold(words[0] ^ seeds_[0], words[1] ^ seeds_[1]);
-    const std::uint64_t high = fold(words[2] ^ seeds_[2], words[3] ^ seeds_[3]);
-    return fold(low ^ seeds_[4], high ^ seeds_[0]);
-}
-
 // Return the place of a key, or the empty one where the search for it ends. The table must not be empty.
 std::size_t KeyRows::probe(const Table& table, std::uint32_t tag, Key key, KeyColumn column) const {
     const std::size_t mask = table.places.size() - 1;
@@ -58,7 +36,7 @@ std::size_t KeyRows::probe(const Table& table, std::uint32_t tag, Key key, KeyCo
 
 Row KeyRows::find(Key key, KeyColumn column) const {
     if (key == nullptr) return no_row;
-    const std::uint64_t hashed = hash(key);
+    const std::uint64_t hashed = hash_(key);
     const Table& among = table(hashed);
     return among.places.empty() ? no_row : among.places[probe(among, tag_of(hashed), key, column)].row;
 }
@@ -69,7 +47,7 @@ void KeyRows::find_all(std::span<const Key> keys, std::span<Row> rows, KeyColumn
         const std::size_t count = std::min(group, keys.size() - start);
         for (std::size_t at = 0; at < count; ++at) {
             if (keys[start + at] == nullptr) continue;
-            hashes[at] = hash(keys[start + at]);
+            hashes[at] = hash_(keys[start + at]);
             const std::vector<Place>& places = table(hashes[at]).places;
             if (!places.empty()) __builtin_prefetch(&places[tag_of(hashes[at]) & (places.size() - 1)]);
         }
@@ -92,7 +70,7 @@ void KeyRows::find_all(std::span<const Key> keys, std::span<Row> rows, KeyColumn
 
 bool KeyRows::insert(Row row, KeyColumn column) {
     const Key key = key_at(column, row);
-    const std::uint64_t hashed = hash(key);
+    const std::uint64_t hashed = hash_(key);
     Table& into = table(hashed);
     if ((into.used + 1) * 4 > into.places.size() * 3) grow(into);
     Place& place = into.places[probe(into, tag_of(hashed), key, column)];
@@ -104,7 +82,7 @@ bool KeyRows::insert(Row row, KeyColumn column) {
 
 bool KeyRows::erase(Row row, KeyColumn column) {
     const Key key = key_at(column, row);
-    const std::uint64_t hashed = hash(key);
+    const std::uint64_t hashed = hash_(key);
     Table& from = table(hashed);
     if (from.places.empty()) return false;
     std::size_t hole = probe(from, tag_of(hashed), key, column);

@@ -30,7 +30,7 @@ from kvtier.fleet.member.protocol import (
     WhoServes,
     decode_from_instance,
 )
-from kvtier.memory.keys import ChunkKey, split_keys
+from kvtier.memory.keys import KEY_BYTES, ChunkKey, count_keys, split_keys
 from kvtier.rpc.endpoint import REFUSAL_SECONDS, Endpoint
 from kvtier.rpc.frames import MAX_FRAME_BYTES, check_hello
 from kvtier.rpc.websocket import ServerWire
@@ -43,8 +43,8 @@ MAX_UNSENT_BYTES = 32 << 20
 """Maximum size of the messages queued for one instance. Beyond it the instance counts as dead."""
 MAX_SMALL_BYTES = 256 << 10
 """Maximum size of a message without keys or tokens: decoding a list that fills a frame takes too long."""
-SLICE_KEYS = 4096
-"""Number of keys indexed before yielding to the event loop, which takes some milliseconds."""
+SLICE_BYTES = 8192 * KEY_BYTES
+"""Keys indexed before yielding to the event loop: less than a millisecond, or 8 without the native core."""
 
 _LARGE_TAGS = {kind.__struct_config__.tag for kind in (Changed, WhoHolds, Done)}
 
@@ -102,11 +102,12 @@ async def _index(registry: Registry, member: Member, changed: Changed) -> None:
         raise ProtocolError(
             f"the instance reports on tier {changed.tier}, but has {len(member.places)} tiers"
         )
-    removed, stored = _split(changed.removed), _split(changed.stored)
-    for index, keys in ((registry.removed, removed), (registry.stored, stored)):
-        for start in range(0, len(keys), SLICE_KEYS):
-            index(member, changed.tier, keys[start : start + SLICE_KEYS])
-            if start + SLICE_KEYS < len(keys):
+    _count(changed.removed)
+    _count(changed.stored)
+    for index, joined in ((registry.removed, changed.removed), (registry.stored, changed.stored)):
+        for start in range(0, len(joined), SLICE_BYTES):
+            index(member, changed.tier, joined[start : start + SLICE_BYTES])
+            if start + SLICE_BYTES < len(joined):
                 await anyio.lowlevel.checkpoint()
 
 
@@ -122,8 +123,11 @@ def _decode(body: bytes) -> FromInstance:
         raise ProtocolError(f"the layout of a model is invalid: {error}") from error
 
 
+def _count(joined: bytes) -> None:
+    if (count := count_keys(joined)) > MAX_KEYS:
+        raise ProtocolError(f"the instance names {count} chunks in one message, more than {MAX_KEYS}")
+
+
 def _split(joined: bytes) -> list[ChunkKey]:
-    keys = split_keys(joined)
-    if len(keys) > MAX_KEYS:
-        raise ProtocolError(f"the instance names {len(keys)} chunks in one message, more than {MAX_KEYS}")
-    return keys
+    _count(joined)
+    return split_keys(joined)

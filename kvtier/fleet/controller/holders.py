@@ -1,39 +1,52 @@
-"""The controller's index: which places hold which chunks. Designed for ten million keys.
+"""The controller's index: which places hold which chunks. Designed for a hundred million keys.
 
 A *place* is one tier of one instance, identified by a small integer. Chunks of one prompt are mostly held by
 the same places. So a key maps to the number of an interned *set* of places, and adding or removing a place is
-a lookup of the transition from that set. Keys are sharded into 256 dictionaries by their first byte: resizing
-one does not stall the event loop, and the garbage collector skips them all.
+a lookup of the transition from that set. The table of keys is the native core's, or 256 dictionaries without
+it: 3 times as much memory, and some 30 times as much time.
 
 Keys are added to a place under a *label*, which is never reused. Dropping a place removes its label in
 constant time; sets and keys that still refer to the label are swept in slices, between other work.
 
-Synchronous, not thread-safe. Takes about 120 bytes for each key, and none for its second place:
+Synchronous, not thread-safe. Takes about 45 bytes for each key, and none for its second place:
 ``benchmarks/controller.py`` measures it.
 """
 
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-from kvtier.memory.keys import ChunkKey
+from kvtier import native
+from kvtier.memory.keys import ChunkKey, split_keys
 
-MAX_KEYS = 25_000_000
-"""Indexed at once, which takes 3 GB. Further keys are dropped, and lookups do not find them."""
+MAX_KEYS = 125_000_000
+"""Indexed at once: a thousand instances with 100,000 chunks each, and a quarter more. Takes 6 GB.
+
+Further keys are dropped, and lookups do not find them."""
+MAX_PYTHON_KEYS = 25_000_000
+"""The same without the native core, where these take 3 GB."""
 MAX_SETS = 1 << 20
 """Combinations of places. A chunk that would need a further one keeps its previous holders."""
 MAX_TRANSITIONS = 1 << 17
 """Cached transitions between sets."""
 SETS_PER_SLICE = 16_384
 ROWS = 256
+"""Without the native core, which has other rows."""
 
 EMPTY_SET = 0
 """The number of the empty set, to which no key refers."""
 
 OwnerT = TypeVar("OwnerT", bound=Hashable)
+Keys: TypeAlias = bytes | Sequence[ChunkKey]
+"""Joined keys, or single ones."""
+Moved: TypeAlias = tuple[int, int, int]
+"""Two sets, and how many keys were moved from the first to the second."""
+Next: TypeAlias = Callable[[int], int]
+"""Returns the set that a key gets in place of its present one."""
 
 
 class HolderSets:
@@ -89,6 +102,25 @@ class HolderSets:
             )
         self._cache_transition(self.sets_without[label], number, number_without)
         return number_without
+
+    def plus(self, label: int) -> Next:
+        """Return the function from sets to those with this label added."""
+        known, add = self.sets_with[label], self.with_label
+        return lambda number: after if (after := known.get(number)) is not None else add(number, label)
+
+    def minus(self, label: int) -> Next:
+        """Return the function from sets to those with this label removed."""
+        known, remove = self.sets_without[label], self.without_label
+        return lambda number: after if (after := known.get(number)) is not None else remove(number, label)
+
+    def moved(self, moves: Iterable[Moved]) -> int:
+        """Count keys that were moved to other sets. Return how many."""
+        total = 0
+        for before, after, keys in moves:
+            self.keys[before] -= keys
+            self.keys[after] += keys
+            total += keys
+        return total
 
     def _cache_transition(self, transitions: dict[int, int], before: int, after: int) -> None:
         if self._transitions >= MAX_TRANSITIONS:
@@ -158,80 +190,129 @@ class HolderSets:
         self._clear_transitions()
 
 
+class PythonTable:
+    """Maps keys to the numbers of sets: what the native core's ``KeyNumbers`` is without it.
+
+    Sharded into dictionaries by the first byte of a key: resizing one does not stall the event loop, and the
+    garbage collector skips them all.
+    """
+
+    rows = ROWS
+
+    def __init__(self) -> None:
+        self._rows: list[dict[ChunkKey, int]] = [{} for _ in range(ROWS)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._rows))
+
+    def numbers(self, keys: Keys) -> list[int]:
+        """Return the set of each key."""
+        rows = self._rows
+        return [rows[key[0]].get(key, EMPTY_SET) for key in _single(keys)]
+
+    def runs(self, keys: Keys) -> list[tuple[int, int]]:
+        """Return where runs of equal sets begin, and which these are, up to the first key without one."""
+        rows, runs, last = self._rows, list[tuple[int, int]](), -1
+        for index, key in enumerate(_single(keys)):
+            number = rows[key[0]].get(key, EMPTY_SET)
+            if number != last:
+                runs.append((index, number))
+                if number == EMPTY_SET:
+                    break
+                last = number
+        return runs
+
+    def change(self, keys: Keys, after: Next, max_keys: int) -> tuple[list[Moved], int]:
+        """Move each key to the set ``after(its set)``; return the moves, and how many keys had no room."""
+        rows, max_row = self._rows, -(-max_keys // ROWS)
+        moves: dict[int, list[int]] = {}
+        dropped = 0
+        for key in _single(keys):
+            row = rows[key[0]]
+            before = row.get(key, EMPTY_SET)
+            move = moves.get(before)
+            if move is None:
+                move = moves[before] = [after(before), 0]
+            number = move[0]
+            if number == before:
+                continue
+            if number == EMPTY_SET:
+                del row[key]
+            elif before != EMPTY_SET or len(row) < max_row:
+                row[key] = number
+            else:
+                dropped += 1
+                continue
+            move[1] += 1
+        return [(before, number, count) for before, (number, count) in moves.items() if count], dropped
+
+    def sweep(self, row_number: int, targets: array[int]) -> list[Moved]:
+        """Move all keys of a row to ``targets[their set]``; return the moves."""
+        row, count = self._rows[row_number], len(targets)
+        moves = [
+            (number, targets[number], keys)
+            for number, keys in Counter(row.values()).items()
+            if number < count and targets[number] != number
+        ]
+        if moves:
+            to = {number: after for number, after, _ in moves}
+            # Rebuild the row: a dictionary does not shrink when keys are deleted.
+            self._rows[row_number] = {
+                key: after for key, number in row.items() if (after := to.get(number, number)) != EMPTY_SET
+            }
+        return moves
+
+
+def _single(keys: Keys) -> Sequence[ChunkKey]:
+    return split_keys(keys) if isinstance(keys, bytes) else keys
+
+
 class Holders:
-    """The index from keys to the places that hold them. Not thread-safe; all methods are synchronous."""
+    """The index from keys to the places that hold them. Not thread-safe; all methods are synchronous.
+
+    Joined keys raise ``ValueError`` (:class:`ProtocolError` without the native core) if one is cut off.
+    """
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self.dropped_keys = 0
         """How often a key was dropped because the index was full."""
-        self._max_row = -(-max_keys // ROWS)
-        self._rows: list[dict[ChunkKey, int]] = [{} for _ in range(ROWS)]
+        self._table: PythonTable | native.core.KeyNumbers
+        if native.available():
+            self._table, self._max_keys = native.core.KeyNumbers(), max_keys
+        else:
+            self._table, self._max_keys = PythonTable(), min(max_keys, MAX_PYTHON_KEYS)
         self._sets = HolderSets()
         self._labels: dict[int, int] = {}
         self._counts: Counter[int] = Counter()
         self._new_labels = itertools.count(1)
-        self._sweep = Sweep(self._rows, self._sets)
+        self._sweep = Sweep(self._table, self._sets)
 
     def __len__(self) -> int:
         """Return the number of indexed keys, including those without a holder until they are swept."""
-        return sum(map(len, self._rows))
+        return len(self._table)
 
-    def add(self, place: int, keys: Sequence[ChunkKey]) -> None:
-        """Add keys to a place. Takes about 1 µs per key."""
+    @property
+    def rows(self) -> int:
+        """Number of slices in which all keys are swept."""
+        return self._table.rows
+
+    def add(self, place: int, keys: Keys) -> None:
+        """Add keys to a place. Takes about 50 ns per key (1 µs without the native core)."""
         label = self._labels.get(place)
         if label is None:
             label = self._labels[place] = next(self._new_labels)
             self._sets.add_label(label, place)
-        rows, sets = self._rows, self._sets
-        transitions, counts, max_row = sets.sets_with[label], sets.keys, self._max_row
-        alone = sets.with_label(EMPTY_SET, label)
-        added = new = 0
-        for key in keys:
-            row = rows[key[0]]
-            before = row.get(key)
-            if before is None:
-                if len(row) < max_row:
-                    row[key] = alone
-                    new += 1
-                else:
-                    self.dropped_keys += 1
-                continue
-            after = transitions.get(before)
-            if after is None:
-                after = sets.with_label(before, label)
-            if after != before:
-                row[key] = after
-                counts[before] -= 1
-                counts[after] += 1
-                added += 1
-        counts[alone] += new
-        added += new
-        self._counts[place] += added
+        moves, dropped = self._table.change(keys, self._sets.plus(label), self._max_keys)
+        self._counts[place] += self._sets.moved(moves)
+        self.dropped_keys += dropped
 
-    def remove(self, place: int, keys: Sequence[ChunkKey]) -> None:
+    def remove(self, place: int, keys: Keys) -> None:
         """Remove keys from a place. Keys that it does not hold are ignored."""
         label = self._labels.get(place)
         if label is None:
             return
-        rows, sets = self._rows, self._sets
-        transitions, counts = sets.sets_without[label], sets.keys
-        removed = 0
-        for key in keys:
-            row = rows[key[0]]
-            before = row.get(key, EMPTY_SET)
-            after = transitions.get(before)
-            if after is None:
-                after = sets.without_label(before, label)
-            if after == before:
-                continue
-            counts[before] -= 1
-            removed += 1
-            if after == EMPTY_SET:
-                del row[key]
-            else:
-                row[key] = after
-                counts[after] += 1
-        self._counts[place] -= removed
+        moves, _ = self._table.change(keys, self._sets.minus(label), self._max_keys)
+        self._counts[place] -= self._sets.moved(moves)
 
     def drop(self, places: Collection[int]) -> None:
         """Remove all keys from these places. Takes constant time, independent of the number of keys."""
@@ -264,16 +345,10 @@ class Holders:
     def _leading(
         self, keys: Sequence[ChunkKey], owners_in: Callable[[int], Collection[OwnerT]]
     ) -> dict[OwnerT, int]:
-        rows = self._rows
         found: dict[OwnerT, int] = {}
         holding: Collection[OwnerT] | None = None
-        last = EMPTY_SET
-        for index, key in enumerate(keys):
-            number = rows[key[0]].get(key, EMPTY_SET)
-            # Chunks of one prompt mostly have the same holders, so most of them end here.
-            if number == last and index:
-                continue
-            last = number
+        # Chunks of one prompt mostly have the same holders, so there are few runs.
+        for index, number in self._table.runs(keys):
             here = owners_in(number)
             if holding is None:
                 holding = here
@@ -290,8 +365,8 @@ class Holders:
         label = self._labels.get(place)
         if label is None:
             return [False] * len(keys)
-        rows, labels = self._rows, self._sets.labels
-        return [label in labels[rows[key[0]].get(key, EMPTY_SET)] for key in keys]
+        labels = self._sets.labels
+        return [label in labels[number] for number in self._table.numbers(keys)]
 
     @property
     def sets(self) -> int:
@@ -304,22 +379,23 @@ class Holders:
         return self._sweep.is_due
 
     def sweep(self) -> None:
-        """Sweep one slice: at ten million keys 15 ms, of 4 s in total."""
+        """Sweep one slice: some milliseconds at a hundred million keys."""
         self._sweep.slice()
 
 
 class Sweep:
     """Sweeps all sets, then all rows, one slice at a time. Repeats if labels were removed meanwhile."""
 
-    def __init__(self, rows: list[dict[ChunkKey, int]], sets: HolderSets) -> None:
-        self._rows = rows
+    def __init__(self, table: PythonTable | native.core.KeyNumbers, sets: HolderSets) -> None:
+        self._table = table
         self._sets = sets
         self._started = False
         self._sets_at: int | None = None
         self._rows_left = 0
-        self._row = 0
         self._moves: dict[int, int] = {}
         """Merged sets, and the sets to which their keys move. Keys are deleted if that is ``EMPTY_SET``."""
+        self._targets = array("I")
+        """By set number, where its keys move to. The other side of ``_moves``."""
         self._sets_after = 0
 
     @property
@@ -352,9 +428,12 @@ class Sweep:
         self._sets_at = None
         self._sets_after = len(self._sets)
         if self._moves:
-            self._rows_left = ROWS
+            self._rows_left = self._table.rows
             # A label may have been removed meanwhile, and a target set may itself have been merged.
             self._moves = {number: self._end_of(number) for number in self._moves}
+            self._targets = array("I", range(len(self._sets.labels)))
+            for number, target in self._moves.items():
+                self._targets[number] = target
 
     def _end_of(self, number: int) -> int:
         while number in self._moves:
@@ -362,19 +441,9 @@ class Sweep:
         return number
 
     def _sweep_row(self) -> None:
-        moves, row = self._moves, self._rows[self._row]
-        moved = {number: count for number, count in Counter(row.values()).items() if number in moves}
-        if moved:
-            for number, count in moved.items():
-                self._sets.keys[number] -= count
-                self._sets.keys[moves[number]] += count
-            # Rebuild the row: a dictionary does not shrink when keys are deleted.
-            self._rows[self._row] = {
-                key: to for key, number in row.items() if (to := moves.get(number, number)) != EMPTY_SET
-            }
-        self._row = (self._row + 1) % ROWS
+        self._sets.moved(self._table.sweep(self._rows_left - 1, self._targets))
         self._rows_left -= 1
         if not self._rows_left:
-            self._sets.vacate(moves)
-            self._moves = {}
+            self._sets.vacate(self._moves)
+            self._moves, self._targets = {}, array("I")
             self._sets_after = len(self._sets)

@@ -30,7 +30,7 @@ from kvtier.fleet.controller.errors import (
     WrongRequest,
 )
 from kvtier.fleet.controller.events import Position
-from kvtier.fleet.controller.holders import MAX_KEYS, Holders
+from kvtier.fleet.controller.holders import MAX_KEYS, Holders, Keys
 from kvtier.fleet.controller.member import Member, TierRef
 from kvtier.fleet.controller.settings import HEARTBEAT_SECONDS, IDLE_TIMEOUT_SECONDS
 from kvtier.fleet.member.protocol import (
@@ -291,13 +291,13 @@ class Registry:
                 self._drop(member)
         self.changes.notify()
 
-    def stored(self, member: Member, tier: int, keys: Sequence[ChunkKey]) -> None:
+    def stored(self, member: Member, tier: int, keys: Keys) -> None:
         """Add keys to a member's tier. Ignored for disconnected members."""
         if not member.endpoint.closed:
             self.holders.add(member.places[tier], keys)
             self._after_change()
 
-    def removed(self, member: Member, tier: int, keys: Sequence[ChunkKey]) -> None:
+    def removed(self, member: Member, tier: int, keys: Keys) -> None:
         """Remove keys from a member's tier. Ignored for disconnected members."""
         if not member.endpoint.closed:
             self.holders.remove(member.places[tier], keys)

@@ -10,11 +10,13 @@ from unittest.mock import patch
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from kvtier import native
+from kvtier.errors import ProtocolError
 from kvtier.fleet.controller import holders as holders_module
 from kvtier.fleet.controller.holders import ROWS, SETS_PER_SLICE, Holders
-from kvtier.memory.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey, join_keys
 from tests.rigs.running_controller import keys_of
 
 PLACES = st.integers(0, 3)
@@ -37,14 +39,14 @@ class HoldersMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.slices.stop()
 
-    @rule(place=PLACES, keys=KEY_LISTS)
-    def add(self, place: int, keys: list[ChunkKey]) -> None:
-        self.holders.add(place, keys)
+    @rule(place=PLACES, keys=KEY_LISTS, joined=st.booleans())
+    def add(self, place: int, keys: list[ChunkKey], joined: bool) -> None:
+        self.holders.add(place, join_keys(keys) if joined else keys)
         self.model[place].update(keys)
 
-    @rule(place=PLACES, keys=KEY_LISTS)
-    def remove(self, place: int, keys: list[ChunkKey]) -> None:
-        self.holders.remove(place, keys)
+    @rule(place=PLACES, keys=KEY_LISTS, joined=st.booleans())
+    def remove(self, place: int, keys: list[ChunkKey], joined: bool) -> None:
+        self.holders.remove(place, join_keys(keys) if joined else keys)
         self.model[place].difference_update(keys)
 
     @rule(places=st.sets(PLACES))
@@ -53,9 +55,10 @@ class HoldersMachine(RuleBasedStateMachine):
         for place in places:
             self.model[place].clear()
 
-    @rule(slices=st.sampled_from([1, 2, ROWS // 2, 2 * ROWS + 4]))
-    def sweep(self, slices: int) -> None:
-        for _ in range(slices):
+    @rule(slices=st.sampled_from([1, 2, "half", "all"]))
+    def sweep(self, slices: int | str) -> None:
+        rows = self.holders.rows
+        for _ in range({"half": rows // 2, "all": 2 * rows + 4}.get(slices, slices)):
             self.holders.sweep()
 
     @rule(keys=KEY_LISTS)
@@ -88,10 +91,60 @@ class HoldersMachine(RuleBasedStateMachine):
             assert len(self.holders) == len(set().union(*self.model.values()))
 
 
-TestHolders = HoldersMachine.TestCase
-TestHolders.settings = settings(
+SETTINGS = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+def test_answers_are_those_of_sets_of_keys(implementation: str) -> None:
+    run_state_machine_as_test(HoldersMachine, settings=SETTINGS)
+
+
+def test_sides_answer_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native.available():
+        pytest.skip(native.summary())
+    with_core = Holders()
+    monkeypatch.setattr(native, "available", lambda: False)
+    without = Holders()
+    assert with_core.rows != without.rows, "they are two implementations"
+    rng, keys = random.Random(1), keys_of("many", 3000)
+    for turn in range(300):
+        place, start = rng.randrange(6), rng.randrange(len(keys))
+        some = keys[start : start + rng.randrange(400)]
+        action = rng.choice(["add", "add", "add", "remove", "drop", "sweep"])
+        for side in (with_core, without):
+            if action == "drop":
+                side.drop([place])
+            elif action == "sweep":
+                sweep_all(side)
+            else:
+                getattr(side, action)(place, join_keys(some) if turn % 2 else some)
+        answers = [
+            (side.prefixes(some), side.held(place, some), [side.count(each) for each in range(6)])
+            for side in (with_core, without)
+        ]
+        assert answers[0] == answers[1]
+    for side in (with_core, without):
+        sweep_all(side)
+    assert len(with_core) == len(without)
+
+
+@pytest.mark.parametrize("joined", [bytes(31), bytes(33), bytes(64 + 1)])
+def test_cut_off_keys_are_refused(implementation: str, joined: bytes) -> None:
+    holders = Holders()
+    holders.add(0, bytes(32))
+    for change in (holders.add, holders.remove):
+        with pytest.raises((ValueError, ProtocolError)):
+            change(0, joined)
+    assert len(holders) == holders.count(0) == 1
+
+
+def test_joined_keys_are_single_ones(implementation: str) -> None:
+    holders, keys = Holders(), keys_of("joined", 100)
+    holders.add(0, join_keys(keys))
+    assert holders.prefixes(keys) == {0: 100}
+    holders.remove(0, join_keys(keys[50:]))
+    assert holders.prefixes(keys) == {0: 50}
 
 
 def sweep_all(holders: Holders) -> int:
@@ -111,7 +164,7 @@ def in_all_combinations(places: int) -> tuple[Holders, list[ChunkKey]]:
     return holders, keys
 
 
-def test_dropped_place_is_empty() -> None:
+def test_dropped_place_is_empty(implementation: str) -> None:
     holders, keys = Holders(), keys_of("prompt", 300)
     holders.add(0, keys)
     holders.add(1, keys[:100])
@@ -120,17 +173,17 @@ def test_dropped_place_is_empty() -> None:
     holders.add(0, keys[:7])
     assert holders.prefixes(keys) == {0: 7, 1: 100}
     assert len(holders) == 300, "dropped keys are not swept yet"
-    assert ROWS < sweep_all(holders) <= ROWS + 3
+    assert holders.rows < sweep_all(holders) <= holders.rows + 3
     assert len(holders) == 100
     assert holders.prefixes(keys) == {0: 7, 1: 100}
 
 
-def test_places_dropped_during_a_sweep_are_swept() -> None:
+def test_places_dropped_during_a_sweep_are_swept(implementation: str) -> None:
     holders, keys = Holders(), keys_of("prompt", 3000)
     for place in range(3):
         holders.add(place, keys[1000 * place : 1000 * (place + 1)])
     holders.drop([0])
-    for _ in range(ROWS // 2):
+    for _ in range(holders.rows // 2):
         holders.sweep()
     holders.drop([1])
     sweep_all(holders)
@@ -138,7 +191,7 @@ def test_places_dropped_during_a_sweep_are_swept() -> None:
     assert holders.prefixes(keys[2000:]) == {2: 1000}
 
 
-def test_number_of_keys_is_limited() -> None:
+def test_number_of_keys_is_limited(implementation: str) -> None:
     holders = Holders(max_keys=10 * ROWS)
     keys = keys_of("too many", 20 * ROWS)
     holders.add(0, keys)
@@ -153,7 +206,7 @@ def test_number_of_keys_is_limited() -> None:
     assert all(holders.held(0, keys[:ROWS])), "there is room again"
 
 
-def test_number_of_sets_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_sets_is_limited(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holders_module, "MAX_SETS", 20)
     rng = random.Random(0)
     holders, keys = Holders(), keys_of("mixed", 200)
@@ -172,7 +225,7 @@ def test_number_of_sets_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(holders) == 0
 
 
-def test_unused_sets_are_removed() -> None:
+def test_unused_sets_are_removed(implementation: str) -> None:
     holders, keys = in_all_combinations(12)
     assert holders.needs_sweep
     for bit in range(1, 12):
@@ -183,15 +236,15 @@ def test_unused_sets_are_removed() -> None:
     assert not holders.needs_sweep
 
 
-def test_many_sets_are_swept_in_slices() -> None:
+def test_many_sets_are_swept_in_slices(implementation: str) -> None:
     holders, keys = in_all_combinations(15)
     holders.drop([14])
-    assert sweep_all(holders) > ROWS + 2
+    assert sweep_all(holders) > holders.rows + 2
     assert holders.sets == SETS_PER_SLICE
     assert holders.prefixes([keys[-1]]) == dict.fromkeys(range(14), 1)
 
 
-def test_places_dropped_between_slices_are_swept() -> None:
+def test_places_dropped_between_slices_are_swept(implementation: str) -> None:
     holders, keys = in_all_combinations(15)
     holders.drop([14])
     for place in range(13, 2, -1):
