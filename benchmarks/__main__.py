@@ -58,6 +58,7 @@ SEPARATE = {
     "compare": "installs LMCache",
     "controller_failover": "takes two minutes, and kills what it has started",
     "controller_instances": "starts a thousand processes",
+    "controller_rebuild": "takes 6 GB of memory with the figures of docs/controller.md",
     "faults": "installs LMCache, and mounts a folder",
     "gpu": "needs a GPU",
     "gpu_engine": "needs a GPU and a vLLM for it",

@@ -108,12 +108,13 @@ def measure(instances: int, chunks: int, holders: int, *, native: bool) -> dict[
                 asked = time.perf_counter()
                 client.ask("/lookup", body)
                 lookups.append(time.perf_counter() - asked)
+                assert feeding.poll() is None, "an instance was disconnected"
                 time.sleep(PAUSE_SECONDS)
             seconds = time.monotonic() - began
             spent = controller.cpu_seconds() - cpu
             keys, reports = client.keys(), instances * chunks
             grown = controller.resident_mib() - memory
-            assert keys == reports // holders + instances % holders * chunks, (keys, reports)
+            assert keys == -(-instances // holders) * chunks, keys
         finally:
             feeding.kill()
     ranked = sorted(lookups)

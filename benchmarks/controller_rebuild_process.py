@@ -19,12 +19,14 @@ from blake3 import blake3
 from benchmarks.controller_process import MODEL, PROMPT_TOKENS
 from kvtier.concurrency.processes import raise_file_limit
 from kvtier.fleet.controller.prompts import PromptChunks
+from kvtier.fleet.controller.settings import HEARTBEAT_SECONDS
 from kvtier.fleet.member.inventory_report import KEYS_A_PART
 from kvtier.fleet.member.protocol import (
     CONNECT_PATH,
     VERSION,
     Changed,
     Heartbeat,
+    HeldBy,
     Hello,
     Serves,
     TierDescription,
@@ -62,6 +64,7 @@ class Instance:
         self._chunks = chunks
         self._holders = holders
         self._stream: SocketStream
+        self._sending = anyio.Lock()
 
     async def register(self, port: int, connecting: anyio.CapacityLimiter) -> None:
         """Connect, and say hello."""
@@ -72,10 +75,8 @@ class Instance:
             self._stream = await anyio.connect_tcp("127.0.0.1", port)
             await self._stream.send(HANDSHAKE)
             await self._until(b"\r\n\r\n")
-            state = TierState(0, self._chunks, True, 0, 0)
-            first = [hello, Heartbeat([state], 0, ["vllm"], 0, 0, 0), Serves([MODEL]), WhoHolds(1, b"")]
-            await self._stream.send(b"".join(map(frame, first)))
-            await self._until(b"\x82\x04")
+            await self._send(hello, Serves([MODEL]), WhoHolds(1, b""))
+            await self._until(encode_body(HeldBy(1, [], [])))
 
     async def report(self) -> None:
         """Report all chunks, and wait until the controller has indexed them."""
@@ -85,12 +86,22 @@ class Instance:
             count = min(KEYS_A_PART, self._chunks - start)
             own, held = held[:count], held[count:]
             others = blake3(f"{group} {start}".encode()).digest(KEY_BYTES * (count - len(own)))
-            await self._stream.send(frame(Changed(0, join_keys(own) + others, b"")))
-        await self._stream.send(frame(UpToDate()) + frame(WhoHolds(2, b"")))
-        await self._until(b"\x82\x04")
+            await self._send(Changed(0, join_keys(own) + others, b""))
+        await self._send(UpToDate(), WhoHolds(2, b""))
+        await self._until(encode_body(HeldBy(2, [], [])))
+
+    async def beat(self) -> None:
+        """Send heartbeats, until cancelled."""
+        while True:
+            await self._send(Heartbeat([TierState(0, self._chunks, True, 0, 0)], 0, ["vllm"], 0, 0, 0))
+            await anyio.sleep(HEARTBEAT_SECONDS)
+
+    async def _send(self, *messages: Message) -> None:
+        async with self._sending:
+            await self._stream.send(b"".join(map(frame, messages)))
 
     async def _until(self, end: bytes) -> None:
-        """Read until the bytes are there: an answer without holders is a frame of four bytes."""
+        """Read until the bytes are there."""
         received = b""
         while end not in received:
             received += await self._stream.receive()
@@ -104,12 +115,16 @@ async def main() -> None:
     async with anyio.create_task_group() as tasks:
         for instance in instances:
             tasks.start_soon(instance.register, port, connecting)
-    print("connected", flush=True)
-    await anyio.to_thread.run_sync(sys.stdin.readline)
-    async with anyio.create_task_group() as tasks:
+    async with anyio.create_task_group() as beating:
         for instance in instances:
-            tasks.start_soon(instance.report)
-    print("done", flush=True)
+            beating.start_soon(instance.beat)
+        print("connected", flush=True)
+        await anyio.to_thread.run_sync(sys.stdin.readline)
+        async with anyio.create_task_group() as tasks:
+            for instance in instances:
+                tasks.start_soon(instance.report)
+        print("done", flush=True)
+        await anyio.sleep_forever()
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ ROWS = {
     "controller": ["lookups/s, known keys", "POST /lookup", "from another process", "bytes per key"],
     "controller_failover": ["none", "leader killed"],
     "controller_instances": ["all connected", "GET /instances", "all back after"],
+    "controller_rebuild": ["million reports/s", "bytes per key", "POST /lookup meanwhile"],
     "copies": ["Llama 3.1 8B, bf16, save"],
     "disk": ["write 4 x 1MiB", "cold read 4 x 1MiB"],
     "growth": ["memory: put a chunk", "disk: index", "replace the coldest", "lookup of 32,768 tokens"],

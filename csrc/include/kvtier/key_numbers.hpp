@@ -97,8 +97,8 @@ class KeyNumbers {
 
     static Entry& entry(const Row& row, std::size_t number);
     Found locate(const Row& row, std::uint64_t hash, const std::uint8_t* key) const;
-    void prefetch_places(std::uint64_t hash) const;
-    void prefetch_entry(std::uint64_t hash) const;
+    const Place* first_place(std::uint64_t hash) const;
+    const Entry* first_entry(std::uint64_t hash) const;
     Number number_of(std::uint64_t hash, const std::uint8_t* key) const;
     bool insert(Row& row, std::uint64_t hash, const std::uint8_t* key, Number number);
     void erase(Row& row, std::size_t place);

@@ -87,23 +87,22 @@ KeyNumbers::Found KeyNumbers::locate(const Row& row, std::uint64_t hash, const s
     }
 }
 
-void KeyNumbers::prefetch_places(std::uint64_t hash) const {
+// The place where the search for a key begins; nullptr if the row has none. For prefetching, which must not be in a
+// function without another effect: GCC removes its calls.
+const KeyNumbers::Place* KeyNumbers::first_place(std::uint64_t hash) const {
     const std::vector<Place>& places = rows_[row_of(hash)].places;
-    if (!places.empty()) __builtin_prefetch(&places[home_of(hash) & (places.size() - 1)]);
+    return places.empty() ? nullptr : &places[home_of(hash) & (places.size() - 1)];
 }
 
-void KeyNumbers::prefetch_entry(std::uint64_t hash) const {
+// The entry that a search looks at first; nullptr if there is none.
+const KeyNumbers::Entry* KeyNumbers::first_entry(std::uint64_t hash) const {
     const Row& row = rows_[row_of(hash)];
-    if (row.places.empty()) return;
+    if (row.places.empty()) return nullptr;
     const std::size_t mask = row.places.size() - 1;
     const std::uint32_t tag = tag_of(hash);
-    for (std::size_t at = home_of(hash) & mask; row.places[at] != vacant; at = (at + 1) & mask) {
-        if (!may_be(row.places[at], tag)) continue;
-        const Entry& found = entry(row, entry_of(row.places[at]));
-        __builtin_prefetch(&found);
-        __builtin_prefetch(&found.number);  // Often in the next cache line.
-        return;
-    }
+    std::size_t at = home_of(hash) & mask;
+    while (row.places[at] != vacant && !may_be(row.places[at], tag)) at = (at + 1) & mask;
+    return row.places[at] == vacant ? nullptr : &entry(row, entry_of(row.places[at]));
 }
 
 Number KeyNumbers::number_of(std::uint64_t hash, const std::uint8_t* key) const {
@@ -118,8 +117,15 @@ void KeyNumbers::find(const Keys& keys, std::span<Number> numbers) const {
     std::array<std::uint64_t, group> hashes;
     for (std::size_t start = 0; start < keys.size(); start += group) {
         const std::size_t count = std::min(group, keys.size() - start);
-        for (std::size_t at = 0; at < count; ++at) prefetch_places(hashes[at] = hash_(keys[start + at]));
-        for (std::size_t at = 0; at < count; ++at) prefetch_entry(hashes[at]);
+        for (std::size_t at = 0; at < count; ++at) {
+            hashes[at] = hash_(keys[start + at]);
+            __builtin_prefetch(first_place(hashes[at]));
+        }
+        for (std::size_t at = 0; at < count; ++at) {
+            const Entry* first = first_entry(hashes[at]);
+            __builtin_prefetch(first);
+            if (first != nullptr) __builtin_prefetch(&first->number);  // Often in the next cache line.
+        }
         for (std::size_t at = 0; at < count; ++at) numbers[start + at] = number_of(hashes[at], keys[start + at]);
     }
 }
@@ -144,8 +150,15 @@ std::vector<Moved> KeyNumbers::change(const Keys& keys, const std::function<Numb
     std::array<std::uint64_t, group> hashes;
     for (std::size_t start = 0; start < keys.size(); start += group) {
         const std::size_t count = std::min(group, keys.size() - start);
-        for (std::size_t at = 0; at < count; ++at) prefetch_places(hashes[at] = hash_(keys[start + at]));
-        for (std::size_t at = 0; at < count; ++at) prefetch_entry(hashes[at]);
+        for (std::size_t at = 0; at < count; ++at) {
+            hashes[at] = hash_(keys[start + at]);
+            __builtin_prefetch(first_place(hashes[at]));
+        }
+        for (std::size_t at = 0; at < count; ++at) {
+            const Entry* first = first_entry(hashes[at]);
+            __builtin_prefetch(first);
+            if (first != nullptr) __builtin_prefetch(&first->number);  // Often in the next cache line.
+        }
         for (std::size_t at = 0; at < count; ++at) {
             const std::uint8_t* key = keys[start + at];
             Row& row = rows_[row_of(hashes[at])];

@@ -7,7 +7,7 @@ after the other, large ones in slices, and are not queued before: an instance th
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import anyio
@@ -104,11 +104,14 @@ async def _index(registry: Registry, member: Member, changed: Changed) -> None:
         )
     _count(changed.removed)
     _count(changed.stored)
-    for index, joined in ((registry.removed, changed.removed), (registry.stored, changed.stored)):
-        for start in range(0, len(joined), SLICE_BYTES):
-            index(member, changed.tier, joined[start : start + SLICE_BYTES])
-            if start + SLICE_BYTES < len(joined):
-                await anyio.lowlevel.checkpoint()
+    is_small = len(changed.stored) + len(changed.removed) < SLICE_BYTES // 4
+    # A thousand instances that report all their chunks at once would leave requests no turn for seconds.
+    async with nullcontext() if is_small else registry.indexing:
+        for index, joined in ((registry.removed, changed.removed), (registry.stored, changed.stored)):
+            for start in range(0, len(joined), SLICE_BYTES):
+                index(member, changed.tier, joined[start : start + SLICE_BYTES])
+                if not is_small:
+                    await anyio.lowlevel.checkpoint()
 
 
 def _decode(body: bytes) -> FromInstance:

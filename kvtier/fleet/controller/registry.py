@@ -62,6 +62,8 @@ PING_SECONDS = 2.0
 """Time for an instance to answer a ping when another one connects with the same id."""
 MAX_MEMBERS = 1024
 MAX_GONE = 256
+MAX_INDEXING = 2
+"""Long reports that are indexed at a time, in turns."""
 MAX_HOLDERS = 8
 """Holders returned to an instance that looks up a prompt."""
 SWEEP_SECONDS = 0.005
@@ -145,6 +147,8 @@ class Registry:
         """Disconnected instances by id, the latest one last; :data:`MAX_GONE` at most."""
         self.changes = Changes()
         """Connects, disconnects and reports of instances."""
+        self.indexing = anyio.CapacityLimiter(MAX_INDEXING)
+        """Held while a long report is indexed."""
         self._new_places = itertools.count()
         self._vacant_places: list[int] = []
         self._sources: dict[int, Member] = {}
