@@ -98,7 +98,7 @@ def yaml_blocks(path: Path) -> list[str]:
         DOCS / "peers.md",
         DOCS / "pools.md",
         DOCS / "vllm.md",
-        *sorted(EXAMPLES.rglob("*.yaml")),
+        *sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name not in ("cache.yaml", "serve.yaml")),
     ],
     ids=lambda path: f"{path.parent.name}/{path.name}",
 )
