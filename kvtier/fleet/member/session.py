@@ -67,6 +67,12 @@ MAX_REASON_CHARACTERS = 1000
 MAX_QUESTIONS = 256
 """Maximum number of concurrent ``WhoHolds`` and ``WhoServes``. Further ones are not sent."""
 
+NO_LEASE = "another controller leads now: this one has lost its lease"
+NO_SHARED_STATE = (
+    "controllers with a shared state have led this instance, and this one does not share it: set its --state, or "
+    "restart the instance"
+)
+
 ReplyT = TypeVar("ReplyT", HeldBy, ServedAt)
 AnswerT = TypeVar("AnswerT")
 
@@ -85,7 +91,7 @@ class Term:
         Raises :class:`kvtier.errors.Rejected` if it is of an earlier term itself.
         """
         if number < self.number:
-            raise Rejected("another controller leads now: this one has lost its lease")
+            raise Rejected(NO_LEASE if number else NO_SHARED_STATE)
         self.number = number
         for earlier, running in self._running:
             if earlier < number:

@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from kvtier.fleet.member.protocol import Command, Delete, DeleteAll, Fetch, Pin, Unpin
+from kvtier.fleet.member.session import NO_LEASE, NO_SHARED_STATE
 from kvtier.memory.keys import join_keys
 from kvtier.testing.backend import make_key
 from tests.fleet.member.conftest import Node, OpenNode
@@ -19,7 +20,6 @@ from tests.rigs.waiting import until
 pytestmark = pytest.mark.anyio
 
 RAM = 0
-REFUSED = "another controller leads now: this one has lost its lease"
 
 
 @asynccontextmanager
@@ -49,7 +49,8 @@ async def test_command_of_an_earlier_term_is_refused(name: str, open_node: OpenN
         joined = join_keys(keys)
         for conversation, term in ((old, 7), (new, 8), (new, 8)):
             await conversation.done(lambda ticket, term=term: Pin(ticket, joined, 60.0, term=term))
-        assert await old.failed(lambda ticket: COMMANDS[name](ticket, joined, 7)) == REFUSED
+        assert await old.failed(lambda ticket: COMMANDS[name](ticket, joined, 7)) == NO_LEASE
+        assert await old.failed(lambda ticket: COMMANDS[name](ticket, joined, 0)) == NO_SHARED_STATE
         assert one.holds(keys, RAM) == [0, 1, 2, 3]
         assert one.cache.catalog.pinned == 4
         await new.done(lambda ticket: DeleteAll(ticket, None, term=9))
