@@ -69,8 +69,8 @@ MAX_QUESTIONS = 256
 
 NO_LEASE = "another controller leads now: this one has lost its lease"
 NO_SHARED_STATE = (
-    "controllers with a shared state have led this instance, and this one does not share it: set its --state, or "
-    "restart the instance"
+    "controllers with a shared state have led this instance, and this one does not share it: set its "
+    "--state, or restart the instance"
 )
 
 ReplyT = TypeVar("ReplyT", HeldBy, ServedAt)
