@@ -56,7 +56,8 @@ def _check_state(state: str) -> str:
     address = urlsplit(state)
     if address.password is not None:
         raise ValueError("the password would be seen in the list of processes: use --state-password-file")
-    if address.scheme != "unix" and not address.hostname:
+    # An invalid port is a ValueError of its own.
+    if address.scheme != "unix" and not (address.hostname and address.port != 0):
         raise ValueError(f"{state!r} is not a URL of Redis: use redis://HOST:PORT/DATABASE")
     return state
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import anyio
 import httpx
 import pytest
 
@@ -74,12 +75,37 @@ def test_listening_for_other_hosts_requires_a_token(listen: str, local: bool) ->
         ({"heartbeat": "0s"}, "--heartbeat: "),
         ({"token": "short"}, "--token: it has fewer than 16 characters"),
         ({"tls_key": "key.pem"}, "--tls-certificate and --tls-key"),
+        ({"state": "redis://:hunter2@host"}, "--state: .*use --state-password-file"),
+        ({"state": "redis://host:port"}, "--state: .*'port'"),
+        ({"state": "valkey:///1"}, "--state: .*redis://HOST:PORT/DATABASE"),
+        ({"state": "s3://bucket"}, "--state: .*s3://bucket"),
+        ({"advertise": "host:9000"}, "--advertise: .*does not begin with http"),
     ],
 )
 def test_invalid_settings_are_named(wrong: dict[str, str], message: str) -> None:
     with pytest.raises(SettingsError, match=message) as raised:
         ServiceSettings.of(**wrong)
     assert wrong.get("token", "?") not in str(raised.value)
+    assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "url"),
+    [
+        ({}, "http://127.0.0.1:9000"),
+        ({"listen": "0.0.0.0:9000", "token": TOKEN}, f"http://{socket.gethostname()}:9000"),
+        ({"advertise": "https://controller-1:9000/"}, "https://controller-1:9000"),
+        ({"tls_certificate": "c.pem", "tls_key": "k.pem"}, "https://127.0.0.1:9000"),
+    ],
+)
+def test_others_reach_it_at_its_address(settings: dict[str, str], url: str) -> None:
+    assert ServiceSettings.of(**settings).reached_at(9000) == url
+
+
+def test_shared_state_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvtier.fleet.controller.shared_state", None)
+    with pytest.raises(SettingsError, match=r'requires pip install "kvtier\[redis\]"'):
+        anyio.run(serve, ServiceSettings.of(state="redis://127.0.0.1:9"))
 
 
 # In this process
