@@ -20,7 +20,7 @@ from kvtier.memory.header import object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.answers import report_of
 from kvtier.observability.whatif.estimate import Estimate
-from kvtier.observability.whatif.estimator import HALVINGS, Estimator
+from kvtier.observability.whatif.estimator import BUDGET, HALVINGS, Estimator
 from kvtier.pipeline.query import Expected, Query
 from kvtier.settings import DEFAULT_EVICTION
 from kvtier.tiers.planner import FIRST
@@ -31,8 +31,10 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
-def reports_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without a pause, and all the time that they take: 0.3 s of a slow machine are a minute of it."""
     monkeypatch.setattr("kvtier.observability.whatif.estimator.REPORT_SECONDS", 0.0)
+    monkeypatch.setattr("kvtier.observability.whatif.estimator.BUDGET", 1.0)
 
 
 TOKEN_BYTES, CHUNK_TOKENS = 64, 16
@@ -66,11 +68,7 @@ def chunks_of(instance: Instance) -> int:
 
 
 @pytest.mark.parametrize("eviction", ["lru", DEFAULT_EVICTION])
-async def test_estimate_of_today_is_the_measured_hit_rate(
-    eviction: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Within the real one, it takes 20 s.
-    monkeypatch.setattr("kvtier.observability.whatif.estimator.BUDGET", 1.0)
+async def test_estimate_of_today_is_the_measured_hit_rate(eviction: str) -> None:
     prompts = chats(150, 8)
     async with opened(eviction=eviction) as (instance, model):
         for prompt in prompts:
@@ -161,7 +159,6 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_overload_drops_lookups_and_lowers_the_sample(
     monkeypatch: pytest.MonkeyPatch, lowered: list[int]
 ) -> None:
-    monkeypatch.setattr("kvtier.observability.whatif.estimator.BUDGET", 1.0)
     stored: list[Sequence[ChunkKey]] = []
     monkeypatch.setattr(Estimate, "stored", lambda _, keys: stored.append(keys))
     estimator = Estimator(estimate_of(settings_of({"chunks": 2000})))
@@ -248,6 +245,7 @@ async def test_thread_waits_until_its_time_is_within_the_budget(monkeypatch: pyt
         waits.append(seconds)
 
     monkeypatch.setattr("kvtier.observability.whatif.estimator.anyio.sleep", sleep)
+    monkeypatch.setattr("kvtier.observability.whatif.estimator.BUDGET", BUDGET)
     estimator = Estimator(estimate_of(settings_of({"chunks": 10})))
     await estimator._pace(0.05)
     await estimator._pace(0.01)
