@@ -3,13 +3,13 @@
 A *place* is one tier of one instance, identified by a small integer. Chunks of one prompt are mostly held by
 the same places. So a key maps to the number of an interned *set* of places, and adding or removing a place is
 a lookup of the transition from that set. The table of keys is the native core's, or 256 dictionaries without
-it: 3 times as much memory, and some 30 times as much time.
+it: 3 times as much memory, and twice the time of a rebuild, messages included.
 
 Keys are added to a place under a *label*, which is never reused. Dropping a place removes its label in
 constant time; sets and keys that still refer to the label are swept in slices, between other work.
 
 Synchronous, not thread-safe. Takes about 45 bytes for each key, and none for its second place:
-``benchmarks/controller.py`` measures it.
+``benchmarks/controller_rebuild.py`` measures it.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ class Holders:
         return self._table.rows
 
     def add(self, place: int, keys: Keys) -> None:
-        """Add keys to a place. Takes about 50 ns per key (1 µs without the native core)."""
+        """Add keys to a place. Takes 65 to 150 ns per key (1 µs without the native core)."""
         label = self._labels.get(place)
         if label is None:
             label = self._labels[place] = next(self._new_labels)
