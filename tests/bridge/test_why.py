@@ -8,6 +8,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import anyio.lowlevel
 import msgspec
 import pytest
 import yaml
@@ -72,6 +73,7 @@ async def test_requests_without_an_outcome_are_forgotten() -> None:
             request = Lookup(ticket, join_keys(KEYS[:1]), CHUNK_TOKENS, described=RequestInfo())
             _, found = engine.look_up(request)
             engine.explain(request, found, log)
+            await anyio.lowlevel.checkpoint()
         for ticket in (1, MAX_ASKED + 99):
             engine.end(Outcome(ticket, f"r{ticket}", CHUNK_TOKENS, 0), log)
         [kept, forgotten] = [report.misses[0].reason for report in log.report("", 10).requests]
