@@ -41,6 +41,8 @@ logger = logging.getLogger("kvtier.controller")
 
 SETTLE_SECONDS = MAX_PAUSE + 2.0
 """After this, instances that were registered before have found a controller that has started."""
+PAUSE_SECONDS = 1.0
+"""In which another controller may lead, after this one could not."""
 FINISH_SECONDS = 5.0
 """Grace period for operations in flight at shutdown."""
 MAX_CONNECTIONS = MAX_MEMBERS + MAX_READERS + 960
@@ -125,6 +127,10 @@ class Controller:
                             await self._stepping_down.wait()
                     except ControllerError as error:
                         logger.warning("this controller cannot lead: %s", error)
+                        await anyio.sleep(PAUSE_SECONDS)
+                    except Exception:  # A bug, which must not end lookups.
+                        logger.exception("this controller cannot lead")
+                        await anyio.sleep(PAUSE_SECONDS)
                     self.operations = operations
 
             try:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import anyio
 import msgspec
@@ -23,6 +23,7 @@ from redis.exceptions import AuthenticationError, RedisError
 
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import ControllerError
+from kvtier.fleet.controller.history import Kind
 from kvtier.fleet.controller.state import EVENTS, OPERATIONS, PINS, Row, State, Table, Value
 
 logger = logging.getLogger("kvtier.controller")
@@ -211,9 +212,7 @@ class SharedState(State):
                 stored = await self._server.hgetall(PREFIX + table.name)
             except RedisError as error:
                 raise ControllerError(f"{self.name} does not answer: {error}") from error
-            self._rows[table.name] = [
-                msgspec.msgpack.decode(key) + msgspec.msgpack.decode(rest) for key, rest in stored.items()
-            ]
+            self._rows[table.name] = self.decoded(stored.items(), _decode_row)
 
     async def _write(self, term: int) -> None:
         """Write, and renew the lease, until it is lost."""
@@ -289,27 +288,32 @@ class SharedState(State):
 
     def add_samples(self, level: int, at: int, oldest: int, samples: Iterable[tuple[str, bytes]]) -> None:
         """Write samples, soon. The server deletes them when they are as old as ``oldest`` is now."""
+        names = set()
         for series, sample in samples:
-            self._add("HSET", _history(level, at), series, sample)
-        self._add("EXPIREAT", _history(level, at), 2 * at - oldest)
+            name = _history(level, at, series.partition(":")[0])
+            names.add(name)
+            self._add("HSET", name, series, sample)
+        for name in names:
+            self._add("EXPIREAT", name, 2 * at - oldest)
 
     async def samples(self, level: int, times: Sequence[int], first: str, last: str) -> list[Row]:
         """Return samples, in one call. Raises: ControllerError."""
         pipeline = self._server.pipeline(transaction=False)
-        one = first if last == f"{first}\0" else None
-        for at in times:
-            pipeline.hgetall(_history(level, at)) if one is None else pipeline.hmget(
-                _history(level, at), [one]
-            )
+        kind, colon, _ = first.partition(":")
+        is_one = last == f"{first}\0"
+        asked = [(at, each) for at in times for each in ((kind,) if colon else get_args(Kind))]
+        for at, each in asked:
+            name = _history(level, at, each)
+            pipeline.hmget(name, [first]) if is_one else pipeline.hgetall(name)
         try:
             answers = await pipeline.execute()
         except (RedisError, OSError) as error:
             raise ControllerError(f"{self.name} does not answer, so there is no history: {error}") from error
         rows: list[Row] = []
-        for at, answer in zip(times, answers, strict=True):
-            found = answer.items() if one is None else [(one.encode(), sample) for sample in answer if sample]
-            rows += ((series.decode(), at, sample) for series, sample in found)
-        return [row for row in rows if first <= row[0] < last]
+        for (at, _), answer in zip(asked, answers, strict=True):
+            found = [(first.encode(), answer[0])] if is_one else answer.items()
+            rows += ((series.decode(), at, sample) for series, sample in found if sample is not None)
+        return rows
 
     def _add(self, *command: bytes | str | int) -> None:
         if self._leads:
@@ -319,8 +323,13 @@ class SharedState(State):
             self._to_write.set()
 
 
-def _history(level: int, at: int) -> str:
-    return f"{PREFIX}history:{level}:{at}"
+def _decode_row(stored: tuple[bytes, bytes]) -> Row:
+    key, rest = (msgspec.msgpack.decode(part, type=list) for part in stored)
+    return [*key, *rest]
+
+
+def _history(level: int, at: int, kind: str) -> str:
+    return f"{PREFIX}history:{level}:{at}:{kind}"
 
 
 def _milliseconds(seconds: float) -> int:

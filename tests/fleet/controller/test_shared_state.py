@@ -158,7 +158,22 @@ async def test_samples_are_found_by_time_and_series_and_expire(server: RedisServ
         assert of_a == [("instance:a", at, b"%d" % at) for at in times[:2]]
         assert [row[:2] for row in of_all] == [(name, at) for at in times[:2] for name in names[1:3]]
         assert await state.samples(1, times, "fleet:", "fleet;") == []
-        assert server.command("EXPIRETIME", f"{PREFIX}history:0:{now}") == now + 3600
+        for kind in ("fleet", "instance", "model"):
+            assert server.command("EXPIRETIME", f"{PREFIX}history:0:{now}:{kind}") == now + 3600
+        assert sorted(row[0] for row in await state.samples(0, [now], "", "~")) == sorted(names)
+
+
+async def test_damaged_rows_are_skipped_with_a_warning(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or one of them would keep every controller from leading."""
+    async with leader(server) as state:
+        state.put(EVENTS, EVENT)
+    for key, rest in ((b"\xc1", b"\x90"), (b"\x07", b"\x90"), (b"\x91\xa1a", b"text")):
+        server.command("HSET", PREFIX + "events", key, rest)
+    async with leader(server) as state:
+        assert [tuple(row) for row in state.rows(EVENTS)] == [EVENT]
+    assert caplog.text.count("a damaged row is skipped") == 3
 
 
 async def test_wrong_password_is_refused_at_once(tmp_path: Path) -> None:

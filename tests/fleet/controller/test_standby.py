@@ -221,6 +221,20 @@ async def test_without_a_leader_requests_are_refused_and_lookups_answered(
                 await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)
 
 
+async def test_bug_of_a_leader_ends_its_term_and_no_lookup(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serve, "PAUSE_SECONDS", 0.1)
+    async with running_controller(tmp_path, state=server.tier()["url"]) as controller:
+        with monkeypatch.context() as patched:
+            patched.setattr(serve, "Pins", lambda state: 1 / 0)
+            await until(lambda: "ZeroDivisionError" in caplog.text)
+            assert not leads(controller)
+            assert (await controller.get("/healthz"))["status"] == "ok"
+        await until(lambda: leads(controller))
+        assert await controller.get("/events") == {"events": []}
+
+
 async def test_one_may_start_before_its_server(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     async with running_controller(tmp_path, state=server.tier()["url"]) as controller:
