@@ -31,7 +31,7 @@ Position = tuple[str, str | None]
 MAX_ENDED = 10_000
 MAX_UNFINISHED = 1_000
 """Backpressure: further operations are refused until some have finished."""
-RESTARTED = "the controller was restarted, too long after it was stopped or as an earlier version"
+INTERRUPTED = "it was interrupted, and is too old to be continued or was stored by an earlier version"
 PARTIAL_PROGRESS = "chunks confirmed before that keep their new state: repeat the request to do the rest"
 
 
@@ -146,10 +146,13 @@ class EventLog:
             self._ends[event.event_id] = anyio.Event()
             operation = operations.get(event.event_id)
             if operation is None or event.created_at < self._clock() - self._keep:
-                self.fail(event, f"{RESTARTED}; {PARTIAL_PROGRESS}")
+                self.fail(event, f"{INTERRUPTED}; {PARTIAL_PROGRESS}")
             else:
                 event.state, event.started_at = "queued", None
                 self.interrupted[event.event_id] = operation
+        # A controller may have been killed between the end of an event and this.
+        leftovers = operations.keys() - self._ends.keys()
+        self._state.delete(OPERATIONS, [(event_id,) for event_id in leftovers])
         ended = (event for event in events if event.ended)
         self._ended = deque(sorted(ended, key=lambda event: event.ended_at or 0.0))
         self._expire()

@@ -14,7 +14,7 @@ import pytest
 from kvtier.errors import ControllerError
 from kvtier.fleet.controller import events as events_module
 from kvtier.fleet.controller.errors import TooManyOperations, UnknownName
-from kvtier.fleet.controller.events import RESTARTED, Event, EventLog
+from kvtier.fleet.controller.events import INTERRUPTED, Event, EventLog
 from kvtier.fleet.controller.settings import KEEP_SECONDS
 from kvtier.fleet.controller.state import EVENTS, OPERATIONS, FileState
 from tests.rigs.clock import Clock
@@ -131,6 +131,15 @@ async def test_unfinished_events_are_queued_again_with_their_operation(tmp_path:
         assert [event_id for event_id, _ in state.rows(OPERATIONS)] == [running.event_id]
 
 
+def test_operations_of_events_that_have_ended_are_deleted(state: FileState) -> None:
+    """A controller may be killed between the two writes, in either order."""
+    ended = finished(EventLog(state))
+    for event_id in (ended.event_id, "never created"):
+        state.put(OPERATIONS, (event_id, b"an operation"))
+    assert EventLog(state).interrupted == {}
+    assert state.rows(OPERATIONS) == []
+
+
 @pytest.mark.parametrize("why", ["too old", "of an earlier version"])
 async def test_what_cannot_be_continued_has_failed(tmp_path: Path, why: str) -> None:
     clock = Clock()
@@ -144,7 +153,7 @@ async def test_what_cannot_be_continued_has_failed(tmp_path: Path, why: str) -> 
         again = log.find(event.event_id)
         assert (again.state, log.unfinished, log.interrupted) == ("failed", 0, {})
         assert again.error is not None
-        assert RESTARTED in again.error
+        assert INTERRUPTED in again.error
         assert state.rows(OPERATIONS) == []
         assert EventLog(state, clock=clock).find(event.event_id).error == again.error
 
