@@ -99,6 +99,7 @@ class KeyNumbers {
     Found locate(const Row& row, std::uint64_t hash, const std::uint8_t* key) const;
     const Place* first_place(std::uint64_t hash) const;
     const Entry* first_entry(std::uint64_t hash) const;
+    void prepare(const Keys& keys, std::size_t start, std::span<std::uint64_t> hashes) const;
     Number number_of(std::uint64_t hash, const std::uint8_t* key) const;
     bool insert(Row& row, std::uint64_t hash, const std::uint8_t* key, Number number);
     void erase(Row& row, std::size_t place);

@@ -87,8 +87,7 @@ KeyNumbers::Found KeyNumbers::locate(const Row& row, std::uint64_t hash, const s
     }
 }
 
-// The place where the search for a key begins; nullptr if the row has none. For prefetching, which must not be in a
-// function without another effect: GCC removes its calls.
+// The place where the search for a key begins; nullptr if the row has none.
 const KeyNumbers::Place* KeyNumbers::first_place(std::uint64_t hash) const {
     const std::vector<Place>& places = rows_[row_of(hash)].places;
     return places.empty() ? nullptr : &places[home_of(hash) & (places.size() - 1)];
@@ -105,6 +104,19 @@ const KeyNumbers::Entry* KeyNumbers::first_entry(std::uint64_t hash) const {
     return row.places[at] == vacant ? nullptr : &entry(row, entry_of(row.places[at]));
 }
 
+// Hash keys, and prefetch what they are compared with. One function: GCC removes the calls of one that only prefetches.
+void KeyNumbers::prepare(const Keys& keys, std::size_t start, std::span<std::uint64_t> hashes) const {
+    for (std::size_t at = 0; at < hashes.size(); ++at) {
+        hashes[at] = hash_(keys[start + at]);
+        __builtin_prefetch(first_place(hashes[at]));
+    }
+    for (const std::uint64_t hash : hashes) {
+        const Entry* first = first_entry(hash);
+        __builtin_prefetch(first);
+        if (first != nullptr) __builtin_prefetch(&first->number);  // Often in the next cache line.
+    }
+}
+
 Number KeyNumbers::number_of(std::uint64_t hash, const std::uint8_t* key) const {
     const Row& row = rows_[row_of(hash)];
     if (row.places.empty()) return no_number;
@@ -117,15 +129,7 @@ void KeyNumbers::find(const Keys& keys, std::span<Number> numbers) const {
     std::array<std::uint64_t, group> hashes;
     for (std::size_t start = 0; start < keys.size(); start += group) {
         const std::size_t count = std::min(group, keys.size() - start);
-        for (std::size_t at = 0; at < count; ++at) {
-            hashes[at] = hash_(keys[start + at]);
-            __builtin_prefetch(first_place(hashes[at]));
-        }
-        for (std::size_t at = 0; at < count; ++at) {
-            const Entry* first = first_entry(hashes[at]);
-            __builtin_prefetch(first);
-            if (first != nullptr) __builtin_prefetch(&first->number);  // Often in the next cache line.
-        }
+        prepare(keys, start, std::span(hashes).first(count));
         for (std::size_t at = 0; at < count; ++at) numbers[start + at] = number_of(hashes[at], keys[start + at]);
     }
 }
@@ -150,15 +154,7 @@ std::vector<Moved> KeyNumbers::change(const Keys& keys, const std::function<Numb
     std::array<std::uint64_t, group> hashes;
     for (std::size_t start = 0; start < keys.size(); start += group) {
         const std::size_t count = std::min(group, keys.size() - start);
-        for (std::size_t at = 0; at < count; ++at) {
-            hashes[at] = hash_(keys[start + at]);
-            __builtin_prefetch(first_place(hashes[at]));
-        }
-        for (std::size_t at = 0; at < count; ++at) {
-            const Entry* first = first_entry(hashes[at]);
-            __builtin_prefetch(first);
-            if (first != nullptr) __builtin_prefetch(&first->number);  // Often in the next cache line.
-        }
+        prepare(keys, start, std::span(hashes).first(count));
         for (std::size_t at = 0; at < count; ++at) {
             const std::uint8_t* key = keys[start + at];
             Row& row = rows_[row_of(hashes[at])];
