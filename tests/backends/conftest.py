@@ -10,6 +10,7 @@ import pytest
 
 from tests.rigs.redis_pool import Start
 from tests.rigs.servers.redis import RedisServer
+from tests.rigs.servers.running import running
 from tests.rigs.servers.s3 import S3Server
 from tests.rigs.servers.valkey import ValkeyServer
 
@@ -37,7 +38,5 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """An S3 server shared by all tests that do not damage it."""
-    if reason := S3Server.missing():
-        pytest.skip(reason)
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+    with running(S3Server, tmp_path_factory) as server:
         yield server

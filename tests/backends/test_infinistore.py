@@ -31,6 +31,7 @@ from tests.rigs.chunks import FAILED, FULL, MISS, OK, blanks, chunks
 from tests.rigs.composed_backends import SealedSuite
 from tests.rigs.open_files import open_files
 from tests.rigs.servers.infinistore import HOST, InfiniStoreServer
+from tests.rigs.servers.running import running
 from tests.rigs.tcp_server import serving
 
 pytestmark = pytest.mark.anyio
@@ -41,19 +42,17 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InfiniStoreServer]:
-    if reason := InfiniStoreServer.missing():
-        pytest.skip(reason)
-    with InfiniStoreServer(tmp_path_factory.mktemp("i")) as server:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InfiniStoreServer]:
+    with running(InfiniStoreServer, tmp_path_factory) as server:
         yield server
 
 
 @pytest.fixture
-def server(running: InfiniStoreServer) -> InfiniStoreServer:
+def server(shared: InfiniStoreServer) -> InfiniStoreServer:
     """A freshly started server."""
-    running.kill()
-    running.start()
-    return running
+    shared.kill()
+    shared.start()
+    return shared
 
 
 def backend_on(server: InfiniStoreServer, **more: Any) -> InfiniStoreBackend:
@@ -71,8 +70,8 @@ class TestInfiniStore(BackendConformance):
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _server(cls, running: InfiniStoreServer) -> None:
-        cls.server = running
+    def _server(cls, shared: InfiniStoreServer) -> None:
+        cls.server = shared
 
     @pytest.fixture(autouse=True)
     def _empty(self) -> None:

@@ -18,6 +18,7 @@ from kvtier.testing.backend import make_key, noise, same
 from tests.rigs import chunks
 from tests.rigs.chunks import FAILED, FULL, MISS, OK
 from tests.rigs.servers.infinistore import InfiniStoreServer
+from tests.rigs.servers.running import running
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
@@ -95,9 +96,7 @@ class Connection:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InfiniStoreServer]:
-    if reason := InfiniStoreServer.missing():
-        pytest.skip(reason)
-    with InfiniStoreServer(tmp_path_factory.mktemp("i")) as server:
+    with running(InfiniStoreServer, tmp_path_factory) as server:
         yield server
 
 

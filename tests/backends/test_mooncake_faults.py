@@ -27,6 +27,7 @@ from tests.rigs import chunks
 from tests.rigs.chunks import FAILED, FULL, MISS, OK, filled
 from tests.rigs.open_files import open_files
 from tests.rigs.servers.mooncake import HOST, MooncakeServer
+from tests.rigs.servers.running import running
 from tests.rigs.tcp_server import serving
 
 pytestmark = pytest.mark.anyio
@@ -39,9 +40,7 @@ KEYS = [make_key(number) for number in range(20)]
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServer]:
     """A running pool, shared by the tests of this module."""
-    if reason := MooncakeServer.missing():
-        pytest.skip(reason)
-    with MooncakeServer(tmp_path_factory.mktemp("pool")) as server:
+    with running(MooncakeServer, tmp_path_factory) as server:
         yield server
 
 

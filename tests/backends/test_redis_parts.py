@@ -13,6 +13,7 @@ from kvtier.backends.redis.protocol import Commands
 from kvtier.concurrency.sockets.connection import Connection, Operation, Progress
 from kvtier.memory.keys import ChunkKey
 from tests.rigs.servers.redis import RedisServer
+from tests.rigs.servers.running import running
 
 KEY = ChunkKey(bytes(32))
 COMMANDS = Commands("kvtier:", None, in_parts=True)
@@ -20,9 +21,7 @@ COMMANDS = Commands("kvtier:", None, in_parts=True)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    if reason := RedisServer.missing():
-        pytest.skip(reason)
-    with RedisServer(tmp_path_factory.mktemp("r")) as server:
+    with running(RedisServer, tmp_path_factory) as server:
         yield server
 
 

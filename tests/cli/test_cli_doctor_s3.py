@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli import checks
+from tests.rigs.servers.running import running
 from tests.rigs.servers.s3 import READER_KEY, SECRET_KEY, S3Server
 
 from .conftest import RAM, Kvtier
@@ -17,9 +18,7 @@ from .conftest import RAM, Kvtier
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    if reason := S3Server.missing():
-        pytest.skip(reason)
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+    with running(S3Server, tmp_path_factory) as server:
         yield server
 
 

@@ -15,6 +15,7 @@ from kvtier.cli import lmcache
 from kvtier.errors import SettingsError
 from kvtier.plugins import load_all
 from kvtier.settings.lmcache import COMMAND
+from tests.rigs.lmcache_guides import CPU_OFFLOAD, FIRST, INFINISTORE, INSTANCE_1, INSTANCE_2, SECOND
 from tools import lmcache_reference
 
 from .conftest import Kvtier, Result
@@ -22,65 +23,6 @@ from .conftest import Kvtier, Result
 SECRET = "a password of nobody"
 GUIDES = Path(__file__).parents[2] / "docs"
 
-CPU_OFFLOAD = "chunk_size: 256\nlocal_cpu: true # default\nmax_local_cpu_size: 5.0 # default\n"
-PREFILLER_1 = """
-local_cpu: False
-max_local_cpu_size: 0
-max_local_disk_size: 0
-remote_serde: NULL
-enable_nixl: True
-nixl_role: "sender"          # Prefiller acts as KV cache sender
-nixl_peer_host: "localhost"
-nixl_peer_port: 55555
-nixl_buffer_size: 1073741824
-nixl_buffer_device: "cuda"
-nixl_enable_gc: True
-"""
-DECODER_1 = PREFILLER_1.replace("sender", "receiver")
-PREFILLER_2 = """
-local_cpu: False
-enable_pd: True
-transfer_channel: "nixl"
-pd_role: "sender"
-pd_proxy_host: "localhost"
-pd_proxy_port: 7500
-pd_buffer_size: 1073741824
-pd_buffer_device: "cuda"
-"""
-DECODER_2 = """
-local_cpu: False
-enable_pd: True
-transfer_channel: "nixl"
-pd_role: "receiver"
-pd_peer_host: "localhost"
-pd_peer_init_port: 7300
-pd_peer_alloc_port: 7400
-pd_buffer_size: 1073741824
-pd_buffer_device: "cuda"
-"""
-INFINISTORE = """
-chunk_size: 256
-remote_url: "infinistore://127.0.0.1:12345/?device=mlx5_1"
-remote_serde: "naive"
-local_cpu: False
-max_local_cpu_size: 5
-"""
-INSTANCE_1 = """
-chunk_size: 256
-local_cpu: True
-max_local_cpu_size: 5
-enable_controller: True
-lmcache_instance_id: "lmcache_instance_1"
-controller_pull_url: "localhost:8300"
-controller_reply_url: "localhost:8400"
-lmcache_worker_ports: 8500
-enable_p2p: True
-p2p_host: "localhost"
-p2p_init_ports: 8200
-p2p_lookup_ports: 8201
-transfer_channel: "nixl"
-"""
-INSTANCE_2 = INSTANCE_1.replace("8500", "8501").replace("8200", "8202").replace("8201", "8203")
 CONNECTOR = """{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer","kv_connector_extra_config":
 {"discard_partial_chunks": false, "lmcache_rpc_port": "consumer1"}}"""
 
@@ -131,7 +73,7 @@ GUIDES_AND_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "host memory": (CPU_OFFLOAD, {"chunk_tokens": 256, "tiers": [RAM]}),
     "huge pages": ("local_cpu_use_hugepages: true", {"tiers": [{**RAM, "type": "hugepage"}]}),
     "prefill, first generation": (
-        PREFILLER_1,
+        FIRST.prefiller,
         {
             "role": "prefill",
             "tiers": [SMALL],
@@ -140,7 +82,7 @@ GUIDES_AND_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "decode, first generation": (
-        DECODER_1,
+        FIRST.decoder,
         {
             "role": "decode",
             "tiers": [SMALL],
@@ -148,9 +90,9 @@ GUIDES_AND_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             "kv_transfer": TRANSFER,
         },
     ),
-    "prefill": (PREFILLER_2, {"role": "prefill", "tiers": [RAM], "peer": PEER, "kv_transfer": TRANSFER}),
+    "prefill": (SECOND.prefiller, {"role": "prefill", "tiers": [RAM], "peer": PEER, "kv_transfer": TRANSFER}),
     "decode": (
-        DECODER_2,
+        SECOND.decoder,
         {
             "role": "decode",
             "tiers": [RAM],
@@ -236,8 +178,8 @@ def test_variables_of_the_guide(kvtier: Kvtier, file: Path, monkeypatch: pytest.
     ("text", "role"),
     [
         (CPU_OFFLOAD, "kv_both"),
-        (PREFILLER_1, "kv_producer"),
-        (DECODER_2, "kv_consumer"),
+        (FIRST.prefiller, "kv_producer"),
+        (SECOND.decoder, "kv_consumer"),
         (CONNECTOR, "kv_consumer"),
         ('{"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}', "kv_both"),
     ],

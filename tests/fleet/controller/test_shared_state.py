@@ -15,6 +15,7 @@ from kvtier.fleet.controller import shared_state
 from kvtier.fleet.controller.shared_state import LEASE, PREFIX, SharedState
 from kvtier.fleet.controller.state import EVENTS, OPERATIONS, PINS
 from tests.rigs.servers.redis import RedisServer
+from tests.rigs.servers.running import running
 from tests.rigs.servers.valkey import ValkeyServer
 from tests.rigs.waiting import until
 
@@ -26,9 +27,7 @@ PINS_OF_A = [("a", b"l" * 32, b"k" * 64, until, 1000.0) for until in (None, 2000
 
 @pytest.fixture(scope="module", params=[RedisServer, ValkeyServer], ids=["Redis", "Valkey"])
 def module_server(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    if reason := request.param.missing():
-        pytest.skip(reason)
-    with request.param(tmp_path_factory.mktemp("server")) as server:
+    with running(request.param, tmp_path_factory) as server:
         yield server
 
 

@@ -24,6 +24,7 @@ from tests.rigs.running_controller import (
     running_controller,
 )
 from tests.rigs.servers.redis import RedisServer
+from tests.rigs.servers.running import running
 from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -33,9 +34,7 @@ TOKEN = "an unguessable token"
 
 @pytest.fixture(scope="module")
 def module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    if reason := RedisServer.missing():
-        pytest.skip(reason)
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+    with running(RedisServer, tmp_path_factory) as server:
         yield server
 
 
