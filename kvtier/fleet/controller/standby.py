@@ -71,7 +71,9 @@ class Standby:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or forward it."""
-        if scope["type"] != "http" or self._answers(scope["path"]):
+        # A target such as `@host/` would become a part of the leader's address.
+        is_path = scope["type"] == "http" and scope["raw_path"].startswith(b"/")
+        if not is_path or self._answers(scope["path"]):
             await self._app(scope, receive, send)
             return
         if (refusal := self._authenticator.refusal(HTTPConnection(scope))) is not None:

@@ -11,12 +11,14 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from anyio.abc import ByteStream, SocketAttribute
 
 from kvtier.fleet.controller import serve, standby
 from tests.rigs.running_controller import (
     A_TO_B,
     KEYS,
     RAM,
+    TIMEOUT_SECONDS,
     TOKENS,
     Gate,
     RunningController,
@@ -160,6 +162,28 @@ async def test_requests_of_other_sites_are_not_forwarded(tmp_path: Path, server:
         assert (await second.client.post("/clear", json={}, headers=foreign)).status_code == 403
         own = {"Origin": second.url}
         assert (await second.client.post("/clear", json={}, headers=own)).status_code == 422
+
+
+@pytest.mark.parametrize("target", ["@127.0.0.1:{port}/events", "http://127.0.0.1:{port}/events", "*"])
+async def test_request_is_forwarded_to_the_leader_only(
+    target: str, tmp_path: Path, server: RedisServer
+) -> None:
+    async with two(tmp_path, server) as (_, second), await anyio.create_tcp_listener() as elsewhere:
+        port = elsewhere.extra(SocketAttribute.local_port)
+        request = f"GET {target.format(port=port)} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        reached = anyio.Event()
+
+        async def accept(_: ByteStream) -> None:
+            reached.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(elsewhere.serve, accept)
+            async with await anyio.connect_tcp("127.0.0.1", second.port) as client:
+                await client.send(request.encode())
+                with anyio.fail_after(TIMEOUT_SECONDS):
+                    assert (await client.receive()).startswith(b"HTTP/1.1 404")
+            tasks.cancel_scope.cancel()
+        assert not reached.is_set()
 
 
 async def test_stream_is_forwarded_until_the_reader_leaves(tmp_path: Path, server: RedisServer) -> None:
