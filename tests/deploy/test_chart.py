@@ -292,6 +292,11 @@ def test_several_controllers_share_a_state_and_are_all_registered_with(
     urls = [f"http://r-controller-{number}.r-controller:9000" for number in range(3)]
     for text in settings(objects).values():
         assert load(text, monkeypatch).controller.urls == urls
+    budget = of_kind(objects, "PodDisruptionBudget")["r-controller"]["spec"]
+    assert (budget["maxUnavailable"], selected(objects, budget["selector"]["matchLabels"])) == (
+        1,
+        ["r-controller"],
+    )
     wrong = helm("template", RELEASE, str(CHART), "--set", "controller.enabled=true,controller.replicas=2")
     assert "set controller.state to the URL of a Redis" in wrong.stderr
 
