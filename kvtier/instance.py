@@ -206,6 +206,7 @@ class Instance:
         from kvtier.fleet.member.commands import Commands, Peers
         from kvtier.fleet.member.controller_client import ControllerClient, Controllers, Serving
         from kvtier.fleet.member.counters import counters_of
+        from kvtier.fleet.member.session import Session, Term
         from kvtier.observability.transfers import TransferCounts
 
         peers = serving = None
@@ -217,18 +218,21 @@ class Instance:
         transport = settings.peer.transport["type"] if peers or serving else None
         commands = Commands(self.cache, peers, self._tokenizers, self.why, self.why_prompt)
         transfers, status = TransferCounts(self.cache), tuple if self.peers is None else self.peers.status
-        make = partial(
-            ControllerClient,
-            settings,
-            self.cache,
-            self.served,
-            commands,
-            serving=serving,
-            transport=transport,
+        session = partial(
+            Session,
+            cache=self.cache,
+            served=self.served,
+            commands=commands,
             what_if=self.what_if,
             counters=partial(counters_of, self.cache, transfers, status),
+            term=Term(),
         )
-        controllers = Controllers([make(url) for url in settings.controller.urls])
+        controllers = Controllers(
+            [
+                ControllerClient(settings, self.cache, url, session, serving=serving, transport=transport)
+                for url in settings.controller.urls
+            ]
+        )
         self.cache.add_observer(transfers)
         async with open_tasks() as tasks:
             self._controllers = controllers

@@ -44,14 +44,9 @@ class Running(Protocol):
 RunningT = TypeVar("RunningT", bound=Running)
 
 
-def verification(url: str) -> ssl.SSLContext | None:
-    """Return the TLS context for an HTTPS URL, with this host's trusted certificates; ``None`` for HTTP."""
-    return _context() if url.startswith("https://") else None
-
-
 @cache
-def _context() -> ssl.SSLContext:
-    """Create the shared context once, because loading the certificates is slow."""
+def trusted_certificates() -> ssl.SSLContext:
+    """Return a TLS context with those of this host. There is one for all, because loading them is slow."""
     return ssl.create_default_context()
 
 

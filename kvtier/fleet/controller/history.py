@@ -144,14 +144,11 @@ class History:
     ) -> dict[str, list[Sample]]:
         """Return the samples of a span by name, oldest first; with ``total``, only their sum."""
         level, (step, points) = SPANS.index(span), LEVELS[span]
-        first = f"{kind}:{name or ''}"
-        # The next string after all that begin with it, or after it itself.
-        bounds = first, f"{first}\0" if name is not None else f"{kind};"
         newest = int(time.time()) // step * step
         begins = range(newest - (points - 1) * step, newest + step, step)
         found: dict[str, list[Sample]] = {}
         for start in range(0, len(begins), SLICE):
-            for series, sample in await self._rows(level, begins[start : start + SLICE], *bounds):
+            for series, sample in await self._rows(level, begins[start : start + SLICE], kind, name):
                 samples = found.setdefault(series.partition(":")[2], [])
                 if total and samples:
                     _follow(samples[0], sample)
@@ -178,13 +175,13 @@ class History:
             yield series, changed
 
     async def _rows(
-        self, level: int, times: Sequence[int], first: str = "", last: str = "~"
+        self, level: int, times: Sequence[int], kind: str = "", name: str | None = None
     ) -> list[tuple[str, Sample]]:
         """Return the samples that begin at these times, by series."""
         now, (step, _) = time.time(), LEVELS[SPANS[level]]
         # A sample of the finest level is taken at its end.
         ends = {at: at if level == 0 else min(now, at + step) for at in times}
-        rows = await self._state.samples(level, times, first, last)
+        rows = await self._state.samples(level, times, kind, name)
         return self._state.decoded(rows, lambda row: (row[0], Sample(ends[row[1]], *_decode(row[2]))))
 
 

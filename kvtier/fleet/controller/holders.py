@@ -18,6 +18,7 @@ import itertools
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 from kvtier import native
@@ -61,57 +62,42 @@ class HolderSets:
         """The place of each live label."""
         self._numbers: dict[tuple[int, ...], int] = {(): EMPTY_SET}
         self._vacant: list[int] = []
-        self.sets_with: dict[int, dict[int, int]] = {}
-        """The cached results of :meth:`with_label`, by label and set number."""
-        self.sets_without: dict[int, dict[int, int]] = {}
-        """The same of :meth:`without_label`."""
-        self._transitions = 0
+        self._transitions: dict[tuple[int, bool, int], int] = {}
+        """Cached results of :meth:`after`, by its arguments."""
 
     def __len__(self) -> int:
         return len(self.labels) - len(self._vacant)
 
-    def add_label(self, label: int, place: int) -> None:
-        """Assign a new label to a place."""
-        self.live[label] = place
-        self.sets_with[label] = {}
-        self.sets_without[label] = {}
+    def places(self, number: int) -> list[int]:
+        """Return the places of a set."""
+        return [self.live[label] for label in self.labels[number] if label in self.live]
 
-    def remove_label(self, label: int) -> None:
-        """Remove a label. Sets may contain it until they are swept."""
-        del self.live[label], self.sets_with[label], self.sets_without[label]
+    def after(self, label: int, adds: bool, number: int) -> int:
+        """Return the set with this label added, or removed; the same set if ``MAX_SETS`` is reached."""
+        transition = label, adds, number
+        known = self._transitions.get(transition)
+        if known is None:
+            if len(self._transitions) >= MAX_TRANSITIONS:
+                self._transitions.clear()
+            known = self._with_label(number, label) if adds else self._without_label(number, label)
+            self._transitions[transition] = known
+        return known
 
-    def with_label(self, number: int, label: int) -> int:
-        """Return the set with this label added, or the same set if ``MAX_SETS`` is reached."""
+    def _with_label(self, number: int, label: int) -> int:
         labels = self.labels[number]
-        number_with = number
-        if label not in labels:
-            others = [other for other in labels if other in self.live]
-            labels_with = tuple(sorted([*others, label]))
-            if labels_with in self._numbers or not others or len(self) < MAX_SETS:
-                number_with = self._number(labels_with)
-        self._cache_transition(self.sets_with[label], number, number_with)
-        return number_with
-
-    def without_label(self, number: int, label: int) -> int:
-        """Return the set with this label removed."""
-        labels = self.labels[number]
-        number_without = number
         if label in labels:
-            number_without = self._number(
-                tuple(other for other in labels if other != label and other in self.live)
-            )
-        self._cache_transition(self.sets_without[label], number, number_without)
-        return number_without
+            return number
+        others = [other for other in labels if other in self.live]
+        labels_with = tuple(sorted([*others, label]))
+        if labels_with in self._numbers or not others or len(self) < MAX_SETS:
+            return self._number(labels_with)
+        return number
 
-    def plus(self, label: int) -> Next:
-        """Return the function from sets to those with this label added."""
-        known, add = self.sets_with[label], self.with_label
-        return lambda number: after if (after := known.get(number)) is not None else add(number, label)
-
-    def minus(self, label: int) -> Next:
-        """Return the function from sets to those with this label removed."""
-        known, remove = self.sets_without[label], self.without_label
-        return lambda number: after if (after := known.get(number)) is not None else remove(number, label)
+    def _without_label(self, number: int, label: int) -> int:
+        labels = self.labels[number]
+        if label not in labels:
+            return number
+        return self._number(tuple(other for other in labels if other != label and other in self.live))
 
     def moved(self, moves: Iterable[Moved]) -> int:
         """Count keys that were moved to other sets. Return how many."""
@@ -121,18 +107,6 @@ class HolderSets:
             self.keys[after] += keys
             total += keys
         return total
-
-    def _cache_transition(self, transitions: dict[int, int], before: int, after: int) -> None:
-        if self._transitions >= MAX_TRANSITIONS:
-            self._clear_transitions()
-        transitions[before] = after
-        self._transitions += 1
-
-    def _clear_transitions(self) -> None:
-        """Clear in place: callers that iterate over keys hold references to these dictionaries."""
-        for transitions in (*self.sets_with.values(), *self.sets_without.values()):
-            transitions.clear()
-        self._transitions = 0
 
     def _number(self, labels: tuple[int, ...]) -> int:
         number = self._numbers.get(labels)
@@ -170,7 +144,7 @@ class HolderSets:
                     moves[number] = same
                     targets.add(same)
         # Cached transitions may lead to freed or merged sets.
-        self._clear_transitions()
+        self._transitions.clear()
         return moves
 
     def _rename(self, number: int, labels: tuple[int, ...]) -> int:
@@ -187,7 +161,7 @@ class HolderSets:
             assert not self.keys[number]
             self.labels[number] = ()
             self._vacant.append(number)
-        self._clear_transitions()
+        self._transitions.clear()
 
 
 class PythonTable:
@@ -301,8 +275,8 @@ class Holders:
         label = self._labels.get(place)
         if label is None:
             label = self._labels[place] = next(self._new_labels)
-            self._sets.add_label(label, place)
-        moves, dropped = self._table.change(keys, self._sets.plus(label), self._max_keys)
+            self._sets.live[label] = place
+        moves, dropped = self._table.change(keys, partial(self._sets.after, label, True), self._max_keys)
         self._counts[place] += self._sets.moved(moves)
         self.dropped_keys += dropped
 
@@ -311,7 +285,7 @@ class Holders:
         label = self._labels.get(place)
         if label is None:
             return
-        moves, _ = self._table.change(keys, self._sets.minus(label), self._max_keys)
+        moves, _ = self._table.change(keys, partial(self._sets.after, label, False), self._max_keys)
         self._counts[place] -= self._sets.moved(moves)
 
     def drop(self, places: Collection[int]) -> None:
@@ -319,7 +293,7 @@ class Holders:
         for place in places:
             label = self._labels.pop(place, None)
             if label is not None:
-                self._sets.remove_label(label)
+                del self._sets.live[label]
                 self._sweep.start()
             del self._counts[place]
 
@@ -329,18 +303,14 @@ class Holders:
 
     def prefixes(self, keys: Sequence[ChunkKey]) -> dict[int, int]:
         """Return how many leading keys each place holds. Places without the first key are omitted."""
-        live, labels = self._sets.live, self._sets.labels
-        return self._leading(keys, lambda number: [live[label] for label in labels[number] if label in live])
+        return self._leading(keys, self._sets.places)
 
     def prefixes_of(self, owners: Mapping[int, OwnerT], keys: Sequence[ChunkKey]) -> dict[OwnerT, int]:
         """Return how many leading keys each owner holds in any of its places. Other places are ignored."""
-        live, labels = self._sets.live, self._sets.labels
-
-        def owners_in(number: int) -> Collection[OwnerT]:
-            places = [live[label] for label in labels[number] if label in live]
-            return {owners[place] for place in places if place in owners}
-
-        return self._leading(keys, owners_in)
+        places = self._sets.places
+        return self._leading(
+            keys, lambda number: {owners[place] for place in places(number) if place in owners}
+        )
 
     def _leading(
         self, keys: Sequence[ChunkKey], owners_in: Callable[[int], Collection[OwnerT]]
@@ -395,7 +365,7 @@ class Sweep:
         self._moves: dict[int, int] = {}
         """Merged sets, and the sets to which their keys move. Keys are deleted if that is ``EMPTY_SET``."""
         self._targets = array("I")
-        """By set number, where its keys move to. The other side of ``_moves``."""
+        """By set number, where its keys move to: ``_moves`` as the table takes them."""
         self._sets_after = 0
 
     @property

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from kvtier.concurrency.breaker import MAX_PAUSE
 from kvtier.concurrency.processes import raise_file_limit
@@ -28,7 +28,7 @@ from kvtier.fleet.controller.settings import ServiceSettings
 from kvtier.fleet.controller.standby import Standby
 from kvtier.fleet.controller.state import FileState, State
 from kvtier.fleet.controller.stream import MAX_READERS
-from kvtier.fleet.service import serve_until_signal, verification
+from kvtier.fleet.service import serve_until_signal, trusted_certificates
 from kvtier.http import serving
 from kvtier.observability.traces.export import exporting
 from kvtier.observability.traces.spans import Tracer
@@ -51,7 +51,7 @@ SPARE_FILES = 64
 
 
 class Controller:
-    """A running controller: an ASGI application that depends on whether it leads."""
+    """A running controller. Which application serves its clients depends on whether it leads."""
 
     address: tuple[str, int]
     operations: Operations
@@ -63,81 +63,60 @@ class Controller:
         self._state = state
         self._tracer = tracer
         self._token = settings.token.get_secret_value() if settings.token is not None else None
-        self._app: ASGIApp
-        self._standby: ASGIApp | None = None
+        self._settled_at = time.monotonic() + SETTLE_SECONDS
         self._stepping_down = anyio.Event()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request or a connection."""
-        await self._app(scope, receive, send)
+    def is_ready(self) -> bool:
+        """Return whether all instances have probably registered, and reported their chunks."""
+        members = self.registry.members.values()
+        return time.monotonic() > self._settled_at and all(member.up_to_date for member in members)
 
     @asynccontextmanager
-    async def lead(self, term: int) -> AsyncIterator[None]:
+    async def lead(self, term: int) -> AsyncIterator[ASGIApp]:
         """Execute operations within the block. Raises: ControllerError: the state is damaged."""
         log = EventLog(self._state, keep=self._settings.keep_events)
         pins, history = Pins(self._state), History(self._state)
         self.registry.term = term
         async with open_tasks() as tasks, Operations.open(self.registry, log, pins) as operations:
-            self._app = self._make_app(operations, history)
             tasks.start_soon(history.run, self.registry.members)
             tasks.start_soon(restore_pins, self.registry, pins, operations.locks)
             try:
-                yield
+                yield self._make_app(operations, history)
             finally:
                 self.registry.term = None
-                # Before it refuses operations.
-                self._app = self._standby or self._app
                 operations.stop()
                 tasks.cancel_scope.cancel()
 
     @asynccontextmanager
-    async def stand_by(self, state: SharedState) -> AsyncIterator[Callable[[str], None]]:
-        """Answer what any controller can, and forward the rest to the one that leads, within the block.
+    async def stand_by(self, state: SharedState) -> AsyncIterator[Standby]:
+        """Answer what any controller can, and forward the rest to the one that leads, within the block."""
+        verify = self._settings.tls_certificate is not None and trusted_certificates()
+        log, pins, history = EventLog(state), Pins(state), History(state)
+        async with Operations.open(self.registry, log, pins) as operations:
+            app = self._make_app(operations, history)
+            standby = Standby(app, state, self.is_ready, Authenticator(self._token), verify)
+            async with aclosing(standby):
+                yield standby
 
-        Yields a function that has this one lead whenever no other does. Its argument is the URL at which the
-        others reach it.
-        """
-        async with (
-            Operations.open(self.registry, EventLog(state), Pins(state)) as operations,
-            open_tasks() as tasks,
-        ):
-            verify = verification("https://") if self._settings.tls_certificate is not None else None
-            app = self._make_app(operations, History(state))
-            settled_at = time.monotonic() + SETTLE_SECONDS
-
-            def is_ready() -> bool:
-                """Return whether all instances have probably registered, and reported their chunks."""
-                members = self.registry.members.values()
-                return time.monotonic() > settled_at and all(member.up_to_date for member in members)
-
-            authenticator, current = Authenticator(self._token), lambda: self._app
-            standby = self._app = self._standby = Standby(
-                app, state, authenticator, verify, current, is_ready
-            )
-
-            def begin(url: str) -> None:
-                tasks.start_soon(take_turns, url)
-
-            async def take_turns(url: str) -> None:
-                while not self._stepping_down.is_set():
-                    term = await state.acquire(url, is_ready)
-                    try:
-                        async with state.leading(term), self.lead(term):
-                            logger.info("this controller leads, in term %d", term)
-                            await self._stepping_down.wait()
-                    except ControllerError as error:
-                        logger.warning("this controller cannot lead: %s", error)
-                        await anyio.sleep(PAUSE_SECONDS)
-                    except Exception:  # A bug, which must not end lookups.
-                        logger.exception("this controller cannot lead")
-                        await anyio.sleep(PAUSE_SECONDS)
-                    self.operations = operations
-
+    async def take_turns(self, standby: Standby) -> None:
+        """Lead whenever no other controller does, until :meth:`finish` is called."""
+        url, operations = self._settings.reached_at(self.address[1]), self.operations
+        while not self._stepping_down.is_set():
+            term = await standby.state.acquire(url, self.is_ready)
             try:
-                yield begin
-            finally:
-                tasks.cancel_scope.cancel()
-                await standby.aclose()
+                async with standby.state.leading(term), self.lead(term) as standby.leading:
+                    logger.info("this controller leads, in term %d", term)
+                    try:
+                        await self._stepping_down.wait()
+                    finally:
+                        standby.leading = None  # Before it refuses operations.
+            except ControllerError as error:
+                logger.warning("this controller cannot lead: %s", error)
+                await anyio.sleep(PAUSE_SECONDS)
+            except Exception:  # A bug, which must not end lookups.
+                logger.exception("this controller cannot lead")
+                await anyio.sleep(PAUSE_SECONDS)
+            self.operations = operations
 
     def _make_app(self, operations: Operations, history: History) -> ASGIApp:
         operations.tracer = self._tracer
@@ -146,7 +125,7 @@ class Controller:
 
     async def finish(self) -> None:
         """Wait for operations in flight, or leave them to another controller."""
-        if self._state.shared:
+        if self._settings.is_shared:
             self._stepping_down.set()
         else:
             await self.operations.finish(FINISH_SECONDS)
@@ -167,33 +146,37 @@ async def run_controller(settings: ServiceSettings) -> AsyncIterator[Controller]
         AsyncExitStack() as stack,
     ):
         tasks = await stack.enter_async_context(open_tasks())
-        tasks.start_soon(registry.run)
         stack.callback(tasks.cancel_scope.cancel)
-        take_turns: Callable[[str], None] | None = None
+        tasks.start_soon(registry.run)
+        app: ASGIApp
         if settings.is_shared:
             shared = await stack.enter_async_context(_shared_state(settings))
             controller = Controller(settings, registry, shared, tracer)
-            take_turns = await stack.enter_async_context(controller.stand_by(shared))
+            app = await stack.enter_async_context(controller.stand_by(shared))
         else:
             state = await stack.enter_async_context(FileState.open(Path(settings.state)))
             controller = Controller(settings, registry, state, tracer)
-            await stack.enter_async_context(controller.lead(0))
-        async with serving(
-            controller,
-            settings.listen,
-            setting="--listen",
-            ssl=context,
-            limit_concurrency=MAX_CONNECTIONS,
-            max_connections=min(2 * MAX_CONNECTIONS, files - min(SPARE_FILES, files // 4)),
-            ws_max_size=MAX_FRAME_BYTES,
-        ) as controller.address:
-            if take_turns is not None:
-                take_turns(settings.reached_at(controller.address[1]))
+            app = await stack.enter_async_context(controller.lead(0))
+        async with (
+            serving(
+                app,
+                settings.listen,
+                setting="--listen",
+                ssl=context,
+                limit_concurrency=MAX_CONNECTIONS,
+                max_connections=min(2 * MAX_CONNECTIONS, files - min(SPARE_FILES, files // 4)),
+                ws_max_size=MAX_FRAME_BYTES,
+            ) as controller.address,
+            open_tasks() as turns,
+        ):
+            if isinstance(app, Standby):
+                turns.start_soon(controller.take_turns, app)
             try:
                 yield controller
             finally:
                 # Before the instances disconnect, so that operations do not fail with that reason.
                 controller.operations.stop()
+                turns.cancel_scope.cancel()
 
 
 def _shared_state(settings: ServiceSettings) -> AbstractAsyncContextManager[SharedState]:

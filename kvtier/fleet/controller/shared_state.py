@@ -8,7 +8,6 @@ off, changes nothing any more; instances refuse its commands by their term.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -21,10 +20,11 @@ from anyio import CancelScope
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, RedisError
 
-from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.tasks import Changes, open_tasks
 from kvtier.errors import ControllerError
 from kvtier.fleet.controller.history import Kind
 from kvtier.fleet.controller.state import EVENTS, OPERATIONS, PINS, Row, State, Table, Value
+from kvtier.logs import ChangedWarnings
 
 logger = logging.getLogger("kvtier.controller")
 
@@ -83,25 +83,23 @@ class Lease(NamedTuple):
 class SharedState(State):
     """A connection to the server. Only while it leads does this controller have rows, and write."""
 
-    shared = True
-
     def __init__(self, server: Redis, name: str) -> None:
         self._server = server
         self.name = name
         self.lease: Lease | None = None
         """Of the one who leads, as far as is known; ``None`` if none does, or the server does not answer."""
-        self.changed = anyio.Event()
-        """Set, and replaced, when another one leads."""
+        self.changes = Changes()
+        """Of the lease."""
         self._leads = False
         self._until = 0.0
         self._scope = CancelScope()
         self._rows: dict[str, list[Row]] = {}
         self._unsaved: deque[tuple[bytes | str | int, ...]] = deque()
         self._unsaved_bytes = 0
-        self._put = self._stored = 0
-        """How many writes there have been, and how many of them the server has."""
-        self._to_write, self._written = anyio.Event(), anyio.Event()
-        self._failing = ""
+        self._stored = 0
+        """How many commands the server has executed for this leader."""
+        self._to_write, self._written = anyio.Event(), Changes()
+        self._warnings = ChangedWarnings("%s: %s")
 
     @classmethod
     @asynccontextmanager
@@ -154,7 +152,7 @@ class SharedState(State):
         while True:
             began = time.monotonic()
             candidate = url if is_ready() or began > free_since + UNREADY_SECONDS else ""
-            answer = await self._call(_ACQUIRE, candidate, _milliseconds(LEASE_SECONDS))
+            answer = await self._call(_ACQUIRE, candidate, round(1000 * LEASE_SECONDS))
             mine, term, leader = answer or (0, 0, b"")
             self._set_lease(Lease(int(term), leader.decode(), bool(mine)) if leader else None)
             if mine:
@@ -171,7 +169,7 @@ class SharedState(State):
         The lease is released at its end. Raises: ControllerError: the rows could not be loaded.
         """
         self._unsaved.clear()
-        self._unsaved_bytes, self._put, self._stored = 0, 0, 0
+        self._unsaved_bytes = self._stored = 0
         async with open_tasks() as tasks:
             self._scope = tasks.cancel_scope
             self._extend(self._until)
@@ -184,7 +182,7 @@ class SharedState(State):
                         yield
                     finally:
                         self._leads, self._rows = False, {}
-                        self._written.set()
+                        self._written.notify()
                         writer.cancel_scope.cancel()
             finally:
                 with CancelScope(shield=True):
@@ -203,14 +201,13 @@ class SharedState(State):
     def _set_lease(self, lease: Lease | None) -> None:
         if lease != self.lease:
             self.lease = lease
-            self.changed.set()
-            self.changed = anyio.Event()
+            self.changes.notify()
 
     async def _load(self) -> None:
         for table in (EVENTS, OPERATIONS, PINS):
             try:
                 stored = await self._server.hgetall(PREFIX + table.name)
-            except RedisError as error:
+            except (RedisError, OSError) as error:
                 raise ControllerError(f"{self.name} does not answer: {error}") from error
             self._rows[table.name] = self.decoded(stored.items(), _decode_row)
 
@@ -235,7 +232,7 @@ class SharedState(State):
             size += _size(command)
             count += 1
         began = time.monotonic()
-        answer = await self._call(_WRITE, term, _milliseconds(LEASE_SECONDS), *arguments)
+        answer = await self._call(_WRITE, term, round(1000 * LEASE_SECONDS), *arguments)
         if answer is None:
             await anyio.sleep(TURN_SECONDS / 5)
             return time.monotonic() < self._until
@@ -245,8 +242,7 @@ class SharedState(State):
         for _ in range(count):
             self._unsaved_bytes -= _size(self._unsaved.popleft())
         self._stored += count
-        self._written.set()
-        self._written = anyio.Event()
+        self._written.notify()
         return True
 
     async def _call(self, script: str, *arguments: bytes | str | int) -> Any:  # noqa: ANN401 - as Redis
@@ -254,11 +250,9 @@ class SharedState(State):
         try:
             answer = await self._server.eval(script, 1, LEASE, *arguments)
         except (RedisError, OSError) as error:
-            if self._failing != str(error):
-                logger.warning("%s: %s", self.name, error)
-            self._failing = str(error)
+            self._warnings.note(self.name, str(error))
             return None
-        self._failing = ""
+        self._warnings.note(self.name, "")
         return answer
 
     # What a leader writes.
@@ -269,7 +263,8 @@ class SharedState(State):
 
     def put(self, table: Table, row: Sequence[Value]) -> None:
         """Write a row, soon. Without effect if this controller does not lead."""
-        key, rest = (msgspec.msgpack.encode(list(part)) for part in (row[: table.key], row[table.key :]))
+        count = len(table.key)
+        key, rest = (msgspec.msgpack.encode(list(part)) for part in (row[:count], row[count:]))
         self._add("HSET", PREFIX + table.name, key, rest)
 
     def delete(self, table: Table, keys: Iterable[Sequence[Value]]) -> None:
@@ -279,10 +274,10 @@ class SharedState(State):
 
     async def saved(self) -> None:
         """Wait until the server has all that was written. Raises: ControllerError: it does not answer."""
-        upto = self._put
+        upto = self._stored + len(self._unsaved)
         with anyio.move_on_after(SAVE_SECONDS):
             while self._leads and self._stored < upto:
-                await self._written.wait()
+                await self._written.after(self._written.count)
         if self._stored < upto:
             raise ControllerError(f"{self.name} does not answer, so the request cannot be stored: retry")
 
@@ -296,22 +291,23 @@ class SharedState(State):
         for name in names:
             self._add("EXPIREAT", name, 2 * at - oldest)
 
-    async def samples(self, level: int, times: Sequence[int], first: str, last: str) -> list[Row]:
+    async def samples(
+        self, level: int, times: Sequence[int], kind: str = "", name: str | None = None
+    ) -> list[Row]:
         """Return samples, in one call. Raises: ControllerError."""
         pipeline = self._server.pipeline(transaction=False)
-        kind, colon, _ = first.partition(":")
-        is_one = last == f"{first}\0"
-        asked = [(at, each) for at in times for each in ((kind,) if colon else get_args(Kind))]
+        series = f"{kind}:{name}"
+        asked = [(at, each) for at in times for each in ([kind] if kind else get_args(Kind))]
         for at, each in asked:
-            name = _history(level, at, each)
-            pipeline.hmget(name, [first]) if is_one else pipeline.hgetall(name)
+            key = _history(level, at, each)
+            pipeline.hgetall(key) if name is None else pipeline.hget(key, series)
         try:
             answers = await pipeline.execute()
         except (RedisError, OSError) as error:
             raise ControllerError(f"{self.name} does not answer, so there is no history: {error}") from error
         rows: list[Row] = []
         for (at, _), answer in zip(asked, answers, strict=True):
-            found = [(first.encode(), answer[0])] if is_one else answer.items()
+            found = answer.items() if name is None else [(series.encode(), answer)]
             rows += ((series.decode(), at, sample) for series, sample in found if sample is not None)
         return rows
 
@@ -319,7 +315,6 @@ class SharedState(State):
         if self._leads:
             self._unsaved.append(command)
             self._unsaved_bytes += _size(command)
-            self._put += 1
             self._to_write.set()
 
 
@@ -330,10 +325,6 @@ def _decode_row(stored: tuple[bytes, bytes]) -> Row:
 
 def _history(level: int, at: int, kind: str) -> str:
     return f"{PREFIX}history:{level}:{at}:{kind}"
-
-
-def _milliseconds(seconds: float) -> int:
-    return math.ceil(1000 * seconds)
 
 
 def _size(command: Iterable[bytes | str | int]) -> int:

@@ -37,33 +37,30 @@ _NOT_FORWARDED = _OF_ONE_CONNECTION | {b"origin"}
 
 
 class Standby:
-    """The ASGI application of a controller that does not lead."""
+    """The ASGI application of a controller that shares its state."""
 
     def __init__(
         self,
         app: ASGIApp,
         state: SharedState,
-        authenticator: Authenticator,
-        verify: ssl.SSLContext | None,
-        current: Callable[[], ASGIApp],
         is_ready: Callable[[], bool],
+        authenticator: Authenticator,
+        verify: ssl.SSLContext | bool,
     ) -> None:
         """``app`` answers what any controller can. ``verify`` is for connections to the others.
 
-        ``current`` returns the application that serves this controller now: another one if it leads.
-        ``is_ready``: whether it knows what all instances hold.
+        ``is_ready`` returns whether this controller knows what all instances hold.
         """
+        self.state = state
+        self.leading: ASGIApp | None = None
+        """Serves all clients while this controller leads."""
         self._app = app
-        self._current = current
         self._is_ready = is_ready
-        self._state = state
         self._authenticator = authenticator
         # No timeout: an event may be waited for, and a stream has no end. See `_forward`.
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         limits = httpx.Limits(max_connections=None)
-        self._http = httpx.AsyncClient(
-            timeout=timeout, limits=limits, trust_env=False, verify=verify or False
-        )
+        self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, verify=verify)
 
     async def aclose(self) -> None:
         """Close the connections to the leader."""
@@ -71,10 +68,8 @@ class Standby:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or forward it."""
-        # A target such as `@host/` would become a part of the leader's address.
-        is_path = scope["type"] == "http" and scope["raw_path"].startswith(b"/")
-        if not is_path or self._answers(scope["path"]):
-            await self._app(scope, receive, send)
+        if (app := self._answering(scope)) is not None:
+            await app(scope, receive, send)
             return
         if (refusal := self._authenticator.refusal(HTTPConnection(scope))) is not None:
             await (await error_response(Request(scope), refusal))(scope, receive, send)
@@ -82,28 +77,34 @@ class Standby:
         forwarded = Forwarded(scope, receive, send)
         deadline = anyio.current_time() + WAIT_SECONDS
         while forwarded.may_be_sent and anyio.current_time() < deadline:
-            if (app := self._current()) is not self or self._answers(scope["path"]):
-                await (self._app if app is self else app)(scope, receive, send)
+            if (app := self._answering(scope)) is not None:
+                await app(scope, receive, send)
                 return
-            if (lease := self._state.lease) is not None and not lease.mine:
+            if (lease := self.state.lease) is not None and not lease.mine:
                 await self._forward(forwarded, lease)
             with anyio.move_on_after(RETRY_SECONDS):
-                await self._state.changed.wait()
+                await self.state.changes.after(self.state.changes.count)
         if not (forwarded.answering or forwarded.left):
             await forwarded.refuse()
 
-    def _answers(self, path: str) -> bool:
-        if path in FROM_THE_INDEX:
-            return self._is_ready() or self._state.lease is None
-        return path in ANSWERED_HERE or path.startswith(PAGE_PREFIX)
+    def _answering(self, scope: Scope) -> ASGIApp | None:
+        """Return what answers here and now; ``None`` if another controller has to."""
+        if self.leading is not None:
+            return self.leading
+        # A target such as `@host/` would become a part of the leader's address.
+        is_path = scope["type"] == "http" and scope["raw_path"].startswith(b"/")
+        if not is_path or scope["path"] in ANSWERED_HERE or scope["path"].startswith(PAGE_PREFIX):
+            return self._app
+        knows = self._is_ready() or self.state.lease is None
+        return self._app if scope["path"] in FROM_THE_INDEX and knows else None
 
     async def _forward(self, forwarded: Forwarded, lease: Lease) -> None:
         """Send a request to the leader, until it has answered, the client leaves, or another one leads."""
         async with open_tasks() as tasks:
 
             async def watch() -> None:
-                while self._state.lease == lease:
-                    await self._state.changed.wait()
+                while self.state.lease == lease:
+                    await self.state.changes.after(self.state.changes.count)
                 tasks.cancel_scope.cancel()
 
             async def watch_client() -> None:

@@ -30,17 +30,16 @@ VERSION = 1
 
 
 class Table(NamedTuple):
-    """A table: its columns, of which the first ``key`` identify a row."""
+    """A table: the names of its first columns, which identify a row."""
 
     name: str
-    key: int
-    columns: Sequence[str]
+    key: Sequence[str]
 
 
-EVENTS = Table("events", 1, ("id", "created_at", "event"))
-OPERATIONS = Table("operations", 1, ("id", "operation"))
+EVENTS = Table("events", ["id"])
+OPERATIONS = Table("operations", ["id"])
 """Of events that have not ended."""
-PINS = Table("pins", 2, ("instance", "last", "keys", "until", "given_at"))
+PINS = Table("pins", ["instance", "last"])
 _TABLES = """
 CREATE TABLE events (id TEXT PRIMARY KEY, created_at REAL NOT NULL, event BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE pins (
@@ -67,8 +66,6 @@ class State(ABC):
 
     name: str
     """The file or server, for messages."""
-    shared = False
-    """Whether other controllers continue with it, at once, when this one ends."""
 
     @abstractmethod
     def rows(self, table: Table) -> Iterable[Row]:
@@ -91,10 +88,12 @@ class State(ABC):
         """Write the samples of a level that begin ``at`` a time, by series; drop those up to ``oldest``."""
 
     @abstractmethod
-    async def samples(self, level: int, times: Sequence[int], first: str, last: str) -> list[Row]:
-        """Return series, time and sample of those at these times, from series ``first`` to before ``last``.
+    async def samples(
+        self, level: int, times: Sequence[int], kind: str = "", name: str | None = None
+    ) -> list[Row]:
+        """Return series, time and sample of those at these times, ordered by time.
 
-        Ordered by time.
+        ``kind`` and ``name`` select series. Raises: ControllerError: they cannot be read.
         """
 
     def decoded(self, rows: Iterable[Row], decode: Callable[[Any], RowT]) -> list[RowT]:
@@ -140,7 +139,7 @@ class FileState(State):
 
     def rows(self, table: Table) -> list[Row]:
         """Return all rows of a table."""
-        return self._read(f"SELECT {', '.join(table.columns)} FROM {table.name}")  # noqa: S608 - constants
+        return self._read(f"SELECT * FROM {table.name}")  # noqa: S608 - a constant
 
     def put(self, table: Table, row: Sequence[Value]) -> None:
         """Write a row. See :meth:`_write` for errors."""
@@ -148,7 +147,7 @@ class FileState(State):
 
     def delete(self, table: Table, keys: Iterable[Sequence[Value]]) -> None:
         """Delete rows. See :meth:`_write` for errors."""
-        where = " AND ".join(f"{column} = ?" for column in table.columns[: table.key])
+        where = " AND ".join(f"{column} = ?" for column in table.key)
         self._write([(f"DELETE FROM {table.name} WHERE {where}", keys)])  # noqa: S608 - constants
 
     async def saved(self) -> None:
@@ -164,8 +163,16 @@ class FileState(State):
             ]
         )
 
-    async def samples(self, level: int, times: Sequence[int], first: str, last: str) -> list[Row]:
+    async def samples(
+        self, level: int, times: Sequence[int], kind: str = "", name: str | None = None
+    ) -> list[Row]:
         """Return samples, with one seek in the file for each time."""
+        # To before the next string: after all that begin with the kind, or after the series.
+        first, last = f"{kind}:", f"{kind};"
+        if not kind:
+            first, last = "", "~"
+        elif name is not None:
+            first, last = f"{kind}:{name}", f"{kind}:{name}\0"
         query = (
             f"SELECT series, time, sample FROM history WHERE level = ? AND time IN ({_marks(times)}) "  # noqa: S608
             "AND series >= ? AND series < ? ORDER BY time"

@@ -28,13 +28,10 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 from kvtier.cache import TieredCache
 from kvtier.concurrency.breaker import Backoff
 from kvtier.errors import ChannelClosed, ChannelError, Rejected
-from kvtier.fleet.member.commands import Commands
-from kvtier.fleet.member.protocol import CONNECT_PATH, VERSION, Counters, Hello, TierDescription
-from kvtier.fleet.member.served_models import ServedModels
-from kvtier.fleet.member.session import Session, Term
+from kvtier.fleet.member.protocol import CONNECT_PATH, VERSION, Hello, TierDescription
+from kvtier.fleet.member.session import Session
 from kvtier.logs import RateLimitedLog, printable
 from kvtier.memory.keys import ChunkKey
-from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.rpc.frames import MAX_FRAME_BYTES
 from kvtier.settings import Settings
 from kvtier.settings.peer import join_address, reached_from_elsewhere, split_address
@@ -73,29 +70,20 @@ class ControllerClient:
         self,
         settings: Settings,
         cache: TieredCache,
-        served: ServedModels,
-        commands: Commands,
         url: str,
+        open_session: Callable[[ClientConnection], Session],
         *,
         serving: Serving | None,
         transport: str | None,
-        what_if: Callable[[], WhatIfReport | None],
-        counters: Callable[[], Counters],
     ) -> None:
-        """``transport``: name of the transport for peers; ``None`` if fetching from peers is disabled.
-
-        ``what_if`` returns the latest estimate, ``counters`` those for display. Neither may block.
-        """
+        """``transport``: name of the transport for peers; ``None`` if fetching from peers is disabled."""
         self._settings = settings.controller
         self._timeout = settings.peer.timeout
-        self._url = url
         self._cache = cache
-        self._served = served
-        self._commands = commands
+        self._url = url
+        self._open_session = open_session
         self._serving = serving
         self._transport = transport
-        self._what_if = what_if
-        self._counters = counters
         self._name = settings.controller.instance_name
         self._incarnation = secrets.randbits(63)
         self._session: Session | None = None
@@ -104,8 +92,6 @@ class ControllerClient:
         self._last_error = ""
         self._refused: str | None = None
         self._lost = 0
-        self.term = Term()
-        """Replaced by the one that all clients of an instance share."""
 
     @property
     def can_answer(self) -> bool:
@@ -164,7 +150,7 @@ class ControllerClient:
             "url": self._url,
             "instance": self._name,
             "connected": session is not None,
-            "up_to_date": session is not None and session.inventory.up_to_date,
+            "up_to_date": self.can_answer,
             "resyncs": session.inventory.lost if session is not None else 0,
             "commands": session.commands_running if session is not None else 0,
             "refused": self._refused,
@@ -179,15 +165,7 @@ class ControllerClient:
     async def _stay_registered(self) -> None:
         """Register, and serve the controller until the connection ends. Always raises the reason."""
         async with self._connection() as connection:
-            session = Session(
-                connection,
-                self._cache,
-                self._served,
-                self._commands,
-                self._what_if,
-                self._counters,
-                self.term,
-            )
+            session = self._open_session(connection)
             welcome = await session.greet(self._hello(connection.local_address[0]))
             if self._last_error:
                 logger.info("controller %s: this instance, %s, is registered again", self._url, self._name)
@@ -261,9 +239,6 @@ class Controllers:
     def __init__(self, clients: Sequence[ControllerClient]) -> None:
         self._clients = clients
         self._turns = itertools.count()
-        term = Term()
-        for client in clients:
-            client.term = term
 
     async def run(self) -> None:
         """Stay registered with all until cancelled."""

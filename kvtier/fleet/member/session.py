@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -85,11 +85,15 @@ class Term:
         self._running: set[tuple[int, CancelScope]] = set()
 
     @contextmanager
-    def executing(self, number: int, scope: CancelScope) -> Iterator[None]:
-        """Execute a command of a term within the block, in a scope, and cancel those of earlier terms.
+    def executing(self, command: Command, scope: CancelScope) -> Iterator[None]:
+        """Execute a command in a scope within the block. One with a term cancels those of earlier terms.
 
         Raises :class:`kvtier.errors.Rejected` if it is of an earlier term itself.
         """
+        if not isinstance(command, Changing):
+            yield
+            return
+        number = command.term
         if number < self.number:
             raise Rejected(NO_LEASE if number else NO_SHARED_STATE)
         self.number = number
@@ -117,6 +121,10 @@ class Session:
         counters: Callable[[], Counters],
         term: Term,
     ) -> None:
+        """``what_if`` returns the latest estimate, ``counters`` those for display. Neither may block.
+
+        ``term`` is that of the instance, which its sessions share.
+        """
         self._endpoint = Endpoint(ClientWire(connection), decode_from_controller)
         self._cache = cache
         self._served = served
@@ -281,10 +289,7 @@ class Session:
 
     async def _execute(self, command: Command, scope: CancelScope) -> None:
         try:
-            with ExitStack() as stack:
-                if isinstance(command, Changing):
-                    stack.enter_context(self._term.executing(command.term, scope))
-                stack.enter_context(following(command.trace))
+            with self._term.executing(command, scope), following(command.trace):
                 answer = await self._answer(self._commands.begin(command), scope)
         except KVTierError as error:
             answer = Failed(command.ticket, str(error)[:MAX_REASON_CHARACTERS])

@@ -17,7 +17,7 @@ import msgspec
 
 from kvtier.fleet.proxy.body import CHAT_PATH, Body
 from kvtier.fleet.proxy.connections import read_body
-from kvtier.fleet.service import verification
+from kvtier.fleet.service import trusted_certificates
 from kvtier.settings.peer import reached_from_elsewhere, split_address
 
 if TYPE_CHECKING:
@@ -72,16 +72,16 @@ class Directory:
         if settings.controller_token is not None:
             headers["authorization"] = f"Bearer {settings.controller_token.get_secret_value()}"
         self._urls = deque(settings.controller)
+        uses_tls = any(url.startswith("https://") for url in self._urls)
         self._client = httpx.AsyncClient(
             headers=headers,
             # Without TLS, not httpx' default either: it loads the CA certificates, which is slow.
             trust_env=False,
-            verify=next(filter(None, map(verification, settings.controller)), False),
+            verify=uses_tls and trusted_certificates(),
         )
         self._upstreams = upstreams
         self._statistics = statistics
         self._backoff_until = 0.0
-        self._failing = False
         self._failures = 0
         """Since the last answer."""
 
@@ -116,7 +116,7 @@ class Directory:
             self._back_off(str(error) or type(error).__name__)
             return None
         self._statistics.lookups["answered"] += 1
-        self._failures = 0
+        self._note_answer()
         return Held(found.num_tokens, {name: max(tiers.values()) for name, tiers in found.instances.items()})
 
     async def _lookup_request(
@@ -147,9 +147,12 @@ class Directory:
         except (TimeoutError, httpx.HTTPError, msgspec.DecodeError) as error:
             self._back_off(str(error) or type(error).__name__)
             return
-        if self._failing:
+        self._note_answer()
+
+    def _note_answer(self) -> None:
+        if self._failures >= len(self._urls):
             logger.info("the controller is available again")
-        self._failing, self._failures = False, 0
+        self._failures = 0
 
     def _back_off(self, reason: str) -> None:
         """Ask the next controller from now on, and none for some time if all have failed."""
@@ -157,9 +160,8 @@ class Directory:
         self._failures += 1
         if self._failures < len(self._urls):
             return
-        if not self._failing:
+        if self._failures == len(self._urls):
             logger.warning("the controller is unavailable (%s): choosing engines by earlier requests", reason)
-        self._failing = True
         self._backoff_until = time.monotonic() + BACKOFF_SECONDS
 
 

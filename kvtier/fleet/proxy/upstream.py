@@ -15,7 +15,7 @@ from anyio import CancelScope
 from kvtier.fleet.proxy.connections import Connections
 from kvtier.fleet.proxy.prompt import PrefixMemory
 from kvtier.fleet.proxy.settings import MAX_ENGINES
-from kvtier.fleet.service import verification
+from kvtier.fleet.service import trusted_certificates
 
 AVOIDED_SECONDS = 5.0
 UNREACHABLE = "cannot be reached"
@@ -222,7 +222,8 @@ class Upstreams:
             raise ValueError(f"{role} engine {url} exists already")
         if len(self._upstreams) >= 2 * MAX_ENGINES:
             raise ValueError(f"there are {len(self._upstreams)} engines already: start another proxy")
-        upstream = Upstream(role, url, peer, Connections(verification(url)), self._remember)
+        tls = trusted_certificates() if url.startswith("https://") else None
+        upstream = Upstream(role, url, peer, Connections(tls), self._remember)
         self._upstreams[role, url] = upstream
         return upstream
 

@@ -150,16 +150,16 @@ async def test_samples_are_found_by_time_and_series_and_expire(server: RedisServ
         for at in (100, *times[:2]):
             state.add_samples(0, at, at - 3600, [(name, b"%d" % at) for name in names])
         await state.saved()
-        assert await state.samples(0, [100], "fleet:", "fleet;") == [], "it is old"
-        bounds = ("fleet:", "fleet;"), ("instance:a", "instance:a\0"), ("instance:", "instance;")
-        of_fleet, of_a, of_all = [await state.samples(0, times, *each) for each in bounds]
+        assert await state.samples(0, [100], "fleet") == [], "it is old"
+        of_fleet, of_all = [await state.samples(0, times, kind) for kind in ("fleet", "instance")]
+        of_a = await state.samples(0, times, "instance", "a")
         assert of_fleet == [("fleet:", at, b"%d" % at) for at in times[:2]]
         assert of_a == [("instance:a", at, b"%d" % at) for at in times[:2]]
         assert [row[:2] for row in of_all] == [(name, at) for at in times[:2] for name in names[1:3]]
-        assert await state.samples(1, times, "fleet:", "fleet;") == []
+        assert await state.samples(1, times, "fleet") == []
         for kind in ("fleet", "instance", "model"):
             assert server.command("EXPIRETIME", f"{PREFIX}history:0:{now}:{kind}") == now + 3600
-        assert sorted(row[0] for row in await state.samples(0, [now], "", "~")) == sorted(names)
+        assert sorted(row[0] for row in await state.samples(0, [now])) == sorted(names)
 
 
 async def test_damaged_rows_are_skipped_with_a_warning(
