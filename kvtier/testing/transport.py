@@ -493,7 +493,7 @@ class TransportConformance:
         async with self.linked(other, tls) as pair:
             (span,) = await pair.other.grant([8 * MIB])
             (view,) = pair.views([8 * MIB])
-            pair.other.pause()
+            await anyio.to_thread.run_sync(pair.other.pause)
             try:
                 call = DetachedTask(pair.link.read([(span, view)]))
                 await anyio.sleep(0.1)
@@ -530,7 +530,7 @@ class TransportConformance:
                 call = DetachedTask(transfer())
                 await anyio.sleep(0.001)
             began = time.monotonic()
-            pair.other.kill()
+            await anyio.to_thread.run_sync(pair.other.kill)
             if pair.relay is not None:
                 pair.relay.release()
             (outcome,) = await call.join()
@@ -557,7 +557,7 @@ class TransportConformance:
                 await pair.other.do("read_repeatedly", spans=[span])
                 if isinstance(relay, Relay):
                     await until(lambda: relay.is_holding and pair.here.transfer_leases > 0)
-                pair.other.kill()
+                await anyio.to_thread.run_sync(pair.other.kill)
             await until(lambda: pair.here.transfer_leases == len(pair.leases))
             await anyio.to_thread.run_sync(pair.other.start)
             settings = {**self.settings, "deadline": TIMEOUT_SECONDS}
@@ -574,7 +574,7 @@ class TransportConformance:
             spans = await pair.other.grant([MIB, 5000], seed=1)
             await self.until_reads(pair, spans, 1)
             views = pair.views([MIB, 5000])
-            pair.other.pause()
+            await anyio.to_thread.run_sync(pair.other.pause)
             try:
                 began = time.monotonic()
                 outcomes = list(await pair.transfer("read", spans, views))

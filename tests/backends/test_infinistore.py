@@ -285,7 +285,7 @@ async def test_connections_to_a_paused_server_are_closed_after_a_while(
         assert list(await backend.put(chunks([1]))) == [OK]
         server.pause()
         assert list(await backend.get(blanks([1]))) == [FAILED]
-    server.kill()
+    await anyio.to_thread.run_sync(server.kill)
     assert len(open_files()) == before
 
 

@@ -70,8 +70,8 @@ async def test_sentinels_name_the_primary_after_a_failover(
         assert "used" in await backend.check()
         wait_until(lambda: info(sentinels.replica)["master_repl_offset"] >= 8 * MIB)
         # The sentinel that is queried first is down as well.
-        sentinels.sentinels[0].kill()
-        sentinels.primary.kill()
+        await anyio.to_thread.run_sync(sentinels.sentinels[0].kill)
+        await anyio.to_thread.run_sync(sentinels.primary.kill)
         assert list(await backend.get(buffers(MIB))) == [FAILED] * len(KEYS)
         while not await all_held(backend):
             await anyio.sleep(0.05)
@@ -150,7 +150,7 @@ async def test_dead_node_fails_only_its_own_keys(cluster: Cluster) -> None:
     dead = owners[0]
     async with opened(cluster, deadline=2) as backend:
         await assert_works(backend)
-        dead.kill()
+        await anyio.to_thread.run_sync(dead.kill)
         expected = [FAILED if owner is dead else OK for owner in owners]
         assert set(expected) == {OK, FAILED}
         assert list(await backend.get(buffers(MIB))) == expected
@@ -160,7 +160,7 @@ async def test_dead_node_fails_only_its_own_keys(cluster: Cluster) -> None:
         for call in (backend.contains, backend.delete):
             with pytest.raises(ConnectionError, match="no server answers"):
                 await call(KEYS[:1])
-        dead.start()
+        await anyio.to_thread.run_sync(dead.start)
         while FAILED in await backend.put(values(MIB)):
             await anyio.sleep(0.05)
         await assert_works(backend)
@@ -184,7 +184,7 @@ async def test_replica_takes_over_from_a_killed_primary_of_a_cluster(
             await assert_works(backend)
             assert list(await backend.put(values(1000, keys))) == [OK] * 60
             assert "in a cluster of 3 primaries" in await backend.check()
-            primary.kill()
+            await anyio.to_thread.run_sync(primary.kill)
             promoted = False
             while not promoted:
                 items = buffers(1000, keys)
@@ -198,7 +198,7 @@ async def test_replica_takes_over_from_a_killed_primary_of_a_cluster(
             while FAILED in await backend.put(values(1000)):
                 await anyio.sleep(0.02)
             # The old primary comes back as a replica.
-            primary.start()
+            await anyio.to_thread.run_sync(primary.start)
             wait_until(lambda: info(primary)["role"] == "slave")
             await assert_works(backend)
             assert "in a cluster of 3 primaries" in await backend.check()

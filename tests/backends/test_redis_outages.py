@@ -48,7 +48,7 @@ def server(start: Start) -> RedisServer:
 async def test_backend_waits_for_a_server_that_starts_later(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.kill()
+    await anyio.to_thread.run_sync(server.kill)
     async with opened(server) as backend:
         for _ in range(3):
             await assert_unreachable(backend)
@@ -56,7 +56,7 @@ async def test_backend_waits_for_a_server_that_starts_later(
             assert list(await backend.get(buffers(100))) == [FAILED] * len(KEYS)
         (warning,) = caplog.messages
         assert warning == f"pool: 127.0.0.1:{server.port} failed: Connection refused"
-        server.start()
+        await anyio.to_thread.run_sync(server.start)
         await assert_works(backend)
 
 
@@ -65,7 +65,7 @@ async def test_restarted_server_is_empty_and_used_immediately(server: RedisServe
     async with opened(server) as backend:
         await assert_works(backend)
         getattr(server, end)()
-        server.start()
+        await anyio.to_thread.run_sync(server.start)
         assert list(await backend.contains(KEYS)) == [False] * len(KEYS)
         assert list(await backend.get(buffers(MIB))) == [MISS] * len(KEYS)
         await assert_works(backend)
@@ -90,11 +90,11 @@ async def test_server_killed_during_a_batch(server: RedisServer, method: str) ->
             # After a quarter, the first replies have been read, even on a busy machine.
             quarter = len(items) * 20 * size // 4
             await anyio.to_thread.run_sync(wait_for_traffic, server, traffic, before + quarter)
-            server.kill()
+            await anyio.to_thread.run_sync(server.kill)
         assert outcomes[0] is OK
         assert outcomes[-1] is FAILED
         assert set(outcomes) == {OK, FAILED}
-        server.start()
+        await anyio.to_thread.run_sync(server.start)
         await assert_works(backend)
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from kvtier.errors import TierError
@@ -164,7 +165,7 @@ async def test_tls_mismatch_between_client_and_server(
             await backend.check()
         with pytest.raises(ConnectionError, match="handshake in time: its port is probably a plain one"):
             await backend.contains(KEYS)
-    server.stop()
+    await anyio.to_thread.run_sync(server.stop)
     (tmp_path / "second").mkdir()
     with RedisServer(tmp_path / "second", tls=files) as server:
         plain = {"type": scheme, "url": f"{scheme}://{HOST}:{server.port}", "ca_file": None}

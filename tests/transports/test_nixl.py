@@ -280,8 +280,8 @@ async def test_restarted_peer_requires_new_link(peer: OtherProcess) -> None:
         view = memoryview(bytearray(4096))
         assert await link.read([(span, view)]) == [Outcome.OK]
 
-        peer.kill()
-        peer.start()
+        await anyio.to_thread.run_sync(peer.kill)
+        await anyio.to_thread.run_sync(peer.start)
         endpoint, port = await peer.open(NixlTransport, TCP_SETTINGS, CAPACITY, None)
         ports.append(port)
         (span,) = await peer.grant([4096], seed=2)

@@ -17,6 +17,7 @@ from typing import Any
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
 from kvtier.concurrency import processes
 from kvtier.concurrency.threads import WorkerThreads
@@ -251,7 +252,10 @@ async def test_process_that_reads_nothing_is_killed(start: Start) -> None:
     change = "Agent.state = lambda self, handle: time.sleep(3600)\n"
     nixl_process = await start(change, peers=["peer"])
     large = [Part(1 << 40, 1 << 40, 1 << 40)] * 1024  # More bytes in all than a connection queues.
-    batches = [nixl_process.transfer("peer", [large], write=True) for _ in range(700)]
+    batches = []
+    for _ in range(700):
+        batches.append(nixl_process.transfer("peer", [large], write=True))
+        await checkpoint()  # Encoding all of them takes a tenth of a second.
     with anyio.fail_after(TIMEOUT_SECONDS):
         for batch in batches:
             await batch.ended.wait()

@@ -261,7 +261,7 @@ async def kill_during(fleet: Fleet, victim: Member, prompts: list[list[int]]) ->
             tasks.start_soon(answer, index)
         while not await anyio.to_thread.run_sync(fleet.is_busy, victim):
             await anyio.sleep(0.01)
-        victim.server.kill()
+        await anyio.to_thread.run_sync(victim.server.kill)
     return answers
 
 

@@ -81,7 +81,7 @@ class Controller:
             tasks.start_soon(history.run, self.registry.members)
             tasks.start_soon(restore_pins, self.registry, pins, operations.locks)
             try:
-                yield self._make_app(operations, history)
+                yield await self._make_app(operations, history)
             finally:
                 self.registry.term = None
                 operations.stop()
@@ -93,7 +93,7 @@ class Controller:
         verify = self._settings.tls_certificate is not None and trusted_certificates()
         log, pins, history = EventLog(state), Pins(state), History(state)
         async with Operations.open(self.registry, log, pins) as operations:
-            app = self._make_app(operations, history)
+            app = await self._make_app(operations, history)
             standby = Standby(app, state, self.is_ready, Authenticator(self._token), verify)
             async with aclosing(standby):
                 yield standby
@@ -118,10 +118,10 @@ class Controller:
                 await anyio.sleep(PAUSE_SECONDS)
             self.operations = operations
 
-    def _make_app(self, operations: Operations, history: History) -> ASGIApp:
+    async def _make_app(self, operations: Operations, history: History) -> ASGIApp:
         operations.tracer = self._tracer
         self.operations, self.history = operations, history
-        return make_app(operations, history, self._token, self._settings.grafana)
+        return await make_app(operations, history, self._token, self._settings.grafana)
 
     async def finish(self) -> None:
         """Wait for operations in flight, or leave them to another controller."""

@@ -234,7 +234,7 @@ async def test_killed_controller_has_its_history_again(tmp_path: Path) -> None:
             with anyio.fail_after(60):
                 while not (before := await samples()):
                     await anyio.sleep(0.1)
-            process.kill()
+            await anyio.to_thread.run_sync(process.kill)
             await anyio.to_thread.run_sync(process.start)
             assert (await samples())[: len(before)] == before
             day = (await client.get("/history", params={"span": "day"})).json()["history"][""]

@@ -124,7 +124,7 @@ async def test_leader_without_an_answer_ends_before_another_one_can_lead(how: st
     reached = False
     with RedisServer(tmp_path) as server:
         async with leader(server) as state:
-            server.pause() if how == "paused" else server.kill()
+            await anyio.to_thread.run_sync(server.pause if how == "paused" else server.kill)
             state.put(EVENTS, EVENT)
             with pytest.raises(ControllerError, match="does not answer"):
                 await state.saved()
@@ -137,7 +137,7 @@ async def test_leader_without_an_answer_ends_before_another_one_can_lead(how: st
         if how == "paused":
             server.resume()
         else:
-            server.start()
+            await anyio.to_thread.run_sync(server.start)
         async with leader(server):
             assert server.command("HLEN", PREFIX + "events") == 0
 

@@ -230,7 +230,7 @@ async def test_without_a_leader_requests_are_refused_and_lookups_answered(
         async with running_controller(tmp_path, state=state) as controller:
             await until(lambda: leads(controller))
             async with controller.instance("a", ram=KEYS):
-                server.kill()
+                await anyio.to_thread.run_sync(server.kill)
                 refused = await controller.post_refused("/pin", 503, instance="a", tier="ram", tokens=TOKENS)
                 assert "does not answer, so the request cannot be stored: retry" in refused["detail"]
                 await until(lambda: not leads(controller))
@@ -238,7 +238,7 @@ async def test_without_a_leader_requests_are_refused_and_lookups_answered(
                 assert "no controller leads: is the server that --state names reachable?" in refused["detail"]
                 assert (await controller.client.get("/events")).headers["Retry-After"] == "1"
                 assert await controller.held(tokens=TOKENS) == {"a": {"ram": len(TOKENS)}}
-                server.start()
+                await anyio.to_thread.run_sync(server.start)
                 await until(lambda: leads(controller))
                 assert "a" in controller.registry.members
                 await controller.done("/pin", instance="a", tier="ram", tokens=TOKENS)

@@ -197,7 +197,7 @@ async def test_a_collector_that_is_killed_is_used_again_when_it_is_back(
                     await anyio.sleep(0.1)
 
         await record_until("exported")
-        collector.kill()
+        await anyio.to_thread.run_sync(collector.kill)
         await record_until("failed")
         await anyio.to_thread.run_sync(collector.start)
         await record_until("exported")
