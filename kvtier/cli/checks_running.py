@@ -62,19 +62,21 @@ def check_cache_process(
 
 
 def check_fleet(settings: Settings) -> Iterator[Check]:
-    """Check what the controller of the settings has found, if there is one. Blocks for up to some seconds."""
+    """Check each controller of the settings, and what one of them has found. Blocks for some seconds each."""
     from kvtier.cli.controller_api import ControllerAPI
 
-    if not settings.controller.urls:
-        return
     secret = settings.controller.token
     token = None if secret is None else secret.get_secret_value()
-    try:
-        with ControllerAPI(settings.controller.urls, token) as api:
-            instances, findings = api.instances().instances, api.findings().findings
-    except ControllerError as error:
-        yield Check("controller", "fail", str(error))
+    found = None
+    for url in settings.controller.urls:
+        try:
+            with ControllerAPI([url], token) as api:
+                found = api.instances().instances, api.findings().findings
+        except ControllerError as error:
+            yield Check("controller", "fail", str(error))
+    if found is None:
         return
+    instances, findings = found
     for finding in findings:
         yield Check(FLEET, "warn", finding.found, finding.remedy)
     if not findings:

@@ -140,6 +140,22 @@ async def test_instances_of_a_fleet(checks: Checks, kvtier: Kvtier, tmp_path: Pa
     )
 
 
+@pytest.mark.anyio
+async def test_one_of_several_controllers_does_not_answer(kvtier: Kvtier, tmp_path: Path) -> None:
+    absent = "http://127.0.0.1:9"
+    async with fleet(tmp_path, kvtier, "one") as running:
+        urls = [running.url, absent]
+        settings = config(
+            tmp_path, socket=str(tmp_path / "none.sock"), controller={"url": urls, "instance_id": "x"}
+        )
+        result = await to_thread.run_sync(kvtier, "doctor", "--json", "-c", settings)
+    assert result.status == 1
+    *_, down, instances = json.loads(result.output)["checks"]
+    assert (down["status"], down["name"]) == ("fail", "controller")
+    assert absent in down["found"]
+    assert (instances["status"], instances["found"][:2]) == ("ok", "1,")
+
+
 def test_controller_that_does_not_answer(kvtier: Kvtier, tmp_path: Path) -> None:
     url = "http://127.0.0.1:9"
     result = kvtier("doctor", "--json", "-c", config(tmp_path, controller={"url": url, "instance_id": "x"}))
