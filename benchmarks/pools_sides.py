@@ -78,7 +78,7 @@ class ObstoreLibrary(limits.ObstoreLibrary, PoolSide):
     async def look_up(self, keys: Sequence[ChunkKey]) -> float:
         names = [name_of(key) for key in keys]
         started = time.perf_counter()
-        found = list(self._threads.map(lambda name: self._obstore.head(self._store, name), names))
+        found = list(self._threads.map(lambda name: self._store.head(name), names))
         return expect(time.perf_counter() - started, len(found) == len(names), "an object is missing")
 
 

@@ -200,7 +200,7 @@ def test_errors_are_explained_and_not_quoted(text: str, message: str) -> None:
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "kvtier.backends.s3.store", raising=False)
-    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(TierError, match=r"tier 'pool': obstore is missing: pip install 'kvtier\[s3\]'"):
         anyio.run(make(url="s3://b").open)
 

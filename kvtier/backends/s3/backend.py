@@ -74,9 +74,7 @@ class S3Backend(Backend, SupportsPrefix, SupportsCheck):
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Return whether each key has an object, with one request per key. Raises :class:`StoreError`."""
-        answers = await self._each(self._store.exists, keys, self._latest(), self._lookups)
-        self._raise_or_warn(answers)
-        return [answer is True for answer in answers]
+        return [answer is True for answer in await self._ask(self._store.exists, keys)]
 
     async def held_prefix(self, keys: Sequence[ChunkKey]) -> int:
         """Return the number of leading keys that are held. Raises :class:`StoreError`.
@@ -122,16 +120,11 @@ class S3Backend(Backend, SupportsPrefix, SupportsCheck):
 
         kvtier retries a failed ``delete`` before any other call, which would never end in that case.
         """
-        answers = await self._each(self._store.remove, keys, self._latest(), self._lookups)
-        self._raise_or_warn(answers, unless_refused=True)
+        await self._ask(self._store.remove, keys, unless_refused=True)
 
     async def check(self) -> str:
         """See :meth:`SupportsCheck.check`. Lists some objects, writes one and deletes it."""
-        (answer,) = await self._each(
-            lambda check: check(), [self._store.check], self._latest(), self._lookups
-        )
-        if isinstance(answer, StoreError):
-            raise TierError(answer.found, answer.remedy)
+        (answer,) = await self._ask(lambda check: check(), [self._store.check])
         return f"{self._place}: {answer}"
 
     def _note_written(self, count: int) -> None:
@@ -150,13 +143,17 @@ class S3Backend(Backend, SupportsPrefix, SupportsCheck):
         except Exception as error:
             self._failed(explain(self._place, error))
 
-    def _raise_or_warn(self, answers: Sequence[object], *, unless_refused: bool = False) -> None:
-        """Raise if all requests failed, and warn if some did."""
+    async def _ask(
+        self, work: Callable[[ItemT], ResultT], items: Sequence[ItemT], *, unless_refused: bool = False
+    ) -> list[ResultT | StoreError]:
+        """Make a request for each item, beside those for chunks. Raise if all fail, and warn if some do."""
+        answers = await self._each(work, items, self._latest(), self._lookups)
         errors = [answer for answer in answers if isinstance(answer, StoreError)]
         if errors and len(errors) == len(answers) and not (unless_refused and errors[0].refused):
             raise errors[0]
         for error in errors[:1]:
             self._failed(error)
+        return answers
 
     def _failed(self, error: StoreError) -> Outcome:
         """Log the error, rate-limited, and return the outcome."""

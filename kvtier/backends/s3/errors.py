@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from kvtier.errors import TierError
+
 _REFUSED = r"^(?:PermissionDenied|Unauthenticated)Error |status code: 40[13]\b"
 _FULL = r"os error (?:28|122)\b|\b507 Insufficient|<Code>\w*(?:StorageFull|QuotaExceeded|OutOfCapacity)\w*<"
 _REASONS = {
@@ -36,13 +38,11 @@ _CODES = (re.compile(r"status code: (\d{3}(?: [A-Z][A-Za-z]*)*)"), re.compile(r"
 _SHORTER = re.compile(r"(?i)\binvalid range\b|\brange was invalid\b|status code: 416\b")
 
 
-class StoreError(Exception):
+class StoreError(TierError):
     """A failed request. What was found, and the remedy, contain no secrets and may be logged."""
 
     def __init__(self, found: str, remedy: str, *, refused: bool = False, full: bool = False) -> None:
-        super().__init__(f"{found}: {remedy}")
-        self.found = found
-        self.remedy = remedy
+        super().__init__(found, remedy)
         self.refused = refused
         """Whether the store denies the request to these credentials."""
         self.full = full

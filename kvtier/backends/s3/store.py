@@ -16,7 +16,6 @@ from datetime import timedelta
 from itertools import islice
 from typing import Any, NamedTuple
 
-import obstore
 from obstore.store import from_url
 
 from kvtier.backends.base import GetItem, PutItem
@@ -74,7 +73,7 @@ class ChunkStore:
     def exists(self, key: ChunkKey) -> bool:
         """Return whether the key has an object."""
         try:
-            obstore.head(self._store, key.hex())
+            self._store.head(key.hex())
         except FileNotFoundError:
             return False
         return True
@@ -82,7 +81,7 @@ class ChunkStore:
     def remove(self, key: ChunkKey) -> None:
         """Delete the key's object, which may be missing."""
         with suppress(FileNotFoundError):
-            obstore.delete(self._store, key.hex())
+            self._store.delete(key.hex())
 
     def write(self, item: PutItem, latest: float) -> None:
         """Write a chunk, replacing the old one atomically. Large ones are uploaded in parts.
@@ -92,9 +91,9 @@ class ChunkStore:
         key, view = item
         pieces, size = _pieces(view, latest), self._part_size
         if len(view) <= size:
-            obstore.put(self._store, key.hex(), pieces, use_multipart=False)
+            self._store.put(key.hex(), pieces, use_multipart=False)
         else:
-            obstore.put(self._store, key.hex(), pieces, chunk_size=size, max_concurrency=UPLOADED_PARTS)
+            self._store.put(key.hex(), pieces, chunk_size=size, max_concurrency=UPLOADED_PARTS)
 
     def parts_of(self, place: int, item: GetItem) -> list[Part]:
         """Return what to :meth:`read` for an item of a batch: the whole chunk, or its parts."""
@@ -111,7 +110,7 @@ class ChunkStore:
         length = len(part.view)
         options: Any = {} if length == part.length else {"range": (part.start, part.start + length)}
         try:
-            found = obstore.get(self._store, part.key.hex(), options=options)
+            found = self._store.get(part.key.hex(), options=options)
         except Exception as error:
             if isinstance(error, FileNotFoundError) or is_shorter(error):
                 return None
@@ -135,7 +134,7 @@ class ChunkStore:
 
         def listed() -> Iterator[tuple[float, int, str]]:
             nonlocal total
-            for batch in obstore.list(self._store, chunk_size=LISTED):
+            for batch in self._store.list(chunk_size=LISTED):
                 let_others_run()
                 for found in batch:
                     # Anything else with this prefix belongs to others.
@@ -150,7 +149,7 @@ class ChunkStore:
             total -= size
             names.append(name)
         for start in range(0, len(names), LISTED):
-            obstore.delete(self._store, names[start : start + LISTED])
+            self._store.delete(names[start : start + LISTED])
         return total > capacity
 
     def check(self) -> str:
@@ -158,10 +157,10 @@ class ChunkStore:
         name = f".kvtier-check-{secrets.token_hex(8)}"
         began = time.monotonic()
         # Without the permission to list, a missing object is a refusal.
-        list(islice(obstore.list(self._store, chunk_size=1), 1))
-        obstore.put(self._store, name, b"kvtier")
-        obstore.get(self._store, name).bytes()
-        obstore.delete(self._store, name)
+        list(islice(self._store.list(chunk_size=1), 1))
+        self._store.put(name, b"kvtier")
+        self._store.get(name).bytes()
+        self._store.delete(name)
         return f"an object was written, read and deleted in {(time.monotonic() - began) * 1000:.0f} ms"
 
 

@@ -132,9 +132,7 @@ async def make_app(
     await checkpoint()
     lmcache.add_routes(app.router, operations, bodies)
     await checkpoint()
-    _add_fleet(app.router, operations.registry, history, grafana)
-    await checkpoint()
-    _add_stream(app.router, Stream(operations.registry, operations.events, operations.pins))
+    _add_fleet(app.router, operations, history, grafana)
     mount_page(app)
     add_error_handlers(app, error_response, ControllerError)
     return app
@@ -221,7 +219,7 @@ def _is_local(connection: HTTPConnection) -> bool:
 
 def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -> None:
     """Add the endpoints of operations, including lookup."""
-    registry, decoder = operations.registry, lmcache.decoder
+    decoder = lmcache.decoder
     lookup_body, move_body = Depends(bodies.of(LookupBody)), Depends(bodies.of(MoveBody, decoder))
     prefetch_body, clear_body = Depends(bodies.of(PrefetchBody)), Depends(bodies.of(ClearBody, decoder))
     pin_body, unpin_body = Depends(bodies.of(PinBody, decoder)), Depends(bodies.of(UnpinBody, decoder))
@@ -229,7 +227,7 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
     @router.post("/lookup", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(LookupBody))
     async def lookup(body: LookupBody = lookup_body) -> lmcache.Layout:
         """Return how many leading tokens of a prompt each tier of each instance holds."""
-        return lmcache.layout_of(registry, await operations.lookup(body))
+        return lmcache.layout_of(operations.registry, await operations.lookup(body))
 
     @router.post("/move", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(MoveBody))
     async def move(body: MoveBody = move_body) -> answers.Accepted:
@@ -238,7 +236,7 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
         A chunk is removed from the source only after the target has confirmed it. Chunks that the target
         already holds are not transferred again, so a move can be repeated at any time.
         """
-        return _accepted(await operations.move(lmcache.with_tiers(registry, body)))
+        return _accepted(await operations.move(body))
 
     @router.post("/prefetch", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(PrefetchBody))
     async def prefetch(body: PrefetchBody = prefetch_body) -> answers.Accepted:
@@ -255,12 +253,12 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
         Moving or clearing the last copy that an instance has of a chunk unpins it. `unpinned` in the event's
         result counts these.
         """
-        return _accepted(await operations.start(PinChunks, lmcache.with_tiers(registry, body)))
+        return _accepted(await operations.start(PinChunks, body))
 
     @router.post("/unpin", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(UnpinBody))
     async def unpin(body: UnpinBody = unpin_body) -> answers.Accepted:
         """Allow a prompt's chunks to be evicted again."""
-        return _accepted(await operations.start(UnpinChunks, lmcache.with_tiers(registry, body)))
+        return _accepted(await operations.start(UnpinChunks, body))
 
     @router.post("/clear", tags=[OPERATIONS_TAG], openapi_extra=request_body_schema(ClearBody))
     async def clear(body: ClearBody = clear_body) -> answers.Accepted:
@@ -268,7 +266,7 @@ def _add_operations(router: APIRouter, operations: Operations, bodies: Bodies) -
 
         The event's result has the number of chunks and bytes removed.
         """
-        return _accepted(await operations.clear(lmcache.with_tiers(registry, body)))
+        return _accepted(await operations.clear(body))
 
 
 def _add_queries(router: APIRouter, operations: Operations, history: History) -> None:
@@ -349,8 +347,10 @@ def _add_why(router: APIRouter, operations: Operations, bodies: Bodies) -> None:
         return await operations.explanations.prompt(body)
 
 
-def _add_fleet(router: APIRouter, registry: Registry, history: History, grafana: str | None) -> None:
+def _add_fleet(router: APIRouter, operations: Operations, history: History, grafana: str | None) -> None:
     """Add the endpoints about all instances together."""
+    registry = operations.registry
+    stream = Stream(registry, operations.events, operations.pins)
 
     @router.get("/history", tags=[STATE_TAG])
     async def of_span(
@@ -385,10 +385,6 @@ def _add_fleet(router: APIRouter, registry: Registry, history: History, grafana:
     async def about() -> answers.About:
         """Return the version of the controller, and where its dashboard is."""
         return answers.About(version=__version__, grafana=grafana)
-
-
-def _add_stream(router: APIRouter, stream: Stream) -> None:
-    """Add the endpoint that streams changes."""
 
     @router.get("/stream", tags=[STREAM_TAG], response_class=Response)
     async def changes() -> Response:

@@ -30,7 +30,7 @@ from kvtier.fleet.member.protocol import (
     WhoServes,
     decode_from_instance,
 )
-from kvtier.memory.keys import KEY_BYTES, ChunkKey, count_keys, split_keys
+from kvtier.memory.keys import KEY_BYTES, count_keys, split_keys
 from kvtier.rpc.endpoint import REFUSAL_SECONDS, Endpoint
 from kvtier.rpc.frames import MAX_FRAME_BYTES, check_hello
 from kvtier.rpc.websocket import ServerWire
@@ -86,7 +86,8 @@ async def _handle(registry: Registry, member: Member, message: Report | WhoHolds
         case Changed():
             await _index(registry, member, message)
         case WhoHolds():
-            member.endpoint.send(registry.held_by(member, message, _split(message.keys)))
+            _check_count(message.keys)
+            member.endpoint.send(registry.held_by(member, message, split_keys(message.keys)))
         case WhoServes():
             if len(message.addresses) > MAX_ADDRESSES:
                 raise ProtocolError(f"the instance asks for more than {MAX_ADDRESSES} addresses at once")
@@ -102,8 +103,8 @@ async def _index(registry: Registry, member: Member, changed: Changed) -> None:
         raise ProtocolError(
             f"the instance reports on tier {changed.tier}, but has {len(member.places)} tiers"
         )
-    _count(changed.removed)
-    _count(changed.stored)
+    _check_count(changed.removed)
+    _check_count(changed.stored)
     is_small = len(changed.stored) + len(changed.removed) < SLICE_BYTES // 4
     # A thousand instances that report all their chunks at once would leave requests no turn for seconds.
     async with nullcontext() if is_small else registry.indexing:
@@ -126,11 +127,6 @@ def _decode(body: bytes) -> FromInstance:
         raise ProtocolError(f"the layout of a model is invalid: {error}") from error
 
 
-def _count(joined: bytes) -> None:
+def _check_count(joined: bytes) -> None:
     if (count := count_keys(joined)) > MAX_KEYS:
         raise ProtocolError(f"the instance names {count} chunks in one message, more than {MAX_KEYS}")
-
-
-def _split(joined: bytes) -> list[ChunkKey]:
-    _count(joined)
-    return split_keys(joined)

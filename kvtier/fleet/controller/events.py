@@ -11,6 +11,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from typing import Literal
 
@@ -87,10 +88,6 @@ class Event(BaseModel):
         return self.ended_at is not None
 
 
-def _decode_operation(row: tuple[str, bytes]) -> tuple[str, bytes]:
-    return msgspec.convert(row, tuple[str, bytes])
-
-
 def _decode_row(row: tuple[str, float, bytes]) -> Event:
     event_id, _, encoded = row
     event = Event.model_validate(msgspec.msgpack.decode(encoded))
@@ -99,6 +96,7 @@ def _decode_row(row: tuple[str, float, bytes]) -> Event:
     return event
 
 
+_as_operation = partial(msgspec.convert, type=tuple[str, bytes])
 Listener = Callable[[Event], None]
 
 
@@ -138,7 +136,7 @@ class EventLog:
 
     def _load(self) -> None:
         events = self._state.decoded(self._state.rows(EVENTS), _decode_row)
-        operations = dict(self._state.decoded(self._state.rows(OPERATIONS), _decode_operation))
+        operations = dict(self._state.decoded(self._state.rows(OPERATIONS), _as_operation))
         for event in sorted(events, key=lambda event: event.created_at):
             self._events[event.event_id] = event
             if event.ended:

@@ -1,39 +1,23 @@
-"""Requests of LMCache's controller: other names for fields and tiers, and its own endpoints."""
+"""Requests of LMCache's controller: other names for fields, and its own endpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends
 from msgspec import Meta
-from msgspec.structs import replace
 from pydantic import Field
 
 from kvtier.fleet.controller.answers import LookupAnswer
-from kvtier.fleet.controller.bodies import (
-    Bodies,
-    ClearBody,
-    MoveBody,
-    Name,
-    PromptBody,
-    TierBody,
-    request_body_schema,
-)
+from kvtier.fleet.controller.bodies import Bodies, BodyT, Decoder, Name, PromptBody, request_body_schema
 from kvtier.fleet.controller.errors import UnknownName, WrongRequest
-from kvtier.fleet.controller.events import Position
-from kvtier.fleet.controller.member import PEERS
 from kvtier.fleet.controller.operations import Operations
-from kvtier.fleet.controller.registry import PING_SECONDS, Registry
+from kvtier.fleet.controller.registry import BACKENDS, PING_SECONDS, Registry
 from kvtier.fleet.member.protocol import Hello
 from kvtier.settings.peer import split_address
 
 FIELDS = {"instance_id": "instance", "location": "tier", "should_copy": "copy"}
-LOCATIONS = {"LocalCPUBackend": ("cpu", "hugepage"), "LocalDiskBackend": ("disk",)}
-"""Types of the tiers that its backends are."""
-POOL = "RemoteBackend"
-"""Its name for a shared pool of any type."""
 TAG = "LMCache"
 WORKER, UNRESPONSIVE = 0, -1001
 """The id of the cache process, which serves all ranks, and the error code if it does not answer."""
@@ -41,7 +25,6 @@ CODECS = (
     "chunks are compressed as they are written to a tier below the first: set `codec` of that tier in the "
     "settings of instance {!r}"
 )
-BodyT = TypeVar("BodyT", bound=PromptBody)
 
 
 class Layout(LookupAnswer):
@@ -83,7 +66,7 @@ class CodecBody(InstanceBody, frozen=True, kw_only=True):
     method: Annotated[str, Meta(description="Without effect.")] = ""
 
 
-def decoder(kind: type[BodyT]) -> Callable[[bytes | bytearray], BodyT]:
+def decoder(kind: type[BodyT]) -> Decoder[BodyT]:
     """Return what decodes a body, also one with the names that LMCache has for the fields."""
     own = msgspec.json.Decoder(kind).decode
 
@@ -99,33 +82,13 @@ def decoder(kind: type[BodyT]) -> Callable[[bytes | bytearray], BodyT]:
     return decode
 
 
-def named_tier(registry: Registry, instance: str, location: str) -> Position:
-    """Return the fastest tier that a backend of LMCache is, or a tier of this name."""
-    types = LOCATIONS.get(location, ())
-    for tier in registry.find(instance).hello.tiers:
-        if tier.type in types or (location == POOL and tier.shared and tier.type != PEERS):
-            return instance, tier.name
-    return instance, location
-
-
-def with_tiers(registry: Registry, body: BodyT) -> BodyT:
-    """Return the body with the fastest tiers that LMCache's backends are in place of their names."""
-    if isinstance(body, MoveBody):
-        old, new = (named_tier(registry, *position) for position in (body.old_position, body.new_position))
-        return replace(body, old_position=old, new_position=new)
-    if isinstance(body, TierBody | ClearBody) and body.tier is not None:
-        return replace(body, tier=named_tier(registry, body.instance, body.tier)[1])
-    return body
-
-
 def layout_of(registry: Registry, found: LookupAnswer) -> Layout:
     """Return the answer to a lookup with what clients of LMCache read."""
-    names = {kind: location for location, kinds in LOCATIONS.items() for kind in kinds}
     layout = {}
     for instance, tokens in found.instances.items():
         tier, count = max(tokens.items(), key=lambda item: item[1])
         kind = next(held.type for held in registry.find(instance).hello.tiers if held.name == tier)
-        layout[instance] = (names.get(kind, tier), count)
+        layout[instance] = (BACKENDS.get(kind, tier), count)
     return Layout(**found.model_dump(), layout_info=layout)
 
 

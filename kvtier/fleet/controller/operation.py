@@ -184,12 +184,10 @@ class Operation(ABC):
         """The ids of the instances involved."""
         return frozenset(position[0] for position in (self.source, self.target) if position is not None)
 
-    @property
-    def roots(self) -> frozenset[ChunkKey] | None:
-        """The first keys of its prompts; ``None`` for all chunks."""
-        if not self._prompts:
-            return None
-        return frozenset(chunks.keys[0] for chunks in self._prompts if chunks.keys)
+    def lock(self) -> LockRequest:
+        """Return what to lock before it is executed."""
+        roots = frozenset(chunks.keys[0] for chunks in self._prompts if chunks.keys)
+        return LockRequest(self.instances, roots if self._prompts else None, exclusive=self.exclusive)
 
     @abstractmethod
     def plan(self) -> Plan:

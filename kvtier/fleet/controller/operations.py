@@ -150,7 +150,7 @@ class Operations:
             chunks=plan.chunks,
             operation=operation.stored(),
         )
-        lock = _lock_of(operation)
+        lock = operation.lock()
         # An operation that holds the lock may leave something to do for this one.
         if plan.is_empty and self.locks.is_free(lock):
             self.events.finish(event)
@@ -178,7 +178,7 @@ class Operations:
         operation = KINDS[kind](
             self.registry, prompts, self.pins, source=source, target=target, seconds=seconds
         )
-        lock = _lock_of(operation)
+        lock = operation.lock()
         self.locks.enqueue(lock)
         self._tasks.start_soon(self._run, operation, event, lock, RECONNECT_SECONDS)
 
@@ -249,10 +249,6 @@ class Operations:
             event.result.bytes,
             outcome,
         )
-
-
-def _lock_of(operation: Operation) -> LockRequest:
-    return LockRequest(operation.instances, operation.roots, exclusive=operation.exclusive)
 
 
 def _tokens_by_tier(member: Member, tokens_by_place: dict[int, int]) -> dict[str, int]:

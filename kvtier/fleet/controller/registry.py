@@ -31,7 +31,7 @@ from kvtier.fleet.controller.errors import (
 )
 from kvtier.fleet.controller.events import Position
 from kvtier.fleet.controller.holders import MAX_KEYS, Holders, Keys
-from kvtier.fleet.controller.member import Member, TierRef
+from kvtier.fleet.controller.member import PEERS, Member, TierRef
 from kvtier.fleet.controller.settings import HEARTBEAT_SECONDS, IDLE_TIMEOUT_SECONDS
 from kvtier.fleet.member.protocol import (
     VERSION,
@@ -42,6 +42,7 @@ from kvtier.fleet.member.protocol import (
     Model,
     ServedAt,
     Serves,
+    TierDescription,
     UpToDate,
     Welcome,
     WhatIf,
@@ -60,6 +61,9 @@ MAX_MODELS = 4096
 logger = logging.getLogger("kvtier")
 PING_SECONDS = 2.0
 """Time for an instance to answer a ping when another one connects with the same id."""
+BACKENDS = {"cpu": "LocalCPUBackend", "hugepage": "LocalCPUBackend", "disk": "LocalDiskBackend"}
+"""LMCache's names for tiers of these types. For a shared pool of any type it is :data:`POOL`."""
+POOL = "RemoteBackend"
 MAX_MEMBERS = 1024
 MAX_GONE = 256
 MAX_INDEXING = 2
@@ -187,6 +191,8 @@ class Registry:
     def find_tier(self, position: Position) -> TierRef:
         """Return a tier by its instance and its name, or its type if no other tier there has it.
 
+        LMCache's name for a backend stands for the first tier of that kind.
+
         Raises: UnknownName, WrongRequest: the tier stands for the instance's peers.
         """
         instance, name = position
@@ -194,6 +200,7 @@ class Registry:
         tiers = member.hello.tiers
         named = [number for number, tier in enumerate(tiers) if tier.name == name]
         found = named or [number for number, tier in enumerate(tiers) if tier.type == name]
+        found = found or [number for number, tier in enumerate(tiers) if _backend(tier) == name][:1]
         if len(found) != 1:
             raise UnknownName(f"tier {name!r} in instance {instance!r}", [tier.name for tier in tiers])
         ref = TierRef(member, found[0])
@@ -345,3 +352,7 @@ class Registry:
         if self.holders.dropped_keys > self._dropped_keys:
             self._dropped_keys = self.holders.dropped_keys
             self._warn("the index is full: lookups do not find further chunks")
+
+
+def _backend(tier: TierDescription) -> str | None:
+    return POOL if tier.shared and tier.type != PEERS else BACKENDS.get(tier.type)

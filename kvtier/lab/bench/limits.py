@@ -237,27 +237,24 @@ class ObstoreLibrary(InThreads):
     fills = False
 
     def __init__(self, tier: S3Settings) -> None:
-        import obstore
-
         from kvtier.backends.s3.store import make_store
 
         super().__init__(range(tier.requests))
-        self._obstore: Any = obstore
         self._store = make_store(tier, timedelta(seconds=tier.deadline))
 
     def put_one(self, connection: int, key: ChunkKey, view: memoryview) -> None:
         """See :meth:`InThreads.put_one`."""
-        self._obstore.put(self._store, name_of(key), view)
+        self._store.put(name_of(key), view)
 
     def get_one(self, connection: int, key: ChunkKey, view: memoryview) -> None:
         """See :meth:`InThreads.get_one`."""
-        found = self._obstore.get(self._store, name_of(key)).bytes()
+        found = self._store.get(name_of(key)).bytes()
         expect(0, len(found) == len(view), len(found))
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
         """See :meth:`Side.forget`."""
         for key in keys:
-            self._obstore.delete(self._store, name_of(key))
+            self._store.delete(name_of(key))
 
     async def close(self) -> None:
         """See :meth:`Side.close`."""
