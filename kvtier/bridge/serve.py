@@ -84,8 +84,11 @@ async def serve(
                 tasks.start_soon(server.canaries[url].run)
         async with _serving_metrics(settings.metrics.listen, server):
             with server.notices.listening(logger), _frozen(), serving:
-                linger = settings.linger if exit_when_idle else None
-                await _serve_engines(server, path, listener, on_serving, linger)
+                async with listening(path, server.handle, listener):
+                    names = ", ".join(f"{tier.name} ({tier.settings.type})" for tier in server.cache.tiers)
+                    logger.info("serving %s on %s, process %d", names, path, os.getpid())
+                    on_serving()
+                    await (_until_idle(server, settings.linger) if exit_when_idle else anyio.sleep_forever())
             on_stopping()
             with draining:
                 await _finish(instance.cache)
@@ -140,23 +143,6 @@ async def _serving_metrics(listen: str | None, server: BridgeServer) -> AsyncIte
         ) as (host, port):
             logger.info("metrics on http://%s:%d/metrics", f"[{host}]" if ":" in host else host, port)
             yield
-
-
-async def _serve_engines(
-    server: BridgeServer,
-    path: Path,
-    listener: sockets.socket | None,
-    on_serving: Callable[[], None],
-    linger: float | None,
-) -> None:
-    names = ", ".join(f"{tier.name} ({tier.settings.type})" for tier in server.cache.tiers)
-    async with listening(path, server.handle, listener):
-        logger.info("serving %s on %s, process %d", names, path, os.getpid())
-        on_serving()
-        if linger is None:
-            await anyio.sleep_forever()
-        else:
-            await _until_idle(server, linger)
 
 
 async def _until_idle(server: BridgeServer, linger: float) -> None:

@@ -41,11 +41,7 @@ def cache_process(config: Path | None, socket: Path | None) -> Iterator[Path]:
         raise ChannelError(f"{error}: start one with `kvtier serve`, or set --socket") from error
 
 
-def status(
-    config: ConfigFile = None,
-    socket: Socket = None,
-    as_json: AsJson = False,
-) -> None:
+def status(config: ConfigFile = None, socket: Socket = None, as_json: AsJson = False) -> None:
     """Show what a cache process on this host is doing: its tiers, engines, peers and controller.
 
     Exit status 1 if it does not answer. With --json, prints all that it reports.
@@ -100,23 +96,17 @@ def _tables(report: Report) -> Iterator[Table]:
 def _tiers(tiers: list[Report]) -> Table:
     rows = table("tier", "type", "used", "of", "chunks", "eviction", "last error")
     for tier in tiers:
-        capacity = tier["capacity_bytes"]
+        capacity, policy, in_use = tier["capacity_bytes"], tier["eviction"], tier["eviction_in_use"]
         rows.add_row(
             escape(tier["name"]),
             escape(tier["type"]),
             format_size(tier["used_bytes"]),
             "-" if capacity is None else format_size(capacity),
             str(tier["chunks"]),
-            escape(_eviction(tier["eviction"], tier["eviction_in_use"])),
+            escape(policy or "-" if in_use == policy else f"{policy}: {in_use}"),
             ("" if tier["available"] else "[red]unavailable[/red] ") + escape(tier.get("error") or ""),
         )
     return rows
-
-
-def _eviction(policy: str, in_use: str) -> str:
-    if in_use != policy:
-        return f"{policy}: {in_use}"
-    return policy or "-"
 
 
 def _engines(engines: list[Report]) -> Table:
@@ -178,11 +168,7 @@ def _controllers(controllers: list[Report]) -> Table:
     return rows
 
 
-def tenants(
-    config: ConfigFile = None,
-    socket: Socket = None,
-    as_json: AsJson = False,
-) -> None:
+def tenants(config: ConfigFile = None, socket: Socket = None, as_json: AsJson = False) -> None:
     """Show what each configured tenant holds in each tier of a cache process on this host.
 
     `share` is never taken from it for others, and `max` is what it holds at most. `other` is everyone who is
@@ -208,8 +194,7 @@ def tenants(
 
 def clear_weights(
     weights_id: Annotated[
-        str,
-        typer.Argument(metavar="ID", help="The setting `weights_id`, or vLLM's `weight_version`."),
+        str, typer.Argument(metavar="ID", help="The setting `weights_id`, or vLLM's `weight_version`.")
     ],
     tier: Annotated[
         list[str] | None,

@@ -301,9 +301,7 @@ def pin(
 
 
 @controller_command(
-    "kvtier unpin decode-1/ram --prompt-file system-prompt.txt",
-    prompt="required",
-    waits=True,
+    "kvtier unpin decode-1/ram --prompt-file system-prompt.txt", prompt="required", waits=True
 )
 def unpin(call: Call, where: Where) -> None:
     """Allow a prompt's chunks to be evicted again."""

@@ -43,9 +43,8 @@ SECRETS = {"secret": "PEER_SECRET", "password": "POOL_PASSWORD"}
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 KINDS = {"flag": bool, "integer": int, "number": float, "text": str, "list": list, "mapping": dict}
 EXAMPLES = {bool: "true", int: "256", float: "5.0", str: "text", list: "[8200]", dict: "{}"}
-ADAPTERS = {"resp": "resp", "valkey": "valkey", "s3": "s3", "mooncake_store": "mooncakestore"}
-ADAPTERS |= dict.fromkeys(("fs", "fs_native", "hf3fs"), "fs")
-"""The schemes of the URLs that mean the same."""
+ADAPTERS = {"mooncake_store": "mooncakestore", "fs_native": "fs", "hf3fs": "fs"}
+"""The schemes of the URLs that mean the same, where they have other names."""
 BUFFER = "The first tier is not only a buffer, all KV passes through it: choose its `capacity`."
 TARGETS = (
     "Set kv_transfer.targets to `peer.listen` of each decode instance (pd_peer_host and pd_peer_init_port "
@@ -62,6 +61,7 @@ class Key(NamedTuple):
 
     names: tuple[str, ...]
     kind: str
+    """Of its value: one of :data:`KINDS`, or what each value becomes, as in ``sender=prefill``."""
     outcome: str
     """A setting, with a tier by its name, as in ``pool.url``; an outcome; of a URL, the settings as JSON."""
     answer: str
@@ -131,6 +131,11 @@ def find(name: str) -> Key | None:
 
 def typed(name: str, kind: str, value: object) -> Any:  # noqa: ANN401 - of that kind
     """Return a value in its kind. Raises :class:`SettingsError`, which does not show the value."""
+    if "=" in kind:
+        settings = dict(choice.split("=") for choice in kind.split())
+        if (chosen := str(value).lower()) not in settings:
+            raise SettingsError(f"{name} has a wrong value: use one of {', '.join(settings)}")
+        return settings[chosen] or None
     try:
         if kind == "mapping" and isinstance(value, str):
             value = json.loads(value)
@@ -251,8 +256,7 @@ class Translation:
         name = "remote_url" if "remote_url" in self._given else ADAPTER
         url = self._value(name) or ""
         if url.startswith("audit://"):
-            behind = "extra_config.audit_actual_remote_url"
-            url = self._value(behind) or self._value("audit_actual_remote_url") or ""
+            url = self._value("audit_actual_remote_url") or ""
         elif url.startswith("plugin://redis"):
             url = self._value("extra_config.redis_url") or "redis://localhost:6379"
         scheme = re.split("[^a-z0-9-]", url.removeprefix("plugin://"))[0]
@@ -417,15 +421,6 @@ def _without_password(url: str) -> str:
     return url
 
 
-def _one_of(**values: str | None) -> Callable[[str], str | None]:
-    def convert(value: str) -> str | None:
-        if value.lower() not in values:
-            raise ValueError(f"use one of {', '.join(values)}")
-        return values[value.lower()]
-
-    return convert
-
-
 def _controller_url(address: str) -> str:
     host, _ = split_address(address.rpartition("://")[2])
     return f"http://{join_address(host, 9000)}"
@@ -434,14 +429,9 @@ def _controller_url(address: str) -> str:
 CONVERSIONS: dict[str, Callable[[Any], object]] = {
     "ram.capacity": _gib,
     "ram.type": lambda huge: "hugepage" if huge else "cpu",
-    "ram.eviction": _one_of(
-        lru="lru", isolatedlru="lru", lfu="lfu", arc="arc", fifo=None, mru=None, noop=None
-    ),
     "disk.capacity": _gib,
     "pool.deadline": lambda seconds: f"{seconds:g}s",
     "pool.metadata_server": _without_password,
-    "pool.link_type": _one_of(link_ib="IB", link_ethernet="Ethernet"),
-    "role": _one_of(sender="prefill", receiver="decode"),
     "kv_transfer.buffer": _size,
     "kv_transfer.device": lambda device: "cuda" if device.startswith("cuda") else "cpu",
     "peer.transport": lambda channel: "nixl" if channel == "nixl" else "tcp",

@@ -60,11 +60,7 @@ COUNTS = (
         "Writes to a lower tier dropped because too many were deferred.",
     ),
     ("put_full", "write_rejected_chunks", "Chunks rejected by a lower tier because it was full."),
-    (
-        "evicted",
-        "evicted_chunks",
-        "Chunks evicted from a tier, whether or not another tier holds them.",
-    ),
+    ("evicted", "evicted_chunks", "Chunks evicted from a tier, whether or not another tier holds them."),
     (
         "evicted_unwritten",
         "evicted_unwritten_chunks",

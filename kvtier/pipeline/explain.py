@@ -13,14 +13,7 @@ from kvtier.catalog.gone import Gone
 from kvtier.catalog.misses import AGAIN, Miss, MissReason, misses_behind
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.memory.header import object_bytes
-from kvtier.memory.keys import (
-    BLOCK_HASH_BYTES,
-    ChunkKey,
-    beginning_of,
-    block_hashes,
-    chunk_keys,
-    root_key,
-)
+from kvtier.memory.keys import BLOCK_HASH_BYTES, ChunkKey, beginning_of, block_hashes, chunk_keys, root_key
 from kvtier.memory.layout import LAYERS, ChunkLayout
 from kvtier.pipeline.discover import DiscoverStage
 from kvtier.pipeline.found import FoundPrefix

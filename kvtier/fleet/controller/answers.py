@@ -123,8 +123,7 @@ class InstanceAnswer(BaseModel):
     peers_down: int = Field(default=0, description="Of these, those that it cannot reach.")
     pinned: int = Field(default=0, description="Chunks pinned by `POST /pin`, once for each pin.")
     what_if_at: float | None = Field(
-        default=None,
-        description="When it last reported what other settings would bring. `null` before that.",
+        default=None, description="When it last reported what other settings would bring. `null` before that."
     )
 
 
@@ -427,10 +426,7 @@ def what_if(member: Member) -> WhatIfAnswer:
     if report is None:
         return WhatIfAnswer(what_if_at=None, basis=[NOTHING_REPORTED], findings=[], report=None)
     return WhatIfAnswer(
-        what_if_at=member.what_if_at,
-        basis=basis(report),
-        findings=findings(report),
-        report=report,
+        what_if_at=member.what_if_at, basis=basis(report), findings=findings(report), report=report
     )
 
 

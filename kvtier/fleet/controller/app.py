@@ -30,13 +30,7 @@ from kvtier.fleet.controller.bodies import (
     describe_errors,
     request_body_schema,
 )
-from kvtier.fleet.controller.errors import (
-    AmbiguousModel,
-    TooManyPins,
-    UnknownName,
-    WrongPrompt,
-    WrongRequest,
-)
+from kvtier.fleet.controller.errors import AmbiguousModel, TooManyPins, UnknownName, WrongPrompt, WrongRequest
 from kvtier.fleet.controller.events import Event
 from kvtier.fleet.controller.history import LEVELS, History, Kind
 from kvtier.fleet.controller.metrics import ControllerMetrics
@@ -114,12 +108,7 @@ async def make_app(
     """
     bodies, authenticator = Bodies(), Authenticator(token)
 
-    app = FastAPI(
-        title="kvtier controller",
-        version=__version__,
-        description=DESCRIPTION,
-        redoc_url=None,
-    )
+    app = FastAPI(title="kvtier controller", version=__version__, description=DESCRIPTION, redoc_url=None)
     _add_public_routes(app, operations.registry, authenticator)
     # For all routes added below. A second router would create every route twice.
     app.router.dependencies += [Depends(authenticator.authenticate), Depends(operations.follow)]

@@ -156,8 +156,7 @@ class TierBody(PromptBody, frozen=True, kw_only=True):
 
     instance: _Instance
     tier: Annotated[
-        Name,
-        _field("The name of one of its tiers, or a type that only one of its tiers has.", "cpu"),
+        Name, _field("The name of one of its tiers, or a type that only one of its tiers has.", "cpu")
     ]
 
     def __post_init__(self) -> None:
@@ -188,8 +187,7 @@ class PinBody(TierBody, frozen=True, kw_only=True):
     """Protect a prompt's chunks from eviction."""
 
     ttl: Annotated[
-        _Duration,
-        _field("Duration of the pin. Default: until it is unpinned.", "10m", _DURATION),
+        _Duration, _field("Duration of the pin. Default: until it is unpinned.", "10m", _DURATION)
     ] = None
 
     def seconds(self) -> float | None:
@@ -266,11 +264,7 @@ class Bodies:
         return body
 
     async def _with_tokens(
-        self,
-        decode: Decoder[BodyT],
-        content: bytearray,
-        begin: int,
-        pieces: AsyncIterator[bytes],
+        self, decode: Decoder[BodyT], content: bytearray, begin: int, pieces: AsyncIterator[bytes]
     ) -> BodyT:
         """Decode a body whose token ids begin at ``begin``: the ids first, then the body without them."""
         ids = array("I")

@@ -65,7 +65,10 @@ async def serve(registry: Registry, websocket: WebSocket) -> None:
     finally:
         if member is not None:
             registry.leave(member, "its connection has ended")
-    name = f"instance {member.id}" if member is not None else _client_name(websocket)
+    if member is not None:
+        name = f"instance {member.id}"
+    else:
+        name = "an unknown client" if websocket.client is None else f"a client at {websocket.client.host}"
     if WebSocketState.DISCONNECTED in (websocket.client_state, websocket.application_state):
         logger.debug("the connection of %s has ended: %s", name, error)
         return
@@ -73,11 +76,6 @@ async def serve(registry: Registry, websocket: WebSocket) -> None:
     await endpoint.refuse(error)
     with anyio.move_on_after(REFUSAL_SECONDS), suppress(WebSocketDisconnect, RuntimeError):
         await websocket.close()
-
-
-def _client_name(websocket: WebSocket) -> str:
-    client = websocket.client
-    return "an unknown client" if client is None else f"a client at {client.host}"
 
 
 async def _handle(registry: Registry, member: Member, message: Report | WhoHolds | WhoServes | Hello) -> None:

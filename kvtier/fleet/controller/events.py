@@ -62,8 +62,7 @@ class Event(BaseModel):
     kind: Kind
     state: EventState = "queued"
     source: Position | None = Field(
-        description="The source of a move or copy: instance and tier.",
-        examples=[["instance-1", "cpu"]],
+        description="The source of a move or copy: instance and tier.", examples=[["instance-1", "cpu"]]
     )
     target: Position | None = Field(
         description="The instance and tier that the operation targets; tier `null` means all tiers.",

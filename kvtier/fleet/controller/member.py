@@ -130,11 +130,7 @@ class Member:
     """A connected instance, until its connection ends. Created by the registry."""
 
     def __init__(
-        self,
-        hello: Hello,
-        places: Sequence[int],
-        endpoint: Endpoint,
-        term: Callable[[], int] = lambda: 0,
+        self, hello: Hello, places: Sequence[int], endpoint: Endpoint, term: Callable[[], int] = lambda: 0
     ) -> None:
         """``term`` returns that of the controller's lease."""
         self.id = hello.instance

@@ -8,14 +8,7 @@ from functools import partial
 from kvtier.fleet.controller.errors import CommandFailed, MemberGone, UnknownName, WrongRequest
 from kvtier.fleet.controller.events import Kind, Result
 from kvtier.fleet.controller.member import PEERS, TierRef
-from kvtier.fleet.controller.operation import (
-    Operation,
-    Part,
-    Plan,
-    Report,
-    count_confirmed,
-    run_command,
-)
+from kvtier.fleet.controller.operation import Operation, Part, Plan, Report, count_confirmed, run_command
 from kvtier.fleet.controller.pin_and_clear import settle_pins
 from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.member.protocol import Delete, Fetch
@@ -187,9 +180,7 @@ async def fetch_chunks(
         seconds=seconds,
     )
     done = await run_command(
-        target.member,
-        fetch,
-        lambda current: report(before + current.chunks, transferred + current.bytes),
+        target.member, fetch, lambda current: report(before + current.chunks, transferred + current.bytes)
     )
     arrived = count_confirmed(done, chunks, result)
     result.bytes += done.bytes

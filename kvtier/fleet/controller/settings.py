@@ -11,13 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, SecretStr, TypeAdapter, model_validator
 
 from kvtier.settings.command import CommandSettings, Token, option
-from kvtier.settings.peer import (
-    Address,
-    is_loopback,
-    join_address,
-    reached_from_elsewhere,
-    split_address,
-)
+from kvtier.settings.peer import Address, is_loopback, join_address, reached_from_elsewhere, split_address
 from kvtier.settings.values import LocalPath
 from kvtier.units import Duration
 
@@ -98,9 +92,7 @@ class ServiceSettings(CommandSettings):
     tls_key: LocalPath | None = option(None, "FILE", "The certificate's PEM private key.")
 
     traces: bool = option(
-        False,
-        "",
-        "Export OpenTelemetry spans of operations, as set by its `OTEL_*` variables.",
+        False, "", "Export OpenTelemetry spans of operations, as set by its `OTEL_*` variables."
     )
 
     @model_validator(mode="after")
