@@ -103,7 +103,10 @@ class Instance:
         """
         settings = settings or load_settings()
         plugins = plugins or Plugins.load(settings.plugins)
-        name = f"{_base_name(settings)}:{secrets.token_hex(4)}"
+        name = f"{socket.gethostname()}:{os.getpid()}"
+        if settings.controller.urls:
+            name = settings.controller.instance_name
+        name = f"{name}:{secrets.token_hex(4)}"
         async with AsyncExitStack() as stack:
             tracer = await stack.enter_async_context(exporting(settings.traces, "kvtier", name))
             if settings.peer.has_credentials:
@@ -344,12 +347,6 @@ class Instance:
             {"model": name, "looked_up_tokens": counts.looked_up, "hit_tokens": counts.hit}
             for name, counts in by_name.items()
         ]
-
-
-def _base_name(settings: Settings) -> str:
-    if settings.controller.urls:
-        return settings.controller.instance_name
-    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def _check_peers_tier(settings: Settings) -> None:

@@ -64,7 +64,10 @@ async def serve(
     """
     spread_memory()
     shorten_slices()  # So that engines need not wait for whole slices of what else computes on their CPUs.
-    path = _path(settings, socket, listener)
+    named = socket or settings.socket
+    path = listener_path(listener) if listener is not None else named or default_address(settings)
+    if named not in (None, path):
+        raise ChannelError(f"systemd listens on {path}: set `socket` to that, instead of {named}")
     serving, draining = CancelScope(), CancelScope()
     async with (
         _claim(path, listener),
@@ -93,16 +96,6 @@ async def serve(
             with draining:
                 await _finish(instance.cache)
         tasks.cancel_scope.cancel()
-
-
-def _path(settings: Settings, socket: Path | None, listener: sockets.socket | None) -> Path:
-    named = socket or settings.socket
-    if listener is None:
-        return named or default_address(settings)
-    path = listener_path(listener)
-    if named not in (None, path):
-        raise ChannelError(f"systemd listens on {path}: set `socket` to that, instead of {named}")
-    return path
 
 
 @asynccontextmanager

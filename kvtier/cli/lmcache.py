@@ -344,7 +344,7 @@ class Translation:
     def _finish(self) -> None:
         """Leave out what the type of the pool does not have, and tell what became of the keys."""
         tree, plugins = self._tree, Plugins.load()
-        if (kind := tree["pool"].get("type")) in plugins.names("kvtier_backends"):
+        if kind := tree["pool"].get("type"):
             fields = plugins.backend(kind).settings_type.model_fields
             tree["pool"] = {name: value for name, value in tree["pool"].items() if name in fields}
         for group in ("pool", "peer"):
@@ -362,7 +362,7 @@ class Translation:
             tiers.insert(number, further)
         self.settings = {
             "tiers": [*tiers, *self._further_pools()],
-            **{name: value for name, value in tree.items() if value not in ({}, [])},
+            **{name: value for name, value in tree.items() if value != {}},
         }
         self._check(plugins)
 
@@ -392,8 +392,6 @@ class Translation:
             keys += [] if keys or not path.startswith("pool") else ["remote_url"]
             return f"{', '.join(keys)}: {path}" if keys else path
 
-        known = plugins.names("kvtier_backends")
-        values["tiers"] = [tier for tier in values["tiers"] if tier["type"] in known]
         try:
             plugins.tier_settings(Settings(**values))
         except ValidationError as error:

@@ -141,19 +141,15 @@ def serve(
     """Run a cache process: hold chunks in the configured tiers, and serve this host's engines.
 
     Set `socket` in the settings of your engines to its socket. Started by systemd, it serves on the socket of
-    its socket unit, if there is one. Stop it with Ctrl-C or SIGTERM: it then
-    finishes pending writes, for at most `drain_timeout`; a second signal stops it at once.
+    its socket unit, if there is one. Stop it with Ctrl-C or SIGTERM: it then finishes pending writes, for at
+    most `drain_timeout`; a second signal stops it at once.
     """
     from kvtier.settings import load_settings
 
-    overrides: dict[str, Any] = {}
-    if socket is not None:
-        overrides["socket"] = socket
-    if record is not None:
-        overrides["recording"] = {"path": record}
-    if log_level is not None:
-        overrides["log_level"] = log_level
-    settings = load_settings(overrides, file=config)
+    recording = None if record is None else {"path": record}
+    options = {"socket": socket, "recording": recording, "log_level": log_level}
+    given = {name: value for name, value in options.items() if value is not None}
+    settings = load_settings(given, file=config)
     set_up_logging(settings.log_level)
 
     # After the settings, so that an invalid one is reported at once.
@@ -166,7 +162,6 @@ def serve(
         partial(
             serve_engines,
             settings,
-            socket=settings.socket,
             listener=systemd.inherited_listener(),
             on_serving=partial(systemd.notify, "READY=1"),
             on_stopping=partial(systemd.notify_stopping, settings.drain_timeout + EXIT_SECONDS),

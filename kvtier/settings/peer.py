@@ -7,13 +7,7 @@ import math
 import string
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    SecretStr,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from kvtier.settings.values import Choice, LocalPath, Secret, SettingsModel
