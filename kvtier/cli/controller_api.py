@@ -54,7 +54,7 @@ class ControllerAPI:
             timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
             # The system's certificates, and SSL_CERT_FILE, which take 30 ms to load. Ignore HTTP proxies from
             # the environment.
-            verify=any(url.startswith("https:") for url in urls) and ssl.create_default_context(),
+            verify=not all(url.startswith("http:") for url in urls) and ssl.create_default_context(),
             trust_env=False,
         )
 

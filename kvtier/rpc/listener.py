@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from logging import getLogger
 from pathlib import Path
@@ -49,19 +49,21 @@ BACKLOG = 64
 
 @asynccontextmanager
 async def listening(
-    path: Path,
-    handle: Callable[[socket.socket], Coroutine[Any, Any, None]],
-    inherited: socket.socket | None = None,
+    path: Path, handle: Callable[[socket.socket], Awaitable[None]], inherited: socket.socket | None = None
 ) -> AsyncIterator[None]:
     """Serve every connection to ``path`` in a task of its own; only this user may connect.
 
     ``handle`` owns the socket, and must not raise. On exit, end the tasks, and remove ``path``. An
     ``inherited`` socket listens already, and belongs to whoever has bound it: ``path`` stays.
     """
+
+    async def serve(connected: socket.socket, _address: object) -> None:
+        await handle(connected)
+
     with inherited or _bind(path) as listener:
         try:
             async with open_tasks() as tasks:
-                tasks.start_soon(accept_all, listener, lambda connected, _address: handle(connected))
+                tasks.start_soon(accept_all, listener, serve)
                 yield
                 tasks.cancel_scope.cancel()
         finally:

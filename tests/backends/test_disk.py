@@ -280,10 +280,11 @@ async def test_open_fails_if_another_process_holds_the_lock(tmp_path: Path) -> N
 
 async def test_lock_holder_does_not_block_open(tmp_path: Path) -> None:
     stop = threading.Event()
+    holders = set()
 
     def inspect() -> None:
         while not stop.is_set():
-            lock_holder(tmp_path)
+            holders.add(lock_holder(tmp_path))
 
     await open_and_close(tmp_path)
     thread = threading.Thread(target=inspect)
@@ -294,6 +295,8 @@ async def test_lock_holder_does_not_block_open(tmp_path: Path) -> None:
     finally:
         stop.set()
         thread.join()
+    assert holders, "it was asked meanwhile"
+    assert lock_holder(tmp_path) is None
 
 
 async def test_lock_holder_without_a_name(tmp_path: Path) -> None:

@@ -276,10 +276,12 @@ def test_lost_connection_forgets_what_it_reported(path: Path, caplog: pytest.Log
         assert bridge.take_held() == {}
 
 
-def test_malformed_report_ends_the_connection(path: Path) -> None:
+def test_malformed_report_ends_the_connection(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with scheduler_of(path) as (cache, bridge):
         cache.send(Held(join_keys(KEYS[:2]), [1]))
         wait_until(lambda: (bridge.poll(), not bridge.connected)[1])
+        assert bridge.take_held() == {}
+    assert "the tiers of 1 chunks for 2 keys" in caplog.text
 
 
 @pytest.mark.usefixtures("running")

@@ -203,20 +203,22 @@ async def test_layout_mismatch_is_reported_with_both_layouts(
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "reason"),
     [
-        KVTransfer(1, "a:1", ROOT, ALL[:-1], TOKENS),
-        KVTransfer(1, "a:1", ROOT, ALL, TOKENS + 1),
-        KVTransfer(1, "a:1", ROOT, ALL, 0),
-        KVTransfer(1, "a:1", ROOT, b"", 1),
+        (KVTransfer(1, "a:1", ROOT, ALL[:-1], TOKENS), "malformed keys"),
+        (KVTransfer(1, "a:1", ROOT, ALL, TOKENS + 1), "tokens do not match its keys"),
+        (KVTransfer(1, "a:1", ROOT, ALL, 0), "tokens do not match its keys"),
+        (KVTransfer(1, "a:1", ROOT, b"", 1), "tokens do not match its keys"),
     ],
     ids=["cut-short", "too-many-tokens", "no-tokens", "no-keys"],
 )
-async def test_invalid_kv_transfer_is_refused(tmp_path: Path, message: KVTransfer) -> None:
+async def test_invalid_kv_transfer_is_refused(tmp_path: Path, message: KVTransfer, reason: str) -> None:
     async with open_host(tmp_path) as host, host.peer("scheduler") as engine:
-        await engine.request(message, Refused)
+        refused = await engine.request(message, Refused)
+    assert reason in refused.reason
 
 
 async def test_kv_transfer_from_a_worker_is_refused(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host, host.peer("worker", 0) as worker:
-        await worker.request(KVTransfer(1, "a:1", ROOT, ALL, TOKENS), Refused)
+        refused = await worker.request(KVTransfer(1, "a:1", ROOT, ALL, TOKENS), Refused)
+    assert refused.reason == "unexpected KVTransfer: only schedulers send it"

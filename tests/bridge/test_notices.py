@@ -75,8 +75,9 @@ async def test_warning_of_a_thread_is_forwarded(monkeypatch: pytest.MonkeyPatch)
         asyncio.get_running_loop().set_debug(True)  # What is not thread-safe fails then, and wakes nobody.
         thread = threading.Thread(target=logger.warning, args=("from a thread",))
         thread.start()
-        await until(lambda: sent == ["from a thread"])
+        await until(lambda: sent)
         thread.join()
+        assert sent == ["from a thread"]
 
 
 @pytest.mark.anyio

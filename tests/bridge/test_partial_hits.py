@@ -117,6 +117,7 @@ async def test_a_longer_chunk_replaces_a_shorter_one(layout: ChunkLayout, longer
         store(engine, tokens)
         kept = {*keys_of(tokens), *keys_of([9] * 50)}
         await until(lambda: set(cache.catalog.keys(0, NAMESPACE)) == kept)
+        assert len(look_up(engine, tokens).leases) == 1
 
 
 @pytest.mark.parametrize("longer", [48, 255, 256])
@@ -126,6 +127,7 @@ async def test_a_shorter_chunk_stored_late_is_removed(longer: int) -> None:
         store(engine, tokens)
         store(engine, tokens[:32])
         await until(lambda: cache.catalog.keys(0, NAMESPACE) == keys_of(tokens))
+        assert len(look_up(engine, tokens).leases) == 1
 
 
 async def test_the_last_of_two_with_the_same_blocks_stays() -> None:
@@ -133,3 +135,4 @@ async def test_the_last_of_two_with_the_same_blocks_stays() -> None:
         store(engine, list(range(33)))
         store(engine, list(range(32)))
         await until(lambda: cache.catalog.keys(0, NAMESPACE) == keys_of(list(range(32))))
+        assert look_up(engine, list(range(33))).last_tokens == 32

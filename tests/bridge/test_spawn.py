@@ -172,6 +172,7 @@ def test_process_exits_after_engines_that_overlapped(settings: Settings) -> None
         joining.connect()
         leaving.close()
         wait_until(lambda: len(status(path)["engines"]) == 1)
+    assert [engine["name"] for engine in status(path)["engines"]] == ["c"]
     engines[-1].close()
     wait_until(lambda: not path.exists())
 
@@ -196,8 +197,10 @@ def test_process_is_no_descendant_of_the_engine(settings: Settings) -> None:
     path = default_address(settings)
     process = CacheProcess(settings, path)
     process.start_and_wait(lambda: status(path))
+    pid = status(path)["pid"]
     # Once the child that has started it has exited.
-    wait_until(lambda: os.getpid() not in list(ancestors(status(path)["pid"])))
+    wait_until(lambda: os.getpid() not in list(ancestors(pid)))
+    assert status(path)["pid"] == pid, "it serves without that child"
 
 
 def ancestors(pid: int) -> Iterator[int]:
@@ -238,9 +241,11 @@ def test_killed_process_is_restarted(settings: Settings) -> None:
     process = CacheProcess(settings, path)
     scheduler = SchedulerBridge(hello("scheduler"), path, process.start_in_background)
     process.start_and_wait(scheduler.connect)
-    os.kill(status(path)["pid"], signal.SIGKILL)
+    killed = status(path)["pid"]
+    os.kill(killed, signal.SIGKILL)
     wait_until(lambda: (scheduler.poll(), not scheduler.connected)[1])
     wait_until(scheduler.ready, seconds=30)
+    assert status(path)["pid"] != killed
     scheduler.close()
 
 
