@@ -328,6 +328,10 @@ class Lookups:
             progress.hits_by_tier = {}
         self._end(request, progress.asked, progress.local_tokens, progress.hits, reason)
 
+    def note_local(self, state: RequestState, local_tokens: int) -> None:
+        """Note what vLLM's own cache holds of a request that was not looked up."""
+        state.lookup.local_tokens = local_tokens
+
     def skip(self, request: Request, local_tokens: int) -> None:
         """Report a request that does not use the cache."""
         self._end(request, 0, local_tokens, {}, MissReason.DISABLED_BY_REQUEST)

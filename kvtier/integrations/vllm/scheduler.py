@@ -208,7 +208,7 @@ class SchedulerSide:
         elif self._lookups.awaits_connection(state):
             return ASK_AGAIN
         else:
-            state.lookup.local_tokens = local_tokens
+            self._lookups.note_local(state, local_tokens)
         if self._shadow.hides_local(state) and local_tokens:
             return ASK_AGAIN
         awaits_room = self._early.awaits_room(state, self._wait_left(LOOKUP_WAIT_SECONDS))
