@@ -154,7 +154,9 @@ class SharedState(State):
             candidate = url if is_ready() or began > free_since + UNREADY_SECONDS else ""
             answer = await self._call(_ACQUIRE, candidate, round(1000 * LEASE_SECONDS))
             mine, term, leader = answer or (0, 0, b"")
-            self._set_lease(Lease(int(term), leader.decode(), bool(mine)) if leader else None)
+            # Also until the lease expires of one at the same address that was killed: nobody answers for it.
+            is_led = leader and (mine or leader.decode() != url)
+            self._set_lease(Lease(int(term), leader.decode(), bool(mine)) if is_led else None)
             if mine:
                 self._until = began + LEASE_SECONDS
                 return int(term)
