@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from kvtier.errors import ControllerError
@@ -200,8 +201,8 @@ async def test_one_that_cannot_load_the_state_does_not_lead(
             raise ConnectionError("reset")
 
         term = await state.acquire("http://one")
-        with monkeypatch.context() as patched, pytest.raises(ControllerError, match="does not answer: reset"):
-            patched.setattr(state._server, "hgetall", fail)
+        monkeypatch.setattr(state._server, "hgetall", fail)
+        with pytest.raises(ControllerError, match="does not answer: reset"):
             async with state.leading(term):
                 pass
         assert server.command("EXISTS", LEASE) == 0
@@ -233,6 +234,44 @@ async def test_time_of_the_unready_begins_when_the_lease_is_free(
         assert state.lease is None
         clock.now += shared_state.UNREADY_SECONDS + 1
         await until(lambda: state.lease is not None and state.lease.mine)
+
+
+async def test_late_repetition_of_a_call_undoes_no_later_one(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a timeout: what the server had not read yet is repeated over another connection."""
+    calls: list[Any] = []
+    async with leader(server) as state:
+        execute = state._server.eval
+
+        async def note(*arguments: Any) -> Any:
+            calls.append(arguments)
+            return await execute(*arguments)
+
+        monkeypatch.setattr(state._server, "eval", note)
+        state.put(EVENTS, ("an event", 1.0, b"first"))
+        await state.saved()
+        repeated = list(calls)
+        state.put(EVENTS, ("an event", 1.0, b"second"))
+        await state.saved()
+        for call in repeated:
+            await execute(*call)
+        state.put(OPERATIONS, ("an event", b"its operation"))
+        await state.saved()
+    async with leader(server) as state:
+        assert [tuple(row) for row in state.rows(EVENTS)] == [("an event", 1.0, b"second")]
+        assert len(state.rows(OPERATIONS)) == 1
+
+
+async def test_who_waits_at_the_end_of_a_term_is_told_that_it_is_saved(server: RedisServer) -> None:
+    """An operation that its client takes for refused must not be executed by the next leader."""
+    async with opened(server) as state, anyio.create_task_group() as tasks:
+        async with state.leading(await state.acquire("http://one")):
+            for number in range(20):
+                state.put(EVENTS, (f"{number:016x}", 1.0, b"x" * (1 << 18)))
+            tasks.start_soon(state.saved)
+            await anyio.lowlevel.checkpoint()
+        assert server.command("HLEN", PREFIX + "events") == 20
 
 
 @pytest.mark.parametrize("how", ["paused", "killed"])
