@@ -57,8 +57,8 @@ redis.call('HSET', KEYS[1], 'term', term, 'url', ARGV[1])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return {1, term, ARGV[1]}
 """
-# Renew the lease of a term, and write, if it still is the leader's. Commands are numbered: a call that was given
-# up, and has been repeated, may arrive after later ones, and must not undo them.
+# Renew the lease of a term, and write, if it still is the leader's. Commands are numbered: a call that was
+# given up, and has been repeated, may arrive after later ones, and must not undo them.
 _WRITE = """
 if redis.call('HGET', KEYS[1], 'term') ~= ARGV[1] then return 0 end
 redis.call('PEXPIRE', KEYS[1], ARGV[2])

@@ -8,6 +8,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from kvtier.errors import ControllerError
 from kvtier.fleet.controller import operation
 from kvtier.fleet.controller import operations as operations_module
 from kvtier.fleet.controller.bodies import ClearBody, PinBody
@@ -104,6 +105,23 @@ async def test_internal_error_fails_the_event(
     async with controller.instance("a", ram=KEYS), controller.instance("b"):
         monkeypatch.setattr("kvtier.fleet.controller.moves.fetch_chunks", lambda *_: 1 / 0)
         assert "see the controller's log" in await controller.failed("/move", **A_TO_B)
+
+
+async def test_operation_that_cannot_be_stored_fails_and_blocks_no_other(
+    controller: RunningController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: FileState) -> None:
+        raise ControllerError("it does not answer")
+
+    async with controller.instance("a", ram=KEYS) as a:
+        with monkeypatch.context() as patched:
+            patched.setattr(FileState, "saved", fail)
+            refused = await controller.post_refused("/clear", 503, instance="a")
+            assert refused["detail"] == "it does not answer"
+        assert not a.commands
+        await controller.done("/clear", instance="a")
+        states = [event["state"] for event in (await controller.get("/events"))["events"]]
+        assert states == ["done", "failed"]
 
 
 # Shutdown

@@ -312,6 +312,14 @@ async def test_stream_is_forwarded_until_the_reader_leaves(tmp_path: Path, serve
         await until(lambda: not first.controller.operations.events.listeners)
 
 
+async def test_stream_ends_when_another_one_leads(tmp_path: Path, server: RedisServer) -> None:
+    """Its reader would see the instances, but no operation of the next leader."""
+    async with two(tmp_path, server) as (first, _), first.client.stream("GET", "/stream") as response:
+        await first.controller.finish()
+        with anyio.fail_after(TIMEOUT_SECONDS):
+            await response.aread()
+
+
 async def test_next_one_continues_when_the_leader_stops(tmp_path: Path, server: RedisServer) -> None:
     async with (
         two(tmp_path, server) as (first, second),
