@@ -203,7 +203,9 @@ async def test_reading_is_repeated_at_the_next_leader(
         server.command("DEL", LEASE)
 
 
-async def test_answer_that_is_cut_off_is_not_repeated(tmp_path: Path, server: RedisServer) -> None:
+async def test_answer_that_is_cut_off_is_not_repeated(
+    tmp_path: Path, server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     async with (
         scripted_leader(server, a_part) as received,
         running_controller(tmp_path, state=server.tier()["url"]) as controller,
@@ -211,6 +213,7 @@ async def test_answer_that_is_cut_off_is_not_repeated(tmp_path: Path, server: Re
         with pytest.raises(httpx.RemoteProtocolError):
             await controller.client.get("/events")
         assert len(received) == 1
+    assert "Exception" not in caplog.text, "nor is another one begun"
 
 
 async def test_query_is_forwarded(tmp_path: Path, server: RedisServer) -> None:
