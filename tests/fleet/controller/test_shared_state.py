@@ -317,6 +317,14 @@ async def test_samples_are_found_by_time_and_series_and_expire(server: RedisServ
         assert sorted(row[0] for row in await state.samples(0, [now])) == sorted(names)
 
 
+async def test_history_is_refused_while_the_server_does_not_answer(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        async with opened(server) as state:
+            server.kill()
+            with pytest.raises(ControllerError, match="so there is no history"):
+                await state.samples(0, [1000], "fleet")
+
+
 async def test_damaged_rows_are_skipped_with_a_warning(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:

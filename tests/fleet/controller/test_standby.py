@@ -315,6 +315,34 @@ async def test_stream_is_forwarded_until_the_reader_leaves(tmp_path: Path, serve
         await until(lambda: not first.controller.operations.events.listeners)
 
 
+async def test_request_that_is_stored_as_the_leader_stops_is_accepted(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        two(tmp_path, server) as (first, second),
+        instance("a", first, second, ram=KEYS) as a,
+        anyio.create_task_group() as tasks,
+    ):
+        state: Any = first.controller._state
+        execute, opened = state._server.eval, anyio.Event()
+
+        async def wait(*arguments: Any) -> Any:
+            await opened.wait()
+            return await execute(*arguments)
+
+        async def clear() -> None:
+            accepted = await first.post("/clear", instance="a")
+            assert (await second.wait_for_end(accepted))["state"] == "done"
+
+        monkeypatch.setattr(state._server, "eval", wait)
+        tasks.start_soon(clear)
+        await until(lambda: state._unsaved)
+        await first.controller.finish()
+        await until(lambda: not leads(first))
+        opened.set()
+    assert not a[0].held[RAM]
+
+
 async def test_stream_ends_when_another_one_leads(tmp_path: Path, server: RedisServer) -> None:
     """Its reader would see the instances, but no operation of the next leader."""
     async with two(tmp_path, server) as (first, _), first.client.stream("GET", "/stream") as response:
