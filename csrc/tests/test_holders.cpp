@@ -1,7 +1,12 @@
+#include <malloc.h>
+
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <map>
+#include <new>
 #include <random>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -14,6 +19,8 @@ using namespace kvtier::holders;
 namespace {
 
 constexpr std::size_t any = SIZE_MAX;
+
+std::size_t allocated = 0;  // Bytes, as the allocator counts them.
 
 using Bytes = std::vector<std::uint8_t>;
 
@@ -39,6 +46,26 @@ std::vector<Moved> set(KeyNumbers& table, const Bytes& joined, Number number) {
 }
 
 }  // namespace
+
+// Not inlined, or GCC takes `malloc` and `delete` for a mismatch.
+[[gnu::noinline]] void* operator new(std::size_t size) {
+    void* memory = std::malloc(size);
+    if (memory == nullptr) throw std::bad_alloc();
+    allocated += malloc_usable_size(memory);
+    return memory;
+}
+
+[[gnu::noinline]] void operator delete(void* memory) noexcept {
+    allocated -= malloc_usable_size(memory);
+    std::free(memory);
+}
+
+void operator delete(void* memory, std::size_t) noexcept { operator delete(memory); }
+
+// A sanitizer's do not call those.
+void* operator new[](std::size_t size) { return operator new(size); }
+void operator delete[](void* memory) noexcept { operator delete(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { operator delete(memory); }
 
 TEST(keys_have_the_number_that_they_were_given) {
     KeyNumbers table;
@@ -138,6 +165,7 @@ TEST(changes_that_throw_leave_a_valid_table) {
 }
 
 TEST(churn_does_not_fill_the_table) {
+    const std::size_t before = allocated;
     KeyNumbers table;
     for (std::size_t turn = 0; turn < 200; ++turn) {
         set(table, keys_of(turn * 5000, 5000), 1);
@@ -145,6 +173,52 @@ TEST(churn_does_not_fill_the_table) {
     }
     CHECK(table.size() == 5000);
     CHECK(found(table, keys_of(199 * 5000, 5000)) == std::vector<Number>(5000, 1));
+    CHECK(allocated - before < 3'500'000);
+}
+
+TEST(numbers_beyond_the_targets_of_a_sweep_stay) {
+    KeyNumbers table;
+    set(table, keys_of(0, 1000), 1);
+    set(table, keys_of(1000, 1000), 3);
+    // As after sets were added in the middle of a sweep.
+    const std::vector<Number> targets{0, 2, 2, no_number, 4};
+    for (std::size_t row = 0; row < KeyNumbers::rows; ++row) {
+        table.sweep(row, std::span<const Number>(targets).first(3));
+    }
+    CHECK(found(table, keys_of(0, 1000)) == std::vector<Number>(1000, 2));
+    CHECK(found(table, keys_of(1000, 1000)) == std::vector<Number>(1000, 3));
+}
+
+TEST(next_is_called_once_for_each_number) {
+    KeyNumbers table;
+    for (std::size_t key = 0; key < 100; ++key) set(table, keys_of(key, 1), key % 2 == 0 ? 1 : 2);
+    std::size_t dropped = 0, calls = 0;
+    const auto next = [&calls](Number) { return ++calls, Number{3}; };
+    CHECK(table.change(Keys(keys_of(0, 200)), next, any, dropped).size() == 3);
+    CHECK(calls == 3);
+}
+
+// Rows of several blocks, which shrink again.
+TEST(memory_is_freed_when_keys_leave) {
+    const std::size_t before = allocated;
+    KeyNumbers table;
+    set(table, keys_of(0, 300'000), 1);
+    const std::size_t full = allocated - before;
+    CHECK(full < 300'000 * 60);
+    set(table, keys_of(100'000, 200'000), no_number);
+    CHECK(found(table, keys_of(0, 100'000)) == std::vector<Number>(100'000, 1));
+    CHECK(allocated - before < full * 3 / 4);
+    set(table, keys_of(0, 60'000), 2);
+    for (std::size_t row = 0; row < KeyNumbers::rows; ++row) {
+        table.sweep(row, std::vector<Number>{0, no_number, 2});
+    }
+    CHECK(table.size() == 60'000 && found(table, keys_of(0, 60'000)) == std::vector<Number>(60'000, 2));
+    set(table, keys_of(0, 20'000), 1);
+    for (std::size_t row = 0; row < KeyNumbers::rows; ++row) {
+        table.sweep(row, std::vector<Number>{0, 1, no_number});
+    }
+    CHECK(table.size() == 20'000 && found(table, keys_of(0, 20'000)) == std::vector<Number>(20'000, 1));
+    CHECK(allocated - before < full * 2 / 5);
 }
 
 TEST(invalid_arguments_throw) {

@@ -437,6 +437,10 @@ def test_request_waits_while_a_restarted_cache_process_is_connected(
     for request in (hit, late):
         engine.scheduler.on_new_request(request)
         assert engine.scheduler.matched_tokens(request, 0) == lookups.ASK_AGAIN
+    unread = make_request(4 * CHUNK_TOKENS)
+    unread.skip_reading_prefix_cache = True
+    engine.scheduler.on_new_request(unread)
+    assert engine.scheduler.matched_tokens(unread, 0) == lookups.NOTHING, "it has nothing to wait for"
     monkeypatch.setattr(lookups, "CONNECT_SECONDS", 0.0)
     assert engine.scheduler.matched_tokens(late, 0) == lookups.NOTHING, "no longer than that"
     cache.greet()

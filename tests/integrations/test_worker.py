@@ -27,7 +27,8 @@ class Bridge:
 
     def __init__(self) -> None:
         self.epoch = 1
-        self.connecting = False
+        self.connecting = self.found = self.retried = False
+        """``found``: whether a server is reached with the next attempt."""
         self.waited = 0.0
         self.answers = True
         self.calls = Calls()
@@ -52,9 +53,10 @@ class Bridge:
         self.polls.append(wait)
 
     def update(self) -> None:
-        pass
+        self.connecting |= self.found and self.retried
 
-    retry_now = update
+    def retry_now(self) -> None:
+        self.retried = True
 
     def confirm(self, leases: list[int]) -> Call[bool] | None:
         self.confirmed.append(leases)
@@ -223,11 +225,12 @@ def test_load_waits_while_its_worker_connects(
     """After a restart of the cache process, an idle engine's scheduler finds it before its workers do."""
     now = 100.0
     monkeypatch.setattr(worker.time, "monotonic", lambda: now)
-    bridge.epoch, bridge.connecting = 0, True
+    bridge.epoch, bridge.found = 0, True
     side.load([part("a", 1, epoch=2), job("a", 2, epoch=2)])
     assert side.take_results() == (set(), set(), set())
+    assert bridge.connecting, "at once, not at the time of the next attempt"
     assert copies.started == []
-    bridge.epoch, bridge.connecting = 2, False
+    bridge.epoch, bridge.connecting, bridge.found = 2, False, False
     copies.finished.update((1, 2))
     side.load([])
     assert side.take_results() == (set(), {"a"}, set())

@@ -277,8 +277,7 @@ def _add_queries(router: APIRouter, operations: Operations, history: History) ->
     ) -> Event:
         """Return one event. Events are kept for some time after their end."""
         found = log.find(event_id)
-        if wait:
-            await log.wait(found, min(wait, MAX_WAIT_SECONDS))
+        await log.wait(found, min(wait, MAX_WAIT_SECONDS))
         return found
 
     @router.get("/instances", tags=[STATE_TAG])

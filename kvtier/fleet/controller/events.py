@@ -127,8 +127,7 @@ class EventLog:
         """Transitions into each state since the controller started."""
         self.seconds: defaultdict[Kind, float] = defaultdict(float)
         """Total run time of finished events in seconds, by kind."""
-        self.closed = False
-        """Whether what has not ended is left to the next run."""
+        self._closing = anyio.Event()
         self.interrupted: dict[str, bytes] = {}
         """Stored operations of those events that a previous run has not ended, the oldest first."""
         self._load()
@@ -153,6 +152,11 @@ class EventLog:
         ended = (event for event in events if event.ended)
         self._ended = deque(sorted(ended, key=lambda event: event.ended_at or 0.0))
         self._expire()
+
+    @property
+    def closed(self) -> bool:
+        """Whether what has not ended is left to the next run."""
+        return self._closing.is_set()
 
     @property
     def unfinished(self) -> int:
@@ -222,7 +226,7 @@ class EventLog:
 
     def close(self) -> None:
         """Leave unfinished events to the next run, and wake all who wait for one. Idempotent."""
-        self.closed = True
+        self._closing.set()
         for end in self._ends.values():
             end.set()
 
@@ -249,6 +253,10 @@ class EventLog:
             # Else the next controller could repeat what its client takes for done.
             with suppress(ControllerError):
                 await self._state.saved()
+
+    async def wait_closed(self) -> None:
+        """Wait until the log is closed."""
+        await self._closing.wait()
 
     async def wait_all(self) -> None:
         """Wait until no event is queued or running, or the log is closed."""

@@ -101,7 +101,9 @@ def add_routes(router: APIRouter, operations: Operations, bodies: Bodies) -> Non
     @router.post("/check_finish", tags=[TAG], openapi_extra=request_body_schema(EventBody))
     async def check_finish(body: EventBody = event_body) -> dict[str, str]:
         """Return the state of an event, as `GET /events/{event_id}` does."""
-        return {"status": operations.events.find(body.event_id).state}
+        event = operations.events.find(body.event_id)
+        await operations.events.wait(event, 0)
+        return {"status": event.state}
 
     @router.post("/health", tags=[TAG], openapi_extra=request_body_schema(InstanceBody))
     async def health(body: InstanceBody = instance_body) -> dict[str, Any]:

@@ -84,7 +84,6 @@ class Controller:
                 yield await self._make_app(operations, history)
             finally:
                 self.registry.term = None
-                operations.stop()
                 tasks.cancel_scope.cancel()
 
     @asynccontextmanager
@@ -100,7 +99,7 @@ class Controller:
 
     async def take_turns(self, standby: Standby) -> None:
         """Lead whenever no other controller does, until :meth:`finish` is called."""
-        url, operations = self._settings.reached_at(self.address[1]), self.operations
+        url = self._settings.reached_at(self.address[1])
         while not self._stepping_down.is_set():
             term = await standby.state.acquire(url, self.is_ready)
             try:
@@ -116,7 +115,6 @@ class Controller:
             except Exception:  # A bug, which must not end lookups.
                 logger.exception("this controller cannot lead")
                 await anyio.sleep(PAUSE_SECONDS)
-            self.operations = operations
 
     async def _make_app(self, operations: Operations, history: History) -> ASGIApp:
         operations.tracer = self._tracer

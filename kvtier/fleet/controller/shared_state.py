@@ -57,16 +57,20 @@ redis.call('HSET', KEYS[1], 'term', term, 'url', ARGV[1])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return {1, term, ARGV[1]}
 """
-# Renew the lease of a term, and write, if it still is the leader's.
+# Renew the lease of a term, and write, if it still is the leader's. Commands are numbered: a call that was
+# given up, and has been repeated, may arrive after later ones, and must not undo them.
 _WRITE = """
 if redis.call('HGET', KEYS[1], 'term') ~= ARGV[1] then return 0 end
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
-local at = 3
+local number, stored = tonumber(ARGV[3]), tonumber(redis.call('HGET', KEYS[1], 'stored') or 0)
+local at = 4
 while at < #ARGV do
   local arguments = tonumber(ARGV[at])
-  redis.call(unpack(ARGV, at + 1, at + arguments))
+  number = number + 1
+  if number > stored then redis.call(unpack(ARGV, at + 1, at + arguments)) end
   at = at + arguments + 1
 end
+if number > stored then redis.call('HSET', KEYS[1], 'stored', number) end
 return 1
 """
 _RELEASE = "if redis.call('HGET', KEYS[1], 'term') == ARGV[1] then redis.call('DEL', KEYS[1]) end"
@@ -91,6 +95,8 @@ class SharedState(State):
         self.changes = Changes()
         """Of the lease."""
         self._leads = False
+        self._writes = False
+        """Whether it leads, or stores the last that it has written as a leader."""
         self._until = 0.0
         self._scope = CancelScope()
         self._rows: dict[str, list[Row]] = {}
@@ -154,7 +160,9 @@ class SharedState(State):
             candidate = url if is_ready() or began > free_since + UNREADY_SECONDS else ""
             answer = await self._call(_ACQUIRE, candidate, round(1000 * LEASE_SECONDS))
             mine, term, leader = answer or (0, 0, b"")
-            self._set_lease(Lease(int(term), leader.decode(), bool(mine)) if leader else None)
+            # Also until the lease expires of one at the same address that was killed: nobody answers for it.
+            is_led = leader and (mine or leader.decode() != url)
+            self._set_lease(Lease(int(term), leader.decode(), bool(mine)) if is_led else None)
             if mine:
                 self._until = began + LEASE_SECONDS
                 return int(term)
@@ -177,18 +185,19 @@ class SharedState(State):
                 await self._load()
                 async with open_tasks() as writer:
                     writer.start_soon(self._write, term)
-                    self._leads = True
+                    self._leads = self._writes = True
                     try:
                         yield
                     finally:
                         self._leads, self._rows = False, {}
-                        self._written.notify()
                         writer.cancel_scope.cancel()
             finally:
                 with CancelScope(shield=True):
                     # Such as the end of an operation that the next leader would else repeat.
                     while self._unsaved and await self._flush(term):
                         pass
+                    self._writes = False
+                    self._written.notify()
                     await self._call(_RELEASE, term)
                 self._set_lease(None)
 
@@ -232,7 +241,7 @@ class SharedState(State):
             size += _size(command)
             count += 1
         began = time.monotonic()
-        answer = await self._call(_WRITE, term, round(1000 * LEASE_SECONDS), *arguments)
+        answer = await self._call(_WRITE, term, round(1000 * LEASE_SECONDS), self._stored, *arguments)
         if answer is None:
             await anyio.sleep(TURN_SECONDS / 5)
             return time.monotonic() < self._until
@@ -276,7 +285,7 @@ class SharedState(State):
         """Wait until the server has all that was written. Raises: ControllerError: it does not answer."""
         upto = self._stored + len(self._unsaved)
         with anyio.move_on_after(SAVE_SECONDS):
-            while self._leads and self._stored < upto:
+            while self._writes and self._stored < upto:
                 await self._written.after(self._written.count)
         if self._stored < upto:
             raise ControllerError(f"{self.name} does not answer, so the request cannot be stored: retry")

@@ -79,13 +79,14 @@ class Reader(Response):
         self._send: Send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream until the reader disconnects or the server closes the connection."""
+        """Stream until the reader disconnects, or another controller has the events that follow."""
         self._send = send
         self._stream.readers += 1
         try:
             with self._stream.events.subscribe(self._on_event):
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._watch)
+                    tasks.start_soon(self._watch_log)
                     tasks.start_soon(self._send_updates, tasks.cancel_scope)
                     while (await receive())["type"] != "http.disconnect":
                         pass
@@ -109,11 +110,15 @@ class Reader(Response):
             # Every heartbeat is a change: a thousand instances would wake each reader all the time.
             await anyio.sleep(EVENTS_SECONDS)
 
+    async def _watch_log(self) -> None:
+        await self._stream.events.wait_closed()
+        self._wakeup.set()
+
     async def _send_updates(self, scope: CancelScope) -> None:
-        """Send updates until one times out."""
+        """Send updates until one times out, or the log is closed."""
         with anyio.move_on_after(TIMEOUT_SECONDS) as self._send_scope:
             await self._send_message({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            while True:
+            while not self._stream.events.closed:
                 self._wakeup = anyio.Event()
                 changed, self._changed = self._changed, {}
                 for event in changed.values():
@@ -123,6 +128,7 @@ class Reader(Response):
                     self._listed_at = anyio.current_time()
                     await self._write(self._stream.instances())
                 await self._wait_for_changes()
+            await self._send_message({"type": "http.response.body"})
         scope.cancel()
 
     @property

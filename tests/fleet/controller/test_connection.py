@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -394,3 +395,34 @@ def accepted(port: int) -> int:
     lines = [line for line in Path("/proc/self/net/tcp").read_text().splitlines() if suffix in line]
     connections = [line.split() for line in lines]
     return sum(local.endswith(suffix) and state == "01" for _, local, _, state, *_ in connections)
+
+
+async def test_long_reports_are_indexed_in_slices_and_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else requests would have no turn while a thousand instances report all that they hold."""
+    monkeypatch.setattr(connection, "SLICE_BYTES", 8 * KEY_BYTES)
+    indexed: list[str] = []
+    index: Any = SimpleNamespace(
+        indexing=anyio.CapacityLimiter(registry.MAX_INDEXING),
+        removed=lambda member, tier, keys: None,
+        stored=lambda member, tier, keys: indexed.append(member.id),
+    )
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await anyio.lowlevel.checkpoint()
+            turns += 1
+
+    async with anyio.create_task_group() as counting:
+        counting.start_soon(count_turns)
+        async with anyio.create_task_group() as tasks:
+            for name in "abc":
+                member: Any = SimpleNamespace(id=name, places=[0])
+                tasks.start_soon(connection._index, index, member, Changed(0, bytes(80 * KEY_BYTES), b""))
+        counting.cancel_scope.cancel()
+    assert sorted(indexed) == sorted("abc" * 10)
+    assert set(indexed[:18]) == {"a", "b"}
+    assert turns >= 10

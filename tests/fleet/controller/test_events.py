@@ -190,6 +190,30 @@ async def test_wait_for_the_end_times_out(state: FileState) -> None:
     assert event.error == "the end"
 
 
+async def test_end_is_told_once_it_is_stored(state: FileState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next controller could repeat what a client takes for done."""
+    log = EventLog(state)
+    event = finished(log)
+    stored, told = anyio.Event(), anyio.Event()
+
+    async def wait() -> None:
+        await log.wait(event, 0)
+        told.set()
+
+    monkeypatch.setattr(state, "saved", stored.wait)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        assert not told.is_set()
+        stored.set()
+
+    async def fail() -> None:
+        raise ControllerError("it does not answer")
+
+    monkeypatch.setattr(state, "saved", fail)
+    await log.wait(event, 0)
+
+
 async def test_nothing_waits_for_a_log_that_is_closed(state: FileState) -> None:
     log = EventLog(state)
     event = log.create("move")

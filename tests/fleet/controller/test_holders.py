@@ -244,6 +244,24 @@ def test_many_sets_are_swept_in_slices(implementation: str) -> None:
     assert holders.prefixes([keys[-1]]) == dict.fromkeys(range(14), 1)
 
 
+def test_set_that_others_were_merged_into_is_merged_itself(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key of the first one would keep a set that is freed."""
+    monkeypatch.setattr(holders_module, "SETS_PER_SLICE", 2)
+    holders, (first, second) = Holders(), keys_of("prompt", 2)
+    holders.add(0, [first])
+    holders.add(1, [first])
+    holders.add(1, [second])
+    holders.drop([0])
+    holders.sweep()
+    holders.sweep()
+    holders.drop([1])
+    sweep_all(holders)
+    assert len(holders) == 0
+    assert holders.sets == 1
+
+
 def test_places_dropped_between_slices_are_swept(implementation: str) -> None:
     holders, keys = in_all_combinations(15)
     holders.drop([14])

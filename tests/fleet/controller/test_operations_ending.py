@@ -8,6 +8,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from kvtier.errors import ControllerError
 from kvtier.fleet.controller import operation
 from kvtier.fleet.controller import operations as operations_module
 from kvtier.fleet.controller.bodies import ClearBody, PinBody
@@ -106,6 +107,24 @@ async def test_internal_error_fails_the_event(
         assert "see the controller's log" in await controller.failed("/move", **A_TO_B)
 
 
+async def test_operation_that_cannot_be_stored_fails_and_blocks_no_other(
+    controller: RunningController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: FileState) -> None:
+        raise ControllerError("it does not answer")
+
+    async with controller.instance("a", ram=KEYS) as a:
+        with monkeypatch.context() as patched:
+            patched.setattr(FileState, "saved", fail)
+            refused = await controller.post_refused("/clear", 503, instance="a")
+            assert refused["detail"] == "it does not answer"
+            await controller.post_refused("/clear", 503, instance="a", tier="ssd")
+        assert not a.commands
+        await controller.done("/clear", instance="a")
+        states = [event["state"] for event in (await controller.get("/events"))["events"]]
+        assert states == ["done", "done", "failed"], "there was nothing to clear on the second one"
+
+
 # Shutdown
 
 
@@ -153,9 +172,11 @@ async def test_operation_is_not_continued_without_its_instances(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operations_module, "RECONNECT_SECONDS", 0.05)
-    async with running_controller(tmp_path) as controller, controller.instance("a", ram=KEYS):
+    async with running_controller(tmp_path) as controller, controller.instance("a", ram=KEYS) as a:
         event = await controller.controller.operations.clear(ClearBody(instance="a"))
         controller.controller.operations.stop()
+        await anyio.sleep(0.1)
+        assert not a.commands, "it had not begun"
     async with running_controller(tmp_path) as controller:
         assert "there is no instance 'a'" in await controller.error_of({"event_id": event.event_id})
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from kvtier.errors import ControllerError
 from kvtier.fleet.controller import shared_state
 from kvtier.fleet.controller.shared_state import LEASE, PREFIX, SharedState
 from kvtier.fleet.controller.state import EVENTS, OPERATIONS, PINS
+from tests.rigs.clock import Clock
+from tests.rigs.running_controller import TIMEOUT_SECONDS
 from tests.rigs.servers.redis import RedisServer
 from tests.rigs.servers.running import running
 from tests.rigs.servers.valkey import ValkeyServer
@@ -119,6 +125,155 @@ async def test_leader_that_has_lost_its_lease_writes_nothing_and_ends(server: Re
     assert server.command("HLEN", PREFIX + "events") == 0
 
 
+async def test_end_of_a_lost_term_leaves_the_next_one_alone(server: RedisServer) -> None:
+    async with opened(server) as state:
+        async with state.leading(await state.acquire("http://one")):
+            server.command("HSET", LEASE, "term", "7")
+            state.put(EVENTS, EVENT)
+        assert server.command("EXISTS", LEASE) == 1
+        server.command("DEL", LEASE)
+        async with state.leading(await state.acquire("http://one")):
+            state.put(PINS, PINS_OF_A[0])
+        assert server.command("HLEN", PREFIX + "pins") == 1
+        assert server.command("HLEN", PREFIX + "events") == 0, "it is of the term that was lost"
+
+
+async def test_one_failed_call_does_not_end_a_term(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = False
+    async with leader(server) as state:
+        execute, errors = state._server.eval, [ConnectionError("reset")]
+
+        async def fail_once(*arguments: Any) -> Any:
+            if errors:
+                raise errors.pop()
+            return await execute(*arguments)
+
+        monkeypatch.setattr(state._server, "eval", fail_once)
+        state.put(EVENTS, EVENT)
+        await state.saved()
+        goes_on = True
+    assert goes_on
+    assert server.command("HLEN", PREFIX + "events") == 1
+
+
+async def test_lease_is_counted_from_before_it_is_renewed(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else another one could lead while a leader whose answers are slow still does."""
+    async with leader(server) as state:
+        execute, asked = state._server.eval, list[float]()
+
+        async def answer_late(*arguments: Any) -> Any:
+            asked.append(time.monotonic())
+            answer = await execute(*arguments)
+            await anyio.sleep(0.1)
+            return answer
+
+        monkeypatch.setattr(state._server, "eval", answer_late)
+        state.put(EVENTS, EVENT)
+        await state.saved()
+        assert state._until <= asked[-1] + shared_state.LEASE_SECONDS
+
+
+async def test_leader_with_too_much_to_write_gives_up_its_lease(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_state, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(shared_state, "MAX_UNSAVED_BYTES", 5000)
+    ended = False
+    async with leader(server) as state:
+        for number in range(100):
+            state.put(EVENTS, (f"{number:016x}", 1.0, b"x" * 100))
+        with anyio.fail_after(TIMEOUT_SECONDS):
+            await anyio.sleep_forever()
+        ended = True
+    assert not ended
+
+
+async def test_one_that_cannot_load_the_state_does_not_lead(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(server) as state:
+
+        async def fail(_: str) -> None:
+            raise ConnectionError("reset")
+
+        term = await state.acquire("http://one")
+        monkeypatch.setattr(state._server, "hgetall", fail)
+        with pytest.raises(ControllerError, match="does not answer: reset"):
+            async with state.leading(term):
+                pass
+        assert server.command("EXISTS", LEASE) == 0
+
+
+async def test_time_of_the_unready_begins_when_the_lease_is_free(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would not leave a lease to others that has been another one's for long."""
+    clock, turns = Clock(), itertools.count()
+    monkeypatch.setattr(shared_state, "TURN_SECONDS", 0.01)
+    monkeypatch.setattr(shared_state, "time", SimpleNamespace(monotonic=clock))
+    server.command("HSET", LEASE, "term", "7", "url", "http://one")
+    async with opened(server) as state, anyio.create_task_group() as tasks:
+        turn = 0
+
+        def is_ready() -> bool:
+            nonlocal turn
+            turn = next(turns)
+            return False
+
+        tasks.start_soon(state.acquire, "http://two", is_ready)
+        await until(lambda: state.lease)
+        clock.now += 3600
+        seen = turn
+        await until(lambda: turn > seen + 1)
+        server.command("DEL", LEASE)
+        await until(lambda: state.lease is None or state.lease.mine)
+        assert state.lease is None
+        clock.now += shared_state.UNREADY_SECONDS + 1
+        await until(lambda: state.lease is not None and state.lease.mine)
+
+
+async def test_late_repetition_of_a_call_undoes_no_later_one(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a timeout: what the server had not read yet is repeated over another connection."""
+    calls: list[Any] = []
+    async with leader(server) as state:
+        execute = state._server.eval
+
+        async def note(*arguments: Any) -> Any:
+            calls.append(arguments)
+            return await execute(*arguments)
+
+        monkeypatch.setattr(state._server, "eval", note)
+        state.put(EVENTS, ("an event", 1.0, b"first"))
+        await state.saved()
+        repeated = list(calls)
+        state.put(EVENTS, ("an event", 1.0, b"second"))
+        await state.saved()
+        for call in repeated:
+            await execute(*call)
+        state.put(OPERATIONS, ("an event", b"its operation"))
+        await state.saved()
+    async with leader(server) as state:
+        assert [tuple(row) for row in state.rows(EVENTS)] == [("an event", 1.0, b"second")]
+        assert len(state.rows(OPERATIONS)) == 1
+
+
+async def test_who_waits_at_the_end_of_a_term_is_told_that_it_is_saved(server: RedisServer) -> None:
+    """An operation that its client takes for refused must not be executed by the next leader."""
+    async with opened(server) as state, anyio.create_task_group() as tasks:
+        async with state.leading(await state.acquire("http://one")):
+            for number in range(20):
+                state.put(EVENTS, (f"{number:016x}", 1.0, b"x" * (1 << 18)))
+            tasks.start_soon(state.saved)
+            await anyio.lowlevel.checkpoint()
+        assert server.command("HLEN", PREFIX + "events") == 20
+
+
 @pytest.mark.parametrize("how", ["paused", "killed"])
 async def test_leader_without_an_answer_ends_before_another_one_can_lead(how: str, tmp_path: Path) -> None:
     reached = False
@@ -160,6 +315,14 @@ async def test_samples_are_found_by_time_and_series_and_expire(server: RedisServ
         for kind in ("fleet", "instance", "model"):
             assert server.command("EXPIRETIME", f"{PREFIX}history:0:{now}:{kind}") == now + 3600
         assert sorted(row[0] for row in await state.samples(0, [now])) == sorted(names)
+
+
+async def test_history_is_refused_while_the_server_does_not_answer(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        async with opened(server) as state:
+            server.kill()
+            with pytest.raises(ControllerError, match="so there is no history"):
+                await state.samples(0, [1000], "fleet")
 
 
 async def test_damaged_rows_are_skipped_with_a_warning(

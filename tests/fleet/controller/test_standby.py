@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import pytest
 from anyio.abc import ByteStream, SocketAttribute
 
 from kvtier.fleet.controller import serve, standby
+from kvtier.fleet.controller.shared_state import LEASE
+from kvtier.testing.servers import free_port
 from tests.rigs.running_controller import (
     A_TO_B,
     KEYS,
@@ -132,6 +134,120 @@ async def test_one_that_has_just_started_leads_only_if_no_other_one_can(
                 assert leads(ready)
 
 
+async def test_one_that_misses_reports_asks_the_leader(tmp_path: Path, server: RedisServer) -> None:
+    async with two(tmp_path, server) as (first, second), first.instance("a", ram=KEYS), second.connect("a"):
+        await until(lambda: "a" in second.registry.members)
+        assert await second.held(tokens=TOKENS) == {"a": {"ram": len(TOKENS)}}
+
+
+@asynccontextmanager
+async def scripted_leader(
+    server: RedisServer, answer: Callable[[ByteStream], Awaitable[None]]
+) -> AsyncIterator[list[bytes]]:
+    """Give the lease to one that receives requests, which it yields, and answers like this."""
+    received: list[bytes] = []
+
+    async def accept(stream: ByteStream) -> None:
+        async with stream:
+            received.append(await stream.receive())
+            await answer(stream)
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
+        url = f"http://127.0.0.1:{listener.extra(SocketAttribute.local_port)}"
+        server.command("HSET", LEASE, "term", "7", "url", url)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listener.serve, accept)
+            yield received
+            tasks.cancel_scope.cancel()
+
+
+async def nothing(_: ByteStream) -> None:
+    """Close the connection at once."""
+
+
+async def never(_: ByteStream) -> None:
+    """Leave a client waiting."""
+    await anyio.sleep_forever()
+
+
+async def a_part(stream: ByteStream) -> None:
+    """Close the connection in the middle of an answer."""
+    await stream.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nevent\r\n")
+
+
+async def test_what_a_leader_may_have_begun_is_not_repeated(tmp_path: Path, server: RedisServer) -> None:
+    async with (
+        scripted_leader(server, nothing) as received,
+        running_controller(tmp_path, state=server.tier()["url"]) as controller,
+    ):
+        refused = await controller.post_refused("/clear", 503, instance="a")
+        assert "the leading controller ended before it answered" in refused["detail"]
+        assert len(received) == 1
+
+
+@pytest.mark.parametrize("answer", [nothing, never])
+async def test_reading_is_repeated_at_the_next_leader(
+    answer: Callable[[ByteStream], Awaitable[None]], tmp_path: Path, server: RedisServer
+) -> None:
+    async with (
+        scripted_leader(server, answer) as received,
+        running_controller(tmp_path, state=server.tier()["url"]) as controller,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def read() -> None:
+            assert await controller.get("/events") == {"events": []}
+
+        tasks.start_soon(read)
+        await until(lambda: received)
+        server.command("DEL", LEASE)
+
+
+async def test_answer_that_is_cut_off_is_not_repeated(
+    tmp_path: Path, server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        scripted_leader(server, a_part) as received,
+        running_controller(tmp_path, state=server.tier()["url"]) as controller,
+    ):
+        with pytest.raises(httpx.RemoteProtocolError):
+            await controller.client.get("/events")
+        assert len(received) == 1
+    assert "Exception" not in caplog.text, "nor is another one begun"
+
+
+async def test_query_is_forwarded(tmp_path: Path, server: RedisServer) -> None:
+    async with two(tmp_path, server) as (_, second):
+        assert (await second.client.get("/history", params={"span": "year"})).status_code == 422
+
+
+async def test_one_that_has_restarted_sends_nothing_to_itself(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease still names its address: each request would go round in circles until that expires."""
+    sent: list[str] = []
+
+    async def exchange(_: standby.Forwarded, http: httpx.AsyncClient, url: str) -> None:
+        sent.append(url)
+        raise httpx.ConnectError("refused")
+
+    address = f"127.0.0.1:{free_port()}"
+    server.command("HSET", LEASE, "term", "7", "url", f"http://{address}")
+    async with (
+        running_controller(tmp_path, state=server.tier()["url"], listen=address) as controller,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def read() -> None:
+            assert await controller.get("/events") == {"events": []}
+
+        monkeypatch.setattr(standby.Forwarded, "exchange", exchange)
+        tasks.start_soon(read)
+        await anyio.sleep(3 * standby.RETRY_SECONDS)
+        server.command("DEL", LEASE)
+    assert not sent
+
+
 async def test_errors_are_those_of_the_leader(tmp_path: Path, server: RedisServer) -> None:
     async with two(tmp_path, server) as (first, second):
         for method, path, body in (
@@ -199,6 +315,42 @@ async def test_stream_is_forwarded_until_the_reader_leaves(tmp_path: Path, serve
         await until(lambda: not first.controller.operations.events.listeners)
 
 
+async def test_request_that_is_stored_as_the_leader_stops_is_accepted(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        two(tmp_path, server) as (first, second),
+        instance("a", first, second, ram=KEYS) as a,
+        anyio.create_task_group() as tasks,
+    ):
+        state: Any = first.controller._state
+        execute, opened = state._server.eval, anyio.Event()
+
+        async def wait(*arguments: Any) -> Any:
+            await opened.wait()
+            return await execute(*arguments)
+
+        async def clear() -> None:
+            accepted = await first.post("/clear", instance="a")
+            assert (await second.wait_for_end(accepted))["state"] == "done"
+
+        monkeypatch.setattr(state._server, "eval", wait)
+        tasks.start_soon(clear)
+        await until(lambda: state._unsaved)
+        await first.controller.finish()
+        await until(lambda: not leads(first))
+        opened.set()
+    assert not a[0].held[RAM]
+
+
+async def test_stream_ends_when_another_one_leads(tmp_path: Path, server: RedisServer) -> None:
+    """Its reader would see the instances, but no operation of the next leader."""
+    async with two(tmp_path, server) as (first, _), first.client.stream("GET", "/stream") as response:
+        await first.controller.finish()
+        with anyio.fail_after(TIMEOUT_SECONDS):
+            await response.aread()
+
+
 async def test_next_one_continues_when_the_leader_stops(tmp_path: Path, server: RedisServer) -> None:
     async with (
         two(tmp_path, server) as (first, second),
@@ -258,10 +410,16 @@ async def test_bug_of_a_leader_ends_its_term_and_no_lookup(
         assert await controller.get("/events") == {"events": []}
 
 
-async def test_one_may_start_before_its_server(tmp_path: Path) -> None:
+async def test_one_may_start_before_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "SETTLE_SECONDS", 3600.0)
     server = RedisServer(tmp_path)
-    async with running_controller(tmp_path, state=server.tier()["url"]) as controller:
+    async with (
+        running_controller(tmp_path, state=server.tier()["url"]) as controller,
+        controller.instance("a", ram=KEYS),
+    ):
         assert not leads(controller)
+        # It may not know all instances yet, but there is nobody else to ask.
+        assert await controller.held(tokens=TOKENS) == {"a": {"ram": len(TOKENS)}}
         with server:
             await until(lambda: leads(controller))
             assert await controller.get("/events") == {"events": []}

@@ -9,8 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.fleet.member.protocol import Command, Delete, DeleteAll, Fetch, Pin, Unpin
-from kvtier.fleet.member.session import NO_LEASE, NO_SHARED_STATE
+from kvtier.fleet.member.protocol import Command, Delete, DeleteAll, Fetch, Pin, Tokenize, Unpin
+from kvtier.fleet.member.session import NO_LEASE, NO_SHARED_STATE, Term
 from kvtier.memory.keys import join_keys
 from kvtier.testing.backend import make_key
 from tests.fleet.member.conftest import Node, OpenNode
@@ -75,6 +75,23 @@ async def test_running_command_of_an_earlier_term_is_cancelled(
         answer = await old.wait_for_answer(ticket)
         assert answer.reason == "it was cancelled"
         assert one.holds(keys, RAM) == [0, 1, 2, 3]
+
+
+async def test_only_running_commands_of_earlier_terms_are_cancelled() -> None:
+    term, ended, running, same = Term(), *(anyio.CancelScope() for _ in range(3))
+    with term.executing(Pin(1, b"", None, term=7), ended):
+        pass
+    with (
+        term.executing(Pin(2, b"", None, term=7), running),
+        term.executing(Pin(3, b"", None, term=7), same),
+    ):
+        assert not running.cancel_called
+        with term.executing(Tokenize(4, b"n" * 32, "a prompt"), anyio.CancelScope()):
+            assert not running.cancel_called
+        with term.executing(Pin(5, b"", None, term=8), anyio.CancelScope()):
+            assert running.cancel_called
+            assert same.cancel_called
+    assert not ended.cancel_called
 
 
 async def test_questions_are_asked_of_those_that_can_answer(open_node: OpenNode) -> None:
