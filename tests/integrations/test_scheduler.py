@@ -288,10 +288,13 @@ def test_late_answer_is_used_while_the_request_holds_its_blocks(engine: Engine, 
     preempted.num_preemptions = 1
     aborted.status = RequestStatus.FINISHED_ABORTED
     engine.running.remove(aborted)
-    assert not engine.scheduler.finished(aborted, table(aborted))[0]
+    assert engine.scheduler.finished(aborted, table(aborted))[0], (
+        "otherwise an idle engine takes no further step"
+    )
     engine.grant(reserve)
     engine.step()
-    (job,) = engine.saves
+    job, last = engine.saves
+    assert (last.request_id, last.leases, last.last) == (aborted.request_id, [], True)
     assert (job.request_id, job.leases, job.last) == (kept.request_id, [1], False)
     assert job.chunks[0].blocks == ([1, 2],)
     assert sorted(cache.receive(Abandon).leases) == [2, 3, 4]

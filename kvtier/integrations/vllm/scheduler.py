@@ -388,8 +388,7 @@ class SchedulerSide:
             self._loads.stop(request.request_id)
             self._give_up(state)
             loading = request.request_id in self._loads  # vLLM keeps the blocks until it has ended.
-            copying = state.saving.copied and not loading
-            held = copying and self._saves.keep(state, self._model.blocks(block_ids))
+            held = not loading and self._saves.keep(state, self._model.blocks(block_ids))
             return held, self._kv_transfers.answer(request, 0, canary)
         computed = state.final_tokens(state.computed_at_end(), answer=self._settings.save_decode)
         held = state.stores and self._saves.finish(state, computed, self._model.blocks(block_ids))
