@@ -60,7 +60,23 @@ NEEDS = {
     },
 }
 ENGINES = ("disaggregated", "engine", "faults", "gpu_engine", "no_hits", "replay_vllm", "states", "verify")
-SLOW = (*ENGINES, "busy", "cold_loads", "compare", "growth", "load_or_compute", "steps")
+SLOW = (
+    *ENGINES,
+    "busy",
+    "cold_loads",
+    "compare",
+    "controller_failover",
+    "controller_instances",
+    "controller_rebuild",
+    "growth",
+    "kv_events",
+    "load_or_compute",
+    "move",
+    "peers",
+    "proxy_streams",
+    "steps",
+    "traces",
+)
 ROWS = {
     "busy": ["first load from disk", "lookup of 32,768 tokens", "retrieve 8 MiB", "loop blocked, wall, p99"],
     "catalog": ["add a chunk", "prefix of 128 chunks", "the 1024 coldest"],
