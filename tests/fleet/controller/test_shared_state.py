@@ -70,6 +70,7 @@ async def test_next_leader_finds_what_the_last_one_has_written(server: RedisServ
         assert [tuple(row) for row in state.rows(EVENTS)] == [EVENT]
         assert [tuple(row) for row in state.rows(OPERATIONS)] == [(EVENT[0], b"its operation")]
         assert [tuple(row) for row in state.rows(PINS)] == [PINS_OF_A[1]]
+    assert state.rows(PINS) == [], "it does not lead any more"
 
 
 async def test_what_is_saved_survives_a_kill(server: RedisServer) -> None:
@@ -125,6 +126,39 @@ async def test_leader_that_has_lost_its_lease_writes_nothing_and_ends(server: Re
     assert server.command("HLEN", PREFIX + "events") == 0
 
 
+async def test_leader_ends_at_once_when_another_one_has_the_lease(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_state, "LEASE_SECONDS", 3600.0)
+    ended = False
+    async with leader(server):
+        server.command("HSET", LEASE, "term", "7")
+        with anyio.fail_after(TIMEOUT_SECONDS):
+            await anyio.sleep_forever()
+        ended = True
+    assert not ended
+
+
+async def test_leader_ends_with_its_lease_while_a_call_hangs(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_state, "LEASE_SECONDS", 0.5)
+    ended = False
+    async with leader(server) as state:
+        execute = state._server.eval
+
+        async def hang(script: str, *arguments: Any) -> Any:
+            if script == shared_state._WRITE:
+                await anyio.sleep_forever()
+            return await execute(script, *arguments)
+
+        monkeypatch.setattr(state._server, "eval", hang)
+        with anyio.fail_after(TIMEOUT_SECONDS):
+            await anyio.sleep_forever()
+        ended = True
+    assert not ended
+
+
 async def test_end_of_a_lost_term_leaves_the_next_one_alone(server: RedisServer) -> None:
     async with opened(server) as state:
         async with state.leading(await state.acquire("http://one")):
@@ -156,6 +190,14 @@ async def test_one_failed_call_does_not_end_a_term(
         goes_on = True
     assert goes_on
     assert server.command("HLEN", PREFIX + "events") == 1
+
+
+async def test_each_write_renews_the_lease(server: RedisServer) -> None:
+    async with leader(server) as state:
+        server.command("PEXPIRE", LEASE, "3600000")
+        state.put(EVENTS, EVENT)
+        await state.saved()
+        assert 0 < int(server.command("PTTL", LEASE)) <= 1000 * shared_state.LEASE_SECONDS
 
 
 async def test_lease_is_counted_from_before_it_is_renewed(
@@ -288,7 +330,7 @@ async def test_leader_without_an_answer_ends_before_another_one_can_lead(how: st
         assert not reached
         assert state.lease is None
         state.put(EVENTS, EVENT)
-        assert state.rows(EVENTS) == []
+        assert not state._unsaved
         if how == "paused":
             server.resume()
         else:
