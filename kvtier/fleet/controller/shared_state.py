@@ -92,6 +92,8 @@ class SharedState(State):
         self.name = name
         self.lease: Lease | None = None
         """Of the one who leads, as far as is known; ``None`` if none does, or the server does not answer."""
+        self.has_asked = False
+        """Whether it has asked the server for the lease, so that ``lease`` says more than that it is new."""
         self.changes = Changes()
         """Of the lease."""
         self._leads = False
@@ -159,6 +161,7 @@ class SharedState(State):
             began = time.monotonic()
             candidate = url if is_ready() or began > free_since + UNREADY_SECONDS else ""
             answer = await self._call(_ACQUIRE, candidate, round(1000 * LEASE_SECONDS))
+            self.has_asked = True
             mine, term, leader = answer or (0, 0, b"")
             # Also until the lease expires of one at the same address that was killed: nobody answers for it.
             is_led = leader and (mine or leader.decode() != url)

@@ -95,7 +95,7 @@ class Standby:
         is_path = scope["type"] == "http" and scope["raw_path"].startswith(b"/")
         if not is_path or scope["path"] in ANSWERED_HERE or scope["path"].startswith(PAGE_PREFIX):
             return self._app
-        knows = self._is_ready() or self.state.lease is None
+        knows = self._is_ready() or (self.state.has_asked and self.state.lease is None)
         return self._app if scope["path"] in FROM_THE_INDEX and knows else None
 
     async def _forward(self, forwarded: Forwarded, lease: Lease) -> None:

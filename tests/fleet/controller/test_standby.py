@@ -14,7 +14,7 @@ import pytest
 from anyio.abc import ByteStream, SocketAttribute
 
 from kvtier.fleet.controller import serve, standby
-from kvtier.fleet.controller.shared_state import LEASE
+from kvtier.fleet.controller.shared_state import LEASE, SharedState
 from kvtier.testing.servers import free_port
 from tests.rigs.running_controller import (
     A_TO_B,
@@ -109,6 +109,13 @@ async def test_one_that_has_just_started_asks_the_leader(
     async with running_controller(tmp_path, **state) as first:
         await until(lambda: leads(first))
         monkeypatch.setattr(serve, "SETTLE_SECONDS", 3600.0)
+        acquire = SharedState.acquire
+
+        async def acquire_late(*arguments: Any) -> int:
+            await anyio.sleep(0.2)  # In which it does not know that there is one to ask.
+            return await acquire(*arguments)
+
+        monkeypatch.setattr(SharedState, "acquire", acquire_late)
         async with first.instance("a", ram=KEYS), running_controller(tmp_path, **state) as second:
             assert await second.held(tokens=TOKENS) == {"a": {"ram": len(TOKENS)}}
             assert not second.registry.members
