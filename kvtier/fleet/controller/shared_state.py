@@ -185,9 +185,9 @@ class SharedState(State):
             self._scope = tasks.cancel_scope
             self._extend(self._until)
             try:
-                await self._load()
                 async with open_tasks() as writer:
                     writer.start_soon(self._write, term)
+                    await self._load()
                     self._leads = self._writes = True
                     try:
                         yield

@@ -107,6 +107,9 @@ class Directory:
                 answer = await self._client.post(
                     f"{self._urls[0]}/lookup", content=msgspec.json.encode(request)
                 )
+            if answer.is_server_error:  # Such as 503: no controller leads.
+                answer.raise_for_status()
+            self._note_answer()
             if answer.status_code != 200:  # For example, no instance serves the model yet.
                 self._statistics.lookups["refused"] += 1
                 return None
@@ -116,7 +119,6 @@ class Directory:
             self._back_off(str(error) or type(error).__name__)
             return None
         self._statistics.lookups["answered"] += 1
-        self._note_answer()
         return Held(found.num_tokens, {name: max(tiers.values()) for name, tiers in found.instances.items()})
 
     async def _lookup_request(

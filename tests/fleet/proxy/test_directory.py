@@ -110,6 +110,18 @@ async def test_next_controller_is_asked_if_one_is_gone(tmp_path: Path) -> None:
         assert cluster.proxy.statistics.lookups == {"answered": 1}
 
 
+async def test_next_controller_is_asked_if_one_knows_of_none_that_leads(tmp_path: Path) -> None:
+    stub = Stub()
+    stub.always = responds(503)
+    async with stub.serving(), decoders_with_holdings(tmp_path, len(KEYS), gone=stub.url) as cluster:
+        directory = cluster.proxy.directory
+        assert directory is not None
+        directory._urls.rotate(-1)
+        await complete(cluster)
+        await complete(cluster)
+        assert cluster.proxy.statistics.lookups == {"failed": 1, "answered": 1}
+
+
 async def test_failures_are_forgotten_with_an_answer(tmp_path: Path) -> None:
     """Or several of them, however long ago, would count as an outage of all controllers."""
     async with decoders_with_holdings(tmp_path, len(KEYS), gone="http://127.0.0.1:9") as cluster:
