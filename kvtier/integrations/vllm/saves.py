@@ -416,6 +416,7 @@ class Saves:
 
     def _abandon_cancelled(self) -> None:
         """Abandon room that was granted and will not be used. At once: there may be no further step."""
+        self._take_answers()
         for save in self._granted:
             if save.cancelled:
                 self._abandon(save, save.leases)
