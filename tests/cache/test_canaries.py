@@ -87,6 +87,7 @@ async def test_what_another_cache_has_stored_expires_here_as_well(
     async with opened(settings, ssd=64) as harness:
         tokens = prompt(CHUNKS * CHUNK_TOKENS, 1)
         await harness.model.store(tokens, rows(tokens))
+        assert harness.held_chunks(tokens, "ram")
         harness.cache.uncover(harness.model.keys(tokens), ELSEWHERE)
         await until(lambda: not any(harness.held_chunks(tokens, tier) for tier in ("ram", "ssd")))
 

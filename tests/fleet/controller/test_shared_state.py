@@ -55,6 +55,12 @@ async def leader(server: RedisServer, url: str = "http://one") -> AsyncIterator[
         yield state
 
 
+async def wait_for_the_end() -> None:
+    """Wait until a leader ends the block around this."""
+    with anyio.fail_after(TIMEOUT_SECONDS):
+        await anyio.sleep_forever()
+
+
 async def test_next_leader_finds_what_the_last_one_has_written(server: RedisServer) -> None:
     async with leader(server) as state:
         assert state.rows(EVENTS) == []
@@ -130,20 +136,15 @@ async def test_leader_ends_at_once_when_another_one_has_the_lease(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_state, "LEASE_SECONDS", 3600.0)
-    ended = False
     async with leader(server):
         server.command("HSET", LEASE, "term", "7")
-        with anyio.fail_after(TIMEOUT_SECONDS):
-            await anyio.sleep_forever()
-        ended = True
-    assert not ended
+        await wait_for_the_end()
 
 
 async def test_leader_ends_with_its_lease_while_a_call_hangs(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_state, "LEASE_SECONDS", 0.5)
-    ended = False
     async with leader(server) as state:
         execute = state._server.eval
 
@@ -153,10 +154,7 @@ async def test_leader_ends_with_its_lease_while_a_call_hangs(
             return await execute(script, *arguments)
 
         monkeypatch.setattr(state._server, "eval", hang)
-        with anyio.fail_after(TIMEOUT_SECONDS):
-            await anyio.sleep_forever()
-        ended = True
-    assert not ended
+        await wait_for_the_end()
 
 
 async def test_end_of_a_lost_term_leaves_the_next_one_alone(server: RedisServer) -> None:
@@ -224,14 +222,10 @@ async def test_leader_with_too_much_to_write_gives_up_its_lease(
 ) -> None:
     monkeypatch.setattr(shared_state, "BATCH_BYTES", 1000)
     monkeypatch.setattr(shared_state, "MAX_UNSAVED_BYTES", 5000)
-    ended = False
     async with leader(server) as state:
         for number in range(100):
             state.put(EVENTS, (f"{number:016x}", 1.0, b"x" * 100))
-        with anyio.fail_after(TIMEOUT_SECONDS):
-            await anyio.sleep_forever()
-        ended = True
-    assert not ended
+        await wait_for_the_end()
 
 
 async def test_one_that_cannot_load_the_state_does_not_lead(
