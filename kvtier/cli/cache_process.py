@@ -97,13 +97,15 @@ def _tiers(tiers: list[Report]) -> Table:
     rows = table("tier", "type", "used", "of", "chunks", "eviction", "last error")
     for tier in tiers:
         capacity, policy, in_use = tier["capacity_bytes"], tier["eviction"], tier["eviction_in_use"]
+        if in_use != policy:  # That which `adaptive` follows.
+            policy = f"{policy}: {in_use}"
         rows.add_row(
             escape(tier["name"]),
             escape(tier["type"]),
             format_size(tier["used_bytes"]),
             "-" if capacity is None else format_size(capacity),
             str(tier["chunks"]),
-            escape(policy or "-" if in_use == policy else f"{policy}: {in_use}"),
+            escape(policy or "-"),
             ("" if tier["available"] else "[red]unavailable[/red] ") + escape(tier.get("error") or ""),
         )
     return rows
