@@ -36,7 +36,7 @@ help:  ## List the targets
 	@echo "PYTHON=…  the Python to use (3.11 or newer)    DEVICE=cpu|cuda  the vLLM to install; default: auto"
 	@echo "DEMO='--tokens 4000'  options of kvtier demo    PYTEST='-k disk'  options of pytest"
 	@echo "ISA=avx2|avx512  the instruction set that torch and vLLM use in tests; default: all that the CPU has"
-	@echo "PART=2/4  the second of four parts of the slow tests, which together are all"
+	@echo "PART=2/6  the second of six parts of the slow tests, which together are all"
 	@echo "FUZZ=600  seconds that make fuzz runs each of its programs"
 	@echo "SOAK=7200  seconds that make soak injects faults    SEED=2  seed of its faults and requests, or of make abuse"
 	@echo "ABUSE=60  seconds that make abuse takes"

@@ -6,7 +6,7 @@
     python -m benchmarks.steps --small
 
 The hooks of scheduler and worker are called as by vLLM, with a real cache process: healthy, stopped
-(SIGSTOP), at the lowest priority with spinning processes, and killed (SIGKILL). In each step, all requests
+(SIGSTOP), at a low priority with spinning processes, and killed (SIGKILL). In each step, all requests
 complete a chunk, which is reserved, copied and committed, and some requests arrive and are looked up. The
 first step in a new state is reported separately. The chunks are small, because only the waits matter.
 """
@@ -14,7 +14,9 @@ first step in a new state is reported separately. The chunks are small, because 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import math
 import os
 import signal
 import statistics
@@ -33,11 +35,13 @@ from tests.rigs.stepping import CHUNK_TOKENS, Engine, StepTime, make_request
 
 REQUESTS, ARRIVALS = 64, 8
 SPINNERS = 6
+NICE = 10
+"""Priority of the starved cache process: with the spinning processes, about 3 % of a CPU."""
 STEP_SECONDS = 0.005
 """Time of the model per step, during which this process sleeps."""
 RECOVERY_SECONDS = 300.0
 STARVED_SECONDS = 300.0
-"""Timeout for an answer at nice 19 with spinning processes."""
+"""Timeout for an answer of the starved cache process."""
 
 Row = tuple[str, int, float, float, float, float]
 
@@ -66,7 +70,7 @@ class CacheProcess:
     def nice(self) -> None:
         assert self._process is not None
         for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
-            os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), NICE)
 
     def stored(self) -> int:
         stored: int = status(self.socket, STARVED_SECONDS)["counts"].get("stored", 0)
@@ -95,6 +99,8 @@ def measure(cache: CacheProcess, count: int) -> list[Row]:
     engine = Engine.open(cache.socket, REQUESTS, tiers=[{"name": "ram", "type": "cpu", "capacity": "256MiB"}])
     for _ in range(REQUESTS):
         engine.run(make_request(1 << 19))
+    gc.collect()
+    gc.freeze()  # as vLLM does before it serves
     rows: list[Row] = []
     try:
         run_steps(engine, max(5, count // 10))
@@ -118,11 +124,11 @@ def measure(cache: CacheProcess, count: int) -> list[Row]:
             cache.nice()
             run_until_stored(engine, cache)
             before = cache.stored()
-            rows.append(make_row("nice 19, spinning processes", run_steps(engine, count)))
+            rows.append(make_row(f"nice {NICE}, spinning processes", run_steps(engine, count)))
             share = (cache.stored() - before) / (count * REQUESTS)
     finally:
         engine.close()
-    print(f"at nice 19 {share:.0%} of the chunks were stored", flush=True)
+    print(f"at nice {NICE} {share:.0%} of the chunks were stored", flush=True)
     return rows
 
 
@@ -149,7 +155,7 @@ def run_until_stored(engine: Engine, cache: CacheProcess) -> list[StepTime]:
 
 def make_row(name: str, times: Sequence[StepTime]) -> Row:
     elapsed = sorted(step_time.elapsed * 1e3 for step_time in times)
-    p99 = elapsed[int(0.99 * (len(elapsed) - 1))]
+    p99 = elapsed[math.ceil(0.99 * (len(elapsed) - 1))]
     cpu = statistics.median(step_time.cpu for step_time in times) * 1e3
     return name, len(elapsed), statistics.median(elapsed), p99, elapsed[-1], cpu
 

@@ -95,7 +95,7 @@ def test_ci_ends_with_one_part_of_the_slow_tests(tmp_path: Path) -> None:
         "make lint docs",
         "make test",
         "make test-upstream",
-        "make test-slow PART=1/4",
+        "make test-slow PART=1/6",
     ]
     assert result.returncode == 0
 
@@ -103,7 +103,7 @@ def test_ci_ends_with_one_part_of_the_slow_tests(tmp_path: Path) -> None:
 def test_ci_fails_with_the_reason_once_its_time_is_over(tmp_path: Path) -> None:
     result = run_ci(tmp_path, SLOW="600", LIMIT="5")
     assert result.returncode == 124
-    assert "the slow tests (part 1/4) were not done within" in result.stderr
+    assert "the slow tests (part 1/6) were not done within" in result.stderr
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
