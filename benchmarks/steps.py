@@ -34,9 +34,9 @@ from kvtier.bridge.client import status
 from tests.rigs.stepping import CHUNK_TOKENS, Engine, StepTime, make_request
 
 REQUESTS, ARRIVALS = 64, 8
-SPINNERS = 6
-NICE = 10
-"""Priority of the starved cache process: with the spinning processes, about 3 % of a CPU."""
+SPINNERS, SMALL_SPINNERS = 6, 2
+NICE = 5
+"""Priority of the starved cache process: beside 6 spinning processes, about 10 % of a CPU."""
 STEP_SECONDS = 0.005
 """Time of the model per step, during which this process sleeps."""
 RECOVERY_SECONDS = 300.0
@@ -85,7 +85,7 @@ def main() -> None:
         cache = CacheProcess(Path(folder))
         cache.start()
         try:
-            rows = measure(cache, count)
+            rows = measure(cache, count, SMALL_SPINNERS if options.small else SPINNERS)
         finally:
             cache.signal(signal.SIGKILL)
     show(
@@ -95,7 +95,7 @@ def main() -> None:
     )
 
 
-def measure(cache: CacheProcess, count: int) -> list[Row]:
+def measure(cache: CacheProcess, count: int, spinners: int) -> list[Row]:
     engine = Engine.open(cache.socket, REQUESTS, tiers=[{"name": "ram", "type": "cpu", "capacity": "256MiB"}])
     for _ in range(REQUESTS):
         engine.run(make_request(1 << 19))
@@ -116,10 +116,10 @@ def measure(cache: CacheProcess, count: int) -> list[Row]:
         cache.start()
         rows.append(make_row("restarted: until it stores again", run_until_stored(engine, cache)))
         rows.append(make_row("healthy again", run_steps(engine, count)))
-        with spinning_processes():
+        with spinning_processes(spinners):
             cache.signal(signal.SIGSTOP)
             run_steps(engine, 200)
-            rows.append(make_row(f"stopped, {SPINNERS} spinning processes", run_steps(engine, count)))
+            rows.append(make_row(f"stopped, {spinners} spinning processes", run_steps(engine, count)))
             cache.signal(signal.SIGCONT)
             cache.nice()
             run_until_stored(engine, cache)
@@ -161,10 +161,10 @@ def make_row(name: str, times: Sequence[StepTime]) -> Row:
 
 
 @contextmanager
-def spinning_processes() -> Iterator[None]:
+def spinning_processes(count: int) -> Iterator[None]:
     """Run processes that keep all CPUs busy."""
     command = [sys.executable, "-c", "while True: pass"]
-    spinners = [subprocess.Popen(command) for _ in range(SPINNERS)]
+    spinners = [subprocess.Popen(command) for _ in range(count)]
     try:
         yield
     finally:

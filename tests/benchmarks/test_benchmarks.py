@@ -96,7 +96,7 @@ ROWS = {
     "proxy": ["prefilled by another engine"],
     "push": ["4 x 2 MiB"],
     "recording": ["in the event loop", "in the thread", "% of a core", "MB an hour"],
-    "steps": ["stopped: first step", "killed: first step", "until it stores again", "nice 10, spinning"],
+    "steps": ["stopped: first step", "killed: first step", "until it stores again", "nice 5, spinning"],
     "transports": ["read 4 in flight", "write 1 in flight", "p99"],
 }
 """Parts of the first cells of the rows that a benchmark shows at least."""
