@@ -369,6 +369,12 @@ class Catalog:
             for policy in self.policies:
                 policy.missed(keys, self._clock())
 
+    def report_ended(self, keys: Sequence[ChunkKey], signature: Sequence[int], seconds: float = 0.0) -> None:
+        """Report that an answer has ended, ``seconds`` ago. For the rest see :meth:`EvictionPolicy.ended`."""
+        rows, now = [row for row in self._table.find_all(keys) if row != NO_ROW], self._clock() - seconds
+        for policy in self.policies:
+            policy.ended(rows, keys, now, signature)
+
     def set_hints(self, rows: Sequence[int], hints: ChunkHints) -> None:
         """Replace the hints of chunks, given their rows."""
         self._hints.set(rows, hints, self._clock())

@@ -141,6 +141,15 @@ class EvictionPolicy(ABC):
         Most are added soon, a long prompt in several parts. A policy can value it as a whole from the first.
         """
 
+    def ended(  # noqa: B027 - has a default on purpose
+        self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
+    ) -> None:
+        """Called when the answer to a prompt has ended: only now can it come back.
+
+        ``keys``: its last two chunks, or its only one. ``rows``: of those of them that are in the catalog.
+        ``signature``: how it ended, see :func:`kvtier.catalog.endings.signature`; empty if unknown.
+        """
+
     @abstractmethod
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
         """Called when chunks are removed from the tier. Their columns are valid until this returns."""
