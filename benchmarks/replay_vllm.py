@@ -170,7 +170,7 @@ def read_plan(options: argparse.Namespace) -> list[Planned]:
     inside = [
         Planned((request.time - options.start) / options.speed, session_of(row), request.chunks)
         for request, row in zip(requests, rows, strict=True)
-        if 0 <= request.time - options.start < options.span
+        if isinstance(request, TraceRequest) and 0 <= request.time - options.start < options.span
     ]
     inside.sort(key=lambda planned: planned.time)
     chosen = set(itertools.islice(dict.fromkeys(planned.session for planned in inside), options.sessions))

@@ -42,6 +42,7 @@ from kvtier.memory.keys import (
 )
 from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, has_weights, namespace
 from kvtier.memory.rows import Rows, bytes_of, copy_all
+from kvtier.pipeline.ahead import PrefetchAhead
 from kvtier.pipeline.allocate import Allocator
 from kvtier.pipeline.clear import Cleared, ClearStage
 from kvtier.pipeline.discover import DiscoverStage
@@ -122,6 +123,7 @@ class TieredCache:
         # In the order in which they use each other.
         self._allocator = Allocator(hierarchy)
         self._reader = Reader(hierarchy, self._allocator)
+        self._ahead = PrefetchAhead(hierarchy, self._allocator, self._reader)
         self._writer = Writer(hierarchy, self._reader, queue_bytes)
         self._evicting = EvictStage(hierarchy, self._allocator, self._writer)
         self._storing = StoreStage(hierarchy, self._allocator, self._writer)
@@ -229,6 +231,8 @@ class TieredCache:
         await self._check_room()
         tasks.start_soon(self._evicting.run)
         tasks.start_soon(self._expiry.run)
+        if self.lower and self.settings.prefetch.ahead:
+            tasks.start_soon(self._ahead.run)
         for tier in self.lower:
             tasks.start_soon(self._writer.run, tier.index)
             tasks.start_soon(tier.contact)
@@ -393,14 +397,24 @@ class TieredCache:
         hints: Sequence[ChunkHints | None] = (),
         *,
         declining: bool = False,
+        again: bool = False,
     ) -> list[Reservation | None]:
         """Call :meth:`reserve` for each chunk of one namespace, in a fifth of the time.
 
         ``hints``: those of each chunk, or none at all. Once one reservation fails for lack of memory, so do
-        all after it. ``declining``: see :meth:`StoreStage.reserve_all`.
+        all after it. ``declining``, ``again``: see :meth:`StoreStage.reserve_all`.
         """
         self._check_open()
-        return self._storing.reserve_all(headers, hints, declining=declining)
+        return self._storing.reserve_all(headers, hints, declining=declining, again=again)
+
+    @property
+    def wants_again(self) -> bool:
+        """Whether engines are to offer the chunks of a prompt again when its answer has ended.
+
+        A policy may have declined or evicted them before, as the prompt comes back only then.
+        """
+        left = self.counts["evicted"] + self.counts["store_declined"]
+        return left > 0 and self.memory.declines
 
     def commit(self, reservations: Sequence[Reservation], *, pushed: bool = False) -> None:
         """Publish filled chunks, and write them to the tiers below that admit them.

@@ -20,6 +20,7 @@ import msgspec
 from kvtier.bridge import protocol
 from kvtier.bridge.notices import MAX_CHARACTERS
 from kvtier.bridge.protocol import Hello, Welcome
+from kvtier.catalog.endings import signature
 from kvtier.concurrency.threads import run_in_background
 from kvtier.errors import ArenaError, ChannelClosed, ChannelError, ProtocolError
 from kvtier.fleet.member.served_models import EngineModel
@@ -138,6 +139,8 @@ class SchedulerBridge(Bridge):
         self._explanations: list[protocol.Explanation] = []
         self._outcomes: list[protocol.Outcome] = []
         """What :meth:`send_outcomes` sends."""
+        self._ended: list[tuple[float, bytes, tuple[int, ...]]] = []
+        """When answers have ended (:func:`time.monotonic`), which and how: that is sent as well."""
         self._kv_transfers: dict[int, protocol.KVTransferResult | None] = {}
         """The last result of each running KV transfer."""
         self._seen = 0
@@ -174,6 +177,7 @@ class SchedulerBridge(Bridge):
         self._kv_transfers.clear()
         self._held.clear()
         self._outcomes.clear()
+        self._ended.clear()
         self._abandoned_sent = 0
 
     def _receive(self, message: protocol.FromCache) -> None:
@@ -279,6 +283,8 @@ class SchedulerBridge(Bridge):
         """
         if not self.reserves:
             return None
+        if self._ended:  # Chunks that are offered again are judged by it.
+            self.send_outcomes()
         # Messages keep their order: once this request is answered, those before it have been handled.
         self._abandoned_sent = len(self._abandoned)
         self._reserving = self.call(
@@ -360,11 +366,22 @@ class SchedulerBridge(Bridge):
         """Report what became of a request, with the next :meth:`send_outcomes`."""
         self._outcomes.append(outcome)
 
+    def answer_ended(self, keys: Sequence[ChunkKey], how: str, tokens: Sequence[int]) -> None:
+        """Report the end of an answer, with the next :meth:`send_outcomes` and before chunks are offered.
+
+        ``keys``: see :class:`Ended`. ``how``, ``tokens``: see :func:`signature`.
+        """
+        if self.welcome is not None and self.epoch and keys:
+            signed = signature(self.welcome.signature_key, how, tokens)
+            self._ended.append((time.monotonic(), join_keys(keys), signed))
+
     def send_outcomes(self) -> None:
         """Report what became of requests. After what the engine waits for: it delays later messages."""
-        if self._outcomes:
-            outcomes, self._outcomes = self._outcomes, []
-            self.send(protocol.Outcomes(outcomes))
+        if self._outcomes or self._ended:
+            now = time.monotonic()
+            ended = [protocol.Ended(keys, signed, now - at) for at, keys, signed in self._ended]
+            outcomes, self._outcomes, self._ended = self._outcomes, [], []
+            self.send(protocol.Outcomes(outcomes, ended))
 
     def take_explanations(self) -> list[protocol.Explanation]:
         """Return the explanations that have arrived since the last call."""

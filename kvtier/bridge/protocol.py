@@ -19,6 +19,7 @@ Sequence::
       ◄──────────────── Explained(lookups)      after the final answers
       Cancel(ticket) ─────────────────────►     after the workers have loaded, or if nothing is loaded
       Outcomes(requests) ─────────────────►     at most once per step, of requests that begin to compute
+                                                or whose answer has ended, and when an engine gets idle
       UseWeights(namespace) ──────────────►     when the weights have changed, or may have changed
       KVTransfer(to, keys) ───────────────►     before the first of its chunks is reserved
       ◄──────────── KVTransferResult(tokens)    when the peer has made room, or on failure; informational
@@ -67,7 +68,7 @@ from kvtier.observability.whatif.report import Report
 from kvtier.pipeline.verify import Recomputation
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 16
+VERSION = 17
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
@@ -142,6 +143,8 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     """Which requests are to be traced; ``None`` if none are."""
     show_text: bool = False
     """``why.show_text``: whether lookups have the tokens of their prompts."""
+    signature_key: bytes = bytes(32)
+    """32 random bytes, of this cache process: the key of :attr:`Ended.signature`."""
 
 
 class RequestInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -229,10 +232,22 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
         return misses_behind(explanation.misses, explanation.begins, self.used_tokens, self.tokens)
 
 
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """The end of an answer."""
+
+    keys: bytes
+    """Of the last two chunks of what its request has stored, or would have stored; or of its only one."""
+    signature: tuple[int, ...]
+    """How it has ended: see :func:`~kvtier.catalog.endings.signature`. Tokens do not leave the engine."""
+    seconds: float
+    """How long ago."""
+
+
 class Outcomes(Message, frozen=True, array_like=True, tag=39):
     """What became of requests."""
 
     requests: list[Outcome]
+    ended: list[Ended] = msgspec.field(default_factory=list)
 
 
 class Found(Reply, frozen=True, array_like=True, tag=11):
@@ -301,6 +316,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     """Chunks that memory holds get room as well, and are compared with what is written there."""
     canary: bool = False
     """Whether the chunks are those of a canary: stored whatever they are worth, and removed soon."""
+    again: bool = False
+    """Whether they are offered again: see :attr:`Reserved.again`. The first tier may decline them."""
 
 
 class Reserve(Request, frozen=True, array_like=True, tag=14):
@@ -319,6 +336,9 @@ class Reserved(Reply, frozen=True, array_like=True, tag=15):
     offsets: list[int]
     staging: int = 0
     """Number of the buffer that the offsets of runs with ``kv_transfer`` refer to, on each rank."""
+    again: bool = False
+    """Whether to offer the chunks of a prompt again when its answer has ended: some may have been declined or
+    evicted before."""
 
     @property
     def granted(self) -> list[int]:

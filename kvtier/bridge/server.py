@@ -57,6 +57,7 @@ EXPLAIN_SECONDS = 0.001
 """How long after the answer to a lookup it is decided why chunks are missing, at the latest."""
 STOPPED_SECONDS = 60.0
 """An engine that has sent nothing for this long, though it holds something, counts as stopped."""
+SIGNATURE_KEY_BYTES = 32
 CHECK_SECONDS = 1.0
 """Interval at which to check whether memory is still kept for a process that has disconnected."""
 
@@ -201,6 +202,7 @@ class Connection:
             self._server.instance.tracer.sampling,
             # Prompts do not leave their host for it.
             cache.settings.why.show_text and not self._remote,
+            self._server.signature_key,
         )
         self._endpoint.send(welcome, [] if self._remote else [cache.arena.fd])
 
@@ -226,6 +228,8 @@ class Connection:
                 self._send_explained(engine)
                 for outcome in message.requests:
                     engine.end(outcome, self._server.instance.requests)
+                for ended in message.ended:
+                    engine.answer_ended(ended)
             case protocol.Reserve():
                 self._send_explained(engine)  # Before what was missing is being stored.
                 if self._kv_transfers is None:
@@ -380,6 +384,7 @@ class BridgeServer:
         self.canaries: dict[str, Periodic] = {}
         """By the URL of an engine. Set by the owner of the server, which runs them."""
         self.epoch = secrets.randbits(63)
+        self.signature_key = secrets.token_bytes(SIGNATURE_KEY_BYTES)
         self.lease_numbers = itertools.count(1)
         self._engines: dict[str, EngineSession] = {}
         self._connections: dict[str, set[Connection]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from array import array
@@ -14,6 +15,7 @@ from msgspec import structs
 from kvtier.bridge.leases import PendingWrites, ReadLeases, Ticket
 from kvtier.bridge.protocol import (
     MAX_RESERVED_CHUNKS,
+    Ended,
     Explanation,
     Found,
     Hello,
@@ -49,6 +51,10 @@ if TYPE_CHECKING:
 NO_LEASE = 0
 MAX_ASKED = 4096
 """Lookups of an engine whose outcome is awaited. Requests that are cancelled before they run have none."""
+MAX_ENDED_KEYS, MAX_SIGNATURE = 2, 8
+"""Limits of what the end of an answer consists of."""
+MAX_ENDED_SECONDS = 60.0
+"""An answer that has ended longer ago counts as ended then. Usually it is reported in the next step."""
 MIN_LENGTHS = 200
 """Prompts to look at before their typical length is known."""
 
@@ -277,6 +283,18 @@ class EngineSession:
         tokens = outcome.tokens, outcome.engine_tokens, outcome.hits, outcome.misses(explanation)
         log.add(RequestReport(time.time(), outcome.request, self.name, *tokens, now - began_at))
 
+    def answer_ended(self, ended: Ended) -> None:
+        """Report the end of an answer to the eviction policies and the recording. Raises ProtocolError."""
+        keys, hashes, seconds = split_keys(ended.keys), ended.signature, ended.seconds
+        if not 0 < len(keys) <= MAX_ENDED_KEYS or len(hashes) > MAX_SIGNATURE or min(hashes, default=0) < 0:
+            raise ProtocolError(f"invalid end of an answer: {len(keys)} chunks, {len(hashes)} hashes")
+        if not 0 <= seconds < math.inf:
+            raise ProtocolError(f"an answer that has ended {seconds} seconds ago")
+        seconds = min(seconds, MAX_ENDED_SECONDS)
+        self._cache.catalog.report_ended(keys, hashes, seconds)
+        if self._recorder is not None:
+            self._recorder.ended(ended.keys, hashes, seconds)
+
     def _with_block_hashes(self, found: Found, ready: Sequence[Ready]) -> Found:
         """Add the block hashes of the last chunk, which the engine may use in part; none if it is corrupt."""
         header = self._cache.arena.view(ready[-1].leases.offsets[-1], HEADER_BYTES)
@@ -340,17 +358,9 @@ class EngineSession:
             raise ProtocolError(f"a reservation of more than {MAX_RESERVED_CHUNKS} chunks")
         # Validate all runs before reserving anything.
         runs = [(run, self._headers(run)) for run in request.runs]
-        in_arena = [header for run, headers in runs if not run.kv_transfer for header in headers]
-        hints: list[ChunkHints | None] = []
-        if any(run.hints is not None for run in request.runs):
-            for run, headers in runs:
-                hints += [] if run.kv_transfer else [run.hints] * len(headers)
-        # A state needs its chunks, and these are useless without it.
-        declining = not self.layout.has_states and not any(run.awaited or run.canary for run in request.runs)
-        # A disconnected rank would never fill its slices.
-        within = 0 if self.absent_ranks else self._within_share(in_arena)
-        chunks_in_arena = self._cache.reserve_all(in_arena[:within], hints[:within], declining=declining)
-        reserved = chain(chunks_in_arena, repeat(None))
+        # Those whose blocks may be lost first. What is offered again can wait.
+        new = self._reserve_in_arena([pair for pair in runs if not pair[0].again])
+        again = self._reserve_in_arena([pair for pair in runs if pair[0].again], again=True)
         if canaries := [key for run in request.runs if run.canary for key in split_keys(run.keys)]:
             self._cache.tasks.start_soon(self._cache.expire, canaries)
         staging = self._buffers
@@ -360,7 +370,7 @@ class EngineSession:
                 transfer = find(run.kv_transfer)
                 writes += [_stage(staging, transfer, header) for header in headers]
             else:
-                writes += islice(reserved, len(headers))
+                writes += islice(again if run.again else new, len(headers))
         if not self.absent_ranks and any(run.recomputes is not None for run in request.runs):
             self._reserve_recomputed(runs, writes)
         extends = iter([run.extends for run in request.runs for _ in range(len(run.keys) // KEY_BYTES)])
@@ -371,7 +381,26 @@ class EngineSession:
                 leases[index] = number = next(self._numbers)
                 offsets[index] = write.lease.offset
                 self.writes.add(number, write)
-        return Reserved(request.ticket, leases, offsets, 0 if staging is None else staging.number)
+        number = 0 if staging is None else staging.number
+        return Reserved(request.ticket, leases, offsets, number, self._cache.wants_again)
+
+    def _reserve_in_arena(
+        self, runs: Sequence[tuple[Run, list[ChunkHeader]]], *, again: bool = False
+    ) -> Iterator[Reservation | None]:
+        """Yield a reservation for each chunk that is not for the staging buffer, and then ``None``."""
+        runs = [(run, headers) for run, headers in runs if not run.kv_transfer]
+        in_arena = [header for _, headers in runs for header in headers]
+        hints: list[ChunkHints | None] = []
+        if any(run.hints is not None for run, _ in runs):
+            hints = [run.hints for run, headers in runs for _ in headers]
+        # A state needs its chunks, and these are useless without it.
+        declining = not self.layout.has_states and not any(run.awaited or run.canary for run, _ in runs)
+        # A disconnected rank would never fill its slices.
+        within = 0 if self.absent_ranks else self._within_share(in_arena)
+        reserved = self._cache.reserve_all(
+            in_arena[:within], hints[:within], declining=declining, again=again
+        )
+        return chain(reserved, repeat(None))
 
     def _reserve_recomputed(
         self, runs: Sequence[tuple[Run, list[ChunkHeader]]], writes: list[Reservation | None]

@@ -375,6 +375,32 @@ class Catalog:
         for policy in self.policies:
             policy.ended(rows, keys, now, signature)
 
+    def returning(self) -> list[list[ChunkKey]]:
+        """Return the prompts of lower tiers that are about to come back, as their policies expect."""
+        now = self._clock()
+        return [self.path(row) for policy in self.policies[1:] for row in policy.returning(now)]
+
+    def path(self, row: int) -> list[ChunkKey]:
+        """Return the chunks from the root to the one in a row."""
+        rows = []
+        while row != NO_PARENT:
+            rows.append(row)
+            row = self._parents[row]
+        return self.columns.keys_of(reversed(rows))
+
+    def liftable(self, keys: Sequence[ChunkKey]) -> IncomingPrompt | None:
+        """Return the chunks of a prompt that only lower tiers hold, as new ones for the first tier.
+
+        ``None`` if there are none, or if any is READY in no tier.
+        """
+        rows, tiers = self.prefix_rows(keys)
+        below = [at for at, tier in enumerate(tiers) if tier]
+        if len(rows) < len(keys) or not below:
+            return None
+        parent = keys[below[0] - 1] if below[0] else None
+        lengths = [self._lengths[rows[at]] for at in below]
+        return self.incoming_prompt([keys[at] for at in below], lengths, parent)
+
     def set_hints(self, rows: Sequence[int], hints: ChunkHints) -> None:
         """Replace the hints of chunks, given their rows."""
         self._hints.set(rows, hints, self._clock())

@@ -150,6 +150,13 @@ class EvictionPolicy(ABC):
         ``signature``: how it ended, see :func:`kvtier.catalog.endings.signature`; empty if unknown.
         """
 
+    def returning(self, now: float) -> Sequence[int]:
+        """Return the last rows of prompts that are about to come back, each once. Called twice a second.
+
+        They are brought up to the first tier, unless that declines them. By default, none is known.
+        """
+        return ()
+
     @abstractmethod
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
         """Called when chunks are removed from the tier. Their columns are valid until this returns."""

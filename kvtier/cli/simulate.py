@@ -104,6 +104,13 @@ def simulate(
     limit: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Read only the first N requests of each trace.")
     ] = None,
+    seconds_per_token: Annotated[
+        float,
+        typer.Option(min=0, help="How long answers take a token, where a trace has only their length."),
+    ] = 0.02,
+    no_ends: Annotated[
+        bool, typer.Option("--no-ends", help="Do not report the ends of answers to the policies.")
+    ] = False,
     as_json: AsJson = False,
     json_file: JSONFile = None,
     plot: PlotFile = None,
@@ -131,7 +138,9 @@ def simulate(
     studies = []
     for path in traces:
         with messages().status(f"reading {escape(str(path))}"):
-            trace = Trace.read(path, chunk_tokens, limit)
+            trace = Trace.read(path, chunk_tokens, limit, seconds_per_token)
+        if no_ends:
+            trace = trace.without_ends()
         if config is None:
             caches = _sized(plugins, trace, model, capacity or DEFAULT_CAPACITIES, policies, speeds)
         else:

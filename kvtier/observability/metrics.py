@@ -79,6 +79,7 @@ COUNTS = (
         "Held chunks that an engine computes, because they would arrive later.",
     ),
     ("prefetch_no_room", "truncated_prefetches", "Prefetches cut short because memory was full."),
+    ("ahead", "prefetched_ahead_chunks", "Chunks read from lower tiers before they were expected back."),
 )
 """Key in the cache's counts, metric name after ``kvtier_`` and help text."""
 REFUSALS = (

@@ -47,12 +47,14 @@ class StoreStage:
         hints: Sequence[ChunkHints | None] = (),
         *,
         declining: bool = False,
+        again: bool = False,
     ) -> list[Reservation | None]:
         """Reserve memory for chunks of one namespace. ``None`` for those READY or PENDING, or without room.
 
         After the first chunk that does not fit, no others are tried: later chunks of the prompt would be
         useless without it, and the search for victims is expensive. ``declining``: the eviction policy of a
         single tier may decline chunks, see :meth:`EvictionPolicy.victims_for`. The other prompts are tried.
+        ``again``: they were offered before, so the policy of any first tier may, and those held count once.
         """
         hierarchy = self._hierarchy
         if headers and not hierarchy.usable(headers[0].namespace) >> self._memory.index & 1:
@@ -64,10 +66,10 @@ class StoreStage:
         absent = self._memory.absent(keys)
         if len({keys[at] for at in absent}) < len(absent):  # Two requests store the same chunk.
             absent = sorted({keys[at]: at for at in reversed(absent)}.values())
-        hierarchy.counts["store_known"] += len(headers) - len(absent)
+        hierarchy.counts["store_known"] += 0 if again else len(headers) - len(absent)
         missing = [headers[at] for at in absent]
         hints = [hints[at] for at in absent] if hints else []
-        if declining and may_decline(hierarchy.tiers):
+        if again or (declining and may_decline(hierarchy.tiers)):
             taken, leases, left = self._allocate_unless_declined(missing, hints)
         else:
             lengths = [object_bytes(header.payload_bytes) for header in missing]

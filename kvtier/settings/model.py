@@ -236,6 +236,15 @@ class PrefetchSettings(SettingsModel):
         ),
         examples=[True],
     )
+    ahead: bool = Field(
+        default=True,
+        description=(
+            "Whether prompts are read from lower tiers shortly before they are expected back, such as from "
+            "the call of a tool, if the eviction policy of memory (`resume` or `adaptive`) prefers them to "
+            "what it holds."
+        ),
+        examples=[True],
+    )
 
 
 def _default_tiers() -> list[dict[str, Any]]:

@@ -203,3 +203,26 @@ async def test_lower_tiers_get_every_chunk_and_tenants_are_not_compared(
         else:
             pytest.fail("nothing was stored")
         assert cache.counts["store_declined"] == 0
+
+
+async def test_what_is_offered_again_may_be_declined_above_a_disk(settings: Callable[..., Settings]) -> None:
+    """New chunks may not: the disk gets them through memory."""
+    async with TieredCache.open(settings(ram=CHUNKS, ssd=64, memory=memory()), plugins=BUILT_IN) as cache:
+        assert all(store(cache, headers(prompt_of(1, CHUNKS)), WORTHY))
+        assert not cache.wants_again
+        await cache.drain(10)
+        second = headers(prompt_of(2, 3))
+        assert store(cache, second, WORTHLESS) == [True] * 3
+        assert cache.wants_again
+        await cache.drain(10)
+        cache.memory.drop([header.key for header in second])
+        refilled = headers(prompt_of(1, CHUNKS))[CHUNKS - 3 :]
+        assert all(store(cache, refilled, WORTHY))
+        await cache.drain(10)
+        known = cache.counts["store_known"]
+        offered = [*headers(prompt_of(1, CHUNKS)), *second]
+        hints = [*[WORTHY] * CHUNKS, *[WORTHLESS] * 3]
+        assert cache.reserve_all(offered, hints, declining=True, again=True) == [None] * len(offered)
+        assert cache.counts["store_known"] == known, "they were counted when they were offered first"
+        assert cache.counts["store_declined"] == 3
+        assert held(cache) == CHUNKS

@@ -49,6 +49,18 @@ class OneTier(Generic[PolicyT]):
         catalog.touch_rows(rows)
         self.hits += len(rows)
         self.asked += len(keys)
+        catalog.report_missed(keys[len(rows) :])
+        self._store(keys, rows, hints)
+        return len(rows)
+
+    def end(self, keys: list[ChunkKey], *signature: int, again: bool = False) -> None:
+        """End the answer to a prompt. ``again``: the engine offers what is missing of it again."""
+        self.catalog.report_ended(keys[-2:], signature)
+        if again:
+            self._store(keys, self.catalog.prefix_rows(keys)[0], None)
+
+    def _store(self, keys: list[ChunkKey], rows: list[int], hints: ChunkHints | None) -> None:
+        catalog = self.catalog
         if missing := keys[len(rows) :]:
             parent, sizes = keys[len(rows) - 1] if rows else None, [LENGTH] * len(missing)
             excess = catalog.used(0) + sum(sizes) - self.capacity * LENGTH
@@ -61,7 +73,6 @@ class OneTier(Generic[PolicyT]):
             if rest := missing[room:]:
                 before = missing[room - 1] if room else parent
                 catalog.decline(0, catalog.incoming_prompt(rest, sizes[room:], before, hints))
-        return len(rows)
 
     def rate_of(self, ask: Callable[[], None]) -> float:
         """Return the hit rate while something is asked."""
@@ -96,3 +107,10 @@ class ResumeTier(OneTier[ResumePolicy]):
         at = visits.ghosts[hash(key)] if row is None else visits.visit(row)
         kind, age = self.policy._kind(at), visits.rings[at] % AGES
         return Visit(at, kind, age, visits.typical[at], visits.added[at], visits.counts[at])
+
+    def worth(self, key: ChunkKey) -> float:
+        """Return the hits per second that the visit of a held chunk is worth now."""
+        self.policy._settle(self.now)
+        row = self.catalog.row(key)
+        assert row is not None
+        return self.policy._worth(self.visits.rings[self.visits.visit(row)])

@@ -327,6 +327,39 @@ def test_simulation_declines_as_the_cache_does(monkeypatch: pytest.MonkeyPatch) 
     assert (rest.keys, rest.parent_key) == (second[1:], second[0])
 
 
+@pytest.mark.parametrize(("eviction", "again"), [("resume", 6), ("lru", 0)])
+def test_simulation_offers_again_what_was_evicted_before_the_end_of_the_answer(
+    eviction: str, again: int
+) -> None:
+    """The engine still has it. What has been stored since is old by then. Other policies never decline."""
+    simulated = SimulatedCache(PLUGINS, one_tier(PLUGINS, eviction, 10 * LENGTH, {}), LENGTH)
+    first, second, low = prompt_of(1, 8), prompt_of(2, 8), ChunkHints(priority=-100)
+    simulated.serve(1.0, first, low)
+    simulated.ended(1.5, first, [], low)
+    assert simulated.written == [8], "all is there, and nothing was evicted"
+    simulated.serve(2.0, second, low)
+    before = len(simulated.catalog.prefix(first))
+    assert before == 2
+    simulated.ended(5000.0, first, [7], low)
+    assert len(simulated.catalog.prefix(first)) == before + again
+    assert (simulated.stored_again, simulated.written) == (again, [16 + again])
+    assert simulated.catalog.count(0) == 10
+
+
+def test_simulation_offers_again_what_was_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = SimulatedCache(PLUGINS, one_tier(PLUGINS, "resume", 10 * LENGTH, {}), LENGTH)
+    first, second = prompt_of(1, 9), prompt_of(2, 4)
+    simulated.serve(1.0, first, ChunkHints(priority=100))
+    simulated.serve(2.0, second, ChunkHints(priority=-100))
+    assert (simulated.declined, simulated.evicted) == (3, [0])
+    offered: list[IncomingPrompt] = []
+    monkeypatch.setattr(simulated.catalog.policies[0], "declined", offered.append)
+    simulated.ended(3.0, second, [], ChunkHints(priority=-100))
+    [rest] = offered
+    assert (rest.keys, rest.now) == (second[1:], 3.0)
+    assert (simulated.stored_again, simulated.declined) == (0, 6)
+
+
 @pytest.mark.parametrize(("eviction", "fills"), [("resume", True), ("lru", False)])
 def test_simulation_fills_a_tier_that_may_decline(eviction: str, fills: bool) -> None:
     """There are no watermarks then, as in the cache."""

@@ -26,6 +26,7 @@ from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.bridge.protocol import Abandon, Cancel, Found, Hello, Lookup, Reserve, Reserved, Welcome
 from kvtier.errors import ChannelClosed
+from kvtier.integrations.vllm import saves as saves_module
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy
 from kvtier.integrations.vllm.layout import ModelLayout
@@ -93,7 +94,8 @@ class CacheModel:
                 self.verified.update(run.recomputes.request_id for run in message.runs if run.recomputes)
                 leases = [self.random.choice((self.lease(), self.lease(), 0)) for _ in keys]
                 self.reserved.update((lease, key) for lease, key in zip(leases, keys, strict=True) if lease)
-                self.pending.append(Reserved(message.ticket, leases, [0] * len(leases)))
+                again = self.random.random() < 0.5
+                self.pending.append(Reserved(message.ticket, leases, [0] * len(leases), again=again))
             case Cancel():
                 for lease in self.lookups.pop(message.ticket, ()):
                     self.leases.pop(lease, None)
@@ -316,6 +318,8 @@ class EngineModel:
         sides = [part.side for part in self.parts]
         self.sides = SchedulerSides(sides, layout)
         self.requests: dict[str, Running] = {}
+        self.finished: dict[str, Running] = {}
+        """Whose blocks are kept if something is left to save."""
         self.lag = random.randint(0, 1)
         """How many steps late it learns of the results of a step: with asynchronous scheduling, one."""
         self.outputs: list[tuple[set[str], set[str], set[int], dict[str, int]]] = []
@@ -381,7 +385,7 @@ class EngineModel:
         steps = metadata.steps if len(self.parts) > 1 else [metadata]
         for part, step in zip(self.parts, steps, strict=True):
             for job in step.saves:
-                running = self.requests.get(job.request_id)
+                running = self.requests.get(job.request_id) or self.finished.get(job.request_id)
                 computed = (
                     0 if running is None else (running.computed or 0) + scheduled.get(job.request_id, 0)
                 )
@@ -555,6 +559,7 @@ class EngineModel:
     def finish(self, running: Running, status: RequestStatus) -> None:
         name = running.request.request_id
         running.request.status = status
+        self.finished[name] = running
         self.sides.finished(running.request, running.tables or tuple([] for _ in self.layout.groups))
         if running.promised:  # vLLM keeps the blocks until the load is reported.
             running.aborted = True
@@ -587,6 +592,7 @@ def connected() -> Iterator[None]:
         patch.setattr(client_module, "MIN_POLL_INTERVAL_SECONDS", 0.0)
         patch.setattr(scheduler_module, "LOOKUP_WAIT_SECONDS", 0.0)
         patch.setattr(scheduler_module, "STEP_WAIT_SECONDS", 0.0)
+        patch.setattr(saves_module, "MAX_BACKLOG_CHUNKS", 2)
         yield
 
 

@@ -52,6 +52,7 @@ USED = {
         "shared_prefix_boundary",
         "skip_reading_prefix_cache",
         "status",
+        "structured_output_request",
     },
     "SchedulerOutput": {
         "has_sync_kv_loads",

@@ -59,6 +59,9 @@ class Bridge:
     def end(self, outcome: protocol.Outcome) -> None:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(outcome), type=protocol.Outcome) == outcome
 
+    def answer_ended(self, *_: object) -> None:
+        pass
+
     def take_explanations(self) -> Sequence[protocol.Explanation]:
         return ()
 

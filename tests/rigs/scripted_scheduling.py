@@ -126,12 +126,18 @@ class Engine(stepping.Engine):
         """Wait until everything is answered."""
         wait_until(lambda: (self.bridge.poll(), not self.bridge.calls)[1])
 
-    def grant(self, reserve: Reserve | None = None, *, first: int = 1, settle: bool = True) -> list[int]:
-        """Grant every chunk of a reservation, by default the next one; return the leases."""
+    def grant(
+        self, reserve: Reserve | None = None, *, first: int = 1, settle: bool = True, again: bool = False
+    ) -> list[int]:
+        """Grant every chunk of a reservation, by default the next one; return the leases.
+
+        ``again``: whether the chunks of prompts are to be offered again.
+        """
         reserve = reserve or self.cache.receive(Reserve)
         count = sum(chunk_counts(reserve))
         leases = list(range(first, first + count))
-        self.cache.send(Reserved(reserve.ticket, leases, [4096 * (at % 64) for at in range(count)]))
+        offsets = [4096 * (at % 64) for at in range(count)]
+        self.cache.send(Reserved(reserve.ticket, leases, offsets, again=again))
         if settle:
             self.settle()
         return leases

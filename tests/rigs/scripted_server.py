@@ -33,6 +33,8 @@ class ScriptedServer:
         self._received: list[Any] = []
         self.outcomes: list[protocol.Outcome] = []
         """What the engine has reported of its requests, between its other messages."""
+        self.ended: list[protocol.Ended] = []
+        """The ends of answers that it has reported."""
 
     def accept(self) -> None:
         """Accept a pending connection, without a welcome."""
@@ -72,6 +74,7 @@ class ScriptedServer:
         for message in map(self._decode, self._reader.feed(data)):
             if isinstance(message, protocol.Outcomes):
                 self.outcomes += message.requests
+                self.ended += message.ended
             else:
                 self._received.append(message)
 

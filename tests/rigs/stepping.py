@@ -57,6 +57,7 @@ def make_request(tokens: int, **fields: object) -> Request:
         "mm_features": [],
         "kv_transfer_params": None,
         "skip_reading_prefix_cache": False,
+        "structured_output_request": None,
         "status": RequestStatus.RUNNING,
     }
     return SimpleNamespace(**{**defaults, **fields})

@@ -40,6 +40,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "verify": ("0.001", "0.001", 0.001),
     "plugins": ("[a, b]", '["a", "b"]', ["a", "b"]),
     "prefetch.adaptive": ("false", "false", False),
+    "prefetch.ahead": ("false", "false", False),
     "prefetch.policy": ("wait", "wait", "wait"),
     "prefetch.deadline": ("250ms", "250ms", 0.25),
     "peer.listen": ("localhost:8200", "localhost:8200", "localhost:8200"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, compress
 
+import msgspec
 from pydantic import Field
 
 from kvtier.catalog.catalog import Catalog, State
@@ -22,29 +24,46 @@ from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.catalog.policies.rings import cover
 from kvtier.catalog.sampling import POLICY_SAMPLE, SAMPLED, sampled_rows
-from kvtier.memory.keys import ChunkKey
+from kvtier.memory.keys import ChunkKey, join_keys, split_keys
 
 CANDIDATES: dict[str, type[EvictionPolicy]] = {"lru": LruPolicy, "arc": ArcPolicy, "resume": ResumePolicy}
 """The first one is in use until another one has proved better."""
 
 
 OPEN_REQUESTS = 64
+MAX_ANSWERS = 1024
+"""Requests whose end is waited for. The oldest are forgotten: not every engine reports ends."""
 MIN_SHADOW_CHUNKS = 256
 """A shadow cache with fewer chunks is too inexact: its sample is made larger."""
 
 
 class _Request:
-    """The sampled chunks of a request so far, which are accessed in the shadow caches together."""
+    """The sampled chunks of a request so far, which are accessed in the shadow caches together.
 
-    __slots__ = ("awaited", "chunks", "parent", "time")
+    Or the end of its answer, which is an event of its own.
+    """
+
+    __slots__ = ("awaited", "chunks", "last", "parent", "signature", "time")
 
     def __init__(self, time: float, parent: ChunkKey | None) -> None:
         self.time = time
+        self.last = ChunkKey(b"")
+        """Its last chunk so far, sampled or not."""
         self.parent = parent
         self.chunks: dict[ChunkKey, int] = {}
         """Their lengths, in the order of the prompt."""
+        self.signature: Sequence[int] | None = None
+        """How its answer has ended; ``None`` unless this is that end."""
         self.awaited: list[ChunkKey] = []
         """Those of another tier, which are likely to be added here soon, without a further access."""
+
+
+class _Observed(msgspec.Struct, frozen=True, gc=False):
+    """The sampled chunks of a request whose answer has not ended."""
+
+    keys: bytes
+    lengths: array[int]
+    parent: ChunkKey | None
 
 
 class AdaptiveSettings(PolicySettings):
@@ -111,6 +130,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._open: dict[ChunkKey, _Request] = {}
         """Requests that may have more chunks, by their last one. The shadow caches see them whole."""
         self._awaited: set[ChunkKey] = set()
+        self._answers: dict[ChunkKey, _Observed] = {}
+        """Requests by their last chunk, from their observation to the end of their answer."""
 
     @property
     def follows(self) -> str:
@@ -153,6 +174,7 @@ class AdaptivePolicy(EvictionPolicy):
         for order in self._orders:
             order.used(rows, now)
         if rows and self._shadows:
+            self._awaited.difference_update(self._chunks.keys_of(rows) if self._awaited else ())
             request, held, known = _Request(now, None), self._held, len(self._held)
             chosen = self._extend(request, rows)
             absent = [row for row in chosen if row >= known or not held[row]]
@@ -161,8 +183,31 @@ class AdaptivePolicy(EvictionPolicy):
 
     def missed(self, keys: Sequence[ChunkKey], now: float) -> None:
         """Report the chunks to all orders. The shadow caches see whole prompts."""
+        self._awaited.difference_update(keys if self._awaited else ())
         for order in self._orders:
             order.missed(keys, now)
+
+    def ended(
+        self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
+    ) -> None:
+        """Report the end to all orders, and to the shadow caches once they have seen the request."""
+        for order in self._orders:
+            order.ended(rows, keys, now, signature)
+        for key in reversed(keys):
+            while key in self._open:
+                self._observe_oldest()
+            if (observed := self._answers.get(key)) is not None:
+                end = _Request(now, None)
+                end.signature = signature
+                # The engine may now offer them again, which is no use of them.
+                end.awaited = split_keys(observed.keys)
+                self._awaited.update(end.awaited)
+                self._leave_open(end, key)
+                return
+
+    def returning(self, now: float) -> Sequence[int]:
+        """Return what any candidate expects, in use or not."""
+        return [row for order in self._orders for row in order.returning(now)]
 
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
         """Remove chunks from all orders, and those that were cleared from the shadow caches."""
@@ -234,26 +279,46 @@ class AdaptivePolicy(EvictionPolicy):
                 self._awaited.discard(key)
             else:
                 request.chunks[key] = length
+        self._leave_open(request, last)
+
+    def _leave_open(self, request: _Request, last: ChunkKey) -> None:
+        # Whole requests: the part that this tier happened to hold would look like a prompt of its own.
         while last in self._open or len(self._open) >= OPEN_REQUESTS:
-            # Whole requests: the part that this tier happened to hold would look like a prompt of its own.
-            # In the order of their begin: policies are judged by what was used between two uses of a chunk.
-            self._observe(self._open.pop(next(iter(self._open))))
-        self._open[last] = request
+            self._observe_oldest()
+        self._open[last], request.last = request, last
+
+    def _observe_oldest(self) -> None:
+        # In the order of their begin: policies are judged by what was used between two uses of a chunk.
+        self._observe(self._open.pop(next(iter(self._open))))
 
     def _observe(self, request: _Request) -> None:
         """Ask the shadow caches for the sampled chunks of a request."""
         self._awaited.difference_update(request.awaited)
+        if request.signature is not None:
+            self._end(request)
         if not request.chunks:
             return
         keys, lengths = list(request.chunks), list(request.chunks.values())
         for at, shadow in enumerate(self._shadows):
             shadow.now = max(shadow.now, request.time)
             self._hits[at] += shadow.access(keys, lengths, request.parent)
+        self._answers[request.last] = _Observed(join_keys(keys), array("Q", lengths), request.parent)
+        if len(self._answers) > MAX_ANSWERS:
+            del self._answers[next(iter(self._answers))]
         self._asked += len(keys)
         if self._asked > 2 * self._window:
             self._asked *= 0.5
             self._hits = [hits * 0.5 for hits in self._hits]
         self._choose()
+
+    def _end(self, end: _Request) -> None:
+        """End the answer to a request in the shadow caches, which were asked for its chunks before."""
+        observed = self._answers.pop(end.last, None)
+        if observed is None or end.signature is None:
+            return
+        for shadow in self._shadows:
+            shadow.now = max(shadow.now, end.time)
+            shadow.end(split_keys(observed.keys), observed.lengths, observed.parent, end.signature)
 
     def _sampled_ancestor(self, row: int) -> ChunkKey | None:
         """Return the key of the nearest sampled chunk from a row upwards, among the next ones."""
@@ -295,6 +360,20 @@ class ShadowCache:
         if new := [at for at in range(held, len(keys)) if keys[at] not in catalog]:
             self._store(keys, lengths, new, parent)
         return held
+
+    def end(
+        self,
+        keys: Sequence[ChunkKey],
+        lengths: Sequence[int],
+        parent: ChunkKey | None,
+        signature: Sequence[int],
+    ) -> None:
+        """End the answer to a prompt, and store what is missing of it, unless that is declined again."""
+        catalog = self._catalog
+        catalog.report_ended(keys[-2:], signature)
+        new = [at for at, key in enumerate(keys) if key not in catalog]
+        if new and catalog.policies[0].declines:
+            self._store(keys, lengths, new, parent)
 
     def _store(
         self, keys: Sequence[ChunkKey], lengths: Sequence[int], new: Sequence[int], parent: ChunkKey | None

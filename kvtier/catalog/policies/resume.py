@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
+from kvtier.catalog.endings import Endings
 from kvtier.catalog.eviction import (
     NO_PARENT,
     ChunkColumns,
@@ -19,10 +20,13 @@ from kvtier.catalog.eviction import (
 from kvtier.catalog.policies.returns import (
     AGES,
     CLASSES,
+    FIRST_ENDED,
+    FIRST_EXPECTED,
     NEW,
     STARTS,
     Returns,
     class_continued,
+    class_ended,
     class_expected,
     class_of,
     class_retained,
@@ -67,7 +71,7 @@ class ResumePolicy(EvictionPolicy):
     A prompt that comes back is recognised by the end of its last visit. Its class is that of its gaps so far
     and of how many chunks are new, or of the hints of its request. Visits of a class and a span of age have
     the same worth, and share a ring; within a visit the deepest chunk leaves first. 4 bytes for each chunk,
-    37 for each visit.
+    39 for each visit.
     """
 
     settings_type = ResumeSettings
@@ -78,6 +82,7 @@ class ResumePolicy(EvictionPolicy):
         self._learn, self._ghosts_a_visit = settings.learn, settings.ghosts
         self._chunks = chunks
         self._returns = Returns()
+        self._endings = Endings()
         self._visits = Visits(chunks, 2 * GHOST)
         self._incoming = UnfinishedPrompts()
         self._used: set[int] = set()
@@ -85,7 +90,7 @@ class ResumePolicy(EvictionPolicy):
         self._ghosts = 0
         self._ranked: list[int] = []
         """The rings in the order of eviction; empty if that is not known."""
-        self._settled = self._now = 0.0
+        self._settled = self._now = self._returning_at = 0.0
         self._elapsed = 0.0
         """Seconds between the last two times that settling began."""
         self._unsettled: list[int] = []
@@ -109,14 +114,21 @@ class ResumePolicy(EvictionPolicy):
         self._incoming.passed(keys, parent, rest)
         visit = self._continued(above)
         if visit == NONE:
+            visit = self._stored_again(rest)
+        again = visit != NONE and self._is_again(visit, rest)
+        if visit == NONE:
             visit = self._begin(rows[-1], now, class_continued(NEW, rest.chunks))
         else:
-            kind = self._kind(visit)
-            kind = class_continued(NEW if kind == LEFT else kind, visits.added[visit] + rest.chunks)
-            self._put(visit, kind, rows[-1], now)
+            is_ghost = visits.rings[visit] >= GHOST
+            self._ghosts -= is_ghost
+            if again and is_ghost:
+                self._use(visits.rings[visit] - GHOST)
+                visits.move(visit, visits.rings[visit] - GHOST)
+            elif not again:
+                self._put(visit, self._continuing(visit, rest), rows[-1], now)
             visits.forget_ghost(visit)  # It may have lost chunks that come back now.
         visits.give(visit, rows)
-        visits.added[visit] += len(rows)
+        visits.added[visit] += 0 if again else len(rows)
         before = self._before(rest, visit)
         if before != NONE:
             self._resume(visit, before, rows[-1], now)
@@ -151,6 +163,51 @@ class ResumePolicy(EvictionPolicy):
         for other in emptied:
             if visits.rings[other] != NONE:
                 self._empty(other)
+
+    def ended(
+        self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
+    ) -> None:
+        """Let the age of a visit begin anew, in the class of its ending."""
+        self._settle(now)
+        visits, visit = self._visits, self._answered(rows, keys)
+        if visit == NONE:
+            return
+        slot = self._endings.ended(signature, now)
+        visits.endings[visit] = slot + 1
+        kind, ring = self._kind(visit), visits.rings[visit]
+        if kind == LEFT or kind >= FIRST_EXPECTED:
+            return
+        if kind < FIRST_ENDED:
+            self._returns.ended(kind, max(now - visits.since[visit], 0.0))
+        ring += (class_ended(kind, self._endings.ending(slot)) - kind) * AGES - ring % AGES
+        self._use(ring)
+        visits.since[visit] = now
+        visits.move(visit, ring)
+
+    def _answered(self, rows: Sequence[int], keys: Sequence[ChunkKey]) -> int:
+        """Return the visit of which these are the last chunks, those of them that are held and all."""
+        visits = self._visits
+        for row in reversed(rows):
+            if (visit := self._continued(row)) != NONE:
+                return visit
+        return next((visits.ghosts[hash(key)] for key in reversed(keys) if hash(key) in visits.ghosts), NONE)
+
+    def returning(self, now: float) -> list[int]:
+        """Return the prompts that have just become worth more, since their answers have ended a while ago."""
+        self._settle(now)
+        since, self._returning_at = self._returning_at, now
+        visits, found = self._visits, list[int]()
+        for ring in self._used:
+            kind, at = ring // AGES % KINDS, ring % AGES
+            if ring >= GHOST or not FIRST_ENDED <= kind < FIRST_EXPECTED or not visits.sizes[ring]:
+                continue
+            if not self._returns.ripens(kind, at):
+                continue
+            for visit in visits.newest(ring):
+                if visits.since[visit] + STARTS[at] <= since:
+                    break
+                found.append(visits.tails[visit])
+        return found
 
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
         """Take the rows from their visits. Remember the visits of evicted rows as ghosts."""
@@ -202,8 +259,9 @@ class ResumePolicy(EvictionPolicy):
         if before != NONE:
             self._resume(visit, before, prompt.parent, prompt.now)
             visits.added[visit] = -rest.known
-        visits.added[visit] += count
-        visits.since[visit] = prompt.now
+        if not self._is_again(visit, rest):
+            visits.added[visit] += count
+            visits.since[visit] = prompt.now
         self._ghosts -= visits.rings[visit] >= GHOST
         self._use(ring)
         visits.move(visit, ring)
@@ -223,22 +281,44 @@ class ResumePolicy(EvictionPolicy):
     def _visit_of(self, prompt: IncomingPrompt, rest: Rest) -> int:
         """Return the visit that new chunks continue, stored or declined so far, or :data:`NONE`."""
         visit = self._continued(prompt.parent)
+        if visit == NONE:
+            visit = self._stored_again(rest)
         return self._visits.ghosts.get(rest.declined, NONE) if visit == NONE else visit
+
+    def _stored_again(self, rest: Rest) -> int:
+        """Return the visit whose lost chunks are offered again, by one of its last keys, or :data:`NONE`."""
+        visit = self._visits.ghosts.get(rest.ghost, NONE)
+        if visit == NONE or self._visits.counts[visit] or not self._is_again(visit, rest):
+            return NONE  # If it holds any, its last one is the parent of those that it has lost.
+        return visit
+
+    def _is_again(self, visit: int, rest: Rest) -> bool:
+        """Whether an engine offers again what a visit has lost, since its answer has ended."""
+        return self._visits.endings[visit] > 0 and not rest.asked and self._kind(visit) != LEFT
+
+    def _continuing(self, visit: int, rest: Rest) -> int:
+        """Return the class of a visit that gets further chunks."""
+        kind = self._kind(visit)
+        return class_continued(NEW if kind == LEFT else kind, self._visits.added[visit] + rest.chunks)
 
     def _before(self, rest: Rest, visit: int) -> int:
         """Return the earlier visit of a prompt that is remembered, or :data:`NONE`."""
         before = self._visits.ghosts.get(rest.ghost, NONE)
-        return NONE if before == visit else before
+        return NONE if before in (NONE, visit) or self._is_again(before, rest) else before
 
     def _ring_for(self, prompt: IncomingPrompt, rest: Rest) -> int:
         """Return the ring in which new chunks would be."""
         visits, visit, hints = self._visits, self._visit_of(prompt, rest), prompt.hints
-        kind, added = (NEW, 0) if visit == NONE else (self._kind(visit), visits.added[visit])
+        if visit != NONE and self._is_again(visit, rest):
+            return visits.rings[visit] % GHOST
         before = self._before(rest, visit)
         if before != NONE:
             gap = max(prompt.now - visits.since[before], 0.0)
-            kind, added = class_of(self._typical(before, gap)), -rest.known
-        kind = class_continued(NEW if kind == LEFT else kind, added + rest.chunks)
+            kind = class_continued(class_of(self._typical(before, gap)), rest.chunks - rest.known)
+        elif visit != NONE:
+            kind = self._continuing(visit, rest)
+        else:
+            kind = class_continued(NEW, rest.chunks)
         return _ring_of(kind, hints.priority, hints.resume or 0.0, hints.retention or 0.0)
 
     def _worth_at_most(self, limit: float, spared: int = NONE) -> Iterator[int]:
@@ -314,7 +394,9 @@ class ResumePolicy(EvictionPolicy):
         """Continue the history of an earlier visit in a new one."""
         visits = self._visits
         gap = max(now - visits.since[before], 0.0)
-        self._returns.returned(self._kind(before), gap)
+        self._returns.returned(kind := self._kind(before), gap)
+        if FIRST_ENDED <= kind < FIRST_EXPECTED:
+            self._endings.returned(visits.endings[before] - 1, gap, now)
         visits.typical[visit] = typical = self._typical(before, gap)
         self._put(visit, class_of(typical), row, now)
         if visits.counts[before]:  # Its last chunk, which has another continuation now.
@@ -412,6 +494,8 @@ class Rest(NamedTuple):
     """The hash of that chunk's key; 0 without one. The next part continues that visit."""
     declined: int = 0
     """The hash by which this visit is remembered if the part before was declined; otherwise 0."""
+    asked: bool = False
+    """Whether the prompt was looked up. Otherwise, the engine offers again what has left meanwhile."""
 
 
 class UnfinishedPrompts:
@@ -430,7 +514,7 @@ class UnfinishedPrompts:
 
     def expect(self, keys: Sequence[ChunkKey], ghosts: Mapping[int, int]) -> None:
         """Note the chunks that a prompt is missing. ``ghosts``: the keys by which visits are remembered."""
-        self._put(hash(keys[0]), _seen(keys, ghosts))
+        self._put(hash(keys[0]), _seen(keys, ghosts)._replace(asked=True))
 
     def rest(self, keys: Sequence[ChunkKey], parent: ChunkKey | None, ghosts: Mapping[int, int]) -> Rest:
         """Return what is known of a prompt whose next part begins with ``keys``, behind ``parent``."""

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from math import exp, expm1, log
 
@@ -38,6 +40,12 @@ STALE = 1 / 16
 FRESH = 8
 """The least number of records before a class is evaluated again."""
 
+SHARE_WEIGHT = 0.02
+"""Weight of the newest return in the share of those whose answers' ends were known."""
+
+RIPE = 0.7
+"""Of the highest value of a class: from there on its prompts are worth a prefetch."""
+
 SIZES = 8
 """Classes by the number of new chunks: none, 1, 2 or 3, 4 to 7, ... Few of the long ones come back."""
 TYPICAL_GAPS = 12
@@ -46,7 +54,13 @@ NEW = 0
 """First of the classes of prompts that have not come back yet, by new chunks."""
 FIRST_GAP = NEW + SIZES
 """First of the classes of prompts that have, by typical gap and new chunks."""
-FIRST_EXPECTED = FIRST_GAP + TYPICAL_GAPS * SIZES
+GAPS = 1 + TYPICAL_GAPS
+"""No typical gap, and each of them."""
+ENDINGS = 6
+"""Ways in which answers end, from those after which prompts come back soonest on."""
+FIRST_ENDED = FIRST_GAP + TYPICAL_GAPS * SIZES
+"""First of the classes of prompts whose answer has ended: by ending, then as before."""
+FIRST_EXPECTED = FIRST_ENDED + ENDINGS * FIRST_ENDED
 """First of the classes of prompts with the hint ``resume``, by its time."""
 FIRST_RETAINED = FIRST_EXPECTED + EXPECTED
 """First of the classes of prompts with the hint ``retention``, by its time."""
@@ -69,6 +83,13 @@ def class_continued(kind: int, chunks: int) -> int:
         return kind
     size = (kind - NEW) % SIZES
     return kind - size + max(size, min(SIZES - 1, chunks.bit_length()))
+
+
+def class_ended(kind: int, ending: int) -> int:
+    """Return the class of a prompt of class ``kind`` whose answer has ended, or ended again."""
+    if kind >= FIRST_EXPECTED:
+        return kind
+    return FIRST_ENDED + ending * FIRST_ENDED + kind % FIRST_ENDED
 
 
 def class_expected(seconds: float) -> int:
@@ -135,25 +156,56 @@ class _Observations:
 
 
 class Returns:
-    """The value of prompts by class and age. Takes 60 kB, whatever the number of prompts."""
+    """The value of prompts by class and age. Takes up to 1 MB, whatever the number of prompts.
+
+    As long as the answer to a prompt has not ended, its age counts from the request on; then from that end.
+    Before, it is worth what prompts like it are once their answers have ended, over a time that is longer by
+    the rest of the answer, which is learned by the number of new chunks and the age.
+    """
 
     def __init__(self) -> None:
-        self._all = _Observations()
-        self._any_size = [_Observations() for _ in range(1 + TYPICAL_GAPS)]
-        """New prompts, and those of each typical gap."""
-        self._exact = [_Observations() for _ in range(CLASSES)]
+        self._asked = _Observations()
+        self._asked_by_gap = defaultdict[int, _Observations](_Observations)
+        """By typical gap, of any number of new chunks."""
+        self._ended = _Observations()
+        self._ended_by_gap = defaultdict[int, _Observations](_Observations)
+        """By typical gap, with any ending."""
+        self._any_ending = defaultdict[int, _Observations](_Observations)
+        self._by_ending = defaultdict[int, _Observations](_Observations)
+        self._by_ending_and_gap = defaultdict[int, _Observations](_Observations)
+        self._answers = _Observations()
+        """Ends of answers, and how long they were waited for."""
+        self._answers_by_size = defaultdict[int, _Observations](_Observations)
+        self._exact = defaultdict[int, _Observations](_Observations)
         self._values: list[list[float] | None] = [None] * CLASSES
         self._chances: list[list[float]] = [[]] * CLASSES
         self._count = 0
         """Of returns, and of times that waiting was recorded."""
         self._evaluate_at = [0.0] * CLASSES
         """The count at which a class is evaluated again."""
+        self._share_ended = 0.0
+        """Which part of the prompts that came back lately had a known end of their answer."""
 
     def _path(self, kind: int) -> tuple[_Observations, ...]:
-        """Return the observations of a class, those of all classes first."""
+        """Return the observations of returns of a class, those of all classes first."""
+        if kind < FIRST_ENDED:
+            return self._asked, self._asked_by_gap[(kind - NEW) // SIZES], self._exact[kind]
         if kind < FIRST_EXPECTED:
-            return self._all, self._any_size[(kind - NEW) // SIZES], self._exact[kind]
-        return self._all, self._exact[kind]
+            ending, before = divmod(kind - FIRST_ENDED, FIRST_ENDED)
+            by_gap = self._by_ending_and_gap[ending * GAPS + (before - NEW) // SIZES]
+            return self._ended, self._by_ending[ending], by_gap, self._exact[kind]
+        return self._asked, self._exact[kind]
+
+    def _observing(self, kind: int) -> tuple[_Observations, ...]:
+        """Return all observations of returns to which a prompt of a class contributes."""
+        if FIRST_ENDED <= kind < FIRST_EXPECTED:
+            before = kind % FIRST_ENDED
+            return *self._path(kind), self._ended_by_gap[(before - NEW) // SIZES], self._any_ending[before]
+        return self._path(kind)
+
+    def _answering(self, kind: int) -> tuple[_Observations, ...]:
+        """Return the observations of ends of answers of a class."""
+        return (self._answers, self._answers_by_size[(kind - NEW) % SIZES]) if kind < FIRST_ENDED else ()
 
     def passed(self) -> None:
         """Note that time has passed, which is about to be recorded."""
@@ -161,40 +213,70 @@ class Returns:
 
     def waited(self, kind: int, first: int, count: int, seconds: float) -> None:
         """Record that ``count`` prompts of a class have been away for ``seconds`` more, first in a span."""
-        path = self._path(kind) if count else ()
+        observing = (*self._observing(kind), *self._answering(kind)) if count else ()
         for at in range(first, AGES):
             here = seconds if at == AGES - 1 else min(seconds, WIDTHS[at])
-            for observations in path:
+            for observations in observing:
                 observations.waited[at] += count * here
             seconds -= here
             if seconds <= 0:
                 return
 
+    def ended(self, kind: int, age: float) -> None:
+        """Record that the answer to a prompt of a class ended at an age."""
+        at = span(age)
+        for observations in self._answering(kind):
+            observations.returned(at)
+
     def returned(self, kind: int, age: float) -> None:
         """Record that a prompt came back at an age."""
         at = span(age)
         self._count += 1
-        for observations in self._path(kind):
+        if kind < FIRST_EXPECTED:
+            self._share_ended += SHARE_WEIGHT * ((kind >= FIRST_ENDED) - self._share_ended)
+        for observations in self._observing(kind):
             observations.returned(at)
 
     def values(self, kind: int) -> list[float]:
         """Return the hits per second that prompts of a class are worth, by span of age. 0.1 ms at times."""
         values = self._values[kind]
         if values is None or self._count >= self._evaluate_at[kind]:
-            rates = _ASSUMED
-            for observations in self._path(kind):
-                rates = observations.rates(rates)
-            values = self._values[kind] = best_rates(rates)
-            self._chances[kind] = chances(rates)
-            if kind >= FIRST_RETAINED:
-                _raise_retained(values, _SHORTEST_RETENTION * 2 ** (kind - FIRST_RETAINED))
-            self._evaluate_at[kind] = self._count + max(FRESH, STALE * self._all.total)
+            values = self._values[kind] = self._evaluate(kind)
+            self._evaluate_at[kind] = self._count + max(
+                FRESH, STALE * (self._asked.total + self._ended.total)
+            )
+        return values
+
+    def ripens(self, kind: int, at: int) -> bool:
+        """Return whether a span of age is the first in which prompts of a class are worth about the most."""
+        values = self.values(kind)
+        return at > 0 and values[at] >= RIPE * max(values) > values[at - 1]
+
+    def _evaluate(self, kind: int) -> list[float]:
+        if kind < FIRST_ENDED and self._share_ended > 0.5:
+            by_gap = self._ended_by_gap[(kind - NEW) // SIZES]
+            rates = _rates((self._ended, by_gap, self._any_ending[kind]))
+            self._chances[kind] = [chances(rates)[0]] * AGES
+            return [best_rate(rates, rest) for rest in rests(_rates(self._answering(kind)))]
+        rates = _rates(self._path(kind))
+        self._chances[kind] = chances(rates)
+        values = [best_rate(rates, first=first) for first in range(AGES)]
+        if kind >= FIRST_RETAINED:
+            _raise_retained(values, _SHORTEST_RETENTION * 2 ** (kind - FIRST_RETAINED))
         return values
 
     def chance(self, kind: int, at: int) -> float:
         """Return how likely a prompt of a class is to come back at all, from a span of age on."""
         self.values(kind)
         return self._chances[kind][at]
+
+
+def _rates(path: Iterable[_Observations]) -> list[float]:
+    """Return the returns per second in each span of the last of these, which those before it complete."""
+    rates = _ASSUMED
+    for observations in path:
+        rates = observations.rates(rates)
+    return rates
 
 
 def chances(rates: list[float]) -> list[float]:
@@ -207,21 +289,31 @@ _ASSUMED = [0.3 / (start + 10.0) for start in STARTS]
 """Before anything is known, the rate of return is assumed to fall with age, which gives the order of LRU."""
 
 
-def best_rates(rates: list[float]) -> list[float]:
-    """Return for each span the highest rate of hits of keeping a prompt from its start on.
+def rests(rates: list[float]) -> list[float]:
+    """Return for each span the mean time until an event that has not happened at its start, in seconds.
 
-    ``rates``: returns per second in each span.
+    ``rates``: events per second in each span.
     """
-    stay = [exp(-rate * width) for rate, width in zip(rates, WIDTHS, strict=True)]
-    spent = [
-        -expm1(-rate * width) / rate if rate > 0 else width for rate, width in zip(rates, WIDTHS, strict=True)
-    ]
-    best = []
-    for first in range(AGES):
-        away, seconds, highest = 1.0, 0.0, 0.0
-        for at in range(first, AGES):
-            seconds += away * spent[at]
-            away *= stay[at]
-            highest = max(highest, (1.0 - away) / seconds)
-        best.append(highest)
-    return best
+    rest, found = WIDTHS[-1], []
+    for rate, width in zip(reversed(rates), reversed(WIDTHS), strict=True):
+        rest = _spent(rate, width) + exp(-rate * width) * rest
+        found.append(rest)
+    return found[::-1]
+
+
+def best_rate(rates: list[float], before: float = 0.0, first: int = 0) -> float:
+    """Return the highest rate of hits of keeping a prompt for some time.
+
+    ``rates``: returns per second in each span. ``first``: the span that begins now, or in ``before`` seconds.
+    """
+    away, seconds, highest = 1.0, before, 0.0
+    for rate, width in zip(rates[first:], WIDTHS[first:], strict=True):
+        seconds += away * _spent(rate, width)
+        away *= exp(-rate * width)
+        highest = max(highest, (1.0 - away) / seconds)
+    return highest
+
+
+def _spent(rate: float, width: float) -> float:
+    """Return the mean time until an event, or until ``width`` seconds are over."""
+    return -expm1(-rate * width) / rate if rate > 0 else width

@@ -35,7 +35,7 @@ def _empty_rings(rings: int) -> array[int]:
 
 
 class Visits:
-    """37 bytes for each visit, and 4 for each row."""
+    """39 bytes for each visit, and 4 for each row."""
 
     def __init__(self, chunks: ChunkColumns, rings: int) -> None:
         """``rings``: how many there are for visits to be in."""
@@ -52,6 +52,8 @@ class Visits:
         """When each visit was last active, as ``time.monotonic()``."""
         self.typical = array("f")
         """The typical gap between the prompt's visits so far in seconds; 0 if it is its first one."""
+        self.endings = array("H")
+        """How the answer of each visit has ended: a slot of ``Endings`` plus 1; 0 if it has not."""
         self.ghosts: dict[int, int] = {}
         """The visits that have lost rows to eviction, by the hash of one of their last keys."""
         self._ghost_order: deque[int] = deque()
@@ -77,7 +79,7 @@ class Visits:
         visit = self._vacant.pop()
         self.since[visit] = now
         self.typical[visit] = 0.0
-        self.added[visit] = 0
+        self.added[visit] = self.endings[visit] = 0
         self.append(visit, ring)
         return visit
 
@@ -87,6 +89,7 @@ class Visits:
             (self.tails, NONE),
             (self.counts, 0),
             (self.added, 0),
+            (self.endings, 0),
             (self.rings, NONE),
             (self.ghost_keys, 0),
         ):
@@ -175,7 +178,7 @@ class Visits:
         if self.tails[visit] == above:
             return
         split = self.new(self.since[visit], self.rings[visit])
-        self.typical[split] = self.typical[visit]
+        self.typical[split], self.endings[split] = self.typical[visit], self.endings[visit]
         rows = []
         while above != NO_PARENT and self.visit(above) == visit:
             rows.append(above)
@@ -285,3 +288,10 @@ class Visits:
         while node != ring:
             yield node - self._ends
             node = self._newer[node]
+
+    def newest(self, ring: int) -> Iterator[int]:
+        """Yield the visits of a ring, the newest first. The ring must not change meanwhile."""
+        node = self._older[ring]
+        while node != ring:
+            yield node - self._ends
+            node = self._older[node]

@@ -181,6 +181,18 @@ def has_failed(request: Request) -> bool:
     return request.status in FAILED
 
 
+def end_of_answer(request: Request) -> str:
+    """Return how an answer has ended: ``stop``, ``length``, ``abort`` and so on; empty if there is none.
+
+    A stop string is found outside of the engine, which is told to abort the request.
+    """
+    began = request.num_tokens > request.num_prompt_tokens
+    if has_failed(request) and not (request.status == RequestStatus.FINISHED_ABORTED and began):
+        return ""
+    reason = str(RequestStatus.get_finished_reason(request.status))
+    return reason if request.structured_output_request is None else f"{reason}+structured"
+
+
 def connectors(scheduler: Scheduler) -> list[Any]:
     """Return the connector of a scheduler, and those that a ``MultiConnector`` contains."""
     found = [scheduler.get_kv_connector()]

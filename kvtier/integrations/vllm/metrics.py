@@ -25,6 +25,7 @@ COUNTERS: Mapping[str, str] = {
     "stored_bytes": "Bytes copied out of vLLM's KV cache, sum of all ranks",
     "store_seconds": "Seconds spent copying out of vLLM's KV cache",
     "not_stored_chunks": "Chunks that were already held, found no room, or were given up for a slow GPU",
+    "stored_again_chunks": "Chunks that were stored at the end of an answer: evicted or declined before",
     "transferred_tokens": "Prompt tokens transferred to decode instances",
     "verified_tokens": "Tokens that were held, and computed to verify them",
     "failed_loads": "Requests that were computed because their load failed",

@@ -3,12 +3,18 @@
 A reservation is used in the step in which its answer arrives if the request still has the blocks; otherwise
 it is abandoned. That is usually the next step: waiting for it would take up to 2 ms of each step in which the
 threads of a model on a CPU leave none to the cache process.
+
+At the end of an answer, the chunks of its prompt are offered again if the cache process asks for that: from
+then on it may come back, so the eviction policy may want what it has declined or evicted before. It costs no
+computation, but a message with all keys of the prompt, whose blocks stay in use for two or three steps. If
+chunks have room, they are copied, :attr:`Saves.backlog` at most in one step, and vLLM gets the blocks back
+after that. Nothing is offered while a quarter of all blocks is kept, so that vLLM has enough for others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import TYPE_CHECKING
 
@@ -86,6 +92,8 @@ class Save:
     """Whether what to store exists since this step, if it is not :attr:`in_advance`."""
     extends: bytes = b""
     """For a state: the last chunk of the hit that it extends."""
+    again: bool = False
+    """Whether chunks are offered again that may be held, at the end of an answer."""
     cancelled: bool = False
     epoch: int = 0
     """The cache process that the reservation was requested from."""
@@ -113,8 +121,16 @@ class Save:
             awaited=state.transfer.ticket is not None,
             recomputes=Recomputation(state.request.request_id, start, dtype) if dtype else None,
             canary=state.hints.canary is not None,
+            again=self.again,
         )
         return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
+
+    def part(self, start: int, stop: int) -> Save:
+        """Return some of the chunks, which have been answered for."""
+        part = replace(self, first=self.first + start)
+        part.keys, part.sizes = self.keys[start:stop], self.sizes[start:stop]
+        part.leases, part.offsets = self.leases[start:stop], self.offsets[start:stop]
+        return part
 
 
 class Saves:
@@ -139,6 +155,12 @@ class Saves:
         self._partial_chunks = settings.partial_chunks
         self._save_decode = settings.save_decode
         self._stages = settings.kv_transfer.device == "cuda"
+        self._offers_again = self._tails and not self._loses_blocks
+        """Whether finished requests have the blocks of all of their chunks."""
+        self._wanted_again = False
+        """Whether the cache process wants them to offer these chunks again."""
+        self._again_left = 0
+        """How many chunks that are stored again this step may still copy."""
         self._layout = layout
         self.backlog = min(
             MAX_BACKLOG_CHUNKS, max(1, MAX_BACKLOG_BYTES // layout.payload_bytes(layout.chunk_tokens))
@@ -361,8 +383,26 @@ class Saves:
                 self._expected.pop(key).cancelled = True
         self._abandon_cancelled()
 
-    def finish(self, state: RequestState, computed: int, blocks: Blocks) -> bool:
-        """Plan the remaining chunks of a finished request.
+    def last_keys(self, state: RequestState, computed: int) -> list[ChunkKey]:
+        """Return the keys of the last two chunks of what a finished request has stored, or would have."""
+        return self._all(state, computed)[0][-2:]
+
+    def _all(self, state: RequestState, computed: int) -> tuple[list[ChunkKey], list[int]]:
+        """Return the keys of all chunks of a finished request, and their numbers of tokens."""
+        chunk, step = self._layout.chunk_tokens, self._layout.granularity
+        keys, prompt = state.extend(computed), int(state.request.num_prompt_tokens)
+        sizes, start = [chunk] * len(keys), len(keys) * chunk
+        if self._tails and (self._partial_chunks or state.transfer.ticket is not None):
+            # As `finish` decides: the answer must fill a block.
+            end = computed if computed // step > max(prompt, start) // step else prompt
+            tail = state.tail_key(end) if start < end <= computed else None
+            if tail is not None:
+                keys.append(tail)
+                sizes.append(end - start)
+        return keys, sizes
+
+    def finish(self, state: RequestState, computed: int, blocks: Blocks, *, again: bool = False) -> bool:
+        """Plan the remaining chunks of a finished request; ``again``: or all chunks, if that is wanted.
 
         Return whether vLLM must keep ``blocks`` until a worker reports its last job.
         """
@@ -370,13 +410,41 @@ class Saves:
         if not self._bridge.responsive:
             self.drop(state)
             return self.keep(state, blocks)
-        if self.due(state, computed) or self._longer_tail(state, computed):
+        if again and self._may_offer_again(state, blocks):
+            self._offer_again(state, computed)
+        elif self.due(state, computed) or self._longer_tail(state, computed):
             fresh = self._fresh(state, computed, state.saving.settled or 0)
             self.plan(state, computed, min(fresh + self.backlog, self.room), finished=True)
             left = computed // self._layout.chunk_tokens - state.saving.next_chunk
             self._stats.add("not_stored_chunks", max(0, left))
         self.forget(state)
         return self.keep(state, blocks)
+
+    def _may_offer_again(self, state: RequestState, blocks: Blocks) -> bool:
+        """Return whether to offer all chunks of a finished request again.
+
+        Half of the blocks that may be kept are left to requests with chunks that were never offered.
+        """
+        transferred = state.transfer.ticket is not None or state.hints.expect is not None
+        return (
+            self._wanted_again
+            and self._offers_again
+            and not (transferred or state.verify.dtype or state.hints.canary)
+            and self._may_keep(sum(map(len, blocks)), self._max_kept // 2)
+        )
+
+    def _offer_again(self, state: RequestState, computed: int) -> None:
+        """Plan all chunks of a finished request, in one save: a policy knows a prompt only as a whole."""
+        for save in self._planned:
+            save.cancelled = save.cancelled or save.state is state
+        self._planned = [save for save in self._planned if not save.cancelled]
+        keys, sizes = self._all(state, computed)
+        if (room := self.room) > 0 and keys:
+            save = self._new_save(state, 0, keys[0], sizes[0])
+            save.keys, save.sizes, save.again = keys[:room], sizes[:room], True
+
+    def _may_keep(self, blocks: int, limit: int) -> bool:
+        return not self._kept or sum(self._kept.values()) + blocks <= limit
 
     def keep(self, state: RequestState, blocks: Blocks) -> bool:
         """Return whether vLLM must keep the blocks of a finished request until a worker reports its last job.
@@ -387,7 +455,7 @@ class Saves:
         if id(state) not in self._unsettled() and not state.saving.copied:
             return False
         count = sum(len(ids) - ids.count(NULL_BLOCK) for ids in blocks)
-        if self._kept and sum(self._kept.values()) + count > self._max_kept:
+        if not self._may_keep(count, self._max_kept):
             left = sum(len(save.keys) for save in self._pending() if save.state is state)
             self._stats.add("not_stored_chunks", left)
             self.drop(state)
@@ -447,6 +515,7 @@ class Saves:
 
         Blocks up to ``wait`` seconds for the answer, if that cannot be used in the next step as well.
         """
+        self._again_left = self.backlog
         # Answers to the last step first: room that is abandoned here can be reserved for others at once.
         jobs = self._use_answers(blocks_of)
         self.request()
@@ -506,6 +575,7 @@ class Saves:
                 self._requested.append((call, saves))
             elif call.result is not None:
                 stop, reserved = 0, call.result
+                self._wanted_again = reserved.again
                 for save in saves:
                     start, stop = stop, stop + len(save.keys) * (2 if save.kv_transfer else 1)
                     save.leases, save.offsets = reserved.leases[start:stop], reserved.offsets[start:stop]
@@ -533,6 +603,8 @@ class Saves:
         if save.in_advance:
             self._granted.append(save)
             return None
+        if save.again:
+            save = self._first_part(save)
         if save.state_blocks is not None:
             pages = [save.state_blocks]
         elif (blocks := state.saving.held_blocks or blocks_of(state.request.request_id)) is not None:
@@ -559,7 +631,10 @@ class Saves:
                 copies.append(ChunkCopy(lease, offset, size, chunk, staging))
         self._abandon(save, unusable)
         stored = sum(not copy.staging for copy in copies)
-        self._stats.add("not_stored_chunks", len(save.keys) - stored)
+        if save.again:
+            self._stats.add("stored_again_chunks", stored)
+        else:
+            self._stats.add("not_stored_chunks", len(save.keys) - stored)
         if not copies:
             return None
         if save.is_state or self._tails:  # Without a state, chunks are of no use to models that have any.
@@ -570,6 +645,16 @@ class Saves:
         expected = (lora.lora_int_id, adapter.identity) if lora and adapter else None
         trace = state.trace.context
         return Job(state.request.request_id, save.epoch, copies, adapter=expected, trace=trace)
+
+    def _first_part(self, save: Save) -> Save:
+        """Return what this step may copy of chunks that are stored again. The others stay granted."""
+        room = [at for at, lease in enumerate(save.leases) if lease]
+        if len(room) > self._again_left:
+            stop = room[self._again_left]
+            self._granted.append(save.part(stop, len(save.keys)))
+            save = save.part(0, stop)
+        self._again_left -= min(len(room), self._again_left)
+        return save
 
     def _plan_again(self, save: Save) -> None:
         """Have chunks stored once they have been computed again: vLLM counts fewer tokens as computed."""

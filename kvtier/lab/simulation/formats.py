@@ -14,10 +14,11 @@ from xxhash import xxh3_64_intdigest
 from kvtier.errors import KVTierError
 from kvtier.observability.recording.reader import (
     CORRUPT,
+    TraceEnd,
     TraceRequest,
     expanded,
     is_recording,
-    read_recording,
+    read_events,
 )
 
 MAX_LINE_BYTES = 64 << 20
@@ -44,6 +45,10 @@ class _Row(msgspec.Struct, kw_only=True):
     hash_ids: list[int]
     """Of the prompt's blocks."""
     output_length: Tokens = 0
+    duration: Time = 0.0
+    """Milliseconds from the request to the end of the answer; 0 if unknown."""
+    stop: str = ""
+    """Why it ended, such as ``tool_use``; empty if unknown."""
 
 
 class _MooncakeRow(_Row):
@@ -58,9 +63,10 @@ class _BailianRow(_Row):
     chat_id: int
 
 
-def read_trace(path: Path, chunk_tokens: int) -> tuple[Iterator[TraceRequest], bool]:
+def read_trace(path: Path, chunk_tokens: int) -> tuple[Iterator[TraceRequest | TraceEnd], bool]:
     """Return the requests of a trace, in whatever format, and whether it is a recording. Blocks.
 
+    A recording has the ends of answers between its requests, other formats have them in these.
     ``chunk_tokens``: the tokens of a chunk, into which the blocks of a trace are folded; a recording has
     chunks. Raises :class:`KVTierError`, also while the requests are read; it names file, line and reason.
     """
@@ -69,7 +75,7 @@ def read_trace(path: Path, chunk_tokens: int) -> tuple[Iterator[TraceRequest], b
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from error
     if recorded:
-        return read_recording(path), True
+        return read_events(path), True
     try:
         fields = msgspec.json.decode(_first_line(path), type=_Fields)
     except _NO_JSON as error:
@@ -108,6 +114,8 @@ def _read(path: Path, chunk_tokens: int, form: _Format) -> Iterator[TraceRequest
             chunks=form.fold(ids, blocks),
             tokens=row.input_length,
             output_tokens=row.output_length,
+            seconds=row.duration / 1000,
+            signature=(xxh3_64_intdigest(row.stop.encode()),) if row.stop else (),
         )
 
 

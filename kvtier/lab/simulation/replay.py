@@ -6,11 +6,15 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
 
 from kvtier.lab.simulation.belady import REPORT_REQUESTS
 from kvtier.lab.simulation.trace import Trace, chunk_keys
 from kvtier.memory.header import object_bytes
+from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.simulated_cache import SimulatedCache, SimulatedTiers
+from kvtier.pipeline.ahead import CHECK_SECONDS
 from kvtier.plugins import Plugins
 from kvtier.units import format_size, parse_size
 
@@ -93,6 +97,12 @@ class Outcome:
     """Chunks that were held, but would have arrived later than they were computed."""
     no_room: int
     """Chunks that were held in a lower tier, but for which there was no room in the first one."""
+    ends: int
+    """Answers whose end was reported."""
+    stored_again: int
+    """Of the chunks written to the first tier, those at the end of an answer, which were not computed."""
+    ahead: int
+    """Chunks read from lower tiers before they were expected to be asked for."""
     windows: Sequence[float | None]
     """Hit rate in equal parts of the trace's time; ``None`` without a request."""
     seconds: float
@@ -126,6 +136,39 @@ class Windows:
         return [hits / asked if asked else None for hits, asked in pairs]
 
 
+class BetweenRequests:
+    """What happens between the requests of a trace, in the order of time."""
+
+    def __init__(self, trace: Trace, cache: SimulatedCache, *, ahead: bool) -> None:
+        """``ahead``: whether to bring prompts up from lower tiers."""
+        self._trace, self._cache = trace, cache
+        self._answers: list[tuple[float, int, Sequence[ChunkKey]]] = []
+        """A heap of the time of the end, the request and its chunks."""
+        self.ends = 0
+        """Answers that have ended."""
+        self._look_at = trace.times[trace.order[0]] if ahead else inf
+
+    def served(self, request: int, keys: Sequence[ChunkKey]) -> None:
+        """Note that a request has come, and is being answered."""
+        if seconds := self._trace.answer_seconds[request]:
+            heappush(self._answers, (self._trace.times[request] + seconds, request, keys))
+
+    def pass_time(self, now: float) -> None:
+        """Let everything happen up to a time."""
+        trace = self._trace
+        while True:
+            ends_at = self._answers[0][0] if self._answers else inf
+            if min(ends_at, self._look_at) > now:
+                return
+            if self._look_at < ends_at:
+                self._cache.look_ahead(self._look_at)
+                self._look_at += CHECK_SECONDS
+            else:
+                _, request, keys = heappop(self._answers)
+                self._cache.ended(ends_at, keys, trace.signatures.get(request, ()), trace.hints.get(request))
+                self.ends += 1
+
+
 def replay(
     trace: Trace,
     plugins: Plugins,
@@ -135,17 +178,25 @@ def replay(
     windows: int = 0,
     advance: Advance | None = None,
 ) -> Outcome:
-    """Replay a trace once, on an empty cache. Blocks. Deterministic."""
+    """Replay a trace once, on an empty cache. Blocks. Deterministic.
+
+    Ends of answers are reported before the first request that comes later. With ``prefetch.ahead``, prompts
+    are brought up from lower tiers between requests.
+    """
     started = time.perf_counter()
     chunk_bytes, whole = model.chunk_bytes(trace), trace.chunk_tokens
     compute = whole / model.prefill_tokens_per_second
     cache = SimulatedCache(plugins, tiers, chunk_bytes, compute)
     by_window = Windows(trace, windows) if windows else None
+    between = BetweenRequests(trace, cache, ahead=tiers.cache.prefetch.ahead and len(tiers.settings) > 1)
     total_hits = saved = 0
     for turn, request in enumerate(trace.order, 1):
         start, stop = trace.span(request)
         now = trace.times[request]
-        hits = cache.serve(now, chunk_keys(trace.chunks[start:stop]), trace.hints.get(request))
+        between.pass_time(now)
+        keys = chunk_keys(trace.chunks[start:stop])
+        hits = cache.serve(now, keys, trace.hints.get(request))
+        between.served(request, keys)
         total_hits += hits
         saved += min(hits * whole, trace.tokens[request])
         if by_window is not None:
@@ -177,6 +228,9 @@ def replay(
         demoted=cache.demoted,
         computed_instead=cache.computed_instead,
         no_room=cache.no_room,
+        ends=between.ends,
+        stored_again=cache.stored_again,
+        ahead=cache.ahead,
         windows=by_window.rates() if by_window is not None else [],
         seconds=time.perf_counter() - started,
     )

@@ -52,6 +52,8 @@ def remarks_of(study: Study) -> list[str]:
         remarks.append("requests were not in the order of their time, and have been sorted")
     if study.repeated:
         remarks.append(f"{study.repeated:,} chunks that a prompt had before were left out")
+    if ends := study.rows[0].outcome.ends:
+        remarks.append(f"the ends of {ends:,} answers were reported to the policies")
     for row in study.rows:
         outcome = row.outcome
         if outcome.no_room:

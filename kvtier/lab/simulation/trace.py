@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
 
 from blake3 import blake3
@@ -17,8 +17,10 @@ from kvtier import native
 from kvtier.catalog.hints import ChunkHints
 from kvtier.lab.simulation.formats import TraceError, read_trace
 from kvtier.memory.keys import KEY_BYTES, TOKEN_BYTES, ChunkKey, split_keys
-from kvtier.observability.recording.reader import TraceRequest
+from kvtier.observability.recording.reader import TraceEnd, TraceRequest
 
+SECONDS_PER_TOKEN = 0.02
+"""Of an answer whose duration is unknown."""
 MAX_VACANT = 4
 """Numbers are ids as they are in the trace, if the highest is below this multiple of their count."""
 
@@ -37,6 +39,10 @@ class Trace:
     tokens: array[int]
     hints: dict[int, ChunkHints]
     """By request, where there are any."""
+    answer_seconds: array[float]
+    """From each request to the end of its answer; 0 if unknown."""
+    signatures: dict[int, Sequence[int]]
+    """How answers ended, by request, where it is known."""
     order: Sequence[int]
     """The requests in the order of their time."""
     chunk_tokens: int
@@ -50,35 +56,69 @@ class Trace:
     """Chunks that occurred before in the same prompt. They are dropped: chained hashes do not repeat."""
 
     @classmethod
-    def read(cls, path: Path, chunk_tokens: int, limit: int | None = None) -> Trace:
+    def read(
+        cls,
+        path: Path,
+        chunk_tokens: int,
+        limit: int | None = None,
+        seconds_per_token: float = SECONDS_PER_TOKEN,
+    ) -> Trace:
         """Read the first ``limit`` requests of a file. Blocks. Raises :class:`KVTierError`.
 
         ``chunk_tokens``: tokens of a chunk, unless the file is a recording, whose chunks have a size.
+        For the rest see :meth:`load`.
         """
-        requests, recorded = read_trace(path, chunk_tokens)
-        return cls.load(str(path), islice(requests, limit), None if recorded else chunk_tokens)
+        events, recorded = read_trace(path, chunk_tokens)
+        tokens = None if recorded else chunk_tokens
+        return cls.load(str(path), events, tokens, limit, seconds_per_token)
 
     @classmethod
-    def load(cls, name: str, requests: Iterable[TraceRequest], chunk_tokens: int | None) -> Trace:
-        """Take all requests. Raises :class:`TraceError` without any, and what ``requests`` raises.
+    def load(
+        cls,
+        name: str,
+        events: Iterable[TraceRequest | TraceEnd],
+        chunk_tokens: int | None,
+        limit: int | None = None,
+        seconds_per_token: float = SECONDS_PER_TOKEN,
+    ) -> Trace:
+        """Take all requests, or the first ``limit`` and the ends of answers among them.
+
+        Raises :class:`TraceError` without any, and what ``events`` raises.
 
         ``name``: the path of the file, of which the trace keeps the last part, or another name.
         ``chunk_tokens``: if ``None``, the least with which every prompt fits into its chunks. This is exact,
-        unless all prompts are short.
+        unless all prompts are short. ``seconds_per_token``: of an answer of which only the length is known.
         """
         ids, ends, times, tokens = array("Q"), array("Q"), array("d"), array("Q")
         hints: dict[int, ChunkHints] = {}
+        answer_seconds = array("d")
+        signatures: dict[int, Sequence[int]] = {}
+        latest: dict[int, int] = {}  # The request by its last chunk.
         chunk_bytes = 0
-        for request in requests:
-            if request.hints is not None:
-                hints[len(ends)] = request.hints
-            elif request.tenant:
-                hints[len(ends)] = ChunkHints(tenant=request.tenant)
-            ids.extend(request.chunks)
+        for event in events:
+            if isinstance(event, TraceEnd):
+                # Without its request, that was in a file that is deleted.
+                if (request := latest.get(event.chunk)) is not None:
+                    answer_seconds[request] = max(0.0, event.time - times[request])
+                    signatures[request] = event.signature
+                continue
+            request = len(ends)
+            if event.hints is not None:
+                hints[request] = event.hints
+            elif event.tenant:
+                hints[request] = ChunkHints(tenant=event.tenant)
+            if event.signature:
+                signatures[request] = event.signature
+            if event.chunks:
+                latest[event.chunks[-1]] = request
+            ids.extend(event.chunks)
             ends.append(len(ids))
-            times.append(request.time)
-            tokens.append(request.tokens)
-            chunk_bytes = max(chunk_bytes, request.chunk_bytes)
+            times.append(event.time)
+            tokens.append(event.tokens)
+            answer_seconds.append(event.seconds or event.output_tokens * seconds_per_token)
+            chunk_bytes = max(chunk_bytes, event.chunk_bytes)
+            if len(ends) == limit:
+                break
         if not ids:
             raise TraceError(f"{name}: has no requests")
         chunks, numbers, unique = number_chunks(ids, ends)
@@ -91,6 +131,8 @@ class Trace:
             times=times,
             tokens=tokens,
             hints=hints,
+            answer_seconds=answer_seconds,
+            signatures=signatures,
             order=order,
             chunk_tokens=chunk_tokens or _chunk_tokens(ends, tokens),
             chunk_bytes=chunk_bytes,
@@ -101,6 +143,10 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.ends)
+
+    def without_ends(self) -> Trace:
+        """Return the same requests, without the ends of their answers."""
+        return replace(self, answer_seconds=array("d", bytes(8 * len(self))), signatures={})
 
     def span(self, request: int) -> tuple[int, int]:
         """Return where the chunks of a request start and end."""

@@ -25,6 +25,7 @@ from kvtier.observability.recording.format import (
     ID_BYTES,
     MAGIC,
     VERSION,
+    Ended,
     Header,
     Record,
     RecordingError,
@@ -48,6 +49,16 @@ class LookedUp(NamedTuple):
     chunk_tokens: int
     chunk_bytes: int
     hints: ChunkHints | None
+
+
+class AnswerEnded(NamedTuple):
+    """The end of an answer before it is encoded."""
+
+    time: float
+    """In seconds since the recording began."""
+    key: bytes
+    """That of the last chunk of the prompt."""
+    signature: Sequence[int]
 
 
 class Pseudonyms:
@@ -120,8 +131,11 @@ class RecordingFile:
             ) from error
         return file
 
-    def write(self, batch: Sequence[LookedUp]) -> None:
-        """Write lookups. Raises ``OSError`` and :class:`RecordingError`: then what is written stays whole."""
+    def write(self, batch: Sequence[LookedUp | AnswerEnded]) -> None:
+        """Write lookups and ends.
+
+        Raises ``OSError`` and :class:`RecordingError`: then what is written stays whole.
+        """
         frames = bytearray()
         for seen in batch:
             frame = self._encode(seen)
@@ -136,7 +150,12 @@ class RecordingFile:
             frames += frame
         self._append(frames)
 
-    def _encode(self, seen: LookedUp) -> bytes | None:
+    def _encode(self, seen: LookedUp | AnswerEnded) -> bytes | None:
+        if isinstance(seen, AnswerEnded):
+            # Whatever its hashes are made of, they become numbers that only this recording has.
+            signature = b"".join(value.to_bytes(KEY_BYTES, "little") for value in seen.signature)
+            numbers = self._pseudonyms.of(seen.key), self._pseudonyms.of(signature)
+            return encode_frame(Ended(seen.time, *numbers))
         chunks, hints = self._pseudonyms.of(seen.keys), seen.hints
         if hints is not None and hints.tenant:
             hints = replace(hints, tenant=self._pseudonyms.name(hints.tenant))

@@ -1,13 +1,15 @@
 """Format of the files of a recording.
 
 A file is :data:`MAGIC` and frames: the length (u32, little-endian) and the XXH32 checksum (u32) of a body of
-MessagePack, and the body. The first body is a :class:`Header`, each other one a :class:`Record`. So a file is
-readable up to its last whole frame, wherever its writer was killed.
+MessagePack, and the body. The first body is a :class:`Header`, each other one a :class:`Record` or, since
+version 2, an :class:`Ended`. So a file is readable up to its last whole frame, wherever its writer was
+killed.
 """
 
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,15 +20,18 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import KVTierError
 
 MAGIC = b"kvtier recording\n"
-VERSION = 1
+VERSION = 2
 ID_BYTES = 16
 NUMBER_BYTES = 8
 """Of the number of a chunk."""
+MAX_SIGNATURE = 8
+"""Numbers in the signature of an answer's end."""
 MAX_BODY_BYTES = 512 << 10
 """So a prompt of up to 65,000 chunks is recorded."""
 FRAME = struct.Struct("<II")
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+Time = Annotated[float, msgspec.Meta(ge=0, lt=1 << 48)]
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -48,7 +53,7 @@ class Header(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct, frozen=True, array_like=True):
     """One lookup of an engine."""
 
-    time: Annotated[float, msgspec.Meta(ge=0, lt=1 << 48)]
+    time: Time
     """In seconds since the recording began."""
     tokens: Count
     """Tokens in all of its chunks."""
@@ -61,12 +66,25 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     hints: ChunkHints | None = None
 
 
+# Not a struct: msgspec tells an object from the array of a Record, but not two structs without tags.
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of the answer to a prompt that was looked up before, maybe in an older file."""
+
+    time: Time
+    """In seconds since the recording began."""
+    chunk: Annotated[bytes, msgspec.Meta(min_length=NUMBER_BYTES, max_length=NUMBER_BYTES)]
+    """The number of the prompt's last chunk."""
+    signature: Annotated[bytes, msgspec.Meta(max_length=MAX_SIGNATURE * NUMBER_BYTES)]
+    """How it ended: numbers like those of chunks, from the general to the specific. Empty if unknown."""
+
+
 def older(path: Path, number: int) -> Path:
     """Return the name of the file that a recording has begun ``number`` files before the one at ``path``."""
     return path.with_name(f"{path.name}.{number}")
 
 
-def encode_frame(content: Header | Record) -> bytes | None:
+def encode_frame(content: Header | Record | Ended) -> bytes | None:
     """Return the frame of a body; ``None`` if it is over :data:`MAX_BODY_BYTES`."""
     body = _encoder.encode(content)
     if len(body) > MAX_BODY_BYTES:

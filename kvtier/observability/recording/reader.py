@@ -25,6 +25,7 @@ from kvtier.observability.recording.format import (
     MAX_BODY_BYTES,
     NUMBER_BYTES,
     VERSION,
+    Ended,
     Header,
     Record,
     RecordingError,
@@ -35,7 +36,7 @@ from kvtier.settings.observability import MAX_FILES
 logger = logging.getLogger("kvtier")
 
 _header_decoder = msgspec.msgpack.Decoder(Header)
-_record_decoder = msgspec.msgpack.Decoder(Record)
+_record_decoder: msgspec.msgpack.Decoder[Record | Ended] = msgspec.msgpack.Decoder(Record | Ended)
 CORRUPT = (gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 """What reading a corrupt file raises. One that was cut off raises ``EOFError``."""
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\0"
@@ -55,7 +56,12 @@ def is_recording(source: Path | bytes) -> bool:
 
 
 def read_recording(path: Path) -> Iterator[TraceRequest]:
-    """Yield the requests of a recording. Blocks while it reads.
+    """Yield the requests of a recording, without the ends of their answers. See :func:`read_events`."""
+    return (event for event in read_events(path) if isinstance(event, TraceRequest))
+
+
+def read_events(path: Path) -> Iterator[TraceRequest | TraceEnd]:
+    """Yield the requests of a recording and the ends of answers, as they happened. Blocks while it reads.
 
     ``path`` is the file that it was written to; the older files of the same recording, with the suffixes
     ``.1``, ``.2`` and so on, are read first. Any other file of a recording, which may be compressed with gzip
@@ -78,7 +84,7 @@ def read_recording(path: Path) -> Iterator[TraceRequest]:
                 seen.add(part.inode)
                 parts.append(part)
         for part in reversed(parts):
-            yield from part.requests()
+            yield from part.events()
 
 
 class _Part:
@@ -108,11 +114,13 @@ class _Part:
             header = _header_decoder.decode(body)
         except msgspec.MsgspecError as error:
             raise self._error(str(error)) from error
-        if header.version != VERSION:
-            raise RecordingError(f"{self._path} has format {header.version}: this version reads {VERSION}")
+        if not 1 <= header.version <= VERSION:
+            raise RecordingError(
+                f"{self._path} has format {header.version}: this version reads 1 to {VERSION}"
+            )
         return header
 
-    def requests(self) -> Iterator[TraceRequest]:
+    def events(self) -> Iterator[TraceRequest | TraceEnd]:
         """Yield the rest of the file. Raises :class:`RecordingError`."""
         while True:
             self._record += 1
@@ -123,18 +131,13 @@ class _Part:
                 record = _record_decoder.decode(body)
             except msgspec.MsgspecError as error:
                 raise self._error(str(error)) from error
-            yield self._request(record)
+            yield self._request(record) if isinstance(record, Record) else self._end(record)
 
     def _request(self, record: Record) -> TraceRequest:
-        count, odd = divmod(len(record.chunks), NUMBER_BYTES)
-        if odd:
-            raise self._error(f"{len(record.chunks)} bytes are not a whole number of chunks")
-        whole = record.chunk_tokens
+        chunks, whole = self._numbers(record.chunks), record.chunk_tokens
+        count = len(chunks)
         if not (count - 1) * whole < record.tokens <= count * whole:
             raise self._error(f"{record.tokens} tokens do not fit {count} chunks of {whole}")
-        chunks = array("Q", record.chunks)
-        if sys.byteorder == "big":
-            chunks.byteswap()
         return TraceRequest(
             time=record.time,
             chunks=chunks,
@@ -143,6 +146,18 @@ class _Part:
             tenant=record.hints.tenant if record.hints is not None else "",
             hints=record.hints,
         )
+
+    def _end(self, record: Ended) -> TraceEnd:
+        [chunk] = self._numbers(record.chunk)
+        return TraceEnd(record.time, chunk, self._numbers(record.signature))
+
+    def _numbers(self, encoded: bytes) -> array[int]:
+        if len(encoded) % NUMBER_BYTES:
+            raise self._error(f"{len(encoded)} bytes are not a whole number of chunks")
+        numbers = array("Q", encoded)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers
 
     def _next_body(self) -> bytes | None:
         """Return the body of the next frame; ``None`` at the end, or if it is incomplete."""
@@ -213,3 +228,17 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     """Size of a chunk object; 0 if unknown."""
     tenant: str = ""
     hints: ChunkHints | None = None
+    seconds: float = 0.0
+    """From its arrival to the end of the answer; 0 if unknown, and in a recording: see :class:`TraceEnd`."""
+    signature: Sequence[int] = ()
+    """How the answer ended, see :meth:`kvtier.catalog.eviction.EvictionPolicy.ended`."""
+
+
+class TraceEnd(msgspec.Struct, frozen=True, gc=False):
+    """The end of the answer to the last request with some last chunk."""
+
+    time: float
+    """In seconds since the trace began."""
+    chunk: int
+    """The last chunk of its prompt."""
+    signature: Sequence[int] = ()

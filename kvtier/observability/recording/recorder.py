@@ -1,10 +1,10 @@
-"""Records the lookups of engines while a cache process serves, without delaying it."""
+"""Records lookups and ends of answers while a cache process serves, without delaying it."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
@@ -16,7 +16,8 @@ from kvtier.concurrency.tasks import open_tasks
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import KEY_BYTES
-from kvtier.observability.recording.file import LookedUp, RecordingFile
+from kvtier.observability.recording.file import AnswerEnded, LookedUp, RecordingFile
+from kvtier.observability.recording.format import MAX_SIGNATURE
 from kvtier.settings.observability import RecordingSettings
 
 logger = logging.getLogger("kvtier")
@@ -26,9 +27,9 @@ FLUSH_SECONDS = 0.5
 CLOSE_SECONDS = 5.0
 """How long the last lookups may take to be written at exit."""
 MAX_PENDING_BYTES = 16 << 20
-"""Limit of what is not written yet. Further lookups are dropped."""
+"""Limit of what is not written yet. Further lookups and ends are dropped."""
 LOOKUP_BYTES = 512
-"""What a lookup takes in memory besides its keys."""
+"""What a lookup takes in memory besides its keys, or an end of an answer with its key."""
 
 
 class Recorder:
@@ -37,7 +38,7 @@ class Recorder:
     def __init__(self, file: RecordingFile) -> None:
         self._file = file
         self._began = time.monotonic()
-        self._pending: list[LookedUp] = []
+        self._pending: list[LookedUp | AnswerEnded] = []
         self._pending_bytes = 0
         """Including what is being written."""
         self._threads = WorkerThreads(1)
@@ -45,7 +46,7 @@ class Recorder:
         self._ended = anyio.Event()
         self._scope = CancelScope(shield=True)
         self._warn = RateLimitedLog(logger)
-        self._recorded = self._dropped = 0
+        self._recorded = self._ends = self._dropped = 0
         self._stopped = ""
         """Why nothing is recorded any more."""
         if file.problem:
@@ -58,21 +59,42 @@ class Recorder:
         if not keys:
             return
         whole = len(keys) // KEY_BYTES * chunk_tokens
-        if self._stopped or not whole - chunk_tokens < tokens <= whole:  # Such a record could not be read.
+        if not whole - chunk_tokens < tokens <= whole:  # Such a record could not be read.
             self._dropped += 1
             return
-        size = len(keys) + LOOKUP_BYTES
-        if self._pending_bytes + size > MAX_PENDING_BYTES:
+        since = time.monotonic() - self._began
+        self._add(LookedUp(since, keys, tokens, chunk_tokens, chunk_bytes, hints), len(keys))
+
+    def ended(self, keys: bytes, signature: Sequence[int], seconds: float) -> None:
+        """Record that an answer has ended, ``seconds`` ago. Takes 2 µs, and never raises.
+
+        ``keys``: the joined keys of the last two chunks of its prompt, or of its only one. ``signature``: see
+        :meth:`kvtier.catalog.eviction.EvictionPolicy.ended`.
+        """
+        if not keys:
+            return
+        valid = len(signature) <= MAX_SIGNATURE and all(0 <= value < 1 << 64 for value in signature)
+        if len(keys) % KEY_BYTES or not valid:
+            self._dropped += 1
+            return
+        since = time.monotonic() - self._began
+        ended = min(since, max(0.0, since - seconds))
+        self._add(AnswerEnded(ended, keys[-KEY_BYTES:], tuple(signature)), 0)
+
+    def _add(self, seen: LookedUp | AnswerEnded, key_bytes: int) -> None:
+        size = key_bytes + LOOKUP_BYTES
+        if self._stopped:
+            self._dropped += 1
+        elif self._pending_bytes + size > MAX_PENDING_BYTES:
             self._dropped += 1
             self._warn(
-                "recording: the disk of %s is too slow: %d lookups so far are not recorded",
+                "recording: the disk of %s is too slow: %d lookups and ends so far are not recorded",
                 self._file.path,
                 self._dropped,
             )
-            return
-        self._pending_bytes += size
-        since = time.monotonic() - self._began
-        self._pending.append(LookedUp(since, keys, tokens, chunk_tokens, chunk_bytes, hints))
+        else:
+            self._pending_bytes += size
+            self._pending.append(seen)
 
     async def run(self) -> None:
         """Write what is pending, until the disk fails or :meth:`close` is called, even if it is cancelled."""
@@ -110,7 +132,9 @@ class Recorder:
             self._pending.clear()
             self._stop((error.strerror if isinstance(error, OSError) else None) or str(error))
         else:
-            self._recorded += len(batch) - (self._file.too_long - before)
+            ends = sum(isinstance(seen, AnswerEnded) for seen in batch)
+            self._ends += ends
+            self._recorded += len(batch) - ends - (self._file.too_long - before)
         self._pending_bytes -= size
 
     def _stop(self, reason: str) -> None:
@@ -122,6 +146,7 @@ class Recorder:
         return {
             "path": str(self._file.path),
             "recorded": self._recorded,
+            "ends": self._ends,
             "dropped": self._dropped + self._file.too_long,
             "stopped": self._stopped,
         }

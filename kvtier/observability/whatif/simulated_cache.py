@@ -19,6 +19,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import SettingsError
 from kvtier.events import Evict, Prefetch, Store
 from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.ahead import MAX_PROMPTS
 from kvtier.pipeline.load_or_compute import worth_loading
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings, TierSettings
@@ -63,6 +64,14 @@ class SimulatedCache:
         """Of these, those that a request waited for."""
         self.written = [0] * count
         self.evicted = [0] * count
+        self._again = False
+        """Whether chunks are offered again, which the first tier may decline even if there are others."""
+        self.declined = 0
+        """Chunks that the first tier has not stored."""
+        self.stored_again = 0
+        """Of those written to the first tier, the ones that :meth:`ended` has."""
+        self.ahead = 0
+        """Chunks that :meth:`look_ahead` has read."""
         self.demoted = 0
         self.not_admitted = 0
         """Chunks that were dropped because no lower tier admitted them."""
@@ -83,6 +92,40 @@ class SimulatedCache:
                 while over := self.tiers[tier].victims_over_maximum(0):
                     self._evict(tier, over)
         return found
+
+    def ended(
+        self, time: float, keys: Sequence[ChunkKey], signature: Sequence[int], hints: ChunkHints | None = None
+    ) -> None:
+        """Report the end of the answer to a prompt.
+
+        The engine still has its chunks then. So those that a full tier declined or evicted meanwhile are
+        offered once more, if its policy may decline them again.
+        """
+        self._clock.now = time
+        self.catalog.report_ended(keys[-2:], signature)
+        if self.tiers[FIRST].declines and (self.declined or self.evicted[FIRST]):
+            self._again = True
+            self._leased = set(self.catalog.prefix_rows(keys)[0])
+            before = self.written[FIRST]
+            self._store(keys, 0, hints)
+            self.stored_again += self.written[FIRST] - before
+            self._leased, self._again = set(), False
+
+    def look_ahead(self, time: float) -> None:
+        """Do what :class:`~kvtier.pipeline.ahead.PrefetchAhead` does, at one time."""
+        self._clock.now = time
+        for keys in self.catalog.returning()[:MAX_PROMPTS]:
+            prompt = self.catalog.liftable(keys)
+            if prompt is None or not self.tiers[FIRST].declines:
+                continue
+            self._leased = set(self.catalog.prefix_rows(keys)[0])
+            self._make_room(FIRST, len(prompt.keys), prompt)
+            self._leased = set()
+            lifted = prompt.keys[: self._fitting(FIRST, len(prompt.keys))]
+            for transfer in self._planner.prefetch(Prefetch(keys=lifted)):
+                self.read[transfer.source] += len(transfer.keys)
+            self._add_copies(lifted, FIRST)
+            self.ahead += len(lifted)
 
     def store(self, keys: Sequence[ChunkKey]) -> None:
         """Store those of consecutive chunks that are missing, at the time of the last request."""
@@ -158,6 +201,7 @@ class SimulatedCache:
             self.catalog.add_chain(chain, FIRST, lengths, State.READY, parent, hints=hints)
         if prompt := self._incoming_prompt(keys, found, left, hints):
             self.catalog.decline(FIRST, prompt)
+        self.declined += len(left)
         self.written[FIRST] += len(absent)
         if len(self.tiers) > 1 and absent:
             event = Store(keys=[missing[at] for at in absent])
@@ -168,7 +212,7 @@ class SimulatedCache:
         self, keys: Sequence[ChunkKey], found: int, absent: Sequence[int], hints: ChunkHints | None
     ) -> IncomingPrompt | None:
         """Describe new chunks to a policy that may decline them. Their positions count from ``found`` on."""
-        if not absent or not may_decline(self.tiers):
+        if not absent or not (self._again or may_decline(self.tiers)):
             return None
         first = found + absent[0]
         new = [keys[found + at] for at in absent]

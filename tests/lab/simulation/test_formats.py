@@ -14,8 +14,16 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import KVTierError
 from kvtier.lab.simulation.formats import read_trace
 from kvtier.lab.simulation.trace import Trace
-from kvtier.observability.recording.format import ID_BYTES, MAGIC, VERSION, Header, Record, encode_frame
-from kvtier.observability.recording.reader import TraceRequest
+from kvtier.observability.recording.format import (
+    ID_BYTES,
+    MAGIC,
+    VERSION,
+    Ended,
+    Header,
+    Record,
+    encode_frame,
+)
+from kvtier.observability.recording.reader import TraceEnd, TraceRequest
 from tests.lab.simulation.making import bailian_line, mooncake_line
 
 RECORDING_HEADER = encode_frame(Header(version=VERSION, id=bytes(ID_BYTES), started=1e9)) or b""
@@ -71,6 +79,53 @@ def test_recording_has_its_own_chunks(tmp_path: Path) -> None:
     trace = Trace.read(path, 512)
     assert (trace.chunk_tokens, trace.chunk_bytes, trace.unique) == (128, 4096, 2)
     assert (list(trace.times), list(trace.tokens), trace.hints) == ([1.5, 2.5], [250, 256], {1: hints})
+
+
+def number(chunk: int) -> bytes:
+    return chunk.to_bytes(8, "little")
+
+
+def test_ends_of_a_recording_are_those_of_its_requests(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    long, short = number(5) + number(6), number(5)
+    events = [
+        Ended(0.5, number(6), number(9)),
+        Record(1.0, 250, 128, 4096, long),
+        Record(2.0, 100, 128, 4096, short),
+        Ended(4.0, number(6), number(7) + number(8)),
+        Record(6.0, 250, 128, 4096, long),
+        Record(7.0, 100, 128, 4096, short),
+        Ended(7.5, number(6), b""),
+        Ended(8.0, number(99), number(1)),
+    ]
+    frames = [RECORDING_HEADER, *map(encode_frame, events)]
+    path.write_bytes(MAGIC + b"".join(frame for frame in frames if frame is not None))
+    trace = Trace.read(path, 512)
+    assert list(trace.answer_seconds) == [3.0, 0.0, 1.5, 0.0]
+    assert {request: list(signature) for request, signature in trace.signatures.items()} == {0: [7, 8], 2: []}
+    assert list(Trace.read(path, 512, 2).answer_seconds) == [0.0, 0.0], "it is read up to the second request"
+    assert list(Trace.read(path, 512, 3).answer_seconds) == [3.0, 0.0, 0.0]
+
+
+def test_ends_of_other_traces(tmp_path: Path) -> None:
+    """By their duration, or estimated by the length of the answer."""
+    path = written(
+        tmp_path / "trace",
+        mooncake_line(0, [1], duration=1500, stop="tool_use"),
+        mooncake_line(1, [1], duration=0, stop="", output_length=50),
+        mooncake_line(2, [1], stop="end_turn", output_length=0),
+        mooncake_line(3, [1], stop="tool_use", output_length=100),
+    )
+    trace = Trace.read(path, 512)
+    assert list(trace.answer_seconds) == [1.5, 1.0, 0.0, 2.0]
+    assert list(Trace.read(path, 512, seconds_per_token=0.5).answer_seconds) == [1.5, 25.0, 0.0, 50.0]
+    assert sorted(trace.signatures) == [0, 2, 3]
+    assert trace.signatures[0] == trace.signatures[3] != trace.signatures[2]
+    assert [len(signature) for signature in trace.signatures.values()] == [1, 1, 1]
+    other = Trace.read(written(tmp_path / "other", bailian_line(0, [1], output_length=10)), 512)
+    assert list(other.answer_seconds) == [0.2]
+    bare = trace.without_ends()
+    assert (list(bare.answer_seconds), bare.signatures, bare.times) == ([0.0] * 4, {}, trace.times)
 
 
 def test_requests_are_read_one_after_the_other(tmp_path: Path) -> None:
@@ -180,7 +235,7 @@ def test_requests_before_a_truncation_are_read(
     content = "".join(make_line(at, [at]) for at in range(20_000)).encode()
     packed = PACK[suffix](content)
     path.write_bytes(packed[: len(packed) // 2])
-    requests: list[TraceRequest] = []
+    requests: list[TraceRequest | TraceEnd] = []
     with pytest.raises(KVTierError) as raised:
         requests.extend(read_trace(path, 512)[0])
     assert 0 < len(requests) < 20_000

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.catalog.eviction import EvictionPolicy
 from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import KVTierError
 from kvtier.lab.simulation.belady import belady_hits, next_uses
-from kvtier.lab.simulation.trace import Trace
+from kvtier.lab.simulation.trace import Trace, chunk_keys
+from kvtier.memory.keys import ChunkKey
 from kvtier.observability.recording.reader import TraceRequest
-from kvtier.observability.whatif.simulated_cache import configured, one_tier
+from kvtier.observability.whatif.simulated_cache import SimulatedCache, configured, one_tier
 from kvtier.settings import Settings
 from kvtier.settings.tenants import TenantSettings
 from tests.lab.simulation.making import (
@@ -125,6 +127,98 @@ def test_ttft_is_the_time_of_loading_and_computing() -> None:
     outcome = in_one_tier(trace_of([1, 2], [1, 2, 3]), 4)
     computed = 3 * CHUNK_TOKENS / MODEL.prefill_tokens_per_second
     assert outcome.ttft_seconds == pytest.approx((computed + size_of(2) / 20e9) / 2)
+
+
+# The ends of answers.
+
+
+def answered(*requests: tuple[float, Sequence[int], float]) -> Trace:
+    """Return a trace of requests with their time, chunks and the seconds to the end of their answer."""
+    rows = (
+        TraceRequest(
+            time=time,
+            chunks=chunks,
+            tokens=len(chunks) * CHUNK_TOKENS,
+            seconds=seconds,
+            signature=[len(chunks)] if seconds > 1 else [],
+        )
+        for time, chunks, seconds in requests
+    )
+    return Trace.load("made", rows, CHUNK_TOKENS)
+
+
+def test_ends_are_reported_in_order_before_later_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, list[ChunkKey], Sequence[int]]] = []
+    serve, ended = SimulatedCache.serve, SimulatedCache.ended
+
+    def record_serve(
+        self: SimulatedCache, time: float, keys: list[ChunkKey], hints: ChunkHints | None
+    ) -> int:
+        seen.append((time, keys, "asked"))
+        return serve(self, time, keys, hints)
+
+    def record_end(
+        self: SimulatedCache, time: float, keys: list[ChunkKey], signature: Sequence[int], hints: None
+    ) -> None:
+        seen.append((time, keys, signature))
+        ended(self, time, keys, signature, hints)
+
+    monkeypatch.setattr(SimulatedCache, "serve", record_serve)
+    monkeypatch.setattr(SimulatedCache, "ended", record_end)
+    trace = answered(
+        (0.0, [1, 2, 3], 5.0), (1.0, [4], 0.5), (2.0, [5], 0.0), (5.0, [1, 2, 3], 9.0), (6.0, [6], 0)
+    )
+    one, two, three, four = chunk_keys([1]), chunk_keys([4]), chunk_keys([5]), chunk_keys([6])
+    long = chunk_keys([1, 2, 3])
+    assert one == long[:1]
+    outcome = in_one_tier(trace, 9)
+    assert seen == [
+        (0.0, long, "asked"),
+        (1.0, two, "asked"),
+        (1.5, two, ()),
+        (2.0, three, "asked"),
+        (5.0, long, [3]),
+        (5.0, long, "asked"),
+        (6.0, four, "asked"),
+    ]
+    assert outcome.ends == 2, "what ends after the last request is of no use"
+
+
+def test_policies_are_told_the_last_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, Sequence[ChunkKey], float, Sequence[int]]] = []
+
+    def ended(
+        self: EvictionPolicy,
+        rows: Sequence[int],
+        keys: Sequence[ChunkKey],
+        now: float,
+        signature: Sequence[int],
+    ) -> None:
+        told.append((len(rows), keys, now, signature))
+
+    monkeypatch.setattr(EvictionPolicy, "ended", ended)
+    in_one_tier(answered((0.0, [1, 2, 3], 4.0), (0.5, [4], 1.0), (1.0, [5, 6], 0), (5.0, [7], 0)), 3)
+    assert told == [(1, chunk_keys([4]), 1.5, ()), (0, chunk_keys([2, 3]), 4.0, [3])]
+
+
+@given(PROMPTS, st.integers(1, 12), st.floats(0, 30))
+def test_ends_change_nothing_for_lru(prompts: Prompts, capacity: int, seconds: float) -> None:
+    trace = answered(*((float(at), chunks, seconds) for at, chunks in enumerate(prompts)))
+    told, untold = in_one_tier(trace, capacity), in_one_tier(trace.without_ends(), capacity)
+    assert replace(told, seconds=0.0, ends=0) == replace(untold, seconds=0.0)
+    assert told.stored_again == 0
+
+
+@given(PROMPTS, st.integers(1, 12), st.floats(0, 30), st.sampled_from(POLICIES))
+def test_ends_keep_a_tier_within_its_capacity(
+    prompts: Prompts, capacity: int, seconds: float, policy: str
+) -> None:
+    trace = answered(*((float(at), chunks, seconds) for at, chunks in enumerate(prompts)))
+    outcome = in_one_tier(trace, capacity, policy)
+    [ram] = outcome.tiers
+    assert 0 <= ram.written_bytes - size_of(ram.evicted) <= size_of(capacity)
+    assert size_of(outcome.asked - outcome.hits + outcome.stored_again) >= ram.written_bytes
+    assert in_one_tier(trace.without_ends(), capacity, policy).ends == 0
 
 
 # Several tiers.

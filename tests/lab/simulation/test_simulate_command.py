@@ -44,6 +44,22 @@ def test_json_has_all_results(kvtier: Kvtier, trace: Path, tmp_path: Path) -> No
     assert [tier["name"] for tier in row["tiers"]] == ["ram"]
 
 
+def test_ends_of_answers_are_reported_unless_left_out(kvtier: Kvtier, trace: Path) -> None:
+    """With 7 tokens each, at a request a second."""
+    for arguments, ends in (
+        ([], 4),
+        (["--seconds-per-token", "0.4"], 2),
+        (["--seconds-per-token", "0"], 0),
+        (["--no-ends"], 0),
+    ):
+        result = kvtier("simulate", trace, "--capacity", "100%", "--policy", "lru", *arguments)
+        remark = f"the ends of {ends} answers were reported to the policies"
+        assert (remark in result.output) == (ends > 0), result
+        result = kvtier("simulate", trace, "--capacity", "100%", "--json", *arguments)
+        (row,) = json.loads(result.output)["traces"][0]["rows"]
+        assert (row["ends"], row["stored_again"]) == (ends, 0)
+
+
 def test_tiers_of_a_settings_file(kvtier: Kvtier, trace: Path, tmp_path: Path) -> None:
     settings = tmp_path / "kvtier.yaml"
     tiers = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.keys import KEY_BYTES
-from kvtier.observability.recording.file import LookedUp, RecordingFile
+from kvtier.observability.recording.file import AnswerEnded, LookedUp, RecordingFile
 from kvtier.settings.observability import RecordingSettings
 from kvtier.units import MIB
 
@@ -29,7 +29,7 @@ def begin(path: Path, max_bytes: int = MIB, files: int = 4) -> RecordingFile:
     return RecordingFile.open(RecordingSettings(path=path, max_bytes=max_bytes, files=files))
 
 
-def write(path: Path, *batch: LookedUp, files: int = 4) -> RecordingFile:
+def write(path: Path, *batch: LookedUp | AnswerEnded, files: int = 4) -> RecordingFile:
     """Write a recording of one batch. Return its file, which is closed."""
     file = begin(path, files=files)
     file.write(batch)

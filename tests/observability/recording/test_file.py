@@ -15,9 +15,9 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.tenants import tenant_of_salt
 from kvtier.errors import SettingsError
 from kvtier.memory.keys import KEY_BYTES
-from kvtier.observability.recording.file import RecordingFile
+from kvtier.observability.recording.file import AnswerEnded, RecordingFile
 from kvtier.observability.recording.format import MAX_BODY_BYTES, NUMBER_BYTES, RecordingError
-from kvtier.observability.recording.reader import read_recording
+from kvtier.observability.recording.reader import TraceEnd, read_events, read_recording
 from kvtier.settings.observability import RecordingSettings
 from kvtier.units import MIB
 from tests.rigs.small_disk import mounted
@@ -44,6 +44,35 @@ def test_neither_keys_nor_parts_of_them_are_written(path: Path) -> None:
     write(path, of_keys(keys))
     content = path.read_bytes()
     assert not [at for at in range(len(keys) - 4) if keys[at : at + 4] in content and at % 4 == 0]
+
+
+def test_ends_reveal_neither_keys_nor_signatures(tmp_path: Path) -> None:
+    """Also if somebody knows how signatures are computed: they have other numbers in each recording."""
+    key, signature = os.urandom(KEY_BYTES), [0x1122334455667788]
+    found = []
+    for name in ("one", "two"):
+        write(
+            tmp_path / name, of_keys(key), AnswerEnded(1.0, key, signature), AnswerEnded(2.0, key, signature)
+        )
+        content = (tmp_path / name).read_bytes()
+        assert not [at for at in range(0, KEY_BYTES, 4) if key[at : at + 4] in content]
+        assert not [order for order in ("little", "big") if signature[0].to_bytes(8, order)[:4] in content]
+        found.append([event for event in read_events(tmp_path / name) if isinstance(event, TraceEnd)])
+    (first, again), (other, _) = found
+    assert first.signature == again.signature != other.signature
+    assert first.chunk != other.chunk
+
+
+def test_end_is_read_from_a_later_file_than_its_lookup(path: Path, tmp_path: Path) -> None:
+    key = os.urandom(KEY_BYTES)
+    file = begin(path)
+    file.write([of_keys(key, 1.0), *(looked_up(60_000, 2.0) for _ in range(3)), AnswerEnded(3.0, key, [])])
+    file.close()
+    assert (tmp_path / "traffic.1").exists()
+    first, *_, end = read_events(path)
+    assert isinstance(end, TraceEnd)
+    assert end.chunk == first.chunks[-1]  # type: ignore[union-attr]
+    assert list(read_events(path.rename(tmp_path / "newest")))[-1] == end
 
 
 def test_chunks_have_other_numbers_in_each_recording(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gzip
 import logging
 import lzma
 import tempfile
+from array import array
 from pathlib import Path
 
 import msgspec
@@ -17,17 +18,25 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.tenants import SALTED
 from kvtier.errors import KVTierError
 from kvtier.memory.keys import KEY_BYTES
-from kvtier.observability.recording.file import LookedUp
+from kvtier.observability.recording.file import AnswerEnded, LookedUp
 from kvtier.observability.recording.format import (
     FRAME,
     MAGIC,
     MAX_BODY_BYTES,
+    NUMBER_BYTES,
+    Ended,
     Header,
     Record,
     RecordingError,
     encode_frame,
 )
-from kvtier.observability.recording.reader import TraceRequest, is_recording, read_recording
+from kvtier.observability.recording.reader import (
+    TraceEnd,
+    TraceRequest,
+    is_recording,
+    read_events,
+    read_recording,
+)
 
 from .recordings import CHUNK_BYTES, CHUNK_TOKENS, looked_up, of_keys, write
 
@@ -79,6 +88,32 @@ def test_what_was_looked_up_is_read_back(batch: list[LookedUp]) -> None:
         for key, number in zip(keys, request.chunks, strict=True):
             assert numbers.setdefault(key, number) == number
     assert len(set(numbers.values())) == len(numbers), "different chunks have different numbers"
+
+
+def test_ends_are_read_back_between_the_requests(path: Path) -> None:
+    keys, signature = b"".join(FEW_KEYS), [7, 0, (1 << 64) - 1]
+    first, last = of_keys(keys, 1.0), of_keys(keys[:KEY_BYTES], 3.0)
+    ends = [
+        AnswerEnded(2.0, keys[-KEY_BYTES:], signature),
+        AnswerEnded(4.0, keys[:KEY_BYTES], []),
+        AnswerEnded(5.0, keys[-KEY_BYTES:], signature[:1]),
+    ]
+    write(path, first, ends[0], last, *ends[1:])
+    asked, end, other, unknown, again = read_events(path)
+    assert isinstance(asked, TraceRequest)
+    assert isinstance(other, TraceRequest)
+    assert (asked.time, other.time) == (1.0, 3.0)
+    assert isinstance(end, TraceEnd)
+    assert (end.time, end.chunk, len(end.signature)) == (2.0, asked.chunks[-1], 3)
+    assert unknown == TraceEnd(4.0, other.chunks[-1], array("Q"))
+    assert again == TraceEnd(5.0, asked.chunks[-1], end.signature[:1])
+    assert list(read_recording(path)) == [asked, other]
+
+
+def test_recording_without_ends_of_the_first_format_is_read(path: Path) -> None:
+    path.write_bytes(MAGIC + frame(Header(1, bytes(16), 0.0)) + frame(VALID))
+    [request] = read_events(path)
+    assert request == TraceRequest(0.0, array("Q", [0]), CHUNK_TOKENS, chunk_bytes=CHUNK_BYTES)
 
 
 def test_equal_with_and_without_the_native_core(path: Path, implementation: str) -> None:
@@ -170,7 +205,7 @@ def test_any_bytes_are_an_error_or_a_recording(rest: bytes) -> None:
     assert not error or error.startswith(f"{path}: record 1: ")
 
 
-def frame(record: Record | Header) -> bytes:
+def frame(record: Record | Header | Ended) -> bytes:
     encoded = encode_frame(record)
     assert encoded is not None
     return encoded
@@ -205,6 +240,25 @@ def test_invalid_record_is_an_error(path: Path, change: dict[str, object], reaso
     assert reason in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (Ended(-1.0, bytes(8), b""), "Expected `float` >= 0"),
+        (Ended(0.0, bytes(7), b""), "Expected `bytes` of length >= 8"),
+        (Ended(0.0, bytes(16), b""), "Expected `bytes` of length <= 8"),
+        (Ended(0.0, bytes(8), bytes(12)), "12 bytes are not a whole number of chunks"),
+        (Ended(0.0, bytes(8), bytes(9 * NUMBER_BYTES)), "Expected `bytes` of length <= 64"),
+    ],
+)
+def test_invalid_end_is_an_error(path: Path, end: Ended, reason: str) -> None:
+    write(path, looked_up(1))
+    path.write_bytes(path.read_bytes() + frame(end))
+    found, error = read(path)
+    assert len(found) == 1
+    assert error.startswith(f"{path}: record 2: ")
+    assert reason in error
+
+
 @pytest.mark.parametrize("length", [0, MAX_BODY_BYTES + 1, (1 << 32) - 1])
 def test_length_is_bounded(path: Path, length: int) -> None:
     write(path)
@@ -219,7 +273,8 @@ def test_length_is_bounded(path: Path, length: int) -> None:
         (b"", "{} is not a recording"),
         (b"dear", "{} is not a recording"),
         (MAGIC, "{} has no complete header"),
-        (MAGIC + frame(Header(2, bytes(16), 0.0)), "{} has format 2: this version reads 1"),
+        (MAGIC + frame(Header(3, bytes(16), 0.0)), "{} has format 3: this version reads 1 to 2"),
+        (MAGIC + frame(Header(0, bytes(16), 0.0)), "{} has format 0: this version reads 1 to 2"),
         (MAGIC + frame(Header(1, bytes(15), 0.0)), "{}: the header: Expected `bytes` of length >= 16"),
         (MAGIC + frame(VALID), "{}: the header: Expected `object`, got `array`"),
     ],

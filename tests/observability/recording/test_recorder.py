@@ -15,9 +15,9 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import SettingsError
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.observability.recording import recorder as recorder_module
-from kvtier.observability.recording.file import LookedUp, RecordingFile
-from kvtier.observability.recording.reader import read_recording
-from kvtier.observability.recording.recorder import MAX_PENDING_BYTES, Recorder, recording
+from kvtier.observability.recording.file import AnswerEnded, LookedUp, RecordingFile
+from kvtier.observability.recording.reader import TraceEnd, read_events, read_recording
+from kvtier.observability.recording.recorder import LOOKUP_BYTES, MAX_PENDING_BYTES, Recorder, recording
 from kvtier.settings.observability import RecordingSettings
 from kvtier.units import MIB
 from tests.rigs.small_disk import mounted
@@ -52,7 +52,38 @@ async def test_lookups_are_written_while_recording_and_at_exit(path: Path) -> No
     assert len(requests) == 2
     assert (first.tokens, first.chunk_bytes, first.tenant, first.hints) == (48, 4096, "tenant", HINTS)
     assert 0 <= requests[0].time <= requests[1].time
-    assert recorder.status() == {"path": str(path), "recorded": 2, "dropped": 0, "stopped": ""}
+    assert recorder.status() == {"path": str(path), "recorded": 2, "ends": 0, "dropped": 0, "stopped": ""}
+
+
+async def test_ends_are_written_beside_lookups(path: Path) -> None:
+    async with recording(RecordingSettings(path=path)) as recorder:
+        record(recorder)
+        recorder.ended(KEYS[-2 * KEY_BYTES :], [1, 2], 0.0)
+        recorder.ended(KEYS[:KEY_BYTES], [], 1e9)
+        recorder.ended(KEYS[:KEY_BYTES], [], -1e9)
+        recorder.ended(b"", [], 0.0)
+    request, *ends = read_events(path)
+    assert all(isinstance(end, TraceEnd) for end in ends)
+    assert ends[0].chunk == request.chunks[-1]  # type: ignore[union-attr]
+    assert [len(end.signature) for end in ends] == [2, 0, 0]
+    assert request.time <= ends[0].time <= ends[2].time, "an answer does not end in the future"
+    assert ends[1].time == 0.0, "nor before the recording began"
+    status = recorder.status()
+    assert (status["recorded"], status["ends"], status["dropped"]) == (1, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "signature"),
+    [(KEYS[:-1], []), (KEYS, [-1]), (KEYS, [1 << 64]), (KEYS, range(9))],
+)
+async def test_end_that_could_not_be_read_back_is_dropped(
+    path: Path, keys: bytes, signature: Sequence[int]
+) -> None:
+    async with recording(RecordingSettings(path=path)) as recorder:
+        recorder.ended(keys, signature, 0.0)
+        recorder.ended(KEYS, [], float("nan"))
+    assert [event.time for event in read_events(path)] == [0.0]
+    assert (recorder.status()["ends"], recorder.status()["dropped"]) == (1, 1)
 
 
 async def test_cancelled_recording_is_complete(path: Path) -> None:
@@ -76,7 +107,7 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """A disk whose writes block until the event is set."""
     write, unblocked = RecordingFile.write, threading.Event()
 
-    def wait_and_write(self: RecordingFile, batch: Sequence[LookedUp]) -> None:
+    def wait_and_write(self: RecordingFile, batch: Sequence[LookedUp | AnswerEnded]) -> None:
         unblocked.wait(60)
         write(self, batch)
 
@@ -92,13 +123,17 @@ async def test_slow_disk_drops_lookups_and_warns_once(
     async with recording(RecordingSettings(path=path)) as recorder:
         for _ in range(fits + 10):
             record(recorder, 30_000)
-        assert recorder.status()["dropped"] == 10
+        for _ in range(MAX_PENDING_BYTES // LOOKUP_BYTES):
+            recorder.ended(KEYS, [], 0.0)
+        dropped = recorder.status()["dropped"]
+        assert isinstance(dropped, int)
+        assert dropped > 10, "ends take memory, too"
         blocked.set()
         await until(lambda: recorder.status()["recorded"] == fits)
         record(recorder)
-    assert recorder.status()["dropped"] == 10
+    assert recorder.status()["dropped"] == dropped
     assert len(list(read_recording(path))) == fits + 1
-    slow = f"recording: the disk of {path} is too slow: 1 lookups so far are not recorded"
+    slow = f"recording: the disk of {path} is too slow: 1 lookups and ends so far are not recorded"
     assert [text for text in caplog.messages if "slow" in text] == [slow]
 
 
@@ -128,7 +163,7 @@ async def test_any_error_of_the_writer_only_ends_the_recording_with_one_warning(
     error: Exception,
     reason: str,
 ) -> None:
-    def fail(self: RecordingFile, batch: Sequence[LookedUp]) -> None:
+    def fail(self: RecordingFile, batch: Sequence[LookedUp | AnswerEnded]) -> None:
         raise error
 
     monkeypatch.setattr(RecordingFile, "write", fail)
@@ -136,7 +171,8 @@ async def test_any_error_of_the_writer_only_ends_the_recording_with_one_warning(
         record(recorder)
         await until(lambda: stopped(recorder))
         record(recorder)
-    assert (recorder.status()["stopped"], recorder.status()["dropped"]) == (reason, 2)
+        recorder.ended(KEYS, [], 0.0)
+    assert (recorder.status()["stopped"], recorder.status()["dropped"]) == (reason, 3)
     warning = f"recording to {path} has stopped, serving goes on: {reason}"
     assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == [warning]
 

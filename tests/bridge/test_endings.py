@@ -1,0 +1,105 @@
+"""What a cache process does with the ends of answers, and when it wants chunks again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.bridge.protocol import Ended, Outcomes, Reserve, Run
+from kvtier.bridge.session import MAX_SIGNATURE, EngineSession
+from kvtier.catalog.eviction import EvictionPolicy
+from kvtier.memory.header import object_bytes
+from kvtier.memory.keys import chunk_keys, join_keys
+from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.rpc.frames import Refused
+from tests.rigs.engine_sessions import ROOT, engine_of
+from tests.rigs.scripted_engine import KEYS, open_host
+
+pytestmark = pytest.mark.anyio
+
+CHUNK_TOKENS = 64
+LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (65_536,)),))
+OBJECT_BYTES = object_bytes(LAYOUT.payload_bytes(CHUNK_TOKENS))
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The ends that eviction policies are told of: the number of rows, the keys and the signature."""
+    ends: list[tuple[Any, ...]] = []
+
+    def ended(
+        _: EvictionPolicy, rows: Sequence[int], keys: Sequence[bytes], now: float, signature: Sequence[int]
+    ) -> None:
+        ends.append((len(rows), list(keys), tuple(signature)))
+
+    monkeypatch.setattr(EvictionPolicy, "ended", ended)
+    return ends
+
+
+async def test_ends_are_reported_to_policies_and_recorded(reported: list[tuple[Any, ...]]) -> None:
+    async with engine_of(LAYOUT, eviction="lru") as (engine, _):
+        recorded: list[tuple[Any, ...]] = []
+        recorder: Any = SimpleNamespace(ended=lambda *end: recorded.append(end))
+        engine._recorder = recorder
+        end = Ended(join_keys(KEYS[:2]), (1, (1 << 64) - 1), 2.0)
+        engine.answer_ended(end)
+        engine.answer_ended(Ended(KEYS[0], (), 1e9))
+        engine._recorder = None
+        engine.answer_ended(end)
+    assert recorded == [(end.keys, end.signature, 2.0), (KEYS[0], (), 60.0)]
+    assert reported == [(0, KEYS[:2], end.signature), (0, KEYS[:1], ()), (0, KEYS[:2], end.signature)]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        Ended(b"", (), 0.0),
+        Ended(KEYS[0][:-1], (), 0.0),
+        Ended(join_keys(KEYS[:3]), (), 0.0),
+        Ended(KEYS[0], (1,) * (MAX_SIGNATURE + 1), 0.0),
+        Ended(KEYS[0], (-1,), 0.0),
+        Ended(KEYS[0], (), -1.0),
+        Ended(KEYS[0], (), float("nan")),
+        Ended(KEYS[0], (), float("inf")),
+    ],
+)
+async def test_invalid_end_is_refused(tmp_path: Path, end: Ended) -> None:
+    async with open_host(tmp_path) as host, host.peer("scheduler") as scheduler:
+        await scheduler.send(Outcomes([], [end]))
+        await scheduler.receive(Refused)
+
+
+async def test_key_of_signatures_is_that_of_the_process(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host, host.peer() as first, host.peer() as second:
+        keys = {(await peer.greet(engine=name)).signature_key for peer, name in ((first, "a"), (second, "b"))}
+        assert [len(key) for key in keys] == [32]
+    assert keys != {bytes(32)}
+
+
+async def test_ended_answers_reach_the_engine_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[Ended] = []
+    monkeypatch.setattr(EngineSession, "answer_ended", lambda _, end: ends.append(end))
+    async with open_host(tmp_path) as host, host.peer("scheduler") as scheduler:
+        await scheduler.send(Outcomes([], [Ended(KEYS[0], (5, 7), 0.25)]))
+        await scheduler.status()
+    assert ends == [Ended(KEYS[0], (5, 7), 0.25)]
+
+
+@pytest.mark.parametrize("eviction", ["resume", "lru"])
+async def test_chunks_are_wanted_again_once_some_have_left(eviction: str) -> None:
+    """Only by a policy that may decline: others store all that is new."""
+    async with engine_of(LAYOUT, f"{10 * OBJECT_BYTES}B", eviction=eviction) as (engine, cache):
+        again = []
+        for prompt in range(4):
+            keys = chunk_keys(ROOT, range(prompt << 10, (prompt << 10) + 4 * CHUNK_TOKENS), CHUNK_TOKENS)
+            reserved = engine.reserve(Reserve(1, [Run(ROOT, join_keys(keys), CHUNK_TOKENS)]))
+            engine.commit(reserved.granted, 0)
+            again.append(reserved.again)
+        assert cache.counts["evicted"] + cache.counts["store_declined"] > 0
+    assert again == [False, False, eviction == "resume", eviction == "resume"]

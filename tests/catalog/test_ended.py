@@ -1,0 +1,340 @@
+"""Ends of answers: from then on a prompt can come back, and the engine may offer its chunks again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.policies.adaptive import MAX_ANSWERS, OPEN_REQUESTS, AdaptivePolicy
+from kvtier.catalog.policies.returns import (
+    AGES,
+    ENDINGS,
+    FIRST_ENDED,
+    FIRST_EXPECTED,
+    NEW,
+    WIDTHS,
+    Returns,
+    best_rate,
+    class_continued,
+    class_ended,
+    class_expected,
+    class_of,
+    rests,
+)
+from kvtier.memory.keys import ChunkKey
+from kvtier.testing.eviction import LENGTH, prompt_of
+from tests.catalog.one_tier import OneTier, ResumeTier
+
+TOOL, TURN = (1, 11), (1, 12)
+"""Signatures: both answers have stopped, with different last tokens."""
+
+
+@pytest.mark.parametrize("ending", range(ENDINGS))
+def test_class_of_an_end_keeps_what_is_known_of_the_prompt(ending: int) -> None:
+    kinds = [class_ended(kind, ending) for kind in range(FIRST_ENDED)]
+    assert len(set(kinds)) == FIRST_ENDED
+    assert all(FIRST_ENDED <= kind < FIRST_EXPECTED for kind in kinds)
+    assert [class_ended(kind, 0) for kind in kinds] == [class_ended(kind, 0) for kind in range(FIRST_ENDED)]
+
+
+def test_class_of_a_hint_stays_when_an_answer_ends() -> None:
+    assert class_ended(class_expected(10.0), 3) == class_expected(10.0)
+
+
+def test_mean_time_until_an_event_follows_from_its_rates() -> None:
+    """Against a simulation of events that have not happened at the start of a span."""
+    chance = random.Random(1)
+    rates = [0.05] * 6 + [0.2] * (AGES - 6)
+    found = rests(rates)
+    for first in (0, 4, 10):
+        times = []
+        for _ in range(20_000):
+            seconds = 0.0
+            for rate, width in zip(rates[first:], WIDTHS[first:], strict=True):
+                wait = chance.expovariate(rate)
+                seconds += min(wait, width)
+                if wait < width:
+                    break
+            times.append(seconds)
+        assert found[first] == pytest.approx(sum(times) / len(times), rel=0.05)
+
+
+def test_waiting_before_the_first_span_lowers_the_best_rate() -> None:
+    rates = [0.1] * AGES
+    assert best_rate(rates) == pytest.approx(0.1)
+    assert best_rate(rates, before=10.0) == pytest.approx(0.05, rel=0.01)
+
+
+def test_prompt_is_worth_less_while_its_answer_is_not_ended() -> None:
+    """Answers take 60 s, and the tool 5 s: what ends now is worth more than what begins now."""
+    cache = ResumeTier(10_000)
+    loop(cache, [TOOL] * 20, rounds=40, answer=60.0, gap=5.0)
+    cache.ask(first := prompt_of(0, 4))
+    begun = cache.worth(first[-1])
+    cache.now += 60.0
+    cache.end(first, *TOOL)
+    assert cache.worth(first[-1]) > 2 * begun > 0
+
+
+def loop(
+    cache: ResumeTier, signatures: Sequence[tuple[int, ...]], *, rounds: int, answer: float, gap: float
+) -> None:
+    """Let prompts come ``rounds`` times, and end in their own way after ``answer`` seconds each."""
+    for _ in range(rounds):
+        for number in range(len(signatures)):
+            cache.ask(prompt_of(number, 4))
+        cache.now += answer
+        for number, signature in enumerate(signatures):
+            cache.end(prompt_of(number, 4), *signature)
+        cache.now += gap
+
+
+def test_age_begins_anew_at_the_end() -> None:
+    cache, keys = ResumeTier(100), prompt_of(1, 4)
+    cache.ask(keys)
+    cache.now += 100.0
+    cache.ask(prompt_of(2, 1))
+    assert cache.visit(keys[-1]).age > 5
+    cache.end(keys, *TOOL)
+    visit = cache.visit(keys[-1])
+    assert visit.age == 0
+    assert FIRST_ENDED <= visit.kind < FIRST_EXPECTED
+    cache.now += 10.0
+    cache.ask(keys)
+    assert cache.visit(keys[-1]).typical_gap == pytest.approx(10.0), "from the end, not from the request"
+    assert cache.visit(keys[-1]).kind == class_of(10.0), "its next answer has not ended"
+
+
+def test_prompts_after_a_tool_call_are_held_and_those_after_a_turn_are_not() -> None:
+    """They are of one kind otherwise. After half an hour of such traffic, 40 new prompts need room."""
+    cache, chance = ResumeTier(400, declines=True), random.Random(3)
+    for number in range(600):
+        keys = prompt_of(number, 4)
+        cache.ask(keys)
+        cache.now += 1.0
+        if number % 2:
+            cache.end(keys, *TOOL)
+            cache.now += 2.0 + chance.random()
+            cache.ask(keys)
+        cache.end(keys, *TURN)
+    cache.now += 70.0
+    tools = [prompt_of(1000 + number, 4) for number in range(40)]
+    turns = [prompt_of(2000 + number, 4) for number in range(40)]
+    for tool, turn in zip(tools, turns, strict=True):
+        cache.ask(turn)
+        cache.ask(tool)
+        cache.end(turn, *TURN)
+        cache.end(tool, *TOOL)
+    assert all(len(cache.catalog.prefix(tool)) == 4 for tool in tools)
+    assert sum(bool(cache.catalog.prefix(turn)) for turn in turns) <= 4
+
+
+def test_end_of_a_prompt_that_was_evicted_is_that_of_its_ghost() -> None:
+    cache, keys = ResumeTier(100), prompt_of(1, 6)
+    cache.ask(keys)
+    cache.catalog.remove_all(cache.catalog.victims(0), 0)
+    cache.now += 20.0
+    cache.end(keys, *TOOL)
+    cache.now += 7.0
+    cache.ask(keys)
+    assert cache.visit(keys[-1]).typical_gap == pytest.approx(7.0)
+
+
+def test_end_of_an_unknown_prompt_and_of_none_changes_nothing() -> None:
+    cache = ResumeTier(100)
+    cache.ask(prompt_of(1, 4))
+    before = cache.visit(prompt_of(1, 4)[-1])
+    cache.end(prompt_of(2, 4), *TOOL)
+    cache.end([], *TOOL)
+    assert cache.visit(prompt_of(1, 4)[-1]) == before
+
+
+def test_chunks_that_are_offered_again_are_no_return() -> None:
+    cache, keys = ResumeTier(100), prompt_of(1, 6)
+    cache.ask(keys)
+    before = cache.visit(keys[-1])
+    cache.catalog.remove_all(cache.catalog.victims(0, 3 * LENGTH), 0)
+    cache.now += 20.0
+    returns = cache.returns._count
+    cache.end(keys, *TOOL, again=True)
+    visit = cache.visit(keys[-1])
+    assert visit.held == len(keys)
+    assert (visit.typical_gap, visit.added) == (0.0, before.added)
+    assert visit.kind == class_ended(class_continued(NEW, 6), 0) or visit.kind >= FIRST_ENDED
+    assert sum(cache.returns._ended.returns) == 0
+    assert cache.returns._count >= returns
+    cache.now += 8.0
+    assert cache.ask(keys) == len(keys)
+    assert cache.visit(keys[-1]).typical_gap == pytest.approx(8.0)
+
+
+def test_all_chunks_that_are_offered_again_are_no_return_either() -> None:
+    cache, keys = ResumeTier(100), prompt_of(1, 6)
+    cache.ask(keys)
+    cache.catalog.remove_all(cache.catalog.victims(0), 0)
+    assert cache.catalog.count(0) == 0
+    cache.now += 20.0
+    cache.end(keys, *TOOL, again=True)
+    assert cache.visit(keys[-1]).held == len(keys)
+    assert cache.visit(keys[-1]).typical_gap == 0.0
+    assert sum(cache.returns._ended.returns) == sum(cache.returns._asked.returns) == 0
+    assert len(cache.visits) == 1, "one visit, no ghost beside it"
+
+
+def test_prompt_of_a_hint_is_recognized_as_offered_again() -> None:
+    cache, keys = ResumeTier(100), prompt_of(1, 6)
+    cache.ask(keys, ChunkHints(resume=30.0))
+    cache.catalog.remove_all(cache.catalog.victims(0, 3 * LENGTH), 0)
+    cache.now += 10.0
+    cache.end(keys, *TOOL, again=True)
+    assert cache.visit(keys[-1]).held == len(keys)
+    assert cache.visit(keys[-1]).typical_gap == 0.0
+
+
+def test_what_was_declined_is_stored_when_its_answer_has_ended() -> None:
+    """The tier is full of prompts whose answers take long: one that has ended is worth more."""
+    cache = ResumeTier(80, declines=True)
+    loop(cache, [TOOL] * 19, rounds=40, answer=60.0, gap=5.0)
+    for number in range(20):
+        cache.ask(prompt_of(number, 4))
+    keys = next(prompt_of(number, 4) for number in range(100, 200) if not cache.ask(prompt_of(number, 4)))
+    cache.now += 30.0
+    cache.end(keys, *TOOL, again=True)
+    assert len(cache.catalog.prefix(keys)) == len(keys)
+
+
+def test_without_ends_returns_are_learned_as_before() -> None:
+    returns = Returns()
+    kind = class_of(30)
+    for _ in range(100):
+        returns.waited(kind, 0, 1, 30.0)
+        returns.returned(kind, 30.0)
+    assert returns.values(kind)[0] == pytest.approx(1 / 30, rel=0.2)
+
+
+def test_prompts_are_expected_once_when_it_begins_to_pay_to_hold_them() -> None:
+    """Tools take 20 to 24 s, so there is no hurry at first."""
+    cache, keys, chance = ResumeTier(10_000), prompt_of(1, 4), random.Random(5)
+    for number in range(400):
+        for other in (number, number + 1000):
+            cache.ask(prompt_of(other, 4))
+            cache.end(prompt_of(other, 4), *TOOL)
+        cache.now += 20.0 + 4 * chance.random()
+        cache.ask(prompt_of(number, 4))
+        cache.end(prompt_of(number, 4), *TURN)
+        cache.now += 1.0
+    cache.ask(keys)
+    cache.end(keys, *TOOL)
+    ended, expected = cache.now, list[float]()
+    row = cache.catalog.row(keys[-1])
+    for _ in range(200):
+        cache.now += 0.5
+        expected += [cache.now - ended for found in cache.policy.returning(cache.now) if found == row]
+    assert len(expected) == 1
+    assert 8.0 < expected[0] < 22.0
+
+
+def test_nobody_is_expected_without_ends() -> None:
+    cache = ResumeTier(1000)
+    for number in range(100):
+        cache.ask(prompt_of(number % 10, 4))
+        cache.now += 1.0
+        assert not cache.policy.returning(cache.now)
+
+
+class TestAdaptive:
+    """Its shadow caches see ends in the order of time, and what is offered again as no use."""
+
+    @pytest.fixture
+    def cache(self) -> OneTier[AdaptivePolicy]:
+        return OneTier(AdaptivePolicy, 100, declines=True, sampling=1.0)
+
+    def drain(self, cache: OneTier[AdaptivePolicy]) -> None:
+        policy = cache.policy
+        while policy._open:
+            policy._observe_oldest()
+
+    def test_offering_again_is_asked_for_once(self, cache: OneTier[AdaptivePolicy]) -> None:
+        keys = prompt_of(1, 10)
+        cache.ask(keys)
+        cache.catalog.remove_all(cache.catalog.victims(0, 4 * LENGTH), 0)
+        cache.now += 10
+        cache.end(keys, *TOOL, again=True)
+        assert len(cache.catalog.prefix(keys)) == len(keys)
+        self.drain(cache)
+        assert cache.policy._asked == len(keys)
+        assert not cache.policy._awaited
+
+    def test_prompt_that_comes_back_is_asked_for_again(self, cache: OneTier[AdaptivePolicy]) -> None:
+        keys = prompt_of(1, 10)
+        cache.ask(keys)
+        cache.end(keys, *TOOL)
+        cache.now += 10
+        cache.ask(keys)
+        self.drain(cache)
+        assert cache.policy._asked == 2 * len(keys)
+        assert list(cache.policy.hit_rates.values()) == [0.5] * 3
+
+    def test_prompt_that_has_left_and_comes_back_is_asked_for_again(
+        self, cache: OneTier[AdaptivePolicy]
+    ) -> None:
+        keys = prompt_of(1, 10)
+        cache.ask(keys)
+        cache.end(keys, *TOOL)
+        cache.catalog.remove_all(cache.catalog.victims(0), 0)
+        cache.now += 10
+        cache.ask(keys)
+        self.drain(cache)
+        assert cache.policy._asked == 2 * len(keys)
+
+    def test_events_reach_the_shadow_caches_in_the_order_of_time(
+        self, cache: OneTier[AdaptivePolicy], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cache.ask(prompt_of(0, 1))
+        events: list[tuple[str, float, ChunkKey]] = []
+        shadow = cache.policy._shadows[0]
+        monkeypatch.setattr(
+            shadow, "access", lambda keys, *_: events.append(("ask", shadow.now, keys[-1])) or 0
+        )
+        monkeypatch.setattr(shadow, "end", lambda keys, *_: events.append(("end", shadow.now, keys[-1])))
+        started = cache.now
+        one, two, three = (prompt_of(number, 3) for number in (1, 2, 3))
+        for seconds, keys, ends in (
+            (1, one, False),
+            (2, two, False),
+            (3, one, True),
+            (4, three, False),
+            (5, two, True),
+            (6, one, False),
+        ):
+            cache.now = started + seconds
+            if ends:
+                cache.end(keys, *TOOL)
+            else:
+                cache.ask(keys)
+        self.drain(cache)
+        kinds = [(kind, keys) for kind, _, keys in events[1:]]
+        assert kinds == [
+            ("ask", one[-1]),
+            ("ask", two[-1]),
+            ("end", one[-1]),
+            ("ask", three[-1]),
+            ("end", two[-1]),
+            ("ask", one[-1]),
+        ]
+        times = [now - started for _, now, _ in events[1:]]
+        assert times == [1, 2, 3, 4, 5, 6]
+
+    def test_state_is_bounded(self, cache: OneTier[AdaptivePolicy]) -> None:
+        for number in range(2 * MAX_ANSWERS):
+            cache.ask(keys := prompt_of(number, 3))
+            if number % 3 == 0:
+                cache.end(keys, *TURN, again=True)
+            if number % 5 == 0:
+                cache.end(prompt_of(number - 1, 3), *TOOL)
+        assert len(cache.policy._open) <= OPEN_REQUESTS
+        assert len(cache.policy._answers) <= MAX_ANSWERS
+        assert len(cache.policy._awaited) <= OPEN_REQUESTS * 3
