@@ -13,7 +13,7 @@ import httpx
 import pytest
 from anyio.abc import ByteStream, SocketAttribute
 
-from kvtier.fleet.controller import serve, standby
+from kvtier.fleet.controller import serve, shared_state, standby
 from kvtier.fleet.controller.shared_state import LEASE, SharedState
 from kvtier.testing.servers import free_port
 from tests.rigs.running_controller import (
@@ -105,6 +105,7 @@ async def test_one_that_has_just_started_asks_the_leader(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its index is not complete: it would answer that nothing is held, and move nothing."""
+    monkeypatch.setattr(shared_state, "LEASE_SECONDS", 60.0)
     state = {"state": server.tier()["url"]}
     async with running_controller(tmp_path, **state) as first:
         await until(lambda: leads(first))
@@ -141,7 +142,10 @@ async def test_one_that_has_just_started_leads_only_if_no_other_one_can(
                 assert leads(ready)
 
 
-async def test_one_that_misses_reports_asks_the_leader(tmp_path: Path, server: RedisServer) -> None:
+async def test_one_that_misses_reports_asks_the_leader(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_state, "LEASE_SECONDS", 60.0)  # Without a leader it would answer itself.
     async with two(tmp_path, server) as (first, second), first.instance("a", ram=KEYS), second.connect("a"):
         await until(lambda: "a" in second.registry.members)
         assert await second.held(tokens=TOKENS) == {"a": {"ram": len(TOKENS)}}
