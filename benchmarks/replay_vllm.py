@@ -22,6 +22,9 @@ what ``kvtier simulate`` computes from the plan, and from the times at which the
 sent*), which differ if the machine cannot keep up. All policies must produce the same tokens: otherwise the
 benchmark fails.
 
+With ``--disk``, a disk is below memory, and each policy is replayed with and without ``prefetch.ahead``: hits
+are then those of both tiers, and the time to the first token shows where they were.
+
 Times must not be divided by much. ``resume``, and so ``adaptive``, learns for how long prompts are away, but
 does not distinguish times below two seconds. A typical gap of an agent is 15 seconds.
 """
@@ -127,6 +130,8 @@ class Result(NamedTuple):
     answers: Sequence[Answer]
     """In the order of the plan."""
     evicted: int
+    ahead: int
+    """Chunks that were read from the disk before they were asked for."""
     seconds: float
 
 
@@ -152,7 +157,7 @@ def main() -> None:
         raise SystemExit(f"--start, --span: {options.trace} has no request in this window")
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="kvt-") as name:
         models.make_llama(Path(name, "model"), width=options.width)
-        compare(plan, options.policy.split(","), options.capacity / 100, Path(name), serve=options.serve)
+        compare(plan, options, Path(name))
 
 
 def parsed() -> argparse.Namespace:
@@ -175,6 +180,11 @@ def parsed() -> argparse.Namespace:
         type=float,
         default=10,
         help="so long are answers whose duration is known; default: %(default)s",
+    )
+    parser.add_argument(
+        "--disk",
+        type=float,
+        help="also a disk for %% of the distinct chunks, with and without prefetch.ahead",
     )
     parser.add_argument("--plan", action="store_true", help="only print the requests, as JSON")
     parser.add_argument("--serve", action="store_true", help="run kvtier serve; by default, vLLM starts it")
@@ -210,24 +220,27 @@ def tokens_of(seed: str, count: int) -> list[int]:
     return random.Random(seed).choices(range(models.VOCABULARY), k=count)
 
 
-def compare(
-    plan: Sequence[Planned], policies: Sequence[str], fraction: float, folder: Path, *, serve: bool
-) -> None:
+def compare(plan: Sequence[Planned], options: argparse.Namespace, folder: Path) -> None:
     """Replay the plan with each policy, and print the table. ``folder`` has the model."""
     trace = trace_of(plan, [planned.time for planned in plan], [planned.seconds for planned in plan])
     chunk_bytes = MODEL.chunk_bytes(trace)
-    chunks = int(trace.unique * fraction)
+    chunks = int(trace.unique * options.capacity / 100)
     longest = max(len(planned.chunks) for planned in plan)
     if chunks < longest:
         raise SystemExit(f"--capacity: has {chunks} chunks, of {longest} of the longest prompt: use more")
-    settings = {policy: settings_for(policy, chunks * chunk_bytes) for policy in policies}
+    disk = int(trace.unique * (options.disk or 0) / 100) * chunk_bytes
+    settings = {
+        policy if ahead else f"{policy}, not ahead": settings_for(
+            policy, chunks * chunk_bytes, folder / f"{policy}-{ahead}", disk, ahead=ahead
+        )
+        for policy in options.policy.split(",")
+        for ahead in ((True, False) if disk else (True,))
+    }
     prompts = [planned.prompt(number) for number, planned in enumerate(plan)]
     results = {}
-    for policy, each in settings.items():
-        (folder / policy).mkdir()
-        results[policy] = replay(
-            plan, prompts, each, folder / "model", folder / policy, chunk_bytes, serve=serve
-        )
+    for number, (policy, each) in enumerate(settings.items()):
+        (own := folder / str(number)).mkdir()
+        results[policy] = replay(plan, prompts, each, folder / "model", own, chunk_bytes, serve=options.serve)
         hits = sum(answer.cached for answer in results[policy].answers)
         print(f"{policy}: {hits} hit tokens, {results[policy].seconds:.0f} s", file=sys.stderr, flush=True)
     sent = {
@@ -266,11 +279,15 @@ def simulated(trace: Trace, settings: dict[str, Any]) -> Study:
     return study(trace, plugins, [configured(plugins, Settings(**settings), None, {})], MODEL)
 
 
-def settings_for(policy: str, capacity: int) -> dict[str, Any]:
+def settings_for(policy: str, capacity: int, path: Path, disk: int, *, ahead: bool) -> dict[str, Any]:
+    tiers: list[dict[str, Any]] = [{"name": TIER, "type": "cpu", "capacity": capacity, "eviction": policy}]
+    if disk:
+        tiers.append({"name": "ssd", "type": "disk", "path": str(path), "capacity": disk, "eviction": policy})
     return {
         "chunk_tokens": CHUNK_TOKENS,
         "partial_chunks": False,
-        "tiers": [{"name": TIER, "type": "cpu", "capacity": capacity, "eviction": policy}],
+        "prefetch": {"ahead": ahead},
+        "tiers": tiers,
     }
 
 
@@ -296,10 +313,11 @@ def replay(
             raise engine.failure(f"failed to respond ({errors.exceptions[0]!r})") from errors
         seconds = time.perf_counter() - started
         status = bridge.status(cache.socket)
-    (tier,) = status["tiers"]
+    tier, *_ = status["tiers"]
     if tier["used_bytes"] != tier["chunks"] * chunk_bytes:
         raise SystemExit(f"{tier['chunks']} chunks have {tier['used_bytes']} bytes, not {chunk_bytes} each")
-    return Result(answers, status["counts"].get("evicted", 0), seconds)
+    counts = status["counts"]
+    return Result(answers, counts.get("evicted", 0), counts.get("ahead", 0), seconds)
 
 
 @contextmanager
@@ -403,7 +421,10 @@ def report(
         f"{len(plan)} requests of {sessions} sessions, {planned.chunks:,} chunks, {planned.unique:,} "
         f"distinct; a tier of {chunks} chunks; optimum {planned.rows[0].bound:.4f}"
     )
-    hits, ttft = ("hit tokens", "hit rate", "simulated", "as sent", "evicted"), ("TTFT, ms", "p50", "p99")
+    hits, ttft = (
+        ("hit tokens", "hit rate", "simulated", "as sent", "evicted", "ahead"),
+        ("TTFT, ms", "p50", "p99"),
+    )
     show(title, ("", *hits, *ttft, "late, ms", "s"), rows)
 
 
@@ -417,6 +438,7 @@ def row_of(policy: str, result: Result, planned: Study, sent: Study) -> Sequence
         f"{planned.rows[0].outcome.hit_rate:.4f}",
         f"{sent.rows[0].outcome.hit_rate:.4f}",
         result.evicted,
+        result.ahead,
         round(statistics.fmean(ttft)),
         round(statistics.median(ttft)),
         round(ttft[len(ttft) * 99 // 100]),
