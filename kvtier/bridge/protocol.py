@@ -54,13 +54,16 @@ Consistency rules:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from kvtier.catalog.endings import MAX_SIGNATURE
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.misses import Miss, MissReason, misses_behind
 from kvtier.fleet.member.served_models import EngineModel
+from kvtier.memory.keys import KEY_BYTES
 from kvtier.memory.layout import ChunkLayout
 from kvtier.observability.requests import PromptReport, WhyReport
 from kvtier.observability.traces.spans import Sampling, Span
@@ -235,11 +238,11 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 class Ended(msgspec.Struct, frozen=True, array_like=True):
     """The end of an answer."""
 
-    keys: bytes
+    keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=2 * KEY_BYTES)]
     """Of the last two chunks of what its request has stored, or would have stored; or of its only one."""
-    signature: tuple[int, ...]
+    signature: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_SIGNATURE)]
     """How it has ended: see :func:`~kvtier.catalog.endings.signature`. Tokens do not leave the engine."""
-    seconds: float
+    seconds: Annotated[float, Meta(ge=0, lt=1 << 48)]
     """How long ago."""
 
 

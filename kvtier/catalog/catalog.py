@@ -381,14 +381,14 @@ class Catalog:
         return [self.path(row) for policy in self.policies[1:] for row in policy.returning(now)]
 
     def path(self, row: int) -> list[ChunkKey]:
-        """Return the chunks from the root to the one in a row."""
+        """Return the chunks from the root to that in a row."""
         rows = []
         while row != NO_PARENT:
             rows.append(row)
             row = self._parents[row]
         return self.columns.keys_of(reversed(rows))
 
-    def liftable(self, keys: Sequence[ChunkKey]) -> IncomingPrompt | None:
+    def only_below(self, keys: Sequence[ChunkKey]) -> IncomingPrompt | None:
         """Return the chunks of a prompt that only lower tiers hold, as new ones for the first tier.
 
         ``None`` if there are none, or if any is READY in no tier.

@@ -15,6 +15,9 @@ from typing import NamedTuple
 from blake3 import blake3
 
 TOKENS = 3
+"""The last ones of an answer that count: many agents' answers end alike before a tool call."""
+MAX_SIGNATURE = 8
+"""Maximum number of hashes in a signature, of any version."""
 SOON_SECONDS = 60.0
 """Nearly all results of tools come within this time, and few users answer."""
 PERIOD_SECONDS = 5.0

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvtier.bridge.protocol import Ended, Outcomes, Reserve, Run
-from kvtier.bridge.session import MAX_SIGNATURE, EngineSession
+from kvtier.bridge.session import EngineSession
+from kvtier.catalog.endings import MAX_SIGNATURE
 from kvtier.catalog.eviction import EvictionPolicy
 from kvtier.memory.header import object_bytes
 from kvtier.memory.keys import chunk_keys, join_keys

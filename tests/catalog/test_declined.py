@@ -209,7 +209,7 @@ def test_declined_prompts_count_as_waited_for() -> None:
     assert visit.held == 0
     tier.now += 30
     tier.ask(keys)
-    assert sum(tier.returns._exact[visit.kind].returns) == 1
+    assert sum(tier.returns._observations[visit.kind].returns) == 1
     assert tier.visit(keys[0]).typical_gap == pytest.approx(30)
 
 
@@ -351,13 +351,13 @@ def test_simulation_offers_again_what_was_declined(monkeypatch: pytest.MonkeyPat
     first, second = prompt_of(1, 9), prompt_of(2, 4)
     simulated.serve(1.0, first, ChunkHints(priority=100))
     simulated.serve(2.0, second, ChunkHints(priority=-100))
-    assert (simulated.declined, simulated.evicted) == (3, [0])
+    assert (simulated.written, simulated.evicted) == ([10], [0])
     offered: list[IncomingPrompt] = []
     monkeypatch.setattr(simulated.catalog.policies[0], "declined", offered.append)
     simulated.ended(3.0, second, [], ChunkHints(priority=-100))
     [rest] = offered
     assert (rest.keys, rest.now) == (second[1:], 3.0)
-    assert (simulated.stored_again, simulated.declined) == (0, 6)
+    assert (simulated.stored_again, simulated.written) == (0, [10])
 
 
 @pytest.mark.parametrize(("eviction", "fills"), [("resume", True), ("lru", False)])

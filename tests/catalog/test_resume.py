@@ -20,10 +20,10 @@ from kvtier.catalog.policies.returns import (
     STARTS,
     WIDTHS,
     Returns,
-    best_rate,
     class_continued,
     class_expected,
     class_of,
+    gittins_index,
     span,
 )
 from kvtier.memory.keys import ChunkKey
@@ -102,7 +102,7 @@ def test_value_is_the_best_rate_of_hits_of_any_time_to_keep(first: int) -> None:
             seconds += away * WIDTHS[at] / steps
             away *= 1 - rates[at] * WIDTHS[at] / steps
         best = max(best, (1 - away) / seconds)
-    assert best_rate(rates, first=first) == pytest.approx(best, rel=0.02)
+    assert gittins_index(rates, first=first) == pytest.approx(best, rel=0.02)
 
 
 def test_what_is_learned_replaces_what_was_assumed() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, compress
 
-import msgspec
 from pydantic import Field
 
 from kvtier.catalog.catalog import Catalog, State
@@ -24,7 +22,7 @@ from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.catalog.policies.rings import cover
 from kvtier.catalog.sampling import POLICY_SAMPLE, SAMPLED, sampled_rows
-from kvtier.memory.keys import ChunkKey, join_keys, split_keys
+from kvtier.memory.keys import ChunkKey
 
 CANDIDATES: dict[str, type[EvictionPolicy]] = {"lru": LruPolicy, "arc": ArcPolicy, "resume": ResumePolicy}
 """The first one is in use until another one has proved better."""
@@ -40,7 +38,7 @@ MIN_SHADOW_CHUNKS = 256
 class _Request:
     """The sampled chunks of a request so far, which are accessed in the shadow caches together.
 
-    Or the end of its answer, which is an event of its own.
+    Once it is observed, it waits for the end of its answer, to be observed again.
     """
 
     __slots__ = ("awaited", "chunks", "last", "parent", "signature", "time")
@@ -53,17 +51,9 @@ class _Request:
         self.chunks: dict[ChunkKey, int] = {}
         """Their lengths, in the order of the prompt."""
         self.signature: Sequence[int] | None = None
-        """How its answer has ended; ``None`` unless this is that end."""
+        """How its answer has ended; ``None`` before."""
         self.awaited: list[ChunkKey] = []
         """Those of another tier, which are likely to be added here soon, without a further access."""
-
-
-class _Observed(msgspec.Struct, frozen=True, gc=False):
-    """The sampled chunks of a request whose answer has not ended."""
-
-    keys: bytes
-    lengths: array[int]
-    parent: ChunkKey | None
 
 
 class AdaptiveSettings(PolicySettings):
@@ -130,7 +120,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._open: dict[ChunkKey, _Request] = {}
         """Requests that may have more chunks, by their last one. The shadow caches see them whole."""
         self._awaited: set[ChunkKey] = set()
-        self._answers: dict[ChunkKey, _Observed] = {}
+        self._answers: dict[ChunkKey, _Request] = {}
         """Requests by their last chunk, from their observation to the end of their answer."""
 
     @property
@@ -196,13 +186,12 @@ class AdaptivePolicy(EvictionPolicy):
         for key in reversed(keys):
             while key in self._open:
                 self._observe_oldest()
-            if (observed := self._answers.get(key)) is not None:
-                end = _Request(now, None)
-                end.signature = signature
+            if (request := self._answers.pop(key, None)) is not None:
+                request.time, request.signature = now, signature
                 # The engine may now offer them again, which is no use of them.
-                end.awaited = split_keys(observed.keys)
-                self._awaited.update(end.awaited)
-                self._leave_open(end, key)
+                request.awaited = list(request.chunks)
+                self._awaited.update(request.awaited)
+                self._leave_open(request, key)
                 return
 
     def returning(self, now: float) -> Sequence[int]:
@@ -257,7 +246,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _request(self, before: ChunkKey | None, row: int, now: float) -> _Request:
         """Return the open request that a chunk continues, or begin one. ``before``, ``row``: its parent."""
-        if before in self._open:
+        if before in self._open and self._open[before].signature is None:
             return self._open.pop(before)
         return _Request(now, self._sampled_ancestor(row))
 
@@ -292,17 +281,20 @@ class AdaptivePolicy(EvictionPolicy):
         self._observe(self._open.pop(next(iter(self._open))))
 
     def _observe(self, request: _Request) -> None:
-        """Ask the shadow caches for the sampled chunks of a request."""
+        """Ask the shadow caches for the sampled chunks of a request, or end its answer there."""
         self._awaited.difference_update(request.awaited)
-        if request.signature is not None:
-            self._end(request)
         if not request.chunks:
             return
         keys, lengths = list(request.chunks), list(request.chunks.values())
         for at, shadow in enumerate(self._shadows):
             shadow.now = max(shadow.now, request.time)
-            self._hits[at] += shadow.access(keys, lengths, request.parent)
-        self._answers[request.last] = _Observed(join_keys(keys), array("Q", lengths), request.parent)
+            if request.signature is None:
+                self._hits[at] += shadow.access(keys, lengths, request.parent)
+            else:
+                shadow.end(keys, lengths, request.parent, request.signature)
+        if request.signature is not None:
+            return
+        self._answers[request.last] = request
         if len(self._answers) > MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
         self._asked += len(keys)
@@ -310,15 +302,6 @@ class AdaptivePolicy(EvictionPolicy):
             self._asked *= 0.5
             self._hits = [hits * 0.5 for hits in self._hits]
         self._choose()
-
-    def _end(self, end: _Request) -> None:
-        """End the answer to a request in the shadow caches, which were asked for its chunks before."""
-        observed = self._answers.pop(end.last, None)
-        if observed is None or end.signature is None:
-            return
-        for shadow in self._shadows:
-            shadow.now = max(shadow.now, end.time)
-            shadow.end(split_keys(observed.keys), observed.lengths, observed.parent, end.signature)
 
     def _sampled_ancestor(self, row: int) -> ChunkKey | None:
         """Return the key of the nearest sampled chunk from a row upwards, among the next ones."""

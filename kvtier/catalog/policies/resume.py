@@ -20,7 +20,6 @@ from kvtier.catalog.eviction import (
 from kvtier.catalog.policies.returns import (
     AGES,
     CLASSES,
-    FIRST_ENDED,
     FIRST_EXPECTED,
     NEW,
     STARTS,
@@ -30,6 +29,7 @@ from kvtier.catalog.policies.returns import (
     class_expected,
     class_of,
     class_retained,
+    has_ended,
 )
 from kvtier.catalog.policies.visits import NONE, Visits
 from kvtier.memory.keys import ChunkKey
@@ -112,23 +112,18 @@ class ResumePolicy(EvictionPolicy):
         keys, parent = self._chunks.keys_of(rows), None if above == NO_PARENT else self._chunks.key(above)
         rest = self._incoming.rest(keys, parent, visits.ghosts)
         self._incoming.passed(keys, parent, rest)
-        visit = self._continued(above)
-        if visit == NONE:
-            visit = self._stored_again(rest)
-        again = visit != NONE and self._is_again(visit, rest)
+        visit = self._visit_of(above, rest)
         if visit == NONE:
             visit = self._begin(rows[-1], now, class_continued(NEW, rest.chunks))
-        else:
-            is_ghost = visits.rings[visit] >= GHOST
-            self._ghosts -= is_ghost
-            if again and is_ghost:
-                self._use(visits.rings[visit] - GHOST)
-                visits.move(visit, visits.rings[visit] - GHOST)
-            elif not again:
-                self._put(visit, self._continuing(visit, rest), rows[-1], now)
-            visits.forget_ghost(visit)  # It may have lost chunks that come back now.
+        is_ghost, again = visits.rings[visit] >= GHOST, self._is_again(visit, rest)
+        self._ghosts -= is_ghost
+        if again and is_ghost:
+            self._move(visit, visits.rings[visit] - GHOST)
+        elif not again:
+            self._put(visit, self._continuing(visit, rest), rows[-1], now)
+            visits.added[visit] += len(rows)
+        visits.forget_ghost(visit)  # It may have lost chunks that come back now.
         visits.give(visit, rows)
-        visits.added[visit] += 0 if again else len(rows)
         before = self._before(rest, visit)
         if before != NONE:
             self._resume(visit, before, rows[-1], now)
@@ -175,14 +170,12 @@ class ResumePolicy(EvictionPolicy):
         slot = self._endings.ended(signature, now)
         visits.endings[visit] = slot + 1
         kind, ring = self._kind(visit), visits.rings[visit]
-        if kind == LEFT or kind >= FIRST_EXPECTED:
+        if kind >= FIRST_EXPECTED:
             return
-        if kind < FIRST_ENDED:
+        if not has_ended(kind):
             self._returns.ended(kind, max(now - visits.since[visit], 0.0))
-        ring += (class_ended(kind, self._endings.ending(slot)) - kind) * AGES - ring % AGES
-        self._use(ring)
         visits.since[visit] = now
-        visits.move(visit, ring)
+        self._move(visit, ring + (class_ended(kind, self._endings.ending(slot)) - kind) * AGES - ring % AGES)
 
     def _answered(self, rows: Sequence[int], keys: Sequence[ChunkKey]) -> int:
         """Return the visit of which these are the last chunks, those of them that are held and all."""
@@ -199,14 +192,11 @@ class ResumePolicy(EvictionPolicy):
         visits, found = self._visits, list[int]()
         for ring in self._used:
             kind, at = ring // AGES % KINDS, ring % AGES
-            if ring >= GHOST or not FIRST_ENDED <= kind < FIRST_EXPECTED or not visits.sizes[ring]:
-                continue
-            if not self._returns.ripens(kind, at):
-                continue
-            for visit in visits.newest(ring):
-                if visits.since[visit] + STARTS[at] <= since:
-                    break
-                found.append(visits.tails[visit])
+            if ring < GHOST and has_ended(kind) and visits.sizes[ring] and self._returns.peaks(kind, at):
+                for visit in visits.in_ring(ring, newest_first=True):
+                    if visits.since[visit] + STARTS[at] <= since:
+                        break
+                    found.append(visits.tails[visit])
         return found
 
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
@@ -252,7 +242,7 @@ class ResumePolicy(EvictionPolicy):
         self._settle(prompt.now)
         visits, count = self._visits, len(prompt.keys)
         rest = self._incoming.rest(prompt.keys, prompt.parent_key, visits.ghosts)
-        ring, visit = self._ring_for(prompt, rest), self._visit_of(prompt, rest)
+        ring, visit = self._ring_for(prompt, rest), self._visit_of(prompt.parent, rest)
         if visit == NONE:
             visit = visits.new(prompt.now, ring)
         before = self._before(rest, visit)
@@ -263,8 +253,7 @@ class ResumePolicy(EvictionPolicy):
             visits.added[visit] += count
             visits.since[visit] = prompt.now
         self._ghosts -= visits.rings[visit] >= GHOST
-        self._use(ring)
-        visits.move(visit, ring)
+        self._move(visit, ring)
         if rest.declined:
             visits.forget_ghost(visit)
         if count > 1 or prompt.parent == NO_PARENT:
@@ -278,19 +267,15 @@ class ResumePolicy(EvictionPolicy):
         visit = self._visits.visit(parent)
         return visit if visit != NONE and self._visits.tails[visit] == parent else NONE
 
-    def _visit_of(self, prompt: IncomingPrompt, rest: Rest) -> int:
+    def _visit_of(self, parent: int, rest: Rest) -> int:
         """Return the visit that new chunks continue, stored or declined so far, or :data:`NONE`."""
-        visit = self._continued(prompt.parent)
-        if visit == NONE:
-            visit = self._stored_again(rest)
-        return self._visits.ghosts.get(rest.declined, NONE) if visit == NONE else visit
-
-    def _stored_again(self, rest: Rest) -> int:
-        """Return the visit whose lost chunks are offered again, by one of its last keys, or :data:`NONE`."""
+        if (visit := self._continued(parent)) != NONE:
+            return visit
         visit = self._visits.ghosts.get(rest.ghost, NONE)
-        if visit == NONE or self._visits.counts[visit] or not self._is_again(visit, rest):
-            return NONE  # If it holds any, its last one is the parent of those that it has lost.
-        return visit
+        # If it holds any of its chunks, its last one is the parent of those that are offered again.
+        if visit != NONE and not self._visits.counts[visit] and self._is_again(visit, rest):
+            return visit
+        return self._visits.ghosts.get(rest.declined, NONE)
 
     def _is_again(self, visit: int, rest: Rest) -> bool:
         """Whether an engine offers again what a visit has lost, since its answer has ended."""
@@ -308,7 +293,7 @@ class ResumePolicy(EvictionPolicy):
 
     def _ring_for(self, prompt: IncomingPrompt, rest: Rest) -> int:
         """Return the ring in which new chunks would be."""
-        visits, visit, hints = self._visits, self._visit_of(prompt, rest), prompt.hints
+        visits, visit, hints = self._visits, self._visit_of(prompt.parent, rest), prompt.hints
         if visit != NONE and self._is_again(visit, rest):
             return visits.rings[visit] % GHOST
         before = self._before(rest, visit)
@@ -378,9 +363,12 @@ class ResumePolicy(EvictionPolicy):
 
     def _put(self, visit: int, kind: int, row: int, now: float) -> None:
         """Make a visit the newest of a class, or of the class of the hints of its last row."""
-        ring = self._ring(kind, row, now)
-        self._use(ring)
         self._visits.since[visit] = now
+        self._move(visit, self._ring(kind, row, now))
+
+    def _move(self, visit: int, ring: int) -> None:
+        """Make a visit the newest of a ring."""
+        self._use(ring)
         self._visits.move(visit, ring)
 
     def _ring(self, kind: int, row: int, now: float) -> int:
@@ -393,16 +381,15 @@ class ResumePolicy(EvictionPolicy):
     def _resume(self, visit: int, before: int, row: int, now: float) -> None:
         """Continue the history of an earlier visit in a new one."""
         visits = self._visits
-        gap = max(now - visits.since[before], 0.0)
-        self._returns.returned(kind := self._kind(before), gap)
-        if FIRST_ENDED <= kind < FIRST_EXPECTED:
+        kind, gap = self._kind(before), max(now - visits.since[before], 0.0)
+        self._returns.returned(kind, gap)
+        if has_ended(kind):
             self._endings.returned(visits.endings[before] - 1, gap, now)
         visits.typical[visit] = typical = self._typical(before, gap)
         self._put(visit, class_of(typical), row, now)
         if visits.counts[before]:  # Its last chunk, which has another continuation now.
             visits.forget_ghost(before)
-            self._use(_LEFT_RING)
-            visits.move(before, _LEFT_RING)
+            self._move(before, _LEFT_RING)
         else:
             self._close(before)
 
@@ -420,9 +407,7 @@ class ResumePolicy(EvictionPolicy):
             self._close(visit)
 
     def _become_ghost(self, visit: int) -> None:
-        ring = self._visits.rings[visit] + GHOST
-        self._use(ring)
-        self._visits.move(visit, ring)
+        self._move(visit, self._visits.rings[visit] + GHOST)
         self._ghosts += 1
         held = len(self._visits) - self._ghosts
         while self._ghosts > max(MIN_GHOSTS, self._ghosts_a_visit * held):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from math import inf
+from heapq import merge
+from itertools import count, takewhile
 
 from kvtier.lab.simulation.belady import REPORT_REQUESTS
 from kvtier.lab.simulation.trace import Trace, chunk_keys
 from kvtier.memory.header import object_bytes
-from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.simulated_cache import SimulatedCache, SimulatedTiers
 from kvtier.pipeline.ahead import CHECK_SECONDS
 from kvtier.plugins import Plugins
@@ -22,6 +21,8 @@ TOKEN_BYTES = 128 << 10
 """KV bytes of a token: those of Llama 3.1 8B in bfloat16."""
 CHUNK_TOKENS = 512
 PREFILL_TOKENS_PER_SECOND = 10_000.0
+END, LOOK, REQUEST = range(3)
+"""Events, of several at a time the first one first: an answer ends, prompts are brought up, one is asked for."""
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 Advance = Callable[[int], None]
@@ -136,37 +137,19 @@ class Windows:
         return [hits / asked if asked else None for hits, asked in pairs]
 
 
-class BetweenRequests:
-    """What happens between the requests of a trace, in the order of time."""
+def events_of(trace: Trace, *, ahead: bool) -> Iterator[tuple[float, int, int]]:
+    """Yield what happens up to the last request: when, which event, and of which request. In order of time.
 
-    def __init__(self, trace: Trace, cache: SimulatedCache, *, ahead: bool) -> None:
-        """``ahead``: whether to bring prompts up from lower tiers."""
-        self._trace, self._cache = trace, cache
-        self._answers: list[tuple[float, int, Sequence[ChunkKey]]] = []
-        """A heap of the time of the end, the request and its chunks."""
-        self.ends = 0
-        """Answers that have ended."""
-        self._look_at = trace.times[trace.order[0]] if ahead else inf
-
-    def served(self, request: int, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request has come, and is being answered."""
-        if seconds := self._trace.answer_seconds[request]:
-            heappush(self._answers, (self._trace.times[request] + seconds, request, keys))
-
-    def pass_time(self, now: float) -> None:
-        """Let everything happen up to a time."""
-        trace = self._trace
-        while True:
-            ends_at = self._answers[0][0] if self._answers else inf
-            if min(ends_at, self._look_at) > now:
-                return
-            if self._look_at < ends_at:
-                self._cache.look_ahead(self._look_at)
-                self._look_at += CHECK_SECONDS
-            else:
-                _, request, keys = heappop(self._answers)
-                self._cache.ended(ends_at, keys, trace.signatures.get(request, ()), trace.hints.get(request))
-                self.ends += 1
+    ``ahead``: whether prompts are brought up from lower tiers.
+    """
+    times = trace.times
+    first, last = times[trace.order[0]], times[trace.order[-1]]
+    answers = enumerate(zip(times, trace.answer_seconds, strict=True))
+    ends = [(time + seconds, END, request) for request, (time, seconds) in answers if time + seconds > time]
+    requests = ((times[request], REQUEST, request) for request in trace.order)
+    looks = ((time, LOOK, 0) for time in count(first, CHECK_SECONDS))
+    events = merge(sorted(ends), looks if ahead else (), requests)
+    return takewhile(lambda event: event[0] <= last, events)
 
 
 def replay(
@@ -188,20 +171,25 @@ def replay(
     compute = whole / model.prefill_tokens_per_second
     cache = SimulatedCache(plugins, tiers, chunk_bytes, compute)
     by_window = Windows(trace, windows) if windows else None
-    between = BetweenRequests(trace, cache, ahead=tiers.cache.prefetch.ahead and len(tiers.settings) > 1)
-    total_hits = saved = 0
-    for turn, request in enumerate(trace.order, 1):
+    served = total_hits = saved = ends = 0
+    ahead = tiers.cache.prefetch.ahead and len(tiers.settings) > 1
+    for now, event, request in events_of(trace, ahead=ahead):
+        if event == LOOK:
+            cache.look_ahead(now)
+            continue
         start, stop = trace.span(request)
-        now = trace.times[request]
-        between.pass_time(now)
-        keys = chunk_keys(trace.chunks[start:stop])
-        hits = cache.serve(now, keys, trace.hints.get(request))
-        between.served(request, keys)
+        keys, hints = chunk_keys(trace.chunks[start:stop]), trace.hints.get(request)
+        if event == END:
+            cache.ended(now, keys, trace.signatures.get(request, ()), hints)
+            ends += 1
+            continue
+        hits = cache.serve(now, keys, hints)
+        served += 1
         total_hits += hits
         saved += min(hits * whole, trace.tokens[request])
         if by_window is not None:
             by_window.add(now, hits, stop - start)
-        if advance is not None and turn % REPORT_REQUESTS == 0:
+        if advance is not None and served % REPORT_REQUESTS == 0:
             advance(REPORT_REQUESTS)
     tokens = sum(trace.tokens)
     return Outcome(
@@ -228,7 +216,7 @@ def replay(
         demoted=cache.demoted,
         computed_instead=cache.computed_instead,
         no_room=cache.no_room,
-        ends=between.ends,
+        ends=ends,
         stored_again=cache.stored_again,
         ahead=cache.ahead,
         windows=by_window.rates() if by_window is not None else [],

@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 from xxhash import xxh32_intdigest
 
+from kvtier.catalog.endings import MAX_SIGNATURE
 from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import KVTierError
 
@@ -24,8 +25,6 @@ VERSION = 2
 ID_BYTES = 16
 NUMBER_BYTES = 8
 """Of the number of a chunk."""
-MAX_SIGNATURE = 8
-"""Numbers in the signature of an answer's end."""
 MAX_BODY_BYTES = 512 << 10
 """So a prompt of up to 65,000 chunks is recorded."""
 FRAME = struct.Struct("<II")

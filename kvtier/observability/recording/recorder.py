@@ -11,13 +11,13 @@ from functools import partial
 import anyio
 from anyio import CancelScope, to_thread
 
+from kvtier.catalog.endings import MAX_SIGNATURE
 from kvtier.catalog.hints import ChunkHints
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.observability.recording.file import AnswerEnded, LookedUp, RecordingFile
-from kvtier.observability.recording.format import MAX_SIGNATURE
 from kvtier.settings.observability import RecordingSettings
 
 logger = logging.getLogger("kvtier")

@@ -66,8 +66,6 @@ class SimulatedCache:
         self.evicted = [0] * count
         self._again = False
         """Whether chunks are offered again, which the first tier may decline even if there are others."""
-        self.declined = 0
-        """Chunks that the first tier has not stored."""
         self.stored_again = 0
         """Of those written to the first tier, the ones that :meth:`ended` has."""
         self.ahead = 0
@@ -98,12 +96,12 @@ class SimulatedCache:
     ) -> None:
         """Report the end of the answer to a prompt.
 
-        The engine still has its chunks then. So those that a full tier declined or evicted meanwhile are
-        offered once more, if its policy may decline them again.
+        The engine still has its chunks then. So those that the first tier has declined or evicted meanwhile
+        are offered again, if its policy may decline them again.
         """
         self._clock.now = time
         self.catalog.report_ended(keys[-2:], signature)
-        if self.tiers[FIRST].declines and (self.declined or self.evicted[FIRST]):
+        if self.tiers[FIRST].declines:
             self._again = True
             self._leased = set(self.catalog.prefix_rows(keys)[0])
             before = self.written[FIRST]
@@ -112,10 +110,10 @@ class SimulatedCache:
             self._leased, self._again = set(), False
 
     def look_ahead(self, time: float) -> None:
-        """Do what :class:`~kvtier.pipeline.ahead.PrefetchAhead` does, at one time."""
+        """Do what :func:`~kvtier.pipeline.ahead.prefetch_ahead` does, at one time."""
         self._clock.now = time
         for keys in self.catalog.returning()[:MAX_PROMPTS]:
-            prompt = self.catalog.liftable(keys)
+            prompt = self.catalog.only_below(keys)
             if prompt is None or not self.tiers[FIRST].declines:
                 continue
             self._leased = set(self.catalog.prefix_rows(keys)[0])
@@ -201,7 +199,6 @@ class SimulatedCache:
             self.catalog.add_chain(chain, FIRST, lengths, State.READY, parent, hints=hints)
         if prompt := self._incoming_prompt(keys, found, left, hints):
             self.catalog.decline(FIRST, prompt)
-        self.declined += len(left)
         self.written[FIRST] += len(absent)
         if len(self.tiers) > 1 and absent:
             event = Store(keys=[missing[at] for at in absent])
