@@ -408,10 +408,7 @@ class TieredCache:
 
     @property
     def wants_again(self) -> bool:
-        """Whether engines are to offer the chunks of a prompt again when its answer has ended.
-
-        A policy may have declined or evicted them before, as the prompt comes back only then.
-        """
+        """Whether engines are to offer the chunks of a prompt again when its answer has ended."""
         left = self.counts["evicted"] + self.counts["store_declined"]
         return left > 0 and self.memory.declines
 

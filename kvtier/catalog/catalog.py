@@ -388,7 +388,7 @@ class Catalog:
             row = self._parents[row]
         return self.columns.keys_of(reversed(rows))
 
-    def only_below(self, keys: Sequence[ChunkKey]) -> IncomingPrompt | None:
+    def to_promote(self, keys: Sequence[ChunkKey]) -> IncomingPrompt | None:
         """Return the chunks of a prompt that only lower tiers hold, as new ones for the first tier.
 
         ``None`` if there are none, or if any is READY in no tier.

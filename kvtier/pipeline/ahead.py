@@ -1,8 +1,7 @@
-"""Prefetch ahead: bring prompts up from lower tiers shortly before they come back.
+"""Prefetch ahead: read prompts from lower tiers shortly before they are expected back.
 
-A prompt whose answer has ended with a tool call comes back when the tool is done. If memory had no room for
-it meanwhile, it is read from below once it is about to, and only in place of what memory's eviction policy
-expects later. See :meth:`EvictionPolicy.returning`.
+Such as a prompt whose answer has ended with a tool call, when the tool is about to be done. Only in place of
+what memory's eviction policy expects later. See :meth:`EvictionPolicy.returning`.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from kvtier.pipeline.hierarchy import Hierarchy
 from kvtier.pipeline.read import Reader
 
 CHECK_SECONDS = 0.5
-"""How often to look for prompts that are about to come back."""
+"""How often to ask the policies which prompts are about to come back."""
 MAX_PROMPTS = 16
-"""To bring up after one look, one after the other. The others come with their requests."""
+"""To read each time, one after the other. The others are read when they are asked for."""
 
 
 async def prefetch_ahead(hierarchy: Hierarchy, allocator: Allocator, reader: Reader) -> None:
@@ -25,7 +24,7 @@ async def prefetch_ahead(hierarchy: Hierarchy, allocator: Allocator, reader: Rea
     while True:
         await anyio.sleep(CHECK_SECONDS)
         for keys in hierarchy.catalog.returning()[:MAX_PROMPTS]:
-            prompt = hierarchy.catalog.only_below(keys)
+            prompt = hierarchy.catalog.to_promote(keys)
             if prompt is None or not hierarchy.memory.declines:  # Otherwise all would be worth their room.
                 continue
             leases, _ = allocator.allocate_for(prompt)

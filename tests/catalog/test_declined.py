@@ -149,7 +149,7 @@ def test_parts_are_added_to_one_visit_that_is_recognized_by_its_end() -> None:
     part_by_part(tier, keys, 4)
     [visit] = {tier.visit(key) for key in keys}
     assert visit.added == len(keys)
-    assert len(tier.policy._incoming) == 0, "nothing of it is to come"
+    assert len(tier.policy._incoming._rests) == 0, "nothing of it is to come"
     tier.catalog.remove_all(keys[::-1], 0)
     tier.now += 30
     part_by_part(tier, keys, 4)

@@ -125,7 +125,7 @@ def test_those_who_are_still_away_count() -> None:
         cache.ask(prompt_of(number, 1))
         if number >= 200 and number % 10 == 0:  # One of ten comes back, 50 s later.
             cache.ask(prompt_of(number - 200, 1))
-    seen, chance = cache.returns._asked, 1.0
+    seen, chance = cache.returns._observations["asked"], 1.0
     for at in range(span(75.0)):
         chance *= 1 - min(1.0, seen.returns[at] * WIDTHS[at] / max(seen.waited[at], 1e-9))
     assert 1 - chance == pytest.approx(0.1, abs=0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, compress
 
+import msgspec
 from pydantic import Field
 
 from kvtier.catalog.catalog import Catalog, State
@@ -35,25 +36,20 @@ MIN_SHADOW_CHUNKS = 256
 """A shadow cache with fewer chunks is too inexact: its sample is made larger."""
 
 
-class _Request:
+class _Request(msgspec.Struct, gc=False):
     """The sampled chunks of a request so far, which are accessed in the shadow caches together.
 
     Once it is observed, it waits for the end of its answer, to be observed again.
     """
 
-    __slots__ = ("awaited", "chunks", "last", "parent", "signature", "time")
-
-    def __init__(self, time: float, parent: ChunkKey | None) -> None:
-        self.time = time
-        self.last = ChunkKey(b"")
-        """Its last chunk so far, sampled or not."""
-        self.parent = parent
-        self.chunks: dict[ChunkKey, int] = {}
-        """Their lengths, in the order of the prompt."""
-        self.signature: Sequence[int] | None = None
-        """How its answer has ended; ``None`` before."""
-        self.awaited: list[ChunkKey] = []
-        """Those of another tier, which are likely to be added here soon, without a further access."""
+    time: float
+    parent: ChunkKey | None
+    chunks: dict[ChunkKey, int] = msgspec.field(default_factory=dict)
+    """Their lengths, in the order of the prompt."""
+    signature: Sequence[int] | None = None
+    """How its answer has ended; ``None`` before."""
+    awaited: Sequence[ChunkKey] = ()
+    """Those of another tier, which are likely to be added here soon, without a further access."""
 
 
 class AdaptiveSettings(PolicySettings):
@@ -274,14 +270,13 @@ class AdaptivePolicy(EvictionPolicy):
         # Whole requests: the part that this tier happened to hold would look like a prompt of its own.
         while last in self._open or len(self._open) >= OPEN_REQUESTS:
             self._observe_oldest()
-        self._open[last], request.last = request, last
+        self._open[last] = request
 
     def _observe_oldest(self) -> None:
-        # In the order of their begin: policies are judged by what was used between two uses of a chunk.
-        self._observe(self._open.pop(next(iter(self._open))))
-
-    def _observe(self, request: _Request) -> None:
         """Ask the shadow caches for the sampled chunks of a request, or end its answer there."""
+        # In the order of their begin: policies are judged by what was used between two uses of a chunk.
+        last = next(iter(self._open))
+        request = self._open.pop(last)
         self._awaited.difference_update(request.awaited)
         if not request.chunks:
             return
@@ -291,10 +286,11 @@ class AdaptivePolicy(EvictionPolicy):
             if request.signature is None:
                 self._hits[at] += shadow.access(keys, lengths, request.parent)
             else:
-                shadow.end(keys, lengths, request.parent, request.signature)
+                shadow.end(request, request.signature)
         if request.signature is not None:
             return
-        self._answers[request.last] = request
+        request.awaited = ()
+        self._answers[last] = request
         if len(self._answers) > MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
         self._asked += len(keys)
@@ -344,19 +340,13 @@ class ShadowCache:
             self._store(keys, lengths, new, parent)
         return held
 
-    def end(
-        self,
-        keys: Sequence[ChunkKey],
-        lengths: Sequence[int],
-        parent: ChunkKey | None,
-        signature: Sequence[int],
-    ) -> None:
-        """End the answer to a prompt, and store what is missing of it, unless that is declined again."""
-        catalog = self._catalog
+    def end(self, request: _Request, signature: Sequence[int]) -> None:
+        """End the answer to a request, and store what is missing of it, unless that is declined again."""
+        catalog, keys = self._catalog, list(request.chunks)
         catalog.report_ended(keys[-2:], signature)
         new = [at for at, key in enumerate(keys) if key not in catalog]
         if new and catalog.policies[0].declines:
-            self._store(keys, lengths, new, parent)
+            self._store(keys, list(request.chunks.values()), new, request.parent)
 
     def _store(
         self, keys: Sequence[ChunkKey], lengths: Sequence[int], new: Sequence[int], parent: ChunkKey | None

@@ -493,10 +493,6 @@ class UnfinishedPrompts:
     def __init__(self) -> None:
         self._rests: dict[int, Rest] = {}
 
-    def __len__(self) -> int:
-        """Return the number of prompts with a rest."""
-        return len(self._rests)
-
     def expect(self, keys: Sequence[ChunkKey], ghosts: Mapping[int, int]) -> None:
         """Note the chunks that a prompt is missing. ``ghosts``: the keys by which visits are remembered."""
         self._put(hash(keys[0]), _seen(keys, ghosts)._replace(asked=True))

@@ -114,12 +114,6 @@ def _scale(seconds: float, shortest: float, growth: float, steps: int) -> int:
     return min(steps - 1, int(log(max(seconds, shortest) / shortest) / growth))
 
 
-def _raise_retained(values: list[float], seconds: float) -> None:
-    """Double the value of a prompt that should be kept for some time, and less the more of it has passed."""
-    for at, start in enumerate(STARTS):
-        values[at] *= 1.0 + max(0.0, 1.0 - start / seconds)
-
-
 _LOG_GROWTH, _LOG_2 = log(GROWTH), log(2.0)
 _SHORTEST_RETENTION = 8.0
 
@@ -165,9 +159,8 @@ class _Observations:
 class Returns:
     """The value of prompts by class and age. Takes up to 1 MB, whatever the number of prompts.
 
-    As long as the answer to a prompt has not ended, its age counts from the request on; then from that end.
-    Before, it is worth what prompts like it are once their answers have ended, over a time that is longer by
-    the rest of the answer, which is learned by the number of new chunks and the age.
+    The age of a prompt counts from the request, and anew from the end of its answer. Before that end, it is
+    worth what prompts like it are after theirs, over a time that is longer by the rest of the answer.
     """
 
     def __init__(self) -> None:
@@ -261,7 +254,10 @@ class Returns:
         self._chances[kind] = chances(rates)
         values = [gittins_index(rates, first=first) for first in range(AGES)]
         if kind >= FIRST_RETAINED:
-            _raise_retained(values, _SHORTEST_RETENTION * 2 ** (kind - FIRST_RETAINED))
+            seconds = _SHORTEST_RETENTION * 2 ** (kind - FIRST_RETAINED)
+            # Doubled at first, and raised by less the more of this time has passed.
+            for at, start in enumerate(STARTS):
+                values[at] *= 1.0 + max(0.0, 1.0 - start / seconds)
         return values
 
     def chance(self, kind: int, at: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
@@ -22,7 +23,7 @@ TOKEN_BYTES = 128 << 10
 CHUNK_TOKENS = 512
 PREFILL_TOKENS_PER_SECOND = 10_000.0
 END, LOOK, REQUEST = range(3)
-"""Events, of several at a time the first one first: an answer ends, prompts are brought up, one is asked for."""
+"""Events, in their order at one time: an answer ends, prompts are brought up, and one is asked for."""
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 Advance = Callable[[int], None]
@@ -115,26 +116,17 @@ class Outcome:
         return self.hits / self.asked
 
 
-class Windows:
-    """Hits in equal parts of the time of a trace."""
-
-    def __init__(self, trace: Trace, count: int) -> None:
-        first, last = trace.times[trace.order[0]], trace.times[trace.order[-1]]
-        self._first = first
-        self._scale = count / (last - first) if last > first else 0.0
-        self._hits = [0] * count
-        self._asked = [0] * count
-
-    def add(self, now: float, hits: int, asked: int) -> None:
-        """Count one request."""
-        at = min(int((now - self._first) * self._scale), len(self._hits) - 1)
-        self._hits[at] += hits
-        self._asked[at] += asked
-
-    def rates(self) -> list[float | None]:
-        """Return the hit rate of each window."""
-        pairs = zip(self._hits, self._asked, strict=True)
-        return [hits / asked if asked else None for hits, asked in pairs]
+def window_rates(trace: Trace, hits: Sequence[int], count: int) -> list[float | None]:
+    """Return the hit rate in ``count`` equal parts of the time of a trace. ``hits``: of each request."""
+    first, last = trace.times[trace.order[0]], trace.times[trace.order[-1]]
+    scale = count / (last - first) if last > first else 0.0
+    found, asked = [0] * count, [0] * count
+    for request, now in enumerate(trace.times if count else ()):
+        at = min(int((now - first) * scale), count - 1)
+        start, stop = trace.span(request)
+        found[at] += hits[request]
+        asked[at] += stop - start
+    return [hit / of if of else None for hit, of in zip(found, asked, strict=True)]
 
 
 def events_of(trace: Trace, *, ahead: bool) -> Iterator[tuple[float, int, int]]:
@@ -144,11 +136,11 @@ def events_of(trace: Trace, *, ahead: bool) -> Iterator[tuple[float, int, int]]:
     """
     times = trace.times
     first, last = times[trace.order[0]], times[trace.order[-1]]
-    answers = enumerate(zip(times, trace.answer_seconds, strict=True))
-    ends = [(time + seconds, END, request) for request, (time, seconds) in answers if time + seconds > time]
+    ends_at = [begun + seconds for begun, seconds in zip(times, trace.answer_seconds, strict=True)]
+    ends = sorted((at, END, request) for request, at in enumerate(ends_at) if at > times[request])
     requests = ((times[request], REQUEST, request) for request in trace.order)
-    looks = ((time, LOOK, 0) for time in count(first, CHECK_SECONDS))
-    events = merge(sorted(ends), looks if ahead else (), requests)
+    looks = ((now, LOOK, 0) for now in count(first, CHECK_SECONDS))
+    events = merge(ends, looks if ahead else (), requests)
     return takewhile(lambda event: event[0] <= last, events)
 
 
@@ -161,17 +153,13 @@ def replay(
     windows: int = 0,
     advance: Advance | None = None,
 ) -> Outcome:
-    """Replay a trace once, on an empty cache. Blocks. Deterministic.
-
-    Ends of answers are reported before the first request that comes later. With ``prefetch.ahead``, prompts
-    are brought up from lower tiers between requests.
-    """
+    """Replay a trace once, on an empty cache. Blocks. Deterministic."""
     started = time.perf_counter()
     chunk_bytes, whole = model.chunk_bytes(trace), trace.chunk_tokens
     compute = whole / model.prefill_tokens_per_second
     cache = SimulatedCache(plugins, tiers, chunk_bytes, compute)
-    by_window = Windows(trace, windows) if windows else None
-    served = total_hits = saved = ends = 0
+    hits = array("I", bytes(4 * len(trace)))
+    served = ends = 0
     ahead = tiers.cache.prefetch.ahead and len(tiers.settings) > 1
     for now, event, request in events_of(trace, ahead=ahead):
         if event == LOOK:
@@ -183,15 +171,12 @@ def replay(
             cache.ended(now, keys, trace.signatures.get(request, ()), hints)
             ends += 1
             continue
-        hits = cache.serve(now, keys, hints)
+        hits[request] = cache.serve(now, keys, hints)
         served += 1
-        total_hits += hits
-        saved += min(hits * whole, trace.tokens[request])
-        if by_window is not None:
-            by_window.add(now, hits, stop - start)
         if advance is not None and served % REPORT_REQUESTS == 0:
             advance(REPORT_REQUESTS)
     tokens = sum(trace.tokens)
+    saved = sum(min(found * whole, asked) for found, asked in zip(hits, trace.tokens, strict=True))
     return Outcome(
         policy=tiers.label,
         capacity=tiers.capacity,
@@ -207,7 +192,7 @@ def replay(
         ],
         requests=len(trace),
         asked=len(trace.chunks),
-        hits=total_hits,
+        hits=sum(hits),
         tokens=tokens,
         saved_tokens=saved,
         ttft_seconds=_ttft(
@@ -219,7 +204,7 @@ def replay(
         ends=ends,
         stored_again=cache.stored_again,
         ahead=cache.ahead,
-        windows=by_window.rates() if by_window is not None else [],
+        windows=window_rates(trace, hits, windows),
         seconds=time.perf_counter() - started,
     )
 

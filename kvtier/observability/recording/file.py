@@ -132,10 +132,7 @@ class RecordingFile:
         return file
 
     def write(self, batch: Sequence[LookedUp | AnswerEnded]) -> None:
-        """Write lookups and ends.
-
-        Raises ``OSError`` and :class:`RecordingError`: then what is written stays whole.
-        """
+        """Write lookups and ends. Raises ``OSError`` and :class:`RecordingError`, and leaves all whole."""
         frames = bytearray()
         for seen in batch:
             frame = self._encode(seen)

@@ -69,7 +69,7 @@ class SimulatedCache:
         self.stored_again = 0
         """Of those written to the first tier, the ones that :meth:`ended` has."""
         self.ahead = 0
-        """Chunks that :meth:`look_ahead` has read."""
+        """Those that :meth:`look_ahead` has read."""
         self.demoted = 0
         self.not_admitted = 0
         """Chunks that were dropped because no lower tier admitted them."""
@@ -104,26 +104,24 @@ class SimulatedCache:
         if self.tiers[FIRST].declines:
             self._again = True
             self._leased = set(self.catalog.prefix_rows(keys)[0])
-            before = self.written[FIRST]
-            self._store(keys, 0, hints)
-            self.stored_again += self.written[FIRST] - before
+            self.stored_again += self._store(keys, 0, hints)
             self._leased, self._again = set(), False
 
     def look_ahead(self, time: float) -> None:
         """Do what :func:`~kvtier.pipeline.ahead.prefetch_ahead` does, at one time."""
         self._clock.now = time
         for keys in self.catalog.returning()[:MAX_PROMPTS]:
-            prompt = self.catalog.only_below(keys)
+            prompt = self.catalog.to_promote(keys)
             if prompt is None or not self.tiers[FIRST].declines:
                 continue
             self._leased = set(self.catalog.prefix_rows(keys)[0])
             self._make_room(FIRST, len(prompt.keys), prompt)
             self._leased = set()
-            lifted = prompt.keys[: self._fitting(FIRST, len(prompt.keys))]
-            for transfer in self._planner.prefetch(Prefetch(keys=lifted)):
+            promoted = prompt.keys[: self._fitting(FIRST, len(prompt.keys))]
+            for transfer in self._planner.prefetch(Prefetch(keys=promoted)):
                 self.read[transfer.source] += len(transfer.keys)
-            self._add_copies(lifted, FIRST)
-            self.ahead += len(lifted)
+            self._add_copies(promoted, FIRST)
+            self.ahead += len(promoted)
 
     def store(self, keys: Sequence[ChunkKey]) -> None:
         """Store those of consecutive chunks that are missing, at the time of the last request."""
@@ -184,8 +182,8 @@ class SimulatedCache:
                 return keys.index(transfer.keys[len(promoted)])
         return len(keys)
 
-    def _store(self, keys: Sequence[ChunkKey], found: int, hints: ChunkHints | None) -> None:
-        """Do what :class:`~kvtier.pipeline.store.StoreStage` does with the chunks that were computed."""
+    def _store(self, keys: Sequence[ChunkKey], found: int, hints: ChunkHints | None) -> int:
+        """Do what :class:`~kvtier.pipeline.store.StoreStage` does. Return how many chunks were written."""
         missing = keys[found:]
         absent = self.catalog.absent(missing, FIRST)
         self._make_room(FIRST, len(absent), self._incoming_prompt(keys, found, absent, hints))
@@ -204,6 +202,7 @@ class SimulatedCache:
             event = Store(keys=[missing[at] for at in absent])
             self._planner.admission.stored(event.keys)
             self._execute(self._planner.store(event))
+        return len(absent)
 
     def _incoming_prompt(
         self, keys: Sequence[ChunkKey], found: int, absent: Sequence[int], hints: ChunkHints | None
