@@ -340,8 +340,7 @@ class Reserved(Reply, frozen=True, array_like=True, tag=15):
     staging: int = 0
     """Number of the buffer that the offsets of runs with ``kv_transfer`` refer to, on each rank."""
     again: bool = False
-    """Whether to offer the chunks of a prompt again when its answer has ended: some may have been declined or
-    evicted before."""
+    """Whether to offer the chunks of a prompt again when its answer has ended: some may have left before."""
 
     @property
     def granted(self) -> list[int]:

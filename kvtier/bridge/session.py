@@ -26,7 +26,6 @@ from kvtier.bridge.protocol import (
 )
 from kvtier.bridge.protocol import Lookup as LookupRequest
 from kvtier.cache import TieredCache
-from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.misses import AGAIN, Miss, MissReason
 from kvtier.catalog.partial_matches import PromptTags
 from kvtier.errors import CorruptChunk, ProtocolError
@@ -380,17 +379,13 @@ class EngineSession:
     ) -> Iterator[Reservation | None]:
         """Yield a reservation for each new chunk, or one that is offered ``again``, and then ``None``."""
         runs = [pair for pair in runs if pair[0].again == again and not pair[0].kv_transfer]
-        in_arena = [header for _, headers in runs for header in headers]
-        hints: list[ChunkHints | None] = []
-        if any(run.hints is not None for run, _ in runs):
-            hints = [run.hints for run, headers in runs for _ in headers]
+        new = [header for _, headers in runs for header in headers]
+        hints = [run.hints for run, headers in runs for _ in headers]
         # A state needs its chunks, and these are useless without it.
         declining = not self.layout.has_states and not any(run.awaited or run.canary for run, _ in runs)
         # A disconnected rank would never fill its slices.
-        within = 0 if self.absent_ranks else self._within_share(in_arena)
-        reserved = self._cache.reserve_all(
-            in_arena[:within], hints[:within], declining=declining, again=again
-        )
+        within = 0 if self.absent_ranks else self._within_share(new)
+        reserved = self._cache.reserve_all(new[:within], hints[:within], declining=declining, again=again)
         return chain(reserved, repeat(None))
 
     def _reserve_recomputed(

@@ -37,10 +37,7 @@ MIN_SHADOW_CHUNKS = 256
 
 
 class _Request(msgspec.Struct, gc=False):
-    """The sampled chunks of a request so far, which are accessed in the shadow caches together.
-
-    Once it is observed, it waits for the end of its answer, to be observed again.
-    """
+    """The sampled chunks of a request so far, which are accessed in the shadow caches together."""
 
     time: float
     parent: ChunkKey | None

@@ -114,7 +114,7 @@ class ResumePolicy(EvictionPolicy):
         self._incoming.passed(keys, parent, rest)
         visit = self._visit_of(above, rest)
         if visit == NONE:
-            visit = self._begin(rows[-1], now, class_continued(NEW, rest.chunks))
+            visit = self._begin(rows[-1], now, self._continuing(NONE, rest))
         is_ghost, again = visits.rings[visit] >= GHOST, self._is_again(visit, rest)
         self._ghosts -= is_ghost
         if again and is_ghost:
@@ -273,37 +273,37 @@ class ResumePolicy(EvictionPolicy):
             return visit
         visit = self._visits.ghosts.get(rest.ghost, NONE)
         # If it holds any of its chunks, its last one is the parent of those that are offered again.
-        if visit != NONE and not self._visits.counts[visit] and self._is_again(visit, rest):
+        if self._is_again(visit, rest) and not self._visits.counts[visit]:
             return visit
         return self._visits.ghosts.get(rest.declined, NONE)
 
     def _is_again(self, visit: int, rest: Rest) -> bool:
         """Whether an engine offers again what a visit has lost, since its answer has ended."""
-        return self._visits.endings[visit] > 0 and not rest.asked and self._kind(visit) != LEFT
+        if visit == NONE or rest.asked:
+            return False
+        return self._visits.endings[visit] > 0 and self._kind(visit) != LEFT
 
     def _continuing(self, visit: int, rest: Rest) -> int:
-        """Return the class of a visit that gets further chunks."""
-        kind = self._kind(visit)
-        return class_continued(NEW if kind == LEFT else kind, self._visits.added[visit] + rest.chunks)
+        """Return the class of a visit that gets further chunks, or of a new one."""
+        kind, added = (NEW, 0) if visit == NONE else (self._kind(visit), self._visits.added[visit])
+        return class_continued(NEW if kind == LEFT else kind, added + rest.chunks)
 
     def _before(self, rest: Rest, visit: int) -> int:
         """Return the earlier visit of a prompt that is remembered, or :data:`NONE`."""
         before = self._visits.ghosts.get(rest.ghost, NONE)
-        return NONE if before in (NONE, visit) or self._is_again(before, rest) else before
+        return NONE if before == visit or self._is_again(before, rest) else before
 
     def _ring_for(self, prompt: IncomingPrompt, rest: Rest) -> int:
         """Return the ring in which new chunks would be."""
         visits, visit, hints = self._visits, self._visit_of(prompt.parent, rest), prompt.hints
-        if visit != NONE and self._is_again(visit, rest):
+        if self._is_again(visit, rest):
             return visits.rings[visit] % GHOST
         before = self._before(rest, visit)
         if before != NONE:
             gap = max(prompt.now - visits.since[before], 0.0)
             kind = class_continued(class_of(self._typical(before, gap)), rest.chunks - rest.known)
-        elif visit != NONE:
-            kind = self._continuing(visit, rest)
         else:
-            kind = class_continued(NEW, rest.chunks)
+            kind = self._continuing(visit, rest)
         return _ring_of(kind, hints.priority, hints.resume or 0.0, hints.retention or 0.0)
 
     def _worth_at_most(self, limit: float, spared: int = NONE) -> Iterator[int]:

@@ -377,7 +377,8 @@ class SchedulerSide:
         self._traces.end(request.request_id)
         self.adapters.finish(request.request_id)
         self._shadow.present.discard(request.request_id)
-        self._bridge.poll_if_due()  # Here, too.
+        # There may be no further step for a long time.
+        self._bridge.poll_if_due()
         self._lookups.take_explanations()
         if state is None:
             return False, self._kv_transfers.answer(request, 0)
@@ -393,7 +394,7 @@ class SchedulerSide:
             tokens, keys = token_list(request), self._saves.chunks_at_end(state, computed)[0]
             last = tokens[max(request.num_prompt_tokens, len(tokens) - TOKENS) :]
             self._bridge.answer_ended(keys[-2:], how, last)
-        if not self._shadow.present:  # There may be no further step for a long time.
+        if not self._shadow.present:
             self._bridge.send_outcomes()
         if has_failed(request) or unknown:
             self._loads.stop(request.request_id)

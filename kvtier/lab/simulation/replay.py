@@ -130,10 +130,7 @@ def window_rates(trace: Trace, hits: Sequence[int], count: int) -> list[float | 
 
 
 def events_of(trace: Trace, *, ahead: bool) -> Iterator[tuple[float, int, int]]:
-    """Yield what happens up to the last request: when, which event, and of which request. In order of time.
-
-    ``ahead``: whether prompts are brought up from lower tiers.
-    """
+    """Yield the time, event and request of all that happens up to the last request, in the order of time."""
     times = trace.times
     first, last = times[trace.order[0]], times[trace.order[-1]]
     ends_at = [begun + seconds for begun, seconds in zip(times, trace.answer_seconds, strict=True)]
@@ -177,6 +174,7 @@ def replay(
             advance(REPORT_REQUESTS)
     tokens = sum(trace.tokens)
     saved = sum(min(found * whole, asked) for found, asked in zip(hits, trace.tokens, strict=True))
+    prefill_seconds = (tokens - saved) / model.prefill_tokens_per_second
     return Outcome(
         policy=tiers.label,
         capacity=tiers.capacity,
@@ -195,9 +193,7 @@ def replay(
         hits=sum(hits),
         tokens=tokens,
         saved_tokens=saved,
-        ttft_seconds=_ttft(
-            cache, chunk_bytes, (tokens - saved) / model.prefill_tokens_per_second, len(trace)
-        ),
+        ttft_seconds=_ttft(cache, chunk_bytes, prefill_seconds, len(trace)),
         demoted=cache.demoted,
         computed_instead=cache.computed_instead,
         no_room=cache.no_room,

@@ -84,7 +84,6 @@ class Trace:
         """Take all requests, or the first ``limit`` and the ends of answers among them.
 
         Raises :class:`TraceError` without any, and what ``events`` raises.
-
         ``name``: the path of the file, of which the trace keeps the last part, or another name.
         ``chunk_tokens``: if ``None``, the least with which every prompt fits into its chunks. This is exact,
         unless all prompts are short. ``seconds_per_token``: of an answer of which only the length is known.

@@ -131,7 +131,11 @@ class _Part:
                 record = _record_decoder.decode(body)
             except msgspec.MsgspecError as error:
                 raise self._error(str(error)) from error
-            yield self._request(record) if isinstance(record, Record) else self._end(record)
+            if isinstance(record, Record):
+                yield self._request(record)
+            else:
+                [chunk] = self._numbers(record.chunk)
+                yield TraceEnd(record.time, chunk, self._numbers(record.signature))
 
     def _request(self, record: Record) -> TraceRequest:
         chunks, whole = self._numbers(record.chunks), record.chunk_tokens
@@ -146,10 +150,6 @@ class _Part:
             tenant=record.hints.tenant if record.hints is not None else "",
             hints=record.hints,
         )
-
-    def _end(self, record: Ended) -> TraceEnd:
-        [chunk] = self._numbers(record.chunk)
-        return TraceEnd(record.time, chunk, self._numbers(record.signature))
 
     def _numbers(self, encoded: bytes) -> array[int]:
         if len(encoded) % NUMBER_BYTES:

@@ -94,11 +94,7 @@ class SimulatedCache:
     def ended(
         self, time: float, keys: Sequence[ChunkKey], signature: Sequence[int], hints: ChunkHints | None = None
     ) -> None:
-        """Report the end of the answer to a prompt.
-
-        The engine still has its chunks then. So those that the first tier has declined or evicted meanwhile
-        are offered again, if its policy may decline them again.
-        """
+        """Report the end of an answer, and offer again what the first tier has declined or evicted before."""
         self._clock.now = time
         self.catalog.report_ended(keys[-2:], signature)
         if self.tiers[FIRST].declines:
@@ -315,18 +311,8 @@ def one_tier(plugins: Plugins, policy: str, capacity: int, speeds: Mapping[str, 
 
     Raises :class:`SettingsError`, which lists the known policies.
     """
-    settings = Settings(
-        tiers=[
-            {
-                "name": ONE_TIER,
-                "type": "cpu",
-                "capacity": capacity,
-                "eviction": policy,
-                "high_watermark": 1.0,
-                "low_watermark": 1.0,
-            }
-        ]
-    )
+    tier = {"name": ONE_TIER, "type": "cpu", "capacity": capacity, "eviction": policy}
+    settings = Settings(tiers=[{**tier, "high_watermark": 1.0, "low_watermark": 1.0}])
     return configured(plugins, settings, policy, speeds)
 
 
