@@ -147,7 +147,7 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     show_text: bool = False
     """``why.show_text``: whether lookups have the tokens of their prompts."""
     signature_key: bytes = bytes(32)
-    """32 random bytes, of this cache process: the key of :attr:`Ended.signature`."""
+    """32 random bytes, of this cache process: the key of :attr:`AnswerEnded.signature`."""
 
 
 class RequestInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -235,7 +235,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
         return misses_behind(explanation.misses, explanation.begins, self.used_tokens, self.tokens)
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True):
+class AnswerEnded(msgspec.Struct, frozen=True, array_like=True):
     """The end of an answer."""
 
     keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=2 * KEY_BYTES)]
@@ -250,7 +250,7 @@ class Outcomes(Message, frozen=True, array_like=True, tag=39):
     """What became of requests."""
 
     requests: list[Outcome]
-    ended: list[Ended] = msgspec.field(default_factory=list)
+    ended: list[AnswerEnded] = msgspec.field(default_factory=list)
 
 
 class Found(Reply, frozen=True, array_like=True, tag=11):
@@ -319,8 +319,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     """Chunks that memory holds get room as well, and are compared with what is written there."""
     canary: bool = False
     """Whether the chunks are those of a canary: stored whatever they are worth, and removed soon."""
-    again: bool = False
-    """Whether they are offered again: see :attr:`Reserved.again`. The first tier may decline them."""
+    offered_again: bool = False
+    """Whether they are offered again: see :attr:`Reserved.offer_again`. The first tier may decline them."""
 
 
 class Reserve(Request, frozen=True, array_like=True, tag=14):
@@ -339,7 +339,7 @@ class Reserved(Reply, frozen=True, array_like=True, tag=15):
     offsets: list[int]
     staging: int = 0
     """Number of the buffer that the offsets of runs with ``kv_transfer`` refer to, on each rank."""
-    again: bool = False
+    offer_again: bool = False
     """Whether to offer the chunks of a prompt again when its answer has ended: some may have left before."""
 
     @property

@@ -14,7 +14,7 @@ from msgspec import structs
 from kvtier.bridge.leases import PendingWrites, ReadLeases, Ticket
 from kvtier.bridge.protocol import (
     MAX_RESERVED_CHUNKS,
-    Ended,
+    AnswerEnded,
     Explanation,
     Found,
     Hello,
@@ -279,12 +279,12 @@ class EngineSession:
         tokens = outcome.tokens, outcome.engine_tokens, outcome.hits, outcome.misses(explanation)
         log.add(RequestReport(time.time(), outcome.request, self.name, *tokens, now - began_at))
 
-    def answer_ended(self, ended: Ended) -> None:
+    def answer_ended(self, ended: AnswerEnded) -> None:
         """Report the end of an answer to the eviction policies and the recording. Raises ProtocolError."""
         seconds = min(ended.seconds, MAX_ENDED_SECONDS)
-        self._cache.catalog.report_ended(split_keys(ended.keys), ended.signature, seconds)
+        self._cache.catalog.report_answer_ended(split_keys(ended.keys), ended.signature, seconds)
         if self._recorder is not None:
-            self._recorder.ended(ended.keys, ended.signature, seconds)
+            self._recorder.answer_ended(ended.keys, ended.signature, seconds)
 
     def _with_block_hashes(self, found: Found, ready: Sequence[Ready]) -> Found:
         """Add the block hashes of the last chunk, which the engine may use in part; none if it is corrupt."""
@@ -360,7 +360,7 @@ class EngineSession:
                 transfer = find(run.kv_transfer)
                 writes += [_stage(staging, transfer, header) for header in headers]
             else:
-                writes += islice(reserved[run.again], len(headers))
+                writes += islice(reserved[run.offered_again], len(headers))
         if not self.absent_ranks and any(run.recomputes is not None for run in request.runs):
             self._reserve_recomputed(runs, writes)
         extends = iter([run.extends for run in request.runs for _ in range(len(run.keys) // KEY_BYTES)])
@@ -378,7 +378,7 @@ class EngineSession:
         self, runs: Sequence[tuple[Run, list[ChunkHeader]]], *, again: bool
     ) -> Iterator[Reservation | None]:
         """Yield a reservation for each new chunk, or one that is offered ``again``, and then ``None``."""
-        runs = [pair for pair in runs if pair[0].again == again and not pair[0].kv_transfer]
+        runs = [pair for pair in runs if pair[0].offered_again == again and not pair[0].kv_transfer]
         new = [header for _, headers in runs for header in headers]
         hints = [run.hints for run, headers in runs for _ in headers]
         # A state needs its chunks, and these are useless without it.

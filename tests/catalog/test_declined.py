@@ -335,12 +335,12 @@ def test_simulation_offers_again_what_was_evicted_before_the_end_of_the_answer(
     simulated = SimulatedCache(PLUGINS, one_tier(PLUGINS, eviction, 10 * LENGTH, {}), LENGTH)
     first, second, low = prompt_of(1, 8), prompt_of(2, 8), ChunkHints(priority=-100)
     simulated.serve(1.0, first, low)
-    simulated.ended(1.5, first, [], low)
+    simulated.answer_ended(1.5, first, [], low)
     assert simulated.written == [8], "all is there, and nothing was evicted"
     simulated.serve(2.0, second, low)
     before = len(simulated.catalog.prefix(first))
     assert before == 2
-    simulated.ended(5000.0, first, [7], low)
+    simulated.answer_ended(5000.0, first, [7], low)
     assert len(simulated.catalog.prefix(first)) == before + again
     assert (simulated.stored_again, simulated.written) == (again, [16 + again])
     assert simulated.catalog.count(0) == 10
@@ -354,7 +354,7 @@ def test_simulation_offers_again_what_was_declined(monkeypatch: pytest.MonkeyPat
     assert (simulated.written, simulated.evicted) == ([10], [0])
     offered: list[IncomingPrompt] = []
     monkeypatch.setattr(simulated.catalog.policies[0], "declined", offered.append)
-    simulated.ended(3.0, second, [], ChunkHints(priority=-100))
+    simulated.answer_ended(3.0, second, [], ChunkHints(priority=-100))
     [rest] = offered
     assert (rest.keys, rest.now) == (second[1:], 3.0)
     assert (simulated.stored_again, simulated.written) == (0, [10])

@@ -301,7 +301,9 @@ class TestAdaptive:
             shadow, "access", lambda keys, *_: events.append(("ask", shadow.now, keys[-1])) or 0
         )
         monkeypatch.setattr(
-            shadow, "end", lambda request, _: events.append(("end", shadow.now, list(request.chunks)[-1]))
+            shadow,
+            "answer_ended",
+            lambda request, _: events.append(("end", shadow.now, list(request.chunks)[-1])),
         )
         started = cache.now
         one, two, three = (prompt_of(number, 3) for number in (1, 2, 3))

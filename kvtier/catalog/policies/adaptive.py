@@ -28,7 +28,6 @@ from kvtier.memory.keys import ChunkKey
 CANDIDATES: dict[str, type[EvictionPolicy]] = {"lru": LruPolicy, "arc": ArcPolicy, "resume": ResumePolicy}
 """The first one is in use until another one has proved better."""
 
-
 OPEN_REQUESTS = 64
 MAX_ANSWERS = 1024
 """Requests whose end is waited for. The oldest are forgotten: not every engine reports ends."""
@@ -170,12 +169,12 @@ class AdaptivePolicy(EvictionPolicy):
         for order in self._orders:
             order.missed(keys, now)
 
-    def ended(
+    def answer_ended(
         self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
     ) -> None:
         """Report the end to all orders, and to the shadow caches once they have seen the request."""
         for order in self._orders:
-            order.ended(rows, keys, now, signature)
+            order.answer_ended(rows, keys, now, signature)
         for key in reversed(keys):
             while key in self._open:
                 self._observe_oldest()
@@ -283,7 +282,7 @@ class AdaptivePolicy(EvictionPolicy):
             if request.signature is None:
                 self._hits[at] += shadow.access(keys, lengths, request.parent)
             else:
-                shadow.end(request, request.signature)
+                shadow.answer_ended(request, request.signature)
         if request.signature is not None:
             return
         request.awaited = ()
@@ -337,10 +336,10 @@ class ShadowCache:
             self._store(keys, lengths, new, parent)
         return held
 
-    def end(self, request: _Request, signature: Sequence[int]) -> None:
+    def answer_ended(self, request: _Request, signature: Sequence[int]) -> None:
         """End the answer to a request, and store what is missing of it, unless that is declined again."""
         catalog, keys = self._catalog, list(request.chunks)
-        catalog.report_ended(keys[-2:], signature)
+        catalog.report_answer_ended(keys[-2:], signature)
         new = [at for at, key in enumerate(keys) if key not in catalog]
         if new and catalog.policies[0].declines:
             self._store(keys, list(request.chunks.values()), new, request.parent)

@@ -115,7 +115,7 @@ class ResumePolicy(EvictionPolicy):
         visit = self._visit_of(above, rest)
         if visit == NONE:
             visit = self._begin(rows[-1], now, self._continuing(NONE, rest))
-        is_ghost, again = visits.rings[visit] >= GHOST, self._is_again(visit, rest)
+        is_ghost, again = visits.rings[visit] >= GHOST, self._is_offered_again(visit, rest)
         self._ghosts -= is_ghost
         if again and is_ghost:
             self._move(visit, visits.rings[visit] - GHOST)
@@ -159,7 +159,7 @@ class ResumePolicy(EvictionPolicy):
             if visits.rings[other] != NONE:
                 self._empty(other)
 
-    def ended(
+    def answer_ended(
         self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
     ) -> None:
         """Let the age of a visit begin anew, in the class of its ending."""
@@ -167,23 +167,21 @@ class ResumePolicy(EvictionPolicy):
         visits, visit = self._visits, self._answered(rows, keys)
         if visit == NONE:
             return
-        slot = self._endings.ended(signature, now)
+        slot = self._endings.answer_ended(signature, now)
         visits.endings[visit] = slot + 1
         kind, ring = self._kind(visit), visits.rings[visit]
         if kind >= FIRST_EXPECTED:
             return
         if not has_ended(kind):
-            self._returns.ended(kind, max(now - visits.since[visit], 0.0))
+            self._returns.answer_ended(kind, max(now - visits.since[visit], 0.0))
         visits.since[visit] = now
         self._move(visit, ring + (class_ended(kind, self._endings.ending(slot)) - kind) * AGES - ring % AGES)
 
     def _answered(self, rows: Sequence[int], keys: Sequence[ChunkKey]) -> int:
         """Return the visit of which these are the last chunks, those of them that are held and all."""
-        visits = self._visits
-        for row in reversed(rows):
-            if (visit := self._continued(row)) != NONE:
-                return visit
-        return next((visits.ghosts[hash(key)] for key in reversed(keys) if hash(key) in visits.ghosts), NONE)
+        held = [self._continued(row) for row in reversed(rows)]
+        remembered = [self._visits.ghosts.get(hash(key), NONE) for key in reversed(keys)]
+        return next((visit for visit in held + remembered if visit != NONE), NONE)
 
     def returning(self, now: float) -> list[int]:
         """Return the prompts that have just become worth more, since their answers have ended a while ago."""
@@ -249,7 +247,7 @@ class ResumePolicy(EvictionPolicy):
         if before != NONE:
             self._resume(visit, before, prompt.parent, prompt.now)
             visits.added[visit] = -rest.known
-        if not self._is_again(visit, rest):
+        if not self._is_offered_again(visit, rest):
             visits.added[visit] += count
             visits.since[visit] = prompt.now
         self._ghosts -= visits.rings[visit] >= GHOST
@@ -273,13 +271,13 @@ class ResumePolicy(EvictionPolicy):
             return visit
         visit = self._visits.ghosts.get(rest.ghost, NONE)
         # If it holds any of its chunks, its last one is the parent of those that are offered again.
-        if self._is_again(visit, rest) and not self._visits.counts[visit]:
+        if self._is_offered_again(visit, rest) and not self._visits.counts[visit]:
             return visit
         return self._visits.ghosts.get(rest.declined, NONE)
 
-    def _is_again(self, visit: int, rest: Rest) -> bool:
+    def _is_offered_again(self, visit: int, rest: Rest) -> bool:
         """Whether an engine offers again what a visit has lost, since its answer has ended."""
-        if visit == NONE or rest.asked:
+        if visit == NONE or rest.looked_up:
             return False
         return self._visits.endings[visit] > 0 and self._kind(visit) != LEFT
 
@@ -291,12 +289,12 @@ class ResumePolicy(EvictionPolicy):
     def _before(self, rest: Rest, visit: int) -> int:
         """Return the earlier visit of a prompt that is remembered, or :data:`NONE`."""
         before = self._visits.ghosts.get(rest.ghost, NONE)
-        return NONE if before == visit or self._is_again(before, rest) else before
+        return NONE if before == visit or self._is_offered_again(before, rest) else before
 
     def _ring_for(self, prompt: IncomingPrompt, rest: Rest) -> int:
         """Return the ring in which new chunks would be."""
         visits, visit, hints = self._visits, self._visit_of(prompt.parent, rest), prompt.hints
-        if self._is_again(visit, rest):
+        if self._is_offered_again(visit, rest):
             return visits.rings[visit] % GHOST
         before = self._before(rest, visit)
         if before != NONE:
@@ -479,7 +477,7 @@ class Rest(NamedTuple):
     """The hash of that chunk's key; 0 without one. The next part continues that visit."""
     declined: int = 0
     """The hash by which this visit is remembered if the part before was declined; otherwise 0."""
-    asked: bool = False
+    looked_up: bool = False
     """Whether the prompt was looked up. Otherwise, the engine offers again what has left meanwhile."""
 
 
@@ -495,7 +493,7 @@ class UnfinishedPrompts:
 
     def expect(self, keys: Sequence[ChunkKey], ghosts: Mapping[int, int]) -> None:
         """Note the chunks that a prompt is missing. ``ghosts``: the keys by which visits are remembered."""
-        self._put(hash(keys[0]), _seen(keys, ghosts)._replace(asked=True))
+        self._put(hash(keys[0]), _seen(keys, ghosts)._replace(looked_up=True))
 
     def rest(self, keys: Sequence[ChunkKey], parent: ChunkKey | None, ghosts: Mapping[int, int]) -> Rest:
         """Return what is known of a prompt whose next part begins with ``keys``, behind ``parent``."""

@@ -217,7 +217,7 @@ class Returns:
             if seconds <= 0:
                 return
 
-    def ended(self, kind: int, age: float) -> None:
+    def answer_ended(self, kind: int, age: float) -> None:
         """Record that the answer to a prompt of a class ended at an age."""
         for observations in self._answers(kind):
             observations.returned(span(age))

@@ -90,7 +90,7 @@ class Save:
     """Whether what to store exists since this step, if it is not :attr:`in_advance`."""
     extends: bytes = b""
     """For a state: the last chunk of the hit that it extends."""
-    again: bool = False
+    offered_again: bool = False
     """Whether chunks are offered again that may be held, at the end of an answer."""
     cancelled: bool = False
     epoch: int = 0
@@ -119,7 +119,7 @@ class Save:
             awaited=state.transfer.ticket is not None,
             recomputes=Recomputation(state.request.request_id, start, dtype) if dtype else None,
             canary=state.hints.canary is not None,
-            again=self.again,
+            offered_again=self.offered_again,
         )
         return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
 
@@ -431,7 +431,7 @@ class Saves:
         keys, sizes = self.chunks_at_end(state, computed)
         if (room := self.room) > 0 and keys:
             save = self._new_save(state, 0, keys[0], sizes[0])
-            save.keys, save.sizes, save.again = keys[:room], sizes[:room], True
+            save.keys, save.sizes, save.offered_again = keys[:room], sizes[:room], True
 
     def _may_keep(self, blocks: int, limit: int) -> bool:
         return not self._kept or sum(self._kept.values()) + blocks <= limit
@@ -565,7 +565,7 @@ class Saves:
                 self._requested.append((call, saves))
             elif call.result is not None:
                 stop, reserved = 0, call.result
-                self._wanted_again = reserved.again
+                self._wanted_again = reserved.offer_again
                 for save in saves:
                     start, stop = stop, stop + len(save.keys) * (2 if save.kv_transfer else 1)
                     save.leases, save.offsets = reserved.leases[start:stop], reserved.offsets[start:stop]
@@ -593,7 +593,7 @@ class Saves:
         if save.in_advance:
             self._granted.append(save)
             return None
-        if save.again:
+        if save.offered_again:
             save = self._first_part(save)
         if save.state_blocks is not None:
             pages = [save.state_blocks]
@@ -621,7 +621,7 @@ class Saves:
                 copies.append(ChunkCopy(lease, offset, size, chunk, staging))
         self._abandon(save, unusable)
         stored = sum(not copy.staging for copy in copies)
-        if save.again:
+        if save.offered_again:
             self._stats.add("stored_again_chunks", stored)
         else:
             self._stats.add("not_stored_chunks", len(save.keys) - stored)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bridge.client import SchedulerBridge
-from kvtier.catalog.endings import TOKENS
+from kvtier.catalog.endings import SIGNED_TOKENS
 from kvtier.catalog.misses import MissReason
 from kvtier.integrations.vllm.adapters import Adapter, Adapters
 from kvtier.integrations.vllm.compat import end_of_answer, has_failed
@@ -392,7 +392,7 @@ class SchedulerSide:
         how = end_of_answer(request)
         if how and state.stores and canary is None and not unknown:
             tokens, keys = token_list(request), self._saves.chunks_at_end(state, computed)[0]
-            last = tokens[max(request.num_prompt_tokens, len(tokens) - TOKENS) :]
+            last = tokens[max(request.num_prompt_tokens, len(tokens) - SIGNED_TOKENS) :]
             self._bridge.answer_ended(keys[-2:], how, last)
         if not self._shadow.present:
             self._bridge.send_outcomes()

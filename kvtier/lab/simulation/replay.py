@@ -22,7 +22,7 @@ TOKEN_BYTES = 128 << 10
 """KV bytes of a token: those of Llama 3.1 8B in bfloat16."""
 CHUNK_TOKENS = 512
 PREFILL_TOKENS_PER_SECOND = 10_000.0
-END, LOOK, REQUEST = range(3)
+END, PREFETCH, REQUEST = range(3)
 """Events, in their order at one time: an answer ends, prompts are brought up, and one is asked for."""
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
@@ -136,8 +136,8 @@ def events_of(trace: Trace, *, ahead: bool) -> Iterator[tuple[float, int, int]]:
     ends_at = [begun + seconds for begun, seconds in zip(times, trace.answer_seconds, strict=True)]
     ends = sorted((at, END, request) for request, at in enumerate(ends_at) if at > times[request])
     requests = ((times[request], REQUEST, request) for request in trace.order)
-    looks = ((now, LOOK, 0) for now in count(first, CHECK_SECONDS))
-    events = merge(ends, looks if ahead else (), requests)
+    prefetches = ((now, PREFETCH, 0) for now in count(first, CHECK_SECONDS))
+    events = merge(ends, prefetches if ahead else (), requests)
     return takewhile(lambda event: event[0] <= last, events)
 
 
@@ -159,13 +159,13 @@ def replay(
     served = ends = 0
     ahead = tiers.cache.prefetch.ahead and len(tiers.settings) > 1
     for now, event, request in events_of(trace, ahead=ahead):
-        if event == LOOK:
-            cache.look_ahead(now)
+        if event == PREFETCH:
+            cache.prefetch_ahead(now)
             continue
         start, stop = trace.span(request)
         keys, hints = chunk_keys(trace.chunks[start:stop]), trace.hints.get(request)
         if event == END:
-            cache.ended(now, keys, trace.signatures.get(request, ()), hints)
+            cache.answer_ended(now, keys, trace.signatures.get(request, ()), hints)
             ends += 1
             continue
         hits[request] = cache.serve(now, keys, hints)

@@ -25,7 +25,7 @@ from kvtier.observability.recording.format import (
     ID_BYTES,
     MAGIC,
     VERSION,
-    Ended,
+    EndRecord,
     Header,
     Record,
     RecordingError,
@@ -152,7 +152,7 @@ class RecordingFile:
             # Whatever its hashes are made of, they become numbers that only this recording has.
             signature = b"".join(value.to_bytes(KEY_BYTES, "little") for value in seen.signature)
             numbers = self._pseudonyms.of(seen.key), self._pseudonyms.of(signature)
-            return encode_frame(Ended(seen.time, *numbers))
+            return encode_frame(EndRecord(seen.time, *numbers))
         chunks, hints = self._pseudonyms.of(seen.keys), seen.hints
         if hints is not None and hints.tenant:
             hints = replace(hints, tenant=self._pseudonyms.name(hints.tenant))

@@ -64,12 +64,12 @@ class SimulatedCache:
         """Of these, those that a request waited for."""
         self.written = [0] * count
         self.evicted = [0] * count
-        self._again = False
+        self._offered_again = False
         """Whether chunks are offered again, which the first tier may decline even if there are others."""
         self.stored_again = 0
-        """Of those written to the first tier, the ones that :meth:`ended` has."""
+        """Of those written to the first tier, the ones that :meth:`answer_ended` has."""
         self.ahead = 0
-        """Those that :meth:`look_ahead` has read."""
+        """Those that :meth:`prefetch_ahead` has read."""
         self.demoted = 0
         self.not_admitted = 0
         """Chunks that were dropped because no lower tier admitted them."""
@@ -91,19 +91,19 @@ class SimulatedCache:
                     self._evict(tier, over)
         return found
 
-    def ended(
+    def answer_ended(
         self, time: float, keys: Sequence[ChunkKey], signature: Sequence[int], hints: ChunkHints | None = None
     ) -> None:
         """Report the end of an answer, and offer again what the first tier has declined or evicted before."""
         self._clock.now = time
-        self.catalog.report_ended(keys[-2:], signature)
+        self.catalog.report_answer_ended(keys[-2:], signature)
         if self.tiers[FIRST].declines:
-            self._again = True
+            self._offered_again = True
             self._leased = set(self.catalog.prefix_rows(keys)[0])
             self.stored_again += self._store(keys, 0, hints)
-            self._leased, self._again = set(), False
+            self._leased, self._offered_again = set(), False
 
-    def look_ahead(self, time: float) -> None:
+    def prefetch_ahead(self, time: float) -> None:
         """Do what :func:`~kvtier.pipeline.ahead.prefetch_ahead` does, at one time."""
         self._clock.now = time
         for keys in self.catalog.returning()[:MAX_PROMPTS]:
@@ -204,7 +204,7 @@ class SimulatedCache:
         self, keys: Sequence[ChunkKey], found: int, absent: Sequence[int], hints: ChunkHints | None
     ) -> IncomingPrompt | None:
         """Describe new chunks to a policy that may decline them. Their positions count from ``found`` on."""
-        if not absent or not (self._again or may_decline(self.tiers)):
+        if not absent or not (self._offered_again or may_decline(self.tiers)):
             return None
         first = found + absent[0]
         new = [keys[found + at] for at in absent]
