@@ -14,7 +14,8 @@ seconds of the trace. The tokens of a chunk follow from its id, so equal ids are
 with a few tokens of its own, which fill no chunk.
 
 Every policy gets a new cache process, with one memory tier for a fraction of all distinct chunks, and a new
-vLLM with a small model and without a prefix cache of its own, so that all hits come from the tier. It
+vLLM with a small model and without a prefix cache of its own, so that all hits come from the tier. An answer
+whose duration the trace has takes about as long, and one after a tool call ends with other tokens. The engine
 computes on one core: on a busy machine, two threads would wait for each other. A request is sent at its time,
 but not before the previous one of its session is answered. Hits are what vLLM reports. They are compared with
 what ``kvtier simulate`` computes from the plan, and from the times at which the requests were sent (*as
@@ -49,6 +50,7 @@ import msgspec
 from benchmarks.cache_process import CacheProcess
 from benchmarks.common import parse, show
 from kvtier.bridge import client as bridge
+from kvtier.catalog.endings import signature
 from kvtier.concurrency.processes import exit_on_signals
 from kvtier.lab.demo.client import Client
 from kvtier.lab.demo.server import Server, start_vllm
@@ -68,7 +70,9 @@ CHUNK_TOKENS = 32
 TOKEN_BYTES = 4096
 """KV of a token of the model: 4 layers, 2 heads of 64 float32 values, keys and values."""
 MODEL = Model(TOKEN_BYTES)
-OWN_TOKENS, NEW_TOKENS = 8, 4
+OWN_TOKENS, MIN_NEW_TOKENS = 8, 4
+ENDS = {"tool_use": (10, 12), "end_turn": (11, 13)}
+"""The tokens that an answer consists of, by how it ended in the trace: so endings differ, and answers too."""
 WARM_UP_TOKENS = CHUNK_TOKENS // 2
 TIER = "ram"
 ENGINE = (
@@ -82,6 +86,7 @@ class Session(msgspec.Struct):
 
     hash_ids: list[int]
     session: msgspec.Raw = msgspec.Raw()
+    stop: str = ""
 
 
 class Planned(NamedTuple):
@@ -91,6 +96,10 @@ class Planned(NamedTuple):
     """In seconds since the replay began."""
     session: object
     chunks: Sequence[int]
+    seconds: float
+    """Until the end of the answer; 0 if unknown."""
+    new_tokens: int
+    stop: str
 
     def prompt(self, number: int) -> list[int]:
         """Return the tokens of the request with this number."""
@@ -100,6 +109,9 @@ class Planned(NamedTuple):
 
 class Answer(NamedTuple):
     """What vLLM answered."""
+
+    seconds: float
+    """Until its end, from when it was sent."""
 
     ttft: float
     cached: int
@@ -158,6 +170,12 @@ def parsed() -> argparse.Namespace:
         "--width", type=int, default=1024, help="of the model: how much it computes; default: %(default)s"
     )
     parser.add_argument("--capacity", type=float, default=10, help="%% of the distinct chunks; %(default)s")
+    parser.add_argument(
+        "--tokens-per-second",
+        type=float,
+        default=10,
+        help="so long are answers whose duration is known; default: %(default)s",
+    )
     parser.add_argument("--plan", action="store_true", help="only print the requests, as JSON")
     parser.add_argument("--serve", action="store_true", help="run kvtier serve; by default, vLLM starts it")
     return parse(parser, policy="lru", sessions=2, start=0.0, capacity=100.0)
@@ -168,7 +186,14 @@ def read_plan(options: argparse.Namespace) -> list[Planned]:
     requests, _ = read_trace(options.trace, options.blocks * MOONCAKE.block_tokens)
     rows = (msgspec.json.decode(line, type=Session) for _, line in read_lines(options.trace))
     inside = [
-        Planned((request.time - options.start) / options.speed, session_of(row), request.chunks)
+        Planned(
+            (request.time - options.start) / options.speed,
+            session_of(row),
+            request.chunks,
+            request.seconds / options.speed,
+            max(MIN_NEW_TOKENS, round(request.seconds / options.speed * options.tokens_per_second)),
+            row.stop,
+        )
         for request, row in zip(requests, rows, strict=True)
         if isinstance(request, TraceRequest) and 0 <= request.time - options.start < options.span
     ]
@@ -189,7 +214,7 @@ def compare(
     plan: Sequence[Planned], policies: Sequence[str], fraction: float, folder: Path, *, serve: bool
 ) -> None:
     """Replay the plan with each policy, and print the table. ``folder`` has the model."""
-    trace = trace_of(plan, [planned.time for planned in plan])
+    trace = trace_of(plan, [planned.time for planned in plan], [planned.seconds for planned in plan])
     chunk_bytes = MODEL.chunk_bytes(trace)
     chunks = int(trace.unique * fraction)
     longest = max(len(planned.chunks) for planned in plan)
@@ -207,7 +232,9 @@ def compare(
         print(f"{policy}: {hits} hit tokens, {results[policy].seconds:.0f} s", file=sys.stderr, flush=True)
     sent = {
         policy: trace_of(
-            plan, [at.time + answer.late for at, answer in zip(plan, result.answers, strict=True)]
+            plan,
+            [at.time + answer.late for at, answer in zip(plan, result.answers, strict=True)],
+            [answer.seconds for answer in result.answers],
         )
         for policy, result in results.items()
     }
@@ -215,14 +242,20 @@ def compare(
         policy: (simulated(trace, each), simulated(sent[policy], each)) for policy, each in settings.items()
     }
     report(plan, results, predicted, chunks)
-    check(results)
+    check(plan, results)
 
 
-def trace_of(plan: Sequence[Planned], times: Sequence[float]) -> Trace:
-    """Return the trace of the requests at other times."""
+def trace_of(plan: Sequence[Planned], times: Sequence[float], seconds: Sequence[float]) -> Trace:
+    """Return the trace of the requests at other times, with other durations of their answers."""
     requests = [
-        TraceRequest(time, array("Q", planned.chunks), len(planned.chunks) * CHUNK_TOKENS)
-        for planned, time in zip(plan, times, strict=True)
+        TraceRequest(
+            time,
+            array("Q", planned.chunks),
+            len(planned.chunks) * CHUNK_TOKENS,
+            seconds=until_end,
+            signature=signature(bytes(32), planned.stop, ()) if planned.stop else (),
+        )
+        for planned, time, until_end in zip(plan, times, seconds, strict=True)
     ]
     return Trace.load("the replay", requests, CHUNK_TOKENS)
 
@@ -253,7 +286,7 @@ def replay(
 ) -> Result:
     """Replay the plan on new processes."""
     cache = CacheProcess(folder, settings, serve=serve)
-    longest = max(map(len, prompts)) + NEW_TOKENS
+    longest = max(len(prompt) + planned.new_tokens for prompt, planned in zip(prompts, plan, strict=True))
     with serving(cache, model, folder, longest) as (client, engine):
         client.complete(tokens_of("warm-up", WARM_UP_TOKENS), 2)
         started = time.perf_counter()
@@ -309,7 +342,7 @@ async def send_all(
         for number in numbers:
             due = started + plan[number].time
             await anyio.sleep(max(0.0, due - time.perf_counter()))
-            answers[number] = await send(http, model, prompts[number], due)
+            answers[number] = await send(http, model, plan[number], prompts[number], due)
 
     # The server closes connections that were idle for some seconds, perhaps while a request is being sent.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -322,18 +355,22 @@ async def send_all(
     return [answers[number] for number in range(len(plan))]
 
 
-async def send(http: httpx.AsyncClient, model: str, prompt: Sequence[int], due: float) -> Answer:
+async def send(
+    http: httpx.AsyncClient, model: str, planned: Planned, prompt: Sequence[int], due: float
+) -> Answer:
     """Complete a prompt greedily. ``due``: when it should be sent."""
-    body = {
+    body: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
-        "max_tokens": NEW_TOKENS,
+        "max_tokens": planned.new_tokens,
         "temperature": 0.0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
+    if planned.stop in ENDS:
+        body["allowed_token_ids"] = ENDS[planned.stop]
     tokens: list[int] = []
     usage: dict[str, Any] = {}
     first = 0.0
@@ -350,7 +387,7 @@ async def send(http: httpx.AsyncClient, model: str, prompt: Sequence[int], due: 
                 first = time.perf_counter()
             usage = event.get("usage") or usage
     cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-    return Answer(first - sent, cached, tokens, sent - due)
+    return Answer(time.perf_counter() - sent, first - sent, cached, tokens, sent - due)
 
 
 def report(
@@ -388,15 +425,16 @@ def row_of(policy: str, result: Result, planned: Study, sent: Study) -> Sequence
     )
 
 
-def check(results: dict[str, Result]) -> None:
+def check(plan: Sequence[Planned], results: dict[str, Result]) -> None:
     """Fail if a policy has produced other tokens than the first one."""
     (first, reference), *others = results.items()
-    incomplete = sum(len(answer.tokens) != NEW_TOKENS for answer in reference.answers)
+    pairs = zip(reference.answers, plan, strict=True)
+    incomplete = sum(len(answer.tokens) != planned.new_tokens for answer, planned in pairs)
     if incomplete:
-        raise SystemExit(f"{first}: {incomplete} answers do not have {NEW_TOKENS} tokens")
+        raise SystemExit(f"{first}: {incomplete} answers do not have as many tokens as asked for")
     for policy, result in others:
-        pairs = zip(reference.answers, result.answers, strict=True)
-        different = [number for number, (one, other) in enumerate(pairs) if one.tokens != other.tokens]
+        both = zip(reference.answers, result.answers, strict=True)
+        different = [number for number, (one, other) in enumerate(both) if one.tokens != other.tokens]
         if different:
             raise SystemExit(f"{first} and {policy} produced different tokens for requests {different[:10]}")
 

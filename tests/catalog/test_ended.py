@@ -291,6 +291,21 @@ class TestAdaptive:
         self.drain(cache)
         assert cache.policy._asked == 2 * len(keys)
 
+    def test_shadow_caches_know_a_return_from_what_is_offered_again(
+        self, cache: OneTier[AdaptivePolicy], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By what a lookup was missing."""
+        cache.ask(prompt_of(0, 1))
+        missed: list[list[ChunkKey]] = []
+        for shadow in cache.policy._shadows:
+            monkeypatch.setattr(shadow._catalog, "report_missed", lambda keys: missed.append(list(keys)))
+        keys = prompt_of(1, 6)
+        cache.ask(keys[:4])
+        cache.end(keys[:4], *TOOL, again=True)
+        cache.ask(keys)
+        self.drain(cache)
+        assert missed[3:] == [keys[:4]] * 3 + [keys[4:]] * 3
+
     def test_events_reach_the_shadow_caches_in_the_order_of_time(
         self, cache: OneTier[AdaptivePolicy], monkeypatch: pytest.MonkeyPatch
     ) -> None:

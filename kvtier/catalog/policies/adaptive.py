@@ -332,6 +332,7 @@ class ShadowCache:
         catalog = self._catalog
         held = len(catalog.prefix(keys)) if parent is None or parent in catalog else 0
         catalog.touch(keys)
+        catalog.report_missed(keys[held:])
         if new := [at for at in range(held, len(keys)) if keys[at] not in catalog]:
             self._store(keys, lengths, new, parent)
         return held
