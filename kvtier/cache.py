@@ -42,7 +42,7 @@ from kvtier.memory.keys import (
 )
 from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, has_weights, namespace
 from kvtier.memory.rows import Rows, bytes_of, copy_all
-from kvtier.pipeline.ahead import PrefetchAhead
+from kvtier.pipeline.ahead import prefetch_ahead
 from kvtier.pipeline.allocate import Allocator
 from kvtier.pipeline.clear import Cleared, ClearStage
 from kvtier.pipeline.discover import DiscoverStage
@@ -123,7 +123,6 @@ class TieredCache:
         # In the order in which they use each other.
         self._allocator = Allocator(hierarchy)
         self._reader = Reader(hierarchy, self._allocator)
-        self._ahead = PrefetchAhead(hierarchy, self._allocator, self._reader)
         self._writer = Writer(hierarchy, self._reader, queue_bytes)
         self._evicting = EvictStage(hierarchy, self._allocator, self._writer)
         self._storing = StoreStage(hierarchy, self._allocator, self._writer)
@@ -232,7 +231,7 @@ class TieredCache:
         tasks.start_soon(self._evicting.run)
         tasks.start_soon(self._expiry.run)
         if self.lower and self.settings.prefetch.ahead:
-            tasks.start_soon(self._ahead.run)
+            tasks.start_soon(prefetch_ahead, self._hierarchy, self._allocator, self._reader)
         for tier in self.lower:
             tasks.start_soon(self._writer.run, tier.index)
             tasks.start_soon(tier.contact)
@@ -409,10 +408,7 @@ class TieredCache:
 
     @property
     def wants_again(self) -> bool:
-        """Whether engines are to offer the chunks of a prompt again when its answer has ended.
-
-        A policy may have declined or evicted them before, as the prompt comes back only then.
-        """
+        """Whether engines are to offer the chunks of a prompt again when its answer has ended."""
         left = self.counts["evicted"] + self.counts["store_declined"]
         return left > 0 and self.memory.declines
 

@@ -369,7 +369,7 @@ class SchedulerBridge(Bridge):
     def answer_ended(self, keys: Sequence[ChunkKey], how: str, tokens: Sequence[int]) -> None:
         """Report the end of an answer, with the next :meth:`send_outcomes` and before chunks are offered.
 
-        ``keys``: see :class:`Ended`. ``how``, ``tokens``: see :func:`signature`.
+        ``keys``: see :class:`AnswerEnded`. ``how``, ``tokens``: see :func:`signature`.
         """
         if self.welcome is not None and self.epoch and keys:
             signed = signature(self.welcome.signature_key, how, tokens)
@@ -379,7 +379,7 @@ class SchedulerBridge(Bridge):
         """Report what became of requests. After what the engine waits for: it delays later messages."""
         if self._outcomes or self._ended:
             now = time.monotonic()
-            ended = [protocol.Ended(keys, signed, now - at) for at, keys, signed in self._ended]
+            ended = [protocol.AnswerEnded(keys, signed, now - at) for at, keys, signed in self._ended]
             outcomes, self._outcomes, self._ended = self._outcomes, [], []
             self.send(protocol.Outcomes(outcomes, ended))
 

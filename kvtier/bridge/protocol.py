@@ -54,13 +54,16 @@ Consistency rules:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from kvtier.catalog.endings import MAX_SIGNATURE
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.misses import Miss, MissReason, misses_behind
 from kvtier.fleet.member.served_models import EngineModel
+from kvtier.memory.keys import KEY_BYTES
 from kvtier.memory.layout import ChunkLayout
 from kvtier.observability.requests import PromptReport, WhyReport
 from kvtier.observability.traces.spans import Sampling, Span
@@ -144,7 +147,7 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     show_text: bool = False
     """``why.show_text``: whether lookups have the tokens of their prompts."""
     signature_key: bytes = bytes(32)
-    """32 random bytes, of this cache process: the key of :attr:`Ended.signature`."""
+    """32 random bytes, of this cache process: the key of :attr:`AnswerEnded.signature`."""
 
 
 class RequestInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -232,14 +235,14 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
         return misses_behind(explanation.misses, explanation.begins, self.used_tokens, self.tokens)
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True):
+class AnswerEnded(msgspec.Struct, frozen=True, array_like=True):
     """The end of an answer."""
 
-    keys: bytes
+    keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=2 * KEY_BYTES)]
     """Of the last two chunks of what its request has stored, or would have stored; or of its only one."""
-    signature: tuple[int, ...]
+    signature: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_SIGNATURE)]
     """How it has ended: see :func:`~kvtier.catalog.endings.signature`. Tokens do not leave the engine."""
-    seconds: float
+    seconds: Annotated[float, Meta(ge=0, lt=1 << 48)]
     """How long ago."""
 
 
@@ -247,7 +250,7 @@ class Outcomes(Message, frozen=True, array_like=True, tag=39):
     """What became of requests."""
 
     requests: list[Outcome]
-    ended: list[Ended] = msgspec.field(default_factory=list)
+    ended: list[AnswerEnded] = msgspec.field(default_factory=list)
 
 
 class Found(Reply, frozen=True, array_like=True, tag=11):
@@ -316,8 +319,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     """Chunks that memory holds get room as well, and are compared with what is written there."""
     canary: bool = False
     """Whether the chunks are those of a canary: stored whatever they are worth, and removed soon."""
-    again: bool = False
-    """Whether they are offered again: see :attr:`Reserved.again`. The first tier may decline them."""
+    offered_again: bool = False
+    """Whether they are offered again: see :attr:`Reserved.offer_again`. The first tier may decline them."""
 
 
 class Reserve(Request, frozen=True, array_like=True, tag=14):
@@ -336,9 +339,8 @@ class Reserved(Reply, frozen=True, array_like=True, tag=15):
     offsets: list[int]
     staging: int = 0
     """Number of the buffer that the offsets of runs with ``kv_transfer`` refer to, on each rank."""
-    again: bool = False
-    """Whether to offer the chunks of a prompt again when its answer has ended: some may have been declined or
-    evicted before."""
+    offer_again: bool = False
+    """Whether to offer the chunks of a prompt again when its answer has ended: some may have left before."""
 
     @property
     def granted(self) -> list[int]:

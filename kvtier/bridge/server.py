@@ -57,7 +57,6 @@ EXPLAIN_SECONDS = 0.001
 """How long after the answer to a lookup it is decided why chunks are missing, at the latest."""
 STOPPED_SECONDS = 60.0
 """An engine that has sent nothing for this long, though it holds something, counts as stopped."""
-SIGNATURE_KEY_BYTES = 32
 CHECK_SECONDS = 1.0
 """Interval at which to check whether memory is still kept for a process that has disconnected."""
 
@@ -384,7 +383,7 @@ class BridgeServer:
         self.canaries: dict[str, Periodic] = {}
         """By the URL of an engine. Set by the owner of the server, which runs them."""
         self.epoch = secrets.randbits(63)
-        self.signature_key = secrets.token_bytes(SIGNATURE_KEY_BYTES)
+        self.signature_key = secrets.token_bytes(32)
         self.lease_numbers = itertools.count(1)
         self._engines: dict[str, EngineSession] = {}
         self._connections: dict[str, set[Connection]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from array import array
@@ -15,7 +14,7 @@ from msgspec import structs
 from kvtier.bridge.leases import PendingWrites, ReadLeases, Ticket
 from kvtier.bridge.protocol import (
     MAX_RESERVED_CHUNKS,
-    Ended,
+    AnswerEnded,
     Explanation,
     Found,
     Hello,
@@ -27,7 +26,6 @@ from kvtier.bridge.protocol import (
 )
 from kvtier.bridge.protocol import Lookup as LookupRequest
 from kvtier.cache import TieredCache
-from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.misses import AGAIN, Miss, MissReason
 from kvtier.catalog.partial_matches import PromptTags
 from kvtier.errors import CorruptChunk, ProtocolError
@@ -51,8 +49,6 @@ if TYPE_CHECKING:
 NO_LEASE = 0
 MAX_ASKED = 4096
 """Lookups of an engine whose outcome is awaited. Requests that are cancelled before they run have none."""
-MAX_ENDED_KEYS, MAX_SIGNATURE = 2, 8
-"""Limits of what the end of an answer consists of."""
 MAX_ENDED_SECONDS = 60.0
 """An answer that has ended longer ago counts as ended then. Usually it is reported in the next step."""
 MIN_LENGTHS = 200
@@ -283,17 +279,12 @@ class EngineSession:
         tokens = outcome.tokens, outcome.engine_tokens, outcome.hits, outcome.misses(explanation)
         log.add(RequestReport(time.time(), outcome.request, self.name, *tokens, now - began_at))
 
-    def answer_ended(self, ended: Ended) -> None:
+    def answer_ended(self, ended: AnswerEnded) -> None:
         """Report the end of an answer to the eviction policies and the recording. Raises ProtocolError."""
-        keys, hashes, seconds = split_keys(ended.keys), ended.signature, ended.seconds
-        if not 0 < len(keys) <= MAX_ENDED_KEYS or len(hashes) > MAX_SIGNATURE or min(hashes, default=0) < 0:
-            raise ProtocolError(f"invalid end of an answer: {len(keys)} chunks, {len(hashes)} hashes")
-        if not 0 <= seconds < math.inf:
-            raise ProtocolError(f"an answer that has ended {seconds} seconds ago")
-        seconds = min(seconds, MAX_ENDED_SECONDS)
-        self._cache.catalog.report_ended(keys, hashes, seconds)
+        seconds = min(ended.seconds, MAX_ENDED_SECONDS)
+        self._cache.catalog.report_answer_ended(split_keys(ended.keys), ended.signature, seconds)
         if self._recorder is not None:
-            self._recorder.ended(ended.keys, hashes, seconds)
+            self._recorder.answer_ended(ended.keys, ended.signature, seconds)
 
     def _with_block_hashes(self, found: Found, ready: Sequence[Ready]) -> Found:
         """Add the block hashes of the last chunk, which the engine may use in part; none if it is corrupt."""
@@ -359,8 +350,7 @@ class EngineSession:
         # Validate all runs before reserving anything.
         runs = [(run, self._headers(run)) for run in request.runs]
         # Those whose blocks may be lost first. What is offered again can wait.
-        new = self._reserve_in_arena([pair for pair in runs if not pair[0].again])
-        again = self._reserve_in_arena([pair for pair in runs if pair[0].again], again=True)
+        reserved = [self._reserve_in_arena(runs, again=again) for again in (False, True)]
         if canaries := [key for run in request.runs if run.canary for key in split_keys(run.keys)]:
             self._cache.tasks.start_soon(self._cache.expire, canaries)
         staging = self._buffers
@@ -370,7 +360,7 @@ class EngineSession:
                 transfer = find(run.kv_transfer)
                 writes += [_stage(staging, transfer, header) for header in headers]
             else:
-                writes += islice(again if run.again else new, len(headers))
+                writes += islice(reserved[run.offered_again], len(headers))
         if not self.absent_ranks and any(run.recomputes is not None for run in request.runs):
             self._reserve_recomputed(runs, writes)
         extends = iter([run.extends for run in request.runs for _ in range(len(run.keys) // KEY_BYTES)])
@@ -385,21 +375,17 @@ class EngineSession:
         return Reserved(request.ticket, leases, offsets, number, self._cache.wants_again)
 
     def _reserve_in_arena(
-        self, runs: Sequence[tuple[Run, list[ChunkHeader]]], *, again: bool = False
+        self, runs: Sequence[tuple[Run, list[ChunkHeader]]], *, again: bool
     ) -> Iterator[Reservation | None]:
-        """Yield a reservation for each chunk that is not for the staging buffer, and then ``None``."""
-        runs = [(run, headers) for run, headers in runs if not run.kv_transfer]
-        in_arena = [header for _, headers in runs for header in headers]
-        hints: list[ChunkHints | None] = []
-        if any(run.hints is not None for run, _ in runs):
-            hints = [run.hints for run, headers in runs for _ in headers]
+        """Yield a reservation for each new chunk, or one that is offered ``again``, and then ``None``."""
+        runs = [pair for pair in runs if pair[0].offered_again == again and not pair[0].kv_transfer]
+        new = [header for _, headers in runs for header in headers]
+        hints = [run.hints for run, headers in runs for _ in headers]
         # A state needs its chunks, and these are useless without it.
         declining = not self.layout.has_states and not any(run.awaited or run.canary for run, _ in runs)
         # A disconnected rank would never fill its slices.
-        within = 0 if self.absent_ranks else self._within_share(in_arena)
-        reserved = self._cache.reserve_all(
-            in_arena[:within], hints[:within], declining=declining, again=again
-        )
+        within = 0 if self.absent_ranks else self._within_share(new)
+        reserved = self._cache.reserve_all(new[:within], hints[:within], declining=declining, again=again)
         return chain(reserved, repeat(None))
 
     def _reserve_recomputed(

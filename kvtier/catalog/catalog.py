@@ -369,11 +369,13 @@ class Catalog:
             for policy in self.policies:
                 policy.missed(keys, self._clock())
 
-    def report_ended(self, keys: Sequence[ChunkKey], signature: Sequence[int], seconds: float = 0.0) -> None:
-        """Report that an answer has ended, ``seconds`` ago. For the rest see :meth:`EvictionPolicy.ended`."""
+    def report_answer_ended(
+        self, keys: Sequence[ChunkKey], signature: Sequence[int], seconds: float = 0.0
+    ) -> None:
+        """Report that an answer has ended, ``seconds`` ago. See :meth:`EvictionPolicy.answer_ended`."""
         rows, now = [row for row in self._table.find_all(keys) if row != NO_ROW], self._clock() - seconds
         for policy in self.policies:
-            policy.ended(rows, keys, now, signature)
+            policy.answer_ended(rows, keys, now, signature)
 
     def returning(self) -> list[list[ChunkKey]]:
         """Return the prompts of lower tiers that are about to come back, as their policies expect."""
@@ -381,14 +383,14 @@ class Catalog:
         return [self.path(row) for policy in self.policies[1:] for row in policy.returning(now)]
 
     def path(self, row: int) -> list[ChunkKey]:
-        """Return the chunks from the root to the one in a row."""
+        """Return the chunks from the root to that in a row."""
         rows = []
         while row != NO_PARENT:
             rows.append(row)
             row = self._parents[row]
         return self.columns.keys_of(reversed(rows))
 
-    def liftable(self, keys: Sequence[ChunkKey]) -> IncomingPrompt | None:
+    def to_promote(self, keys: Sequence[ChunkKey]) -> IncomingPrompt | None:
         """Return the chunks of a prompt that only lower tiers hold, as new ones for the first tier.
 
         ``None`` if there are none, or if any is READY in no tier.

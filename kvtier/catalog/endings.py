@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-TOKENS = 3
+SIGNED_TOKENS = 3
+"""The last ones of an answer that count: many agents' answers end alike before a tool call."""
+MAX_SIGNATURE = 8
+"""Maximum number of hashes in a signature, of any version."""
 SOON_SECONDS = 60.0
 """Nearly all results of tools come within this time, and few users answer."""
 PERIOD_SECONDS = 5.0
@@ -37,7 +40,7 @@ def signature(key: bytes, how: str, tokens: Sequence[int]) -> tuple[int, ...]:
     # Its length goes first, so that no other text looks like this one and a token.
     hasher = blake3(len(encoded).to_bytes(4, "little") + encoded, key=key)
     hashes = [hasher.digest(8)]
-    for token in reversed(tokens[-TOKENS:]):
+    for token in reversed(tokens[-SIGNED_TOKENS:]):
         hasher.update((int(token) & 0xFFFF_FFFF).to_bytes(4, "little"))
         hashes.append(hasher.digest(8))
     return tuple(int.from_bytes(hashed, "little") for hashed in hashes)
@@ -66,7 +69,7 @@ class Endings:
         self._ended, self._soon = array("f", bytes(4 * SLOTS)), array("f", bytes(4 * SLOTS))
         self._recent: deque[_Period] = deque()
 
-    def ended(self, signature: Sequence[int], now: float) -> int:
+    def answer_ended(self, signature: Sequence[int], now: float) -> int:
         """Count an answer that has ended. Return the slot of its longest suffix; 0 without a signature."""
         self._settle(now)
         slot = 0
@@ -108,7 +111,8 @@ class Endings:
     def _suffixes(self, slot: int) -> list[int]:
         """Return the slot, those of its shorter suffixes, and 0."""
         slots = [slot]
-        while slots[-1] and len(slots) < TOKENS + 2:  # Hashes that are no signature could form a circle.
+        # Hashes that are no signature could form a circle.
+        while slots[-1] and len(slots) < SIGNED_TOKENS + 2:
             slots.append(self._parents[slots[-1]])
         return slots
 

@@ -141,7 +141,7 @@ class EvictionPolicy(ABC):
         Most are added soon, a long prompt in several parts. A policy can value it as a whole from the first.
         """
 
-    def ended(  # noqa: B027 - has a default on purpose
+    def answer_ended(  # noqa: B027 - has a default on purpose
         self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
     ) -> None:
         """Called when the answer to a prompt has ended: only now can it come back.

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.bridge.protocol import Ended, Outcomes, Reserve, Run
-from kvtier.bridge.session import MAX_SIGNATURE, EngineSession
+from kvtier.bridge.protocol import AnswerEnded, Outcomes, Reserve, Run
+from kvtier.bridge.session import EngineSession
+from kvtier.catalog.endings import MAX_SIGNATURE
 from kvtier.catalog.eviction import EvictionPolicy
 from kvtier.memory.header import object_bytes
 from kvtier.memory.keys import chunk_keys, join_keys
@@ -36,18 +37,18 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     ) -> None:
         ends.append((len(rows), list(keys), tuple(signature)))
 
-    monkeypatch.setattr(EvictionPolicy, "ended", ended)
+    monkeypatch.setattr(EvictionPolicy, "answer_ended", ended)
     return ends
 
 
 async def test_ends_are_reported_to_policies_and_recorded(reported: list[tuple[Any, ...]]) -> None:
     async with engine_of(LAYOUT, eviction="lru") as (engine, _):
         recorded: list[tuple[Any, ...]] = []
-        recorder: Any = SimpleNamespace(ended=lambda *end: recorded.append(end))
+        recorder: Any = SimpleNamespace(answer_ended=lambda *end: recorded.append(end))
         engine._recorder = recorder
-        end = Ended(join_keys(KEYS[:2]), (1, (1 << 64) - 1), 2.0)
+        end = AnswerEnded(join_keys(KEYS[:2]), (1, (1 << 64) - 1), 2.0)
         engine.answer_ended(end)
-        engine.answer_ended(Ended(KEYS[0], (), 1e9))
+        engine.answer_ended(AnswerEnded(KEYS[0], (), 1e9))
         engine._recorder = None
         engine.answer_ended(end)
     assert recorded == [(end.keys, end.signature, 2.0), (KEYS[0], (), 60.0)]
@@ -57,17 +58,17 @@ async def test_ends_are_reported_to_policies_and_recorded(reported: list[tuple[A
 @pytest.mark.parametrize(
     "end",
     [
-        Ended(b"", (), 0.0),
-        Ended(KEYS[0][:-1], (), 0.0),
-        Ended(join_keys(KEYS[:3]), (), 0.0),
-        Ended(KEYS[0], (1,) * (MAX_SIGNATURE + 1), 0.0),
-        Ended(KEYS[0], (-1,), 0.0),
-        Ended(KEYS[0], (), -1.0),
-        Ended(KEYS[0], (), float("nan")),
-        Ended(KEYS[0], (), float("inf")),
+        AnswerEnded(b"", (), 0.0),
+        AnswerEnded(KEYS[0][:-1], (), 0.0),
+        AnswerEnded(join_keys(KEYS[:3]), (), 0.0),
+        AnswerEnded(KEYS[0], (1,) * (MAX_SIGNATURE + 1), 0.0),
+        AnswerEnded(KEYS[0], (-1,), 0.0),
+        AnswerEnded(KEYS[0], (), -1.0),
+        AnswerEnded(KEYS[0], (), float("nan")),
+        AnswerEnded(KEYS[0], (), float("inf")),
     ],
 )
-async def test_invalid_end_is_refused(tmp_path: Path, end: Ended) -> None:
+async def test_invalid_end_is_refused(tmp_path: Path, end: AnswerEnded) -> None:
     async with open_host(tmp_path) as host, host.peer("scheduler") as scheduler:
         await scheduler.send(Outcomes([], [end]))
         await scheduler.receive(Refused)
@@ -83,12 +84,12 @@ async def test_key_of_signatures_is_that_of_the_process(tmp_path: Path) -> None:
 async def test_ended_answers_reach_the_engine_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends: list[Ended] = []
+    ends: list[AnswerEnded] = []
     monkeypatch.setattr(EngineSession, "answer_ended", lambda _, end: ends.append(end))
     async with open_host(tmp_path) as host, host.peer("scheduler") as scheduler:
-        await scheduler.send(Outcomes([], [Ended(KEYS[0], (5, 7), 0.25)]))
+        await scheduler.send(Outcomes([], [AnswerEnded(KEYS[0], (5, 7), 0.25)]))
         await scheduler.status()
-    assert ends == [Ended(KEYS[0], (5, 7), 0.25)]
+    assert ends == [AnswerEnded(KEYS[0], (5, 7), 0.25)]
 
 
 @pytest.mark.parametrize("eviction", ["resume", "lru"])
@@ -100,6 +101,6 @@ async def test_chunks_are_wanted_again_once_some_have_left(eviction: str) -> Non
             keys = chunk_keys(ROOT, range(prompt << 10, (prompt << 10) + 4 * CHUNK_TOKENS), CHUNK_TOKENS)
             reserved = engine.reserve(Reserve(1, [Run(ROOT, join_keys(keys), CHUNK_TOKENS)]))
             engine.commit(reserved.granted, 0)
-            again.append(reserved.again)
+            again.append(reserved.offer_again)
         assert cache.counts["evicted"] + cache.counts["store_declined"] > 0
     assert again == [False, False, eviction == "resume", eviction == "resume"]

@@ -55,7 +55,7 @@ class OneTier(Generic[PolicyT]):
 
     def end(self, keys: list[ChunkKey], *signature: int, again: bool = False) -> None:
         """End the answer to a prompt. ``again``: the engine offers what is missing of it again."""
-        self.catalog.report_ended(keys[-2:], signature)
+        self.catalog.report_answer_ended(keys[-2:], signature)
         if again:
             self._store(keys, self.catalog.prefix_rows(keys)[0], None)
 

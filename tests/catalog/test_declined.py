@@ -149,7 +149,7 @@ def test_parts_are_added_to_one_visit_that_is_recognized_by_its_end() -> None:
     part_by_part(tier, keys, 4)
     [visit] = {tier.visit(key) for key in keys}
     assert visit.added == len(keys)
-    assert len(tier.policy._incoming) == 0, "nothing of it is to come"
+    assert len(tier.policy._incoming._rests) == 0, "nothing of it is to come"
     tier.catalog.remove_all(keys[::-1], 0)
     tier.now += 30
     part_by_part(tier, keys, 4)
@@ -209,7 +209,7 @@ def test_declined_prompts_count_as_waited_for() -> None:
     assert visit.held == 0
     tier.now += 30
     tier.ask(keys)
-    assert sum(tier.returns._exact[visit.kind].returns) == 1
+    assert sum(tier.returns._observations[visit.kind].returns) == 1
     assert tier.visit(keys[0]).typical_gap == pytest.approx(30)
 
 
@@ -335,12 +335,12 @@ def test_simulation_offers_again_what_was_evicted_before_the_end_of_the_answer(
     simulated = SimulatedCache(PLUGINS, one_tier(PLUGINS, eviction, 10 * LENGTH, {}), LENGTH)
     first, second, low = prompt_of(1, 8), prompt_of(2, 8), ChunkHints(priority=-100)
     simulated.serve(1.0, first, low)
-    simulated.ended(1.5, first, [], low)
+    simulated.answer_ended(1.5, first, [], low)
     assert simulated.written == [8], "all is there, and nothing was evicted"
     simulated.serve(2.0, second, low)
     before = len(simulated.catalog.prefix(first))
     assert before == 2
-    simulated.ended(5000.0, first, [7], low)
+    simulated.answer_ended(5000.0, first, [7], low)
     assert len(simulated.catalog.prefix(first)) == before + again
     assert (simulated.stored_again, simulated.written) == (again, [16 + again])
     assert simulated.catalog.count(0) == 10
@@ -351,13 +351,13 @@ def test_simulation_offers_again_what_was_declined(monkeypatch: pytest.MonkeyPat
     first, second = prompt_of(1, 9), prompt_of(2, 4)
     simulated.serve(1.0, first, ChunkHints(priority=100))
     simulated.serve(2.0, second, ChunkHints(priority=-100))
-    assert (simulated.declined, simulated.evicted) == (3, [0])
+    assert (simulated.written, simulated.evicted) == ([10], [0])
     offered: list[IncomingPrompt] = []
     monkeypatch.setattr(simulated.catalog.policies[0], "declined", offered.append)
-    simulated.ended(3.0, second, [], ChunkHints(priority=-100))
+    simulated.answer_ended(3.0, second, [], ChunkHints(priority=-100))
     [rest] = offered
     assert (rest.keys, rest.now) == (second[1:], 3.0)
-    assert (simulated.stored_again, simulated.declined) == (0, 6)
+    assert (simulated.stored_again, simulated.written) == (0, [10])
 
 
 @pytest.mark.parametrize(("eviction", "fills"), [("resume", True), ("lru", False)])

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvtier.catalog.endings import ENDINGS
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.adaptive import MAX_ANSWERS, OPEN_REQUESTS, AdaptivePolicy
 from kvtier.catalog.policies.returns import (
     AGES,
-    ENDINGS,
     FIRST_ENDED,
     FIRST_EXPECTED,
     NEW,
     WIDTHS,
     Returns,
-    best_rate,
     class_continued,
     class_ended,
     class_expected,
     class_of,
-    rests,
+    gittins_index,
+    residual_times,
 )
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.eviction import LENGTH, prompt_of
@@ -48,7 +48,7 @@ def test_mean_time_until_an_event_follows_from_its_rates() -> None:
     """Against a simulation of events that have not happened at the start of a span."""
     chance = random.Random(1)
     rates = [0.05] * 6 + [0.2] * (AGES - 6)
-    found = rests(rates)
+    found = residual_times(rates)
     for first in (0, 4, 10):
         times = []
         for _ in range(20_000):
@@ -62,10 +62,10 @@ def test_mean_time_until_an_event_follows_from_its_rates() -> None:
         assert found[first] == pytest.approx(sum(times) / len(times), rel=0.05)
 
 
-def test_waiting_before_the_first_span_lowers_the_best_rate() -> None:
+def test_waiting_before_the_first_span_lowers_the_gittins_index() -> None:
     rates = [0.1] * AGES
-    assert best_rate(rates) == pytest.approx(0.1)
-    assert best_rate(rates, before=10.0) == pytest.approx(0.05, rel=0.01)
+    assert gittins_index(rates) == pytest.approx(0.1)
+    assert gittins_index(rates, before=10.0) == pytest.approx(0.05, rel=0.01)
 
 
 def test_prompt_is_worth_less_while_its_answer_is_not_ended() -> None:
@@ -164,7 +164,7 @@ def test_chunks_that_are_offered_again_are_no_return() -> None:
     assert visit.held == len(keys)
     assert (visit.typical_gap, visit.added) == (0.0, before.added)
     assert visit.kind == class_ended(class_continued(NEW, 6), 0) or visit.kind >= FIRST_ENDED
-    assert sum(cache.returns._ended.returns) == 0
+    assert sum(cache.returns._observations["ended"].returns) == 0
     assert cache.returns._count >= returns
     cache.now += 8.0
     assert cache.ask(keys) == len(keys)
@@ -180,7 +180,8 @@ def test_all_chunks_that_are_offered_again_are_no_return_either() -> None:
     cache.end(keys, *TOOL, again=True)
     assert cache.visit(keys[-1]).held == len(keys)
     assert cache.visit(keys[-1]).typical_gap == 0.0
-    assert sum(cache.returns._ended.returns) == sum(cache.returns._asked.returns) == 0
+    seen = cache.returns._observations
+    assert sum(seen["ended"].returns) == sum(seen["asked"].returns) == 0
     assert len(cache.visits) == 1, "one visit, no ghost beside it"
 
 
@@ -314,7 +315,11 @@ class TestAdaptive:
         monkeypatch.setattr(
             shadow, "access", lambda keys, *_: events.append(("ask", shadow.now, keys[-1])) or 0
         )
-        monkeypatch.setattr(shadow, "end", lambda keys, *_: events.append(("end", shadow.now, keys[-1])))
+        monkeypatch.setattr(
+            shadow,
+            "answer_ended",
+            lambda request, _: events.append(("end", shadow.now, list(request.chunks)[-1])),
+        )
         started = cache.now
         one, two, three = (prompt_of(number, 3) for number in (1, 2, 3))
         for seconds, keys, ends in (

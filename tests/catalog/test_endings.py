@@ -21,9 +21,9 @@ from kvtier.catalog.endings import (
     FORGET,
     LIMITS,
     PERIOD_SECONDS,
+    SIGNED_TOKENS,
     SLOTS,
     SOON_SECONDS,
-    TOKENS,
     Endings,
     signature,
 )
@@ -49,7 +49,7 @@ class Clients:
         while self._returns and self._returns[0][0] <= self.now:
             at, slot, waited = heappop(self._returns)
             self.endings.returned(slot, waited, at)
-        slot = self.endings.ended(signature, self.now)
+        slot = self.endings.answer_ended(signature, self.now)
         heappush(self._returns, (self.now + gap, slot, gap))
         return slot
 
@@ -66,7 +66,7 @@ class Clients:
 
 def test_signature_goes_from_general_to_specific() -> None:
     whole = signature(KEY, "stop", [1, 2, 3, 4])
-    assert len(whole) == len(set(whole)) == TOKENS + 1
+    assert len(whole) == len(set(whole)) == SIGNED_TOKENS + 1
     assert whole == signature(KEY, "stop", [2, 3, 4]), "only the last ones count"
     assert whole[:3] == signature(KEY, "stop", [3, 4])
     assert whole[:2] == signature(KEY, "stop", (4,))
@@ -86,7 +86,7 @@ def test_other_keys_give_other_signatures() -> None:
 )
 def test_no_request_is_an_error(how: str, tokens: list[int]) -> None:
     hashes = signature(KEY, how, tokens)
-    assert len(hashes) == 1 + min(TOKENS, len(tokens))
+    assert len(hashes) == 1 + min(SIGNED_TOKENS, len(tokens))
     assert all(0 <= hashed < 2**64 for hashed in hashes)
     assert hashes == signature(KEY, how, [token % 2**32 for token in tokens])
 
@@ -95,7 +95,7 @@ def test_text_that_utf_8_cannot_encode_is_no_error() -> None:
     assert signature(KEY, "\ud800", [1])
 
 
-@given(how=st.binary(max_size=8), tokens=st.lists(st.integers(1, 127), min_size=1, max_size=TOKENS))
+@given(how=st.binary(max_size=8), tokens=st.lists(st.integers(1, 127), min_size=1, max_size=SIGNED_TOKENS))
 def test_reason_that_contains_tokens_is_another_one(how: bytes, tokens: list[int]) -> None:
     text = how.decode("latin-1")
     longer = text + b"".join(token.to_bytes(4, "little") for token in reversed(tokens)).decode()
@@ -122,7 +122,7 @@ def hashes_without_key(tokens: list[int]) -> Iterator[int]:
 def test_tokens_cannot_be_tried_without_the_key() -> None:
     random = Random(1)
     for _ in range(200):
-        tokens = [random.randrange(2**17) for _ in range(TOKENS)]
+        tokens = [random.randrange(2**17) for _ in range(SIGNED_TOKENS)]
         assert not {*signature(KEY, "stop", tokens)} & {*hashes_without_key(tokens)}
 
 
@@ -145,8 +145,8 @@ def numbers_in(value: object) -> Iterator[float]:
 def test_no_token_is_kept() -> None:
     random, clients = Random(2), Clients()
     tokens = [random.randrange(2**17, 2**31) for _ in range(1000)]
-    for at in range(TOKENS, len(tokens)):
-        hashes = signature(KEY, "stop", tokens[at - TOKENS : at])
+    for at in range(SIGNED_TOKENS, len(tokens)):
+        hashes = signature(KEY, "stop", tokens[at - SIGNED_TOKENS : at])
         assert not {*hashes} & {*tokens}
         clients.end(hashes, random.choice((5.0, 500.0)))
     kept = {*numbers_in(vars(clients.endings))}
@@ -179,7 +179,7 @@ def test_endings_are_told_apart() -> None:
 
 def test_without_a_signature_nothing_is_counted() -> None:
     endings = Endings()
-    assert endings.ended((), 1.0) == 0
+    assert endings.answer_ended((), 1.0) == 0
     endings.returned(0, 1.0, 2.0)
     endings._settle(1000.0)
     assert endings.rate(0) == 0.5
@@ -189,13 +189,13 @@ def test_without_a_signature_nothing_is_counted() -> None:
 def test_those_still_away_count_neither_way() -> None:
     """In a burst, what comes back is seen at once, but what stays away only after a minute."""
     endings, now = Endings(), 100.0
-    calls = [endings.ended(CALL, now + 0.01 * number) for number in range(100)]
-    turns = [endings.ended(TURN, now + 0.01 * number) for number in range(100)]
+    calls = [endings.answer_ended(CALL, now + 0.01 * number) for number in range(100)]
+    turns = [endings.answer_ended(TURN, now + 0.01 * number) for number in range(100)]
     for number, slot in enumerate(calls):
         endings.returned(slot, 5.0, now + 5.0 + 0.01 * number)
-    endings.ended(TURN, now + SOON_SECONDS)
+    endings.answer_ended(TURN, now + SOON_SECONDS)
     assert endings.rate(calls[0]) == endings.rate(turns[0]) == 0.5
-    endings.ended(TURN, now + SETTLED)
+    endings.answer_ended(TURN, now + SETTLED)
     assert endings.rate(calls[0]) > 0.9
     assert endings.rate(turns[0]) < 0.1
     assert endings.rate(0) == pytest.approx(0.5, abs=0.05)
@@ -237,7 +237,7 @@ def test_noise_gives_one_class() -> None:
     random, rare, often = Random(6), Clients(), Clients()
 
     def ending(choice: int) -> tuple[int, ...]:
-        return signature(KEY, "stop", [random.randrange(choice) for _ in range(TOKENS)])
+        return signature(KEY, "stop", [random.randrange(choice) for _ in range(SIGNED_TOKENS)])
 
     for _ in range(10_000):
         gap = 10.0 if random.random() < 1 / 3 else 100.0
@@ -247,7 +247,7 @@ def test_noise_gives_one_class() -> None:
     often.settle()
 
     def classes(clients: Clients, choice: int) -> list[int]:
-        slots = [clients.endings.ended(ending(choice), clients.now) for _ in range(1000)]
+        slots = [clients.endings.answer_ended(ending(choice), clients.now) for _ in range(1000)]
         return [clients.endings.ending(slot) for slot in slots]
 
     assert {*classes(rare, 2**17)} == {2}
@@ -264,8 +264,8 @@ def test_table_is_bounded(seconds: float) -> None:
     reasons = [random.getrandbits(64) for _ in range(3)]
     began = time.perf_counter()
     for number in range(100_000):
-        hashes = (random.choice(reasons), *(random.getrandbits(64) for _ in range(TOKENS)))
-        assert 0 < endings.ended(hashes, number * seconds) < SLOTS
+        hashes = (random.choice(reasons), *(random.getrandbits(64) for _ in range(SIGNED_TOKENS)))
+        assert 0 < endings.answer_ended(hashes, number * seconds) < SLOTS
     print(f"\n{(time.perf_counter() - began) * 10:.1f} µs for each random signature", end="")
     assert len(endings._slots) == SLOTS - 1
     assert {*endings._slots.values()} == {*range(1, SLOTS)}
@@ -288,7 +288,7 @@ def test_rare_endings_do_not_displace_others(seconds: float) -> None:
             clients.end(signature(KEY, "stop", [first, last, 2]), random.choice([500.0] * 9 + [50.0]))
     clients.settle()
     endings = clients.endings
-    call, turn = (endings.ended(signature(KEY, "stop", [-1, last, 2]), clients.now) for last in (5, 7))
+    call, turn = (endings.answer_ended(signature(KEY, "stop", [-1, last, 2]), clients.now) for last in (5, 7))
     print(f"\n{endings.rate(call):.2f} {endings.rate(turn):.2f}", end="")
     assert endings.rate(call) == pytest.approx(0.95, abs=0.07)
     assert endings.rate(turn) == pytest.approx(0.1, abs=0.07)
@@ -300,7 +300,7 @@ def test_memory() -> None:
     try:
         endings = Endings()
         for number, each in enumerate(hashes):
-            endings.ended(each, float(number))
+            endings.answer_ended(each, float(number))
         size, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -324,7 +324,7 @@ def test_nothing_is_an_error(calls: list[tuple[list[int], int, float, float]]) -
     endings, now = Endings(), 0.0
     for hashes, slot, gap, seconds in calls:
         now += seconds
-        endings.ended(hashes, now)
+        endings.answer_ended(hashes, now)
         endings.returned(slot, gap, now)
         assert 0.0 <= endings.rate(slot) <= 1.0
         assert 0 <= endings.ending(slot) < ENDINGS

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvtier.catalog.endings import SOON_SECONDS, TOKENS, Endings, signature
+from kvtier.catalog.endings import SIGNED_TOKENS, SOON_SECONDS, Endings, signature
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -311,8 +311,8 @@ class Samples(NamedTuple):
 def samples(answer: Answer, count: int, seed: int) -> Samples:
     some = Texts(seed)
     return Samples(
-        [answer(call_message(some.name(), some.arguments()))[-TOKENS:] for _ in range(count)],
-        [answer({"role": "assistant", "content": some.turn()})[-TOKENS:] for _ in range(count)],
+        [answer(call_message(some.name(), some.arguments()))[-SIGNED_TOKENS:] for _ in range(count)],
+        [answer({"role": "assistant", "content": some.turn()})[-SIGNED_TOKENS:] for _ in range(count)],
     )
 
 
@@ -332,11 +332,11 @@ def learned(seen: Samples, tokens: int) -> Endings:
     for is_call, last in kinds:
         now += 2.0
         advance(now)
-        slot = endings.ended(suffix(last, tokens), now)
+        slot = endings.answer_ended(suffix(last, tokens), now)
         gap = random.uniform(3, 20) if is_call else random.uniform(SOON_SECONDS + 1, 3000)
         heappush(returns, (now + gap, slot, gap))
     advance(now + 10_000)
-    endings.ended(suffix([], 0), now + 10_000)  # Counts all others.
+    endings.answer_ended(suffix([], 0), now + 10_000)  # Counts all others.
     return endings
 
 
@@ -361,7 +361,8 @@ class Result(NamedTuple):
 
 def judge(endings: Endings, new: Samples, tokens: int) -> Result:
     slots = [
-        [endings.ended(suffix(last, tokens), 20_000.0) for last in kind] for kind in (new.calls, new.turns)
+        [endings.answer_ended(suffix(last, tokens), 20_000.0) for last in kind]
+        for kind in (new.calls, new.turns)
     ]
     rates = [[endings.rate(slot) for slot in kind] for kind in slots]
     classes = [[endings.ending(slot) for slot in kind] for kind in slots]
@@ -374,15 +375,15 @@ def mean(values: list[float]) -> float:
 
 @pytest.fixture(scope="module", autouse=True)
 def header() -> None:
-    print(f"\n\n{'':32}" + "".join(f"{f'{tokens} tokens':>22}" for tokens in range(TOKENS + 1)))
-    print(f"{'':32}" + f"{'calls turns separated':>22}" * (TOKENS + 1))
+    print(f"\n\n{'':32}" + "".join(f"{f'{tokens} tokens':>22}" for tokens in range(SIGNED_TOKENS + 1)))
+    print(f"{'':32}" + f"{'calls turns separated':>22}" * (SIGNED_TOKENS + 1))
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, *MISTRAL])
 def test_tool_call_is_expected_sooner_than_turn(name: str) -> None:
     answer = of_template(TEMPLATES[name]) if name in TEMPLATES else of_mistral(MISTRAL[name])
     seen, new = samples(answer, LEARNED, seed=2), samples(answer, NEW, seed=3)
-    results = [judge(learned(seen, tokens), new, tokens) for tokens in range(TOKENS + 1)]
+    results = [judge(learned(seen, tokens), new, tokens) for tokens in range(SIGNED_TOKENS + 1)]
     columns = [
         f"{mean(result.call_rates):10.2f}{mean(result.turn_rates):6.2f}{result.separated:6.0%}"
         for result in results

@@ -20,10 +20,10 @@ from kvtier.catalog.policies.returns import (
     STARTS,
     WIDTHS,
     Returns,
-    best_rate,
     class_continued,
     class_expected,
     class_of,
+    gittins_index,
     span,
 )
 from kvtier.memory.keys import ChunkKey
@@ -102,7 +102,7 @@ def test_value_is_the_best_rate_of_hits_of_any_time_to_keep(first: int) -> None:
             seconds += away * WIDTHS[at] / steps
             away *= 1 - rates[at] * WIDTHS[at] / steps
         best = max(best, (1 - away) / seconds)
-    assert best_rate(rates, first=first) == pytest.approx(best, rel=0.02)
+    assert gittins_index(rates, first=first) == pytest.approx(best, rel=0.02)
 
 
 def test_what_is_learned_replaces_what_was_assumed() -> None:
@@ -125,7 +125,7 @@ def test_those_who_are_still_away_count() -> None:
         cache.ask(prompt_of(number, 1))
         if number >= 200 and number % 10 == 0:  # One of ten comes back, 50 s later.
             cache.ask(prompt_of(number - 200, 1))
-    seen, chance = cache.returns._asked, 1.0
+    seen, chance = cache.returns._observations["asked"], 1.0
     for at in range(span(75.0)):
         chance *= 1 - min(1.0, seen.returns[at] * WIDTHS[at] / max(seen.waited[at], 1e-9))
     assert 1 - chance == pytest.approx(0.1, abs=0.05)

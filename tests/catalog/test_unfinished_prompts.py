@@ -45,13 +45,13 @@ def test_prompts_that_were_stored_are_forgotten() -> None:
     incoming.expect(KEYS, {})
     incoming.passed(KEYS[:4], None, incoming.rest(KEYS[:4], None, {}))
     incoming.passed(KEYS[4:], KEYS[3], incoming.rest(KEYS[4:], KEYS[3], {}))
-    assert len(incoming) == 0
+    assert len(incoming._rests) == 0
 
 
 def test_prompts_that_are_never_stored_are_bounded() -> None:
     incoming = UnfinishedPrompts()
     for number in range(MAX_PROMPTS + 5):
         incoming.expect(prompt_of(number, 2), {})
-    assert len(incoming) == MAX_PROMPTS
+    assert len(incoming._rests) == MAX_PROMPTS
     assert incoming.rest(prompt_of(4, 1), None, {}) == Rest(1), "the oldest"
     assert incoming.rest(prompt_of(5, 1), None, {}) == Rest(2, asked=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvtier.bridge.protocol import Abandon, Ended, Outcomes, Reserve, Reserved
+from kvtier.bridge.protocol import Abandon, AnswerEnded, Outcomes, Reserve, Reserved
 from kvtier.catalog.endings import signature
 from kvtier.integrations.vllm import saves
 from kvtier.memory.keys import KEY_BYTES, join_keys, split_keys
@@ -50,7 +50,7 @@ def end(engine: Engine, request: Request, status: RequestStatus = RequestStatus.
     return engine.scheduler.finished(request, (table,))[0]
 
 
-def ended(cache: ScriptedCache) -> list[Ended]:
+def ended(cache: ScriptedCache) -> list[AnswerEnded]:
     """Return the ends that have arrived."""
     cache.nothing_received()
     return cache.ended
@@ -159,7 +159,7 @@ def test_chunks_are_offered_again_and_stored_in_small_parts(
     engine.saves.clear()
     engine.counts()
     # The second chunk is held.
-    cache.send(Reserved(reserve.ticket, [11, 0, 13, 14, 15], [0, 0, 4096, 8192, 12288], again=True))
+    cache.send(Reserved(reserve.ticket, [11, 0, 13, 14, 15], [0, 0, 4096, 8192, 12288], offer_again=True))
     engine.settle()
     table = engine.tables[request.request_id]
     engine.step()

@@ -33,7 +33,7 @@ class ScriptedServer:
         self._received: list[Any] = []
         self.outcomes: list[protocol.Outcome] = []
         """What the engine has reported of its requests, between its other messages."""
-        self.ended: list[protocol.Ended] = []
+        self.ended: list[protocol.AnswerEnded] = []
         """The ends of answers that it has reported."""
 
     def accept(self) -> None:

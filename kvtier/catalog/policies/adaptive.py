@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, compress
 
@@ -24,11 +23,10 @@ from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.catalog.policies.rings import cover
 from kvtier.catalog.sampling import POLICY_SAMPLE, SAMPLED, sampled_rows
-from kvtier.memory.keys import ChunkKey, join_keys, split_keys
+from kvtier.memory.keys import ChunkKey
 
 CANDIDATES: dict[str, type[EvictionPolicy]] = {"lru": LruPolicy, "arc": ArcPolicy, "resume": ResumePolicy}
 """The first one is in use until another one has proved better."""
-
 
 OPEN_REQUESTS = 64
 MAX_ANSWERS = 1024
@@ -37,33 +35,17 @@ MIN_SHADOW_CHUNKS = 256
 """A shadow cache with fewer chunks is too inexact: its sample is made larger."""
 
 
-class _Request:
-    """The sampled chunks of a request so far, which are accessed in the shadow caches together.
+class _Request(msgspec.Struct, gc=False):
+    """The sampled chunks of a request so far, which are accessed in the shadow caches together."""
 
-    Or the end of its answer, which is an event of its own.
-    """
-
-    __slots__ = ("awaited", "chunks", "last", "parent", "signature", "time")
-
-    def __init__(self, time: float, parent: ChunkKey | None) -> None:
-        self.time = time
-        self.last = ChunkKey(b"")
-        """Its last chunk so far, sampled or not."""
-        self.parent = parent
-        self.chunks: dict[ChunkKey, int] = {}
-        """Their lengths, in the order of the prompt."""
-        self.signature: Sequence[int] | None = None
-        """How its answer has ended; ``None`` unless this is that end."""
-        self.awaited: list[ChunkKey] = []
-        """Those of another tier, which are likely to be added here soon, without a further access."""
-
-
-class _Observed(msgspec.Struct, frozen=True, gc=False):
-    """The sampled chunks of a request whose answer has not ended."""
-
-    keys: bytes
-    lengths: array[int]
+    time: float
     parent: ChunkKey | None
+    chunks: dict[ChunkKey, int] = msgspec.field(default_factory=dict)
+    """Their lengths, in the order of the prompt."""
+    signature: Sequence[int] | None = None
+    """How its answer has ended; ``None`` before."""
+    awaited: Sequence[ChunkKey] = ()
+    """Those of another tier, which are likely to be added here soon, without a further access."""
 
 
 class AdaptiveSettings(PolicySettings):
@@ -130,7 +112,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._open: dict[ChunkKey, _Request] = {}
         """Requests that may have more chunks, by their last one. The shadow caches see them whole."""
         self._awaited: set[ChunkKey] = set()
-        self._answers: dict[ChunkKey, _Observed] = {}
+        self._answers: dict[ChunkKey, _Request] = {}
         """Requests by their last chunk, from their observation to the end of their answer."""
 
     @property
@@ -187,22 +169,21 @@ class AdaptivePolicy(EvictionPolicy):
         for order in self._orders:
             order.missed(keys, now)
 
-    def ended(
+    def answer_ended(
         self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
     ) -> None:
         """Report the end to all orders, and to the shadow caches once they have seen the request."""
         for order in self._orders:
-            order.ended(rows, keys, now, signature)
+            order.answer_ended(rows, keys, now, signature)
         for key in reversed(keys):
             while key in self._open:
                 self._observe_oldest()
-            if (observed := self._answers.get(key)) is not None:
-                end = _Request(now, None)
-                end.signature = signature
+            if (request := self._answers.pop(key, None)) is not None:
+                request.time, request.signature = now, signature
                 # The engine may now offer them again, which is no use of them.
-                end.awaited = split_keys(observed.keys)
-                self._awaited.update(end.awaited)
-                self._leave_open(end, key)
+                request.awaited = list(request.chunks)
+                self._awaited.update(request.awaited)
+                self._leave_open(request, key)
                 return
 
     def returning(self, now: float) -> Sequence[int]:
@@ -257,7 +238,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _request(self, before: ChunkKey | None, row: int, now: float) -> _Request:
         """Return the open request that a chunk continues, or begin one. ``before``, ``row``: its parent."""
-        if before in self._open:
+        if before in self._open and self._open[before].signature is None:
             return self._open.pop(before)
         return _Request(now, self._sampled_ancestor(row))
 
@@ -285,24 +266,27 @@ class AdaptivePolicy(EvictionPolicy):
         # Whole requests: the part that this tier happened to hold would look like a prompt of its own.
         while last in self._open or len(self._open) >= OPEN_REQUESTS:
             self._observe_oldest()
-        self._open[last], request.last = request, last
+        self._open[last] = request
 
     def _observe_oldest(self) -> None:
+        """Ask the shadow caches for the sampled chunks of a request, or end its answer there."""
         # In the order of their begin: policies are judged by what was used between two uses of a chunk.
-        self._observe(self._open.pop(next(iter(self._open))))
-
-    def _observe(self, request: _Request) -> None:
-        """Ask the shadow caches for the sampled chunks of a request."""
+        last = next(iter(self._open))
+        request = self._open.pop(last)
         self._awaited.difference_update(request.awaited)
-        if request.signature is not None:
-            self._end(request)
         if not request.chunks:
             return
         keys, lengths = list(request.chunks), list(request.chunks.values())
         for at, shadow in enumerate(self._shadows):
             shadow.now = max(shadow.now, request.time)
-            self._hits[at] += shadow.access(keys, lengths, request.parent)
-        self._answers[request.last] = _Observed(join_keys(keys), array("Q", lengths), request.parent)
+            if request.signature is None:
+                self._hits[at] += shadow.access(keys, lengths, request.parent)
+            else:
+                shadow.answer_ended(request, request.signature)
+        if request.signature is not None:
+            return
+        request.awaited = ()
+        self._answers[last] = request
         if len(self._answers) > MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
         self._asked += len(keys)
@@ -310,15 +294,6 @@ class AdaptivePolicy(EvictionPolicy):
             self._asked *= 0.5
             self._hits = [hits * 0.5 for hits in self._hits]
         self._choose()
-
-    def _end(self, end: _Request) -> None:
-        """End the answer to a request in the shadow caches, which were asked for its chunks before."""
-        observed = self._answers.pop(end.last, None)
-        if observed is None or end.signature is None:
-            return
-        for shadow in self._shadows:
-            shadow.now = max(shadow.now, end.time)
-            shadow.end(split_keys(observed.keys), observed.lengths, observed.parent, end.signature)
 
     def _sampled_ancestor(self, row: int) -> ChunkKey | None:
         """Return the key of the nearest sampled chunk from a row upwards, among the next ones."""
@@ -362,19 +337,13 @@ class ShadowCache:
             self._store(keys, lengths, new, parent)
         return held
 
-    def end(
-        self,
-        keys: Sequence[ChunkKey],
-        lengths: Sequence[int],
-        parent: ChunkKey | None,
-        signature: Sequence[int],
-    ) -> None:
-        """End the answer to a prompt, and store what is missing of it, unless that is declined again."""
-        catalog = self._catalog
-        catalog.report_ended(keys[-2:], signature)
+    def answer_ended(self, request: _Request, signature: Sequence[int]) -> None:
+        """End the answer to a request, and store what is missing of it, unless that is declined again."""
+        catalog, keys = self._catalog, list(request.chunks)
+        catalog.report_answer_ended(keys[-2:], signature)
         new = [at for at, key in enumerate(keys) if key not in catalog]
         if new and catalog.policies[0].declines:
-            self._store(keys, lengths, new, parent)
+            self._store(keys, list(request.chunks.values()), new, request.parent)
 
     def _store(
         self, keys: Sequence[ChunkKey], lengths: Sequence[int], new: Sequence[int], parent: ChunkKey | None

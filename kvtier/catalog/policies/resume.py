@@ -20,7 +20,6 @@ from kvtier.catalog.eviction import (
 from kvtier.catalog.policies.returns import (
     AGES,
     CLASSES,
-    FIRST_ENDED,
     FIRST_EXPECTED,
     NEW,
     STARTS,
@@ -30,6 +29,7 @@ from kvtier.catalog.policies.returns import (
     class_expected,
     class_of,
     class_retained,
+    has_ended,
 )
 from kvtier.catalog.policies.visits import NONE, Visits
 from kvtier.memory.keys import ChunkKey
@@ -112,23 +112,18 @@ class ResumePolicy(EvictionPolicy):
         keys, parent = self._chunks.keys_of(rows), None if above == NO_PARENT else self._chunks.key(above)
         rest = self._incoming.rest(keys, parent, visits.ghosts)
         self._incoming.passed(keys, parent, rest)
-        visit = self._continued(above)
+        visit = self._visit_of(above, rest)
         if visit == NONE:
-            visit = self._stored_again(rest)
-        again = visit != NONE and self._is_again(visit, rest)
-        if visit == NONE:
-            visit = self._begin(rows[-1], now, class_continued(NEW, rest.chunks))
-        else:
-            is_ghost = visits.rings[visit] >= GHOST
-            self._ghosts -= is_ghost
-            if again and is_ghost:
-                self._use(visits.rings[visit] - GHOST)
-                visits.move(visit, visits.rings[visit] - GHOST)
-            elif not again:
-                self._put(visit, self._continuing(visit, rest), rows[-1], now)
-            visits.forget_ghost(visit)  # It may have lost chunks that come back now.
+            visit = self._begin(rows[-1], now, self._continuing(NONE, rest))
+        is_ghost, again = visits.rings[visit] >= GHOST, self._is_offered_again(visit, rest)
+        self._ghosts -= is_ghost
+        if again and is_ghost:
+            self._move(visit, visits.rings[visit] - GHOST)
+        elif not again:
+            self._put(visit, self._continuing(visit, rest), rows[-1], now)
+            visits.added[visit] += len(rows)
+        visits.forget_ghost(visit)  # It may have lost chunks that come back now.
         visits.give(visit, rows)
-        visits.added[visit] += 0 if again else len(rows)
         before = self._before(rest, visit)
         if before != NONE:
             self._resume(visit, before, rows[-1], now)
@@ -164,7 +159,7 @@ class ResumePolicy(EvictionPolicy):
             if visits.rings[other] != NONE:
                 self._empty(other)
 
-    def ended(
+    def answer_ended(
         self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
     ) -> None:
         """Let the age of a visit begin anew, in the class of its ending."""
@@ -172,25 +167,21 @@ class ResumePolicy(EvictionPolicy):
         visits, visit = self._visits, self._answered(rows, keys)
         if visit == NONE:
             return
-        slot = self._endings.ended(signature, now)
+        slot = self._endings.answer_ended(signature, now)
         visits.endings[visit] = slot + 1
         kind, ring = self._kind(visit), visits.rings[visit]
-        if kind == LEFT or kind >= FIRST_EXPECTED:
+        if kind >= FIRST_EXPECTED:
             return
-        if kind < FIRST_ENDED:
-            self._returns.ended(kind, max(now - visits.since[visit], 0.0))
-        ring += (class_ended(kind, self._endings.ending(slot)) - kind) * AGES - ring % AGES
-        self._use(ring)
+        if not has_ended(kind):
+            self._returns.answer_ended(kind, max(now - visits.since[visit], 0.0))
         visits.since[visit] = now
-        visits.move(visit, ring)
+        self._move(visit, ring + (class_ended(kind, self._endings.ending(slot)) - kind) * AGES - ring % AGES)
 
     def _answered(self, rows: Sequence[int], keys: Sequence[ChunkKey]) -> int:
         """Return the visit of which these are the last chunks, those of them that are held and all."""
-        visits = self._visits
-        for row in reversed(rows):
-            if (visit := self._continued(row)) != NONE:
-                return visit
-        return next((visits.ghosts[hash(key)] for key in reversed(keys) if hash(key) in visits.ghosts), NONE)
+        held = [self._continued(row) for row in reversed(rows)]
+        remembered = [self._visits.ghosts.get(hash(key), NONE) for key in reversed(keys)]
+        return next((visit for visit in held + remembered if visit != NONE), NONE)
 
     def returning(self, now: float) -> list[int]:
         """Return the prompts that have just become worth more, since their answers have ended a while ago."""
@@ -199,14 +190,11 @@ class ResumePolicy(EvictionPolicy):
         visits, found = self._visits, list[int]()
         for ring in self._used:
             kind, at = ring // AGES % KINDS, ring % AGES
-            if ring >= GHOST or not FIRST_ENDED <= kind < FIRST_EXPECTED or not visits.sizes[ring]:
-                continue
-            if not self._returns.ripens(kind, at):
-                continue
-            for visit in visits.newest(ring):
-                if visits.since[visit] + STARTS[at] <= since:
-                    break
-                found.append(visits.tails[visit])
+            if ring < GHOST and has_ended(kind) and visits.sizes[ring] and self._returns.peaks(kind, at):
+                for visit in visits.in_ring(ring, newest_first=True):
+                    if visits.since[visit] + STARTS[at] <= since:
+                        break
+                    found.append(visits.tails[visit])
         return found
 
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
@@ -252,19 +240,18 @@ class ResumePolicy(EvictionPolicy):
         self._settle(prompt.now)
         visits, count = self._visits, len(prompt.keys)
         rest = self._incoming.rest(prompt.keys, prompt.parent_key, visits.ghosts)
-        ring, visit = self._ring_for(prompt, rest), self._visit_of(prompt, rest)
+        ring, visit = self._ring_for(prompt, rest), self._visit_of(prompt.parent, rest)
         if visit == NONE:
             visit = visits.new(prompt.now, ring)
         before = self._before(rest, visit)
         if before != NONE:
             self._resume(visit, before, prompt.parent, prompt.now)
             visits.added[visit] = -rest.known
-        if not self._is_again(visit, rest):
+        if not self._is_offered_again(visit, rest):
             visits.added[visit] += count
             visits.since[visit] = prompt.now
         self._ghosts -= visits.rings[visit] >= GHOST
-        self._use(ring)
-        visits.move(visit, ring)
+        self._move(visit, ring)
         if rest.declined:
             visits.forget_ghost(visit)
         if count > 1 or prompt.parent == NO_PARENT:
@@ -278,47 +265,43 @@ class ResumePolicy(EvictionPolicy):
         visit = self._visits.visit(parent)
         return visit if visit != NONE and self._visits.tails[visit] == parent else NONE
 
-    def _visit_of(self, prompt: IncomingPrompt, rest: Rest) -> int:
+    def _visit_of(self, parent: int, rest: Rest) -> int:
         """Return the visit that new chunks continue, stored or declined so far, or :data:`NONE`."""
-        visit = self._continued(prompt.parent)
-        if visit == NONE:
-            visit = self._stored_again(rest)
-        return self._visits.ghosts.get(rest.declined, NONE) if visit == NONE else visit
-
-    def _stored_again(self, rest: Rest) -> int:
-        """Return the visit whose lost chunks are offered again, by one of its last keys, or :data:`NONE`."""
+        if (visit := self._continued(parent)) != NONE:
+            return visit
         visit = self._visits.ghosts.get(rest.ghost, NONE)
-        if visit == NONE or self._visits.counts[visit] or not self._is_again(visit, rest):
-            return NONE  # If it holds any, its last one is the parent of those that it has lost.
-        return visit
+        # If it holds any of its chunks, its last one is the parent of those that are offered again.
+        if self._is_offered_again(visit, rest) and not self._visits.counts[visit]:
+            return visit
+        return self._visits.ghosts.get(rest.declined, NONE)
 
-    def _is_again(self, visit: int, rest: Rest) -> bool:
+    def _is_offered_again(self, visit: int, rest: Rest) -> bool:
         """Whether an engine offers again what a visit has lost, since its answer has ended."""
-        return self._visits.endings[visit] > 0 and not rest.asked and self._kind(visit) != LEFT
+        if visit == NONE or rest.looked_up:
+            return False
+        return self._visits.endings[visit] > 0 and self._kind(visit) != LEFT
 
     def _continuing(self, visit: int, rest: Rest) -> int:
-        """Return the class of a visit that gets further chunks."""
-        kind = self._kind(visit)
-        return class_continued(NEW if kind == LEFT else kind, self._visits.added[visit] + rest.chunks)
+        """Return the class of a visit that gets further chunks, or of a new one."""
+        kind, added = (NEW, 0) if visit == NONE else (self._kind(visit), self._visits.added[visit])
+        return class_continued(NEW if kind == LEFT else kind, added + rest.chunks)
 
     def _before(self, rest: Rest, visit: int) -> int:
         """Return the earlier visit of a prompt that is remembered, or :data:`NONE`."""
         before = self._visits.ghosts.get(rest.ghost, NONE)
-        return NONE if before in (NONE, visit) or self._is_again(before, rest) else before
+        return NONE if before == visit or self._is_offered_again(before, rest) else before
 
     def _ring_for(self, prompt: IncomingPrompt, rest: Rest) -> int:
         """Return the ring in which new chunks would be."""
-        visits, visit, hints = self._visits, self._visit_of(prompt, rest), prompt.hints
-        if visit != NONE and self._is_again(visit, rest):
+        visits, visit, hints = self._visits, self._visit_of(prompt.parent, rest), prompt.hints
+        if self._is_offered_again(visit, rest):
             return visits.rings[visit] % GHOST
         before = self._before(rest, visit)
         if before != NONE:
             gap = max(prompt.now - visits.since[before], 0.0)
             kind = class_continued(class_of(self._typical(before, gap)), rest.chunks - rest.known)
-        elif visit != NONE:
-            kind = self._continuing(visit, rest)
         else:
-            kind = class_continued(NEW, rest.chunks)
+            kind = self._continuing(visit, rest)
         return _ring_of(kind, hints.priority, hints.resume or 0.0, hints.retention or 0.0)
 
     def _worth_at_most(self, limit: float, spared: int = NONE) -> Iterator[int]:
@@ -378,9 +361,12 @@ class ResumePolicy(EvictionPolicy):
 
     def _put(self, visit: int, kind: int, row: int, now: float) -> None:
         """Make a visit the newest of a class, or of the class of the hints of its last row."""
-        ring = self._ring(kind, row, now)
-        self._use(ring)
         self._visits.since[visit] = now
+        self._move(visit, self._ring(kind, row, now))
+
+    def _move(self, visit: int, ring: int) -> None:
+        """Make a visit the newest of a ring."""
+        self._use(ring)
         self._visits.move(visit, ring)
 
     def _ring(self, kind: int, row: int, now: float) -> int:
@@ -393,16 +379,15 @@ class ResumePolicy(EvictionPolicy):
     def _resume(self, visit: int, before: int, row: int, now: float) -> None:
         """Continue the history of an earlier visit in a new one."""
         visits = self._visits
-        gap = max(now - visits.since[before], 0.0)
-        self._returns.returned(kind := self._kind(before), gap)
-        if FIRST_ENDED <= kind < FIRST_EXPECTED:
+        kind, gap = self._kind(before), max(now - visits.since[before], 0.0)
+        self._returns.returned(kind, gap)
+        if has_ended(kind):
             self._endings.returned(visits.endings[before] - 1, gap, now)
         visits.typical[visit] = typical = self._typical(before, gap)
         self._put(visit, class_of(typical), row, now)
         if visits.counts[before]:  # Its last chunk, which has another continuation now.
             visits.forget_ghost(before)
-            self._use(_LEFT_RING)
-            visits.move(before, _LEFT_RING)
+            self._move(before, _LEFT_RING)
         else:
             self._close(before)
 
@@ -420,9 +405,7 @@ class ResumePolicy(EvictionPolicy):
             self._close(visit)
 
     def _become_ghost(self, visit: int) -> None:
-        ring = self._visits.rings[visit] + GHOST
-        self._use(ring)
-        self._visits.move(visit, ring)
+        self._move(visit, self._visits.rings[visit] + GHOST)
         self._ghosts += 1
         held = len(self._visits) - self._ghosts
         while self._ghosts > max(MIN_GHOSTS, self._ghosts_a_visit * held):
@@ -494,7 +477,7 @@ class Rest(NamedTuple):
     """The hash of that chunk's key; 0 without one. The next part continues that visit."""
     declined: int = 0
     """The hash by which this visit is remembered if the part before was declined; otherwise 0."""
-    asked: bool = False
+    looked_up: bool = False
     """Whether the prompt was looked up. Otherwise, the engine offers again what has left meanwhile."""
 
 
@@ -508,13 +491,9 @@ class UnfinishedPrompts:
     def __init__(self) -> None:
         self._rests: dict[int, Rest] = {}
 
-    def __len__(self) -> int:
-        """Return the number of prompts with a rest."""
-        return len(self._rests)
-
     def expect(self, keys: Sequence[ChunkKey], ghosts: Mapping[int, int]) -> None:
         """Note the chunks that a prompt is missing. ``ghosts``: the keys by which visits are remembered."""
-        self._put(hash(keys[0]), _seen(keys, ghosts)._replace(asked=True))
+        self._put(hash(keys[0]), _seen(keys, ghosts)._replace(looked_up=True))
 
     def rest(self, keys: Sequence[ChunkKey], parent: ChunkKey | None, ghosts: Mapping[int, int]) -> Rest:
         """Return what is known of a prompt whose next part begins with ``keys``, behind ``parent``."""

@@ -22,6 +22,8 @@ from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from math import exp, expm1, log
 
+from kvtier.catalog.endings import ENDINGS
+
 AGES = 24
 """Spans of age."""
 FIRST_SECONDS = 2.0
@@ -42,8 +44,7 @@ FRESH = 8
 
 SHARE_WEIGHT = 0.02
 """Weight of the newest return in the share of those whose answers' ends were known."""
-
-RIPE = 0.7
+PEAK = 0.7
 """Of the highest value of a class: from there on its prompts are worth a prefetch."""
 
 SIZES = 8
@@ -54,10 +55,6 @@ NEW = 0
 """First of the classes of prompts that have not come back yet, by new chunks."""
 FIRST_GAP = NEW + SIZES
 """First of the classes of prompts that have, by typical gap and new chunks."""
-GAPS = 1 + TYPICAL_GAPS
-"""No typical gap, and each of them."""
-ENDINGS = 6
-"""Ways in which answers end, from those after which prompts come back soonest on."""
 FIRST_ENDED = FIRST_GAP + TYPICAL_GAPS * SIZES
 """First of the classes of prompts whose answer has ended: by ending, then as before."""
 FIRST_EXPECTED = FIRST_ENDED + ENDINGS * FIRST_ENDED
@@ -92,6 +89,11 @@ def class_ended(kind: int, ending: int) -> int:
     return FIRST_ENDED + ending * FIRST_ENDED + kind % FIRST_ENDED
 
 
+def has_ended(kind: int) -> bool:
+    """Return whether a class is one of prompts whose answer has ended."""
+    return FIRST_ENDED <= kind < FIRST_EXPECTED
+
+
 def class_expected(seconds: float) -> int:
     """Return the class of a prompt whose request is expected to continue in ``seconds``."""
     return FIRST_EXPECTED + _scale(seconds, 2.0, _LOG_GROWTH, EXPECTED)
@@ -102,15 +104,14 @@ def class_retained(seconds: float) -> int:
     return FIRST_RETAINED + _scale(seconds, _SHORTEST_RETENTION, _LOG_2, RETAINED)
 
 
+def _gap(kind: int) -> int:
+    """Return the place of a class's typical gap: 0 without one."""
+    return (kind - NEW) // SIZES
+
+
 def _scale(seconds: float, shortest: float, growth: float, steps: int) -> int:
     """Return the place of a time on a logarithmic scale."""
     return min(steps - 1, int(log(max(seconds, shortest) / shortest) / growth))
-
-
-def _raise_retained(values: list[float], seconds: float) -> None:
-    """Double the value of a prompt that should be kept for some time, and less the more of it has passed."""
-    for at, start in enumerate(STARTS):
-        values[at] *= 1.0 + max(0.0, 1.0 - start / seconds)
 
 
 _LOG_GROWTH, _LOG_2 = log(GROWTH), log(2.0)
@@ -158,25 +159,13 @@ class _Observations:
 class Returns:
     """The value of prompts by class and age. Takes up to 1 MB, whatever the number of prompts.
 
-    As long as the answer to a prompt has not ended, its age counts from the request on; then from that end.
-    Before, it is worth what prompts like it are once their answers have ended, over a time that is longer by
-    the rest of the answer, which is learned by the number of new chunks and the age.
+    The age of a prompt counts from the request, and anew from the end of its answer. Before that end, it is
+    worth what prompts like it are after theirs, over a time that is longer by the rest of the answer.
     """
 
     def __init__(self) -> None:
-        self._asked = _Observations()
-        self._asked_by_gap = defaultdict[int, _Observations](_Observations)
-        """By typical gap, of any number of new chunks."""
-        self._ended = _Observations()
-        self._ended_by_gap = defaultdict[int, _Observations](_Observations)
-        """By typical gap, with any ending."""
-        self._any_ending = defaultdict[int, _Observations](_Observations)
-        self._by_ending = defaultdict[int, _Observations](_Observations)
-        self._by_ending_and_gap = defaultdict[int, _Observations](_Observations)
-        self._answers = _Observations()
-        """Ends of answers, and how long they were waited for."""
-        self._answers_by_size = defaultdict[int, _Observations](_Observations)
-        self._exact = defaultdict[int, _Observations](_Observations)
+        self._observations = defaultdict[object, _Observations](_Observations)
+        """By what the observed prompts have in common."""
         self._values: list[list[float] | None] = [None] * CLASSES
         self._chances: list[list[float]] = [[]] * CLASSES
         self._count = 0
@@ -188,24 +177,28 @@ class Returns:
 
     def _path(self, kind: int) -> tuple[_Observations, ...]:
         """Return the observations of returns of a class, those of all classes first."""
+        of = self._observations
         if kind < FIRST_ENDED:
-            return self._asked, self._asked_by_gap[(kind - NEW) // SIZES], self._exact[kind]
+            return of["asked"], of["asked", _gap(kind)], of[kind]
         if kind < FIRST_EXPECTED:
             ending, before = divmod(kind - FIRST_ENDED, FIRST_ENDED)
-            by_gap = self._by_ending_and_gap[ending * GAPS + (before - NEW) // SIZES]
-            return self._ended, self._by_ending[ending], by_gap, self._exact[kind]
-        return self._asked, self._exact[kind]
+            return of["ended"], of["ended", ending], of["ended", ending, _gap(before)], of[kind]
+        return of["asked"], of[kind]
+
+    def _path_of_any_ending(self, kind: int) -> tuple[_Observations, ...]:
+        """Return those of the prompts whose answer has ended, which were of a class before."""
+        of = self._observations
+        return of["ended"], of["any ending, gap", _gap(kind)], of["any ending", kind]
+
+    def _answers(self, kind: int) -> tuple[_Observations, ...]:
+        """Return the observations of ends of answers, by new chunks, and how long they were waited for."""
+        return self._observations["answers"], self._observations["answers", (kind - NEW) % SIZES]
 
     def _observing(self, kind: int) -> tuple[_Observations, ...]:
         """Return all observations of returns to which a prompt of a class contributes."""
-        if FIRST_ENDED <= kind < FIRST_EXPECTED:
-            before = kind % FIRST_ENDED
-            return *self._path(kind), self._ended_by_gap[(before - NEW) // SIZES], self._any_ending[before]
+        if has_ended(kind):
+            return *self._path(kind), *self._path_of_any_ending(kind % FIRST_ENDED)[1:]
         return self._path(kind)
-
-    def _answering(self, kind: int) -> tuple[_Observations, ...]:
-        """Return the observations of ends of answers of a class."""
-        return (self._answers, self._answers_by_size[(kind - NEW) % SIZES]) if kind < FIRST_ENDED else ()
 
     def passed(self) -> None:
         """Note that time has passed, which is about to be recorded."""
@@ -213,7 +206,9 @@ class Returns:
 
     def waited(self, kind: int, first: int, count: int, seconds: float) -> None:
         """Record that ``count`` prompts of a class have been away for ``seconds`` more, first in a span."""
-        observing = (*self._observing(kind), *self._answering(kind)) if count else ()
+        if not count:
+            return
+        observing = self._observing(kind) + (self._answers(kind) if kind < FIRST_ENDED else ())
         for at in range(first, AGES):
             here = seconds if at == AGES - 1 else min(seconds, WIDTHS[at])
             for observations in observing:
@@ -222,11 +217,10 @@ class Returns:
             if seconds <= 0:
                 return
 
-    def ended(self, kind: int, age: float) -> None:
+    def answer_ended(self, kind: int, age: float) -> None:
         """Record that the answer to a prompt of a class ended at an age."""
-        at = span(age)
-        for observations in self._answering(kind):
-            observations.returned(at)
+        for observations in self._answers(kind):
+            observations.returned(span(age))
 
     def returned(self, kind: int, age: float) -> None:
         """Record that a prompt came back at an age."""
@@ -242,27 +236,28 @@ class Returns:
         values = self._values[kind]
         if values is None or self._count >= self._evaluate_at[kind]:
             values = self._values[kind] = self._evaluate(kind)
-            self._evaluate_at[kind] = self._count + max(
-                FRESH, STALE * (self._asked.total + self._ended.total)
-            )
+            returns = self._observations["asked"].total + self._observations["ended"].total
+            self._evaluate_at[kind] = self._count + max(FRESH, STALE * returns)
         return values
 
-    def ripens(self, kind: int, at: int) -> bool:
+    def peaks(self, kind: int, at: int) -> bool:
         """Return whether a span of age is the first in which prompts of a class are worth about the most."""
         values = self.values(kind)
-        return at > 0 and values[at] >= RIPE * max(values) > values[at - 1]
+        return at > 0 and values[at] >= PEAK * max(values) > values[at - 1]
 
     def _evaluate(self, kind: int) -> list[float]:
         if kind < FIRST_ENDED and self._share_ended > 0.5:
-            by_gap = self._ended_by_gap[(kind - NEW) // SIZES]
-            rates = _rates((self._ended, by_gap, self._any_ending[kind]))
+            rates, ends = _rates(self._path_of_any_ending(kind)), _rates(self._answers(kind))
             self._chances[kind] = [chances(rates)[0]] * AGES
-            return [best_rate(rates, rest) for rest in rests(_rates(self._answering(kind)))]
+            return [gittins_index(rates, before) for before in residual_times(ends)]
         rates = _rates(self._path(kind))
         self._chances[kind] = chances(rates)
-        values = [best_rate(rates, first=first) for first in range(AGES)]
+        values = [gittins_index(rates, first=first) for first in range(AGES)]
         if kind >= FIRST_RETAINED:
-            _raise_retained(values, _SHORTEST_RETENTION * 2 ** (kind - FIRST_RETAINED))
+            seconds = _SHORTEST_RETENTION * 2 ** (kind - FIRST_RETAINED)
+            # Doubled at first, and raised by less the more of this time has passed.
+            for at, start in enumerate(STARTS):
+                values[at] *= 1.0 + max(0.0, 1.0 - start / seconds)
         return values
 
     def chance(self, kind: int, at: int) -> float:
@@ -289,7 +284,7 @@ _ASSUMED = [0.3 / (start + 10.0) for start in STARTS]
 """Before anything is known, the rate of return is assumed to fall with age, which gives the order of LRU."""
 
 
-def rests(rates: list[float]) -> list[float]:
+def residual_times(rates: list[float]) -> list[float]:
     """Return for each span the mean time until an event that has not happened at its start, in seconds.
 
     ``rates``: events per second in each span.
@@ -301,7 +296,7 @@ def rests(rates: list[float]) -> list[float]:
     return found[::-1]
 
 
-def best_rate(rates: list[float], before: float = 0.0, first: int = 0) -> float:
+def gittins_index(rates: list[float], before: float = 0.0, first: int = 0) -> float:
     """Return the highest rate of hits of keeping a prompt for some time.
 
     ``rates``: returns per second in each span. ``first``: the span that begins now, or in ``before`` seconds.

@@ -85,19 +85,10 @@ class Visits:
 
     def _grow(self) -> None:
         first = len(self.tails)
-        for numbers, value in (
-            (self.tails, NONE),
-            (self.counts, 0),
-            (self.added, 0),
-            (self.endings, 0),
-            (self.rings, NONE),
-            (self.ghost_keys, 0),
-        ):
-            numbers.extend([value] * VISITS_A_BLOCK)
-        for links in (self._newer, self._older):
-            links.extend([NONE] * VISITS_A_BLOCK)
-        self.since.frombytes(bytes(VISITS_A_BLOCK * self.since.itemsize))
-        self.typical.frombytes(bytes(VISITS_A_BLOCK * self.typical.itemsize))
+        for numbers in (self.tails, self.rings, self._newer, self._older):
+            numbers.extend([NONE] * VISITS_A_BLOCK)
+        for column in (self.counts, self.added, self.endings, self.ghost_keys, self.since, self.typical):
+            column.frombytes(bytes(VISITS_A_BLOCK * column.itemsize))
         self._vacant += range(first + VISITS_A_BLOCK - 1, first - 1, -1)
 
     def end(self, visit: int) -> None:
@@ -282,16 +273,10 @@ class Visits:
             most -= 1
         return moved
 
-    def in_ring(self, ring: int) -> Iterator[int]:
-        """Yield the visits of a ring, the oldest first. The ring must not change meanwhile."""
-        node = self._newer[ring]
+    def in_ring(self, ring: int, *, newest_first: bool = False) -> Iterator[int]:
+        """Yield the visits of a ring, by default the oldest first. The ring must not change meanwhile."""
+        links = self._older if newest_first else self._newer
+        node = links[ring]
         while node != ring:
             yield node - self._ends
-            node = self._newer[node]
-
-    def newest(self, ring: int) -> Iterator[int]:
-        """Yield the visits of a ring, the newest first. The ring must not change meanwhile."""
-        node = self._older[ring]
-        while node != ring:
-            yield node - self._ends
-            node = self._older[node]
+            node = links[node]

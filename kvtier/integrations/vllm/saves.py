@@ -5,10 +5,8 @@ it is abandoned. That is usually the next step: waiting for it would take up to 
 threads of a model on a CPU leave none to the cache process.
 
 At the end of an answer, the chunks of its prompt are offered again if the cache process asks for that: from
-then on it may come back, so the eviction policy may want what it has declined or evicted before. It costs no
-computation, but a message with all keys of the prompt, whose blocks stay in use for two or three steps. If
-chunks have room, they are copied, :attr:`Saves.backlog` at most in one step, and vLLM gets the blocks back
-after that. Nothing is offered while a quarter of all blocks is kept, so that vLLM has enough for others.
+then on it may come back, so the eviction policy may want what it has declined or evicted before. vLLM keeps
+the blocks until that is answered and what has room is copied, :attr:`Saves.backlog` at most in one step.
 """
 
 from __future__ import annotations
@@ -92,7 +90,7 @@ class Save:
     """Whether what to store exists since this step, if it is not :attr:`in_advance`."""
     extends: bytes = b""
     """For a state: the last chunk of the hit that it extends."""
-    again: bool = False
+    offered_again: bool = False
     """Whether chunks are offered again that may be held, at the end of an answer."""
     cancelled: bool = False
     epoch: int = 0
@@ -121,7 +119,7 @@ class Save:
             awaited=state.transfer.ticket is not None,
             recomputes=Recomputation(state.request.request_id, start, dtype) if dtype else None,
             canary=state.hints.canary is not None,
-            again=self.again,
+            offered_again=self.offered_again,
         )
         return [Run(parent, keys, self.sizes[-1], self.kv_transfer), arena] if self.kv_transfer else [arena]
 
@@ -155,8 +153,6 @@ class Saves:
         self._partial_chunks = settings.partial_chunks
         self._save_decode = settings.save_decode
         self._stages = settings.kv_transfer.device == "cuda"
-        self._offers_again = self._tails and not self._loses_blocks
-        """Whether finished requests have the blocks of all of their chunks."""
         self._wanted_again = False
         """Whether the cache process wants them to offer these chunks again."""
         self._again_left = 0
@@ -383,12 +379,8 @@ class Saves:
                 self._expected.pop(key).cancelled = True
         self._abandon_cancelled()
 
-    def last_keys(self, state: RequestState, computed: int) -> list[ChunkKey]:
-        """Return the keys of the last two chunks of what a finished request has stored, or would have."""
-        return self._all(state, computed)[0][-2:]
-
-    def _all(self, state: RequestState, computed: int) -> tuple[list[ChunkKey], list[int]]:
-        """Return the keys of all chunks of a finished request, and their numbers of tokens."""
+    def chunks_at_end(self, state: RequestState, computed: int) -> tuple[list[ChunkKey], list[int]]:
+        """Return the keys and tokens of all chunks that a finished request has stored, or would have."""
         chunk, step = self._layout.chunk_tokens, self._layout.granularity
         keys, prompt = state.extend(computed), int(state.request.num_prompt_tokens)
         sizes, start = [chunk] * len(keys), len(keys) * chunk
@@ -428,20 +420,18 @@ class Saves:
         transferred = state.transfer.ticket is not None or state.hints.expect is not None
         return (
             self._wanted_again
-            and self._offers_again
-            and not (transferred or state.verify.dtype or state.hints.canary)
+            and self._tails
+            and not (self._loses_blocks or transferred or state.verify.dtype or state.hints.canary)
             and self._may_keep(sum(map(len, blocks)), self._max_kept // 2)
         )
 
     def _offer_again(self, state: RequestState, computed: int) -> None:
         """Plan all chunks of a finished request, in one save: a policy knows a prompt only as a whole."""
-        for save in self._planned:
-            save.cancelled = save.cancelled or save.state is state
-        self._planned = [save for save in self._planned if not save.cancelled]
-        keys, sizes = self._all(state, computed)
+        self._planned = [save for save in self._planned if save.state is not state]
+        keys, sizes = self.chunks_at_end(state, computed)
         if (room := self.room) > 0 and keys:
             save = self._new_save(state, 0, keys[0], sizes[0])
-            save.keys, save.sizes, save.again = keys[:room], sizes[:room], True
+            save.keys, save.sizes, save.offered_again = keys[:room], sizes[:room], True
 
     def _may_keep(self, blocks: int, limit: int) -> bool:
         return not self._kept or sum(self._kept.values()) + blocks <= limit
@@ -575,7 +565,7 @@ class Saves:
                 self._requested.append((call, saves))
             elif call.result is not None:
                 stop, reserved = 0, call.result
-                self._wanted_again = reserved.again
+                self._wanted_again = reserved.offer_again
                 for save in saves:
                     start, stop = stop, stop + len(save.keys) * (2 if save.kv_transfer else 1)
                     save.leases, save.offsets = reserved.leases[start:stop], reserved.offsets[start:stop]
@@ -603,7 +593,7 @@ class Saves:
         if save.in_advance:
             self._granted.append(save)
             return None
-        if save.again:
+        if save.offered_again:
             save = self._first_part(save)
         if save.state_blocks is not None:
             pages = [save.state_blocks]
@@ -631,7 +621,7 @@ class Saves:
                 copies.append(ChunkCopy(lease, offset, size, chunk, staging))
         self._abandon(save, unusable)
         stored = sum(not copy.staging for copy in copies)
-        if save.again:
+        if save.offered_again:
             self._stats.add("stored_again_chunks", stored)
         else:
             self._stats.add("not_stored_chunks", len(save.keys) - stored)
@@ -649,12 +639,11 @@ class Saves:
     def _first_part(self, save: Save) -> Save:
         """Return what this step may copy of chunks that are stored again. The others stay granted."""
         room = [at for at, lease in enumerate(save.leases) if lease]
-        if len(room) > self._again_left:
-            stop = room[self._again_left]
-            self._granted.append(save.part(stop, len(save.keys)))
-            save = save.part(0, stop)
-        self._again_left -= min(len(room), self._again_left)
-        return save
+        left, self._again_left = self._again_left, max(0, self._again_left - len(room))
+        if len(room) <= left:
+            return save
+        self._granted.append(save.part(room[left], len(save.keys)))
+        return save.part(0, room[left])
 
     def _plan_again(self, save: Save) -> None:
         """Have chunks stored once they have been computed again: vLLM counts fewer tokens as computed."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bridge.client import SchedulerBridge
+from kvtier.catalog.endings import SIGNED_TOKENS
 from kvtier.catalog.misses import MissReason
 from kvtier.integrations.vllm.adapters import Adapter, Adapters
 from kvtier.integrations.vllm.compat import end_of_answer, has_failed
@@ -47,8 +48,6 @@ STEP_WAIT_SECONDS = 0.002
 LOOKUP_WAIT_SECONDS = 0.001
 """The part of it that lookups may use: without an answer, the request is delayed by a whole step."""
 CLEAR_SECONDS = 1.0
-SIGNED_TOKENS = 3
-"""The last tokens of an answer are reported, as hashes: many agents' answers end alike before a tool call."""
 OFFERED_AGAIN = ("stop", "length")
 """The ends of answers after which the chunks of a prompt may be offered again."""
 
@@ -378,7 +377,8 @@ class SchedulerSide:
         self._traces.end(request.request_id)
         self.adapters.finish(request.request_id)
         self._shadow.present.discard(request.request_id)
-        self._bridge.poll_if_due()  # Here, too.
+        # There may be no further step for a long time.
+        self._bridge.poll_if_due()
         self._lookups.take_explanations()
         if state is None:
             return False, self._kv_transfers.answer(request, 0)
@@ -387,33 +387,27 @@ class SchedulerSide:
         self._lookups.cancel(state)
         if state.lookup.computing_since is not None:
             self._lookups.observe(state)
+        computed = state.final_tokens(state.computed_at_end(), answer=self._settings.save_decode)
+        unknown = state.is_mixed or request.request_id in self._loads
         how = end_of_answer(request)
-        if how and state.stores and not state.is_mixed and request.request_id not in self._loads:
-            self._report_end(state, how)
-        if not self._shadow.present:  # There may be no further step for a long time.
+        if how and state.stores and canary is None and not unknown:
+            tokens, keys = token_list(request), self._saves.chunks_at_end(state, computed)[0]
+            last = tokens[max(request.num_prompt_tokens, len(tokens) - SIGNED_TOKENS) :]
+            self._bridge.answer_ended(keys[-2:], how, last)
+        if not self._shadow.present:
             self._bridge.send_outcomes()
-        if has_failed(request) or state.is_mixed or request.request_id in self._loads:
+        if has_failed(request) or unknown:
             self._loads.stop(request.request_id)
             self._give_up(state)
             loading = request.request_id in self._loads  # vLLM keeps the blocks until it has ended.
             held = not loading and self._saves.keep(state, self._model.blocks(block_ids))
             return held, self._kv_transfers.answer(request, 0, canary)
-        computed = state.final_tokens(state.computed_at_end(), answer=self._settings.save_decode)
         blocks, again = self._model.blocks(block_ids), how.startswith(OFFERED_AGAIN)
         held = state.stores and self._saves.finish(state, computed, blocks, again=again)
         transferred = self._kv_transfers.finish(state)
         if not self._saves.unreserved:
             self._kv_transfers.end_finished()
         return held, self._kv_transfers.answer(request, transferred, canary)
-
-    def _report_end(self, state: RequestState, how: str) -> None:
-        """Report the end of an answer, with what is sent next of what became of requests."""
-        if state.hints.canary is not None:
-            return
-        tokens = token_list(state.request)
-        last = tokens[max(state.request.num_prompt_tokens, len(tokens) - SIGNED_TOKENS) :]
-        computed = state.final_tokens(state.computed_at_end(), answer=self._settings.save_decode)
-        self._bridge.answer_ended(self._saves.last_keys(state, computed), how, last)
 
     def _canary_report(self, state: RequestState) -> dict[str, Any]:
         """Return the answer to a canary: ``Report`` in :mod:`kvtier.observability.canary`."""

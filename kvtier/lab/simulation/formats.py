@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 from kvtier.errors import KVTierError
 from kvtier.observability.recording.reader import (
     CORRUPT,
-    TraceEnd,
+    TraceAnswerEnd,
     TraceRequest,
     expanded,
     is_recording,
@@ -63,7 +63,7 @@ class _BailianRow(_Row):
     chat_id: int
 
 
-def read_trace(path: Path, chunk_tokens: int) -> tuple[Iterator[TraceRequest | TraceEnd], bool]:
+def read_trace(path: Path, chunk_tokens: int) -> tuple[Iterator[TraceRequest | TraceAnswerEnd], bool]:
     """Return the requests of a trace, in whatever format, and whether it is a recording. Blocks.
 
     A recording has the ends of answers between its requests, other formats have them in these.

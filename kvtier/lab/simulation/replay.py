@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from math import inf
+from heapq import merge
+from itertools import count, takewhile
 
 from kvtier.lab.simulation.belady import REPORT_REQUESTS
 from kvtier.lab.simulation.trace import Trace, chunk_keys
 from kvtier.memory.header import object_bytes
-from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.simulated_cache import SimulatedCache, SimulatedTiers
 from kvtier.pipeline.ahead import CHECK_SECONDS
 from kvtier.plugins import Plugins
@@ -22,6 +22,8 @@ TOKEN_BYTES = 128 << 10
 """KV bytes of a token: those of Llama 3.1 8B in bfloat16."""
 CHUNK_TOKENS = 512
 PREFILL_TOKENS_PER_SECOND = 10_000.0
+END, PREFETCH, REQUEST = range(3)
+"""Events, in their order at one time: an answer ends, prompts are brought up, and one is asked for."""
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 Advance = Callable[[int], None]
@@ -114,59 +116,29 @@ class Outcome:
         return self.hits / self.asked
 
 
-class Windows:
-    """Hits in equal parts of the time of a trace."""
-
-    def __init__(self, trace: Trace, count: int) -> None:
-        first, last = trace.times[trace.order[0]], trace.times[trace.order[-1]]
-        self._first = first
-        self._scale = count / (last - first) if last > first else 0.0
-        self._hits = [0] * count
-        self._asked = [0] * count
-
-    def add(self, now: float, hits: int, asked: int) -> None:
-        """Count one request."""
-        at = min(int((now - self._first) * self._scale), len(self._hits) - 1)
-        self._hits[at] += hits
-        self._asked[at] += asked
-
-    def rates(self) -> list[float | None]:
-        """Return the hit rate of each window."""
-        pairs = zip(self._hits, self._asked, strict=True)
-        return [hits / asked if asked else None for hits, asked in pairs]
+def window_rates(trace: Trace, hits: Sequence[int], count: int) -> list[float | None]:
+    """Return the hit rate in ``count`` equal parts of the time of a trace. ``hits``: of each request."""
+    first, last = trace.times[trace.order[0]], trace.times[trace.order[-1]]
+    scale = count / (last - first) if last > first else 0.0
+    found, asked = [0] * count, [0] * count
+    for request, now in enumerate(trace.times if count else ()):
+        at = min(int((now - first) * scale), count - 1)
+        start, stop = trace.span(request)
+        found[at] += hits[request]
+        asked[at] += stop - start
+    return [hit / of if of else None for hit, of in zip(found, asked, strict=True)]
 
 
-class BetweenRequests:
-    """What happens between the requests of a trace, in the order of time."""
-
-    def __init__(self, trace: Trace, cache: SimulatedCache, *, ahead: bool) -> None:
-        """``ahead``: whether to bring prompts up from lower tiers."""
-        self._trace, self._cache = trace, cache
-        self._answers: list[tuple[float, int, Sequence[ChunkKey]]] = []
-        """A heap of the time of the end, the request and its chunks."""
-        self.ends = 0
-        """Answers that have ended."""
-        self._look_at = trace.times[trace.order[0]] if ahead else inf
-
-    def served(self, request: int, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request has come, and is being answered."""
-        if seconds := self._trace.answer_seconds[request]:
-            heappush(self._answers, (self._trace.times[request] + seconds, request, keys))
-
-    def pass_time(self, now: float) -> None:
-        """Let everything happen up to a time."""
-        trace = self._trace
-        while True:
-            ends_at = self._answers[0][0] if self._answers else inf
-            if min(ends_at, self._look_at) > now:
-                return
-            if self._look_at < ends_at:
-                self._cache.look_ahead(self._look_at)
-                self._look_at += CHECK_SECONDS
-            else:
-                _, request, keys = heappop(self._answers)
-                self._cache.ended(ends_at, keys, trace.signatures.get(request, ()), trace.hints.get(request))
-                self.ends += 1
+def events_of(trace: Trace, *, ahead: bool) -> Iterator[tuple[float, int, int]]:
+    """Yield the time, event and request of all that happens up to the last request, in the order of time."""
+    times = trace.times
+    first, last = times[trace.order[0]], times[trace.order[-1]]
+    ends_at = [begun + seconds for begun, seconds in zip(times, trace.answer_seconds, strict=True)]
+    ends = sorted((at, END, request) for request, at in enumerate(ends_at) if at > times[request])
+    requests = ((times[request], REQUEST, request) for request in trace.order)
+    prefetches = ((now, PREFETCH, 0) for now in count(first, CHECK_SECONDS))
+    events = merge(ends, prefetches if ahead else (), requests)
+    return takewhile(lambda event: event[0] <= last, events)
 
 
 def replay(
@@ -178,32 +150,31 @@ def replay(
     windows: int = 0,
     advance: Advance | None = None,
 ) -> Outcome:
-    """Replay a trace once, on an empty cache. Blocks. Deterministic.
-
-    Ends of answers are reported before the first request that comes later. With ``prefetch.ahead``, prompts
-    are brought up from lower tiers between requests.
-    """
+    """Replay a trace once, on an empty cache. Blocks. Deterministic."""
     started = time.perf_counter()
     chunk_bytes, whole = model.chunk_bytes(trace), trace.chunk_tokens
     compute = whole / model.prefill_tokens_per_second
     cache = SimulatedCache(plugins, tiers, chunk_bytes, compute)
-    by_window = Windows(trace, windows) if windows else None
-    between = BetweenRequests(trace, cache, ahead=tiers.cache.prefetch.ahead and len(tiers.settings) > 1)
-    total_hits = saved = 0
-    for turn, request in enumerate(trace.order, 1):
+    hits = array("I", bytes(4 * len(trace)))
+    served = ends = 0
+    ahead = tiers.cache.prefetch.ahead and len(tiers.settings) > 1
+    for now, event, request in events_of(trace, ahead=ahead):
+        if event == PREFETCH:
+            cache.prefetch_ahead(now)
+            continue
         start, stop = trace.span(request)
-        now = trace.times[request]
-        between.pass_time(now)
-        keys = chunk_keys(trace.chunks[start:stop])
-        hits = cache.serve(now, keys, trace.hints.get(request))
-        between.served(request, keys)
-        total_hits += hits
-        saved += min(hits * whole, trace.tokens[request])
-        if by_window is not None:
-            by_window.add(now, hits, stop - start)
-        if advance is not None and turn % REPORT_REQUESTS == 0:
+        keys, hints = chunk_keys(trace.chunks[start:stop]), trace.hints.get(request)
+        if event == END:
+            cache.answer_ended(now, keys, trace.signatures.get(request, ()), hints)
+            ends += 1
+            continue
+        hits[request] = cache.serve(now, keys, hints)
+        served += 1
+        if advance is not None and served % REPORT_REQUESTS == 0:
             advance(REPORT_REQUESTS)
     tokens = sum(trace.tokens)
+    saved = sum(min(found * whole, asked) for found, asked in zip(hits, trace.tokens, strict=True))
+    prefill_seconds = (tokens - saved) / model.prefill_tokens_per_second
     return Outcome(
         policy=tiers.label,
         capacity=tiers.capacity,
@@ -219,19 +190,17 @@ def replay(
         ],
         requests=len(trace),
         asked=len(trace.chunks),
-        hits=total_hits,
+        hits=sum(hits),
         tokens=tokens,
         saved_tokens=saved,
-        ttft_seconds=_ttft(
-            cache, chunk_bytes, (tokens - saved) / model.prefill_tokens_per_second, len(trace)
-        ),
+        ttft_seconds=_ttft(cache, chunk_bytes, prefill_seconds, len(trace)),
         demoted=cache.demoted,
         computed_instead=cache.computed_instead,
         no_room=cache.no_room,
-        ends=between.ends,
+        ends=ends,
         stored_again=cache.stored_again,
         ahead=cache.ahead,
-        windows=by_window.rates() if by_window is not None else [],
+        windows=window_rates(trace, hits, windows),
         seconds=time.perf_counter() - started,
     )
 

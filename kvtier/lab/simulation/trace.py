@@ -17,7 +17,7 @@ from kvtier import native
 from kvtier.catalog.hints import ChunkHints
 from kvtier.lab.simulation.formats import TraceError, read_trace
 from kvtier.memory.keys import KEY_BYTES, TOKEN_BYTES, ChunkKey, split_keys
-from kvtier.observability.recording.reader import TraceEnd, TraceRequest
+from kvtier.observability.recording.reader import TraceAnswerEnd, TraceRequest
 
 SECONDS_PER_TOKEN = 0.02
 """Of an answer whose duration is unknown."""
@@ -76,7 +76,7 @@ class Trace:
     def load(
         cls,
         name: str,
-        events: Iterable[TraceRequest | TraceEnd],
+        events: Iterable[TraceRequest | TraceAnswerEnd],
         chunk_tokens: int | None,
         limit: int | None = None,
         seconds_per_token: float = SECONDS_PER_TOKEN,
@@ -84,7 +84,6 @@ class Trace:
         """Take all requests, or the first ``limit`` and the ends of answers among them.
 
         Raises :class:`TraceError` without any, and what ``events`` raises.
-
         ``name``: the path of the file, of which the trace keeps the last part, or another name.
         ``chunk_tokens``: if ``None``, the least with which every prompt fits into its chunks. This is exact,
         unless all prompts are short. ``seconds_per_token``: of an answer of which only the length is known.
@@ -96,7 +95,7 @@ class Trace:
         latest: dict[int, int] = {}  # The request by its last chunk.
         chunk_bytes = 0
         for event in events:
-            if isinstance(event, TraceEnd):
+            if isinstance(event, TraceAnswerEnd):
                 # Without its request, that was in a file that is deleted.
                 if (request := latest.get(event.chunk)) is not None:
                     answer_seconds[request] = max(0.0, event.time - times[request])

@@ -25,7 +25,7 @@ from kvtier.observability.recording.format import (
     ID_BYTES,
     MAGIC,
     VERSION,
-    Ended,
+    EndRecord,
     Header,
     Record,
     RecordingError,
@@ -132,10 +132,7 @@ class RecordingFile:
         return file
 
     def write(self, batch: Sequence[LookedUp | AnswerEnded]) -> None:
-        """Write lookups and ends.
-
-        Raises ``OSError`` and :class:`RecordingError`: then what is written stays whole.
-        """
+        """Write lookups and ends. Raises ``OSError`` and :class:`RecordingError`, and leaves all whole."""
         frames = bytearray()
         for seen in batch:
             frame = self._encode(seen)
@@ -155,7 +152,7 @@ class RecordingFile:
             # Whatever its hashes are made of, they become numbers that only this recording has.
             signature = b"".join(value.to_bytes(KEY_BYTES, "little") for value in seen.signature)
             numbers = self._pseudonyms.of(seen.key), self._pseudonyms.of(signature)
-            return encode_frame(Ended(seen.time, *numbers))
+            return encode_frame(EndRecord(seen.time, *numbers))
         chunks, hints = self._pseudonyms.of(seen.keys), seen.hints
         if hints is not None and hints.tenant:
             hints = replace(hints, tenant=self._pseudonyms.name(hints.tenant))

@@ -2,7 +2,7 @@
 
 A file is :data:`MAGIC` and frames: the length (u32, little-endian) and the XXH32 checksum (u32) of a body of
 MessagePack, and the body. The first body is a :class:`Header`, each other one a :class:`Record` or, since
-version 2, an :class:`Ended`. So a file is readable up to its last whole frame, wherever its writer was
+version 2, an :class:`EndRecord`. So a file is readable up to its last whole frame, wherever its writer was
 killed.
 """
 
@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 from xxhash import xxh32_intdigest
 
+from kvtier.catalog.endings import MAX_SIGNATURE
 from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import KVTierError
 
@@ -24,8 +25,6 @@ VERSION = 2
 ID_BYTES = 16
 NUMBER_BYTES = 8
 """Of the number of a chunk."""
-MAX_SIGNATURE = 8
-"""Numbers in the signature of an answer's end."""
 MAX_BODY_BYTES = 512 << 10
 """So a prompt of up to 65,000 chunks is recorded."""
 FRAME = struct.Struct("<II")
@@ -68,7 +67,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 # Not a struct: msgspec tells an object from the array of a Record, but not two structs without tags.
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndRecord:
     """The end of the answer to a prompt that was looked up before, maybe in an older file."""
 
     time: Time
@@ -84,7 +83,7 @@ def older(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number}")
 
 
-def encode_frame(content: Header | Record | Ended) -> bytes | None:
+def encode_frame(content: Header | Record | EndRecord) -> bytes | None:
     """Return the frame of a body; ``None`` if it is over :data:`MAX_BODY_BYTES`."""
     body = _encoder.encode(content)
     if len(body) > MAX_BODY_BYTES:

@@ -25,7 +25,7 @@ from kvtier.observability.recording.format import (
     MAX_BODY_BYTES,
     NUMBER_BYTES,
     VERSION,
-    Ended,
+    EndRecord,
     Header,
     Record,
     RecordingError,
@@ -36,7 +36,7 @@ from kvtier.settings.observability import MAX_FILES
 logger = logging.getLogger("kvtier")
 
 _header_decoder = msgspec.msgpack.Decoder(Header)
-_record_decoder: msgspec.msgpack.Decoder[Record | Ended] = msgspec.msgpack.Decoder(Record | Ended)
+_record_decoder: msgspec.msgpack.Decoder[Record | EndRecord] = msgspec.msgpack.Decoder(Record | EndRecord)
 CORRUPT = (gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 """What reading a corrupt file raises. One that was cut off raises ``EOFError``."""
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\0"
@@ -60,7 +60,7 @@ def read_recording(path: Path) -> Iterator[TraceRequest]:
     return (event for event in read_events(path) if isinstance(event, TraceRequest))
 
 
-def read_events(path: Path) -> Iterator[TraceRequest | TraceEnd]:
+def read_events(path: Path) -> Iterator[TraceRequest | TraceAnswerEnd]:
     """Yield the requests of a recording and the ends of answers, as they happened. Blocks while it reads.
 
     ``path`` is the file that it was written to; the older files of the same recording, with the suffixes
@@ -120,7 +120,7 @@ class _Part:
             )
         return header
 
-    def events(self) -> Iterator[TraceRequest | TraceEnd]:
+    def events(self) -> Iterator[TraceRequest | TraceAnswerEnd]:
         """Yield the rest of the file. Raises :class:`RecordingError`."""
         while True:
             self._record += 1
@@ -131,7 +131,11 @@ class _Part:
                 record = _record_decoder.decode(body)
             except msgspec.MsgspecError as error:
                 raise self._error(str(error)) from error
-            yield self._request(record) if isinstance(record, Record) else self._end(record)
+            if isinstance(record, Record):
+                yield self._request(record)
+            else:
+                [chunk] = self._numbers(record.chunk)
+                yield TraceAnswerEnd(record.time, chunk, self._numbers(record.signature))
 
     def _request(self, record: Record) -> TraceRequest:
         chunks, whole = self._numbers(record.chunks), record.chunk_tokens
@@ -146,10 +150,6 @@ class _Part:
             tenant=record.hints.tenant if record.hints is not None else "",
             hints=record.hints,
         )
-
-    def _end(self, record: Ended) -> TraceEnd:
-        [chunk] = self._numbers(record.chunk)
-        return TraceEnd(record.time, chunk, self._numbers(record.signature))
 
     def _numbers(self, encoded: bytes) -> array[int]:
         if len(encoded) % NUMBER_BYTES:
@@ -229,12 +229,12 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     tenant: str = ""
     hints: ChunkHints | None = None
     seconds: float = 0.0
-    """From its arrival to the end of the answer; 0 if unknown, and in a recording: see :class:`TraceEnd`."""
+    """From its arrival to the end of the answer; 0 if unknown, or if a :class:`TraceAnswerEnd` follows."""
     signature: Sequence[int] = ()
-    """How the answer ended, see :meth:`kvtier.catalog.eviction.EvictionPolicy.ended`."""
+    """How the answer ended, see :meth:`kvtier.catalog.eviction.EvictionPolicy.answer_ended`."""
 
 
-class TraceEnd(msgspec.Struct, frozen=True, gc=False):
+class TraceAnswerEnd(msgspec.Struct, frozen=True, gc=False):
     """The end of the answer to the last request with some last chunk."""
 
     time: float

@@ -11,13 +11,13 @@ from functools import partial
 import anyio
 from anyio import CancelScope, to_thread
 
+from kvtier.catalog.endings import MAX_SIGNATURE
 from kvtier.catalog.hints import ChunkHints
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.observability.recording.file import AnswerEnded, LookedUp, RecordingFile
-from kvtier.observability.recording.format import MAX_SIGNATURE
 from kvtier.settings.observability import RecordingSettings
 
 logger = logging.getLogger("kvtier")
@@ -29,7 +29,7 @@ CLOSE_SECONDS = 5.0
 MAX_PENDING_BYTES = 16 << 20
 """Limit of what is not written yet. Further lookups and ends are dropped."""
 LOOKUP_BYTES = 512
-"""What a lookup takes in memory besides its keys, or an end of an answer with its key."""
+"""What a lookup or an end of an answer takes in memory besides its keys."""
 
 
 class Recorder:
@@ -56,34 +56,26 @@ class Recorder:
         self, keys: bytes, tokens: int, chunk_tokens: int, chunk_bytes: int, hints: ChunkHints | None
     ) -> None:
         """Record a lookup of the joined ``keys`` of a prompt. Takes a microsecond, and never raises."""
-        if not keys:
-            return
-        whole = len(keys) // KEY_BYTES * chunk_tokens
-        if not whole - chunk_tokens < tokens <= whole:  # Such a record could not be read.
-            self._dropped += 1
-            return
-        since = time.monotonic() - self._began
-        self._add(LookedUp(since, keys, tokens, chunk_tokens, chunk_bytes, hints), len(keys))
+        since, whole = time.monotonic() - self._began, len(keys) // KEY_BYTES * chunk_tokens
+        readable = whole - chunk_tokens < tokens <= whole
+        self._add(LookedUp(since, keys, tokens, chunk_tokens, chunk_bytes, hints), keys, readable=readable)
 
-    def ended(self, keys: bytes, signature: Sequence[int], seconds: float) -> None:
+    def answer_ended(self, keys: bytes, signature: Sequence[int], seconds: float) -> None:
         """Record that an answer has ended, ``seconds`` ago. Takes 2 µs, and never raises.
 
-        ``keys``: the joined keys of the last two chunks of its prompt, or of its only one. ``signature``: see
-        :meth:`kvtier.catalog.eviction.EvictionPolicy.ended`.
+        ``keys``: the joined keys of the last chunks of its prompt. For the rest see :class:`AnswerEnded`.
         """
+        since, hashes = time.monotonic() - self._began, tuple(signature)
+        readable = len(hashes) <= MAX_SIGNATURE and all(0 <= value < 1 << 64 for value in hashes)
+        ended = AnswerEnded(min(since, max(0.0, since - seconds)), keys[-KEY_BYTES:], hashes)
+        self._add(ended, keys, readable=readable and len(keys) % KEY_BYTES == 0)
+
+    def _add(self, seen: LookedUp | AnswerEnded, keys: bytes, *, readable: bool) -> None:
+        """Note what is to be written, unless it has no keys. ``readable``: whether it could be read back."""
         if not keys:
             return
-        valid = len(signature) <= MAX_SIGNATURE and all(0 <= value < 1 << 64 for value in signature)
-        if len(keys) % KEY_BYTES or not valid:
-            self._dropped += 1
-            return
-        since = time.monotonic() - self._began
-        ended = min(since, max(0.0, since - seconds))
-        self._add(AnswerEnded(ended, keys[-KEY_BYTES:], tuple(signature)), 0)
-
-    def _add(self, seen: LookedUp | AnswerEnded, key_bytes: int) -> None:
-        size = key_bytes + LOOKUP_BYTES
-        if self._stopped:
+        size = len(keys) + LOOKUP_BYTES
+        if self._stopped or not readable:
             self._dropped += 1
         elif self._pending_bytes + size > MAX_PENDING_BYTES:
             self._dropped += 1

@@ -64,14 +64,12 @@ class SimulatedCache:
         """Of these, those that a request waited for."""
         self.written = [0] * count
         self.evicted = [0] * count
-        self._again = False
+        self._offered_again = False
         """Whether chunks are offered again, which the first tier may decline even if there are others."""
-        self.declined = 0
-        """Chunks that the first tier has not stored."""
         self.stored_again = 0
-        """Of those written to the first tier, the ones that :meth:`ended` has."""
+        """Of those written to the first tier, the ones that :meth:`answer_ended` has."""
         self.ahead = 0
-        """Chunks that :meth:`look_ahead` has read."""
+        """Those that :meth:`prefetch_ahead` has read."""
         self.demoted = 0
         self.not_admitted = 0
         """Chunks that were dropped because no lower tier admitted them."""
@@ -93,39 +91,33 @@ class SimulatedCache:
                     self._evict(tier, over)
         return found
 
-    def ended(
+    def answer_ended(
         self, time: float, keys: Sequence[ChunkKey], signature: Sequence[int], hints: ChunkHints | None = None
     ) -> None:
-        """Report the end of the answer to a prompt.
-
-        The engine still has its chunks then. So those that a full tier declined or evicted meanwhile are
-        offered once more, if its policy may decline them again.
-        """
+        """Report the end of an answer, and offer again what the first tier has declined or evicted before."""
         self._clock.now = time
-        self.catalog.report_ended(keys[-2:], signature)
-        if self.tiers[FIRST].declines and (self.declined or self.evicted[FIRST]):
-            self._again = True
+        self.catalog.report_answer_ended(keys[-2:], signature)
+        if self.tiers[FIRST].declines:
+            self._offered_again = True
             self._leased = set(self.catalog.prefix_rows(keys)[0])
-            before = self.written[FIRST]
-            self._store(keys, 0, hints)
-            self.stored_again += self.written[FIRST] - before
-            self._leased, self._again = set(), False
+            self.stored_again += self._store(keys, 0, hints)
+            self._leased, self._offered_again = set(), False
 
-    def look_ahead(self, time: float) -> None:
-        """Do what :class:`~kvtier.pipeline.ahead.PrefetchAhead` does, at one time."""
+    def prefetch_ahead(self, time: float) -> None:
+        """Do what :func:`~kvtier.pipeline.ahead.prefetch_ahead` does, at one time."""
         self._clock.now = time
         for keys in self.catalog.returning()[:MAX_PROMPTS]:
-            prompt = self.catalog.liftable(keys)
+            prompt = self.catalog.to_promote(keys)
             if prompt is None or not self.tiers[FIRST].declines:
                 continue
             self._leased = set(self.catalog.prefix_rows(keys)[0])
             self._make_room(FIRST, len(prompt.keys), prompt)
             self._leased = set()
-            lifted = prompt.keys[: self._fitting(FIRST, len(prompt.keys))]
-            for transfer in self._planner.prefetch(Prefetch(keys=lifted)):
+            promoted = prompt.keys[: self._fitting(FIRST, len(prompt.keys))]
+            for transfer in self._planner.prefetch(Prefetch(keys=promoted)):
                 self.read[transfer.source] += len(transfer.keys)
-            self._add_copies(lifted, FIRST)
-            self.ahead += len(lifted)
+            self._add_copies(promoted, FIRST)
+            self.ahead += len(promoted)
 
     def store(self, keys: Sequence[ChunkKey]) -> None:
         """Store those of consecutive chunks that are missing, at the time of the last request."""
@@ -186,8 +178,8 @@ class SimulatedCache:
                 return keys.index(transfer.keys[len(promoted)])
         return len(keys)
 
-    def _store(self, keys: Sequence[ChunkKey], found: int, hints: ChunkHints | None) -> None:
-        """Do what :class:`~kvtier.pipeline.store.StoreStage` does with the chunks that were computed."""
+    def _store(self, keys: Sequence[ChunkKey], found: int, hints: ChunkHints | None) -> int:
+        """Do what :class:`~kvtier.pipeline.store.StoreStage` does. Return how many chunks were written."""
         missing = keys[found:]
         absent = self.catalog.absent(missing, FIRST)
         self._make_room(FIRST, len(absent), self._incoming_prompt(keys, found, absent, hints))
@@ -201,18 +193,18 @@ class SimulatedCache:
             self.catalog.add_chain(chain, FIRST, lengths, State.READY, parent, hints=hints)
         if prompt := self._incoming_prompt(keys, found, left, hints):
             self.catalog.decline(FIRST, prompt)
-        self.declined += len(left)
         self.written[FIRST] += len(absent)
         if len(self.tiers) > 1 and absent:
             event = Store(keys=[missing[at] for at in absent])
             self._planner.admission.stored(event.keys)
             self._execute(self._planner.store(event))
+        return len(absent)
 
     def _incoming_prompt(
         self, keys: Sequence[ChunkKey], found: int, absent: Sequence[int], hints: ChunkHints | None
     ) -> IncomingPrompt | None:
         """Describe new chunks to a policy that may decline them. Their positions count from ``found`` on."""
-        if not absent or not (self._again or may_decline(self.tiers)):
+        if not absent or not (self._offered_again or may_decline(self.tiers)):
             return None
         first = found + absent[0]
         new = [keys[found + at] for at in absent]
@@ -319,18 +311,8 @@ def one_tier(plugins: Plugins, policy: str, capacity: int, speeds: Mapping[str, 
 
     Raises :class:`SettingsError`, which lists the known policies.
     """
-    settings = Settings(
-        tiers=[
-            {
-                "name": ONE_TIER,
-                "type": "cpu",
-                "capacity": capacity,
-                "eviction": policy,
-                "high_watermark": 1.0,
-                "low_watermark": 1.0,
-            }
-        ]
-    )
+    tier = {"name": ONE_TIER, "type": "cpu", "capacity": capacity, "eviction": policy}
+    settings = Settings(tiers=[{**tier, "high_watermark": 1.0, "low_watermark": 1.0}])
     return configured(plugins, settings, policy, speeds)
 
 

@@ -18,12 +18,12 @@ from kvtier.observability.recording.format import (
     ID_BYTES,
     MAGIC,
     VERSION,
-    Ended,
+    EndRecord,
     Header,
     Record,
     encode_frame,
 )
-from kvtier.observability.recording.reader import TraceEnd, TraceRequest
+from kvtier.observability.recording.reader import TraceAnswerEnd, TraceRequest
 from tests.lab.simulation.making import bailian_line, mooncake_line
 
 RECORDING_HEADER = encode_frame(Header(version=VERSION, id=bytes(ID_BYTES), started=1e9)) or b""
@@ -89,14 +89,14 @@ def test_ends_of_a_recording_are_those_of_its_requests(tmp_path: Path) -> None:
     path = tmp_path / "recording"
     long, short = number(5) + number(6), number(5)
     events = [
-        Ended(0.5, number(6), number(9)),
+        EndRecord(0.5, number(6), number(9)),
         Record(1.0, 250, 128, 4096, long),
         Record(2.0, 100, 128, 4096, short),
-        Ended(4.0, number(6), number(7) + number(8)),
+        EndRecord(4.0, number(6), number(7) + number(8)),
         Record(6.0, 250, 128, 4096, long),
         Record(7.0, 100, 128, 4096, short),
-        Ended(7.5, number(6), b""),
-        Ended(8.0, number(99), number(1)),
+        EndRecord(7.5, number(6), b""),
+        EndRecord(8.0, number(99), number(1)),
     ]
     frames = [RECORDING_HEADER, *map(encode_frame, events)]
     path.write_bytes(MAGIC + b"".join(frame for frame in frames if frame is not None))
@@ -235,7 +235,7 @@ def test_requests_before_a_truncation_are_read(
     content = "".join(make_line(at, [at]) for at in range(20_000)).encode()
     packed = PACK[suffix](content)
     path.write_bytes(packed[: len(packed) // 2])
-    requests: list[TraceRequest | TraceEnd] = []
+    requests: list[TraceRequest | TraceAnswerEnd] = []
     with pytest.raises(KVTierError) as raised:
         requests.extend(read_trace(path, 512)[0])
     assert 0 < len(requests) < 20_000

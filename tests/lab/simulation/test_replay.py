@@ -149,7 +149,7 @@ def answered(*requests: tuple[float, Sequence[int], float]) -> Trace:
 
 def test_ends_are_reported_in_order_before_later_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[float, list[ChunkKey], Sequence[int]]] = []
-    serve, ended = SimulatedCache.serve, SimulatedCache.ended
+    serve, ended = SimulatedCache.serve, SimulatedCache.answer_ended
 
     def record_serve(
         self: SimulatedCache, time: float, keys: list[ChunkKey], hints: ChunkHints | None
@@ -164,7 +164,7 @@ def test_ends_are_reported_in_order_before_later_requests(monkeypatch: pytest.Mo
         ended(self, time, keys, signature, hints)
 
     monkeypatch.setattr(SimulatedCache, "serve", record_serve)
-    monkeypatch.setattr(SimulatedCache, "ended", record_end)
+    monkeypatch.setattr(SimulatedCache, "answer_ended", record_end)
     trace = answered(
         (0.0, [1, 2, 3], 5.0), (1.0, [4], 0.5), (2.0, [5], 0.0), (5.0, [1, 2, 3], 9.0), (6.0, [6], 0)
     )
@@ -196,7 +196,7 @@ def test_policies_are_told_the_last_two_chunks(monkeypatch: pytest.MonkeyPatch) 
     ) -> None:
         told.append((len(rows), keys, now, signature))
 
-    monkeypatch.setattr(EvictionPolicy, "ended", ended)
+    monkeypatch.setattr(EvictionPolicy, "answer_ended", ended)
     in_one_tier(answered((0.0, [1, 2, 3], 4.0), (0.5, [4], 1.0), (1.0, [5, 6], 0), (5.0, [7], 0)), 3)
     assert told == [(1, chunk_keys([4]), 1.5, ()), (0, chunk_keys([2, 3]), 4.0, [3])]
 

@@ -17,7 +17,7 @@ from kvtier.errors import SettingsError
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.observability.recording.file import AnswerEnded, RecordingFile
 from kvtier.observability.recording.format import MAX_BODY_BYTES, NUMBER_BYTES, RecordingError
-from kvtier.observability.recording.reader import TraceEnd, read_events, read_recording
+from kvtier.observability.recording.reader import TraceAnswerEnd, read_events, read_recording
 from kvtier.settings.observability import RecordingSettings
 from kvtier.units import MIB
 from tests.rigs.small_disk import mounted
@@ -57,7 +57,7 @@ def test_ends_reveal_neither_keys_nor_signatures(tmp_path: Path) -> None:
         content = (tmp_path / name).read_bytes()
         assert not [at for at in range(0, KEY_BYTES, 4) if key[at : at + 4] in content]
         assert not [order for order in ("little", "big") if signature[0].to_bytes(8, order)[:4] in content]
-        found.append([event for event in read_events(tmp_path / name) if isinstance(event, TraceEnd)])
+        found.append([event for event in read_events(tmp_path / name) if isinstance(event, TraceAnswerEnd)])
     (first, again), (other, _) = found
     assert first.signature == again.signature != other.signature
     assert first.chunk != other.chunk
@@ -70,7 +70,7 @@ def test_end_is_read_from_a_later_file_than_its_lookup(path: Path, tmp_path: Pat
     file.close()
     assert (tmp_path / "traffic.1").exists()
     first, *_, end = read_events(path)
-    assert isinstance(end, TraceEnd)
+    assert isinstance(end, TraceAnswerEnd)
     assert end.chunk == first.chunks[-1]  # type: ignore[union-attr]
     assert list(read_events(path.rename(tmp_path / "newest")))[-1] == end
 

@@ -24,14 +24,14 @@ from kvtier.observability.recording.format import (
     MAGIC,
     MAX_BODY_BYTES,
     NUMBER_BYTES,
-    Ended,
+    EndRecord,
     Header,
     Record,
     RecordingError,
     encode_frame,
 )
 from kvtier.observability.recording.reader import (
-    TraceEnd,
+    TraceAnswerEnd,
     TraceRequest,
     is_recording,
     read_events,
@@ -103,10 +103,10 @@ def test_ends_are_read_back_between_the_requests(path: Path) -> None:
     assert isinstance(asked, TraceRequest)
     assert isinstance(other, TraceRequest)
     assert (asked.time, other.time) == (1.0, 3.0)
-    assert isinstance(end, TraceEnd)
+    assert isinstance(end, TraceAnswerEnd)
     assert (end.time, end.chunk, len(end.signature)) == (2.0, asked.chunks[-1], 3)
-    assert unknown == TraceEnd(4.0, other.chunks[-1], array("Q"))
-    assert again == TraceEnd(5.0, asked.chunks[-1], end.signature[:1])
+    assert unknown == TraceAnswerEnd(4.0, other.chunks[-1], array("Q"))
+    assert again == TraceAnswerEnd(5.0, asked.chunks[-1], end.signature[:1])
     assert list(read_recording(path)) == [asked, other]
 
 
@@ -205,7 +205,7 @@ def test_any_bytes_are_an_error_or_a_recording(rest: bytes) -> None:
     assert not error or error.startswith(f"{path}: record 1: ")
 
 
-def frame(record: Record | Header | Ended) -> bytes:
+def frame(record: Record | Header | EndRecord) -> bytes:
     encoded = encode_frame(record)
     assert encoded is not None
     return encoded
@@ -243,14 +243,14 @@ def test_invalid_record_is_an_error(path: Path, change: dict[str, object], reaso
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
-        (Ended(-1.0, bytes(8), b""), "Expected `float` >= 0"),
-        (Ended(0.0, bytes(7), b""), "Expected `bytes` of length >= 8"),
-        (Ended(0.0, bytes(16), b""), "Expected `bytes` of length <= 8"),
-        (Ended(0.0, bytes(8), bytes(12)), "12 bytes are not a whole number of chunks"),
-        (Ended(0.0, bytes(8), bytes(9 * NUMBER_BYTES)), "Expected `bytes` of length <= 64"),
+        (EndRecord(-1.0, bytes(8), b""), "Expected `float` >= 0"),
+        (EndRecord(0.0, bytes(7), b""), "Expected `bytes` of length >= 8"),
+        (EndRecord(0.0, bytes(16), b""), "Expected `bytes` of length <= 8"),
+        (EndRecord(0.0, bytes(8), bytes(12)), "12 bytes are not a whole number of chunks"),
+        (EndRecord(0.0, bytes(8), bytes(9 * NUMBER_BYTES)), "Expected `bytes` of length <= 64"),
     ],
 )
-def test_invalid_end_is_an_error(path: Path, end: Ended, reason: str) -> None:
+def test_invalid_end_is_an_error(path: Path, end: EndRecord, reason: str) -> None:
     write(path, looked_up(1))
     path.write_bytes(path.read_bytes() + frame(end))
     found, error = read(path)

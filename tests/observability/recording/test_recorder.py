@@ -16,7 +16,7 @@ from kvtier.errors import SettingsError
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.observability.recording import recorder as recorder_module
 from kvtier.observability.recording.file import AnswerEnded, LookedUp, RecordingFile
-from kvtier.observability.recording.reader import TraceEnd, read_events, read_recording
+from kvtier.observability.recording.reader import TraceAnswerEnd, read_events, read_recording
 from kvtier.observability.recording.recorder import LOOKUP_BYTES, MAX_PENDING_BYTES, Recorder, recording
 from kvtier.settings.observability import RecordingSettings
 from kvtier.units import MIB
@@ -58,12 +58,12 @@ async def test_lookups_are_written_while_recording_and_at_exit(path: Path) -> No
 async def test_ends_are_written_beside_lookups(path: Path) -> None:
     async with recording(RecordingSettings(path=path)) as recorder:
         record(recorder)
-        recorder.ended(KEYS[-2 * KEY_BYTES :], [1, 2], 0.0)
-        recorder.ended(KEYS[:KEY_BYTES], [], 1e9)
-        recorder.ended(KEYS[:KEY_BYTES], [], -1e9)
-        recorder.ended(b"", [], 0.0)
+        recorder.answer_ended(KEYS[-2 * KEY_BYTES :], [1, 2], 0.0)
+        recorder.answer_ended(KEYS[:KEY_BYTES], [], 1e9)
+        recorder.answer_ended(KEYS[:KEY_BYTES], [], -1e9)
+        recorder.answer_ended(b"", [], 0.0)
     request, *ends = read_events(path)
-    assert all(isinstance(end, TraceEnd) for end in ends)
+    assert all(isinstance(end, TraceAnswerEnd) for end in ends)
     assert ends[0].chunk == request.chunks[-1]  # type: ignore[union-attr]
     assert [len(end.signature) for end in ends] == [2, 0, 0]
     assert request.time <= ends[0].time <= ends[2].time, "an answer does not end in the future"
@@ -80,8 +80,8 @@ async def test_end_that_could_not_be_read_back_is_dropped(
     path: Path, keys: bytes, signature: Sequence[int]
 ) -> None:
     async with recording(RecordingSettings(path=path)) as recorder:
-        recorder.ended(keys, signature, 0.0)
-        recorder.ended(KEYS, [], float("nan"))
+        recorder.answer_ended(keys, signature, 0.0)
+        recorder.answer_ended(KEYS, [], float("nan"))
     assert [event.time for event in read_events(path)] == [0.0]
     assert (recorder.status()["ends"], recorder.status()["dropped"]) == (1, 1)
 
@@ -124,7 +124,7 @@ async def test_slow_disk_drops_lookups_and_warns_once(
         for _ in range(fits + 10):
             record(recorder, 30_000)
         for _ in range(MAX_PENDING_BYTES // LOOKUP_BYTES):
-            recorder.ended(KEYS, [], 0.0)
+            recorder.answer_ended(KEYS, [], 0.0)
         dropped = recorder.status()["dropped"]
         assert isinstance(dropped, int)
         assert dropped > 10, "ends take memory, too"
@@ -171,7 +171,7 @@ async def test_any_error_of_the_writer_only_ends_the_recording_with_one_warning(
         record(recorder)
         await until(lambda: stopped(recorder))
         record(recorder)
-        recorder.ended(KEYS, [], 0.0)
+        recorder.answer_ended(KEYS, [], 0.0)
     assert (recorder.status()["stopped"], recorder.status()["dropped"]) == (reason, 3)
     warning = f"recording to {path} has stopped, serving goes on: {reason}"
     assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == [warning]
