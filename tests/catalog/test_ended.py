@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.adaptive import MAX_ANSWERS, OPEN_REQUESTS, AdaptivePolicy
+from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.catalog.policies.returns import (
     AGES,
     ENDINGS,
@@ -141,6 +143,46 @@ def test_end_of_a_prompt_that_was_evicted_is_that_of_its_ghost() -> None:
     cache.now += 7.0
     cache.ask(keys)
     assert cache.visit(keys[-1]).typical_gap == pytest.approx(7.0)
+
+
+def test_prompt_that_comes_back_from_the_tier_below_has_returned() -> None:
+    """It left memory after its answer. What is brought up then is not offered again."""
+    cache, keys, now = ResumeTier(100), prompt_of(1, 6), [1000.0]
+    settings = ResumePolicy.settings_type.model_validate({"type": ""})
+    catalog = Catalog([ResumePolicy.factory(settings, 100 * LENGTH)] * 2, clock=lambda: now[0])
+    cache.catalog, policy = catalog, catalog.policies[0]
+    assert isinstance(policy, ResumePolicy)
+    cache.visits, cache.policy = policy._visits, policy
+    for tier in (0, 1):
+        catalog.add_chain(keys, tier, [LENGTH] * 6, State.READY)
+    catalog.report_ended(keys[-2:], TOOL)
+    catalog.remove_all(keys, 0)
+    now[0] += 20.0
+    catalog.touch(keys)
+    catalog.add_copies(keys, 0)
+    assert sum(policy._returns._ended.returns) == 1.0
+    assert cache.visit(keys[-1]).typical_gap == pytest.approx(20.0)
+    assert cache.visit(keys[-1]).kind < FIRST_ENDED, "its next answer has not ended"
+
+
+def test_end_of_a_prompt_with_a_state_behind_its_last_chunk() -> None:
+    cache, keys, [state] = ResumeTier(100), prompt_of(1, 6), prompt_of(2, 1)
+    cache.ask(keys)
+    cache.catalog.add(state, 0, LENGTH, State.READY, keys[-1])
+    cache.end(keys, *TOOL)
+    assert FIRST_ENDED <= cache.visit(keys[-1]).kind < FIRST_EXPECTED
+
+
+def test_end_that_is_reported_late_lets_no_time_pass_twice() -> None:
+    """Otherwise all prompts would seem to have been away for longer, and to come back less often."""
+    cache, keys = ResumeTier(100), prompt_of(1, 4)
+    cache.ask(keys)
+    for _ in range(60):
+        cache.now += 1.0
+        cache.catalog.report_ended(keys[-2:], TOOL, 50.0)
+        cache.ask(prompt_of(2, 1))
+    observed = cache.returns._asked, cache.returns._ended
+    assert sum(sum(each.waited) for each in observed) <= 2 * 60.0
 
 
 def test_end_of_an_unknown_prompt_and_of_none_changes_nothing() -> None:
@@ -277,6 +319,36 @@ class TestAdaptive:
         self.drain(cache)
         assert cache.policy._asked == 2 * len(keys)
         assert list(cache.policy.hit_rates.values()) == [0.5] * 3
+
+    def test_end_is_reported_although_further_chunks_are_stored_then(
+        self, cache: OneTier[AdaptivePolicy], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Such as those of the answer, which are stored last."""
+        keys, ends = prompt_of(1, 10), list[Sequence[ChunkKey]]()
+        cache.ask(keys[:9])
+        for shadow in cache.policy._shadows:
+            monkeypatch.setattr(shadow, "end", lambda keys, *_: ends.append(keys))
+        cache.now += 10
+        cache.end(keys, *TOOL, again=True)
+        self.drain(cache)
+        assert ends == [keys[:9]] * 3
+        assert cache.policy._asked == len(keys)
+
+    def test_return_of_an_evicted_prompt_is_one_in_the_shadow_caches(
+        self, cache: OneTier[AdaptivePolicy]
+    ) -> None:
+        keys = prompt_of(1, 10)
+        cache.ask(keys)
+        cache.end(keys, *TOOL)
+        self.drain(cache)
+        shadow = cache.policy._shadows[2]._catalog
+        shadow.remove_all(keys, 0)
+        cache.now += 10
+        cache.ask(keys)
+        self.drain(cache)
+        [order] = shadow.policies
+        assert isinstance(order, ResumePolicy)
+        assert sum(order._returns._ended.returns) == 1.0
 
     def test_prompt_that_has_left_and_comes_back_is_asked_for_again(
         self, cache: OneTier[AdaptivePolicy]

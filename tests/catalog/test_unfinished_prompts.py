@@ -16,9 +16,9 @@ def test_each_part_knows_the_rest_and_the_first_one_the_earlier_visit() -> None:
     assert first == Rest(10, 8, hash(KEYS[7]), asked=True)
     incoming.passed(KEYS[:4], None, first)
     second = incoming.rest(KEYS[4:6], KEYS[3], {})
-    assert second == Rest(6), "the first part continues the earlier visit, which is a ghost no more"
+    assert second == Rest(6, asked=True), "the earlier visit is a ghost no more"
     incoming.passed(KEYS[4:6], KEYS[3], second, declined=5)
-    assert incoming.rest(KEYS[6:], KEYS[5], {}) == Rest(4, declined=5)
+    assert incoming.rest(KEYS[6:], KEYS[5], {}) == Rest(4, declined=5, asked=True)
 
 
 def test_unknown_prompts_are_judged_by_their_chunks() -> None:
