@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import anyio
 
+from kvtier.events import Prefetch
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Leases
 from kvtier.pipeline.allocate import Allocator
@@ -35,7 +36,7 @@ class PrefetchAhead:
         """Look for such prompts until it is cancelled."""
         while True:
             await anyio.sleep(CHECK_SECONDS)
-            for prompt in self._hierarchy.catalog.returning()[:MAX_PROMPTS]:
+            for prompt in self._hierarchy.catalog.returning(MAX_PROMPTS):
                 await self._bring(prompt)
 
     async def _bring(self, keys: Sequence[ChunkKey]) -> None:
@@ -43,6 +44,10 @@ class PrefetchAhead:
         hierarchy = self._hierarchy
         prompt = hierarchy.catalog.liftable(keys)
         if prompt is None or not hierarchy.memory.declines:  # Otherwise everything would be worth its room.
+            return
+        event = Prefetch(keys=prompt.keys, among=hierarchy.usable_of(keys))
+        readable = sum(len(transfer.keys) for transfer in hierarchy.planner.prefetch(event))
+        if readable < len(prompt.keys):  # Room would be made for what is on its way, or cannot be read now.
             return
         leases, _ = self._allocator.allocate_for(prompt)
         # The reader allocates this room again: nothing else runs in between.

@@ -114,7 +114,7 @@ class SimulatedCache:
     def look_ahead(self, time: float) -> None:
         """Do what :class:`~kvtier.pipeline.ahead.PrefetchAhead` does, at one time."""
         self._clock.now = time
-        for keys in self.catalog.returning()[:MAX_PROMPTS]:
+        for keys in self.catalog.returning(MAX_PROMPTS):
             prompt = self.catalog.liftable(keys)
             if prompt is None or not self.tiers[FIRST].declines:
                 continue
