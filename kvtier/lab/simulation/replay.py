@@ -27,6 +27,9 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 Advance = Callable[[int], None]
 """Receives a number of requests that were processed."""
 
+MAX_IDLE_SECONDS = 3600.0
+"""Nobody is expected after so long without a request: a trace of days has nights, or times in wrong units."""
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -146,10 +149,13 @@ class BetweenRequests:
         """A heap of the time of the end, the request and its chunks."""
         self.ends = 0
         """Answers that have ended."""
-        self._look_at = trace.times[trace.order[0]] if ahead else inf
+        self._last = trace.times[trace.order[0]]
+        """When the last request has come, or answer ended."""
+        self._look_at = self._last if ahead else inf
 
     def served(self, request: int, keys: Sequence[ChunkKey]) -> None:
         """Note that a request has come, and is being answered."""
+        self._last = self._trace.times[request]
         if seconds := self._trace.answer_seconds[request]:
             heappush(self._answers, (self._trace.times[request] + seconds, request, keys))
 
@@ -163,7 +169,10 @@ class BetweenRequests:
             if self._look_at < ends_at:
                 self._cache.look_ahead(self._look_at)
                 self._look_at += CHECK_SECONDS
+                if self._look_at > self._last + MAX_IDLE_SECONDS:
+                    self._look_at = max(self._look_at, min(ends_at, now))
             else:
+                self._last = ends_at
                 _, request, keys = heappop(self._answers)
                 self._cache.ended(ends_at, keys, trace.signatures.get(request, ()), trace.hints.get(request))
                 self.ends += 1
