@@ -7,7 +7,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice, repeat
+from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -359,8 +359,10 @@ class EngineSession:
         # Validate all runs before reserving anything.
         runs = [(run, self._headers(run)) for run in request.runs]
         # Those whose blocks may be lost first. What is offered again can wait.
-        new = self._reserve_in_arena([pair for pair in runs if not pair[0].again])
-        again = self._reserve_in_arena([pair for pair in runs if pair[0].again], again=True)
+        reserved = self._reserve_in_arena([pair for pair in runs if not pair[0].again])
+        taken = sum(write.lease.length for write in reserved if write is not None)
+        offered = self._reserve_in_arena([pair for pair in runs if pair[0].again], taken, again=True)
+        new, again = iter(reserved), iter(offered)
         if canaries := [key for run in request.runs if run.canary for key in split_keys(run.keys)]:
             self._cache.tasks.start_soon(self._cache.expire, canaries)
         staging = self._buffers
@@ -385,9 +387,12 @@ class EngineSession:
         return Reserved(request.ticket, leases, offsets, number, self._cache.wants_again)
 
     def _reserve_in_arena(
-        self, runs: Sequence[tuple[Run, list[ChunkHeader]]], *, again: bool = False
-    ) -> Iterator[Reservation | None]:
-        """Yield a reservation for each chunk that is not for the staging buffer, and then ``None``."""
+        self, runs: Sequence[tuple[Run, list[ChunkHeader]]], taken: int = 0, *, again: bool = False
+    ) -> list[Reservation | None]:
+        """Return a reservation, or ``None``, for each chunk that is not for the staging buffer.
+
+        ``taken``: bytes of the engine's share that others of this request have.
+        """
         runs = [(run, headers) for run, headers in runs if not run.kv_transfer]
         in_arena = [header for _, headers in runs for header in headers]
         hints: list[ChunkHints | None] = []
@@ -396,11 +401,11 @@ class EngineSession:
         # A state needs its chunks, and these are useless without it.
         declining = not self.layout.has_states and not any(run.awaited or run.canary for run, _ in runs)
         # A disconnected rank would never fill its slices.
-        within = 0 if self.absent_ranks else self._within_share(in_arena)
+        within = 0 if self.absent_ranks else self._within_share(in_arena, taken, again=again)
         reserved = self._cache.reserve_all(
             in_arena[:within], hints[:within], declining=declining, again=again
         )
-        return chain(reserved, repeat(None))
+        return reserved + [None] * (len(in_arena) - within)
 
     def _reserve_recomputed(
         self, runs: Sequence[tuple[Run, list[ChunkHeader]]], writes: list[Reservation | None]
@@ -414,19 +419,21 @@ class EngineSession:
                 of = structs.replace(run.recomputes, start=start)
                 writes[index] = self._cache.verifying.reserve(header, of, measures=run.canary)
 
-    def _within_share(self, headers: Sequence[ChunkHeader]) -> int:
+    def _within_share(self, headers: Sequence[ChunkHeader], taken: int, *, again: bool) -> int:
         """Return how many chunks, in order, may be reserved before this engine has more than its share."""
         cache = self._cache
         limit = max(
             int(cache.arena.capacity * cache.settings.reserve_share), self._whole_bytes, self._state_bytes
         )
-        room = limit - self.writes.reserved_bytes
+        room = limit - self.writes.reserved_bytes - taken
         lengths = [object_bytes(header.payload_bytes) for header in headers]
         if sum(lengths) <= room:
             return len(headers)
         absent = set(cache.memory.absent([header.key for header in headers]))
         for at in sorted(absent):
             room -= lengths[at]
+            if room < 0 and again:  # They may have been stored before: that counts as no loss.
+                return at
             if room < 0:
                 beyond = [headers[index].key for index in absent if index >= at]
                 cache.note_dropped(beyond)

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.anyio
 CHUNK_TOKENS = 64
 LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (65_536,)),))
 OBJECT_BYTES = object_bytes(LAYOUT.payload_bytes(CHUNK_TOKENS))
+OTHERS = chunk_keys(ROOT, range(1 << 20, (1 << 20) + 4 * CHUNK_TOKENS), CHUNK_TOKENS)
 
 
 @pytest.fixture
@@ -103,3 +104,18 @@ async def test_chunks_are_wanted_again_once_some_have_left(eviction: str) -> Non
             again.append(reserved.again)
         assert cache.counts["evicted"] + cache.counts["store_declined"] > 0
     assert again == [False, False, eviction == "resume", eviction == "resume"]
+
+
+async def test_chunks_that_are_offered_again_are_within_the_share(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the engine, together with new ones, which come first. What exceeds it is no loss to be reported."""
+    async with engine_of(LAYOUT, f"{16 * OBJECT_BYTES}B", reserve_share=0.25) as (engine, cache):
+        runs = [
+            Run(ROOT, join_keys(KEYS[:6]), CHUNK_TOKENS, again=True),
+            Run(ROOT, join_keys(OTHERS[:3]), CHUNK_TOKENS),
+        ]
+        reserved = engine.reserve(Reserve(1, runs))
+        assert [bool(lease) for lease in reserved.leases] == [True] + [False] * 5 + [True] * 3
+        assert engine.writes.reserved_bytes == 4 * OBJECT_BYTES
+        assert cache.counts["store_dropped"] == 0
+        assert not caplog.records
+        engine.writes.void_all()
