@@ -241,6 +241,8 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     """How it has ended: see :func:`~kvtier.catalog.endings.signature`. Tokens do not leave the engine."""
     seconds: float
     """How long ago."""
+    prompt: bytes = b""
+    """The last chunk of its prompt as it was looked up, if that is none of :attr:`keys`."""
 
 
 class Outcomes(Message, frozen=True, array_like=True, tag=39):

@@ -285,15 +285,17 @@ class EngineSession:
 
     def answer_ended(self, ended: Ended) -> None:
         """Report the end of an answer to the eviction policies and the recording. Raises ProtocolError."""
-        keys, hashes, seconds = split_keys(ended.keys), ended.signature, ended.seconds
-        if not 0 < len(keys) <= MAX_ENDED_KEYS or len(hashes) > MAX_SIGNATURE or min(hashes, default=0) < 0:
+        keys, prompt = split_keys(ended.keys), split_keys(ended.prompt)
+        hashes, seconds = ended.signature, ended.seconds
+        known = 0 < len(keys) <= MAX_ENDED_KEYS and len(prompt) <= 1
+        if not known or len(hashes) > MAX_SIGNATURE or min(hashes, default=0) < 0:
             raise ProtocolError(f"invalid end of an answer: {len(keys)} chunks, {len(hashes)} hashes")
         if not 0 <= seconds < math.inf:
             raise ProtocolError(f"an answer that has ended {seconds} seconds ago")
         seconds = min(seconds, MAX_ENDED_SECONDS)
-        self._cache.catalog.report_ended(keys, hashes, seconds)
+        self._cache.catalog.report_ended(keys + prompt, hashes, seconds)
         if self._recorder is not None:
-            self._recorder.ended(ended.keys, hashes, seconds)
+            self._recorder.ended(ended.prompt or ended.keys, hashes, seconds)
 
     def _with_block_hashes(self, found: Found, ready: Sequence[Ready]) -> Found:
         """Add the block hashes of the last chunk, which the engine may use in part; none if it is corrupt."""

@@ -49,10 +49,16 @@ async def test_ends_are_reported_to_policies_and_recorded(reported: list[tuple[A
         end = Ended(join_keys(KEYS[:2]), (1, (1 << 64) - 1), 2.0)
         engine.answer_ended(end)
         engine.answer_ended(Ended(KEYS[0], (), 1e9))
+        engine.answer_ended(Ended(join_keys(KEYS[:2]), (7,), 0.0, KEYS[2]))
         engine._recorder = None
         engine.answer_ended(end)
-    assert recorded == [(end.keys, end.signature, 2.0), (KEYS[0], (), 60.0)]
-    assert reported == [(0, KEYS[:2], end.signature), (0, KEYS[:1], ()), (0, KEYS[:2], end.signature)]
+    assert recorded == [(end.keys, end.signature, 2.0), (KEYS[0], (), 60.0), (KEYS[2], (7,), 0.0)]
+    assert reported == [
+        (0, KEYS[:2], end.signature),
+        (0, KEYS[:1], ()),
+        (0, KEYS[:3], (7,)),
+        (0, KEYS[:2], end.signature),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,8 @@ async def test_ends_are_reported_to_policies_and_recorded(reported: list[tuple[A
         Ended(KEYS[0], (), -1.0),
         Ended(KEYS[0], (), float("nan")),
         Ended(KEYS[0], (), float("inf")),
+        Ended(KEYS[0], (), 0.0, KEYS[1][:-1]),
+        Ended(KEYS[0], (), 0.0, join_keys(KEYS[1:3])),
     ],
 )
 async def test_invalid_end_is_refused(tmp_path: Path, end: Ended) -> None:

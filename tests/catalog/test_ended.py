@@ -173,6 +173,14 @@ def test_end_of_a_prompt_with_a_state_behind_its_last_chunk() -> None:
     assert FIRST_ENDED <= cache.visit(keys[-1]).kind < FIRST_EXPECTED
 
 
+def test_end_of_an_answer_that_ends_in_the_same_chunk() -> None:
+    """The last chunk of the prompt, a partial one, is replaced by that with the answer, later than this."""
+    cache, keys, [longer] = ResumeTier(100), prompt_of(1, 6), prompt_of(2, 1)
+    cache.ask(keys)
+    cache.catalog.report_ended([keys[-2], longer, keys[-1]], TOOL)
+    assert FIRST_ENDED <= cache.visit(keys[0]).kind < FIRST_EXPECTED
+
+
 def test_end_that_is_reported_late_lets_no_time_pass_twice() -> None:
     """Otherwise all prompts would seem to have been away for longer, and to come back less often."""
     cache, keys = ResumeTier(100), prompt_of(1, 4)
@@ -333,6 +341,17 @@ class TestAdaptive:
         self.drain(cache)
         assert ends == [keys[:9]] * 3
         assert cache.policy._asked == len(keys)
+
+    def test_end_is_that_of_the_prompt_whose_last_chunk_is_replaced(
+        self, cache: OneTier[AdaptivePolicy], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keys, [longer], ends = prompt_of(1, 10), prompt_of(2, 1), list[Sequence[ChunkKey]]()
+        cache.ask(keys)
+        for shadow in cache.policy._shadows:
+            monkeypatch.setattr(shadow, "end", lambda keys, *_: ends.append(keys))
+        cache.catalog.report_ended([keys[-2], longer, keys[-1]], TOOL)
+        self.drain(cache)
+        assert ends == [keys] * 3
 
     def test_return_of_an_evicted_prompt_is_one_in_the_shadow_caches(
         self, cache: OneTier[AdaptivePolicy]

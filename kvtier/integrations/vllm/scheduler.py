@@ -413,7 +413,10 @@ class SchedulerSide:
         tokens = token_list(state.request)
         last = tokens[max(state.request.num_prompt_tokens, len(tokens) - SIGNED_TOKENS) :]
         computed = state.final_tokens(state.computed_at_end(), answer=self._settings.save_decode)
-        self._bridge.answer_ended(self._saves.last_keys(state, computed), how, last)
+        keys = self._saves.last_keys(state, computed)
+        # As it was looked up: what follows it may have replaced its last chunk.
+        asked = self._saves.last_keys(state, int(state.request.num_prompt_tokens))
+        self._bridge.answer_ended(keys, asked[-1] if asked else None, how, last)
 
     def _canary_report(self, state: RequestState) -> dict[str, Any]:
         """Return the answer to a canary: ``Report`` in :mod:`kvtier.observability.canary`."""

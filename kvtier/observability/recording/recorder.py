@@ -68,7 +68,7 @@ class Recorder:
     def ended(self, keys: bytes, signature: Sequence[int], seconds: float) -> None:
         """Record that an answer has ended, ``seconds`` ago. Takes 2 µs, and never raises.
 
-        ``keys``: the joined keys of the last two chunks of its prompt, or of its only one. ``signature``: see
+        ``keys``: the joined keys of the last chunks of its prompt, or of its only one. ``signature``: see
         :meth:`kvtier.catalog.eviction.EvictionPolicy.ended`.
         """
         if not keys:
