@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvtier.catalog.catalog import Catalog, State
+from kvtier.catalog.eviction import RemovalReason
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.adaptive import MAX_ANSWERS, OPEN_REQUESTS, AdaptivePolicy
 from kvtier.catalog.policies.resume import ResumePolicy
@@ -179,6 +180,24 @@ def test_end_of_an_answer_that_ends_in_the_same_chunk() -> None:
     cache.ask(keys)
     cache.catalog.report_ended([keys[-2], longer, keys[-1]], TOOL)
     assert FIRST_ENDED <= cache.visit(keys[0]).kind < FIRST_EXPECTED
+
+
+def test_answer_whose_chunks_replace_the_end_of_its_prompt() -> None:
+    """They begin a visit of their own, and all of it has ended."""
+    cache, keys, answer = ResumeTier(100), prompt_of(1, 6), prompt_of(2, 2)
+    cache.ask(keys)
+    cache.catalog.add_chain(answer, 0, [LENGTH] * 2, State.READY, keys[-2])
+    cache.catalog.remove_all(keys[-1:], 0, RemovalReason.CLEARED)
+    assert cache.visit(answer[0]).number != cache.visit(keys[0]).number
+    cache.now += 20.0
+    cache.catalog.report_ended([*answer, keys[-1]], TOOL)
+    visit = cache.visit(keys[0])
+    assert (visit.number, visit.held) == (cache.visit(answer[-1]).number, 7)
+    assert FIRST_ENDED <= visit.kind < FIRST_EXPECTED
+    assert len(cache.visits) == 1
+    cache.now += 10.0
+    assert cache.ask([*keys[:-1], *answer]) == 7
+    assert cache.visit(keys[0]).typical_gap == pytest.approx(10.0)
 
 
 def test_end_that_is_reported_late_lets_no_time_pass_twice() -> None:

@@ -198,8 +198,22 @@ class ResumePolicy(EvictionPolicy):
         for row in reversed(rows):
             # Or the one before it, to which a state belongs.
             if (visit := visits.visit(row)) != NONE and row in self._last_rows(visit):
-                return visit
+                return self._joined(visit)
         return next((visits.ghosts[hash(key)] for key in reversed(keys) if hash(key) in visits.ghosts), NONE)
+
+    def _joined(self, visit: int) -> int:
+        """Join the visit of an answer with that of its prompt, if it has one of its own. Return the visit."""
+        # As the answer grows, a whole chunk replaces the partial one with which the visit of the prompt ends.
+        visits = self._visits
+        rows = list(visits.path(visit))
+        prompt = self._continued(self._chunks.parents[rows[-1]])
+        if prompt == NONE or visits.typical[visit] or LEFT in (self._kind(prompt), self._kind(visit)):
+            return visit
+        visits.give(prompt, rows[::-1])
+        visits.added[prompt] += len(rows)
+        visits.counts[visit], visits.tails[visit] = 0, NONE
+        self._close(visit)
+        return prompt
 
     def _last_rows(self, visit: int) -> tuple[int, int]:
         """Return the last two rows of a visit that has any."""
