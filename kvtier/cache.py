@@ -313,6 +313,7 @@ class TieredCache:
             self._looking_up.count_tokens(found, expected)
         self._looking_up.boundary(found, expected, state_bytes)
         if not query.repeated:
+            self.catalog.report_missed(query.keys[found.held :])
             self._report_lookup(query, expected, max(0, found.count - 1))
         return found
 

@@ -139,8 +139,8 @@ class SchedulerBridge(Bridge):
         self._explanations: list[protocol.Explanation] = []
         self._outcomes: list[protocol.Outcome] = []
         """What :meth:`send_outcomes` sends."""
-        self._ended: list[tuple[float, bytes, tuple[int, ...]]] = []
-        """When answers have ended (:func:`time.monotonic`), which and how: that is sent as well."""
+        self._ended: list[tuple[float, protocol.AnswerEnded]] = []
+        """When answers have ended (:func:`time.monotonic`), and which: that is sent as well."""
         self._kv_transfers: dict[int, protocol.KVTransferResult | None] = {}
         """The last result of each running KV transfer."""
         self._seen = 0
@@ -366,20 +366,24 @@ class SchedulerBridge(Bridge):
         """Report what became of a request, with the next :meth:`send_outcomes`."""
         self._outcomes.append(outcome)
 
-    def answer_ended(self, keys: Sequence[ChunkKey], how: str, tokens: Sequence[int]) -> None:
+    def answer_ended(
+        self, keys: Sequence[ChunkKey], prompt: ChunkKey | None, how: str, tokens: Sequence[int]
+    ) -> None:
         """Report the end of an answer, with the next :meth:`send_outcomes` and before chunks are offered.
 
-        ``keys``: see :class:`AnswerEnded`. ``how``, ``tokens``: see :func:`signature`.
+        ``keys``: see :class:`AnswerEnded`. ``prompt``: the last chunk of its prompt. ``how``, ``tokens``: see
+        :func:`signature`.
         """
         if self.welcome is not None and self.epoch and keys:
             signed = signature(self.welcome.signature_key, how, tokens)
-            self._ended.append((time.monotonic(), join_keys(keys), signed))
+            other = b"" if prompt is None or prompt in keys else prompt
+            self._ended.append((time.monotonic(), protocol.AnswerEnded(join_keys(keys), signed, 0.0, other)))
 
     def send_outcomes(self) -> None:
         """Report what became of requests. After what the engine waits for: it delays later messages."""
         if self._outcomes or self._ended:
             now = time.monotonic()
-            ended = [protocol.AnswerEnded(keys, signed, now - at) for at, keys, signed in self._ended]
+            ended = [msgspec.structs.replace(end, seconds=now - at) for at, end in self._ended]
             outcomes, self._outcomes, self._ended = self._outcomes, [], []
             self.send(protocol.Outcomes(outcomes, ended))
 

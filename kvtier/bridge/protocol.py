@@ -244,6 +244,8 @@ class AnswerEnded(msgspec.Struct, frozen=True, array_like=True):
     """How it has ended: see :func:`~kvtier.catalog.endings.signature`. Tokens do not leave the engine."""
     seconds: Annotated[float, Meta(ge=0, lt=1 << 48)]
     """How long ago."""
+    prompt: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
+    """The last chunk of its prompt as it was looked up, if that is none of :attr:`keys`."""
 
 
 class Outcomes(Message, frozen=True, array_like=True, tag=39):

@@ -6,7 +6,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice, repeat
+from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -281,10 +281,10 @@ class EngineSession:
 
     def answer_ended(self, ended: AnswerEnded) -> None:
         """Report the end of an answer to the eviction policies and the recording. Raises ProtocolError."""
-        seconds = min(ended.seconds, MAX_ENDED_SECONDS)
-        self._cache.catalog.report_answer_ended(split_keys(ended.keys), ended.signature, seconds)
+        keys, seconds = split_keys(ended.keys + ended.prompt), min(ended.seconds, MAX_ENDED_SECONDS)
+        self._cache.catalog.report_answer_ended(keys, ended.signature, seconds)
         if self._recorder is not None:
-            self._recorder.answer_ended(ended.keys, ended.signature, seconds)
+            self._recorder.answer_ended(ended.prompt or ended.keys, ended.signature, seconds)
 
     def _with_block_hashes(self, found: Found, ready: Sequence[Ready]) -> Found:
         """Add the block hashes of the last chunk, which the engine may use in part; none if it is corrupt."""
@@ -350,7 +350,9 @@ class EngineSession:
         # Validate all runs before reserving anything.
         runs = [(run, self._headers(run)) for run in request.runs]
         # Those whose blocks may be lost first. What is offered again can wait.
-        reserved = [self._reserve_in_arena(runs, again=again) for again in (False, True)]
+        new = self._reserve_in_arena(runs, again=False)
+        taken = sum(write.lease.length for write in new if write is not None)
+        reserved = iter(new), iter(self._reserve_in_arena(runs, taken, again=True))
         if canaries := [key for run in request.runs if run.canary for key in split_keys(run.keys)]:
             self._cache.tasks.start_soon(self._cache.expire, canaries)
         staging = self._buffers
@@ -375,18 +377,23 @@ class EngineSession:
         return Reserved(request.ticket, leases, offsets, number, self._cache.wants_again)
 
     def _reserve_in_arena(
-        self, runs: Sequence[tuple[Run, list[ChunkHeader]]], *, again: bool
-    ) -> Iterator[Reservation | None]:
-        """Yield a reservation for each new chunk, or one that is offered ``again``, and then ``None``."""
+        self, runs: Sequence[tuple[Run, list[ChunkHeader]]], taken: int = 0, *, again: bool
+    ) -> list[Reservation | None]:
+        """Return a reservation, or ``None``, for each new chunk, or for each that is offered ``again``.
+
+        ``taken``: bytes of the engine's share that others of this request have.
+        """
         runs = [pair for pair in runs if pair[0].offered_again == again and not pair[0].kv_transfer]
-        new = [header for _, headers in runs for header in headers]
+        in_arena = [header for _, headers in runs for header in headers]
         hints = [run.hints for run, headers in runs for _ in headers]
         # A state needs its chunks, and these are useless without it.
         declining = not self.layout.has_states and not any(run.awaited or run.canary for run, _ in runs)
         # A disconnected rank would never fill its slices.
-        within = 0 if self.absent_ranks else self._within_share(new)
-        reserved = self._cache.reserve_all(new[:within], hints[:within], declining=declining, again=again)
-        return chain(reserved, repeat(None))
+        within = 0 if self.absent_ranks else self._within_share(in_arena, taken, again=again)
+        reserved = self._cache.reserve_all(
+            in_arena[:within], hints[:within], declining=declining, again=again
+        )
+        return reserved + [None] * (len(in_arena) - within)
 
     def _reserve_recomputed(
         self, runs: Sequence[tuple[Run, list[ChunkHeader]]], writes: list[Reservation | None]
@@ -400,19 +407,21 @@ class EngineSession:
                 of = structs.replace(run.recomputes, start=start)
                 writes[index] = self._cache.verifying.reserve(header, of, measures=run.canary)
 
-    def _within_share(self, headers: Sequence[ChunkHeader]) -> int:
+    def _within_share(self, headers: Sequence[ChunkHeader], taken: int, *, again: bool) -> int:
         """Return how many chunks, in order, may be reserved before this engine has more than its share."""
         cache = self._cache
         limit = max(
             int(cache.arena.capacity * cache.settings.reserve_share), self._whole_bytes, self._state_bytes
         )
-        room = limit - self.writes.reserved_bytes
+        room = limit - self.writes.reserved_bytes - taken
         lengths = [object_bytes(header.payload_bytes) for header in headers]
         if sum(lengths) <= room:
             return len(headers)
         absent = set(cache.memory.absent([header.key for header in headers]))
         for at in sorted(absent):
             room -= lengths[at]
+            if room < 0 and again:  # They may have been stored before: that counts as no loss.
+                return at
             if room < 0:
                 beyond = [headers[index].key for index in absent if index >= at]
                 cache.note_dropped(beyond)

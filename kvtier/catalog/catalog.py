@@ -377,10 +377,11 @@ class Catalog:
         for policy in self.policies:
             policy.answer_ended(rows, keys, now, signature)
 
-    def returning(self) -> list[list[ChunkKey]]:
-        """Return the prompts of lower tiers that are about to come back, as their policies expect."""
+    def returning(self, limit: int) -> list[list[ChunkKey]]:
+        """Return up to ``limit`` prompts of lower tiers that are about to come back, as policies expect."""
         now = self._clock()
-        return [self.path(row) for policy in self.policies[1:] for row in policy.returning(now)]
+        rows = [row for policy in self.policies[1:] for row in policy.returning(now)]
+        return [self.path(row) for row in rows[:limit]]
 
     def path(self, row: int) -> list[ChunkKey]:
         """Return the chunks from the root to that in a row."""

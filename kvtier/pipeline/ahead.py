@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import anyio
 
+from kvtier.events import Prefetch
 from kvtier.memory.slices import Leases
 from kvtier.pipeline.allocate import Allocator
 from kvtier.pipeline.hierarchy import Hierarchy
@@ -23,9 +24,13 @@ async def prefetch_ahead(hierarchy: Hierarchy, allocator: Allocator, reader: Rea
     """Read what is about to be asked for, as far as memory prefers it to others, until this is cancelled."""
     while True:
         await anyio.sleep(CHECK_SECONDS)
-        for keys in hierarchy.catalog.returning()[:MAX_PROMPTS]:
+        for keys in hierarchy.catalog.returning(MAX_PROMPTS):
             prompt = hierarchy.catalog.to_promote(keys)
             if prompt is None or not hierarchy.memory.declines:  # Otherwise all would be worth their room.
+                continue
+            event = Prefetch(keys=prompt.keys, among=hierarchy.usable_of(keys))
+            readable = sum(len(transfer.keys) for transfer in hierarchy.planner.prefetch(event))
+            if readable < len(prompt.keys):  # Room would be made for what is on its way or cannot be read.
                 continue
             leases, _ = allocator.allocate_for(prompt)
             # The reader allocates this room again: nothing else runs in between.

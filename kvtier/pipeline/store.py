@@ -54,7 +54,8 @@ class StoreStage:
         After the first chunk that does not fit, no others are tried: later chunks of the prompt would be
         useless without it, and the search for victims is expensive. ``declining``: the eviction policy of a
         single tier may decline chunks, see :meth:`EvictionPolicy.victims_for`. The other prompts are tried.
-        ``again``: they were offered before, so the policy of any first tier may, and those held count once.
+        ``again``: they were offered before. So the policy of any first tier may, and neither those held nor
+        those without room count.
         """
         hierarchy = self._hierarchy
         if headers and not hierarchy.usable(headers[0].namespace) >> self._memory.index & 1:
@@ -70,7 +71,7 @@ class StoreStage:
         missing = [headers[at] for at in absent]
         hints = [hints[at] for at in absent] if hints else []
         if again or (declining and may_decline(hierarchy.tiers)):
-            taken, leases, left = self._allocate_unless_declined(missing, hints)
+            taken, leases, left = self._allocate_unless_declined(missing, hints, again=again)
         else:
             lengths = [object_bytes(header.payload_bytes) for header in missing]
             leases, left = self._allocator.allocate_all(lengths), iter(())
@@ -87,7 +88,7 @@ class StoreStage:
         return reservations
 
     def _allocate_unless_declined(
-        self, headers: Sequence[ChunkHeader], hints: Sequence[ChunkHints | None]
+        self, headers: Sequence[ChunkHeader], hints: Sequence[ChunkHints | None], *, again: bool
     ) -> tuple[list[int], list[Lease], Iterator[IncomingPrompt]]:
         """Return the positions of the chunks that get room, their leases, and those without room by prompt.
 
@@ -115,7 +116,8 @@ class StoreStage:
                 continue
             left.append(slice(fits, stop))
             if not declined:
-                self._count_dropped(headers[fits:])
+                if not again:
+                    self._count_dropped(headers[fits:])
                 break
             self._hierarchy.counts["store_declined"] += stop - fits
             self._hierarchy.catalog.gone.note(keys[fits:stop], MissReason.DECLINED, self._memory.index)

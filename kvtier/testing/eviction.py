@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -213,6 +214,51 @@ class EvictionConformance:
                 held[tier].difference_update(victims)
         for tier in (FAST, SLOW):
             assert sorted(self.evict_all(catalog, tier)) == sorted(held[tier])
+
+    def test_random_ends_of_answers(self, catalog: Catalog) -> None:
+        """What has left by then is offered again. The victims stay exactly the chunks of the tier."""
+        chance = random.Random(2)  # noqa: S311 - the same sequence in each run
+        prompts = [prompt_of(number, 1 + number % 9) for number in range(30)]
+        prompts += [[*keys[:4], *prompt_of(100 + number, 3)] for number, keys in enumerate(prompts)]
+        held: dict[int, set[ChunkKey]] = {FAST: set(), SLOW: set()}
+        for _ in range(2_000):
+            tier, keys = chance.choice((FAST, SLOW)), chance.choice(prompts)
+            if chance.random() < 0.5:
+                found = len(catalog.prefix(keys))
+                catalog.touch(keys[:found])
+                catalog.report_missed(keys[found:])
+            else:
+                signature = (1, chance.randint(2, 4))[: chance.randint(0, 2)]
+                catalog.report_answer_ended(keys[-2:], signature, chance.choice((0.0, 1.0, 60.0)))
+            held[tier].difference_update(self._offer(catalog, tier, keys, chance.randint(0, 9)))
+            held[tier].update(key for key in keys if catalog.state(key, tier) is State.READY)
+        for tier in (FAST, SLOW):
+            assert set(catalog.keys(tier)) == held[tier]
+            rows = {catalog.row(key) for key in held[tier]}
+            for age in range(0, 7200, 5):
+                returning = catalog.policies[tier].returning(time.monotonic() + age)
+                assert rows.issuperset(returning)
+                assert len(set(returning)) == len(returning)
+            assert sorted(self.evict_all(catalog, tier)) == sorted(held[tier])
+
+    def _offer(self, catalog: Catalog, tier: int, keys: Sequence[ChunkKey], room: int) -> Sequence[ChunkKey]:
+        """Store up to ``room`` chunks that are missing of a prompt. Return what was evicted for them."""
+        missing = catalog.absent(keys, tier)
+        if not missing:
+            return []
+        first, count = missing[0], len(missing)
+        while missing[count - 1] - first >= count:  # Those behind one that is held form a run of their own.
+            count -= 1
+        run, parent = keys[first : first + count], keys[first - 1] if first else None
+        busy = {catalog.row(key) for key in keys}
+        prompt = catalog.incoming_prompt(run, [LENGTH] * count, parent)
+        victims = catalog.victims(tier, count * LENGTH, busy.__contains__, prompt=prompt)
+        catalog.remove_all(victims, tier, RemovalReason.EVICTED)
+        catalog.add_chain(run[:room], tier, [LENGTH] * len(run[:room]), State.READY, parent)
+        if rest := run[room:]:
+            parent = run[room - 1] if room else parent
+            catalog.decline(tier, catalog.incoming_prompt(rest, [LENGTH] * len(rest), parent))
+        return victims
 
     def test_collector_does_not_visit_chunks(self, catalog: Catalog) -> None:
         """An object per chunk would cost seconds in every full garbage collection of ten million chunks."""

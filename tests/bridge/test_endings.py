@@ -25,6 +25,7 @@ pytestmark = pytest.mark.anyio
 CHUNK_TOKENS = 64
 LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(16, (65_536,)),))
 OBJECT_BYTES = object_bytes(LAYOUT.payload_bytes(CHUNK_TOKENS))
+OTHERS = chunk_keys(ROOT, range(1 << 20, (1 << 20) + 4 * CHUNK_TOKENS), CHUNK_TOKENS)
 
 
 @pytest.fixture
@@ -49,10 +50,16 @@ async def test_ends_are_reported_to_policies_and_recorded(reported: list[tuple[A
         end = AnswerEnded(join_keys(KEYS[:2]), (1, (1 << 64) - 1), 2.0)
         engine.answer_ended(end)
         engine.answer_ended(AnswerEnded(KEYS[0], (), 1e9))
+        engine.answer_ended(AnswerEnded(join_keys(KEYS[:2]), (7,), 0.0, KEYS[2]))
         engine._recorder = None
         engine.answer_ended(end)
-    assert recorded == [(end.keys, end.signature, 2.0), (KEYS[0], (), 60.0)]
-    assert reported == [(0, KEYS[:2], end.signature), (0, KEYS[:1], ()), (0, KEYS[:2], end.signature)]
+    assert recorded == [(end.keys, end.signature, 2.0), (KEYS[0], (), 60.0), (KEYS[2], (7,), 0.0)]
+    assert reported == [
+        (0, KEYS[:2], end.signature),
+        (0, KEYS[:1], ()),
+        (0, KEYS[:3], (7,)),
+        (0, KEYS[:2], end.signature),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +73,8 @@ async def test_ends_are_reported_to_policies_and_recorded(reported: list[tuple[A
         AnswerEnded(KEYS[0], (), -1.0),
         AnswerEnded(KEYS[0], (), float("nan")),
         AnswerEnded(KEYS[0], (), float("inf")),
+        AnswerEnded(KEYS[0], (), 0.0, KEYS[1][:-1]),
+        AnswerEnded(KEYS[0], (), 0.0, join_keys(KEYS[1:3])),
     ],
 )
 async def test_invalid_end_is_refused(tmp_path: Path, end: AnswerEnded) -> None:
@@ -104,3 +113,18 @@ async def test_chunks_are_wanted_again_once_some_have_left(eviction: str) -> Non
             again.append(reserved.offer_again)
         assert cache.counts["evicted"] + cache.counts["store_declined"] > 0
     assert again == [False, False, eviction == "resume", eviction == "resume"]
+
+
+async def test_chunks_that_are_offered_again_are_within_the_share(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the engine, together with new ones, which come first. What exceeds it is no loss to be reported."""
+    async with engine_of(LAYOUT, f"{16 * OBJECT_BYTES}B", reserve_share=0.25) as (engine, cache):
+        runs = [
+            Run(ROOT, join_keys(KEYS[:6]), CHUNK_TOKENS, offered_again=True),
+            Run(ROOT, join_keys(OTHERS[:3]), CHUNK_TOKENS),
+        ]
+        reserved = engine.reserve(Reserve(1, runs))
+        assert [bool(lease) for lease in reserved.leases] == [True] + [False] * 5 + [True] * 3
+        assert engine.writes.reserved_bytes == 4 * OBJECT_BYTES
+        assert cache.counts["store_dropped"] == 0
+        assert not caplog.records
+        engine.writes.void_all()

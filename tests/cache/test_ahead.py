@@ -12,6 +12,7 @@ from kvtier import Settings, TieredCache
 from kvtier.catalog.eviction import IncomingPrompt
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline import ahead
+from kvtier.tiers.tier import Tier
 from tests.rigs.faulty_sources import BUILT_IN
 
 from .conftest import CHUNK_TOKENS, Prompt, store
@@ -124,6 +125,26 @@ async def test_nothing_is_read_if_memory_cannot_decline(
         await anyio.sleep(0.05)
         assert cache.counts["ahead"] == 0
         assert cache.catalog.prefix(keys) == [1] * len(keys)
+
+
+@pytest.mark.parametrize("why", ["outage", "quarantine", "in flight"])
+async def test_no_room_is_made_for_what_is_not_read(
+    cache: TieredCache, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    returning, keys = Returning(cache, monkeypatch), await on_disk_only(cache, prompt(4 * CHUNK_TOKENS))
+    others = store(cache, prompt(6 * CHUNK_TOKENS, 1))
+    await cache.drain(5.0)
+    if why == "outage":
+        monkeypatch.setattr(Tier, "available", False)
+    elif why == "quarantine":
+        cache.quarantined[cache.catalog.namespace(keys[0])] = 1 << 1
+    else:
+        cache.catalog.add_copies(keys, 0)
+    returning.rows = [row_of(cache, keys[-1])]
+    await until(lambda: not returning.rows)
+    await anyio.sleep(0.05)
+    assert cache.counts["ahead"] == 0
+    assert cache.catalog.prefix(others) == [0] * len(others)
 
 
 async def test_setting_turns_it_off(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvtier.catalog.catalog import State
@@ -74,6 +76,18 @@ async def test_state_beyond_a_missing_chunk_is_not_used(settings: MakeSettings) 
         store(harness, states=[1, 4])
         harness.cache.memory.drop([KEYS[3]])
         assert contents(await look_up(harness)) == [*KEYS[:2], state_key(KEYS[1])]
+
+
+async def test_chunks_behind_those_that_are_held_are_reported_as_missed(
+    settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To eviction policies: what is stored without that was offered again at the end of an answer."""
+    async with opened(settings) as harness:
+        store(harness, states=[1], keys=KEYS[:4])
+        missed: list[Sequence[ChunkKey]] = []
+        monkeypatch.setattr(harness.cache.catalog, "report_missed", missed.append)
+        contents(await look_up(harness))
+        assert missed == [KEYS[4:]]
 
 
 async def test_state_is_evicted_before_its_chunk(settings: MakeSettings) -> None:

@@ -226,3 +226,14 @@ async def test_what_is_offered_again_may_be_declined_above_a_disk(settings: Call
         assert cache.counts["store_known"] == known, "they were counted when they were offered first"
         assert cache.counts["store_declined"] == 3
         assert held(cache) == CHUNKS
+
+
+async def test_no_room_for_what_is_offered_again_is_no_loss(
+    cache: TieredCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether it was stored or not was counted before. A busy cache would log a warning for each answer."""
+    found = cache.look_up(Query(prompt_of(1, CHUNKS)))
+    assert cache.reserve_all(headers(prompt_of(2, 3)), again=True) == [None] * 3
+    assert cache.counts["store_dropped"] == 0
+    assert not caplog.records
+    found.release()

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.endings import ENDINGS
+from kvtier.catalog.eviction import RemovalReason
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.adaptive import MAX_ANSWERS, OPEN_REQUESTS, AdaptivePolicy
+from kvtier.catalog.policies.resume import ResumePolicy
 from kvtier.catalog.policies.returns import (
     AGES,
     FIRST_ENDED,
@@ -141,6 +144,72 @@ def test_end_of_a_prompt_that_was_evicted_is_that_of_its_ghost() -> None:
     cache.now += 7.0
     cache.ask(keys)
     assert cache.visit(keys[-1]).typical_gap == pytest.approx(7.0)
+
+
+def test_prompt_that_comes_back_from_the_tier_below_has_returned() -> None:
+    """It left memory after its answer. What is brought up then is not offered again."""
+    cache, keys, now = ResumeTier(100), prompt_of(1, 6), [1000.0]
+    settings = ResumePolicy.settings_type.model_validate({"type": ""})
+    catalog = Catalog([ResumePolicy.factory(settings, 100 * LENGTH)] * 2, clock=lambda: now[0])
+    cache.catalog, policy = catalog, catalog.policies[0]
+    assert isinstance(policy, ResumePolicy)
+    cache.visits, cache.policy = policy._visits, policy
+    for tier in (0, 1):
+        catalog.add_chain(keys, tier, [LENGTH] * 6, State.READY)
+    catalog.report_answer_ended(keys[-2:], TOOL)
+    catalog.remove_all(keys, 0)
+    now[0] += 20.0
+    catalog.touch(keys)
+    catalog.add_copies(keys, 0)
+    assert sum(policy._returns._ended.returns) == 1.0
+    assert cache.visit(keys[-1]).typical_gap == pytest.approx(20.0)
+    assert cache.visit(keys[-1]).kind < FIRST_ENDED, "its next answer has not ended"
+
+
+def test_end_of_a_prompt_with_a_state_behind_its_last_chunk() -> None:
+    cache, keys, [state] = ResumeTier(100), prompt_of(1, 6), prompt_of(2, 1)
+    cache.ask(keys)
+    cache.catalog.add(state, 0, LENGTH, State.READY, keys[-1])
+    cache.end(keys, *TOOL)
+    assert FIRST_ENDED <= cache.visit(keys[-1]).kind < FIRST_EXPECTED
+
+
+def test_end_of_an_answer_that_ends_in_the_same_chunk() -> None:
+    """The last chunk of the prompt, a partial one, is replaced by that with the answer, later than this."""
+    cache, keys, [longer] = ResumeTier(100), prompt_of(1, 6), prompt_of(2, 1)
+    cache.ask(keys)
+    cache.catalog.report_answer_ended([keys[-2], longer, keys[-1]], TOOL)
+    assert FIRST_ENDED <= cache.visit(keys[0]).kind < FIRST_EXPECTED
+
+
+def test_answer_whose_chunks_replace_the_end_of_its_prompt() -> None:
+    """They begin a visit of their own, and all of it has ended."""
+    cache, keys, answer = ResumeTier(100), prompt_of(1, 6), prompt_of(2, 2)
+    cache.ask(keys)
+    cache.catalog.add_chain(answer, 0, [LENGTH] * 2, State.READY, keys[-2])
+    cache.catalog.remove_all(keys[-1:], 0, RemovalReason.CLEARED)
+    assert cache.visit(answer[0]).number != cache.visit(keys[0]).number
+    cache.now += 20.0
+    cache.catalog.report_answer_ended([*answer, keys[-1]], TOOL)
+    visit = cache.visit(keys[0])
+    assert (visit.number, visit.held) == (cache.visit(answer[-1]).number, 7)
+    assert FIRST_ENDED <= visit.kind < FIRST_EXPECTED
+    assert len(cache.visits) == 1
+    cache.now += 10.0
+    assert cache.ask([*keys[:-1], *answer]) == 7
+    assert cache.visit(keys[0]).typical_gap == pytest.approx(10.0)
+
+
+def test_end_that_is_reported_late_lets_no_time_pass_twice() -> None:
+    """Otherwise all prompts would seem to have been away for longer, and to come back less often."""
+    cache, keys = ResumeTier(100), prompt_of(1, 4)
+    cache.ask(keys)
+    for _ in range(60):
+        cache.now += 1.0
+        cache.catalog.report_answer_ended(keys[-2:], TOOL, 50.0)
+        cache.ask(prompt_of(2, 1))
+    observed = cache.returns._asked, cache.returns._ended
+    assert sum(sum(each.waited) for each in observed) <= 2 * 60.0
 
 
 def test_end_of_an_unknown_prompt_and_of_none_changes_nothing() -> None:
@@ -278,6 +347,47 @@ class TestAdaptive:
         self.drain(cache)
         assert cache.policy._asked == 2 * len(keys)
         assert list(cache.policy.hit_rates.values()) == [0.5] * 3
+
+    def test_end_is_reported_although_further_chunks_are_stored_then(
+        self, cache: OneTier[AdaptivePolicy], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Such as those of the answer, which are stored last."""
+        keys, ends = prompt_of(1, 10), list[Sequence[ChunkKey]]()
+        cache.ask(keys[:9])
+        for shadow in cache.policy._shadows:
+            monkeypatch.setattr(shadow, "end", lambda keys, *_: ends.append(keys))
+        cache.now += 10
+        cache.end(keys, *TOOL, again=True)
+        self.drain(cache)
+        assert ends == [keys[:9]] * 3
+        assert cache.policy._asked == len(keys)
+
+    def test_end_is_that_of_the_prompt_whose_last_chunk_is_replaced(
+        self, cache: OneTier[AdaptivePolicy], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keys, [longer], ends = prompt_of(1, 10), prompt_of(2, 1), list[Sequence[ChunkKey]]()
+        cache.ask(keys)
+        for shadow in cache.policy._shadows:
+            monkeypatch.setattr(shadow, "end", lambda keys, *_: ends.append(keys))
+        cache.catalog.report_answer_ended([keys[-2], longer, keys[-1]], TOOL)
+        self.drain(cache)
+        assert ends == [keys] * 3
+
+    def test_return_of_an_evicted_prompt_is_one_in_the_shadow_caches(
+        self, cache: OneTier[AdaptivePolicy]
+    ) -> None:
+        keys = prompt_of(1, 10)
+        cache.ask(keys)
+        cache.end(keys, *TOOL)
+        self.drain(cache)
+        shadow = cache.policy._shadows[2]._catalog
+        shadow.remove_all(keys, 0)
+        cache.now += 10
+        cache.ask(keys)
+        self.drain(cache)
+        [order] = shadow.policies
+        assert isinstance(order, ResumePolicy)
+        assert sum(order._returns._ended.returns) == 1.0
 
     def test_prompt_that_has_left_and_comes_back_is_asked_for_again(
         self, cache: OneTier[AdaptivePolicy]

@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.catalog.eviction import ChunkColumns, EvictionPolicy, PolicySettings, RemovalReason
 from kvtier.catalog.policies.lru import LruPolicy
+from kvtier.memory.keys import ChunkKey
 from kvtier.testing.eviction import EvictionConformance
 
 
@@ -94,6 +95,20 @@ class YieldsTwice(Fifo):
         yield from self.rows
 
 
+class ForgetsOnEnd(ForgetsOnUse):
+    def used(self, rows: Sequence[int], now: float) -> None: ...
+
+    def ended(
+        self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
+    ) -> None:
+        self.removed(rows, RemovalReason.EVICTED)
+
+
+class ExpectsOthers(Fifo):
+    def returning(self, now: float) -> list[int]:
+        return [max(self.rows) + 1]
+
+
 class KeepsObjects(Fifo):
     def added(self, rows: Sequence[int], now: float) -> None:
         super().added(rows, now)
@@ -107,6 +122,8 @@ class KeepsObjects(Fifo):
         (ForgetsOnUse, "test_every_chunk_is_evicted_once"),
         (ForgetsVictims, "test_chunk_that_was_not_evicted_after_all_is_a_victim_again"),
         (YieldsTwice, "test_search_without_result_ends"),
+        (ForgetsOnEnd, "test_random_ends_of_answers"),
+        (ExpectsOthers, "test_random_ends_of_answers"),
         (KeepsObjects, "test_collector_does_not_visit_chunks"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

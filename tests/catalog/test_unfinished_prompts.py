@@ -13,12 +13,12 @@ def test_each_part_knows_the_rest_and_the_first_one_the_earlier_visit() -> None:
     incoming = UnfinishedPrompts()
     incoming.expect(KEYS, GHOST)
     first = incoming.rest(KEYS[:4], None, GHOST)
-    assert first == Rest(10, 8, hash(KEYS[7]), asked=True)
+    assert first == Rest(10, 8, hash(KEYS[7]), looked_up=True)
     incoming.passed(KEYS[:4], None, first)
     second = incoming.rest(KEYS[4:6], KEYS[3], {})
-    assert second == Rest(6), "the first part continues the earlier visit, which is a ghost no more"
+    assert second == Rest(6, looked_up=True), "the earlier visit is a ghost no more"
     incoming.passed(KEYS[4:6], KEYS[3], second, declined=5)
-    assert incoming.rest(KEYS[6:], KEYS[5], {}) == Rest(4, declined=5)
+    assert incoming.rest(KEYS[6:], KEYS[5], {}) == Rest(4, declined=5, looked_up=True)
 
 
 def test_unknown_prompts_are_judged_by_their_chunks() -> None:
@@ -37,7 +37,7 @@ def test_more_chunks_than_were_missed_are_another_prompt() -> None:
 def test_visit_that_is_no_longer_remembered_is_looked_for_again() -> None:
     incoming = UnfinishedPrompts()
     incoming.expect(KEYS, GHOST)
-    assert incoming.rest(KEYS[:4], None, {hash(KEYS[1]): 3}) == Rest(10, 2, hash(KEYS[1]), asked=True)
+    assert incoming.rest(KEYS[:4], None, {hash(KEYS[1]): 3}) == Rest(10, 2, hash(KEYS[1]), looked_up=True)
 
 
 def test_prompts_that_were_stored_are_forgotten() -> None:
@@ -54,4 +54,4 @@ def test_prompts_that_are_never_stored_are_bounded() -> None:
         incoming.expect(prompt_of(number, 2), {})
     assert len(incoming._rests) == MAX_PROMPTS
     assert incoming.rest(prompt_of(4, 1), None, {}) == Rest(1), "the oldest"
-    assert incoming.rest(prompt_of(5, 1), None, {}) == Rest(2, asked=True)
+    assert incoming.rest(prompt_of(5, 1), None, {}) == Rest(2, looked_up=True)

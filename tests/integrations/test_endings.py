@@ -133,6 +133,7 @@ def test_end_is_that_of_what_is_stored(
 ) -> None:
     """Of the answer, too, if it fills a block: its last token has no KV."""
     request, keys = compute(engine, again=False)
+    asked = keys[-1]
     request.all_token_ids = [*request.all_token_ids[:PROMPT], *range(answer)]
     request.num_tokens = PROMPT + answer
     request.num_computed_tokens = PROMPT + answer - 1
@@ -142,7 +143,9 @@ def test_end_is_that_of_what_is_stored(
         added = split_keys(cache.receive(Reserve).runs[0].keys)
         assert len(added) == stored
         keys[CHUNKS:] = added
-    assert ended(cache)[0].keys == join_keys(keys[-2:])
+    [last] = ended(cache)
+    assert last.keys == join_keys(keys[-2:])
+    assert last.prompt == (asked if stored else b""), "recordings and policies know the request by it"
 
 
 def test_chunks_are_offered_again_and_stored_in_small_parts(

@@ -238,8 +238,10 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _request(self, before: ChunkKey | None, row: int, now: float) -> _Request:
         """Return the open request that a chunk continues, or begin one. ``before``, ``row``: its parent."""
-        if before in self._open and self._open[before].signature is None:
-            return self._open.pop(before)
+        while before is not None and before in self._open:
+            if self._open[before].signature is None:
+                return self._open.pop(before)
+            self._observe_oldest()  # Its answer has ended: what is behind that is no part of it.
         return _Request(now, self._sampled_ancestor(row))
 
     def _extend(self, request: _Request, rows: Sequence[int]) -> list[int]:
@@ -332,8 +334,8 @@ class ShadowCache:
         catalog = self._catalog
         held = len(catalog.prefix(keys)) if parent is None or parent in catalog else 0
         catalog.touch(keys)
-        catalog.report_missed(keys[held:])
         if new := [at for at in range(held, len(keys)) if keys[at] not in catalog]:
+            catalog.report_missed([keys[at] for at in new])
             self._store(keys, lengths, new, parent)
         return held
 

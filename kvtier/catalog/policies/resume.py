@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
-from typing import NamedTuple
 
+import msgspec
+from msgspec.structs import replace
 from pydantic import Field
 
 from kvtier.catalog.endings import Endings
@@ -134,7 +135,14 @@ class ResumePolicy(EvictionPolicy):
     def used(self, rows: Sequence[int], now: float) -> None:
         """Begin a visit, which takes over the rows that are in the tier."""
         self._settle(now)
-        for run in self._visits.runs(rows):
+        visits = self._visits
+        runs = visits.runs(rows)
+        if sum(map(len, runs)) < len(rows):
+            # Another tier holds them, from which they come here now: they have come back as well.
+            of_row, known = visits.of_row, len(visits.of_row)
+            absent = [row for row in rows if row >= known or of_row[row] == NONE]
+            self._incoming.expect(self._chunks.keys_of(absent), visits.ghosts)
+        for run in runs:
             self._revisit(run, now)
 
     def missed(self, keys: Sequence[ChunkKey], now: float) -> None:
@@ -147,7 +155,7 @@ class ResumePolicy(EvictionPolicy):
         last = visits.of_row[rows[-1]]
         tail = visits.tails[last]
         # Or the one before: the last chunk is often a partial one, which the next turn has in another form.
-        returning = rows[-1] in (tail, self._chunks.parents[tail]) and self._kind(last) != LEFT
+        returning = rows[-1] in self._last_rows(last) and self._kind(last) != LEFT
         if (ghost := visits.ghost_keys[last]) and returning:
             # It went on: only a prompt that does so, too, is the same. That is known once it is stored.
             returning = ghost == hash(self._chunks.key(tail))
@@ -179,9 +187,31 @@ class ResumePolicy(EvictionPolicy):
 
     def _answered(self, rows: Sequence[int], keys: Sequence[ChunkKey]) -> int:
         """Return the visit of which these are the last chunks, those of them that are held and all."""
-        held = [self._continued(row) for row in reversed(rows)]
-        remembered = [self._visits.ghosts.get(hash(key), NONE) for key in reversed(keys)]
-        return next((visit for visit in held + remembered if visit != NONE), NONE)
+        visits = self._visits
+        for row in reversed(rows):
+            # Or the one before it, to which a state belongs.
+            if (visit := visits.visit(row)) != NONE and row in self._last_rows(visit):
+                return self._joined(visit)
+        return next((visits.ghosts[hash(key)] for key in reversed(keys) if hash(key) in visits.ghosts), NONE)
+
+    def _joined(self, visit: int) -> int:
+        """Join the visit of an answer with that of its prompt, if it has one of its own. Return the visit."""
+        # As the answer grows, a whole chunk replaces the partial one with which the visit of the prompt ends.
+        visits = self._visits
+        rows = list(visits.path(visit))
+        prompt = self._continued(self._chunks.parents[rows[-1]])
+        if prompt == NONE or visits.typical[visit] or LEFT in (self._kind(prompt), self._kind(visit)):
+            return visit
+        visits.give(prompt, rows[::-1])
+        visits.added[prompt] += len(rows)
+        visits.counts[visit], visits.tails[visit] = 0, NONE
+        self._close(visit)
+        return prompt
+
+    def _last_rows(self, visit: int) -> tuple[int, int]:
+        """Return the last two rows of a visit that has any."""
+        tail = self._visits.tails[visit]
+        return tail, self._chunks.parents[tail]
 
     def returning(self, now: float) -> list[int]:
         """Return the prompts that have just become worth more, since their answers have ended a while ago."""
@@ -422,7 +452,7 @@ class ResumePolicy(EvictionPolicy):
 
     def _settle(self, now: float) -> None:
         """Move visits on to the span of their age, and record how long they have been away. Some a call."""
-        self._now = now
+        now = self._now = max(now, self._now)  # An end is reported later, at the time when it was.
         if not self._unsettled:
             if 0 <= now - self._settled < SETTLE_SECONDS:
                 return
@@ -467,7 +497,7 @@ def _ring_of(kind: int, priority: int, resume: float, retention: float) -> int:
     return (level * KINDS + kind) * AGES
 
 
-class Rest(NamedTuple):
+class Rest(msgspec.Struct, frozen=True, gc=False):
     """The chunks of a prompt that are still to be stored, counted from the next one on."""
 
     chunks: int
@@ -493,7 +523,7 @@ class UnfinishedPrompts:
 
     def expect(self, keys: Sequence[ChunkKey], ghosts: Mapping[int, int]) -> None:
         """Note the chunks that a prompt is missing. ``ghosts``: the keys by which visits are remembered."""
-        self._put(hash(keys[0]), _seen(keys, ghosts)._replace(looked_up=True))
+        self._put(hash(keys[0]), replace(_seen(keys, ghosts), looked_up=True))
 
     def rest(self, keys: Sequence[ChunkKey], parent: ChunkKey | None, ghosts: Mapping[int, int]) -> Rest:
         """Return what is known of a prompt whose next part begins with ``keys``, behind ``parent``."""
@@ -503,7 +533,7 @@ class UnfinishedPrompts:
                 if rest.ghost in ghosts:
                     return rest
                 seen = _seen(keys, ghosts)
-                return rest._replace(known=seen.known, ghost=seen.ghost)
+                return replace(rest, known=seen.known, ghost=seen.ghost)
         return _seen(keys, ghosts)
 
     def passed(
@@ -515,7 +545,7 @@ class UnfinishedPrompts:
                 self._rests.pop(hash(key), None)
         left = rest.chunks - len(keys)
         if left > 0:
-            self._put(hash(keys[-1]), Rest(left, declined=declined))
+            self._put(hash(keys[-1]), Rest(left, declined=declined, looked_up=rest.looked_up))
 
     def _put(self, key: int, rest: Rest) -> None:
         self._rests.pop(key, None)

@@ -393,7 +393,9 @@ class SchedulerSide:
         if how and state.stores and canary is None and not unknown:
             tokens, keys = token_list(request), self._saves.chunks_at_end(state, computed)[0]
             last = tokens[max(request.num_prompt_tokens, len(tokens) - SIGNED_TOKENS) :]
-            self._bridge.answer_ended(keys[-2:], how, last)
+            # As it was looked up: what follows it may have replaced its last chunk.
+            prompt = self._saves.chunks_at_end(state, int(request.num_prompt_tokens))[0]
+            self._bridge.answer_ended(keys[-2:], prompt[-1] if prompt else None, how, last)
         if not self._shadow.present:
             self._bridge.send_outcomes()
         if has_failed(request) or unknown:

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
-from itertools import count, takewhile
+from itertools import pairwise
 
 from kvtier.lab.simulation.belady import REPORT_REQUESTS
 from kvtier.lab.simulation.trace import Trace, chunk_keys
@@ -28,6 +28,9 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 Advance = Callable[[int], None]
 """Receives a number of requests that were processed."""
+
+MAX_IDLE_SECONDS = 3600.0
+"""Nobody is expected after so long without a request: a trace of days has nights, or times in wrong units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +135,22 @@ def window_rates(trace: Trace, hits: Sequence[int], count: int) -> list[float | 
 def events_of(trace: Trace, *, ahead: bool) -> Iterator[tuple[float, int, int]]:
     """Yield the time, event and request of all that happens up to the last request, in the order of time."""
     times = trace.times
-    first, last = times[trace.order[0]], times[trace.order[-1]]
+    last = times[trace.order[-1]]
     ends_at = [begun + seconds for begun, seconds in zip(times, trace.answer_seconds, strict=True)]
-    ends = sorted((at, END, request) for request, at in enumerate(ends_at) if at > times[request])
-    requests = ((times[request], REQUEST, request) for request in trace.order)
-    prefetches = ((now, PREFETCH, 0) for now in count(first, CHECK_SECONDS))
-    events = merge(ends, prefetches if ahead else (), requests)
-    return takewhile(lambda event: event[0] <= last, events)
+    ends = sorted((at, END, request) for request, at in enumerate(ends_at) if times[request] < at <= last)
+    requests = [(times[request], REQUEST, request) for request in trace.order]
+    changes = sorted(now for now, *_ in (*requests, *ends)) if ahead else ()
+    return merge(ends, ((now, PREFETCH, 0) for now in _prefetches(changes)), requests)
+
+
+def _prefetches(changes: Sequence[float]) -> Iterator[float]:
+    """Yield when to prefetch ahead between changes: not in hours without any."""
+    now = changes[0] if changes else 0.0
+    for before, after in pairwise(changes):
+        while now <= min(after, before + MAX_IDLE_SECONDS):
+            yield now
+            now += CHECK_SECONDS
+        now = max(now, after)
 
 
 def replay(

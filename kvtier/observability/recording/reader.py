@@ -39,6 +39,8 @@ _header_decoder = msgspec.msgpack.Decoder(Header)
 _record_decoder: msgspec.msgpack.Decoder[Record | EndRecord] = msgspec.msgpack.Decoder(Record | EndRecord)
 CORRUPT = (gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 """What reading a corrupt file raises. One that was cut off raises ``EOFError``."""
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding a body raises that is of no format."""
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\0"
 
 
@@ -112,7 +114,7 @@ class _Part:
             raise RecordingError(f"{self._path} has no complete header")
         try:
             header = _header_decoder.decode(body)
-        except msgspec.MsgspecError as error:
+        except MALFORMED as error:
             raise self._error(str(error)) from error
         if not 1 <= header.version <= VERSION:
             raise RecordingError(
@@ -129,7 +131,7 @@ class _Part:
                 return
             try:
                 record = _record_decoder.decode(body)
-            except msgspec.MsgspecError as error:
+            except MALFORMED as error:
                 raise self._error(str(error)) from error
             if isinstance(record, Record):
                 yield self._request(record)

@@ -106,7 +106,7 @@ class SimulatedCache:
     def prefetch_ahead(self, time: float) -> None:
         """Do what :func:`~kvtier.pipeline.ahead.prefetch_ahead` does, at one time."""
         self._clock.now = time
-        for keys in self.catalog.returning()[:MAX_PROMPTS]:
+        for keys in self.catalog.returning(MAX_PROMPTS):
             prompt = self.catalog.to_promote(keys)
             if prompt is None or not self.tiers[FIRST].declines:
                 continue

@@ -14,6 +14,7 @@ from kvtier.catalog.eviction import EvictionPolicy
 from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import KVTierError
 from kvtier.lab.simulation.belady import belady_hits, next_uses
+from kvtier.lab.simulation.replay import MAX_IDLE_SECONDS
 from kvtier.lab.simulation.trace import Trace, chunk_keys
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.recording.reader import TraceRequest
@@ -222,6 +223,23 @@ def test_ends_keep_a_tier_within_its_capacity(
 
 
 # Several tiers.
+
+
+def test_a_week_without_requests_is_not_looked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+    monkeypatch.setattr(SimulatedCache, "look_ahead", lambda _, time: looks.append(time))
+    week = 7 * 86400.0
+    in_tiers(
+        answered((0.0, [1], 20.0), (week, [2], 5000.0), (week + 6000, [1], 0)),
+        two_tiers(2, 4, tmp_path, "through"),
+    )
+    assert looks[0] == 0.0
+    assert looks == sorted(set(looks))
+    assert not any(20.0 + MAX_IDLE_SECONDS < time < week for time in looks)
+    assert sum(time >= week for time in looks) >= 2 * (MAX_IDLE_SECONDS + 1000)
+    assert looks[-1] == week + 6000
 
 
 def test_write_through_keeps_what_memory_evicts(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh32_intdigest
 
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.tenants import SALTED
@@ -24,6 +25,7 @@ from kvtier.observability.recording.format import (
     MAGIC,
     MAX_BODY_BYTES,
     NUMBER_BYTES,
+    VERSION,
     EndRecord,
     Header,
     Record,
@@ -238,6 +240,17 @@ def test_invalid_record_is_an_error(path: Path, change: dict[str, object], reaso
         next(requests)
     assert str(error.value).startswith(f"{path}: record 2: ")
     assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "body", [b"\x81\xa1\xff\x01", b"\x81\xa1x" + b"\x91" * 100_000 + b"\x90"], ids=["text", "depth"]
+)
+@pytest.mark.parametrize("in_header", [True, False])
+def test_body_of_no_format_is_an_error(path: Path, body: bytes, *, in_header: bool) -> None:
+    header = b"" if in_header else frame(Header(VERSION, bytes(16), 0.0))
+    path.write_bytes(MAGIC + header + FRAME.pack(len(body), xxh32_intdigest(body)) + body)
+    with pytest.raises(RecordingError, match="the header: " if in_header else "record 1: "):
+        list(read_events(path))
 
 
 @pytest.mark.parametrize(
