@@ -161,7 +161,7 @@ def test_prompt_that_comes_back_from_the_tier_below_has_returned() -> None:
     now[0] += 20.0
     catalog.touch(keys)
     catalog.add_copies(keys, 0)
-    assert sum(policy._returns._ended.returns) == 1.0
+    assert sum(policy._returns._observations["ended"].returns) == 1.0
     assert cache.visit(keys[-1]).typical_gap == pytest.approx(20.0)
     assert cache.visit(keys[-1]).kind < FIRST_ENDED, "its next answer has not ended"
 
@@ -208,7 +208,7 @@ def test_end_that_is_reported_late_lets_no_time_pass_twice() -> None:
         cache.now += 1.0
         cache.catalog.report_answer_ended(keys[-2:], TOOL, 50.0)
         cache.ask(prompt_of(2, 1))
-    observed = cache.returns._asked, cache.returns._ended
+    observed = cache.returns._observations["asked"], cache.returns._observations["ended"]
     assert sum(sum(each.waited) for each in observed) <= 2 * 60.0
 
 
@@ -355,7 +355,7 @@ class TestAdaptive:
         keys, ends = prompt_of(1, 10), list[Sequence[ChunkKey]]()
         cache.ask(keys[:9])
         for shadow in cache.policy._shadows:
-            monkeypatch.setattr(shadow, "end", lambda keys, *_: ends.append(keys))
+            monkeypatch.setattr(shadow, "answer_ended", lambda request, _: ends.append(list(request.chunks)))
         cache.now += 10
         cache.end(keys, *TOOL, again=True)
         self.drain(cache)
@@ -368,7 +368,7 @@ class TestAdaptive:
         keys, [longer], ends = prompt_of(1, 10), prompt_of(2, 1), list[Sequence[ChunkKey]]()
         cache.ask(keys)
         for shadow in cache.policy._shadows:
-            monkeypatch.setattr(shadow, "end", lambda keys, *_: ends.append(keys))
+            monkeypatch.setattr(shadow, "answer_ended", lambda request, _: ends.append(list(request.chunks)))
         cache.catalog.report_answer_ended([keys[-2], longer, keys[-1]], TOOL)
         self.drain(cache)
         assert ends == [keys] * 3
@@ -387,7 +387,7 @@ class TestAdaptive:
         self.drain(cache)
         [order] = shadow.policies
         assert isinstance(order, ResumePolicy)
-        assert sum(order._returns._ended.returns) == 1.0
+        assert sum(order._returns._observations["ended"].returns) == 1.0
 
     def test_prompt_that_has_left_and_comes_back_is_asked_for_again(
         self, cache: OneTier[AdaptivePolicy]

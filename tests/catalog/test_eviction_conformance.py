@@ -98,7 +98,7 @@ class YieldsTwice(Fifo):
 class ForgetsOnEnd(ForgetsOnUse):
     def used(self, rows: Sequence[int], now: float) -> None: ...
 
-    def ended(
+    def answer_ended(
         self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
     ) -> None:
         self.removed(rows, RemovalReason.EVICTED)

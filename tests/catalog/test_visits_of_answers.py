@@ -134,7 +134,10 @@ def check(catalog: Catalog, tier: int) -> None:
     ring_of: dict[int, int] = {}
     for ring in policy._used:
         members = list(visits.in_ring(ring))
-        assert (len(members), list(visits.newest(ring))) == (visits.sizes[ring], members[::-1])
+        assert (len(members), list(visits.in_ring(ring, newest_first=True))) == (
+            visits.sizes[ring],
+            members[::-1],
+        )
         ring_of.update(dict.fromkeys(members, ring))
     assert len(ring_of) == sum(visits.sizes) == len(visits)
     assert counts.keys() <= ring_of.keys()

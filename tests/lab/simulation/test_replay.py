@@ -229,7 +229,7 @@ def test_a_week_without_requests_is_not_looked_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[float] = []
-    monkeypatch.setattr(SimulatedCache, "look_ahead", lambda _, time: looks.append(time))
+    monkeypatch.setattr(SimulatedCache, "prefetch_ahead", lambda _, time: looks.append(time))
     week = 7 * 86400.0
     in_tiers(
         answered((0.0, [1], 20.0), (week, [2], 5000.0), (week + 6000, [1], 0)),
