@@ -245,7 +245,7 @@ class AnswerEnded(msgspec.Struct, frozen=True, array_like=True):
     seconds: Annotated[float, Meta(ge=0, lt=1 << 48)]
     """How long ago."""
     prompt: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
-    """The last chunk of its prompt as it was looked up, if that is none of :attr:`keys`."""
+    """The last chunk of its prompt as it was looked up, unless it is in :attr:`keys`."""
 
 
 class Outcomes(Message, frozen=True, array_like=True, tag=39):

@@ -34,7 +34,7 @@ ENDINGS = len(LIMITS) + 1
 def signature(key: bytes, how: str, tokens: Sequence[int]) -> tuple[int, ...]:
     """Return hashes of how an answer ended: without its tokens, with its last one, last two and last three.
 
-    ``key``: 32 random bytes. Without them, nobody can try which tokens have these hashes. Takes 4 µs.
+    ``key``: 32 random bytes. Without them, it cannot be tried which tokens have these hashes. Takes 4 µs.
     """
     encoded = how.encode(errors="replace")
     # Its length goes first, so that no other text looks like this one and a token.

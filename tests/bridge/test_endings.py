@@ -30,7 +30,7 @@ OTHERS = chunk_keys(ROOT, range(1 << 20, (1 << 20) + 4 * CHUNK_TOKENS), CHUNK_TO
 
 @pytest.fixture
 def reported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The ends that eviction policies are told of: the number of rows, the keys and the signature."""
+    """The ends that are reported to eviction policies: the number of rows, the keys and the signature."""
     ends: list[tuple[Any, ...]] = []
 
     def ended(

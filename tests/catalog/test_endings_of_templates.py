@@ -25,7 +25,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 KEY = bytes(range(32))
 LEARNED, NEW = 400, 200
-"""Endings of each kind to learn from, and to tell apart then."""
+"""Endings of each kind to learn from, and to distinguish then."""
 
 Message = dict[str, Any]
 

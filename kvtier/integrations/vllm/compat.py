@@ -182,8 +182,8 @@ def has_failed(request: Request) -> bool:
 
 
 def end_of_answer(request: Request) -> str:
-    """Return how an answer has ended: ``stop``, ``length``, ``abort`` and so on; empty if there is none."""
-    # A stop string is found outside of the engine, which is told to abort the request.
+    """Return how an answer has ended: ``stop``, ``length``, ``abort`` and so on; empty without one."""
+    # A stop string is found outside of the engine, where the request is aborted then.
     began = request.num_tokens > request.num_prompt_tokens
     if has_failed(request) and not (request.status == RequestStatus.FINISHED_ABORTED and began):
         return ""

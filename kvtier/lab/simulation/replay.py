@@ -30,7 +30,7 @@ Advance = Callable[[int], None]
 """Receives a number of requests that were processed."""
 
 MAX_IDLE_SECONDS = 3600.0
-"""Nobody is expected after so long without a request: a trace of days has nights, or times in wrong units."""
+"""No prompt is expected after so long without a request: a trace of days has nights."""
 
 
 @dataclass(frozen=True, slots=True)

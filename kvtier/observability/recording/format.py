@@ -65,7 +65,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     hints: ChunkHints | None = None
 
 
-# Not a struct: msgspec tells an object from the array of a Record, but not two structs without tags.
+# Not a struct: msgspec distinguishes an object from the array of a Record, but not two structs without tags.
 @dataclass(frozen=True, slots=True)
 class EndRecord:
     """The end of the answer to a prompt that was looked up before, maybe in an older file."""

@@ -186,7 +186,7 @@ def test_ends_are_reported_in_order_before_later_requests(monkeypatch: pytest.Mo
 
 
 def test_policies_are_told_the_last_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, Sequence[ChunkKey], float, Sequence[int]]] = []
+    reported: list[tuple[int, Sequence[ChunkKey], float, Sequence[int]]] = []
 
     def ended(
         self: EvictionPolicy,
@@ -195,19 +195,19 @@ def test_policies_are_told_the_last_two_chunks(monkeypatch: pytest.MonkeyPatch) 
         now: float,
         signature: Sequence[int],
     ) -> None:
-        told.append((len(rows), keys, now, signature))
+        reported.append((len(rows), keys, now, signature))
 
     monkeypatch.setattr(EvictionPolicy, "answer_ended", ended)
     in_one_tier(answered((0.0, [1, 2, 3], 4.0), (0.5, [4], 1.0), (1.0, [5, 6], 0), (5.0, [7], 0)), 3)
-    assert told == [(1, chunk_keys([4]), 1.5, ()), (0, chunk_keys([2, 3]), 4.0, [3])]
+    assert reported == [(1, chunk_keys([4]), 1.5, ()), (0, chunk_keys([2, 3]), 4.0, [3])]
 
 
 @given(PROMPTS, st.integers(1, 12), st.floats(0, 30))
 def test_ends_change_nothing_for_lru(prompts: Prompts, capacity: int, seconds: float) -> None:
     trace = answered(*((float(at), chunks, seconds) for at, chunks in enumerate(prompts)))
-    told, untold = in_one_tier(trace, capacity), in_one_tier(trace.without_ends(), capacity)
-    assert replace(told, seconds=0.0, ends=0) == replace(untold, seconds=0.0)
-    assert told.stored_again == 0
+    reported, unreported = in_one_tier(trace, capacity), in_one_tier(trace.without_ends(), capacity)
+    assert replace(reported, seconds=0.0, ends=0) == replace(unreported, seconds=0.0)
+    assert reported.stored_again == 0
 
 
 @given(PROMPTS, st.integers(1, 12), st.floats(0, 30), st.sampled_from(POLICIES))
