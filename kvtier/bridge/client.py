@@ -367,17 +367,16 @@ class SchedulerBridge(Bridge):
         self._outcomes.append(outcome)
 
     def answer_ended(
-        self, keys: Sequence[ChunkKey], prompt: ChunkKey | None, how: str, tokens: Sequence[int]
+        self, prompt: Sequence[ChunkKey], answer: Sequence[ChunkKey], how: str, tokens: Sequence[int]
     ) -> None:
         """Report the end of an answer, with the next :meth:`send_outcomes` and before chunks are offered.
 
-        ``keys``: see :class:`AnswerEnded`. ``prompt``: the last chunk of its prompt. ``how``, ``tokens``: see
-        :func:`signature`.
+        ``prompt``, ``answer``: see :class:`AnswerEnded`. ``how``, ``tokens``: see :func:`signature`.
         """
-        if self.welcome is not None and self.epoch and keys:
+        if self.welcome is not None and self.epoch and prompt:
             signed = signature(self.welcome.signature_key, how, tokens)
-            other = b"" if prompt is None or prompt in keys else prompt
-            self._ended.append((time.monotonic(), protocol.AnswerEnded(join_keys(keys), signed, 0.0, other)))
+            ended = protocol.AnswerEnded(join_keys(prompt), signed, 0.0, join_keys(answer))
+            self._ended.append((time.monotonic(), ended))
 
     def send_outcomes(self) -> None:
         """Report what became of requests. After what the engine waits for: it delays later messages."""

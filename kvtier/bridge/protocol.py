@@ -238,14 +238,14 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 class AnswerEnded(msgspec.Struct, frozen=True, array_like=True):
     """The end of an answer."""
 
-    keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=2 * KEY_BYTES)]
-    """Of the last two chunks of what its request has stored, or would have stored; or of its only one."""
+    prompt: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=2 * KEY_BYTES)]
+    """Keys of the last two chunks of its prompt as it was looked up, or of its only one."""
     signature: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_SIGNATURE)]
     """How it has ended: see :func:`~kvtier.catalog.endings.signature`. Tokens do not leave the engine."""
     seconds: Annotated[float, Meta(ge=0, lt=1 << 48)]
     """How long ago."""
-    prompt: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
-    """The last chunk of its prompt as it was looked up, unless it is in :attr:`keys`."""
+    answer: Annotated[bytes, Meta(max_length=2 * KEY_BYTES)] = b""
+    """Keys of the last two chunks behind those that its request has stored, or would have stored."""
 
 
 class Outcomes(Message, frozen=True, array_like=True, tag=39):

@@ -281,10 +281,10 @@ class EngineSession:
 
     def answer_ended(self, ended: AnswerEnded) -> None:
         """Report the end of an answer to the eviction policies and the recording. Raises ProtocolError."""
-        keys, seconds = split_keys(ended.keys + ended.prompt), min(ended.seconds, MAX_ENDED_SECONDS)
+        keys, seconds = split_keys(ended.prompt + ended.answer), min(ended.seconds, MAX_ENDED_SECONDS)
         self._cache.catalog.report_answer_ended(keys, ended.signature, seconds)
         if self._recorder is not None:
-            self._recorder.answer_ended(ended.prompt or ended.keys, ended.signature, seconds)
+            self._recorder.answer_ended(ended.prompt, ended.signature, seconds)
 
     def _with_block_hashes(self, found: Found, ready: Sequence[Ready]) -> Found:
         """Add the block hashes of the last chunk, which the engine may use in part; none if it is corrupt."""

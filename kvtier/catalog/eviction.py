@@ -146,8 +146,8 @@ class EvictionPolicy(ABC):
     ) -> None:
         """Called when the answer to a prompt has ended: only now can it come back.
 
-        ``keys``: its last two chunks, or its only one, with those of the answer. Behind them that one with
-        which its prompt ended, if it is another. ``rows``: of those of them that are in the catalog.
+        ``keys``: its last two chunks, or its only one, and behind them the last two of the answer, if that
+        has any. ``rows``: of those of them that are in the catalog.
         ``signature``: how it ended, see :func:`kvtier.catalog.endings.signature`; empty if unknown.
         """
 

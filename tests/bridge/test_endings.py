@@ -50,14 +50,15 @@ async def test_ends_are_reported_to_policies_and_recorded(reported: list[tuple[A
         end = AnswerEnded(join_keys(KEYS[:2]), (1, (1 << 64) - 1), 2.0)
         engine.answer_ended(end)
         engine.answer_ended(AnswerEnded(KEYS[0], (), 1e9))
-        engine.answer_ended(AnswerEnded(join_keys(KEYS[:2]), (7,), 0.0, KEYS[2]))
+        engine.answer_ended(AnswerEnded(join_keys(KEYS[:2]), (7,), 0.0, join_keys(KEYS[2:4])))
         engine._recorder = None
         engine.answer_ended(end)
-    assert recorded == [(end.keys, end.signature, 2.0), (KEYS[0], (), 60.0), (KEYS[2], (7,), 0.0)]
+    prompt = join_keys(KEYS[:2])
+    assert recorded == [(prompt, end.signature, 2.0), (KEYS[0], (), 60.0), (prompt, (7,), 0.0)]
     assert reported == [
         (0, KEYS[:2], end.signature),
         (0, KEYS[:1], ()),
-        (0, KEYS[:3], (7,)),
+        (0, KEYS[:4], (7,)),
         (0, KEYS[:2], end.signature),
     ]
 
@@ -74,7 +75,7 @@ async def test_ends_are_reported_to_policies_and_recorded(reported: list[tuple[A
         AnswerEnded(KEYS[0], (), float("nan")),
         AnswerEnded(KEYS[0], (), float("inf")),
         AnswerEnded(KEYS[0], (), 0.0, KEYS[1][:-1]),
-        AnswerEnded(KEYS[0], (), 0.0, join_keys(KEYS[1:3])),
+        AnswerEnded(KEYS[0], (), 0.0, join_keys(KEYS[1:4])),
     ],
 )
 async def test_invalid_end_is_refused(tmp_path: Path, end: AnswerEnded) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.catalog.catalog import Catalog, State
@@ -53,11 +53,17 @@ class OneTier(Generic[PolicyT]):
         self._store(keys, rows, hints)
         return len(rows)
 
-    def end(self, keys: list[ChunkKey], *signature: int, again: bool = False) -> None:
+    def store(self, keys: list[ChunkKey]) -> None:
+        """Store what is missing, without a lookup: the chunks of an answer, or what is offered again."""
+        self._store(keys, self.catalog.prefix_rows(keys)[0], None)
+
+    def end(
+        self, keys: list[ChunkKey], *signature: int, answer: Sequence[ChunkKey] = (), again: bool = False
+    ) -> None:
         """End the answer to a prompt. ``again``: the engine offers what is missing of it again."""
-        self.catalog.report_answer_ended(keys[-2:], signature)
+        self.catalog.report_answer_ended([*keys[-2:], *answer[-2:]], signature)
         if again:
-            self._store(keys, self.catalog.prefix_rows(keys)[0], None)
+            self.store(keys)
 
     def _store(self, keys: list[ChunkKey], rows: list[int], hints: ChunkHints | None) -> None:
         catalog = self.catalog

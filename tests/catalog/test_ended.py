@@ -178,7 +178,7 @@ def test_end_of_an_answer_that_ends_in_the_same_chunk() -> None:
     """The last chunk of the prompt, a partial one, is replaced by that with the answer, later than this."""
     cache, keys, [longer] = ResumeTier(100), prompt_of(1, 6), prompt_of(2, 1)
     cache.ask(keys)
-    cache.catalog.report_answer_ended([keys[-2], longer, keys[-1]], TOOL)
+    cache.catalog.report_answer_ended([*keys[-2:], longer], TOOL)
     assert FIRST_ENDED <= cache.visit(keys[0]).kind < FIRST_EXPECTED
 
 
@@ -190,7 +190,7 @@ def test_answer_whose_chunks_replace_the_end_of_its_prompt() -> None:
     cache.catalog.remove_all(keys[-1:], 0, RemovalReason.CLEARED)
     assert cache.visit(answer[0]).number != cache.visit(keys[0]).number
     cache.now += 20.0
-    cache.catalog.report_answer_ended([*answer, keys[-1]], TOOL)
+    cache.catalog.report_answer_ended([*keys[-2:], *answer], TOOL)
     visit = cache.visit(keys[0])
     assert (visit.number, visit.held) == (cache.visit(answer[-1]).number, 7)
     assert FIRST_ENDED <= visit.kind < FIRST_EXPECTED
@@ -198,6 +198,56 @@ def test_answer_whose_chunks_replace_the_end_of_its_prompt() -> None:
     cache.now += 10.0
     assert cache.ask([*keys[:-1], *answer]) == 7
     assert cache.visit(keys[0]).typical_gap == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("stored", [0, 1, 3, 5])
+@pytest.mark.parametrize("evicted", [0, 1, 4, 5, 6, 7, 9, 11])
+@pytest.mark.parametrize("again", [False, True])
+def test_prompt_comes_back_with_its_answer_or_without(stored: int, evicted: int, *, again: bool) -> None:
+    """Many templates leave out of the next prompt what a model has thought."""
+    for with_answer in (False, True):
+        cache, keys, answer = ResumeTier(100), prompt_of(1, 6), prompt_of(2, 5)
+        cache.ask(keys)
+        cache.store([*keys, *answer[:stored]])
+        cache.now += 20.0
+        cache.end(keys, *TOOL, answer=answer)
+        assert FIRST_ENDED <= cache.visit(keys[0]).kind < FIRST_EXPECTED
+        cache.store([*keys, *answer])
+        cache.catalog.remove_all(cache.catalog.victims(0, evicted * LENGTH), 0)
+        if again:
+            cache.store([*keys, *answer])
+        cache.now += 8.0
+        turn = [*keys, *(answer if with_answer else ()), *prompt_of(3, 2)]
+        cache.ask(turn)
+        visit = cache.visit(turn[-1])
+        assert visit.held == len(turn)
+        assert visit.typical_gap == pytest.approx(8.0)
+        assert sum(cache.returns._observations["ended"].returns) == 1.0
+
+
+def test_prompt_that_only_begins_alike_does_not_come_back() -> None:
+    cache, keys, answer = ResumeTier(100), prompt_of(1, 6), prompt_of(2, 5)
+    cache.ask(keys)
+    cache.store([*keys, *answer])
+    cache.end(keys, *TOOL, answer=answer)
+    cache.now += 8.0
+    turn = [*keys[:4], *prompt_of(3, 2)]
+    cache.ask(turn)
+    assert cache.visit(turn[-1]).typical_gap == 0.0
+    assert sum(cache.returns._observations["ended"].returns) == 0.0
+
+
+def test_answer_that_is_declined_does_not_hide_its_prompt() -> None:
+    """By which it is recognized, and not by the answer."""
+    cache, keys, answer = ResumeTier(100), prompt_of(1, 6), prompt_of(2, 5)
+    cache.ask(keys)
+    prompt = cache.catalog.incoming_prompt(answer[:3], [LENGTH] * 3, keys[-1], None)
+    cache.catalog.decline(0, prompt)
+    cache.end(keys, *TOOL, answer=answer)
+    cache.now += 8.0
+    turn = [*keys, *prompt_of(3, 2)]
+    cache.ask(turn)
+    assert cache.visit(turn[-1]).typical_gap == pytest.approx(8.0)
 
 
 def test_end_that_is_reported_late_lets_no_time_pass_twice() -> None:
@@ -369,9 +419,31 @@ class TestAdaptive:
         cache.ask(keys)
         for shadow in cache.policy._shadows:
             monkeypatch.setattr(shadow, "answer_ended", lambda request, _: ends.append(list(request.chunks)))
-        cache.catalog.report_answer_ended([keys[-2], longer, keys[-1]], TOOL)
+        cache.catalog.report_answer_ended([*keys[-2:], longer], TOOL)
         self.drain(cache)
         assert ends == [keys] * 3
+
+    @pytest.mark.parametrize("stored", [0, 4, 5])
+    def test_return_without_the_answer_is_one_in_the_shadow_caches(
+        self, cache: OneTier[AdaptivePolicy], stored: int
+    ) -> None:
+        """Whether chunks of the answer are stored before its end or behind."""
+        cache.ask(prompt_of(0, 1))  # With the first chunk, the shadow caches begin.
+        keys, answer = prompt_of(1, 10), prompt_of(2, 5)
+        for turn in range(3):
+            cache.ask(keys)
+            cache.store([*keys, *answer[:stored]])
+            cache.now += 20
+            cache.end(keys, *TOOL, answer=answer)
+            cache.store([*keys, *answer])
+            self.drain(cache)
+            cache.now += 10
+            keys, answer = [*keys, *prompt_of(10 + turn, 3)], prompt_of(20 + turn, 5)
+        cache.ask(keys)
+        self.drain(cache)
+        [order] = cache.policy._shadows[2]._catalog.policies
+        assert isinstance(order, ResumePolicy)
+        assert sum(order._returns._observations["ended"].returns) == 3.0
 
     def test_return_of_an_evicted_prompt_is_one_in_the_shadow_caches(
         self, cache: OneTier[AdaptivePolicy]

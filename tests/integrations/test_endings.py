@@ -67,7 +67,7 @@ def test_idle_engine_reports_an_end_at_once(engine: Engine, cache: ScriptedCache
     assert len(keys) == CHUNKS + 1
     end(engine, request)
     [last] = ended(cache)
-    assert (last.keys, last.signature) == (join_keys(keys[-2:]), signature(KEY, "stop", ANSWER[-3:]))
+    assert (last.prompt, last.signature) == (join_keys(keys[-2:]), signature(KEY, "stop", ANSWER[-3:]))
     assert 0 <= last.seconds < 1
 
 
@@ -82,7 +82,7 @@ def test_end_is_reported_before_chunks_are_offered(engine: Engine, monkeypatch: 
     engine.step(0)
     [outcomes, reserve] = sent
     assert isinstance(outcomes, Outcomes)
-    assert [last.keys for last in outcomes.ended] == [join_keys(keys[-2:])]
+    assert [last.prompt for last in outcomes.ended] == [join_keys(keys[-2:])]
     assert reserve.runs[0].keys == join_keys(keys)
 
 
@@ -133,7 +133,7 @@ def test_end_is_that_of_what_is_stored(
 ) -> None:
     """Of the answer, too, if it fills a block: its last token has no KV."""
     request, keys = compute(engine, again=False)
-    asked = keys[-1]
+    asked, added = keys[-2:], list[bytes]()
     request.all_token_ids = [*request.all_token_ids[:PROMPT], *range(answer)]
     request.num_tokens = PROMPT + answer
     request.num_computed_tokens = PROMPT + answer - 1
@@ -142,10 +142,9 @@ def test_end_is_that_of_what_is_stored(
         engine.step(0)
         added = split_keys(cache.receive(Reserve).runs[0].keys)
         assert len(added) == stored
-        keys[CHUNKS:] = added
     [last] = ended(cache)
-    assert last.keys == join_keys(keys[-2:])
-    assert last.prompt == (asked if stored else b""), "recordings and policies know the request by it"
+    assert last.prompt == join_keys(asked), "recordings and policies know the request by it"
+    assert last.answer == join_keys(added)
 
 
 def test_chunks_are_offered_again_and_stored_in_small_parts(

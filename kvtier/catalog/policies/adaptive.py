@@ -44,6 +44,8 @@ class _Request(msgspec.Struct, gc=False):
     """Their lengths, in the order of the prompt."""
     signature: Sequence[int] | None = None
     """How its answer has ended; ``None`` before."""
+    last: Sequence[ChunkKey] = ()
+    """The last ones then, as :meth:`EvictionPolicy.answer_ended` gets them."""
     awaited: Sequence[ChunkKey] = ()
     """Those of another tier, which are likely to be added here soon, without a further access."""
 
@@ -114,6 +116,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._awaited: set[ChunkKey] = set()
         self._answers: dict[ChunkKey, _Request] = {}
         """Requests by their last chunk, from their observation to the end of their answer."""
+        self._prompt_ends: dict[ChunkKey, None] = {}
+        """The last sampled chunks of prompts that were looked up: what a request has behind is its answer."""
 
     @property
     def follows(self) -> str:
@@ -159,6 +163,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._awaited.difference_update(self._chunks.keys_of(rows) if self._awaited else ())
             request, held, known = _Request(now, None), self._held, len(self._held)
             chosen = self._extend(request, rows)
+            self._note_prompt_end(self._chunks.keys_of(chosen[-1:]))
             absent = [row for row in chosen if row >= known or not held[row]]
             request.awaited = [key for key in self._chunks.keys_of(absent) if key in request.chunks]
             self._awaited.update(request.awaited)
@@ -166,8 +171,14 @@ class AdaptivePolicy(EvictionPolicy):
     def missed(self, keys: Sequence[ChunkKey], now: float) -> None:
         """Report the chunks to all orders. The shadow caches see whole prompts."""
         self._awaited.difference_update(keys if self._awaited else ())
+        self._note_prompt_end(list(compress(keys, POLICY_SAMPLE.of(keys, self._threshold)))[-1:])
         for order in self._orders:
             order.missed(keys, now)
+
+    def _note_prompt_end(self, last: Sequence[ChunkKey]) -> None:
+        self._prompt_ends.update(dict.fromkeys(last))
+        if len(self._prompt_ends) > MAX_ANSWERS:
+            del self._prompt_ends[next(iter(self._prompt_ends))]
 
     def answer_ended(
         self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
@@ -180,8 +191,12 @@ class AdaptivePolicy(EvictionPolicy):
                 self._observe_oldest()
             if (request := self._answers.pop(key, None)) is not None:
                 request.time, request.signature = now, signature
+                chunks = list(request.chunks)
+                ends = [at for at, chunk in enumerate(chunks, 1) if chunk in self._prompt_ends]
+                end = max(ends, default=len(chunks))
+                request.last = [*chunks[:end][-2:], *(chunks[end:][-2:] or keys[2:])]
                 # The engine may now offer them again, which is no use of them.
-                request.awaited = list(request.chunks)
+                request.awaited = chunks
                 self._awaited.update(request.awaited)
                 self._leave_open(request, key)
                 return
@@ -342,7 +357,7 @@ class ShadowCache:
     def answer_ended(self, request: _Request, signature: Sequence[int]) -> None:
         """End the answer to a request, and store what is missing of it, unless that is declined again."""
         catalog, keys = self._catalog, list(request.chunks)
-        catalog.report_answer_ended(keys[-2:], signature)
+        catalog.report_answer_ended(request.last, signature)
         new = [at for at, key in enumerate(keys) if key not in catalog]
         if new and catalog.policies[0].declines:
             self._store(keys, list(request.chunks.values()), new, request.parent)

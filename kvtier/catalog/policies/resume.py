@@ -72,7 +72,7 @@ class ResumePolicy(EvictionPolicy):
     A prompt that comes back is recognised by the end of its last visit. Its class is that of its gaps so far
     and of how many chunks are new, or of the hints of its request. Visits of a class and a span of age have
     the same worth, and share a ring; within a visit the deepest chunk leaves first. 4 bytes for each chunk,
-    39 for each visit.
+    47 for each visit.
     """
 
     settings_type = ResumeSettings
@@ -153,12 +153,12 @@ class ResumePolicy(EvictionPolicy):
     def _revisit(self, rows: Sequence[int], now: float) -> None:
         visits = self._visits
         last = visits.of_row[rows[-1]]
-        tail = visits.tails[last]
         # Or the one before: the last chunk is often a partial one, which the next turn has in another form.
-        returning = rows[-1] in self._last_rows(last) and self._kind(last) != LEFT
+        ends = visits.last_rows(last)
+        returning = rows[-1] in ends and self._kind(last) != LEFT
         if (ghost := visits.ghost_keys[last]) and returning:
             # It went on: only a prompt that does so, too, is the same. That is known once it is stored.
-            returning = ghost == hash(self._chunks.key(tail))
+            returning = ghost in map(hash, self._chunks.keys_of(ends))
         visit = self._begin(rows[-1], now)
         emptied = visits.take(visit, rows)
         if returning:
@@ -175,6 +175,8 @@ class ResumePolicy(EvictionPolicy):
         visits, visit = self._visits, self._answered(rows, keys)
         if visit == NONE:
             return
+        if len(keys) > 2:
+            visits.mark(visit, keys[0])
         slot = self._endings.answer_ended(signature, now)
         visits.endings[visit] = slot + 1
         kind, ring = self._kind(visit), visits.rings[visit]
@@ -189,8 +191,11 @@ class ResumePolicy(EvictionPolicy):
         """Return the visit of which these are the last chunks, those of them that are held and all."""
         visits = self._visits
         for row in reversed(rows):
-            # Or the one before it, to which a state belongs.
-            if (visit := visits.visit(row)) != NONE and row in self._last_rows(visit):
+            # Or the one before it, to which a state belongs. Or any in front of an answer: its last chunks
+            # may not be stored yet.
+            if (visit := visits.visit(row)) == NONE:
+                continue
+            if row in visits.last_rows(visit) or (len(keys) > 2 and not visits.endings[visit]):
                 return self._joined(visit)
         return next((visits.ghosts[hash(key)] for key in reversed(keys) if hash(key) in visits.ghosts), NONE)
 
@@ -207,11 +212,6 @@ class ResumePolicy(EvictionPolicy):
         visits.counts[visit], visits.tails[visit] = 0, NONE
         self._close(visit)
         return prompt
-
-    def _last_rows(self, visit: int) -> tuple[int, int]:
-        """Return the last two rows of a visit that has any."""
-        tail = self._visits.tails[visit]
-        return tail, self._chunks.parents[tail]
 
     def returning(self, now: float) -> list[int]:
         """Return the prompts that have just become worth more, since their answers have ended a while ago."""

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import islice
 
 from kvtier import native
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns
@@ -24,6 +25,8 @@ NONE = -1
 """No visit, or no row."""
 MAX_GHOSTS = 1 << 16
 """More are not remembered, so that the list of their order is short."""
+MAX_ANSWER_CHUNKS = 256
+"""Of a longer answer the last ones count."""
 VISITS_A_BLOCK = 1024
 """Visits to add to all arrays at once."""
 
@@ -35,7 +38,7 @@ def _empty_rings(rings: int) -> array[int]:
 
 
 class Visits:
-    """39 bytes for each visit, and 4 for each row."""
+    """47 bytes for each visit, and 4 for each row."""
 
     def __init__(self, chunks: ChunkColumns, rings: int) -> None:
         """``rings``: how many there are for visits to be in."""
@@ -54,6 +57,8 @@ class Visits:
         """The typical gap between the prompt's visits so far in seconds; 0 if it is its first one."""
         self.endings = array("H")
         """How the answer of each visit has ended: a slot of ``Endings`` plus 1; 0 if it has not."""
+        self.marks = array("q")
+        """The hash of the key of the last chunk but one of each prompt with an answer behind it; or 0."""
         self.ghosts: dict[int, int] = {}
         """The visits that have lost rows to eviction, by the hash of one of their last keys."""
         self._ghost_order: deque[int] = deque()
@@ -79,7 +84,7 @@ class Visits:
         visit = self._vacant.pop()
         self.since[visit] = now
         self.typical[visit] = 0.0
-        self.added[visit] = self.endings[visit] = 0
+        self.added[visit] = self.endings[visit] = self.marks[visit] = 0
         self.append(visit, ring)
         return visit
 
@@ -87,7 +92,8 @@ class Visits:
         first = len(self.tails)
         for numbers in (self.tails, self.rings, self._newer, self._older):
             numbers.extend([NONE] * VISITS_A_BLOCK)
-        for column in (self.counts, self.added, self.endings, self.ghost_keys, self.since, self.typical):
+        counts = self.counts, self.added, self.endings
+        for column in (*counts, self.marks, self.ghost_keys, self.since, self.typical):
             column.frombytes(bytes(VISITS_A_BLOCK * column.itemsize))
         self._vacant += range(first + VISITS_A_BLOCK - 1, first - 1, -1)
 
@@ -170,6 +176,7 @@ class Visits:
             return
         split = self.new(self.since[visit], self.rings[visit])
         self.typical[split], self.endings[split] = self.typical[visit], self.endings[visit]
+        self.marks[split] = self.marks[visit]
         rows = []
         while above != NO_PARENT and self.visit(above) == visit:
             rows.append(above)
@@ -202,11 +209,28 @@ class Visits:
             self.tails[visit] = NONE
         return visit
 
+    def last_rows(self, visit: int) -> list[int]:
+        """Return the last two rows of a visit, and those from its mark on."""
+        tail, mark = self.tails[visit], self.marks[visit]
+        rows = [row for row in (tail, self._chunks.parents[tail]) if row != NO_PARENT]
+        if mark:
+            answer = list(islice(self.path(visit), MAX_ANSWER_CHUNKS))
+            keys = self._chunks.keys_of(answer)
+            rows += next((answer[:at] for at, key in enumerate(keys, 1) if hash(key) == mark), ())
+        return rows
+
     # Ghosts.
 
+    def mark(self, visit: int, key: bytes) -> None:
+        """Recognise a visit from a chunk on: behind it is the answer, which not every next turn contains."""
+        self.marks[visit] = hash(key)
+        if self.ghost_keys[visit]:
+            self.forget_ghost(visit)
+            self.remember(visit, key)
+
     def remember(self, visit: int, key: bytes) -> None:
-        """Remember a key of a visit, unless it has one, or another visit has the same."""
-        number = hash(key) or 1  # 0 stands for no key.
+        """Remember the mark of a visit or else a key, unless it has one, or another visit has the same."""
+        number = self.marks[visit] or hash(key) or 1  # 0 stands for no key.
         if self.ghost_keys[visit] or number in self.ghosts or len(self.ghosts) >= MAX_GHOSTS:
             return
         self.ghosts[number] = visit

@@ -391,11 +391,12 @@ class SchedulerSide:
         unknown = state.is_mixed or request.request_id in self._loads
         how = end_of_answer(request)
         if how and state.stores and canary is None and not unknown:
-            tokens, keys = token_list(request), self._saves.chunks_at_end(state, computed)[0]
+            tokens = token_list(request)
             last = tokens[max(request.num_prompt_tokens, len(tokens) - SIGNED_TOKENS) :]
             # As it was looked up: what follows it may have replaced its last chunk.
-            prompt = self._saves.chunks_at_end(state, int(request.num_prompt_tokens))[0]
-            self._bridge.answer_ended(keys[-2:], prompt[-1] if prompt else None, how, last)
+            prompt = self._saves.chunks_at_end(state, int(request.num_prompt_tokens))[0][-2:]
+            answer = [key for key in self._saves.chunks_at_end(state, computed)[0][-2:] if key not in prompt]
+            self._bridge.answer_ended(prompt, answer, how, last)
         if not self._shadow.present:
             self._bridge.send_outcomes()
         if has_failed(request) or unknown:
