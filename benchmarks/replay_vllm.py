@@ -178,7 +178,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--tokens-per-second",
         type=float,
-        default=10,
+        default=25,
         help="so long are answers whose duration is known; default: %(default)s",
     )
     parser.add_argument(
@@ -286,6 +286,8 @@ def settings_for(policy: str, capacity: int, path: Path, disk: int, *, ahead: bo
     return {
         "chunk_tokens": CHUNK_TOKENS,
         "partial_chunks": False,
+        # A chunk stands for thousands of tokens, which no answer has: its tokens only take time here.
+        "save_decode": False,
         "prefetch": {"ahead": ahead},
         "tiers": tiers,
     }
