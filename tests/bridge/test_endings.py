@@ -18,7 +18,7 @@ from kvtier.memory.keys import chunk_keys, join_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc.frames import Refused
 from tests.rigs.engine_sessions import ROOT, engine_of
-from tests.rigs.scripted_engine import KEYS, open_host
+from tests.rigs.scripted_engine import KEYS, NAMESPACE, open_host
 
 pytestmark = pytest.mark.anyio
 
@@ -83,11 +83,17 @@ async def test_invalid_end_is_refused(tmp_path: Path, end: AnswerEnded) -> None:
         await scheduler.receive(Refused)
 
 
-async def test_key_of_signatures_is_that_of_the_process(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, host.peer() as first, host.peer() as second:
-        keys = {(await peer.greet(engine=name)).signature_key for peer, name in ((first, "a"), (second, "b"))}
-        assert [len(key) for key in keys] == [32]
-    assert keys != {bytes(32)}
+async def test_key_of_signatures_is_that_of_the_process_and_the_model(tmp_path: Path) -> None:
+    """Replicas learn together. Equal tokens of two models are different endings."""
+    async with open_host(tmp_path) as host:
+        keys = []
+        for engine, model in (("a", NAMESPACE), ("b", NAMESPACE), ("c", bytes(32))):
+            async with host.peer() as peer:
+                keys.append((await peer.greet(engine=engine, namespace=model)).signature_key)
+        secret = host.server.signature_key
+    assert keys[0] == keys[1] != keys[2]
+    assert [len(key) for key in keys] == [32] * 3
+    assert not {bytes(32), secret}.intersection(keys)
 
 
 async def test_ended_answers_reach_the_engine_session(
