@@ -296,7 +296,7 @@ class TieredCache:
         self._looking_up.prefix(found, expected)
         if counts:
             whole = found.count - (found.partial is not None)
-            self.catalog.report_missed(query.keys[whole:])
+            self.catalog.report_missed(query.keys[whole:], query.hints)
             self._report_lookup(query, expected, whole)
         return found
 
@@ -313,7 +313,7 @@ class TieredCache:
             self._looking_up.count_tokens(found, expected)
         self._looking_up.boundary(found, expected, state_bytes)
         if not query.repeated:
-            self.catalog.report_missed(query.keys[found.held :])
+            self.catalog.report_missed(query.keys[found.held :], query.hints)
             self._report_lookup(query, expected, max(0, found.count - 1))
         return found
 
