@@ -24,7 +24,12 @@ async def prefetch_ahead(hierarchy: Hierarchy, allocator: Allocator, reader: Rea
     """Read what is about to be asked for, as far as memory prefers it to others, until this is cancelled."""
     while True:
         await anyio.sleep(CHECK_SECONDS)
-        for keys in hierarchy.catalog.returning(MAX_PROMPTS):
+        try:
+            returning = hierarchy.catalog.returning(MAX_PROMPTS)
+        except Exception as error:  # A plugin's policy may raise anything, and nobody waits for this.
+            hierarchy.warn("ahead", "no prompt is read ahead: the eviction policy has failed: %r", error)
+            continue
+        for keys in returning:
             prompt = hierarchy.catalog.to_promote(keys)
             if prompt is None or not hierarchy.memory.declines:  # Otherwise all would be worth their room.
                 continue
