@@ -156,8 +156,6 @@ class TieredCache:
         """Counts chunks that an engine may not store."""
         self.load_or_compute = self._looking_up.load_or_compute
         """Decides what is loaded and what is computed."""
-        self._ahead = anyio.CancelScope()
-        """Of the prefetch ahead, which ends before what only memory holds is written."""
         self._finished = self._closed = False
         self._expiring = 0
         self.observe_lookup: ObserveLookup | None = None
@@ -233,16 +231,13 @@ class TieredCache:
         tasks.start_soon(self._evicting.run)
         tasks.start_soon(self._expiry.run)
         if self.lower and self.settings.prefetch.ahead:
-            tasks.start_soon(self._prefetch_ahead)
+            stages = self._hierarchy, self._allocator, self._reader
+            tasks.start_soon(prefetch_ahead, *stages, lambda: self._finished)
         for tier in self.lower:
             tasks.start_soon(self._writer.run, tier.index)
             tasks.start_soon(tier.contact)
             tasks.start_soon(self._holding.find_unseen, tier)
             tasks.start_soon(self._holding.forget_lost, tier)
-
-    async def _prefetch_ahead(self) -> None:
-        with self._ahead:
-            await prefetch_ahead(self._hierarchy, self._allocator, self._reader)
 
     async def _check_room(self) -> None:
         """Find whether the disks have room for what the tiers may still store."""
@@ -533,7 +528,6 @@ class TieredCache:
         if self._finished:
             return
         self._finished = True
-        self._ahead.cancel()
         self._storing.flush()
         if not await self.drain(self.settings.drain_timeout, progress):
             logger.warning(
