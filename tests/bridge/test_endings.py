@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
-from kvtier.bridge.protocol import AnswerEnded, Outcomes, Reserve, Run
+from kvtier.bridge.protocol import AnswerEnded, Lookup, Outcomes, Reserve, Run
 from kvtier.bridge.session import EngineSession
 from kvtier.catalog.endings import MAX_SIGNATURE
 from kvtier.catalog.eviction import EvictionPolicy
@@ -105,6 +106,28 @@ async def test_ended_answers_reach_the_engine_session(
         await scheduler.send(Outcomes([], [AnswerEnded(KEYS[0], (5, 7), 0.25)]))
         await scheduler.status()
     assert ends == [AnswerEnded(KEYS[0], (5, 7), 0.25)]
+
+
+@pytest.mark.parametrize("method", ["answer_ended", "missed"])
+async def test_policy_that_fails_ends_only_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """As it does if it fails at anything else that an engine asks for."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("as a plugin's may")
+
+    async with open_host(tmp_path) as host:
+        with monkeypatch.context() as failing:
+            failing.setattr(host.server.cache.catalog.policies[0], method, fail)
+            async with host.peer("scheduler") as scheduler:
+                end = Outcomes([], [AnswerEnded(KEYS[0], (5, 7), 0.25)])
+                lookup = Lookup(1, join_keys(KEYS[:2]), 2 * CHUNK_TOKENS)
+                await scheduler.send(end if method == "answer_ended" else lookup)
+                with pytest.raises(anyio.EndOfStream):
+                    await scheduler.receive(Refused)
+        async with host.peer("scheduler") as scheduler:
+            await scheduler.status()
 
 
 @pytest.mark.parametrize("eviction", ["resume", "lru"])
