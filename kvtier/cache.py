@@ -231,7 +231,8 @@ class TieredCache:
         tasks.start_soon(self._evicting.run)
         tasks.start_soon(self._expiry.run)
         if self.lower and self.settings.prefetch.ahead:
-            tasks.start_soon(prefetch_ahead, self._hierarchy, self._allocator, self._reader)
+            stages = self._hierarchy, self._allocator, self._reader
+            tasks.start_soon(prefetch_ahead, *stages, lambda: self._finished)
         for tier in self.lower:
             tasks.start_soon(self._writer.run, tier.index)
             tasks.start_soon(tier.contact)
@@ -296,7 +297,7 @@ class TieredCache:
         self._looking_up.prefix(found, expected)
         if counts:
             whole = found.count - (found.partial is not None)
-            self.catalog.report_missed(query.keys[whole:])
+            self.catalog.report_missed(query.keys[whole:], query.hints)
             self._report_lookup(query, expected, whole)
         return found
 
@@ -313,7 +314,7 @@ class TieredCache:
             self._looking_up.count_tokens(found, expected)
         self._looking_up.boundary(found, expected, state_bytes)
         if not query.repeated:
-            self.catalog.report_missed(query.keys[found.held :])
+            self.catalog.report_missed(query.keys[found.held :], query.hints)
             self._report_lookup(query, expected, max(0, found.count - 1))
         return found
 

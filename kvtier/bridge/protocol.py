@@ -147,7 +147,7 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     show_text: bool = False
     """``why.show_text``: whether lookups have the tokens of their prompts."""
     signature_key: bytes = bytes(32)
-    """32 random bytes, of this cache process: the key of :attr:`AnswerEnded.signature`."""
+    """32 bytes, of this cache process and the model: the key of :attr:`AnswerEnded.signature`."""
 
 
 class RequestInfo(msgspec.Struct, frozen=True, array_like=True):

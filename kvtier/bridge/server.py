@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 import anyio
 import msgspec
 from anyio.abc import TaskGroup
+from blake3 import blake3
 
 from kvtier.bridge import protocol
 from kvtier.bridge.engine_kv_transfers import EngineKVTransfers
@@ -201,7 +202,8 @@ class Connection:
             self._server.instance.tracer.sampling,
             # Prompts do not leave their host for it.
             cache.settings.why.show_text and not self._remote,
-            self._server.signature_key,
+            # Tokens of another model mean something else.
+            blake3(hello.namespace, key=self._server.signature_key).digest(),
         )
         self._endpoint.send(welcome, [] if self._remote else [cache.arena.fd])
 

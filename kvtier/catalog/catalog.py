@@ -22,7 +22,7 @@ from kvtier.catalog.hints import NO_HINTS, ChunkHints
 from kvtier.catalog.partial_matches import PartialMatchIndex
 from kvtier.catalog.selection import select_victims
 from kvtier.catalog.table import FASTEST, MAX_TIERS, NO_ROW, Rows, TableColumns
-from kvtier.catalog.tenants import EvictionScope
+from kvtier.catalog.tenants import EvictionScope, TenantPolicies
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 ALL_TIERS = (1 << MAX_TIERS) - 1
@@ -363,11 +363,13 @@ class Catalog:
         for policy in self.policies:
             policy.used(rows, self._clock())
 
-    def report_missed(self, keys: Sequence[ChunkKey]) -> None:
-        """Report the chunks of a prompt behind those just used, which were not found."""
+    def report_missed(self, keys: Sequence[ChunkKey], hints: ChunkHints | None = None) -> None:
+        """Report the chunks of a prompt behind those just used, which were not found. ``hints``: its own."""
         if keys:
+            tenant = 0 if hints is None else self._hints.number(hints.tenant)
             for policy in self.policies:
-                policy.missed(keys, self._clock())
+                of = policy.of_tenant(tenant) if isinstance(policy, TenantPolicies) else policy
+                of.missed(keys, self._clock())
 
     def report_answer_ended(
         self, keys: Sequence[ChunkKey], signature: Sequence[int], seconds: float = 0.0

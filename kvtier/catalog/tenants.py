@@ -17,6 +17,7 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, EvictionPolicy, MakePolicy, RemovalReason
+from kvtier.memory.keys import ChunkKey
 from kvtier.settings.tenants import MAX_TENANTS, OTHER
 
 SCAN_ROWS = 16_384
@@ -198,6 +199,22 @@ class TenantPolicies(EvictionPolicy):
         for group in groups:
             of_group = held if len(groups) == 1 else [row for row in held if _group(owners[row]) == group]
             self._policies[group].used(of_group, now)
+
+    def of_tenant(self, number: int) -> EvictionPolicy:
+        """Return the policy of a tenant, given its number in the hints."""
+        return self._policies[_group(self._owner_of.get(number, _FIRST))]
+
+    def answer_ended(
+        self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
+    ) -> None:
+        """Report the end to the policy of the tenant of the last row. Without any, it is not known."""
+        if rows:
+            owner = self.owner(rows[-1]) or self._find_owner(rows[-1])
+            self._policies[_group(owner)].answer_ended(rows, keys, now, signature)
+
+    def returning(self, now: float) -> list[int]:
+        """Return what the policies of all tenants expect."""
+        return [row for policy in self._policies for row in policy.returning(now)]
 
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
         """Remove chunks from their tenants' policies."""

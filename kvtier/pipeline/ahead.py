@@ -6,6 +6,8 @@ what memory's eviction policy expects later. See :meth:`EvictionPolicy.returning
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import anyio
 
 from kvtier.events import Prefetch
@@ -20,11 +22,20 @@ MAX_PROMPTS = 16
 """To read each time, one after the other. The others are read when they are asked for."""
 
 
-async def prefetch_ahead(hierarchy: Hierarchy, allocator: Allocator, reader: Reader) -> None:
-    """Read what is about to be asked for, as far as memory prefers it to others, until this is cancelled."""
+async def prefetch_ahead(
+    hierarchy: Hierarchy, allocator: Allocator, reader: Reader, is_ending: Callable[[], bool]
+) -> None:
+    """Read what is about to be asked for, as far as memory prefers it to others, until the cache ends."""
     while True:
         await anyio.sleep(CHECK_SECONDS)
-        for keys in hierarchy.catalog.returning(MAX_PROMPTS):
+        try:
+            returning = hierarchy.catalog.returning(MAX_PROMPTS)
+        except Exception as error:  # A plugin's policy may raise anything, and nobody waits for this.
+            hierarchy.warn("ahead", "no prompt is read ahead: the eviction policy has failed: %r", error)
+            continue
+        for keys in returning:
+            if is_ending():
+                return
             prompt = hierarchy.catalog.to_promote(keys)
             if prompt is None or not hierarchy.memory.declines:  # Otherwise all would be worth their room.
                 continue

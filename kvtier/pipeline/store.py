@@ -119,8 +119,10 @@ class StoreStage:
                 if not again:
                     self._count_dropped(headers[fits:])
                 break
-            self._hierarchy.counts["store_declined"] += stop - fits
-            self._hierarchy.catalog.gone.note(keys[fits:stop], MissReason.DECLINED, self._memory.index)
+            # Of what is offered again, lower tiers may hold some.
+            uncached = [key for key in keys[fits:stop] if key not in self._hierarchy.catalog]
+            self._hierarchy.counts["store_declined"] += len(uncached)
+            self._hierarchy.catalog.gone.note(uncached, MissReason.DECLINED, self._memory.index)
             # The last chunk may be the partial one at the end of a prompt, which the next whole one replaces.
             self._declined.update(dict.fromkeys(keys[max(fits, stop - 2) : stop]))
             while len(self._declined) > MAX_DECLINED:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 import anyio
@@ -69,16 +69,31 @@ class Deletions:
         self._clock = clock
         self._kept = kept
         self._pending: set[ChunkKey] = set()
+        self._running: dict[anyio.Event, set[ChunkKey]] = {}
+        """What is being deleted, by the event that is set when that ends."""
         self._retry_at = 0.0
         self._warn = RateLimitedLog(logger)
 
-    def add(self, keys: Sequence[ChunkKey]) -> None:
+    def add(self, keys: Iterable[ChunkKey]) -> None:
         """Delete these keys with the next :meth:`run` or :meth:`retry`."""
         self._pending.update(keys)
+
+    async def before_put(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
+        """Wait until none of these keys is being deleted, or a late deletion would be that of a new object.
+
+        Return those that are to be deleted unless they are replaced, to be passed to :meth:`add`.
+        """
+        while busy := [end for end, deleted in self._running.items() if not deleted.isdisjoint(keys)]:
+            await busy[0].wait()
+        left = self._pending.intersection(keys)
+        self._pending -= left
+        return left
 
     async def run(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Delete all pending keys, which include ``keys``. Raises if the medium cannot be reached."""
         pending, self._pending = self._pending, set()
+        ended = anyio.Event()
+        self._running[ended] = pending
         try:
             await self._backend.delete(list(pending))
         except IncompleteScan as error:
@@ -86,6 +101,9 @@ class Deletions:
         except BaseException:
             self._pending.update(pending)
             raise
+        finally:
+            del self._running[ended]
+            ended.set()
         return [True] * len(keys)
 
     async def retry(self) -> None:
@@ -348,12 +366,18 @@ class Tier(Level):
         return await self.breaker.call(call, batch, default=default)
 
     async def _seal_and_put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        left = await self._deletions.before_put([key for key, _ in items])
         try:
-            return await self.seal.put(items)
+            outcomes = await self.seal.put(items)
+            stored = zip(items, outcomes, strict=False)  # A broken medium may return too few.
+            left.difference_update([key for (key, _), outcome in stored if outcome is Outcome.OK])
+            return outcomes
         except MediumReplaced:
             self.unseen_bytes = self.capacity or 0  # Until it has been scanned.
             self.replaced.set()
             raise
+        finally:
+            self._deletions.add(left)
 
     async def _contains_prefix(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Return whether the medium holds each key, up to the first that it does not."""

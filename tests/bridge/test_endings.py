@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
-from kvtier.bridge.protocol import AnswerEnded, Outcomes, Reserve, Run
+from kvtier.bridge.protocol import AnswerEnded, Lookup, Outcomes, Reserve, Run
 from kvtier.bridge.session import EngineSession
 from kvtier.catalog.endings import MAX_SIGNATURE
 from kvtier.catalog.eviction import EvictionPolicy
@@ -18,7 +19,7 @@ from kvtier.memory.keys import chunk_keys, join_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc.frames import Refused
 from tests.rigs.engine_sessions import ROOT, engine_of
-from tests.rigs.scripted_engine import KEYS, open_host
+from tests.rigs.scripted_engine import KEYS, NAMESPACE, open_host
 
 pytestmark = pytest.mark.anyio
 
@@ -84,11 +85,17 @@ async def test_invalid_end_is_refused(tmp_path: Path, end: AnswerEnded) -> None:
         await scheduler.receive(Refused)
 
 
-async def test_key_of_signatures_is_that_of_the_process(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host, host.peer() as first, host.peer() as second:
-        keys = {(await peer.greet(engine=name)).signature_key for peer, name in ((first, "a"), (second, "b"))}
-        assert [len(key) for key in keys] == [32]
-    assert keys != {bytes(32)}
+async def test_key_of_signatures_is_that_of_the_process_and_the_model(tmp_path: Path) -> None:
+    """Replicas learn together. Equal tokens of two models are different endings."""
+    async with open_host(tmp_path) as host:
+        keys = []
+        for engine, model in (("a", NAMESPACE), ("b", NAMESPACE), ("c", bytes(32))):
+            async with host.peer() as peer:
+                keys.append((await peer.greet(engine=engine, namespace=model)).signature_key)
+        secret = host.server.signature_key
+    assert keys[0] == keys[1] != keys[2]
+    assert [len(key) for key in keys] == [32] * 3
+    assert not {bytes(32), secret}.intersection(keys)
 
 
 async def test_ended_answers_reach_the_engine_session(
@@ -100,6 +107,28 @@ async def test_ended_answers_reach_the_engine_session(
         await scheduler.send(Outcomes([], [AnswerEnded(KEYS[0], (5, 7), 0.25)]))
         await scheduler.status()
     assert ends == [AnswerEnded(KEYS[0], (5, 7), 0.25)]
+
+
+@pytest.mark.parametrize("method", ["answer_ended", "missed"])
+async def test_policy_that_fails_ends_only_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """As it does if it fails at anything else that an engine asks for."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("as a plugin's may")
+
+    async with open_host(tmp_path) as host:
+        with monkeypatch.context() as failing:
+            failing.setattr(host.server.cache.catalog.policies[0], method, fail)
+            async with host.peer("scheduler") as scheduler:
+                end = Outcomes([], [AnswerEnded(KEYS[0], (5, 7), 0.25)])
+                lookup = Lookup(1, join_keys(KEYS[:2]), 2 * CHUNK_TOKENS)
+                await scheduler.send(end if method == "answer_ended" else lookup)
+                with pytest.raises(anyio.EndOfStream):
+                    await scheduler.receive(Refused)
+        async with host.peer("scheduler") as scheduler:
+            await scheduler.status()
 
 
 @pytest.mark.parametrize("eviction", ["resume", "lru"])

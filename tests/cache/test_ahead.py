@@ -147,6 +147,32 @@ async def test_no_room_is_made_for_what_is_not_read(
     assert cache.catalog.prefix(others) == [0] * len(others)
 
 
+async def test_policy_that_fails_ends_neither_the_cache_nor_reading_ahead(
+    cache: TieredCache, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(now: float) -> list[int]:
+        raise ZeroDivisionError("as a plugin's may")
+
+    monkeypatch.setattr(cache.catalog.policies[1], "returning", fail)
+    await until(lambda: bool(caplog.records))
+    assert "ZeroDivisionError" in caplog.text
+    returning, keys = Returning(cache, monkeypatch), await on_disk_only(cache, prompt(4 * CHUNK_TOKENS))
+    returning.rows = [row_of(cache, keys[-1])]
+    await until(lambda: cache.catalog.prefix(keys) == [0] * len(keys))
+
+
+async def test_nothing_is_read_during_a_shutdown(
+    cache: TieredCache, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What memory holds is being written then."""
+    returning, keys = Returning(cache, monkeypatch), await on_disk_only(cache, prompt(4 * CHUNK_TOKENS))
+    await cache.finish()
+    returning.rows = [row_of(cache, keys[-1])]
+    await until(lambda: not returning.rows)
+    await anyio.sleep(0.05)
+    assert cache.catalog.prefix(keys) == [1] * len(keys)
+
+
 async def test_setting_turns_it_off(
     settings: Callable[..., Settings], prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:

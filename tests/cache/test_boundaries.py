@@ -85,7 +85,7 @@ async def test_chunks_behind_those_that_are_held_are_reported_as_missed(
     async with opened(settings) as harness:
         store(harness, states=[1], keys=KEYS[:4])
         missed: list[Sequence[ChunkKey]] = []
-        monkeypatch.setattr(harness.cache.catalog, "report_missed", missed.append)
+        monkeypatch.setattr(harness.cache.catalog, "report_missed", lambda keys, _: missed.append(keys))
         contents(await look_up(harness))
         assert missed == [KEYS[4:]]
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 import anyio
 import pytest
 
+from kvtier import TieredCache
+from kvtier.memory.keys import ChunkKey
 from kvtier.testing.faults import Fault
 from kvtier.tiers.batches import IN_FLIGHT
 from tests.rigs import faulty_sources
-from tests.rigs.faulty_sources import CacheHarness
+from tests.rigs.faulty_sources import BUILT_IN, CacheHarness
 from tests.rigs.waiting import until
 
-from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, MakeSettings, Prompt, rows
+from .conftest import CHUNK_OBJECT_BYTES, CHUNK_TOKENS, TOKEN_BYTES, MakeSettings, Prompt, rows, store
 
 pytestmark = pytest.mark.anyio
 
@@ -169,6 +172,33 @@ async def test_chunks_cleared_during_a_write_do_not_arrive(settings: MakeSetting
         assert await harness.model.clear() == 4
         harness.resume("doll")
         await until(lambda: not source.pool.held and not len(harness.cache.catalog))
+
+
+async def test_chunks_stored_again_while_they_are_cleared_are_kept(
+    settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file that is deleted late, the catalog knows nothing any more."""
+    async with TieredCache.open(settings(ram=8), plugins=BUILT_IN) as cache:
+        tokens = prompt(4 * CHUNK_TOKENS)
+        keys = store(cache, tokens)
+        assert await cache.drain(60)
+        [tier] = cache.lower
+        delete, may_delete = tier.backend.delete, anyio.Event()
+
+        async def delete_late(deleted: Sequence[ChunkKey]) -> None:
+            await may_delete.wait()
+            await delete(deleted)
+
+        monkeypatch.setattr(tier.backend, "delete", delete_late)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cache.clear, keys)
+            await until(lambda: cache.catalog.prefix(keys) == [])
+            store(cache, tokens)
+            await anyio.sleep(0.1)
+            may_delete.set()
+        assert await cache.drain(60)
+        assert await tier.backend.contains(keys) == [True] * len(keys)
+        assert [cache.catalog.tiers(key) for key in keys] == [[0, 1]] * len(keys)
 
 
 async def test_write_continues_if_only_memory_is_cleared(settings: MakeSettings, prompt: Prompt) -> None:

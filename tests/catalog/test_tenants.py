@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtier.catalog import kvtier_eviction_policies
 from kvtier.catalog.catalog import Catalog, State
-from kvtier.catalog.eviction import EvictionPolicy, RemovalReason
+from kvtier.catalog.eviction import ChunkColumns, EvictionPolicy, PolicySettings, RemovalReason
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.policies.resume import ResumePolicy
@@ -32,6 +32,26 @@ def key(number: int) -> ChunkKey:
     return ChunkKey(number.to_bytes(32, "little"))
 
 
+class Told(LruPolicy):
+    """Notes what it is told of prompts and their answers."""
+
+    def __init__(self, settings: PolicySettings, capacity_bytes: int, chunks: ChunkColumns) -> None:
+        super().__init__(settings, capacity_bytes, chunks)
+        self.told: list[tuple[object, ...]] = []
+        self.expected: list[int] = []
+
+    def missed(self, keys: Sequence[ChunkKey], now: float) -> None:
+        self.told.append((list(keys),))
+
+    def answer_ended(
+        self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
+    ) -> None:
+        self.told.append((list(rows), list(keys), tuple(signature)))
+
+    def returning(self, now: float) -> list[int]:
+        return self.expected
+
+
 class Shared:
     """A catalog whose tiers tenants share, and the memory pressure of :meth:`store`."""
 
@@ -50,6 +70,11 @@ class Shared:
     def policy(self, tier: int = 0) -> TenantPolicies:
         policy = self.catalog.policies[tier]
         assert isinstance(policy, TenantPolicies)
+        return policy
+
+    def of_tenant(self, tenant: str, tier: int = 0) -> Told:
+        policy = self.policy(tier).of_tenant(self.catalog.columns.hints.number(tenant))
+        assert isinstance(policy, Told)
         return policy
 
     def usage(self, tier: int = 0) -> dict[str, Usage]:
@@ -323,6 +348,50 @@ def test_search_takes_only_chunks_within_its_scope() -> None:
     assert not shared.catalog.victims(0)  # Those of `a` stay while others are above their share.
 
 
+def test_what_a_prompt_misses_is_reported_to_the_policy_of_the_tenant_who_asks() -> None:
+    """That one gets these chunks when they are stored."""
+    shared = Shared(policy=Told, names={"a": "a", "alias": "a", "b": "b"})
+    missed = [[key(number)] for number in range(5)]
+    for keys, tenant in zip(missed, ("a", "alias", "b", "unknown"), strict=False):
+        shared.catalog.report_missed(keys, ChunkHints(tenant))
+    shared.catalog.report_missed(missed[4])
+    assert shared.of_tenant("a").told == [(missed[0],), (missed[1],)]
+    assert shared.of_tenant("b").told == [(missed[2],)]
+    assert shared.of_tenant("").told == [(missed[3],), (missed[4],)]
+
+
+def test_end_of_an_answer_is_reported_to_the_policy_that_has_its_chunks() -> None:
+    """In all tiers, also in those that do not hold them; not if no tier does, as it is not known then."""
+    shared = Shared(policy=Told, tiers=2)
+    prefix = shared.store("", 2)
+    keys = shared.store("a", 2, prefix[-1])
+    rows = [shared.catalog.row(stored) for stored in keys]
+    answer = key(9999)  # Of the answer, and not stored.
+    shared.catalog.report_answer_ended([keys[0], answer, keys[1]], (7,))
+    ended = (rows, [keys[0], answer, keys[1]], (7,))
+    assert [shared.of_tenant("a", tier).told for tier in (0, 1)] == [[ended], [ended]]
+    shared.catalog.report_answer_ended([answer], (7,))
+    assert len(shared.of_tenant("a").told) == 1
+    assert [shared.of_tenant(name, tier).told for name in ("", "b") for tier in (0, 1)] == [[]] * 4
+
+
+def test_a_prompt_that_continues_that_of_another_tenant_ends_for_its_own() -> None:
+    shared = Shared(policy=Told)
+    [shorter] = shared.store("b")
+    [longer] = shared.store("a", 1, shorter)
+    shared.catalog.report_answer_ended([shorter, longer], ())
+    assert len(shared.of_tenant("a").told) == 1
+    assert shared.of_tenant("b").told == []
+
+
+def test_prompts_of_all_tenants_return() -> None:
+    shared = Shared(policy=Told, tiers=2)
+    keys = {name: shared.store(name, 2) for name in ("a", "b", "")}
+    for name, stored in keys.items():
+        shared.of_tenant(name, 1).expected = shared.catalog.prefix_rows(stored)[0][-1:]
+    assert sorted(shared.catalog.returning(9)) == sorted(keys.values())
+
+
 def test_more_tenants_than_the_limit_are_an_error() -> None:
     with pytest.raises(ValueError, match="at most 64"):
         Tenants({str(number): str(number) for number in range(65)})
@@ -336,5 +405,11 @@ class TestTenants(EvictionConformance):
     def make_catalog(self) -> Catalog:
         """Return an empty catalog of two tiers that tenants share."""
         tenants = Tenants({"b": "b"})
-        make = tenants.policy(lambda _: LruPolicy.factory(), {"b": Quota(0.1)}, self.capacity)
+        make = tenants.policy(lambda _: self.policy.factory(), {"b": Quota(0.1)}, self.capacity)
         return Catalog([make] * 2)
+
+
+class TestTenantsWhosePromptsEnd(TestTenants):
+    """Ends of answers reach the policy of the owner."""
+
+    policy = ResumePolicy

@@ -192,7 +192,7 @@ def test_chunks_that_are_held_or_declined_are_not_counted(engine: Engine, cache:
     assert cache.nothing_received()
 
 
-@pytest.mark.parametrize("reason", ["not wanted", "aborted", "window", "hint", "blocks"])
+@pytest.mark.parametrize("reason", ["not wanted", "aborted", "window", "hint", "blocks", "late"])
 def test_chunks_are_not_offered_again(engine: Engine, cache: ScriptedCache, reason: str) -> None:
     fields: dict[str, Any] = {}
     if reason == "window":
@@ -205,6 +205,10 @@ def test_chunks_are_not_offered_again(engine: Engine, cache: ScriptedCache, reas
     request, _ = compute(engine, again=reason != "not wanted", **fields)
     if reason == "blocks":
         engine.scheduler._saves._kept["other"] = BLOCKS // 4 - 5
+    if reason == "late":  # Its blocks would be kept until the cache process answers.
+        assert engine.bridge.await_reply(engine.bridge.reserve([]), 0.001) is None
+        assert engine.bridge.late
+        cache.receive(Reserve)
     aborted, stopped = RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_STOPPED
     assert not end(engine, request, aborted if reason == "aborted" else stopped)
     engine.step()

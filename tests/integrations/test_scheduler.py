@@ -125,6 +125,19 @@ def test_request_of_one_step_is_logged_at_its_end(
     assert line.endswith(f"missed: {CHUNK_TOKENS} never_stored")
 
 
+def test_explanation_that_arrived_before_the_connection_was_lost_counts(
+    engine: Engine, cache: ScriptedCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm.kvtier")
+    look_up = engine.start(make_request(CHUNK_TOKENS))
+    engine.step()
+    cache.send(Explained([Explanation(look_up.ticket, 0, [Miss(MissReason.NEVER_STORED, CHUNK_TOKENS)])]))
+    engine.lose_connection()
+    engine.step()
+    [line] = [message for message in caplog.messages if message.startswith("request")]
+    assert line.endswith(f"missed: {CHUNK_TOKENS} never_stored")
+
+
 def test_step_waits_once_and_for_at_most_two_milliseconds(engine: Engine, waits: list[float]) -> None:
     engine.start_misses(REQUESTS)
     for _ in range(8):

@@ -212,9 +212,10 @@ def test_evicted(llama: Path, make_cache: MakeCache, start: StartEngine) -> None
 def test_the_cache_process_is_away(llama: Path, make_cache: MakeCache, start: StartEngine) -> None:
     cache = make_cache(partial_chunks=True).start()
     with start(llama, cache) as engine:
-        engine.generate(prompt(LENGTH))
-        cache.kill()
         watched = Watched(engine, cache)
+        # Until it is reported: of what nobody has explained by the end of the process, the same is said.
+        watched.generate(prompt(LENGTH))
+        cache.kill()
         engine.generate(prompt(LENGTH, start=3000))
         wait(lambda: any("1000 not_looked_up" in line for line in watched.log()), "nothing was logged")
         assert watched.missed()["not_looked_up"] == LENGTH

@@ -350,12 +350,13 @@ class Lookups:
 
     def take_explanations(self) -> None:
         """Log the requests whose misses were explained since the last step, or will never be."""
+        # First: they may have come with a connection that is lost by now.
+        for explanation in self._bridge.take_explanations():
+            self._reports.explain(explanation)
         if self._bridge.epoch != self._explains:
             if self._explains:
                 self._reports.lost()
             self._explains = self._bridge.epoch
-        for explanation in self._bridge.take_explanations():
-            self._reports.explain(explanation)
 
     def _why_not_asked(self, state: RequestState) -> MissReason:
         if reads_nothing(state):

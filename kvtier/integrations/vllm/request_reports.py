@@ -49,7 +49,6 @@ class RequestReports:
         for awaited in self._outcomes.values():
             self._report(awaited, None)
         self._outcomes.clear()
-        self._explanations.clear()
 
     def _report(self, outcome: Outcome, explanation: Explanation | None) -> None:
         misses = outcome.misses(explanation)

@@ -420,6 +420,7 @@ class Saves:
         transferred = state.transfer.ticket is not None or state.hints.expect is not None
         return (
             self._wanted_again
+            and not self._bridge.late
             and self._tails
             and not (self._loses_blocks or transferred or state.verify.dtype or state.hints.canary)
             and self._may_keep(sum(map(len, blocks)), self._max_kept // 2)

@@ -12,6 +12,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import KVTierError
+from kvtier.observability.recording.format import MAX_SECONDS, Time
 from kvtier.observability.recording.reader import (
     CORRUPT,
     TraceAnswerEnd,
@@ -25,7 +26,7 @@ MAX_LINE_BYTES = 64 << 20
 """A longer one is not a request. It would be read into memory as a whole."""
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
-Time = Annotated[float, msgspec.Meta(ge=0, lt=1 << 48)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, lt=1000 * MAX_SECONDS)]
 _ID_BYTES = 8
 _NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -40,13 +41,13 @@ class _Fields(msgspec.Struct):
 class _Row(msgspec.Struct, kw_only=True):
     """A request. Other fields, such as ``type`` and ``turn``, are ignored."""
 
-    timestamp: Time
+    timestamp: Milliseconds
     input_length: Tokens
     hash_ids: list[int]
     """Of the prompt's blocks."""
     output_length: Tokens = 0
-    duration: Time = 0.0
-    """Milliseconds from the request to the end of the answer; 0 if unknown."""
+    duration: Milliseconds = 0.0
+    """From the request to the end of the answer; 0 if unknown."""
     stop: str = ""
     """Why it ended, such as ``tool_use``; empty if unknown."""
 
@@ -60,6 +61,7 @@ class _MooncakeRow(_Row):
 
 
 class _BailianRow(_Row):
+    timestamp: Time  # In seconds.
     chat_id: int
 
 

@@ -28,9 +28,11 @@ NUMBER_BYTES = 8
 MAX_BODY_BYTES = 512 << 10
 """So a prompt of up to 65,000 chunks is recorded."""
 FRAME = struct.Struct("<II")
+MAX_SECONDS = 4_000_000_000
+"""Above any time since 1970. The catalog counts seconds in 32 bits."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
-Time = Annotated[float, msgspec.Meta(ge=0, lt=1 << 48)]
+Time = Annotated[float, msgspec.Meta(ge=0, lt=MAX_SECONDS)]
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -82,7 +82,7 @@ class SimulatedCache:
         """Look up the chunks of a prompt, and store those that are missing. Return the number of hits."""
         self._clock.now = time
         found = self._look_up(keys, hints)
-        self.catalog.report_missed(keys[found:])
+        self.catalog.report_missed(keys[found:], hints)
         if found < len(keys):
             self._store(keys, found, hints)
         if self._has_tenants:

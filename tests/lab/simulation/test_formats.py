@@ -24,7 +24,7 @@ from kvtier.observability.recording.format import (
     encode_frame,
 )
 from kvtier.observability.recording.reader import TraceAnswerEnd, TraceRequest
-from tests.lab.simulation.making import bailian_line, mooncake_line
+from tests.lab.simulation.making import bailian_line, in_one_tier, mooncake_line
 
 RECORDING_HEADER = encode_frame(Header(version=VERSION, id=bytes(ID_BYTES), started=1e9)) or b""
 PACK: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
@@ -190,6 +190,8 @@ def test_malformed_input_is_one_error_with_file_and_reason(
         ({"timestamp": True}, "got `bool`.*timestamp"),
         ({"timestamp": None}, "got `null`.*timestamp"),
         ({"timestamp": 10**20}, "Expected `float` <.*timestamp"),
+        ({"timestamp": 4e12}, "Expected `float` <.*timestamp"),
+        ({"duration": 4e12}, "Expected `float` <.*duration"),
         ({"timestamp": float("nan")}, "invalid character"),
         ({"input_length": -1}, "Expected `int` >= 0.*input_length"),
         ({"input_length": 1 << 63}, "Expected `int` <=.*input_length"),
@@ -261,6 +263,13 @@ def test_requests_are_sorted_by_time(tmp_path: Path) -> None:
     lines = [mooncake_line(time, [time]) for time in (3000, 1000, 2000)]
     trace = Trace.read(written(tmp_path / "trace", *lines), 512)
     assert [trace.times[request] for request in trace.order] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("line", [mooncake_line(4e12 - 1, [1, 2]), bailian_line(4e9 - 1, [1, 2])])
+def test_the_latest_time_can_be_replayed(tmp_path: Path, line: str) -> None:
+    """The catalog counts the seconds of chunks in 32 bits."""
+    outcome = in_one_tier(Trace.read(written(tmp_path / "trace", line * 2), 512), 100)
+    assert outcome.hits == outcome.asked // 2
 
 
 def test_large_ids_are_renumbered(tmp_path: Path) -> None:

@@ -226,6 +226,7 @@ VALID = Record(0.0, CHUNK_TOKENS, CHUNK_TOKENS, CHUNK_BYTES, bytes(8))
         ({"chunk_tokens": 0}, "Expected `int` >= 1"),
         ({"chunk_bytes": 1 << 60}, "Expected `int` <"),
         ({"time": -1.0}, "Expected `float` >= 0"),
+        ({"time": 4e9}, "Expected `float` <"),
         ({"time": float("nan")}, "Expected `float`"),
         ({"time": float("inf")}, "Expected `float` <"),
         ({"hints": 1}, "Expected `array | null`"),
@@ -257,6 +258,7 @@ def test_body_of_no_format_is_an_error(path: Path, body: bytes, *, in_header: bo
     ("end", "reason"),
     [
         (EndRecord(-1.0, bytes(8), b""), "Expected `float` >= 0"),
+        (EndRecord(4e9, bytes(8), b""), "Expected `float` <"),
         (EndRecord(0.0, bytes(7), b""), "Expected `bytes` of length >= 8"),
         (EndRecord(0.0, bytes(16), b""), "Expected `bytes` of length <= 8"),
         (EndRecord(0.0, bytes(8), bytes(12)), "12 bytes are not a whole number of chunks"),
