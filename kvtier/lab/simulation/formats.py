@@ -6,15 +6,17 @@ from array import array
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import KVTierError
+from kvtier.observability.recording.format import Count, Time
 from kvtier.observability.recording.reader import (
     CORRUPT,
-    TraceAnswerEnd,
+    MALFORMED,
+    TraceEvent,
     TraceRequest,
     expanded,
     is_recording,
@@ -24,10 +26,7 @@ from kvtier.observability.recording.reader import (
 MAX_LINE_BYTES = 64 << 20
 """A longer one is not a request. It would be read into memory as a whole."""
 
-Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
-Time = Annotated[float, msgspec.Meta(ge=0, lt=1 << 48)]
 _ID_BYTES = 8
-_NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class _Fields(msgspec.Struct):
@@ -41,10 +40,10 @@ class _Row(msgspec.Struct, kw_only=True):
     """A request. Other fields, such as ``type`` and ``turn``, are ignored."""
 
     timestamp: Time
-    input_length: Tokens
+    input_length: Count
     hash_ids: list[int]
     """Of the prompt's blocks."""
-    output_length: Tokens = 0
+    output_length: Count = 0
     duration: Time = 0.0
     """Milliseconds from the request to the end of the answer; 0 if unknown."""
     stop: str = ""
@@ -63,12 +62,15 @@ class _BailianRow(_Row):
     chat_id: int
 
 
-def read_trace(path: Path, chunk_tokens: int) -> tuple[Iterator[TraceRequest | TraceAnswerEnd], bool]:
+def read_trace(
+    path: Path, chunk_tokens: int, seconds_per_token: float = 0.0
+) -> tuple[Iterator[TraceEvent], bool]:
     """Return the requests of a trace, in whatever format, and whether it is a recording. Blocks.
 
     A recording has the ends of answers between its requests, other formats have them in these.
     ``chunk_tokens``: the tokens of a chunk, into which the blocks of a trace are folded; a recording has
-    chunks. Raises :class:`KVTierError`, also while the requests are read; it names file, line and reason.
+    chunks. ``seconds_per_token``: of an answer of which only the length is known. Raises
+    :class:`KVTierError`, also while the requests are read; it names file, line and reason.
     """
     try:
         recorded = is_recording(path)
@@ -78,7 +80,7 @@ def read_trace(path: Path, chunk_tokens: int) -> tuple[Iterator[TraceRequest | T
         return read_events(path), True
     try:
         fields = msgspec.json.decode(_first_line(path), type=_Fields)
-    except _NO_JSON as error:
+    except MALFORMED as error:
         raise TraceError(
             f"{path}: line 1: is neither a JSON object nor the beginning of a recording: {error}"
         ) from error
@@ -86,10 +88,11 @@ def read_trace(path: Path, chunk_tokens: int) -> tuple[Iterator[TraceRequest | T
         raise TraceError(
             f"{path}: line 1: has no hash_ids: known formats are Mooncake, Bailian and recordings of kvtier"
         )
-    return _read(path, chunk_tokens, MOONCAKE if fields.chat_id is msgspec.UNSET else BAILIAN), False
+    form = MOONCAKE if fields.chat_id is msgspec.UNSET else BAILIAN
+    return _read(path, chunk_tokens, form, seconds_per_token), False
 
 
-def _read(path: Path, chunk_tokens: int, form: _Format) -> Iterator[TraceRequest]:
+def _read(path: Path, chunk_tokens: int, form: _Format, seconds_per_token: float) -> Iterator[TraceRequest]:
     """Yield the requests. Raises :class:`TraceError`, which names the line."""
     blocks, rest = divmod(chunk_tokens, form.block_tokens)
     if rest or not blocks:
@@ -102,7 +105,7 @@ def _read(path: Path, chunk_tokens: int, form: _Format) -> Iterator[TraceRequest
         try:
             row = decoder.decode(line)
             ids = array("Q", row.hash_ids)
-        except _NO_JSON as error:
+        except MALFORMED as error:
             raise TraceError(f"{path}: line {number}: {error}") from error
         except OverflowError as error:
             reason = "hash_ids has an id that is not between 0 and 2^64 - 1"
@@ -114,7 +117,7 @@ def _read(path: Path, chunk_tokens: int, form: _Format) -> Iterator[TraceRequest
             chunks=form.fold(ids, blocks),
             tokens=row.input_length,
             output_tokens=row.output_length,
-            seconds=row.duration / 1000,
+            seconds=row.duration / 1000 or row.output_length * seconds_per_token,
             signature=(xxh3_64_intdigest(row.stop.encode()),) if row.stop else (),
         )
 
