@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from kvtier.lab.simulation.trace import Trace
     from kvtier.observability.whatif.simulated_cache import SimulatedTiers
     from kvtier.plugins import Plugins
-    from kvtier.settings import Settings
 
 EXAMPLES = epilog(
     "kvtier simulate mooncake.jsonl.xz",
@@ -123,6 +122,7 @@ def simulate(
     from kvtier.lab.simulation.replay import Model
     from kvtier.lab.simulation.report import json_of, save_plot
     from kvtier.lab.simulation.trace import Trace
+    from kvtier.observability.whatif.simulated_cache import configured
     from kvtier.plugins import Plugins
     from kvtier.settings import load_settings
 
@@ -144,7 +144,7 @@ def simulate(
         if config is None:
             caches = _sized(plugins, trace, model, capacity or DEFAULT_CAPACITIES, policies, speeds)
         else:
-            caches = _configured(plugins, settings, policies, speeds)
+            caches = [configured(plugins, settings, name, speeds) for name in policies or (None,)]
         names = caches[0].names
         if unknown := sorted(given.keys() - set(names)):
             reason = f"there is no tier {unknown[0]!r}: use one of {', '.join(names)}"
@@ -173,23 +173,12 @@ def _sized(
     from kvtier.observability.whatif.simulated_cache import one_tier
     from kvtier.settings import DEFAULT_EVICTION
 
-    def parse(text: str) -> int:
-        return capacity_of(text, trace, model)
-
+    parse = partial(capacity_of, trace=trace, model=model)
     return [
         one_tier(plugins, policy, parsed(parse, text, "--capacity"), speeds)
         for text in capacity.split(",")
         for policy in policies or [DEFAULT_EVICTION]
     ]
-
-
-def _configured(
-    plugins: Plugins, settings: Settings, policies: Sequence[str], speeds: dict[str, float]
-) -> list[SimulatedTiers]:
-    from kvtier.observability.whatif.simulated_cache import configured
-
-    choices: Sequence[str | None] = policies or [None]
-    return [configured(plugins, settings, policy, speeds) for policy in choices]
 
 
 def _policies(plugins: Plugins, given: Sequence[str]) -> list[str]:

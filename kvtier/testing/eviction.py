@@ -220,7 +220,6 @@ class EvictionConformance:
         chance = random.Random(2)  # noqa: S311 - the same sequence in each run
         prompts = [prompt_of(number, 1 + number % 9) for number in range(30)]
         prompts += [[*keys[:4], *prompt_of(100 + number, 3)] for number, keys in enumerate(prompts)]
-        held: dict[int, set[ChunkKey]] = {FAST: set(), SLOW: set()}
         for _ in range(2_000):
             tier, keys = chance.choice((FAST, SLOW)), chance.choice(prompts)
             if chance.random() < 0.5:
@@ -230,35 +229,31 @@ class EvictionConformance:
             else:
                 signature = (1, chance.randint(2, 4))[: chance.randint(0, 2)]
                 catalog.report_answer_ended(keys[-2:], signature, chance.choice((0.0, 1.0, 60.0)))
-            held[tier].difference_update(self._offer(catalog, tier, keys, chance.randint(0, 9)))
-            held[tier].update(key for key in keys if catalog.state(key, tier) is State.READY)
+            self._offer(catalog, tier, keys, chance.randint(0, 9))
         for tier in (FAST, SLOW):
-            assert set(catalog.keys(tier)) == held[tier]
-            rows = {catalog.row(key) for key in held[tier]}
+            held = list(catalog.keys(tier))
+            rows = {catalog.row(key) for key in held}
             for age in range(0, 7200, 5):
                 returning = catalog.policies[tier].returning(time.monotonic() + age)
                 assert rows.issuperset(returning)
                 assert len(set(returning)) == len(returning)
-            assert sorted(self.evict_all(catalog, tier)) == sorted(held[tier])
+            assert sorted(self.evict_all(catalog, tier)) == sorted(held)
 
-    def _offer(self, catalog: Catalog, tier: int, keys: Sequence[ChunkKey], room: int) -> Sequence[ChunkKey]:
-        """Store up to ``room`` chunks that are missing of a prompt. Return what was evicted for them."""
+    def _offer(self, catalog: Catalog, tier: int, keys: Sequence[ChunkKey], room: int) -> None:
+        """Store up to ``room`` chunks that are missing of a prompt."""
         missing = catalog.absent(keys, tier)
         if not missing:
-            return []
-        first, count = missing[0], len(missing)
-        while missing[count - 1] - first >= count:  # Those behind one that is held form a run of their own.
-            count -= 1
-        run, parent = keys[first : first + count], keys[first - 1] if first else None
+            return
+        first = missing[0]
+        run, parent = keys[first:], keys[first - 1] if first else None
         busy = {catalog.row(key) for key in keys}
-        prompt = catalog.incoming_prompt(run, [LENGTH] * count, parent)
-        victims = catalog.victims(tier, count * LENGTH, busy.__contains__, prompt=prompt)
+        prompt = catalog.incoming_prompt(run, [LENGTH] * len(run), parent)
+        victims = catalog.victims(tier, len(run) * LENGTH, busy.__contains__, prompt=prompt)
         catalog.remove_all(victims, tier, RemovalReason.EVICTED)
         catalog.add_chain(run[:room], tier, [LENGTH] * len(run[:room]), State.READY, parent)
         if rest := run[room:]:
             parent = run[room - 1] if room else parent
             catalog.decline(tier, catalog.incoming_prompt(rest, [LENGTH] * len(rest), parent))
-        return victims
 
     def test_collector_does_not_visit_chunks(self, catalog: Catalog) -> None:
         """An object per chunk would cost seconds in every full garbage collection of ten million chunks."""

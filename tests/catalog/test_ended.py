@@ -44,7 +44,10 @@ def test_class_of_an_end_keeps_what_is_known_of_the_prompt(ending: int) -> None:
 
 
 def test_class_of_a_hint_stays_when_an_answer_ends() -> None:
-    assert class_ended(class_expected(10.0), 3) == class_expected(10.0)
+    cache, keys = ResumeTier(100), prompt_of(1, 4)
+    cache.ask(keys, ChunkHints(resume=30.0))
+    cache.end(keys, *TOOL)
+    assert cache.visit(keys[-1]).kind == class_expected(30.0)
 
 
 def test_mean_time_until_an_event_follows_from_its_rates() -> None:

@@ -295,7 +295,7 @@ def test_rings_agree_with_lists() -> None:
             rings.use([*rows, *rows, 99], ring)
             model[ring] += held[::-1]
         else:
-            assert rings.remove([*rows, *rows, 99]) == held
+            rings.remove([*rows, *rows, 99])
             assert all(rings.ring(row) == NOWHERE for row in rows)
         assert [list(islice(rings.rows(number), 100)) for number in range(3)] == model
         assert list(rings.counts) == [len(one_ring) for one_ring in model]

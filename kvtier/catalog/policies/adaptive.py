@@ -165,7 +165,7 @@ class AdaptivePolicy(EvictionPolicy):
             chosen = self._extend(request, rows)
             self._note_prompt_end(self._chunks.keys_of(chosen[-1:]))
             absent = [row for row in chosen if row >= known or not held[row]]
-            request.awaited = [key for key in self._chunks.keys_of(absent) if key in request.chunks]
+            request.awaited = self._chunks.keys_of(absent)
             self._awaited.update(request.awaited)
 
     def missed(self, keys: Sequence[ChunkKey], now: float) -> None:
@@ -302,7 +302,6 @@ class AdaptivePolicy(EvictionPolicy):
                 shadow.answer_ended(request, request.signature)
         if request.signature is not None:
             return
-        request.awaited = ()
         self._answers[last] = request
         if len(self._answers) > MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from math import inf
 
 import msgspec
@@ -43,7 +44,7 @@ LEVELS = (0.25, 0.5, 1.0, 2.0, 4.0)
 NORMAL = LEVELS.index(1.0)
 GHOST = len(LEVELS) * KINDS * AGES
 """Rings are numbered by priority, class and span of age. Those of ghosts follow after all others."""
-_LEFT_RING = (NORMAL * KINDS + LEFT) * AGES
+_NEW_RING, _LEFT_RING = (NORMAL * KINDS + NEW) * AGES, (NORMAL * KINDS + LEFT) * AGES
 SETTLE_SECONDS = 0.5
 """How often visits are moved on to the span of their age, and rings are ranked."""
 MAX_SETTLED = 512
@@ -115,7 +116,7 @@ class ResumePolicy(EvictionPolicy):
         self._incoming.passed(keys, parent, rest)
         visit = self._visit_of(above, rest)
         if visit == NONE:
-            visit = self._begin(rows[-1], now, self._continuing(NONE, rest))
+            visit = visits.new(now, _NEW_RING)
         is_ghost, again = visits.rings[visit] >= GHOST, self._is_offered_again(visit, rest)
         self._ghosts -= is_ghost
         if again and is_ghost:
@@ -159,7 +160,8 @@ class ResumePolicy(EvictionPolicy):
         if (ghost := visits.ghost_keys[last]) and returning:
             # It went on: only a prompt that does so, too, is the same. That is known once it is stored.
             returning = ghost in map(hash, self._chunks.keys_of(ends))
-        visit = self._begin(rows[-1], now)
+        visit = visits.new(now, _NEW_RING)
+        self._put(visit, NEW, rows[-1], now)
         emptied = visits.take(visit, rows)
         if returning:
             self._resume(visit, last, rows[-1], now)
@@ -375,11 +377,6 @@ class ResumePolicy(EvictionPolicy):
 
     # Visits.
 
-    def _begin(self, row: int, now: float, kind: int = NEW) -> int:
-        ring = self._ring(kind, row, now)
-        self._use(ring)
-        return self._visits.new(now, ring)
-
     def _use(self, ring: int) -> None:
         """Note that a ring may have visits."""
         if ring not in self._used:
@@ -428,13 +425,10 @@ class ResumePolicy(EvictionPolicy):
         return max(typical, 1e-3)
 
     def _empty(self, visit: int) -> None:
-        """End a visit that has no rows, or remember it."""
-        if self._visits.ghost_keys[visit]:
-            self._become_ghost(visit)
-        else:
+        """End a visit that has no rows, or remember it as a ghost."""
+        if not self._visits.ghost_keys[visit]:
             self._close(visit)
-
-    def _become_ghost(self, visit: int) -> None:
+            return
         self._move(visit, self._visits.rings[visit] + GHOST)
         self._ghosts += 1
         held = len(self._visits) - self._ghosts
@@ -471,20 +465,14 @@ class ResumePolicy(EvictionPolicy):
             if kind != LEFT:
                 if not begun:
                     self._returns.waited(kind, at, self._visits.sizes[ring], self._elapsed)
-                left -= self._move_on(ring, now, left)
+                moved = self._visits.move_on(ring, at, STARTS, now, left)
+                for reached in compress(range(AGES), moved):
+                    self._use(ring - at + reached)
+                left -= sum(moved)
                 if left == 0:
                     self._unsettled.append(~ring)
             if not self._visits.sizes[ring]:
                 self._used.discard(ring)
-
-    def _move_on(self, ring: int, now: float, most: int) -> int:
-        """Move up to ``most`` visits that have become too old for a ring. Return how many."""
-        at = ring % AGES
-        moved = self._visits.move_on(ring, at, STARTS, now, most)
-        for reached, count in enumerate(moved):
-            if count:
-                self._use(ring - at + reached)
-        return sum(moved)
 
 
 def _ring_of(kind: int, priority: int, resume: float, retention: float) -> int:

@@ -84,8 +84,6 @@ def class_continued(kind: int, chunks: int) -> int:
 
 def class_ended(kind: int, ending: int) -> int:
     """Return the class of a prompt of class ``kind`` whose answer has ended, or ended again."""
-    if kind >= FIRST_EXPECTED:
-        return kind
     return FIRST_ENDED + ending * FIRST_ENDED + kind % FIRST_ENDED
 
 
@@ -102,11 +100,6 @@ def class_expected(seconds: float) -> int:
 def class_retained(seconds: float) -> int:
     """Return the class of a prompt that should be kept for ``seconds``."""
     return FIRST_RETAINED + _scale(seconds, _SHORTEST_RETENTION, _LOG_2, RETAINED)
-
-
-def _gap(kind: int) -> int:
-    """Return the place of a class's typical gap: 0 without one."""
-    return (kind - NEW) // SIZES
 
 
 def _scale(seconds: float, shortest: float, growth: float, steps: int) -> int:
@@ -178,17 +171,17 @@ class Returns:
     def _path(self, kind: int) -> tuple[_Observations, ...]:
         """Return the observations of returns of a class, those of all classes first."""
         of = self._observations
+        ended, before = divmod(kind, FIRST_ENDED)
         if kind < FIRST_ENDED:
-            return of["asked"], of["asked", _gap(kind)], of[kind]
+            return of["asked"], of["asked", before // SIZES], of[kind]
         if kind < FIRST_EXPECTED:
-            ending, before = divmod(kind - FIRST_ENDED, FIRST_ENDED)
-            return of["ended"], of["ended", ending], of["ended", ending, _gap(before)], of[kind]
+            return of["ended"], of["ended", ended], of["ended", ended, before // SIZES], of[kind]
         return of["asked"], of[kind]
 
     def _path_of_any_ending(self, kind: int) -> tuple[_Observations, ...]:
         """Return those of the prompts whose answer has ended, which were of a class before."""
-        of = self._observations
-        return of["ended"], of["any ending, gap", _gap(kind)], of["any ending", kind]
+        of, before = self._observations, kind % FIRST_ENDED
+        return of["ended"], of["any ending, gap", before // SIZES], of["any ending", before]
 
     def _answers(self, kind: int) -> tuple[_Observations, ...]:
         """Return the observations of ends of answers, by new chunks, and how long they were waited for."""
@@ -197,7 +190,7 @@ class Returns:
     def _observing(self, kind: int) -> tuple[_Observations, ...]:
         """Return all observations of returns to which a prompt of a class contributes."""
         if has_ended(kind):
-            return *self._path(kind), *self._path_of_any_ending(kind % FIRST_ENDED)[1:]
+            return *self._path(kind), *self._path_of_any_ending(kind)[1:]
         return self._path(kind)
 
     def passed(self) -> None:
@@ -206,8 +199,6 @@ class Returns:
 
     def waited(self, kind: int, first: int, count: int, seconds: float) -> None:
         """Record that ``count`` prompts of a class have been away for ``seconds`` more, first in a span."""
-        if not count:
-            return
         observing = self._observing(kind) + (self._answers(kind) if kind < FIRST_ENDED else ())
         for at in range(first, AGES):
             here = seconds if at == AGES - 1 else min(seconds, WIDTHS[at])
@@ -285,10 +276,7 @@ _ASSUMED = [0.3 / (start + 10.0) for start in STARTS]
 
 
 def residual_times(rates: list[float]) -> list[float]:
-    """Return for each span the mean time until an event that has not happened at its start, in seconds.
-
-    ``rates``: events per second in each span.
-    """
+    """Return for each span the mean seconds from its start until an event, given the events per second."""
     rest, found = WIDTHS[-1], []
     for rate, width in zip(reversed(rates), reversed(WIDTHS), strict=True):
         rest = _spent(rate, width) + exp(-rate * width) * rest

@@ -87,13 +87,12 @@ class Rings:
         self._unlink(rows)
         self._link(rows, ring)
 
-    def remove(self, rows: Sequence[int]) -> list[int]:
-        """Remove rows. Return those that were in a ring."""
+    def remove(self, rows: Sequence[int]) -> None:
+        """Remove those of the rows that are in a ring."""
         held = self.held(rows)
         self._unlink(held)
         for row in held:
             self.ring_of[row] = NOWHERE
-        return held
 
     def coldest(self, ring: int) -> int:
         """Return the coldest row of a ring, or :data:`NO_ROW`."""

@@ -393,8 +393,8 @@ class Saves:
                 sizes.append(end - start)
         return keys, sizes
 
-    def finish(self, state: RequestState, computed: int, blocks: Blocks, *, again: bool = False) -> bool:
-        """Plan the remaining chunks of a finished request; ``again``: or all chunks, if that is wanted.
+    def finish(self, state: RequestState, computed: int, blocks: Blocks) -> bool:
+        """Plan the remaining chunks of a finished request, or all chunks if they may be offered again.
 
         Return whether vLLM must keep ``blocks`` until a worker reports its last job.
         """
@@ -402,7 +402,7 @@ class Saves:
         if not self._bridge.responsive:
             self.drop(state)
             return self.keep(state, blocks)
-        if again and self._may_offer_again(state, blocks):
+        if self._may_offer_again(state, blocks):
             self._offer_again(state, computed)
         elif self.due(state, computed) or self._longer_tail(state, computed):
             fresh = self._fresh(state, computed, state.saving.settled or 0)

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bridge.client import SchedulerBridge
-from kvtier.catalog.endings import SIGNED_TOKENS
 from kvtier.catalog.misses import MissReason
 from kvtier.integrations.vllm.adapters import Adapter, Adapters
 from kvtier.integrations.vllm.compat import end_of_answer, has_failed
@@ -48,8 +47,6 @@ STEP_WAIT_SECONDS = 0.002
 LOOKUP_WAIT_SECONDS = 0.001
 """The part of it that lookups may use: without an answer, the request is delayed by a whole step."""
 CLEAR_SECONDS = 1.0
-OFFERED_AGAIN = ("stop", "length")
-"""The ends of answers after which the chunks of a prompt may be offered again."""
 
 
 class SchedulerSide:
@@ -391,12 +388,11 @@ class SchedulerSide:
         unknown = state.is_mixed or request.request_id in self._loads
         how = end_of_answer(request)
         if how and state.stores and canary is None and not unknown:
-            tokens = token_list(request)
-            last = tokens[max(request.num_prompt_tokens, len(tokens) - SIGNED_TOKENS) :]
+            tokens = token_list(request)[request.num_prompt_tokens :]
             # As it was looked up: what follows it may have replaced its last chunk.
             prompt = self._saves.chunks_at_end(state, int(request.num_prompt_tokens))[0][-2:]
             answer = [key for key in self._saves.chunks_at_end(state, computed)[0][-2:] if key not in prompt]
-            self._bridge.answer_ended(prompt, answer, how, last)
+            self._bridge.answer_ended(prompt, answer, how, tokens)
         if not self._shadow.present:
             self._bridge.send_outcomes()
         if has_failed(request) or unknown:
@@ -405,8 +401,7 @@ class SchedulerSide:
             loading = request.request_id in self._loads  # vLLM keeps the blocks until it has ended.
             held = not loading and self._saves.keep(state, self._model.blocks(block_ids))
             return held, self._kv_transfers.answer(request, 0, canary)
-        blocks, again = self._model.blocks(block_ids), how.startswith(OFFERED_AGAIN)
-        held = state.stores and self._saves.finish(state, computed, blocks, again=again)
+        held = state.stores and self._saves.finish(state, computed, self._model.blocks(block_ids))
         transferred = self._kv_transfers.finish(state)
         if not self._saves.unreserved:
             self._kv_transfers.end_finished()

@@ -12,10 +12,11 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import KVTierError
-from kvtier.observability.recording.format import MAX_SECONDS, Time
+from kvtier.observability.recording.format import MAX_SECONDS, Count, Time
 from kvtier.observability.recording.reader import (
     CORRUPT,
-    TraceAnswerEnd,
+    MALFORMED,
+    TraceEvent,
     TraceRequest,
     expanded,
     is_recording,
@@ -25,10 +26,8 @@ from kvtier.observability.recording.reader import (
 MAX_LINE_BYTES = 64 << 20
 """A longer one is not a request. It would be read into memory as a whole."""
 
-Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, lt=1000 * MAX_SECONDS)]
 _ID_BYTES = 8
-_NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class _Fields(msgspec.Struct):
@@ -42,10 +41,10 @@ class _Row(msgspec.Struct, kw_only=True):
     """A request. Other fields, such as ``type`` and ``turn``, are ignored."""
 
     timestamp: Milliseconds
-    input_length: Tokens
+    input_length: Count
     hash_ids: list[int]
     """Of the prompt's blocks."""
-    output_length: Tokens = 0
+    output_length: Count = 0
     duration: Milliseconds = 0.0
     """From the request to the end of the answer; 0 if unknown."""
     stop: str = ""
@@ -65,12 +64,15 @@ class _BailianRow(_Row):
     chat_id: int
 
 
-def read_trace(path: Path, chunk_tokens: int) -> tuple[Iterator[TraceRequest | TraceAnswerEnd], bool]:
+def read_trace(
+    path: Path, chunk_tokens: int, seconds_per_token: float = 0.0
+) -> tuple[Iterator[TraceEvent], bool]:
     """Return the requests of a trace, in whatever format, and whether it is a recording. Blocks.
 
     A recording has the ends of answers between its requests, other formats have them in these.
     ``chunk_tokens``: the tokens of a chunk, into which the blocks of a trace are folded; a recording has
-    chunks. Raises :class:`KVTierError`, also while the requests are read; it names file, line and reason.
+    chunks. ``seconds_per_token``: of an answer of which only the length is known. Raises
+    :class:`KVTierError`, also while the requests are read; it names file, line and reason.
     """
     try:
         recorded = is_recording(path)
@@ -80,7 +82,7 @@ def read_trace(path: Path, chunk_tokens: int) -> tuple[Iterator[TraceRequest | T
         return read_events(path), True
     try:
         fields = msgspec.json.decode(_first_line(path), type=_Fields)
-    except _NO_JSON as error:
+    except MALFORMED as error:
         raise TraceError(
             f"{path}: line 1: is neither a JSON object nor the beginning of a recording: {error}"
         ) from error
@@ -88,10 +90,11 @@ def read_trace(path: Path, chunk_tokens: int) -> tuple[Iterator[TraceRequest | T
         raise TraceError(
             f"{path}: line 1: has no hash_ids: known formats are Mooncake, Bailian and recordings of kvtier"
         )
-    return _read(path, chunk_tokens, MOONCAKE if fields.chat_id is msgspec.UNSET else BAILIAN), False
+    form = MOONCAKE if fields.chat_id is msgspec.UNSET else BAILIAN
+    return _read(path, chunk_tokens, form, seconds_per_token), False
 
 
-def _read(path: Path, chunk_tokens: int, form: _Format) -> Iterator[TraceRequest]:
+def _read(path: Path, chunk_tokens: int, form: _Format, seconds_per_token: float) -> Iterator[TraceRequest]:
     """Yield the requests. Raises :class:`TraceError`, which names the line."""
     blocks, rest = divmod(chunk_tokens, form.block_tokens)
     if rest or not blocks:
@@ -104,7 +107,7 @@ def _read(path: Path, chunk_tokens: int, form: _Format) -> Iterator[TraceRequest
         try:
             row = decoder.decode(line)
             ids = array("Q", row.hash_ids)
-        except _NO_JSON as error:
+        except MALFORMED as error:
             raise TraceError(f"{path}: line {number}: {error}") from error
         except OverflowError as error:
             reason = "hash_ids has an id that is not between 0 and 2^64 - 1"
@@ -116,7 +119,7 @@ def _read(path: Path, chunk_tokens: int, form: _Format) -> Iterator[TraceRequest
             chunks=form.fold(ids, blocks),
             tokens=row.input_length,
             output_tokens=row.output_length,
-            seconds=row.duration / 1000,
+            seconds=row.duration / 1000 or row.output_length * seconds_per_token,
             signature=(xxh3_64_intdigest(row.stop.encode()),) if row.stop else (),
         )
 

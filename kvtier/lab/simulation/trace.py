@@ -17,9 +17,9 @@ from kvtier import native
 from kvtier.catalog.hints import ChunkHints
 from kvtier.lab.simulation.formats import TraceError, read_trace
 from kvtier.memory.keys import KEY_BYTES, TOKEN_BYTES, ChunkKey, split_keys
-from kvtier.observability.recording.reader import TraceAnswerEnd, TraceRequest
+from kvtier.observability.recording.reader import TraceAnswerEnd, TraceEvent
 
-SECONDS_PER_TOKEN = 0.02
+TOKEN_SECONDS = 0.02
 """Of an answer whose duration is unknown."""
 MAX_VACANT = 4
 """Numbers are ids as they are in the trace, if the highest is below this multiple of their count."""
@@ -57,36 +57,22 @@ class Trace:
 
     @classmethod
     def read(
-        cls,
-        path: Path,
-        chunk_tokens: int,
-        limit: int | None = None,
-        seconds_per_token: float = SECONDS_PER_TOKEN,
+        cls, path: Path, chunk_tokens: int, limit: int | None = None, seconds_per_token: float = TOKEN_SECONDS
     ) -> Trace:
-        """Read the first ``limit`` requests of a file. Blocks. Raises :class:`KVTierError`.
-
-        ``chunk_tokens``: tokens of a chunk, unless the file is a recording, whose chunks have a size.
-        For the rest see :meth:`load`.
-        """
-        events, recorded = read_trace(path, chunk_tokens)
-        tokens = None if recorded else chunk_tokens
-        return cls.load(str(path), events, tokens, limit, seconds_per_token)
+        """Read the first ``limit`` requests of a file. For the rest, and for errors: :func:`read_trace`."""
+        events, recorded = read_trace(path, chunk_tokens, seconds_per_token)
+        return cls.load(str(path), events, None if recorded else chunk_tokens, limit)
 
     @classmethod
     def load(
-        cls,
-        name: str,
-        events: Iterable[TraceRequest | TraceAnswerEnd],
-        chunk_tokens: int | None,
-        limit: int | None = None,
-        seconds_per_token: float = SECONDS_PER_TOKEN,
+        cls, name: str, events: Iterable[TraceEvent], chunk_tokens: int | None, limit: int | None = None
     ) -> Trace:
         """Take all requests, or the first ``limit`` and the ends of answers among them.
 
         Raises :class:`TraceError` without any, and what ``events`` raises.
         ``name``: the path of the file, of which the trace keeps the last part, or another name.
         ``chunk_tokens``: if ``None``, the least with which every prompt fits into its chunks. This is exact,
-        unless all prompts are short. ``seconds_per_token``: of an answer of which only the length is known.
+        unless all prompts are short.
         """
         ids, ends, times, tokens = array("Q"), array("Q"), array("d"), array("Q")
         hints: dict[int, ChunkHints] = {}
@@ -114,7 +100,7 @@ class Trace:
             ends.append(len(ids))
             times.append(event.time)
             tokens.append(event.tokens)
-            answer_seconds.append(event.seconds or event.output_tokens * seconds_per_token)
+            answer_seconds.append(event.seconds)
             chunk_bytes = max(chunk_bytes, event.chunk_bytes)
             if len(ends) == limit:
                 break
@@ -179,18 +165,10 @@ def _numbered(ids: array[int], ends: array[int]) -> tuple[array[int], int, int]:
         ends[request], start = len(kept), stop
     count = max(kept) + 1
     if count <= MAX_VACANT * len(kept) and count < 1 << 32:
-        return array("I", kept), count, _distinct(kept, count)
+        return array("I", kept), count, len(set(kept))
     numbers: dict[int, int] = {}
     numbered = array("I", [numbers.setdefault(chunk, len(numbers)) for chunk in kept])
     return numbered, len(numbers), len(numbers)
-
-
-def _distinct(chunks: array[int], numbers: int) -> int:
-    """Return how many different numbers there are."""
-    seen = bytearray(numbers)
-    for chunk in chunks:
-        seen[chunk] = 1
-    return seen.count(1)
 
 
 def chunk_keys(numbers: Sequence[int]) -> list[ChunkKey]:

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import msgspec
 from xxhash import xxh32_intdigest
@@ -41,6 +41,7 @@ CORRUPT = (gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 """What reading a corrupt file raises. One that was cut off raises ``EOFError``."""
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding a body raises that is of no format."""
+ContentT = TypeVar("ContentT")
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\0"
 
 
@@ -62,7 +63,7 @@ def read_recording(path: Path) -> Iterator[TraceRequest]:
     return (event for event in read_events(path) if isinstance(event, TraceRequest))
 
 
-def read_events(path: Path) -> Iterator[TraceRequest | TraceAnswerEnd]:
+def read_events(path: Path) -> Iterator[TraceEvent]:
     """Yield the requests of a recording and the ends of answers, as they happened. Blocks while it reads.
 
     ``path`` is the file that it was written to; the older files of the same recording, with the suffixes
@@ -109,35 +110,25 @@ class _Part:
     def _read_header(self) -> Header:
         if self._read(len(MAGIC)) != MAGIC:
             raise RecordingError(f"{self._path} is not a recording")
-        body = self._next_body()
-        if body is None:
+        header = self._next(_header_decoder)
+        if header is None:
             raise RecordingError(f"{self._path} has no complete header")
-        try:
-            header = _header_decoder.decode(body)
-        except MALFORMED as error:
-            raise self._error(str(error)) from error
         if not 1 <= header.version <= VERSION:
             raise RecordingError(
                 f"{self._path} has format {header.version}: this version reads 1 to {VERSION}"
             )
         return header
 
-    def events(self) -> Iterator[TraceRequest | TraceAnswerEnd]:
+    def events(self) -> Iterator[TraceEvent]:
         """Yield the rest of the file. Raises :class:`RecordingError`."""
-        while True:
-            self._record += 1
-            body = self._next_body()
-            if body is None:
-                return
-            try:
-                record = _record_decoder.decode(body)
-            except MALFORMED as error:
-                raise self._error(str(error)) from error
+        self._record = 1
+        while (record := self._next(_record_decoder)) is not None:
             if isinstance(record, Record):
                 yield self._request(record)
             else:
                 [chunk] = self._numbers(record.chunk)
                 yield TraceAnswerEnd(record.time, chunk, self._numbers(record.signature))
+            self._record += 1
 
     def _request(self, record: Record) -> TraceRequest:
         chunks, whole = self._numbers(record.chunks), record.chunk_tokens
@@ -161,8 +152,8 @@ class _Part:
             numbers.byteswap()
         return numbers
 
-    def _next_body(self) -> bytes | None:
-        """Return the body of the next frame; ``None`` at the end, or if it is incomplete."""
+    def _next(self, decoder: msgspec.msgpack.Decoder[ContentT]) -> ContentT | None:
+        """Return the content of the next frame; ``None`` at the end, or if it is incomplete."""
         prefix = self._read(FRAME.size)
         if len(prefix) < FRAME.size:
             self._note_incomplete(prefix)
@@ -176,7 +167,10 @@ class _Part:
             return None
         if xxh32_intdigest(body) != checksum:
             raise self._error("its checksum does not match")
-        return body
+        try:
+            return decoder.decode(body)
+        except MALFORMED as error:
+            raise self._error(str(error)) from error
 
     def _note_incomplete(self, rest: bytes) -> None:
         if rest:
@@ -244,3 +238,6 @@ class TraceAnswerEnd(msgspec.Struct, frozen=True, gc=False):
     chunk: int
     """The last chunk of its prompt."""
     signature: Sequence[int] = ()
+
+
+TraceEvent = TraceRequest | TraceAnswerEnd

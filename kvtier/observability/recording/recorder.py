@@ -11,7 +11,6 @@ from functools import partial
 import anyio
 from anyio import CancelScope, to_thread
 
-from kvtier.catalog.endings import MAX_SIGNATURE
 from kvtier.catalog.hints import ChunkHints
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.concurrency.threads import WorkerThreads
@@ -65,12 +64,10 @@ class Recorder:
 
         ``keys``: the joined keys of the last chunks of its prompt. For the rest see :class:`AnswerEnded`.
         """
-        since, hashes = time.monotonic() - self._began, tuple(signature)
-        readable = len(hashes) <= MAX_SIGNATURE and all(0 <= value < 1 << 64 for value in hashes)
-        ended = AnswerEnded(min(since, max(0.0, since - seconds)), keys[-KEY_BYTES:], hashes)
-        self._add(ended, keys, readable=readable and len(keys) % KEY_BYTES == 0)
+        since = time.monotonic() - self._began
+        self._add(AnswerEnded(max(0.0, since - seconds), keys[-KEY_BYTES:], signature), keys)
 
-    def _add(self, seen: LookedUp | AnswerEnded, keys: bytes, *, readable: bool) -> None:
+    def _add(self, seen: LookedUp | AnswerEnded, keys: bytes, *, readable: bool = True) -> None:
         """Note what is to be written, unless it has no keys. ``readable``: whether it could be read back."""
         if not keys:
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pydantic import ValidationError
 
@@ -54,7 +55,7 @@ class SimulatedCache:
         self._has_tenants = self.tiers[FIRST].tenants is not None
         self._planner = TransferPlanner(self.catalog, self.tiers, self._clock.read)
         self._leased: set[int] = set()
-        """Rows of the prefix that the current request loads. They stay where they are until it is served."""
+        """Rows of the prompt that is looked up, stored or read. They stay where they are meanwhile."""
         count = len(self.tiers)
         self.hits = [0] * count
         """By the tier that had the chunk."""
@@ -64,8 +65,6 @@ class SimulatedCache:
         """Of these, those that a request waited for."""
         self.written = [0] * count
         self.evicted = [0] * count
-        self._offered_again = False
-        """Whether chunks are offered again, which the first tier may decline even if there are others."""
         self.stored_again = 0
         """Of those written to the first tier, the ones that :meth:`answer_ended` has."""
         self.ahead = 0
@@ -98,10 +97,8 @@ class SimulatedCache:
         self._clock.now = time
         self.catalog.report_answer_ended(keys[-2:], signature)
         if self.tiers[FIRST].declines:
-            self._offered_again = True
             self._leased = set(self.catalog.prefix_rows(keys)[0])
-            self.stored_again += self._store(keys, 0, hints)
-            self._leased, self._offered_again = set(), False
+            self.stored_again += self._store(keys, 0, hints, again=True)
 
     def prefetch_ahead(self, time: float) -> None:
         """Do what :func:`~kvtier.pipeline.ahead.prefetch_ahead` does, at one time."""
@@ -112,7 +109,6 @@ class SimulatedCache:
                 continue
             self._leased = set(self.catalog.prefix_rows(keys)[0])
             self._make_room(FIRST, len(prompt.keys), prompt)
-            self._leased = set()
             promoted = prompt.keys[: self._fitting(FIRST, len(prompt.keys))]
             for transfer in self._planner.prefetch(Prefetch(keys=promoted)):
                 self.read[transfer.source] += len(transfer.keys)
@@ -178,11 +174,13 @@ class SimulatedCache:
                 return keys.index(transfer.keys[len(promoted)])
         return len(keys)
 
-    def _store(self, keys: Sequence[ChunkKey], found: int, hints: ChunkHints | None) -> int:
+    def _store(
+        self, keys: Sequence[ChunkKey], found: int, hints: ChunkHints | None, *, again: bool = False
+    ) -> int:
         """Do what :class:`~kvtier.pipeline.store.StoreStage` does. Return how many chunks were written."""
         missing = keys[found:]
         absent = self.catalog.absent(missing, FIRST)
-        self._make_room(FIRST, len(absent), self._incoming_prompt(keys, found, absent, hints))
+        self._make_room(FIRST, len(absent), self._incoming_prompt(keys, found, absent, hints, again))
         fitting = self._fitting(FIRST, len(absent))
         absent, left = absent[:fitting], absent[fitting:]
         for start, stop in _runs(absent):
@@ -191,7 +189,7 @@ class SimulatedCache:
             parent = keys[before] if before >= 0 else None
             lengths = [self._chunk_bytes] * len(chain)
             self.catalog.add_chain(chain, FIRST, lengths, State.READY, parent, hints=hints)
-        if prompt := self._incoming_prompt(keys, found, left, hints):
+        if prompt := self._incoming_prompt(keys, found, left, hints, again):
             self.catalog.decline(FIRST, prompt)
         self.written[FIRST] += len(absent)
         if len(self.tiers) > 1 and absent:
@@ -201,15 +199,14 @@ class SimulatedCache:
         return len(absent)
 
     def _incoming_prompt(
-        self, keys: Sequence[ChunkKey], found: int, absent: Sequence[int], hints: ChunkHints | None
+        self, keys: Sequence[ChunkKey], found: int, new: Sequence[int], hints: ChunkHints | None, again: bool
     ) -> IncomingPrompt | None:
         """Describe new chunks to a policy that may decline them. Their positions count from ``found`` on."""
-        if not absent or not (self._offered_again or may_decline(self.tiers)):
+        if not new or not (again or may_decline(self.tiers)):
             return None
-        first = found + absent[0]
-        new = [keys[found + at] for at in absent]
+        first, lengths = found + new[0], [self._chunk_bytes] * len(new)
         parent = keys[first - 1] if first else None
-        return self.catalog.incoming_prompt(new, [self._chunk_bytes] * len(new), parent, hints)
+        return self.catalog.incoming_prompt([keys[found + at] for at in new], lengths, parent, hints)
 
     def _execute(self, plan: Sequence[Transfer]) -> None:
         for transfer in plan:
@@ -261,13 +258,9 @@ class SimulatedCache:
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
     """Return the (start, stop) of each run of consecutive positions."""
-    if not positions or positions[-1] - positions[0] == len(positions) - 1:
-        return [(positions[0], positions[-1] + 1)] if positions else []
     breaks = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
-    return [
-        (positions[start], positions[stop - 1] + 1)
-        for start, stop in zip([0, *breaks], [*breaks, len(positions)], strict=True)
-    ]
+    parts = pairwise([0, *breaks, len(positions)])
+    return [(positions[start], positions[stop - 1] + 1) for start, stop in parts if start < stop]
 
 
 @dataclass(frozen=True, slots=True)
