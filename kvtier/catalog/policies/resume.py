@@ -117,13 +117,11 @@ class ResumePolicy(EvictionPolicy):
         visit = self._visit_of(above, rest)
         if visit == NONE:
             visit = visits.new(now, _NEW_RING)
-        is_ghost, again = visits.rings[visit] >= GHOST, self._is_offered_again(visit, rest)
-        self._ghosts -= is_ghost
-        if again and is_ghost:
-            self._move(visit, visits.rings[visit] - GHOST)
-        elif not again:
+        if not self._is_offered_again(visit, rest):
             self._put(visit, self._continuing(visit, rest), rows[-1], now)
             visits.added[visit] += len(rows)
+        elif visits.rings[visit] >= GHOST:
+            self._move(visit, visits.rings[visit] - GHOST)
         visits.forget_ghost(visit)  # It may have lost chunks that come back now.
         visits.give(visit, rows)
         before = self._before(rest, visit)
@@ -282,7 +280,6 @@ class ResumePolicy(EvictionPolicy):
         if not self._is_offered_again(visit, rest):
             visits.added[visit] += count
             visits.since[visit] = prompt.now
-        self._ghosts -= visits.rings[visit] >= GHOST
         self._move(visit, ring)
         if rest.declined:
             visits.forget_ghost(visit)
@@ -394,6 +391,7 @@ class ResumePolicy(EvictionPolicy):
     def _move(self, visit: int, ring: int) -> None:
         """Make a visit the newest of a ring."""
         self._use(ring)
+        self._ghosts += (ring >= GHOST) - (self._visits.rings[visit] >= GHOST)
         self._visits.move(visit, ring)
 
     def _ring(self, kind: int, row: int, now: float) -> int:
@@ -430,7 +428,6 @@ class ResumePolicy(EvictionPolicy):
             self._close(visit)
             return
         self._move(visit, self._visits.rings[visit] + GHOST)
-        self._ghosts += 1
         held = len(self._visits) - self._ghosts
         while self._ghosts > max(MIN_GHOSTS, self._ghosts_a_visit * held):
             oldest = self._visits.oldest_ghost()

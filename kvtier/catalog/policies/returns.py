@@ -159,7 +159,7 @@ class Returns:
     def __init__(self) -> None:
         self._observations = defaultdict[object, _Observations](_Observations)
         """By what the observed prompts have in common."""
-        self._values: list[list[float] | None] = [None] * CLASSES
+        self._values: list[list[float]] = [[]] * CLASSES
         self._chances: list[list[float]] = [[]] * CLASSES
         self._count = 0
         """Of returns, and of times that waiting was recorded."""
@@ -224,12 +224,11 @@ class Returns:
 
     def values(self, kind: int) -> list[float]:
         """Return the hits per second that prompts of a class are worth, by span of age. 0.1 ms at times."""
-        values = self._values[kind]
-        if values is None or self._count >= self._evaluate_at[kind]:
-            values = self._values[kind] = self._evaluate(kind)
+        if self._count >= self._evaluate_at[kind]:
+            self._values[kind] = self._evaluate(kind)
             returns = self._observations["asked"].total + self._observations["ended"].total
             self._evaluate_at[kind] = self._count + max(FRESH, STALE * returns)
-        return values
+        return self._values[kind]
 
     def peaks(self, kind: int, at: int) -> bool:
         """Return whether a span of age is the first in which prompts of a class are worth about the most."""

@@ -154,8 +154,6 @@ def _first_line(path: Path) -> bytes:
 
 def _fold_prefix_ids(ids: array[int], blocks: int) -> array[int]:
     """Return the id of each chunk, if an id identifies a block and all before it: that of its last block."""
-    if blocks == 1:
-        return ids
     chunks = ids[blocks - 1 :: blocks]
     if len(ids) % blocks:
         chunks.append(ids[-1])

@@ -122,24 +122,20 @@ class SimulatedCache:
     def _look_up(self, keys: Sequence[ChunkKey], hints: ChunkHints | None) -> int:
         """Do what :class:`~kvtier.pipeline.look_up.LookUpStage` does. Return how many chunks are loaded."""
         rows, sources = self.catalog.prefix_rows(keys)
-        in_memory = sources.count(FIRST)
-        if self._compute is not None and in_memory < len(rows):
+        if self._compute is not None and sources.count(FIRST) < len(rows):
             worth = worth_loading(self._arrivals(sources), self._compute)
             self.computed_instead += len(rows) - worth
             rows, sources = rows[:worth], sources[:worth]
-            in_memory = sources.count(FIRST)
         if hints is not None:
             self.catalog.set_hints(rows, hints)
         self.catalog.touch_rows(rows)
         self._leased = set(rows)
         found = len(rows)
-        if in_memory < found:
+        if sources.count(FIRST) < found:
             found = self._prefetch(keys[:found], sources)
             self.no_room += len(rows) - found
-            for tier in range(len(self.tiers)):
-                self.hits[tier] += sources.count(tier, 0, found)
-        else:
-            self.hits[FIRST] += found
+        for tier in range(len(self.tiers)):
+            self.hits[tier] += sources.count(tier, 0, found)
         if again := self._planner.admission.used(rows):
             source_of = dict(zip(rows, sources, strict=True))
             held = self.catalog.columns.keys_of(row for row in again if source_of[row] == FIRST)
