@@ -54,7 +54,7 @@ class AdaptiveSettings(PolicySettings):
     """Settings of the policy."""
 
     shadow_chunks: int = Field(
-        1024,
+        2048,
         ge=64,
         le=1 << 20,
         description="Chunks in each shadow cache. With more of them it follows the tier more closely.",
