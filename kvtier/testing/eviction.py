@@ -225,7 +225,7 @@ class EvictionConformance:
                 catalog.report_answer_ended(keys[-2:], signature, chance.choice((0.0, 1.0, 60.0)))
             self._offer(catalog, tier, keys, chance.randint(0, 9))
         for tier in (FAST, SLOW):
-            held = list(catalog.keys(tier))
+            held = catalog.keys(tier)
             rows = {catalog.row(key) for key in held}
             for age in range(0, 7200, 5):
                 returning = catalog.policies[tier].returning(time.monotonic() + age)
