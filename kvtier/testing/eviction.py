@@ -201,15 +201,9 @@ class EvictionConformance:
                 catalog.remove_all(removed, tier, chance.choice(list(RemovalReason)))
                 held[tier].difference_update(removed)
             else:
-                needed, prompt = chance.randint(1, 20) * LENGTH, None
-                if action > 0.95 and held[tier].isdisjoint(keys):
-                    prompt = catalog.incoming_prompt(keys, [LENGTH] * len(keys), None)
-                victims = catalog.victims(tier, needed, prompt=prompt)
+                victims = catalog.victims(tier, chance.randint(1, 20) * LENGTH)
                 assert held[tier].issuperset(victims)
-                if prompt is None:
-                    assert bool(victims) is bool(held[tier])
-                else:
-                    catalog.decline(tier, prompt)
+                assert bool(victims) is bool(held[tier])
                 catalog.remove_all(victims, tier, RemovalReason.EVICTED)
                 held[tier].difference_update(victims)
         for tier in (FAST, SLOW):
@@ -231,7 +225,7 @@ class EvictionConformance:
                 catalog.report_answer_ended(keys[-2:], signature, chance.choice((0.0, 1.0, 60.0)))
             self._offer(catalog, tier, keys, chance.randint(0, 9))
         for tier in (FAST, SLOW):
-            held = list(catalog.keys(tier))
+            held = catalog.keys(tier)
             rows = {catalog.row(key) for key in held}
             for age in range(0, 7200, 5):
                 returning = catalog.policies[tier].returning(time.monotonic() + age)

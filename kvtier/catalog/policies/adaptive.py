@@ -198,7 +198,7 @@ class AdaptivePolicy(EvictionPolicy):
                 # The engine may now offer them again, which is no use of them.
                 request.awaited = chunks
                 self._awaited.update(request.awaited)
-                self._leave_open(request, key)
+                self._observe_later(request, {}, key)
                 return
 
     def returning(self, now: float) -> Sequence[int]:
@@ -277,9 +277,6 @@ class AdaptivePolicy(EvictionPolicy):
                 self._awaited.discard(key)
             else:
                 request.chunks[key] = length
-        self._leave_open(request, last)
-
-    def _leave_open(self, request: _Request, last: ChunkKey) -> None:
         # Whole requests: the part that this tier happened to hold would look like a prompt of its own.
         while last in self._open or len(self._open) >= OPEN_REQUESTS:
             self._observe_oldest()

@@ -138,8 +138,7 @@ class ResumePolicy(EvictionPolicy):
         runs = visits.runs(rows)
         if sum(map(len, runs)) < len(rows):
             # Another tier holds them, from which they come here now: they have come back as well.
-            of_row, known = visits.of_row, len(visits.of_row)
-            absent = [row for row in rows if row >= known or of_row[row] == NONE]
+            absent = [row for row in rows if visits.visit(row) == NONE]
             self._incoming.expect(self._chunks.keys_of(absent), visits.ghosts)
         for run in runs:
             self._revisit(run, now)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -147,7 +146,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _first_line(path: Path) -> bytes:
     """Return the first line that is not blank. Raises :class:`TraceError`, also without one."""
-    for _, line in islice(read_lines(path), 1):
+    for _, line in read_lines(path):
         return line
     raise TraceError(f"{path}: is empty: a trace has one request a line")
 

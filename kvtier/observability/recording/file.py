@@ -51,16 +51,6 @@ class LookedUp(NamedTuple):
     hints: ChunkHints | None
 
 
-class AnswerEnded(NamedTuple):
-    """The end of an answer before it is encoded."""
-
-    time: float
-    """In seconds since the recording began."""
-    key: bytes
-    """That of the last chunk of the prompt."""
-    signature: Sequence[int]
-
-
 class Pseudonyms:
     """Numbers for keys and names for salts, which reveal nothing without a secret that is never written.
 
@@ -131,7 +121,13 @@ class RecordingFile:
             ) from error
         return file
 
-    def write(self, batch: Sequence[LookedUp | AnswerEnded]) -> None:
+    def end(self, time: float, key: bytes, signature: Sequence[int]) -> EndRecord:
+        """Return what to write of the end of an answer. In any thread. ``key``: the last of its prompt."""
+        # Whatever its hashes are made of, they become numbers that only this recording has.
+        hashes = b"".join(value.to_bytes(KEY_BYTES, "little") for value in signature)
+        return EndRecord(time, self._pseudonyms.of(key), self._pseudonyms.of(hashes))
+
+    def write(self, batch: Sequence[LookedUp | EndRecord]) -> None:
         """Write lookups and ends. Raises ``OSError`` and :class:`RecordingError`, and leaves all whole."""
         frames = bytearray()
         for seen in batch:
@@ -147,12 +143,9 @@ class RecordingFile:
             frames += frame
         self._append(frames)
 
-    def _encode(self, seen: LookedUp | AnswerEnded) -> bytes | None:
-        if isinstance(seen, AnswerEnded):
-            # Whatever its hashes are made of, they become numbers that only this recording has.
-            signature = b"".join(value.to_bytes(KEY_BYTES, "little") for value in seen.signature)
-            numbers = self._pseudonyms.of(seen.key), self._pseudonyms.of(signature)
-            return encode_frame(EndRecord(seen.time, *numbers))
+    def _encode(self, seen: LookedUp | EndRecord) -> bytes | None:
+        if isinstance(seen, EndRecord):
+            return encode_frame(seen)
         chunks, hints = self._pseudonyms.of(seen.keys), seen.hints
         if hints is not None and hints.tenant:
             hints = replace(hints, tenant=self._pseudonyms.name(hints.tenant))

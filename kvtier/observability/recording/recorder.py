@@ -16,7 +16,8 @@ from kvtier.concurrency.tasks import open_tasks
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import KEY_BYTES
-from kvtier.observability.recording.file import AnswerEnded, LookedUp, RecordingFile
+from kvtier.observability.recording.file import LookedUp, RecordingFile
+from kvtier.observability.recording.format import EndRecord
 from kvtier.settings.observability import RecordingSettings
 
 logger = logging.getLogger("kvtier")
@@ -37,7 +38,7 @@ class Recorder:
     def __init__(self, file: RecordingFile) -> None:
         self._file = file
         self._began = time.monotonic()
-        self._pending: list[LookedUp | AnswerEnded] = []
+        self._pending: list[LookedUp | EndRecord] = []
         self._pending_bytes = 0
         """Including what is being written."""
         self._threads = WorkerThreads(1)
@@ -60,14 +61,11 @@ class Recorder:
         self._add(LookedUp(since, keys, tokens, chunk_tokens, chunk_bytes, hints), keys, readable=readable)
 
     def answer_ended(self, keys: bytes, signature: Sequence[int], seconds: float) -> None:
-        """Record that an answer has ended, ``seconds`` ago. Takes 2 µs, and never raises.
-
-        ``keys``: the joined keys of the last chunks of its prompt. For the rest see :class:`AnswerEnded`.
-        """
+        """Record that an answer has ended, ``seconds`` ago. ``keys``: of the last chunks of its prompt."""
         since = time.monotonic() - self._began
-        self._add(AnswerEnded(max(0.0, since - seconds), keys[-KEY_BYTES:], signature), keys)
+        self._add(self._file.end(max(0.0, since - seconds), keys[-KEY_BYTES:], signature), keys)
 
-    def _add(self, seen: LookedUp | AnswerEnded, keys: bytes, *, readable: bool = True) -> None:
+    def _add(self, seen: LookedUp | EndRecord, keys: bytes, *, readable: bool = True) -> None:
         """Note what is to be written, unless it has no keys. ``readable``: whether it could be read back."""
         if not keys:
             return
@@ -121,7 +119,7 @@ class Recorder:
             self._pending.clear()
             self._stop((error.strerror if isinstance(error, OSError) else None) or str(error))
         else:
-            ends = sum(isinstance(seen, AnswerEnded) for seen in batch)
+            ends = sum(isinstance(seen, EndRecord) for seen in batch)
             self._ends += ends
             self._recorded += len(batch) - ends - (self._file.too_long - before)
         self._pending_bytes -= size

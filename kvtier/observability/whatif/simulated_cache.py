@@ -52,7 +52,6 @@ class SimulatedCache:
             SimulatedTier(index, settings, self.catalog, gb_s)
             for index, (settings, gb_s) in enumerate(zip(tiers.settings, tiers.gb_s, strict=True))
         ]
-        self._has_tenants = self.tiers[FIRST].tenants is not None
         self._planner = TransferPlanner(self.catalog, self.tiers, self._clock.read)
         self._leased: set[int] = set()
         """Rows of the prompt that is looked up, stored or read. They stay where they are meanwhile."""
@@ -84,7 +83,7 @@ class SimulatedCache:
         self.catalog.report_missed(keys[found:], hints)
         if found < len(keys):
             self._store(keys, found, hints)
-        if self._has_tenants:
+        if self.tiers[FIRST].tenants is not None:
             for tier in range(len(self.tiers)):
                 while over := self.tiers[tier].victims_over_maximum(0):
                     self._evict(tier, over)

@@ -15,14 +15,14 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.tenants import tenant_of_salt
 from kvtier.errors import SettingsError
 from kvtier.memory.keys import KEY_BYTES
-from kvtier.observability.recording.file import AnswerEnded, RecordingFile
+from kvtier.observability.recording.file import RecordingFile
 from kvtier.observability.recording.format import MAX_BODY_BYTES, NUMBER_BYTES, RecordingError
 from kvtier.observability.recording.reader import TraceAnswerEnd, read_events, read_recording
 from kvtier.settings.observability import RecordingSettings
 from kvtier.units import MIB
 from tests.rigs.small_disk import mounted
 
-from .recordings import begin, looked_up, of_keys, write
+from .recordings import AnswerEnded, begin, looked_up, of_keys, write
 
 
 def times(path: Path) -> list[float]:
@@ -66,7 +66,7 @@ def test_ends_reveal_neither_keys_nor_signatures(tmp_path: Path) -> None:
 def test_end_is_read_from_a_later_file_than_its_lookup(path: Path, tmp_path: Path) -> None:
     key = os.urandom(KEY_BYTES)
     file = begin(path)
-    file.write([of_keys(key, 1.0), *(looked_up(60_000, 2.0) for _ in range(3)), AnswerEnded(3.0, key, [])])
+    file.write([of_keys(key, 1.0), *(looked_up(60_000, 2.0) for _ in range(3)), file.end(3.0, key, [])])
     file.close()
     assert (tmp_path / "traffic.1").exists()
     first, *_, end = read_events(path)

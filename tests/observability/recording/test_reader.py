@@ -19,7 +19,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.tenants import SALTED
 from kvtier.errors import KVTierError
 from kvtier.memory.keys import KEY_BYTES
-from kvtier.observability.recording.file import AnswerEnded, LookedUp
+from kvtier.observability.recording.file import LookedUp
 from kvtier.observability.recording.format import (
     FRAME,
     MAGIC,
@@ -40,7 +40,7 @@ from kvtier.observability.recording.reader import (
     read_recording,
 )
 
-from .recordings import CHUNK_BYTES, CHUNK_TOKENS, looked_up, of_keys, write
+from .recordings import CHUNK_BYTES, CHUNK_TOKENS, AnswerEnded, looked_up, of_keys, write
 
 FEW_KEYS = [bytes([number]) * KEY_BYTES for number in range(8)]
 

@@ -15,7 +15,8 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import SettingsError
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.observability.recording import recorder as recorder_module
-from kvtier.observability.recording.file import AnswerEnded, LookedUp, RecordingFile
+from kvtier.observability.recording.file import LookedUp, RecordingFile
+from kvtier.observability.recording.format import EndRecord
 from kvtier.observability.recording.reader import TraceAnswerEnd, read_events, read_recording
 from kvtier.observability.recording.recorder import LOOKUP_BYTES, MAX_PENDING_BYTES, Recorder, recording
 from kvtier.settings.observability import RecordingSettings
@@ -92,7 +93,7 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """A disk whose writes block until the event is set."""
     write, unblocked = RecordingFile.write, threading.Event()
 
-    def wait_and_write(self: RecordingFile, batch: Sequence[LookedUp | AnswerEnded]) -> None:
+    def wait_and_write(self: RecordingFile, batch: Sequence[LookedUp | EndRecord]) -> None:
         unblocked.wait(60)
         write(self, batch)
 
@@ -148,7 +149,7 @@ async def test_any_error_of_the_writer_only_ends_the_recording_with_one_warning(
     error: Exception,
     reason: str,
 ) -> None:
-    def fail(self: RecordingFile, batch: Sequence[LookedUp | AnswerEnded]) -> None:
+    def fail(self: RecordingFile, batch: Sequence[LookedUp | EndRecord]) -> None:
         raise error
 
     monkeypatch.setattr(RecordingFile, "write", fail)
