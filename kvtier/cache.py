@@ -27,7 +27,7 @@ from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.catalog.tenants import tenant_of_salt
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import CorruptChunk, KVTierError, LayoutError, SettingsError
-from kvtier.events import Move, Observer, PromptLookup
+from kvtier.events import AnswerEnd, Move, Observer, PromptLookup
 from kvtier.memory.arena import Arena
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.host import check_memory, rooms, tmpfs_bytes
@@ -160,6 +160,8 @@ class TieredCache:
         self._expiring = 0
         self.observe_lookup: ObserveLookup | None = None
         """Receives every lookup with ``expected`` that is neither local nor repeated."""
+        self.observe_answer_end: Callable[[AnswerEnd], None] | None = None
+        """Receives the end of every answer that an engine reports."""
         self.observe_model: ObserveModel | None = None
         """Receives every model passed to :meth:`model`."""
 

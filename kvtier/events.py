@@ -98,6 +98,17 @@ class PromptLookup(NamedTuple):
     hints: ChunkHints | None = None
 
 
+class AnswerEnd(NamedTuple):
+    """The end of the answer to a prompt that an engine of this host has looked up."""
+
+    time: float
+    """Of ``time.monotonic``."""
+    key: ChunkKey
+    """That of the last chunk of the prompt."""
+    signature: Sequence[int]
+    """See :meth:`kvtier.catalog.eviction.EvictionPolicy.answer_ended`."""
+
+
 class Observer(Protocol):
     """Receives every transfer and every change of the catalog. Called in the event loop; must not block.
 

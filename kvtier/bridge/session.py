@@ -29,6 +29,7 @@ from kvtier.cache import TieredCache
 from kvtier.catalog.misses import AGAIN, Miss, MissReason
 from kvtier.catalog.partial_matches import PromptTags
 from kvtier.errors import CorruptChunk, ProtocolError
+from kvtier.events import AnswerEnd
 from kvtier.fleet.member.served_models import EngineModel
 from kvtier.logs import Finding
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
@@ -280,11 +281,14 @@ class EngineSession:
         log.add(RequestReport(time.time(), outcome.request, self.name, *tokens, now - began_at))
 
     def answer_ended(self, ended: AnswerEnded) -> None:
-        """Report the end of an answer to the eviction policies and the recording. Raises ProtocolError."""
+        """Report the end of an answer to policies, recording and estimate. Raises ProtocolError."""
         keys, seconds = split_keys(ended.prompt + ended.answer), min(ended.seconds, MAX_ENDED_SECONDS)
         self._cache.catalog.report_answer_ended(keys, ended.signature, seconds)
         if self._recorder is not None:
             self._recorder.answer_ended(ended.prompt, ended.signature, seconds)
+        if self._cache.observe_answer_end is not None:
+            *_, last = split_keys(ended.prompt)
+            self._cache.observe_answer_end(AnswerEnd(time.monotonic() - seconds, last, ended.signature))
 
     def _with_block_hashes(self, found: Found, ready: Sequence[Ready]) -> Found:
         """Add the block hashes of the last chunk, which the engine may use in part; none if it is corrupt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from kvtier.bridge.protocol import AnswerEnded, Lookup, Outcomes, Reserve, Run
 from kvtier.bridge.session import EngineSession
 from kvtier.catalog.endings import MAX_SIGNATURE
 from kvtier.catalog.eviction import EvictionPolicy
+from kvtier.events import AnswerEnd
 from kvtier.memory.header import object_bytes
 from kvtier.memory.keys import chunk_keys, join_keys
 from kvtier.memory.layout import ChunkLayout, GroupLayout
@@ -44,16 +46,25 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 async def test_ends_are_reported_to_policies_and_recorded(reported: list[tuple[Any, ...]]) -> None:
-    async with engine_of(LAYOUT, eviction="lru") as (engine, _):
+    async with engine_of(LAYOUT, eviction="lru") as (engine, cache):
         recorded: list[tuple[Any, ...]] = []
         recorder: Any = SimpleNamespace(answer_ended=lambda *end: recorded.append(end))
         engine._recorder = recorder
+        observed: list[AnswerEnd] = []
+        cache.observe_answer_end = observed.append
         end = AnswerEnded(join_keys(KEYS[:2]), (1, (1 << 64) - 1), 2.0)
         engine.answer_ended(end)
         engine.answer_ended(AnswerEnded(KEYS[0], (), 1e9))
         engine.answer_ended(AnswerEnded(join_keys(KEYS[:2]), (7,), 0.0, join_keys(KEYS[2:4])))
-        engine._recorder = None
+        engine._recorder = cache.observe_answer_end = None
+        now = time.monotonic()
         engine.answer_ended(end)
+    assert [(last.key, last.signature) for last in observed] == [
+        (KEYS[1], end.signature),
+        (KEYS[0], ()),
+        (KEYS[1], (7,)),
+    ]
+    assert [now - last.time for last in observed] == pytest.approx([2.0, 60.0, 0.0], abs=1.0)
     prompt = join_keys(KEYS[:2])
     assert recorded == [(prompt, end.signature, 2.0), (KEYS[0], (), 60.0), (prompt, (7,), 0.0)]
     assert reported == [

@@ -14,7 +14,7 @@ import anyio
 from kvtier.cache import TieredCache
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.concurrency.threads import WorkerThreads, let_others_run
-from kvtier.events import Observer, PromptLookup
+from kvtier.events import AnswerEnd, Observer, PromptLookup
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.observability.whatif.answers import report_of
 from kvtier.observability.whatif.estimate import Estimate
@@ -49,14 +49,18 @@ LOOKUP_BYTES = 512
 """What a lookup takes besides its keys."""
 
 
+Observed = PromptLookup | AnswerEnd | Sequence[ChunkKey]
+"""A lookup, the end of an answer, or chunks that were stored."""
+
+
 class Estimator(Observer):
     """Passes lookups to a thread. A failure there ends the estimate, and nothing else."""
 
     def __init__(self, estimate: Estimate) -> None:
         self._estimate = estimate
         self._began = self._paced = time.monotonic()
-        self._pending: deque[tuple[float, PromptLookup | Sequence[ChunkKey]]] = deque()
-        """Lookups, and chunks that were stored, in their order, with the time at which they came."""
+        self._pending: deque[tuple[float, Observed]] = deque()
+        """In their order, with the time at which they came."""
         self._looked_up = 0
         """Chunks of all lookups."""
         self._taken_bytes = self._processed_bytes = 0
@@ -81,12 +85,16 @@ class Estimator(Observer):
         if not self._take(lookup, lookup.keys):
             self._dropped += 1
 
+    def observe_answer_end(self, end: AnswerEnd) -> None:
+        """Observe the end of an answer. Takes a microsecond, and never raises."""
+        self._take(end, (end.key,))
+
     def changed(self, tier: int, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey]) -> None:
         """Observe chunks that were stored."""
         if tier == FIRST and stored:
             self._take(stored, stored)
 
-    def _take(self, item: PromptLookup | Sequence[ChunkKey], keys: Sequence[ChunkKey]) -> bool:
+    def _take(self, item: Observed, keys: Sequence[ChunkKey]) -> bool:
         """Let an item wait for the thread, if there is room."""
         size = _size(keys)
         if self._stopped or self._taken_bytes - self._processed_bytes + size > MAX_PENDING_BYTES:
@@ -129,6 +137,9 @@ class Estimator(Observer):
                 if isinstance(item, PromptLookup):
                     self._processed_bytes += _size(item.keys)
                     estimate.observe(item)
+                elif isinstance(item, AnswerEnd):
+                    self._processed_bytes += _size((item.key,))
+                    estimate.answer_ended(item)
                 else:
                     self._processed_bytes += _size(item)
                     estimate.stored(item)
@@ -202,6 +213,7 @@ async def estimating(cache: TieredCache, plugins: Plugins) -> AsyncIterator[Esti
     local = [tier for tier in tiers if isinstance(tier, LocalTierSettings)]
     estimator = Estimator(Estimate(plugins, cache.settings, local))
     cache.observe_lookup = estimator.observe_lookup
+    cache.observe_answer_end = estimator.observe_answer_end
     cache.add_observer(estimator)
     try:
         async with open_tasks() as tasks:
@@ -212,4 +224,4 @@ async def estimating(cache: TieredCache, plugins: Plugins) -> AsyncIterator[Esti
                 tasks.cancel_scope.cancel()
     finally:
         cache.remove_observer(estimator)
-        cache.observe_lookup = None
+        cache.observe_lookup = cache.observe_answer_end = None

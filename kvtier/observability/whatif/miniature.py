@@ -89,6 +89,12 @@ class Miniature:
                 # On average, the first miss of the prompt is `between` chunks before its first sampled one.
                 self.hits[tier] += positions[found] - between if found < len(keys) else count
 
+    def answer_ended(
+        self, time: float, keys: Sequence[ChunkKey], signature: Sequence[int], hints: ChunkHints | None
+    ) -> None:
+        """End the answer to a prompt with these chunks in the sample."""
+        self._cache.answer_ended(time, keys, signature, hints)
+
     def store(self, keys: Sequence[ChunkKey]) -> None:
         """Store those of the sampled chunks that are missing, without a lookup."""
         self._cache.store(keys)

@@ -11,16 +11,19 @@ import pytest
 from kvtier.events import PromptLookup
 from kvtier.lab.simulation.trace import chunk_keys
 from kvtier.observability.whatif import answers
-from kvtier.observability.whatif.estimate import Estimate
+from kvtier.observability.whatif.estimate import MAX_ANSWERS, Estimate
 from kvtier.observability.whatif.miniature import Miniature
 from kvtier.observability.whatif.report import Change, Report, point_at
 from tests.observability.whatif.observing import (
     CHUNK_BYTES,
     CHUNK_TOKENS,
+    agents,
     chats,
     estimate_of,
     observe,
+    observe_with_ends,
     real_hit_rate,
+    real_hit_rate_with_ends,
     settings_of,
 )
 
@@ -105,6 +108,25 @@ def test_what_distances_do_not_tell_is_tried_in_miniature(tiers: list[dict[str, 
         changed = [*tiers[:last], {**tiers[last], "chunks": int(tiers[last]["chunks"] * factor)}]
         real = real_hit_rate(settings_of(*changed), PROMPTS)
         assert estimated(estimate, last, factor) == pytest.approx(real, abs=0.02)
+
+
+@pytest.mark.parametrize("policy", ["resume", "lru"])
+def test_ends_of_answers_count_as_in_the_cache(policy: str) -> None:
+    """Also for what a policy would gain that learns from them."""
+    prompts = agents(600)
+    estimate = estimate_of(settings_of({"chunks": 80, "eviction": policy, **FULL}, sample_chunks=1 << 13))
+    observe_with_ends(estimate, prompts)
+    real = real_hit_rate_with_ends(settings_of({"chunks": 80, "eviction": "resume", **FULL}), prompts)
+    hit_rate = estimated(estimate, 0, 1.0)
+    if policy == "lru":
+        hit_rate += change_of(report_of(estimate), "resume").gained
+    assert hit_rate == pytest.approx(real, abs=0.03)
+
+
+def test_answers_that_are_waited_for_are_bounded() -> None:
+    estimate = estimate_of(settings_of({"chunks": 250}))
+    observe(estimate, chats(3000, 100))
+    assert len(estimate._answers) <= MAX_ANSWERS
 
 
 def test_tenants_are_tried_in_miniature() -> None:

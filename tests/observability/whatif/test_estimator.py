@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from kvtier import Settings
 from kvtier.cache import ModelCache
-from kvtier.events import PromptLookup
+from kvtier.events import AnswerEnd, PromptLookup
 from kvtier.instance import Instance
 from kvtier.lab.simulation.trace import chunk_keys
 from kvtier.memory.header import object_bytes
@@ -124,6 +125,23 @@ async def test_it_can_be_switched_off() -> None:
         await serve(model, [1, 2, 3])
         assert instance.what_if() is None
         assert instance.cache.observe_lookup is None
+        assert instance.cache.observe_answer_end is None
+
+
+async def test_ends_of_answers_reach_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order with lookups."""
+    seen: list[object] = []
+    monkeypatch.setattr(Estimate, "answer_ended", lambda _, end: seen.append(end))
+    monkeypatch.setattr(Estimate, "observe", lambda _, lookup: seen.append(lookup))
+    async with opened() as (instance, model):
+        await serve(model, [1, 2, 3])
+        assert instance.cache.observe_answer_end is not None
+        end = AnswerEnd(time.monotonic(), model.keys(tokens_of([1, 2, 3]))[-1], (1, 2))
+        instance.cache.observe_answer_end(end)
+        await until(lambda: len(seen) == 2)
+    assert isinstance(seen[0], PromptLookup)
+    assert seen[0].keys[-1] == end.key
+    assert seen[1] == end
 
 
 async def test_failure_warns_once_and_serving_goes_on(
