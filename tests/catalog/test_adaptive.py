@@ -96,7 +96,7 @@ def test_tier_of_few_chunks_is_sampled_enough_to_decide() -> None:
     assert cache.policy._threshold == SAMPLED
     larger = cache_of(2000, sampling=0.25, window=1000)
     loop(larger, 800, 4)  # LRU hits nothing.
-    assert 480 < larger.policy._window < 500, "a quarter in place of the half that 1,024 chunks are"
+    assert larger.policy._window == 250, "a quarter in place of all that 2,048 chunks are"
     assert larger.policy.follows != "lru"
 
 
