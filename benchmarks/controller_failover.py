@@ -154,7 +154,8 @@ class Client:
                 if answer.status_code == 200:
                     seconds.append(time.monotonic() - began)
                     return dict(answer.json())
-                assert answer.status_code == 503, answer.text
+                # A controller that has just started does not know the models yet: instances tell it again.
+                assert answer.status_code == 503 or answer.json().get("known") == [], answer.text
             time.sleep(RETRY_SECONDS)
         raise TimeoutError(f"{path}: no answer within {LIMIT_SECONDS:g} s")
 
