@@ -154,7 +154,7 @@ class Client:
                 if answer.status_code == 200:
                     seconds.append(time.monotonic() - began)
                     return dict(answer.json())
-                # A controller that has just started does not know the models yet: instances tell it again.
+                # A controller that has just started knows no model until its instances have registered.
                 assert answer.status_code == 503 or answer.json().get("known") == [], answer.text
             time.sleep(RETRY_SECONDS)
         raise TimeoutError(f"{path}: no answer within {LIMIT_SECONDS:g} s")

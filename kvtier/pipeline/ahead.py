@@ -30,7 +30,7 @@ async def prefetch_ahead(
         await anyio.sleep(CHECK_SECONDS)
         try:
             returning = hierarchy.catalog.returning(MAX_PROMPTS)
-        except Exception as error:  # A plugin's policy may raise anything, and nobody waits for this.
+        except Exception as error:  # A plugin's policy may raise anything, and no request waits for this.
             hierarchy.warn("ahead", "no prompt is read ahead: the eviction policy has failed: %r", error)
             continue
         for keys in returning:

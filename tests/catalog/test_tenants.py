@@ -32,21 +32,21 @@ def key(number: int) -> ChunkKey:
     return ChunkKey(number.to_bytes(32, "little"))
 
 
-class Told(LruPolicy):
-    """Notes what it is told of prompts and their answers."""
+class Recording(LruPolicy):
+    """Notes what is reported of prompts and their answers."""
 
     def __init__(self, settings: PolicySettings, capacity_bytes: int, chunks: ChunkColumns) -> None:
         super().__init__(settings, capacity_bytes, chunks)
-        self.told: list[tuple[object, ...]] = []
+        self.reported: list[tuple[object, ...]] = []
         self.expected: list[int] = []
 
     def missed(self, keys: Sequence[ChunkKey], now: float) -> None:
-        self.told.append((list(keys),))
+        self.reported.append((list(keys),))
 
     def answer_ended(
         self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
     ) -> None:
-        self.told.append((list(rows), list(keys), tuple(signature)))
+        self.reported.append((list(rows), list(keys), tuple(signature)))
 
     def returning(self, now: float) -> list[int]:
         return self.expected
@@ -72,9 +72,9 @@ class Shared:
         assert isinstance(policy, TenantPolicies)
         return policy
 
-    def of_tenant(self, tenant: str, tier: int = 0) -> Told:
+    def of_tenant(self, tenant: str, tier: int = 0) -> Recording:
         policy = self.policy(tier).of_tenant(self.catalog.columns.hints.number(tenant))
-        assert isinstance(policy, Told)
+        assert isinstance(policy, Recording)
         return policy
 
     def usage(self, tier: int = 0) -> dict[str, Usage]:
@@ -350,42 +350,42 @@ def test_search_takes_only_chunks_within_its_scope() -> None:
 
 def test_what_a_prompt_misses_is_reported_to_the_policy_of_the_tenant_who_asks() -> None:
     """That one gets these chunks when they are stored."""
-    shared = Shared(policy=Told, names={"a": "a", "alias": "a", "b": "b"})
+    shared = Shared(policy=Recording, names={"a": "a", "alias": "a", "b": "b"})
     missed = [[key(number)] for number in range(5)]
     for keys, tenant in zip(missed, ("a", "alias", "b", "unknown"), strict=False):
         shared.catalog.report_missed(keys, ChunkHints(tenant))
     shared.catalog.report_missed(missed[4])
-    assert shared.of_tenant("a").told == [(missed[0],), (missed[1],)]
-    assert shared.of_tenant("b").told == [(missed[2],)]
-    assert shared.of_tenant("").told == [(missed[3],), (missed[4],)]
+    assert shared.of_tenant("a").reported == [(missed[0],), (missed[1],)]
+    assert shared.of_tenant("b").reported == [(missed[2],)]
+    assert shared.of_tenant("").reported == [(missed[3],), (missed[4],)]
 
 
 def test_end_of_an_answer_is_reported_to_the_policy_that_has_its_chunks() -> None:
     """In all tiers, also in those that do not hold them; not if no tier does, as it is not known then."""
-    shared = Shared(policy=Told, tiers=2)
+    shared = Shared(policy=Recording, tiers=2)
     prefix = shared.store("", 2)
     keys = shared.store("a", 2, prefix[-1])
     rows = [shared.catalog.row(stored) for stored in keys]
     answer = key(9999)  # Of the answer, and not stored.
     shared.catalog.report_answer_ended([keys[0], answer, keys[1]], (7,))
     ended = (rows, [keys[0], answer, keys[1]], (7,))
-    assert [shared.of_tenant("a", tier).told for tier in (0, 1)] == [[ended], [ended]]
+    assert [shared.of_tenant("a", tier).reported for tier in (0, 1)] == [[ended], [ended]]
     shared.catalog.report_answer_ended([answer], (7,))
-    assert len(shared.of_tenant("a").told) == 1
-    assert [shared.of_tenant(name, tier).told for name in ("", "b") for tier in (0, 1)] == [[]] * 4
+    assert len(shared.of_tenant("a").reported) == 1
+    assert [shared.of_tenant(name, tier).reported for name in ("", "b") for tier in (0, 1)] == [[]] * 4
 
 
 def test_a_prompt_that_continues_that_of_another_tenant_ends_for_its_own() -> None:
-    shared = Shared(policy=Told)
+    shared = Shared(policy=Recording)
     [shorter] = shared.store("b")
     [longer] = shared.store("a", 1, shorter)
     shared.catalog.report_answer_ended([shorter, longer], ())
-    assert len(shared.of_tenant("a").told) == 1
-    assert shared.of_tenant("b").told == []
+    assert len(shared.of_tenant("a").reported) == 1
+    assert shared.of_tenant("b").reported == []
 
 
 def test_prompts_of_all_tenants_return() -> None:
-    shared = Shared(policy=Told, tiers=2)
+    shared = Shared(policy=Recording, tiers=2)
     keys = {name: shared.store(name, 2) for name in ("a", "b", "")}
     for name, stored in keys.items():
         shared.of_tenant(name, 1).expected = shared.catalog.prefix_rows(stored)[0][-1:]

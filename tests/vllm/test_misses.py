@@ -213,7 +213,7 @@ def test_the_cache_process_is_away(llama: Path, make_cache: MakeCache, start: St
     cache = make_cache(partial_chunks=True).start()
     with start(llama, cache) as engine:
         watched = Watched(engine, cache)
-        # Until it is reported: of what nobody has explained by the end of the process, the same is said.
+        # Wait for its report: a request without one when the process ends is reported like the next.
         watched.generate(prompt(LENGTH))
         cache.kill()
         engine.generate(prompt(LENGTH, start=3000))
