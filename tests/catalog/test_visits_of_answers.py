@@ -54,7 +54,8 @@ class TwoTiers:
         elif action < 0.8:
             end = self.chance.randint(1, len(keys))
             signature, late = self.chance.choice(SIGNATURES), self.chance.choice((0.0, 0.1, 60.0))
-            self.catalog.report_answer_ended(keys[:end][-2:], signature, late)
+            answer = keys[end:][-2:] if self.chance.random() < 0.5 else []
+            self.catalog.report_answer_ended([*keys[:end][-2:], *answer], signature, late)
             self._store(keys[: self.chance.choice((end, len(keys)))], 0)
         elif action < 0.9:
             tier = self.chance.choice((0, 1))

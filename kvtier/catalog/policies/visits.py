@@ -213,10 +213,11 @@ class Visits:
         """Return the last two rows of a visit, and those from its mark on."""
         tail, mark = self.tails[visit], self.marks[visit]
         rows = [row for row in (tail, self._chunks.parents[tail]) if row != NO_PARENT]
-        if mark:
-            answer = list(islice(self.path(visit), MAX_ANSWER_CHUNKS))
-            keys = self._chunks.keys_of(answer)
-            rows += next((answer[:at] for at, key in enumerate(keys, 1) if hash(key) == mark), ())
+        answer: list[int] = []
+        for row in islice(self.path(visit), MAX_ANSWER_CHUNKS if mark else 0):
+            answer.append(row)
+            if hash(self._chunks.key(row)) == mark:
+                return rows + answer
         return rows
 
     # Ghosts.
@@ -224,7 +225,8 @@ class Visits:
     def mark(self, visit: int, key: bytes) -> None:
         """Recognise a visit from a chunk on: behind it is the answer, which not every next turn contains."""
         self.marks[visit] = hash(key)
-        if self.ghost_keys[visit]:
+        # If another visit is remembered by it, this one keeps its key: without any, it would stay for ever.
+        if self.ghost_keys[visit] and self.marks[visit] not in self.ghosts:
             self.forget_ghost(visit)
             self.remember(visit, key)
 
