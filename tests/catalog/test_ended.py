@@ -448,6 +448,18 @@ class TestAdaptive:
         assert isinstance(order, ResumePolicy)
         assert sum(order._returns._observations["ended"].returns) == 3.0
 
+    def test_prompt_that_was_looked_up_last_is_forgotten_last(self, cache: OneTier[AdaptivePolicy]) -> None:
+        cache.ask(prompt_of(0, 1))
+        keys = prompt_of(1, 10)
+        cache.ask(keys)
+        for number in range(2, MAX_ANSWERS):
+            cache.catalog.report_missed(prompt_of(number, 1))
+        cache.ask(keys)
+        for number in range(2, MAX_ANSWERS):
+            cache.catalog.report_missed(prompt_of(MAX_ANSWERS + number, 1))
+        assert keys[-1] in cache.policy._prompt_ends
+        assert len(cache.policy._prompt_ends) == MAX_ANSWERS
+
     def test_return_of_an_evicted_prompt_is_one_in_the_shadow_caches(
         self, cache: OneTier[AdaptivePolicy]
     ) -> None:

@@ -176,7 +176,9 @@ class AdaptivePolicy(EvictionPolicy):
             order.missed(keys, now)
 
     def _note_prompt_end(self, last: Sequence[ChunkKey]) -> None:
-        self._prompt_ends.update(dict.fromkeys(last))
+        for key in last:
+            self._prompt_ends.pop(key, None)  # It is the most recent one again.
+            self._prompt_ends[key] = None
         if len(self._prompt_ends) > MAX_ANSWERS:
             del self._prompt_ends[next(iter(self._prompt_ends))]
 
