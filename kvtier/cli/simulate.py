@@ -86,6 +86,16 @@ def simulate(
         float,
         typer.Option("--prefill-tokens-per-second", min=1e-3, help="How fast the engine computes a prompt."),
     ] = 10_000,
+    attention: Annotated[
+        float,
+        typer.Option(
+            "--attention-tokens",
+            min=1,
+            show_default=False,
+            help="Behind how many tokens the next one takes twice as long: about 32,768 for a dense model of "
+            "8 billion parameters. By default, all take the same time.",
+        ),
+    ] = math.inf,
     speed: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=GB/S", help="How fast a tier is read. Repeatable."),
@@ -131,7 +141,7 @@ def simulate(
         raise typer.BadParameter("--capacity is for a simulation without --config, which has capacities")
     settings = load_settings(file=config)
     plugins = Plugins.load(settings.plugins)
-    model = Model(parse_bytes(kv_size, "--token-bytes"), prefill)
+    model = Model(parse_bytes(kv_size, "--token-bytes"), prefill, attention)
     given = _speeds(speed or [])
     speeds = (_measured(bench) if bench is not None else {}) | given
     policies = _policies(plugins, policy or [])

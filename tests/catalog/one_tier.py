@@ -102,8 +102,8 @@ class Visit(NamedTuple):
 class ResumeTier(OneTier[ResumePolicy]):
     """A tier with the resume policy, whose visits tests see only through this rig."""
 
-    def __init__(self, capacity: int, *, declines: bool = False) -> None:
-        super().__init__(ResumePolicy, capacity, declines=declines)
+    def __init__(self, capacity: int, *, declines: bool = False, **settings: float) -> None:
+        super().__init__(ResumePolicy, capacity, declines=declines, **settings)
         self.visits: Visits = self.policy._visits
         self.returns: Returns = self.policy._returns
 

@@ -20,10 +20,11 @@ from kvtier.catalog.eviction import (
 )
 from kvtier.catalog.policies.arc import ArcPolicy
 from kvtier.catalog.policies.lru import LruPolicy
-from kvtier.catalog.policies.resume import ResumePolicy
+from kvtier.catalog.policies.resume import DEPTH, ResumePolicy, ResumeSettings
 from kvtier.catalog.policies.rings import cover
 from kvtier.catalog.sampling import POLICY_SAMPLE, SAMPLED, sampled_rows
 from kvtier.memory.keys import ChunkKey
+from kvtier.units import Number
 
 CANDIDATES: dict[str, type[EvictionPolicy]] = {"lru": LruPolicy, "arc": ArcPolicy, "resume": ResumePolicy}
 """The first one is in use until another one has proved better."""
@@ -79,6 +80,7 @@ class AdaptiveSettings(PolicySettings):
         le=0.1,
         description="By how much of the hit rate another policy must be better before it takes over.",
     )
+    depth: Number = Field(default=0, ge=0, description=DEPTH)
 
 
 class AdaptivePolicy(EvictionPolicy):
@@ -95,16 +97,14 @@ class AdaptivePolicy(EvictionPolicy):
         self._settings = settings
         self._capacity_bytes = capacity_bytes
         self._chunks = chunks
-        self._orders = [
-            policy(policy.settings_type(type=name), capacity_bytes, chunks)
-            for name, policy in CANDIDATES.items()
-        ]
+        self._orders = [make(chunks) for make in _candidates(capacity_bytes, settings.depth)]
         self._shadows: list[ShadowCache] = []
         """Created with the first chunk: how many there can be in the tier depends on their size.
 
         None for a shared pool, whose capacity is unknown: it stays with the first candidate.
         """
         self._threshold = 0
+        self._shadow_depth = 0.0
         self._window = float(settings.window)
         self._hits = [0.0] * len(CANDIDATES)
         self._asked = 0.0
@@ -248,10 +248,9 @@ class AdaptivePolicy(EvictionPolicy):
         # In the same time as with the sample that was wanted.
         self._window = self._settings.window * min(1.0, most / wanted)
         capacity = max(length, self._capacity_bytes * self._threshold // SAMPLED)
-        self._shadows = [
-            ShadowCache(policy.factory(policy.settings_type(type=name), capacity), capacity)
-            for name, policy in CANDIDATES.items()
-        ]
+        self._shadow_depth = self._settings.depth * self._threshold / SAMPLED
+        makes = _candidates(capacity, self._shadow_depth)
+        self._shadows = [ShadowCache(make, capacity) for make in makes]
 
     def _request(self, before: ChunkKey | None, row: int, now: float) -> _Request:
         """Return the open request that a chunk continues, or begin one. ``before``, ``row``: its parent."""
@@ -296,7 +295,7 @@ class AdaptivePolicy(EvictionPolicy):
         for at, shadow in enumerate(self._shadows):
             shadow.now = max(shadow.now, request.time)
             if request.signature is None:
-                self._hits[at] += shadow.access(keys, lengths, request.parent)
+                self._hits[at] += self._worth(shadow.access(keys, lengths, request.parent))
             else:
                 shadow.answer_ended(request, request.signature)
         if request.signature is not None:
@@ -304,11 +303,16 @@ class AdaptivePolicy(EvictionPolicy):
         self._answers[last] = request
         if len(self._answers) > MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
-        self._asked += len(keys)
+        self._asked += self._worth(len(keys))
         if self._asked > 2 * self._window:
             self._asked *= 0.5
             self._hits = [hits * 0.5 for hits in self._hits]
         self._choose()
+
+    def _worth(self, chunks: int) -> float:
+        """Return the time to compute the first sampled chunks of a prompt, in that of the first one."""
+        depth = self._shadow_depth
+        return chunks + chunks * chunks / (2 * depth) if depth else chunks
 
     def _sampled_ancestor(self, row: int) -> ChunkKey | None:
         """Return the key of the nearest sampled chunk from a row upwards, among the next ones."""
@@ -329,6 +333,13 @@ class AdaptivePolicy(EvictionPolicy):
         seen = self._asked if self._asked >= self._window / 8 else self._window
         if lead > self._settings.margin * seen:
             self._active = best
+
+
+def _candidates(capacity_bytes: int, depth: float) -> list[MakePolicy]:
+    """Return what creates the candidates."""
+    settings = {name: policy.settings_type(type=name) for name, policy in CANDIDATES.items()}
+    settings["resume"] = ResumeSettings.model_validate({"type": "resume", "depth": depth})
+    return [policy.factory(settings[name], capacity_bytes) for name, policy in CANDIDATES.items()]
 
 
 class ShadowCache:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import pairwise
+from math import inf
 
 from kvtier.lab.simulation.belady import REPORT_REQUESTS
 from kvtier.lab.simulation.trace import Trace, chunk_keys
@@ -39,6 +40,14 @@ class Model:
 
     token_bytes: int = TOKEN_BYTES
     prefill_tokens_per_second: float = PREFILL_TOKENS_PER_SECOND
+    """At the beginning of a prompt."""
+    attention_tokens: float = inf
+    """The depth at which a token takes twice as long as the first one, since attention reads all before it."""
+
+    def prefill_seconds(self, tokens: int, held: int) -> float:
+        """Return how long it takes to compute a prompt, of which the first ``held`` tokens are held."""
+        attention = (tokens * tokens - held * held) / (2 * self.attention_tokens)
+        return (tokens - held + attention) / self.prefill_tokens_per_second
 
     def chunk_bytes(self, trace: Trace) -> int:
         """Return the size of a chunk object, which is that of the trace if known."""
@@ -185,8 +194,8 @@ def replay(
         if advance is not None and served % REPORT_REQUESTS == 0:
             advance(REPORT_REQUESTS)
     tokens = sum(trace.tokens)
-    saved = sum(min(found * whole, asked) for found, asked in zip(hits, trace.tokens, strict=True))
-    prefill_seconds = (tokens - saved) / model.prefill_tokens_per_second
+    held = [min(found * whole, asked) for found, asked in zip(hits, trace.tokens, strict=True)]
+    prefill_seconds = sum(map(model.prefill_seconds, trace.tokens, held))
     return Outcome(
         policy=tiers.label,
         capacity=tiers.capacity,
@@ -204,7 +213,7 @@ def replay(
         asked=len(trace.chunks),
         hits=sum(hits),
         tokens=tokens,
-        saved_tokens=saved,
+        saved_tokens=sum(held),
         ttft_seconds=_ttft(cache, chunk_bytes, prefill_seconds, len(trace)),
         demoted=cache.demoted,
         computed_instead=cache.computed_instead,

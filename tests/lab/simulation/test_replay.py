@@ -14,7 +14,7 @@ from kvtier.catalog.eviction import EvictionPolicy
 from kvtier.catalog.hints import ChunkHints
 from kvtier.errors import KVTierError
 from kvtier.lab.simulation.belady import belady_hits, next_uses
-from kvtier.lab.simulation.replay import MAX_IDLE_SECONDS
+from kvtier.lab.simulation.replay import MAX_IDLE_SECONDS, Model
 from kvtier.lab.simulation.trace import Trace, chunk_keys
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.recording.reader import TraceRequest
@@ -128,6 +128,14 @@ def test_ttft_is_the_time_of_loading_and_computing() -> None:
     outcome = in_one_tier(trace_of([1, 2], [1, 2, 3]), 4)
     computed = 3 * CHUNK_TOKENS / MODEL.prefill_tokens_per_second
     assert outcome.ttft_seconds == pytest.approx((computed + size_of(2) / 20e9) / 2)
+
+
+def test_deep_tokens_take_longer() -> None:
+    """Behind 10 tokens, the next one takes twice as long: 10 to 30 take 20 and, for attention, 40 more."""
+    model = Model(prefill_tokens_per_second=10.0, attention_tokens=10.0)
+    assert model.prefill_seconds(30, 10) == pytest.approx((20 + (30 * 30 - 10 * 10) / 20) / 10)
+    assert Model(prefill_tokens_per_second=10.0).prefill_seconds(30, 10) == 2.0
+    assert model.prefill_seconds(30, 30) == 0.0
 
 
 # The ends of answers.

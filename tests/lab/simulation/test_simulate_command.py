@@ -60,6 +60,16 @@ def test_ends_of_answers_are_reported_unless_left_out(kvtier: Kvtier, trace: Pat
         assert (row["ends"], row["stored_again"]) == (ends, 0)
 
 
+def test_attention_makes_long_prompts_slower(kvtier: Kvtier, trace: Path) -> None:
+    def seconds(*arguments: str) -> float:
+        result = kvtier("simulate", trace, "--capacity", "100%", "--policy", "lru", "--json", *arguments)
+        (row,) = json.loads(result.output)["traces"][0]["rows"]
+        return float(row["ttft_seconds"])
+
+    assert seconds("--attention-tokens", "1e12") == pytest.approx(seconds())
+    assert seconds("--attention-tokens", "512") > 1.5 * seconds()
+
+
 def test_tiers_of_a_settings_file(kvtier: Kvtier, trace: Path, tmp_path: Path) -> None:
     settings = tmp_path / "kvtier.yaml"
     tiers = [
