@@ -42,7 +42,7 @@ class Model:
     prefill_tokens_per_second: float = PREFILL_TOKENS_PER_SECOND
     """At the beginning of a prompt."""
     attention_tokens: float = inf
-    """The depth at which a token takes twice as long as the first one, since attention reads all before it."""
+    """The depth at which a token takes twice as long as the first one: attention reads all before it."""
 
     def prefill_seconds(self, tokens: int, held: int) -> float:
         """Return how long it takes to compute a prompt, of which the first ``held`` tokens are held."""
