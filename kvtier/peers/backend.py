@@ -62,11 +62,6 @@ class TemporaryPeer:
         """The peer's ``HOST:PORT``."""
         return self._client.address
 
-    @property
-    def instance(self) -> str:
-        """The instance name that the peer reports."""
-        return self._client.instance
-
     async def lease(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Lease those of ``keys`` that the peer's own tiers hold, and return their positions, ascending.
 

@@ -53,7 +53,6 @@ class Loads:
     """The loads of an engine. Not thread-safe; nothing blocks."""
 
     def __init__(self, model: ModelLayout, bridge: SchedulerBridge) -> None:
-        self._model = model
         self._layout = model.layout
         self._bridge = bridge
         self._loads: dict[str, Load] = {}

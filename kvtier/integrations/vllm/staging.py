@@ -79,11 +79,6 @@ class StagingBuffer:
         self._seen: OfferStaging | None = None
         self._opened: _Opened | None = None
 
-    @property
-    def number(self) -> int:
-        """Number of the open buffer; 0 if none is open."""
-        return 0 if self._opened is None else self._opened.number
-
     def request(self, device: torch.device, seconds: float = OFFER_SECONDS) -> None:
         """Request a buffer on the device of the engine's KV cache, and wait for the answer.
 
