@@ -207,11 +207,6 @@ class PeersBackend(Backend, SupportsPrefix):
         """All current peers, configured ones first."""
         return self._roster.clients
 
-    @property
-    def bound_chunks(self) -> int:
-        """Number of chunks that are read from one temporary peer alone."""
-        return len(self._bound)
-
     def set_directory(self, directory: Directory | None) -> None:
         """Query this directory in every lookup from now on; ``None`` removes it."""
         self._directory = None if directory is None else DirectoryClient(directory)

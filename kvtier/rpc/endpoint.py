@@ -76,11 +76,6 @@ class Endpoint:
         """Whether the connection has ended."""
         return self.error is not None
 
-    @property
-    def unsent(self) -> int:
-        """Number of queued bytes."""
-        return self._wire.unsent
-
     # Send. Nothing here waits for the other side but what is a coroutine.
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:

@@ -26,6 +26,7 @@ from kvtier.rpc.calls import Call
 from tests.integrations.test_worker import LAYOUT, Bridge, counts
 from tests.rigs.cuda_stand_in.control import TRANSFER, StandIn
 from tests.rigs.cuda_stand_in.fixtures import stand_in
+from tests.rigs.pinning import pin
 
 __all__ = ["stand_in"]
 
@@ -88,7 +89,7 @@ class Worker:
         self.kv = torch.zeros((BLOCKS, PAGE), dtype=torch.uint8)
         self.memory = machine.add_device(self.kv)
         copies = CudaCopies(layout, 0, [[self.kv] for _ in layout.groups], NULL_BLOCK)
-        assert copies.pin(bridge.arena)
+        assert pin(copies, bridge.arena)
         monkeypatch.setattr(worker, "page_copies", lambda *_: copies)
         any_bridge: Any = bridge
         model = ModelLayout(layout, b"n" * 32, ((Region("layer", 0, PAGE, PAGE, BLOCKS),),), (0,))

@@ -104,12 +104,12 @@ def test_staging_buffer_holds_one_rank_without_a_header(
     held = chunks(layout, 2)[0]
     staged = replace(held, offset=1 << 20, staging=7)
     saving, loading = copies(kind, layout, pages), copies(kind, layout, loaded)
-    saving.wait(saving.save(arena, [held]))
-    saving.wait(saving.save(arena, [staged]))
+    saving.save(arena, [held])
+    saving.save(arena, [staged])
     length = layout.rank_bytes(held.tokens)
     first = held.offset + HEADER_BYTES + layout.share(held.tokens, rank_of(layout))
     assert arena.view(staged.offset, length) == arena.view(first, length)
-    loading.wait(loading.load(arena, [staged]))
+    loading.load(arena, [staged])
     for group, layer, block, _, _ in expected_pages(layout, held):
         assert torch.equal(loaded[group][layer][block], pages[group][layer][block])
 
@@ -126,7 +126,7 @@ def test_save_places_pages_according_to_the_layout(kind: str, layout: ChunkLayou
         for group, layer, block, at, length in expected_pages(layout, chunk):
             expected[at : at + length] = pages[group][layer][block].numpy().tobytes()
     saving = copies(kind, layout, pages)
-    saving.wait(saving.save(arena, selected))
+    saving.save(arena, selected)
     assert memory == expected
     assert all(
         torch.equal(*pair) for group in zip(pages, before, strict=True) for pair in zip(*group, strict=True)
@@ -147,7 +147,7 @@ def test_load_fills_only_the_given_blocks(kind: str, layout: ChunkLayout, arena:
                 bytearray(memory[at : at + length]), dtype=torch.uint8
             )
     loading = copies(kind, layout, pages)
-    loading.wait(loading.load(arena, selected))
+    loading.load(arena, selected)
     assert all(
         torch.equal(*pair) for group in zip(pages, expected, strict=True) for pair in zip(*group, strict=True)
     )

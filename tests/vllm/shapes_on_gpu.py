@@ -17,6 +17,7 @@ from kvtier.integrations.vllm import worker
 from kvtier.integrations.vllm.copies import NULL_BLOCK, CudaCopies
 from tests.rigs.cuda_stand_in.control import KERNEL, TRANSFER
 from tests.rigs.cuda_stand_in.fixtures import loaded, use
+from tests.rigs.pinning import pin
 from tests.vllm.shapes import BLOCK, Scheduled, Worker
 
 CATCH_UP = 9
@@ -65,7 +66,7 @@ class WorkerOnGPU(Worker):
             bridge = self._connector._worker_bridge
             while bridge.arena is None:  # On a busy machine, the cache process may answer late.
                 bridge.update()
-            assert copies.pin(bridge.arena)
+            assert pin(copies, bridge.arena)
             return copies
 
         on_host = worker.page_copies

@@ -122,9 +122,6 @@ class PageCopies(ABC):
         """Return whether the copy is complete. Does not block."""
         return True
 
-    def wait(self, ticket: int) -> None:  # noqa: B027 - has a default on purpose
-        """Block until the copy is complete."""
-
     def close(self) -> None:  # noqa: B027 - has a default on purpose
         """Wait for running copies and release the arena."""
 
@@ -245,10 +242,6 @@ class Pinning:
         finally:
             self._ended.set()
 
-    def wait(self) -> None:
-        """Block until registering has succeeded or failed."""
-        self._ended.wait()
-
     def release(self) -> None:
         """Unregister the arena in a thread, as that takes as long as registering. No copy may use it."""
         try:
@@ -327,19 +320,11 @@ class CudaCopies(PageCopies):
         return done
 
     def wait(self, ticket: int) -> None:
-        """See :meth:`PageCopies.wait`."""
+        """Block until the copy is complete."""
         try:
             self._memory.wait(ticket)
         finally:
             self._in_flight.discard(ticket)
-
-    def pin(self, arena: ArenaMap) -> bool:
-        """Block until registering the arena has ended; return whether it succeeded."""
-        self._pinned(arena)
-        if self._pinning is None:
-            return False
-        self._pinning.wait()
-        return self._pinning.memory is not None
 
     def close(self) -> None:
         """See :meth:`PageCopies.close`. Afterwards, :meth:`done` raises the errors of failed copies."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from kvtier.bridge.client import WorkerBridge
-from kvtier.bridge.protocol import OfferStaging
+from kvtier.bridge.protocol import OfferStaging, OpenedStaging
 from kvtier.errors import ArenaError
 from kvtier.integrations.vllm.copies import Memory
 from kvtier.memory.arena import ArenaMap
@@ -113,7 +113,7 @@ class StagingBuffer:
         except (OSError, ValueError, RuntimeError, ArenaError) as error:
             logger.warning("cannot open the staging buffer, KV transfers use the first tier: %s", error)
             return
-        self._bridge.open_staging(offer.number)
+        self._bridge.send(OpenedStaging(offer.number))
 
     def memory(self, number: int) -> Memory | None:
         """Return the open buffer if it has this number."""
