@@ -94,6 +94,13 @@ class Endpoint:
         if not self._corked:
             self._flush()
 
+    def send_or_end(self, message: Message) -> None:
+        """:meth:`send` for a task that nobody waits for: an error ends the connection."""
+        try:
+            self.send(message)
+        except ChannelError as error:
+            self.end(error)
+
     def call(
         self,
         request: Callable[[int], Request],
