@@ -52,15 +52,12 @@ class TemporaryPeer:
     """
 
     def __init__(self, client: PeerClient, bound: Bound, seconds: float) -> None:
+        self.address = client.address
+        """The peer's ``HOST:PORT``."""
         self._client = client
         self._bound = bound
         self._seconds = seconds
         self._leased: set[ChunkKey] = set()
-
-    @property
-    def address(self) -> str:
-        """The peer's ``HOST:PORT``."""
-        return self._client.address
 
     async def lease(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Lease those of ``keys`` that the peer's own tiers hold, and return their positions, ascending.
