@@ -13,7 +13,7 @@ from kvtier.errors import ArenaError
 from kvtier.integrations.vllm.copies import ChunkCopy, CudaCopies, Pinning
 from kvtier.memory.arena import Arena, ArenaMap
 from kvtier.memory.layout import ChunkLayout
-from tests.native.test_copy import BLOCKS, LAYOUTS, NULL, chunks, engine, expected_pages, rank_of
+from tests.native.test_copy import BLOCKS, LAYOUTS, chunks, engine, expected_pages, rank_of
 from tests.rigs.cuda_stand_in.control import DeviceMemory, StandIn
 from tests.rigs.pinning import pin
 from tests.rigs.waiting import wait_until
@@ -63,7 +63,7 @@ def open_engine(stand_in: StandIn) -> Iterator[Callable[[ChunkLayout], Engine]]:
 
 
 def copies(layout: ChunkLayout, pages: Pages, arena: ArenaMap) -> CudaCopies:
-    made = CudaCopies(layout, rank_of(layout), pages, NULL)
+    made = CudaCopies(layout, rank_of(layout), pages)
     assert pin(made, arena)
     return made
 
@@ -139,7 +139,7 @@ def test_close_waits_for_a_registration(
         return 0
 
     monkeypatch.setattr(ArenaMap, "take_large_pages", wait_until_closing)
-    copying = CudaCopies(SIMPLE, 0, open_engine(SIMPLE).pages, NULL)
+    copying = CudaCopies(SIMPLE, 0, open_engine(SIMPLE).pages)
     copying.load(arena, chunks(SIMPLE, 2))  # By torch, as the arena is not registered yet.
     unpin = Pinning.unpin
 

@@ -9,7 +9,7 @@ import pytest
 from kvtier.integrations.vllm.copies import CudaCopies
 from kvtier.memory.arena import ArenaMap
 from tests.cuda_stand_in.test_copies import SIMPLE, Engine, saved
-from tests.native.test_copy import NULL, chunks
+from tests.native.test_copy import chunks
 from tests.rigs.cuda_stand_in.control import ILLEGAL_ADDRESS, OUT_OF_MEMORY, StandIn
 from tests.rigs.pinning import pin
 
@@ -22,7 +22,7 @@ def use_everything(machine: StandIn, arena: ArenaMap) -> list[str]:
     engine = Engine(machine, SIMPLE)
     errors: list[str] = []
     try:
-        copying = CudaCopies(SIMPLE, 0, engine.pages, NULL)
+        copying = CudaCopies(SIMPLE, 0, engine.pages)
         errors += [] if pin(copying, arena) else ["not pinned"]
         errors += _copy(copying, machine, arena)
         _close(copying, arena, errors)

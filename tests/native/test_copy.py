@@ -82,8 +82,8 @@ def copies(kind: str, layout: ChunkLayout, pages: list[list[torch.Tensor]]) -> P
     if kind == "native":
         if not native.available():
             pytest.skip(native.summary())
-        return NativeCopies(layout, rank_of(layout), pages, NULL)
-    return TorchCopies(layout, rank_of(layout), pages, NULL)
+        return NativeCopies(layout, rank_of(layout), pages)
+    return TorchCopies(layout, rank_of(layout), pages)
 
 
 def expected_pages(layout: ChunkLayout, chunk: ChunkCopy) -> Iterator[tuple[int, int, int, int, int]]:
@@ -190,9 +190,9 @@ def test_invalid_chunk_fails_the_whole_batch(bad: ChunkCopy, arena: ArenaMap) ->
     memory[:] = b"\xee" * arena.capacity
     both = [ChunkCopy(0, 8192, 64, ([5, 6, 7, 8],)), bad]
     with pytest.raises(IndexError):
-        NativeCopies(layout, 0, pages, NULL).load(arena, both)
+        NativeCopies(layout, 0, pages).load(arena, both)
     with pytest.raises(IndexError):
-        NativeCopies(layout, 0, pages, NULL).save(arena, both)
+        NativeCopies(layout, 0, pages).save(arena, both)
     assert all(torch.equal(*pair) for pair in zip(pages[0], before, strict=True))
     assert bytes(memory) == b"\xee" * arena.capacity
 
@@ -201,12 +201,12 @@ def test_invalid_chunk_fails_the_whole_batch(bad: ChunkCopy, arena: ArenaMap) ->
 def test_host_memory_is_copied_natively(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = LAYOUTS["one group"]
     pages = engine(layout, 1)
-    assert isinstance(page_copies(layout, 0, pages, NULL), NativeCopies)
+    assert isinstance(page_copies(layout, 0, pages), NativeCopies)
     monkeypatch.setattr(native, "available", lambda: False)
-    assert isinstance(page_copies(layout, 0, pages, NULL), TorchCopies)
+    assert isinstance(page_copies(layout, 0, pages), TorchCopies)
     on_device = [[layer.to("meta") for layer in group] for group in pages]
     monkeypatch.undo()
-    assert isinstance(page_copies(layout, 0, on_device, NULL), TorchCopies)
+    assert isinstance(page_copies(layout, 0, on_device), TorchCopies)
 
 
 @needs_native

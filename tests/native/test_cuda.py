@@ -15,7 +15,7 @@ from kvtier.errors import ArenaError
 from kvtier.integrations.vllm.copies import ChunkCopy, CudaCopies, page_copies
 from kvtier.memory.arena import HUGE_PAGE_BYTES, Arena, ArenaMap
 from kvtier.memory.layout import ChunkLayout, GroupLayout
-from tests.native.test_copy import BLOCKS, LAYOUTS, NULL, chunks, engine, expected_pages, rank_of
+from tests.native.test_copy import BLOCKS, LAYOUTS, chunks, engine, expected_pages, rank_of
 from tests.rigs.pinning import pin
 
 pytestmark = [
@@ -52,7 +52,7 @@ def same(first: Pages, second: Pages) -> bool:
 
 
 def copies(layout: ChunkLayout, pages: Pages, arena: ArenaMap) -> CudaCopies:
-    made = page_copies(layout, rank_of(layout), pages, NULL)
+    made = page_copies(layout, rank_of(layout), pages)
     assert isinstance(made, CudaCopies)
     assert pin(made, arena)
     return made
@@ -212,7 +212,7 @@ def test_falls_back_to_torch_if_the_arena_cannot_be_registered(
     before = engine(layout, 1)
     pages = on_device(before)
     monkeypatch.setattr(native.cuda, "PinnedMemory", refuse)
-    copying = page_copies(layout, 0, pages, NULL)
+    copying = page_copies(layout, 0, pages)
     assert isinstance(copying, CudaCopies)
     assert not pin(copying, arena)
     selected = [ChunkCopy(0, 4096, 64, ([5, 3, 9, 1],))]

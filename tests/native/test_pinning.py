@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvtier import native
-from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, CudaCopies
+from kvtier.integrations.vllm.copies import ChunkCopy, CudaCopies
 from kvtier.memory.arena import ArenaMap
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from tests.rigs.pinning import pin
@@ -75,7 +75,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> CudaCopies:
     )
     monkeypatch.setattr(native, "cuda", simulated, raising=False)
     monkeypatch.setattr(CudaCopies, "_stream", lambda _: 0)
-    return CudaCopies(LAYOUT, 0, [[torch.zeros((5, 4096), dtype=torch.uint8)]], NULL_BLOCK)
+    return CudaCopies(LAYOUT, 0, [[torch.zeros((5, 4096), dtype=torch.uint8)]])
 
 
 def test_replacing_an_arena_does_not_wait_for_its_registration(copies: CudaCopies) -> None:

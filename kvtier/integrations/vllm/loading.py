@@ -60,9 +60,6 @@ class Loads:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._loads
 
-    def __len__(self) -> int:
-        return len(self._loads)
-
     def begin(self, state: RequestState, ticket: int, hit: Hit, blocks: Blocks) -> None:
         """Start to load a hit into blocks, from what a lookup has leased.
 
