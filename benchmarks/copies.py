@@ -33,7 +33,6 @@ from kvtier.memory.layout import ChunkLayout, GroupLayout
 
 TOKENS = 32_768
 CHUNK_TOKENS = 256
-NULL = 0
 
 
 LAYOUTS = {
@@ -76,10 +75,10 @@ def measure(name: str, group: GroupLayout, max_bytes: int, runs: int) -> list[tu
     ]
     length = count * layout.payload_bytes(CHUNK_TOKENS)
     buffer = torch.ones(length, dtype=torch.uint8)
-    contestants: dict[str, PageCopies] = {"torch": TorchCopies(layout, 0, pages, NULL)}
+    contestants: dict[str, PageCopies] = {"torch": TorchCopies(layout, 0, pages)}
     if native.available():
-        contestants["native"] = NativeCopies(layout, 0, pages, NULL)
-        contestants["one"] = NativeCopies(layout, 0, pages, NULL, threads=1)
+        contestants["native"] = NativeCopies(layout, 0, pages)
+        contestants["one"] = NativeCopies(layout, 0, pages, threads=1)
     rows: list[tuple[object, ...]] = []
     for verb in ("load", "save"):
         addresses = buffer.data_ptr(), address_of(memory)

@@ -436,10 +436,6 @@ class WorkerBridge(Bridge):
         self.wait(lambda: self.staging is not None, seconds)
         return self.staging
 
-    def open_staging(self, number: int) -> None:
-        """Report that the offered buffer with this number is open."""
-        self.send(protocol.OpenedStaging(number))
-
     def _make_hello(self) -> protocol.Hello:
         hello, filling = super()._make_hello(), sorted(self._filling)
         return msgspec.structs.replace(hello, holding=filling, client=self._client)

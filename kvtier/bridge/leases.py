@@ -154,7 +154,8 @@ class PendingWrites:
         self._cache = cache
         self._ranks = ranks
         self._open: dict[int, Reservation] = {}
-        self._bytes = 0
+        self.reserved_bytes = 0
+        """Bytes of the arena that are reserved for it."""
         self._departed: dict[WriterProcess, tuple[int, set[int]]] = {}
         """Processes without a connection that may write to reservations: the rank of each, and which ones."""
 
@@ -164,11 +165,11 @@ class PendingWrites:
     def add(self, number: int, write: Reservation) -> None:
         """Add a reservation."""
         self._open[number] = write
-        self._bytes += _arena_bytes(write)
+        self.reserved_bytes += _arena_bytes(write)
 
     def _remove(self, number: int) -> Reservation:
         write = self._open.pop(number)
-        self._bytes -= _arena_bytes(write)
+        self.reserved_bytes -= _arena_bytes(write)
         return write
 
     def void_all(self) -> None:
@@ -260,13 +261,8 @@ class PendingWrites:
         self.abandon([number for number in self._open if number not in kept])
 
     @property
-    def reserved_bytes(self) -> int:
-        """Bytes of the arena that are reserved for it."""
-        return self._bytes
-
-    @property
     def void_bytes(self) -> int:
-        """Those of them that are out of use, because a process may still write to them."""
+        """Those of :attr:`reserved_bytes` that are out of use, because a process may still write to them."""
         return sum(_arena_bytes(write) for write in self._open.values() if write.void)
 
     @property

@@ -86,11 +86,6 @@ class LargePages:
                 self.close()
 
     @property
-    def pid(self) -> int | None:
-        """The process; ``None`` if it could not start, or was closed."""
-        return None if self._process is None else self._process.pid
-
-    @property
     def large_bytes(self) -> int:
         """Bytes backed by large pages."""
         return int(self._words[LARGE])

@@ -162,11 +162,6 @@ class Slices:
         """Return ``length`` bytes starting at ``offset``. Raises :class:`ArenaError` if not mapped."""
         raise ArenaError("this memory is not mapped into this process")
 
-    @property
-    def fragments(self) -> int:
-        """Number of free runs."""
-        return len(self._free_by_start)
-
     def allocate(self, length: int) -> Lease | None:
         """Lease ``length`` bytes, best fit. Return ``None`` if no free run is large enough."""
         rounded = round_up(max(length, 1), PAGE_BYTES)

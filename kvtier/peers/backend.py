@@ -52,20 +52,12 @@ class TemporaryPeer:
     """
 
     def __init__(self, client: PeerClient, bound: Bound, seconds: float) -> None:
+        self.address = client.address
+        """The peer's ``HOST:PORT``."""
         self._client = client
         self._bound = bound
         self._seconds = seconds
         self._leased: set[ChunkKey] = set()
-
-    @property
-    def address(self) -> str:
-        """The peer's ``HOST:PORT``."""
-        return self._client.address
-
-    @property
-    def instance(self) -> str:
-        """The instance name that the peer reports."""
-        return self._client.instance
 
     async def lease(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Lease those of ``keys`` that the peer's own tiers hold, and return their positions, ascending.
@@ -211,11 +203,6 @@ class PeersBackend(Backend, SupportsPrefix):
     def clients(self) -> list[PeerClient]:
         """All current peers, configured ones first."""
         return self._roster.clients
-
-    @property
-    def bound_chunks(self) -> int:
-        """Number of chunks that are read from one temporary peer alone."""
-        return len(self._bound)
 
     def set_directory(self, directory: Directory | None) -> None:
         """Query this directory in every lookup from now on; ``None`` removes it."""

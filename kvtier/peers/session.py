@@ -21,7 +21,6 @@ from kvtier.peers.grants import GrantBook
 from kvtier.peers.lookup import PeerLookup, PendingGrant
 from kvtier.peers.reservations import Reservations
 from kvtier.rpc.endpoint import Endpoint
-from kvtier.rpc.frames import Reply
 from kvtier.rpc.wire import Wire
 
 IDLE_TIMEOUT_SECONDS = 60.0
@@ -114,7 +113,7 @@ class Session:
             valid = await self._reservations.commit(self, request)
             missed = valid.count(False)
             self._tracer.record("kvtier.peer.receive", trace, began, chunks=sum(valid), missed_chunks=missed)
-            self._send(protocol.Committed(request.ticket, valid))
+            self._endpoint.send_or_end(protocol.Committed(request.ticket, valid))
         finally:
             self._commits.release()
 
@@ -174,16 +173,9 @@ class Session:
                 await grant.until_ready(request.chunks)
                 grant = self._grants.find(self, request.grant)
             readable = [grant is not None and grant.is_accessible(index) for index in request.chunks]
-            self._send(protocol.Readable(request.ticket, readable))
+            self._endpoint.send_or_end(protocol.Readable(request.ticket, readable))
         finally:
             self._awaits -= 1
-
-    def _send(self, reply: Reply) -> None:
-        """Send a reply from a task of its own."""
-        try:
-            self._endpoint.send(reply)
-        except ChannelError as error:
-            self._endpoint.end(error)
 
     def _check_numbers(self, number: int, chunks: Sequence[int]) -> None:
         grant = self._grants.find(self, number)

@@ -65,7 +65,6 @@ class Source:
         on_unresponsive: Callable[[bool], None],
     ) -> None:
         self.welcome: Welcome = control.welcome
-        self.throughput = throughput
         self.endpoint = Endpoint(SocketWire(control.sock), decode_from_server)
         self.leases = RemoteLeases(self.release)
         self.one_sided = transport.one_sided

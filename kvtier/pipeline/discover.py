@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from itertools import cycle, pairwise
+from itertools import cycle
 
 from kvtier.catalog.catalog import State
 from kvtier.catalog.eviction import RemovalReason
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.hierarchy import Hierarchy
 from kvtier.pipeline.query import Expected
+from kvtier.tiers.host_memory import chains_of
 from kvtier.tiers.tier import Tier
 
 Ask = Callable[[Sequence[ChunkKey]], Awaitable[Sequence[int]]]
@@ -98,17 +99,11 @@ class DiscoverStage:
         """Add chunks that a pool holds to the catalog. Return those that it did not contain yet."""
         catalog = self._hierarchy.catalog
         absent = [index for index in indices if catalog.state(keys[index], tier.index) is State.ABSENT]
-        parents = [None, *keys] if expected.parents is None else expected.parents
-        starts = [
-            at
-            for at, index in enumerate(absent)
-            if not at or index != absent[at - 1] + 1 or parents[index] != keys[index - 1]
-        ]
-        for start, stop in pairwise([*starts, len(absent)]):
-            first, parent = absent[start], parents[absent[start]]
-            run = slice(first, first + stop - start)
-            place = (State.READY, parent, expected.namespace)
-            catalog.add_chain(keys[run], tier.index, expected.lengths[run], *place)
-        found = [keys[index] for index in absent]
+        all_parents = [None, *keys] if expected.parents is None else expected.parents
+        found, parents = [keys[index] for index in absent], [all_parents[index] for index in absent]
+        lengths = [expected.lengths[index] for index in absent]
+        for start, stop in chains_of(found, parents):
+            place = (State.READY, parents[start], expected.namespace)
+            catalog.add_chain(found[start:stop], tier.index, lengths[start:stop], *place)
         self._hierarchy.changed(tier.index, stored=found)
         return found

@@ -205,7 +205,7 @@ class Writer:
         hierarchy, catalog, tier = self._hierarchy, self._hierarchy.catalog, self._hierarchy.tiers[target]
         outcomes = {chunk.key: Outcome.OK for chunk in chunks}
         absent: dict[ChunkKey, ChunkBytes] = {}
-        incoming = full = 0
+        incoming = 0
         for chunk in chunks:
             key, length = chunk.key, chunk.lease.length
             if key in absent or catalog.state(key, target) is not State.ABSENT:
@@ -218,16 +218,14 @@ class Writer:
                 chunk.lease.release()
                 outcomes[key] = Outcome.FULL
                 hierarchy.counts["put_full"] += 1
-                full += 1
             else:
                 incoming += length
                 absent[key] = chunk
         catalog.add_copies(list(absent), target)
-        if full:
-            left = [key for key, outcome in outcomes.items() if outcome is Outcome.FULL]
+        if left := [key for key, outcome in outcomes.items() if outcome is Outcome.FULL]:
             catalog.gone.note(left, MissReason.STORE_FAILED, target)
             message = "tier %s: no room for %d of %d chunks; they are dropped"
-            hierarchy.warn(f"full {tier.name}", message, tier.name, full, len(chunks))
+            hierarchy.warn(f"full {tier.name}", message, tier.name, len(left), len(chunks))
         return outcomes, list(absent.values())
 
     def _settle(self, target: int, chunks: Sequence[ChunkBytes], outcomes: Sequence[Outcome]) -> None:

@@ -62,10 +62,6 @@ class Health:
         if first:
             self.idle_since = self._clock()
 
-    def missed(self) -> None:
-        """Record that a wait has ended without an answer."""
-        self.late = True
-
     def message_received(self) -> None:
         """Record that a message has arrived."""
         if self.unresponsive and self._warned:
@@ -446,7 +442,7 @@ class Client(ABC, Generic[VersionedT]):
         idle_since = self._health.idle_since
         self.wait(lambda: call.settled, wait)
         if idle_since == self._health.idle_since and call.ticket in self.calls:
-            self._health.missed()
+            self._health.late = True
         return call.result
 
     def wait(self, done: Callable[[], bool], seconds: float) -> None:

@@ -76,11 +76,6 @@ class Endpoint:
         """Whether the connection has ended."""
         return self.error is not None
 
-    @property
-    def unsent(self) -> int:
-        """Number of queued bytes."""
-        return self._wire.unsent
-
     # Send. Nothing here waits for the other side but what is a coroutine.
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
@@ -98,6 +93,13 @@ class Endpoint:
             raise
         if not self._corked:
             self._flush()
+
+    def send_or_end(self, message: Message) -> None:
+        """:meth:`send` for a task that nobody waits for: an error ends the connection."""
+        try:
+            self.send(message)
+        except ChannelError as error:
+            self.end(error)
 
     def call(
         self,

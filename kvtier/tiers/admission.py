@@ -67,11 +67,6 @@ class Doorkeeper:
                     sketches[part].halve()
         return seen
 
-    @property
-    def size_bytes(self) -> int:
-        """The memory that it takes."""
-        return sum(sketch.size_bytes for sketch in self._sketches)
-
 
 class Admission:
     """Knows which chunks were used again: a byte for each row of the catalog, and a :class:`Doorkeeper`.

@@ -136,22 +136,6 @@ def _payload(chunk: memoryview, length: int) -> memoryview:
     return chunk[HEADER_BYTES : HEADER_BYTES + length]
 
 
-class StoredLengths:
-    """The lengths of a tier's objects, as the catalog has them."""
-
-    def __init__(self, catalog: Catalog, tier: int) -> None:
-        self._catalog = catalog
-        self._tier = tier
-
-    def get(self, key: ChunkKey, default: int, /) -> int:
-        """Return a length, or ``default`` for a chunk that is not in the tier."""
-        return self._catalog.stored_length(key, self._tier, default)
-
-    def __setitem__(self, key: ChunkKey, length: int, /) -> None:
-        """Record the length of a stored object."""
-        self._catalog.resize(key, self._tier, length)
-
-
 class _Read(NamedTuple):
     """An object to read: into the chunk's memory, or into ``encoded`` and from there."""
 
@@ -167,10 +151,14 @@ class EncodedSeal(Seal):
     and transferred without a copy.
     """
 
-    def __init__(self, backend: Backend, sealer: Sealer, encoder: Encoder, lengths: StoredLengths) -> None:
+    def __init__(
+        self, backend: Backend, sealer: Sealer, encoder: Encoder, catalog: Catalog, tier: int
+    ) -> None:
+        """``catalog``: knows the length of each object in the tier."""
         super().__init__(backend, sealer)
         self._encoder = encoder
-        self._lengths = lengths
+        self._catalog = catalog
+        self._tier = tier
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Encode and seal each chunk object, and store it. See :meth:`Backend.put`."""
@@ -188,7 +176,7 @@ class EncodedSeal(Seal):
         for (at, view), outcome in zip(views, results, strict=True):
             outcomes[at] = outcome
             if outcome is Outcome.OK:
-                self._lengths[items[at][0]] = len(view)
+                self._catalog.resize(items[at][0], self._tier, len(view))
         return outcomes
 
     async def _encode(
@@ -204,7 +192,7 @@ class EncodedSeal(Seal):
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Fill each view with a verified and decoded chunk object. See :meth:`Backend.get`."""
-        lengths = [self._lengths.get(key, len(view)) for key, view in items]
+        lengths = [self._catalog.stored_length(key, self._tier, len(view)) for key, view in items]
         encoded = [at for at, (_, view) in enumerate(items) if lengths[at] != len(view)]
         with self._encoder.scratch([lengths[at] for at in encoded]) as buffers:
             places = dict(zip(encoded, buffers, strict=True))

@@ -217,12 +217,15 @@ def _leading(leases: Iterable[Lease | None]) -> list[Lease]:
 
 
 def chains_of(
-    keys: Sequence[ChunkKey], parents: Sequence[ChunkKey], hints: Sequence[ChunkHints | None]
+    keys: Sequence[ChunkKey], parents: Sequence[ChunkKey | None], hints: Sequence[ChunkHints | None] = ()
 ) -> Iterable[tuple[int, int]]:
-    """Return the (start, stop) of each run of chunks with equal hints, each the parent of the next one."""
+    """Return the (start, stop) of each run of chunks with equal hints, each the parent of the next one.
+
+    ``hints``: those of each chunk, or none at all.
+    """
     starts = [
         at
         for at in range(len(keys))
-        if not at or parents[at] != keys[at - 1] or hints[at] is not hints[at - 1]
+        if not at or parents[at] != keys[at - 1] or (hints and hints[at] is not hints[at - 1])
     ]
     return pairwise([*starts, len(keys)])

@@ -32,6 +32,11 @@ class Level:
     def __init__(self, index: int, settings: TierSettings, catalog: Catalog) -> None:
         self.index = index
         self.settings = settings
+        self.name = settings.name
+        self.write = settings.write
+        """When it receives chunks from above: ``through``, ``on_evict`` or ``never``."""
+        self.admit = settings.admit
+        """Which of these it receives: see :mod:`kvtier.tiers.admission`."""
         self._local = settings if isinstance(settings, LocalTierSettings) else None
         """Its settings, unless it is a shared pool. Asking for a class of pydantic takes a microsecond."""
         self._catalog = catalog
@@ -41,21 +46,6 @@ class Level:
         """Bytes of the last written batch that the medium rejected as full."""
         self.unseen_bytes = 0
         """Bytes in the medium that are not in the catalog, because they could not be listed."""
-
-    @property
-    def name(self) -> str:
-        """The tier's name in the settings."""
-        return self.settings.name
-
-    @property
-    def write(self) -> str:
-        """When it receives chunks from above: ``through``, ``on_evict`` or ``never``."""
-        return self.settings.write
-
-    @property
-    def admit(self) -> str:
-        """Which of these it receives: see :mod:`kvtier.tiers.admission`."""
-        return self.settings.admit
 
     @property
     def available(self) -> bool:

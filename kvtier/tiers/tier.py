@@ -28,7 +28,7 @@ from kvtier.settings import TierSettings
 from kvtier.tiers.batches import BATCH_BYTES
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.costs import ReadCost
-from kvtier.tiers.encoded_seal import EncodedSeal, Encoder, StoredLengths
+from kvtier.tiers.encoded_seal import EncodedSeal, Encoder
 from kvtier.tiers.level import ChunkBytes, Level
 from kvtier.tiers.seal import Seal
 from kvtier.tiers.sealer import Sealer
@@ -143,7 +143,7 @@ class Tier(Level):
         if encoder is None:
             self.seal = Seal(backend, sealer, verify=self.capabilities.arena is None)
         else:
-            self.seal = EncodedSeal(backend, sealer, encoder, StoredLengths(catalog, index))
+            self.seal = EncodedSeal(backend, sealer, encoder, catalog, index)
         self._deletions = Deletions(settings.name, backend, kept=self._miss)
         self._tasks = tasks
         self._slots = Slots(settings.concurrency)

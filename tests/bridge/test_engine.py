@@ -145,7 +145,7 @@ async def test_memory_is_freed_with_the_last_lease() -> None:
         engine.reads.release(found.leases[:5])
         assert cache.arena.used == 7 * OBJECT_BYTES
         engine.reads.release(found.leases[5:])
-        assert (cache.arena.used, cache.arena.fragments) == (0, 1)
+        assert (cache.arena.used, len(cache.arena._free_by_start)) == (0, 1)
 
 
 # Leases in a staging buffer.
@@ -185,7 +185,7 @@ async def test_arena_and_buffer_leases_interleave_and_are_released_together() ->
         assert (cache.arena.leases, buffer.slices.leases) == (18, 6)
         engine.reads.release(found.leases)
         assert (cache.arena.leases, cache.arena.used) == (9, 9 * OBJECT_BYTES)
-        assert (buffer.slices.leases, buffer.slices.used, buffer.slices.fragments) == (0, 0, 1)
+        assert (buffer.slices.leases, buffer.slices.used, len(buffer.slices._free_by_start)) == (0, 0, 1)
         assert engine.status()["tickets"] == 0
         assert look_up(engine, 2, KEYS).sources == [FIRST] * 3
 

@@ -13,8 +13,9 @@ from kvtier.errors import ArenaError
 from kvtier.integrations.vllm.copies import ChunkCopy, CudaCopies, Pinning
 from kvtier.memory.arena import Arena, ArenaMap
 from kvtier.memory.layout import ChunkLayout
-from tests.native.test_copy import BLOCKS, LAYOUTS, NULL, chunks, engine, expected_pages, rank_of
+from tests.native.test_copy import BLOCKS, LAYOUTS, chunks, engine, expected_pages, rank_of
 from tests.rigs.cuda_stand_in.control import DeviceMemory, StandIn
+from tests.rigs.pinning import pin
 from tests.rigs.waiting import wait_until
 
 Pages = list[list[torch.Tensor]]
@@ -62,8 +63,8 @@ def open_engine(stand_in: StandIn) -> Iterator[Callable[[ChunkLayout], Engine]]:
 
 
 def copies(layout: ChunkLayout, pages: Pages, arena: ArenaMap) -> CudaCopies:
-    made = CudaCopies(layout, rank_of(layout), pages, NULL)
-    assert made.pin(arena)
+    made = CudaCopies(layout, rank_of(layout), pages)
+    assert pin(made, arena)
     return made
 
 
@@ -138,7 +139,7 @@ def test_close_waits_for_a_registration(
         return 0
 
     monkeypatch.setattr(ArenaMap, "take_large_pages", wait_until_closing)
-    copying = CudaCopies(SIMPLE, 0, open_engine(SIMPLE).pages, NULL)
+    copying = CudaCopies(SIMPLE, 0, open_engine(SIMPLE).pages)
     copying.load(arena, chunks(SIMPLE, 2))  # By torch, as the arena is not registered yet.
     unpin = Pinning.unpin
 
@@ -159,7 +160,7 @@ def test_replaced_arena_is_unpinned_after_its_last_copy(
     copying = copies(SIMPLE, engine.pages, arena)
     ticket = copying.save(arena, selected[:1])
     other = another_arena()
-    assert copying.pin(other)
+    assert pin(copying, other)
     finish(copying, copying.load(other, selected[2:3]))
     assert stand_in.alive()["registered"] == 2
     finish(copying, ticket)
@@ -193,7 +194,7 @@ def test_arena_may_be_closed_while_it_is_pinned(
 def test_pinning_uses_the_device_of_the_engine_only(arena: ArenaMap, stand_in: StandIn) -> None:
     stand_in.reset("random", devices=2)
     pinning = Pinning(arena, 1)
-    pinning.wait()
+    pinning._ended.wait()
     assert pinning.memory is not None
     pinning.release()
     wait_until(lambda: not stand_in.alive())

@@ -9,8 +9,9 @@ import pytest
 from kvtier.integrations.vllm.copies import CudaCopies
 from kvtier.memory.arena import ArenaMap
 from tests.cuda_stand_in.test_copies import SIMPLE, Engine, saved
-from tests.native.test_copy import NULL, chunks
+from tests.native.test_copy import chunks
 from tests.rigs.cuda_stand_in.control import ILLEGAL_ADDRESS, OUT_OF_MEMORY, StandIn
+from tests.rigs.pinning import pin
 
 RELEASES = ("cudaHostUnregister", "cudaFreeHost", "cudaFree", "cudaStreamDestroy", "cudaEventDestroy")
 """Their errors cannot be handled, and are ignored."""
@@ -21,8 +22,8 @@ def use_everything(machine: StandIn, arena: ArenaMap) -> list[str]:
     engine = Engine(machine, SIMPLE)
     errors: list[str] = []
     try:
-        copying = CudaCopies(SIMPLE, 0, engine.pages, NULL)
-        errors += [] if copying.pin(arena) else ["not pinned"]
+        copying = CudaCopies(SIMPLE, 0, engine.pages)
+        errors += [] if pin(copying, arena) else ["not pinned"]
         errors += _copy(copying, machine, arena)
         _close(copying, arena, errors)
     except RuntimeError as error:

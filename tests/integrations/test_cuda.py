@@ -15,7 +15,7 @@ from kvtier import native
 from kvtier.bridge.protocol import Confirmed
 from kvtier.integrations.vllm import copies as page_copies
 from kvtier.integrations.vllm import in_flight, worker
-from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, CudaCopies
+from kvtier.integrations.vllm.copies import ChunkCopy, CudaCopies
 from kvtier.integrations.vllm.layout import ModelLayout, Region
 from kvtier.integrations.vllm.metadata import Job
 from kvtier.integrations.vllm.worker import WorkerSide
@@ -26,6 +26,7 @@ from kvtier.rpc.calls import Call
 from tests.integrations.test_worker import LAYOUT, Bridge, counts
 from tests.rigs.cuda_stand_in.control import TRANSFER, StandIn
 from tests.rigs.cuda_stand_in.fixtures import stand_in
+from tests.rigs.pinning import pin
 
 __all__ = ["stand_in"]
 
@@ -87,8 +88,8 @@ class Worker:
         self.machine = machine
         self.kv = torch.zeros((BLOCKS, PAGE), dtype=torch.uint8)
         self.memory = machine.add_device(self.kv)
-        copies = CudaCopies(layout, 0, [[self.kv] for _ in layout.groups], NULL_BLOCK)
-        assert copies.pin(bridge.arena)
+        copies = CudaCopies(layout, 0, [[self.kv] for _ in layout.groups])
+        assert pin(copies, bridge.arena)
         monkeypatch.setattr(worker, "page_copies", lambda *_: copies)
         any_bridge: Any = bridge
         model = ModelLayout(layout, b"n" * 32, ((Region("layer", 0, PAGE, PAGE, BLOCKS),),), (0,))
@@ -354,5 +355,5 @@ def test_engine_starts_if_cuda_fails(
     monkeypatch.setattr(native, "cuda_problem", lambda: "")
     monkeypatch.setattr(page_copies, "CudaCopies", fails)
     monkeypatch.setattr(page_copies, "TorchCopies", lambda *_: "torch")
-    assert page_copies.page_copies(LAYOUT, 0, on_gpu, NULL_BLOCK) == "torch"
+    assert page_copies.page_copies(LAYOUT, 0, on_gpu) == "torch"
     assert "no kernel image" in caplog.text

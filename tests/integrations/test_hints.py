@@ -17,7 +17,6 @@ from kvtier.integrations.vllm.hints import (
     Hints,
     KVTransferHint,
     has_hints,
-    hints_for_chunks,
     read_hints,
 )
 from kvtier.integrations.vllm.prompt_transfers import PromptTransfers, role_of
@@ -243,14 +242,14 @@ def test_role_ignores_hints_of_the_other_role(role: str, hint: dict[str, Any]) -
     transfer = kv_transfers(Bridge(), role=role)
     assert transfer.hints(SimpleNamespace(request_id="a", kv_transfer_params={"kvtier": hint})) == Hints()
     both = SimpleNamespace(request_id="a", kv_transfer_params={"kvtier": {**hint, **CACHE}})
-    assert transfer.hints(both).for_chunks == ChunkHints("a", -3, 600, 30.5, 0.25)
+    assert transfer.hints(both).for_chunks("") == ChunkHints("a", -3, 600, 30.5, 0.25)
 
 
 @pytest.mark.parametrize("cache", ["read", {"mode": "read"}])
 def test_mode_is_no_hint_for_chunks(cache: Any) -> None:
     hints = read_hints({"kvtier": {"cache": cache}})
     assert hints.mode == "read"
-    assert hints.for_chunks in (None, ChunkHints())
+    assert hints.for_chunks("") in (None, ChunkHints())
     assert Hints().mode == "both"
 
 
@@ -279,23 +278,18 @@ def test_mode_rules_out_kv_transfers(mode: str, kept: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("hints", "salt", "expected"),
     [
-        (Hints(), None, None),
         (Hints(), "", None),
         (Hints(), "a", ChunkHints("salt-17762fdd")),
         (Hints(cache="read"), "a", ChunkHints("salt-17762fdd")),
         (Hints(cache=CacheHint(priority=3)), "a", ChunkHints("salt-17762fdd", 3)),
         (Hints(cache=CacheHint("mine", 3)), "a", ChunkHints("mine", 3)),
-        (Hints(cache=CacheHint(priority=3)), None, ChunkHints("", 3)),
+        (Hints(cache=CacheHint(priority=3)), "", ChunkHints("", 3)),
     ],
 )
 def test_tenant_is_that_of_the_hints_or_else_of_the_salt(
-    hints: Hints, salt: str | None, expected: ChunkHints | None
+    hints: Hints, salt: str, expected: ChunkHints | None
 ) -> None:
-    assert hints_for_chunks(hints, salt) == expected
-
-
-def test_request_without_cache_hint_has_none_for_chunks() -> None:
-    assert Hints().for_chunks is None
+    assert hints.for_chunks(salt) == expected
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def pages_of(arena: Arena) -> LargePages:
 
 
 def process_of(pages: LargePages) -> int:
-    assert pages.pid is not None
-    return pages.pid
+    assert pages._process is not None
+    return pages._process.pid
 
 
 def is_running(pid: int) -> bool:
@@ -187,7 +187,7 @@ def test_settle_ends_if_no_progress_is_made(
 def test_process_exits_with_its_parent() -> None:
     program = (
         "import os, signal; from kvtier.memory.arena import Arena; arena = Arena.create(1 << 28)\n"
-        "print(arena.large_pages.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "print(arena.large_pages._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.returncode == -signal.SIGKILL

@@ -19,7 +19,7 @@ from .conftest import allocate
 def test_new_arena_is_one_free_run() -> None:
     arena = Arena.create(PAGE_BYTES + 1)
     assert (arena.capacity, arena.page_bytes) == (2 * PAGE_BYTES, PAGE_BYTES)
-    assert (arena.used, arena.leases, arena.fragments) == (0, 0, 1)
+    assert (arena.used, arena.leases, len(arena._free_by_start)) == (0, 0, 1)
     arena.close()
 
 
@@ -57,9 +57,9 @@ def test_memory_is_freed_with_the_last_lease_of_a_batch(arena: Arena) -> None:
     assert arena.used == 16 * PAGE_BYTES
     for index in (3, 9):
         together.release(index)
-    assert (arena.fragments, arena.used) == (2, 14 * PAGE_BYTES)
+    assert (len(arena._free_by_start), arena.used) == (2, 14 * PAGE_BYTES)
     together.release_all()
-    assert (arena.fragments, arena.used, arena.leases) == (1, 0, 0)
+    assert (len(arena._free_by_start), arena.used, arena.leases) == (1, 0, 0)
 
 
 def test_batch_is_split_into_leases(arena: Arena) -> None:
@@ -169,7 +169,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         assert self.arena.used == sum(length for length, _ in self.slices.values())
         assert self.arena.leases == len(self.handles)
-        assert self.arena.fragments == len(self.gaps())
+        assert len(self.arena._free_by_start) == len(self.gaps())
         for lease in self.handles:
             others = sum(other.offset == lease.offset for other in self.handles)
             assert lease.is_exclusive == (others == 1)
@@ -177,7 +177,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for lease in self.handles:
             lease.release()
-        assert (self.arena.used, self.arena.leases, self.arena.fragments) == (0, 0, 1)
+        assert (self.arena.used, self.arena.leases, len(self.arena._free_by_start)) == (0, 0, 1)
         self.arena.close()
 
 

@@ -82,8 +82,8 @@ def copies(kind: str, layout: ChunkLayout, pages: list[list[torch.Tensor]]) -> P
     if kind == "native":
         if not native.available():
             pytest.skip(native.summary())
-        return NativeCopies(layout, rank_of(layout), pages, NULL)
-    return TorchCopies(layout, rank_of(layout), pages, NULL)
+        return NativeCopies(layout, rank_of(layout), pages)
+    return TorchCopies(layout, rank_of(layout), pages)
 
 
 def expected_pages(layout: ChunkLayout, chunk: ChunkCopy) -> Iterator[tuple[int, int, int, int, int]]:
@@ -104,12 +104,12 @@ def test_staging_buffer_holds_one_rank_without_a_header(
     held = chunks(layout, 2)[0]
     staged = replace(held, offset=1 << 20, staging=7)
     saving, loading = copies(kind, layout, pages), copies(kind, layout, loaded)
-    saving.wait(saving.save(arena, [held]))
-    saving.wait(saving.save(arena, [staged]))
+    saving.save(arena, [held])
+    saving.save(arena, [staged])
     length = layout.rank_bytes(held.tokens)
     first = held.offset + HEADER_BYTES + layout.share(held.tokens, rank_of(layout))
     assert arena.view(staged.offset, length) == arena.view(first, length)
-    loading.wait(loading.load(arena, [staged]))
+    loading.load(arena, [staged])
     for group, layer, block, _, _ in expected_pages(layout, held):
         assert torch.equal(loaded[group][layer][block], pages[group][layer][block])
 
@@ -126,7 +126,7 @@ def test_save_places_pages_according_to_the_layout(kind: str, layout: ChunkLayou
         for group, layer, block, at, length in expected_pages(layout, chunk):
             expected[at : at + length] = pages[group][layer][block].numpy().tobytes()
     saving = copies(kind, layout, pages)
-    saving.wait(saving.save(arena, selected))
+    saving.save(arena, selected)
     assert memory == expected
     assert all(
         torch.equal(*pair) for group in zip(pages, before, strict=True) for pair in zip(*group, strict=True)
@@ -147,7 +147,7 @@ def test_load_fills_only_the_given_blocks(kind: str, layout: ChunkLayout, arena:
                 bytearray(memory[at : at + length]), dtype=torch.uint8
             )
     loading = copies(kind, layout, pages)
-    loading.wait(loading.load(arena, selected))
+    loading.load(arena, selected)
     assert all(
         torch.equal(*pair) for group in zip(pages, expected, strict=True) for pair in zip(*group, strict=True)
     )
@@ -190,9 +190,9 @@ def test_invalid_chunk_fails_the_whole_batch(bad: ChunkCopy, arena: ArenaMap) ->
     memory[:] = b"\xee" * arena.capacity
     both = [ChunkCopy(0, 8192, 64, ([5, 6, 7, 8],)), bad]
     with pytest.raises(IndexError):
-        NativeCopies(layout, 0, pages, NULL).load(arena, both)
+        NativeCopies(layout, 0, pages).load(arena, both)
     with pytest.raises(IndexError):
-        NativeCopies(layout, 0, pages, NULL).save(arena, both)
+        NativeCopies(layout, 0, pages).save(arena, both)
     assert all(torch.equal(*pair) for pair in zip(pages[0], before, strict=True))
     assert bytes(memory) == b"\xee" * arena.capacity
 
@@ -201,12 +201,12 @@ def test_invalid_chunk_fails_the_whole_batch(bad: ChunkCopy, arena: ArenaMap) ->
 def test_host_memory_is_copied_natively(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = LAYOUTS["one group"]
     pages = engine(layout, 1)
-    assert isinstance(page_copies(layout, 0, pages, NULL), NativeCopies)
+    assert isinstance(page_copies(layout, 0, pages), NativeCopies)
     monkeypatch.setattr(native, "available", lambda: False)
-    assert isinstance(page_copies(layout, 0, pages, NULL), TorchCopies)
+    assert isinstance(page_copies(layout, 0, pages), TorchCopies)
     on_device = [[layer.to("meta") for layer in group] for group in pages]
     monkeypatch.undo()
-    assert isinstance(page_copies(layout, 0, on_device, NULL), TorchCopies)
+    assert isinstance(page_copies(layout, 0, on_device), TorchCopies)
 
 
 @needs_native

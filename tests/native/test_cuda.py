@@ -15,7 +15,8 @@ from kvtier.errors import ArenaError
 from kvtier.integrations.vllm.copies import ChunkCopy, CudaCopies, page_copies
 from kvtier.memory.arena import HUGE_PAGE_BYTES, Arena, ArenaMap
 from kvtier.memory.layout import ChunkLayout, GroupLayout
-from tests.native.test_copy import BLOCKS, LAYOUTS, NULL, chunks, engine, expected_pages, rank_of
+from tests.native.test_copy import BLOCKS, LAYOUTS, chunks, engine, expected_pages, rank_of
+from tests.rigs.pinning import pin
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,9 +52,9 @@ def same(first: Pages, second: Pages) -> bool:
 
 
 def copies(layout: ChunkLayout, pages: Pages, arena: ArenaMap) -> CudaCopies:
-    made = page_copies(layout, rank_of(layout), pages, NULL)
+    made = page_copies(layout, rank_of(layout), pages)
     assert isinstance(made, CudaCopies)
-    assert made.pin(arena)
+    assert pin(made, arena)
     return made
 
 
@@ -191,7 +192,7 @@ def test_replacement_arena_is_registered(arena: ArenaMap) -> None:
     copying.save(arena, chunks(layout, 2))
     made = Arena.create(4 << 20)
     other = ArenaMap(os.dup(made.fd), made.capacity)
-    assert copying.pin(other)
+    assert pin(copying, other)
     copying.wait(copying.save(other, chunks(layout, 2)))
     for chunk in chunks(layout, 2):
         for _, _, _, at, length in expected_pages(layout, chunk):
@@ -211,9 +212,9 @@ def test_falls_back_to_torch_if_the_arena_cannot_be_registered(
     before = engine(layout, 1)
     pages = on_device(before)
     monkeypatch.setattr(native.cuda, "PinnedMemory", refuse)
-    copying = page_copies(layout, 0, pages, NULL)
+    copying = page_copies(layout, 0, pages)
     assert isinstance(copying, CudaCopies)
-    assert not copying.pin(arena)
+    assert not pin(copying, arena)
     selected = [ChunkCopy(0, 4096, 64, ([5, 3, 9, 1],))]
     assert copying.done(copying.save(arena, selected))
     assert copying.done(copying.load(arena, selected))

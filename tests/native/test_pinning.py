@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from kvtier import native
-from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, CudaCopies
+from kvtier.integrations.vllm.copies import ChunkCopy, CudaCopies
 from kvtier.memory.arena import ArenaMap
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from tests.rigs.pinning import pin
 from tests.rigs.waiting import wait_until
 
 LAYOUT = ChunkLayout(64, (GroupLayout(16, (4096,)),))
@@ -74,7 +75,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> CudaCopies:
     )
     monkeypatch.setattr(native, "cuda", simulated, raising=False)
     monkeypatch.setattr(CudaCopies, "_stream", lambda _: 0)
-    return CudaCopies(LAYOUT, 0, [[torch.zeros((5, 4096), dtype=torch.uint8)]], NULL_BLOCK)
+    return CudaCopies(LAYOUT, 0, [[torch.zeros((5, 4096), dtype=torch.uint8)]])
 
 
 def test_replacing_an_arena_does_not_wait_for_its_registration(copies: CudaCopies) -> None:
@@ -85,7 +86,7 @@ def test_replacing_an_arena_does_not_wait_for_its_registration(copies: CudaCopie
     copies.load(second, CHUNKS)  # Returns although the first arena is not registered yet.
     first.may_be_pinned.set()
     second.may_be_pinned.set()
-    pinning.wait()
+    pinning._ended.wait()
     wait_until(lambda: pinning.memory is None)
 
 
@@ -93,7 +94,7 @@ def test_arena_stays_registered_until_its_last_copy_is_done(copies: CudaCopies) 
     first, second = Arena(), Arena()
     first.may_be_pinned.set()
     second.may_be_pinned.set()
-    assert copies.pin(first)
+    assert pin(copies, first)
     pinning = copies._pinning
     assert pinning is not None
     ticket = copies.load(first, CHUNKS)

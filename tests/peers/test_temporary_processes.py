@@ -131,7 +131,7 @@ async def reader(kind: str, *, folder: Path | None = None, idle: float = 60.0) -
             yield Reader(cache, backend)
             catalog = cache.catalog
             await until(lambda: cache.arena.leases == catalog.count(0))
-            assert not backend.bound_chunks
+            assert not backend._bound
             if not backend._directory:
                 assert not catalog.count(len(tiers)), "temporary entries remain in the catalog"
         finally:

@@ -341,7 +341,7 @@ async def reading_from(
         await backend.close()
         await transport.close()
         assert all(not client.throughput.in_flight for client in backend.clients)
-        assert not backend.bound_chunks
+        assert not backend._bound
     await until_released(*peers, *unauthenticated)
     await until(lambda: sockets() <= before)
 

@@ -96,14 +96,14 @@ class _Side:
     def _copy(
         self, staging: int, offset: int, at: int, rank: int, pages: list[list[Any]], *, save: bool
     ) -> bool:
-        from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, page_copies
+        from kvtier.integrations.vllm.copies import ChunkCopy, page_copies
 
         tokens = CHUNK if at < CHUNKS else TAIL
         memory = self._buffers[rank].memory(staging) if staging else self._workers[rank].arena
         if memory is None:
             return False
         blocks = [1 + at * CHUNK // BLOCK + block for block in range(-(-tokens // BLOCK))]
-        copies = page_copies(self._layout, rank, pages, NULL_BLOCK)
+        copies = page_copies(self._layout, rank, pages)
         copy = copies.save if save else copies.load
         copies.wait(copy(memory, [ChunkCopy(0, offset, tokens, (blocks,), staging)]))
         return True

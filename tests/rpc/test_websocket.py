@@ -68,7 +68,7 @@ async def test_greeting_and_requests() -> None:
         assert await call.reply() == "HELLO"
         assert server.endpoint is not None
         assert await server.endpoint.ping().reply()
-        assert endpoint.unsent == 0
+        assert endpoint._wire.unsent == 0
         await connection.close()
         await until(lambda: endpoint.closed and server.cause)
         assert isinstance(endpoint.error, ChannelClosed)

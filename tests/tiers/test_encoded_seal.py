@@ -63,12 +63,26 @@ class TestIdentity(CodecConformance):
     codec = IdentityCodec
 
 
+class Lengths:
+    """The part of a catalog that knows the length of each object."""
+
+    def __init__(self, lengths: dict[Any, int]) -> None:
+        self._lengths = lengths
+
+    def stored_length(self, key: Any, tier: int, default: int) -> int:
+        return self._lengths.get(key, default)
+
+    def resize(self, key: Any, tier: int, length: int) -> None:
+        self._lengths[key] = length
+
+
 def sealed(backend: Any, codec: Codec, lengths: dict[Any, int], **more: Any) -> EncodedSeal:
     known = {codec.code: codec, **more.pop("known", {})}
     encoder = Encoder(
         Codecs(codec, known), more.pop("layouts", Layouts()), checksum=more.get("checksum", True)
     )
-    return EncodedSeal(backend, Sealer(more.get("checksum", True)), encoder, lengths)
+    catalog: Any = Lengths(lengths)
+    return EncodedSeal(backend, Sealer(more.get("checksum", True)), encoder, catalog, 1)
 
 
 def runs() -> Runs:

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from kvtier.integrations.vllm import worker
-from kvtier.integrations.vllm.copies import NULL_BLOCK, CudaCopies
+from kvtier.integrations.vllm.copies import CudaCopies
 from tests.rigs.cuda_stand_in.control import KERNEL, TRANSFER
 from tests.rigs.cuda_stand_in.fixtures import loaded, use
+from tests.rigs.pinning import pin
 from tests.vllm.shapes import BLOCK, Scheduled, Worker
 
 CATCH_UP = 9
@@ -60,12 +61,12 @@ class WorkerOnGPU(Worker):
         memory = super()._allocate(length)
         self._memory = [memory, self._machine.add_device(memory)]
 
-        def made(layout: Any, rank: int, pages: Any, null_block: int) -> CudaCopies:
-            copies = CudaCopies(layout, rank, pages, NULL_BLOCK)
+        def made(layout: Any, rank: int, pages: Any) -> CudaCopies:
+            copies = CudaCopies(layout, rank, pages)
             bridge = self._connector._worker_bridge
             while bridge.arena is None:  # On a busy machine, the cache process may answer late.
                 bridge.update()
-            assert copies.pin(bridge.arena)
+            assert pin(copies, bridge.arena)
             return copies
 
         on_host = worker.page_copies

@@ -76,7 +76,8 @@ class ObjectFolder:
         """Whether a write has not found the folder, or one of those in it."""
         self._look_at = time.monotonic() + LOOK_SECONDS
         self._is_open = True
-        self._direct = direct
+        self.direct = direct
+        """Whether aligned objects bypass the page cache."""
         self._token = secrets.token_hex(4)
         self._serial = itertools.count()
         self._warn = RateLimitedLog(logger)
@@ -116,16 +117,6 @@ class ObjectFolder:
                 "a folder that this user can write to"
             ) from error
         return cls(tier, root, lock, descriptor, direct=direct)
-
-    @property
-    def direct(self) -> bool:
-        """Whether aligned objects bypass the page cache."""
-        return self._direct
-
-    @property
-    def tier(self) -> str:
-        """The name of the tier that uses the folder."""
-        return self._tier
 
     def path_of(self, key: ChunkKey) -> str:
         """Return the path for the object of ``key``, whether or not it exists."""
@@ -222,7 +213,7 @@ class ObjectFolder:
     def read(self, item: GetItem) -> Outcome:
         """Fill the view with one object of exactly its length, and update its time of last use."""
         key, view = item
-        direct = self._direct and _is_aligned(view)
+        direct = self.direct and _is_aligned(view)
         try:
             flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
             descriptor = os.open(self.path_of(key), flags)
@@ -254,7 +245,7 @@ class ObjectFolder:
         return {}
 
     def _write_file(self, path: Path, view: memoryview) -> None:
-        direct = self._direct and _is_aligned(view)
+        direct = self.direct and _is_aligned(view)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         try:
             descriptor = os.open(path, flags, 0o600)

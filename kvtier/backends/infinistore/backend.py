@@ -303,15 +303,13 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
         try:
             bases = [self._name(key) for key, _ in items]
             pointers = await self._query(read_pointer, bases)
-            found = [
-                index
+            found = {
+                index: pointer
                 for index, pointer in enumerate(pointers)
                 if pointer is not None and pointer.length == len(items[index][1])
-            ]
+            }
             named = [
-                (pointer.name(bases[index]).decode(), items[index][1])
-                for index in found
-                if (pointer := pointers[index]) is not None
+                (pointer.name(bases[index]).decode(), items[index][1]) for index, pointer in found.items()
             ]
             for index, outcome in zip(found, await rdma.read(named), strict=True):
                 outcomes[index] = outcome

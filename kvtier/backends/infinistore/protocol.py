@@ -110,14 +110,6 @@ class Drain:
             return {connection.fileno(): connection for connection in self._until}
 
 
-class Refused(ConnectionError):
-    """The server replied with an error status."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"the server replied with status {status}")
-        self.status = status
-
-
 class Answer:
     """Tracks how much of a reply has arrived, to know when the server has nothing left to send.
 
@@ -185,8 +177,7 @@ class InfiniStoreConnection(Connection):
             self._enable_quick_ack()
             self.take(answers)
             for status, number in HEAD.iter_unpack(answers):
-                if status != FINISHED:
-                    raise Refused(status)
+                _check(status)
                 yield number == 0
 
     def matched(self, names: Sequence[bytes]) -> int:
@@ -206,11 +197,9 @@ class InfiniStoreConnection(Connection):
             self._query(_DELETE, names)
 
     def put(self, name: bytes, value: memoryview | bytes) -> None:
-        """Store a value. Raises :class:`Refused`. The name must not be read before this returns."""
+        """Store a value. The name must not be read before this returns."""
         self.send([_request(_PAYLOAD, _payload(name, len(value), _PUT)), value])
-        status = self._status()
-        if status != FINISHED:
-            raise Refused(status)
+        _check(self._status())
 
     def lacks_room(self, name: bytes, length: int) -> bool:
         """Return whether the server rejects a value for lack of memory, before receiving its bytes.
@@ -230,8 +219,7 @@ class InfiniStoreConnection(Connection):
         answer = self._read_head(Answer())
         if answer.status == NOT_FOUND:
             return False
-        if answer.status != FINISHED:
-            raise Refused(answer.status)
+        _check(answer.status)
         if answer.number == len(view):
             self.take(view)
             return True
@@ -273,8 +261,7 @@ class InfiniStoreConnection(Connection):
     def _query(self, operation: bytes, names: Sequence[bytes]) -> int:
         self.send([_request(operation, _strings(names))])
         answer = self._read_head(Answer(HEAD.size))
-        if answer.status != FINISHED:
-            raise Refused(answer.status)
+        _check(answer.status)
         return answer.number
 
     def _read_head(self, answer: Answer) -> Answer:
@@ -300,6 +287,12 @@ class InfiniStoreConnection(Connection):
         # The server sends the next part of a reply only when this one is acknowledged, which the kernel would
         # delay by 40 ms. The kernel resets the option after a while: tcp(7).
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+
+
+def _check(status: int) -> None:
+    """Raise ``ConnectionError`` for the status of an error."""
+    if status != FINISHED:
+        raise ConnectionError(f"the server replied with status {status}")
 
 
 def _request(operation: bytes, body: bytes) -> bytes:

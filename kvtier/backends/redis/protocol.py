@@ -139,8 +139,6 @@ def encode(*args: bytes) -> bytes:
 
 
 _END = encode(b"MULTI") + encode(b"EXEC")
-
-
 _UNWATCH = encode(b"UNWATCH")
 
 

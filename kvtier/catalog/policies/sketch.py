@@ -59,8 +59,3 @@ class Sketch:
         while len(self._lines[0]) < hashes:
             # The counter of a hash is in the copy that one more of its bits selects.
             self._lines = [line + line for line in self._lines]
-
-    @property
-    def size_bytes(self) -> int:
-        """The memory that the counters take."""
-        return sum(map(len, self._lines))

@@ -80,11 +80,10 @@ class PageCopies(ABC):
     deferred = False
     """Whether copies may be in flight when a call returns."""
 
-    def __init__(self, layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -> None:
+    def __init__(self, layout: ChunkLayout, rank: int, pages: Pages) -> None:
         self._layout = layout
         self._rank = rank
         self._pages = pages  # Keeps alive the memory that native code references by address only.
-        self._null_block = null_block
 
     def _slices(self, chunks: Sequence[ChunkCopy]) -> list[tuple[int, Sequence[Sequence[int]]]]:
         """Return the offset of this rank's pages of each chunk, and the chunk's blocks."""
@@ -122,9 +121,6 @@ class PageCopies(ABC):
         """Return whether the copy is complete. Does not block."""
         return True
 
-    def wait(self, ticket: int) -> None:  # noqa: B027 - has a default on purpose
-        """Block until the copy is complete."""
-
     def close(self) -> None:  # noqa: B027 - has a default on purpose
         """Wait for running copies and release the arena."""
 
@@ -140,12 +136,10 @@ def regions(pages: Pages) -> list[list[tuple[int, int, int, int]]]:
 class NativeCopies(PageCopies):
     """One native call for all chunks and layers, on at most ``threads`` threads; 0 chooses their number."""
 
-    def __init__(
-        self, layout: ChunkLayout, rank: int, pages: Pages, null_block: int, *, threads: int = 0
-    ) -> None:
-        super().__init__(layout, rank, pages, null_block)
+    def __init__(self, layout: ChunkLayout, rank: int, pages: Pages, *, threads: int = 0) -> None:
+        super().__init__(layout, rank, pages)
         self._threads = threads
-        self._memory = native.core.KvMemory(regions(pages), null_block)
+        self._memory = native.core.KvMemory(regions(pages), NULL_BLOCK)
 
     def load(self, memory: Memory, chunks: Sequence[ChunkCopy], after: Sequence[int] = ()) -> int:
         """See :meth:`PageCopies.load`."""
@@ -211,9 +205,9 @@ class TorchCopies(PageCopies):
 
     def _select(self, blocks: Sequence[int]) -> tuple[torch.Tensor, slice | torch.Tensor]:
         """Return the blocks that are not null, and the indices of their pages in the chunk."""
-        if self._null_block not in blocks:
+        if NULL_BLOCK not in blocks:
             return torch.tensor(blocks, dtype=torch.int64), slice(None)
-        kept = [page for page, block in enumerate(blocks) if block != self._null_block]
+        kept = [page for page, block in enumerate(blocks) if block != NULL_BLOCK]
         selected = torch.tensor([blocks[page] for page in kept], dtype=torch.int64)
         first = kept[0] if kept else 0
         if kept == list(range(first, first + len(kept))):
@@ -245,10 +239,6 @@ class Pinning:
         finally:
             self._ended.set()
 
-    def wait(self) -> None:
-        """Block until registering has succeeded or failed."""
-        self._ended.wait()
-
     def release(self) -> None:
         """Unregister the arena in a thread, as that takes as long as registering. No copy may use it."""
         try:
@@ -278,16 +268,16 @@ class CudaCopies(PageCopies):
 
     deferred = True
 
-    def __init__(self, layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -> None:
-        super().__init__(layout, rank, pages, null_block)
+    def __init__(self, layout: ChunkLayout, rank: int, pages: Pages) -> None:
+        super().__init__(layout, rank, pages)
         self._device = pages[0][0].device
-        self._memory = native.cuda.DevicePages(self._device.index or 0, regions(pages), null_block)
+        self._memory = native.cuda.DevicePages(self._device.index or 0, regions(pages), NULL_BLOCK)
         if not self._memory.staged:
             logger.warning(
                 "no 64 MiB of GPU memory are free for bounce buffers, so copies slow down the engine: "
                 "lower --gpu-memory-utilization"
             )
-        self._torch = TorchCopies(layout, rank, pages, null_block)
+        self._torch = TorchCopies(layout, rank, pages)
         self._pinning: Pinning | None = None
         self._replaced: list[tuple[Pinning, set[int]]] = []
         """Arenas of earlier cache processes, and the copies that may still use them."""
@@ -327,19 +317,11 @@ class CudaCopies(PageCopies):
         return done
 
     def wait(self, ticket: int) -> None:
-        """See :meth:`PageCopies.wait`."""
+        """Block until the copy is complete."""
         try:
             self._memory.wait(ticket)
         finally:
             self._in_flight.discard(ticket)
-
-    def pin(self, arena: ArenaMap) -> bool:
-        """Block until registering the arena has ended; return whether it succeeded."""
-        self._pinned(arena)
-        if self._pinning is None:
-            return False
-        self._pinning.wait()
-        return self._pinning.memory is not None
 
     def close(self) -> None:
         """See :meth:`PageCopies.close`. Afterwards, :meth:`done` raises the errors of failed copies."""
@@ -379,14 +361,14 @@ class CudaCopies(PageCopies):
         return ticket
 
 
-def page_copies(layout: ChunkLayout, rank: int, pages: Pages, null_block: int) -> PageCopies:
-    """Return the fastest implementation for these pages. ``null_block`` is never read and never written."""
+def page_copies(layout: ChunkLayout, rank: int, pages: Pages) -> PageCopies:
+    """Return the fastest implementation for these pages."""
     devices = {layer.device.type for group in pages for layer in group}
     if devices == {"cuda"} and not native.cuda_problem():
         try:
-            return CudaCopies(layout, rank, pages, null_block)
+            return CudaCopies(layout, rank, pages)
         except native.cuda.CudaError as error:
             logger.warning("cannot use kvtier's own copies on the GPU, using slower ones of torch: %s", error)
     if devices <= {"cpu"} and native.available():
-        return NativeCopies(layout, rank, pages, null_block)
-    return TorchCopies(layout, rank, pages, null_block)
+        return NativeCopies(layout, rank, pages)
+    return TorchCopies(layout, rank, pages)

@@ -68,22 +68,16 @@ class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self.cache.mode
         return self.cache or "both"
 
-    @property
-    def for_chunks(self) -> ChunkHints | None:
-        """The hints to store with the prompt's chunks."""
-        if not isinstance(self.cache, CacheHint):
-            return None
-        fields = msgspec.structs.asdict(self.cache)
-        del fields["mode"]
-        return ChunkHints(**fields)
-
-
-def hints_for_chunks(hints: Hints, salt: str) -> ChunkHints | None:
-    """Return the hints to store with a prompt's chunks. The tenant is that of the hints, else of the salt."""
-    given = hints.for_chunks
-    if not salt or (given is not None and given.tenant):
-        return given
-    return msgspec.structs.replace(given or ChunkHints(), tenant=tenant_of_salt(salt))
+    def for_chunks(self, salt: str) -> ChunkHints | None:
+        """Return the hints to store with the prompt's chunks. The tenant is theirs, or else the salt's."""
+        given = None
+        if isinstance(self.cache, CacheHint):
+            fields = msgspec.structs.asdict(self.cache)
+            del fields["mode"]
+            given = ChunkHints(**fields)
+        if not salt or (given is not None and given.tenant):
+            return given
+        return msgspec.structs.replace(given or ChunkHints(), tenant=tenant_of_salt(salt))
 
 
 NO_HINTS = Hints()

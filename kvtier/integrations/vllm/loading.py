@@ -53,16 +53,12 @@ class Loads:
     """The loads of an engine. Not thread-safe; nothing blocks."""
 
     def __init__(self, model: ModelLayout, bridge: SchedulerBridge) -> None:
-        self._model = model
         self._layout = model.layout
         self._bridge = bridge
         self._loads: dict[str, Load] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._loads
-
-    def __len__(self) -> int:
-        return len(self._loads)
 
     def begin(self, state: RequestState, ticket: int, hit: Hit, blocks: Blocks) -> None:
         """Start to load a hit into blocks, from what a lookup has leased.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.misses import MissReason
-from kvtier.integrations.vllm.hints import NO_HINTS, Hints, hints_for_chunks
+from kvtier.integrations.vllm.hints import NO_HINTS, Hints
 from kvtier.integrations.vllm.plain import plain, text
 from kvtier.integrations.vllm.traces import UNTRACED, Trace
 from kvtier.memory.keys import (
@@ -191,7 +191,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         salt = text(self.request.cache_salt) if self.hints.canary is None else ""  # No tenant for each.
-        self.chunk_hints = hints_for_chunks(self.hints, salt)
+        self.chunk_hints = self.hints.for_chunks(salt)
         self.loads, self.stores = self.hints.mode != "write", self.hints.mode != "read"
         self.prompt_tokens = self.request.num_prompt_tokens
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from kvtier.bridge.client import WorkerBridge
-from kvtier.bridge.protocol import OfferStaging
+from kvtier.bridge.protocol import OfferStaging, OpenedStaging
 from kvtier.errors import ArenaError
 from kvtier.integrations.vllm.copies import Memory
 from kvtier.memory.arena import ArenaMap
@@ -79,11 +79,6 @@ class StagingBuffer:
         self._seen: OfferStaging | None = None
         self._opened: _Opened | None = None
 
-    @property
-    def number(self) -> int:
-        """Number of the open buffer; 0 if none is open."""
-        return 0 if self._opened is None else self._opened.number
-
     def request(self, device: torch.device, seconds: float = OFFER_SECONDS) -> None:
         """Request a buffer on the device of the engine's KV cache, and wait for the answer.
 
@@ -118,7 +113,7 @@ class StagingBuffer:
         except (OSError, ValueError, RuntimeError, ArenaError) as error:
             logger.warning("cannot open the staging buffer, KV transfers use the first tier: %s", error)
             return
-        self._bridge.open_staging(offer.number)
+        self._bridge.send(OpenedStaging(offer.number))
 
     def memory(self, number: int) -> Memory | None:
         """Return the open buffer if it has this number."""

@@ -20,7 +20,7 @@ import torch
 
 from kvtier.bridge.client import WorkerBridge
 from kvtier.integrations.vllm.adapters import is_loaded
-from kvtier.integrations.vllm.copies import NULL_BLOCK, ChunkCopy, Memory, page_copies
+from kvtier.integrations.vllm.copies import ChunkCopy, Memory, page_copies
 from kvtier.integrations.vllm.in_flight import CopiesInFlight
 from kvtier.integrations.vllm.layout import ModelLayout, page_views
 from kvtier.integrations.vllm.logs import StoreLog
@@ -147,7 +147,7 @@ class WorkerSide:
             self._copies = self._copies_of(page_views(self._model, self._kv_caches))
 
     def _copies_of(self, pages: list[list[torch.Tensor]]) -> CopiesInFlight:
-        copies = page_copies(self._layout, self._rank, pages, NULL_BLOCK)
+        copies = page_copies(self._layout, self._rank, pages)
         blocks, before_hooks = self._model.num_blocks, self._writes_before_hooks
         return CopiesInFlight(copies, self._layout, blocks, writes_before_hooks=before_hooks)
 

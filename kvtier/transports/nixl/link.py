@@ -7,6 +7,7 @@ import logging
 import struct
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import anyio
@@ -18,6 +19,7 @@ from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.errors import PeerError
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.arena import Arena, address_of
+from kvtier.memory.rows import copy_all
 from kvtier.memory.slices import Lease
 from kvtier.transports.base import Dial, Link, ReadItem, RemoteSpan, WriteItem
 from kvtier.transports.nixl.process import NixlProcess, Part
@@ -206,14 +208,8 @@ class NixlLink(Link):
         return offset if 0 <= offset <= self._arena.capacity - view.nbytes else None
 
     async def _copy(self, copies: Sequence[tuple[memoryview, memoryview]]) -> None:
-        if not copies:
-            return
-
-        def copy() -> None:
-            for target, source in copies:
-                target[:] = source
-
-        await in_thread(copy, self._executor)
+        if copies:
+            await in_thread(partial(copy_all, copies), self._executor)
 
     async def _transfer_pieces(self, pieces: list[_Piece], *, write: bool) -> list[_Piece]:
         """Transfer pieces, with retries after a connection loss. Return those that failed."""

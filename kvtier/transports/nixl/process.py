@@ -163,13 +163,14 @@ class NixlProcess:
         for ticket, parts in zip(batch.tickets, transfers, strict=True):
             self._batches[ticket] = batch
             local, remote, lengths = map(list, zip(*parts, strict=True))
-            self._send(Transfer(ticket, peer, write, local, remote, lengths))
+            # A process that does not take the message is killed, as always when its connection ends.
+            self._endpoint.send_or_end(Transfer(ticket, peer, write, local, remote, lengths))
         return batch
 
     def drop(self, batch: Batch) -> None:
         """Drop the batch's waiting transfers. Running transfers are not stopped."""
         if tickets := [ticket for ticket in batch.tickets if ticket in self._batches]:
-            self._send(Drop(tickets))
+            self._endpoint.send_or_end(Drop(tickets))
 
     async def until_ended(self, batch: Batch) -> None:
         """Wait until the batch's transfers do not access memory any more.
@@ -258,13 +259,6 @@ class NixlProcess:
         except ChannelError as error:
             await self.end()
             raise NixlProcessEnded(self._how_ended()) from error
-
-    def _send(self, message: Transfer | Drop) -> None:
-        """Send a message to a process that has not exited. Kill it if it does not take the message."""
-        try:
-            self._endpoint.send(message)
-        except ChannelError as error:
-            self._endpoint.end(error)
 
     def _handle(self, message: Ended) -> None:
         if len(message.tickets) != len(message.results):

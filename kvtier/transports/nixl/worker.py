@@ -97,7 +97,7 @@ class Agent:
         options: dict[str, str],
         *,
         serves: bool,
-        memory: str = "DRAM",
+        memory: str,
     ) -> None:
         if memory == "DRAM":
             # NIXL imports torch only to find the CUDA version, which takes 1 s and 200 MiB.
@@ -105,7 +105,6 @@ class Agent:
         from nixl import _api
 
         _let_thread_sleep(_api.nixlBind)
-        self.name = name
         self._agent = _api.nixl_agent(
             name,
             # The progress thread serves remote agents. Without them, it would only slow down the thread
