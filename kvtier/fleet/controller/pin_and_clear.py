@@ -190,7 +190,7 @@ def _parts(keys: Sequence[ChunkKey]) -> Iterator[Sequence[ChunkKey]]:
 async def _pin(member: Member, keys: Sequence[ChunkKey], seconds: float | None) -> list[ChunkKey]:
     """Pin chunks; return those that the instance holds. Raises: MemberGone, CommandFailed."""
     command = partial(Pin, keys=join_keys(keys), seconds=seconds)
-    return confirmed_keys(await run_command(member, command), keys)
+    return confirmed_keys(await run_command(member, command))
 
 
 async def restore_pins(registry: Registry, pins: Pins, locks: LockManager) -> None:
