@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import anyio
 import msgspec
 
-from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
+from kvtier.errors import ChannelError, ProtocolError
 from kvtier.fleet.controller.errors import CommandFailed, MemberGone
 from kvtier.fleet.controller.events import Position
 from kvtier.fleet.controller.settings import WINDOW_SECONDS
@@ -170,10 +170,6 @@ class Member:
     def closed_reason(self) -> str | None:
         """Why its connection has ended; ``None`` while it is open."""
         return None if self.endpoint.error is None else str(self.endpoint.error)
-
-    def disconnect(self, reason: str) -> None:
-        """End its connection, and fail every command. Idempotent."""
-        self.endpoint.end(ChannelClosed(reason))
 
     async def execute(self, command: Callable[[int], Command], on_progress: OnProgress | None = None) -> Done:
         """Send a command, made from its ticket, and wait until it is completed, without a timeout.
