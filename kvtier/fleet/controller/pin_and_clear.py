@@ -203,7 +203,7 @@ async def restore_pins(registry: Registry, pins: Pins, locks: LockManager) -> No
             for member in registry.members.values():
                 if member.up_to_date and member not in restored:
                     restored.add(member)
-                    if pins.has(member.id):
+                    if pins.count(member.id):
                         tasks.start_soon(_restore, member, pins, locks)
             seen = await registry.changes.after(seen)
             await anyio.sleep(PAUSE_SECONDS)
