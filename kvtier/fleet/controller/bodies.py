@@ -313,11 +313,11 @@ def _append(ids: array[int], text: bytearray) -> None:
         raise HTTPException(422, f"tokens: Expected at most {MAX_TOKENS:,} token ids")
 
 
-def request_body_schema(kind: type[PromptBody], *, required: bool = True) -> dict[str, Any]:
+def request_body_schema(kind: type[PromptBody]) -> dict[str, Any]:
     """Return the OpenAPI description of an endpoint with such a body."""
     _, schemas = msgspec.json.schema_components([kind])
     content = {"application/json": {"schema": schemas[kind.__name__]}}
-    return {"requestBody": {"required": required, "content": content}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 async def _pieces(request: Request) -> AsyncIterator[bytes]:
