@@ -139,7 +139,7 @@ class ControllerClient:
             "connected": session is not None,
             "up_to_date": self.can_answer,
             "resyncs": session.inventory.lost if session is not None else 0,
-            "commands": session.commands_running if session is not None else 0,
+            "commands": len(session.commands_running) if session is not None else 0,
             "refused": self._refused,
             "last_error": self._last_error,
             "lost": self._lost,
