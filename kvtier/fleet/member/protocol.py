@@ -68,7 +68,7 @@ class TierDescription(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     type: str
-    capacity: int | None
+    capacity: Count | None
     """``None`` for a shared pool, which manages its own capacity."""
     shared: bool
 
@@ -84,7 +84,7 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
     kvtier: str
     """Version of kvtier."""
     host: str
-    process: int
+    process: Count
     peer: str | None
     """Address for other instances, ``HOST:PORT``; ``None`` if it does not serve peers."""
     transport: str | None
