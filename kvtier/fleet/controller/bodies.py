@@ -19,6 +19,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 
+from kvtier.fleet.member.protocol import TokenID
 from kvtier.units import Duration, parse_duration
 
 MAX_TOKENS = 4_000_000
@@ -42,7 +43,6 @@ MAX_MESSAGE_CHARACTERS = 200
 
 _TOKENS = [128000, 849, 21435, 279, 26431]
 
-TokenID = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 PositionBody = tuple[Name, Name]
 _Duration = float | str | None
