@@ -131,10 +131,6 @@ class Registry:
     def __init__(
         self, *, heartbeat: float = HEARTBEAT_SECONDS, idle_timeout: float = IDLE_TIMEOUT_SECONDS
     ) -> None:
-        if not 0 < heartbeat < idle_timeout:
-            raise ValueError(
-                f"the heartbeat interval ({heartbeat:g} s) must be less than the timeout ({idle_timeout:g} s)"
-            )
         self.heartbeat = heartbeat
         self.idle_timeout = idle_timeout
         self.holders = Holders()
