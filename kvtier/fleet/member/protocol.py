@@ -235,9 +235,9 @@ class HeldBy(Reply, frozen=True, array_like=True, tag=16):
 
 
 class WhoServes(Request, frozen=True, array_like=True, tag=28):
-    """Request for those of these addresses at which an instance serves peers. At most MAX_ADDRESSES."""
+    """Request for those of these addresses at which an instance serves peers."""
 
-    addresses: list[str]
+    addresses: Annotated[list[str], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
 class ServedAt(Reply, frozen=True, array_like=True, tag=29):

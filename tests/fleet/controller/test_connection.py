@@ -256,7 +256,7 @@ INVALID_MESSAGES = {
         "names 32769 chunks in one message",
     ),
     "asks for too many": (encode_body(WhoHolds(1, bytes(KEY_BYTES * (MAX_KEYS + 1)))), "more than 32768"),
-    "too many addresses": (encode_body(WhoServes(1, ["a:1"] * 33)), "asks for more than 32 addresses"),
+    "too many addresses": (encode_body(WhoServes(1, ["a:1"] * 33)), "Expected `array` of length <= 32"),
     "tier 3": (encode_body(Changed(3, b"", b"")), "reports on tier 3, but has 3 tiers"),
     "tier -1": (encode_body(Changed(-1, b"", b"")), "reports on tier -1"),
     "ticket": (encode_body(Done(77, b"", 0, 0)), "Done answers a request that was not sent"),
