@@ -60,7 +60,7 @@ MAX_EVENTS = 32
 @asynccontextmanager
 async def serving(
     app: ASGIApp,
-    listen: str | tuple[str, int],
+    listen: str,
     *,
     setting: str = "listen",
     ssl: SSLContext | None = None,
@@ -126,13 +126,11 @@ def _limit_uvicorn_log() -> None:
         logger.setLevel(logging.ERROR)
 
 
-async def _bind(listen: str | tuple[str, int], setting: str, backlog: int) -> socket.socket:
+async def _bind(listen: str, setting: str, backlog: int) -> socket.socket:
     try:
-        host, port = split_address(listen) if isinstance(listen, str) else listen
+        host, port = split_address(listen)
     except ValueError as error:
         raise ChannelError(f"{setting}: {error}") from error
-    if not 0 <= port <= 65535:  # A resolver would truncate it to 16 bits.
-        raise ChannelError(f"{port} is not a port number: set another in {setting}")
     try:
         found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]

@@ -56,7 +56,7 @@ async def test_serves_on_a_free_port_and_leaves_nothing_behind() -> None:
     async with serving(hello, "127.0.0.1:0") as address:  # Warm-up: some resources are created once.
         assert (await get(address)).text == "hello"
     before, tasks = files(), asyncio.all_tasks()
-    async with serving(hello, ("127.0.0.1", 0)) as address:
+    async with serving(hello, "127.0.0.1:0") as address:
         response = await get(address)
         assert (response.status_code, response.text) == (200, "hello")
         assert "server" not in response.headers
@@ -99,7 +99,7 @@ async def test_serves_on_ipv6() -> None:
         ("192.0.2.1:0", "set another address or port in metrics.listen"),
         ("no-such-host.invalid:80", "cannot listen on no-such-host.invalid:80"),
         ("x" * 300 + ":80", "set another address"),
-        (("127.0.0.1", 123456), "123456 is not a port number: set another in metrics.listen"),
+        ("127.0.0.1:123456", "metrics.listen: '127.0.0.1:123456' is not an address"),
     ],
 )
 async def test_invalid_address_is_reported_in_one_line(listen: str, message: str) -> None:
