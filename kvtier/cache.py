@@ -194,7 +194,9 @@ class TieredCache:
         catalog = Catalog(policies, encoded, remembered=settings.why.remembered_chunks)
         layouts = Layouts()
         async with AsyncExitStack() as stack:
-            memory = _open_memory(*media[0], catalog, Sealer(settings.checksum))
+            first, medium = media[0][0], media[0][1].capabilities().arena
+            assert medium is not None, "the settings are valid only if the first tier is memory"
+            memory = HostMemory(first, medium.create_arena(), catalog, Sealer(settings.checksum))
             stack.callback(memory.close)
             for _, backend in media[1:]:
                 await backend.open()
@@ -559,14 +561,6 @@ class TieredCache:
             "quarantined": self.verifying.status(),
             "counts": dict(self.counts),
         }
-
-
-def _open_memory(settings: TierSettings, backend: Backend, catalog: Catalog, sealer: Sealer) -> HostMemory:
-    """Create the first tier. Raises :class:`SettingsError` and :class:`kvtier.errors.TierError`."""
-    medium = backend.capabilities().arena
-    if medium is None:
-        raise SettingsError(f"tiers[0] is {settings.type}: the first tier must be memory")
-    return HostMemory(settings, medium.create_arena(), catalog, sealer)
 
 
 class ModelCache:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -21,6 +21,7 @@ import anyio
 import h11
 from anyio import CancelScope
 from anyio.abc import TaskStatus
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config, Server
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -32,12 +33,6 @@ from kvtier.logs import RateLimitedLog
 from kvtier.settings.peer import split_address
 
 logger = logging.getLogger("kvtier")
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
-"""An ASGI application."""
 
 MAX_REQUESTS = 256
 MAX_HEAD_BYTES = 16 * 1024
@@ -64,8 +59,8 @@ MAX_EVENTS = 32
 
 @asynccontextmanager
 async def serving(
-    app: App,
-    listen: str | tuple[str, int],
+    app: ASGIApp,
+    listen: str,
     *,
     setting: str = "listen",
     ssl: SSLContext | None = None,
@@ -131,13 +126,11 @@ def _limit_uvicorn_log() -> None:
         logger.setLevel(logging.ERROR)
 
 
-async def _bind(listen: str | tuple[str, int], setting: str, backlog: int) -> socket.socket:
+async def _bind(listen: str, setting: str, backlog: int) -> socket.socket:
     try:
-        host, port = split_address(listen) if isinstance(listen, str) else listen
+        host, port = split_address(listen)
     except ValueError as error:
         raise ChannelError(f"{setting}: {error}") from error
-    if not 0 <= port <= 65535:  # A resolver would truncate it to 16 bits.
-        raise ChannelError(f"{port} is not a port number: set another in {setting}")
     try:
         found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
@@ -263,11 +256,11 @@ def _abort_connections(server: Server) -> None:
 class _LifespanErrors:
     """Wraps an application and keeps the exception of a failed startup, which uvicorn would only log."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self.error: BaseException | None = None
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
             await self._app(scope, receive, send)
             return

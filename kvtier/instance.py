@@ -35,7 +35,7 @@ from kvtier.observability.traces.spans import NO_TRACER, Tracer
 from kvtier.pipeline.usage import TokenCounts
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, TierSettings, load_settings
-from kvtier.settings.peer import GUESSABLE, GUESSABLE_REMEDY
+from kvtier.settings.peer import GUESSABLE, GUESSABLE_REMEDY, join_address, split_address
 
 if TYPE_CHECKING:
     from kvtier.fleet.member.controller_client import Controllers
@@ -207,7 +207,7 @@ class Instance:
     async def _registered(self, settings: Settings) -> AsyncIterator[None]:
         # Imported here, so that an instance without a controller does not pay for importing WebSockets.
         from kvtier.fleet.member.commands import Commands, Peers
-        from kvtier.fleet.member.controller_client import ControllerClient, Controllers, Serving
+        from kvtier.fleet.member.controller_client import ControllerClient, Controllers
         from kvtier.fleet.member.counters import counters_of
         from kvtier.fleet.member.session import Session, Term
         from kvtier.observability.transfers import TransferCounts
@@ -217,7 +217,8 @@ class Instance:
             tier = next(tier for tier in self.cache.lower if tier.name == PEERS)
             peers = Peers(self.peers, tier)
         if self.server is not None and settings.peer.listen is not None:
-            serving = Serving(settings.peer.listen, self.server.address[1])
+            host, _ = split_address(settings.peer.listen)
+            serving = join_address(host, self.server.address[1])
         transport = settings.peer.transport["type"] if peers or serving else None
         commands = Commands(self.cache, peers, self._tokenizers, self.why, self.why_prompt)
         transfers, status = TransferCounts(self.cache), tuple if self.peers is None else self.peers.status

@@ -18,13 +18,14 @@ import httpx
 import pytest
 from fastapi import FastAPI, WebSocket
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 import kvtier.http
 from kvtier.errors import ChannelError, SettingsError
-from kvtier.http import Message, Receive, Send, serving
+from kvtier.http import serving
 from tests.rigs.certificates import make_certificate
 from tests.rigs.open_files import open_files
 from tests.rigs.servers.redis import TLSFiles
@@ -33,7 +34,7 @@ from tests.rigs.waiting import until
 pytestmark = pytest.mark.anyio
 
 
-async def hello(scope: Message, receive: Receive, send: Send) -> None:
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
     """An application without a lifespan."""
     assert scope["type"] == "http"
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
@@ -55,7 +56,7 @@ async def test_serves_on_a_free_port_and_leaves_nothing_behind() -> None:
     async with serving(hello, "127.0.0.1:0") as address:  # Warm-up: some resources are created once.
         assert (await get(address)).text == "hello"
     before, tasks = files(), asyncio.all_tasks()
-    async with serving(hello, ("127.0.0.1", 0)) as address:
+    async with serving(hello, "127.0.0.1:0") as address:
         response = await get(address)
         assert (response.status_code, response.text) == (200, "hello")
         assert "server" not in response.headers
@@ -98,7 +99,7 @@ async def test_serves_on_ipv6() -> None:
         ("192.0.2.1:0", "set another address or port in metrics.listen"),
         ("no-such-host.invalid:80", "cannot listen on no-such-host.invalid:80"),
         ("x" * 300 + ":80", "set another address"),
-        (("127.0.0.1", 123456), "123456 is not a port number: set another in metrics.listen"),
+        ("127.0.0.1:123456", "metrics.listen: '127.0.0.1:123456' is not an address"),
     ],
 )
 async def test_invalid_address_is_reported_in_one_line(listen: str, message: str) -> None:
@@ -237,7 +238,7 @@ async def test_shutdown_closes_streams_and_web_sockets(caplog: pytest.LogCapture
 async def test_pending_request_is_cancelled_on_shutdown() -> None:
     tasks, begun, ended = asyncio.all_tasks(), anyio.Event(), anyio.Event()
 
-    async def forever(scope: Message, receive: Receive, send: Send) -> None:
+    async def forever(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         begun.set()
         try:
@@ -371,7 +372,7 @@ async def test_invalid_body_ends_a_request_without_a_traceback(
 ) -> None:
     """It may become invalid before its response has begun, while it is sent, or when it is complete."""
 
-    async def answer(scope: Message, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         if answered == "before":
             await hello(scope, receive, send)
@@ -424,7 +425,7 @@ async def test_body_in_tiny_chunks_is_parsed_in_slices_and_not_read_ahead(
     opened = anyio.Event()
     pieces: list[bytes] = []
 
-    async def read_late(scope: Message, receive: Receive, send: Send) -> None:
+    async def read_late(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         await opened.wait()
         more = True

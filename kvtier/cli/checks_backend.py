@@ -63,11 +63,15 @@ def check_backend(plugins: Plugins, tier: TierSettings, size: int, *, checksum: 
         size = min(size, tier.capacity // OBJECT_ALIGNMENT * OBJECT_ALIGNMENT)
     backend_type = plugins.backend(tier.type)
 
-    async def trial() -> list[str]:
-        with isolated_settings(backend_type, tier, size) as (settings, remark):
-            return [await run_trial(backend_type(settings), settings, size, checksum=checksum), remark]
+    async def try_tier() -> list[str]:
+        with isolated_settings(backend_type, tier, size) as (settings, remark), ExitStack() as stack:
+            backend, arena = backend_type(settings), Arena.create(size)
+            stack.push(closing(arena))
+            trial = _Trial(backend, settings, checksum=checksum)
+            async with opened(backend, arena):
+                return [await trial.description(), await trial.round_trip(arena, size), remark]
 
-    return run(lambda: _run_check(f"backend {tier.name} ({tier.type})", tier, trial))
+    return run(lambda: _run_check(f"backend {tier.name} ({tier.type})", tier, try_tier))
 
 
 def check_pools(plugins: Plugins, tiers: Sequence[TierSettings]) -> Iterator[Check]:
@@ -79,7 +83,10 @@ def check_pools(plugins: Plugins, tiers: Sequence[TierSettings]) -> Iterator[Che
 
 def _check_pool(backend_type: type[Backend], tier: TierSettings) -> Check:
     async def contact() -> list[str]:
-        return [await run_contact(backend_type(tier), tier)]
+        backend = backend_type(tier)
+        trial = _Trial(backend, tier)
+        async with opened(backend):
+            return [await trial.description(), await trial.miss()]
 
     return run(lambda: _run_check(f"tier {tier.name} ({tier.type})", tier, contact))
 
@@ -217,31 +224,6 @@ def _secrets(model: BaseModel | Mapping[Any, Any]) -> Iterator[str]:
             yield value.get_secret_value()
         elif isinstance(value, BaseModel | Mapping):
             yield from _secrets(value)
-
-
-async def run_trial(backend: Backend, tier: TierSettings, size: int, *, checksum: bool) -> str:
-    """Write, read and delete one chunk object, and return a description of the result.
-
-    Opens and closes the backend. ``size`` is in bytes, a multiple of the page size.
-
-    Raises: TierError, Overdue: a call exceeds its deadline, and any error of the backend.
-    """
-    arena = Arena.create(size)
-    trial = _Trial(backend, tier, checksum=checksum)
-    with ExitStack() as stack:
-        stack.push(closing(arena))
-        async with opened(backend, arena):
-            return _join_parts([await trial.description(), await trial.round_trip(arena, size)])
-
-
-async def run_contact(backend: Backend, tier: TierSettings) -> str:
-    """Contact the medium without storing a chunk, and return a description of the result.
-
-    Opens and closes the backend. Raises like :func:`run_trial`.
-    """
-    trial = _Trial(backend, tier)
-    async with opened(backend):
-        return _join_parts([await trial.description(), await trial.miss()])
 
 
 class _Trial:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -56,6 +56,8 @@ PROMPT_OPTIONS = [
         ("salt", (), "TEXT", "The `cache_salt` that it was sent with."),
     )
 ]
+SOURCES = ("prompt", "prompt_file", "tokens", "tokens_file", "messages")
+"""Those that give the prompt itself."""
 NO_WAIT = option(
     "no_wait", bool, "--no-wait", default=False, help="Do not wait for the result; print the event id."
 )
@@ -102,7 +104,7 @@ def controller_command(
 
         def run(values: dict[str, Any]) -> None:
             given = {parameter.name: values.pop(parameter.name) for parameter in shared}
-            query = prompt_of(**{each.name: given[each.name] for each in PROMPT_OPTIONS}) if prompt else {}
+            query = prompt_of(given) if prompt else {}
             if prompt == "required" and not query:
                 raise typer.BadParameter(
                     "no prompt: use --prompt, --prompt-file, --messages, --tokens or --tokens-file"
@@ -151,21 +153,12 @@ def _seconds(text: str | None, parameter: str) -> float | None:
     return None if text is None else parsed(parse_duration, text, parameter)
 
 
-def prompt_of(
-    *,
-    prompt: str | None,
-    prompt_file: str | None,
-    tokens: str | None,
-    tokens_file: str | None,
-    messages: str | None,
-    **about: str | None,
-) -> dict[str, Any]:
-    """Return the prompt given by the options as fields of a request. Rejects more than one."""
-    sources = {
-        "--prompt": prompt, "--prompt-file": prompt_file, "--tokens": tokens, "--tokens-file": tokens_file,
-        "--messages": messages,
-    }  # fmt: skip
-    given = [name for name, value in sources.items() if value is not None]
+def prompt_of(options: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return the prompt given by :data:`PROMPT_OPTIONS` as fields of a request. Rejects more than one."""
+    prompt, prompt_file = options["prompt"], options["prompt_file"]
+    tokens, tokens_file = options["tokens"], options["tokens_file"]
+    about = {name: options[name] for name in ("model", "salt")}
+    given = [f"--{name.replace('_', '-')}" for name in SOURCES if options[name] is not None]
     if len(given) > 1:
         raise typer.BadParameter(f"{' and '.join(given)} exclude each other: use one of them")
     if not given and any(value is not None for value in about.values()):
@@ -175,7 +168,7 @@ def prompt_of(
     if tokens_file is not None:
         tokens = _content(tokens_file, "--tokens-file")
     ids = None if tokens is None else _token_ids(tokens, *given)
-    chat = None if messages is None else _json_content(messages, "--messages")
+    chat = None if options["messages"] is None else _json_content(options["messages"])
     fields = {"prompt": prompt, "tokens": ids, "messages": chat, **about}
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -197,12 +190,12 @@ def _content(name: str, parameter: str) -> str:
         raise typer.BadParameter(f"{name} is not text", param_hint=parameter) from error
 
 
-def _json_content(name: str, parameter: str) -> object:
-    """Return the JSON value in a file, or stdin."""
+def _json_content(name: str) -> object:
+    """Return the JSON value in the file of ``--messages``, or stdin."""
     try:
-        return json.loads(_content(name, parameter))
+        return json.loads(_content(name, "--messages"))
     except ValueError as error:
-        raise typer.BadParameter(f"{name} is not JSON: {error}", param_hint=parameter) from error
+        raise typer.BadParameter(f"{name} is not JSON: {error}", param_hint="--messages") from error
 
 
 def _token_ids(text: str, parameter: str) -> list[int]:

@@ -75,7 +75,7 @@ def why(
     Asks the cache process of this host, which keeps the last `why.requests` requests. See docs/why.md for all
     reasons. Exit status 1 if it does not answer, or has seen no such request.
     """
-    prompt = prompt_of(**{each.name: given[each.name] for each in PROMPT_OPTIONS})
+    prompt = prompt_of(given)
     seen = f"seen no request whose id contains {request!r}" if request else "seen no request"
     empty = f"The cache process has {seen} since it started."
     if recording is not None:

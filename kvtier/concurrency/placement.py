@@ -168,13 +168,12 @@ def shorten_slices() -> bool:
     numbers = _SCHED_CALLS.get(platform.machine())
     if numbers is None or os.getpriority(os.PRIO_PROCESS, 0) or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False
-    system_call = ctypes.CDLL(None).syscall
     size = _ATTRIBUTES.size
     wanted = _ATTRIBUTES.pack(size, os.SCHED_OTHER, _RESET_ON_FORK, 0, 0, SLICE_NANOSECONDS, 0, 0, 0, 0)
-    if system_call(numbers[0], 0, wanted, 0):
+    if _libc.syscall(numbers[0], 0, wanted, 0):
         return False
     found = ctypes.create_string_buffer(size)
-    if system_call(numbers[1], 0, found, size, 0):
+    if _libc.syscall(numbers[1], 0, found, size, 0):
         return False
     # Older kernels ignore the slice, and do not report it.
     return bool(_ATTRIBUTES.unpack(found.raw)[5] == SLICE_NANOSECONDS)

@@ -57,7 +57,7 @@ class Hub:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             portal = stack.enter_context(start_blocking_portal())
-            opening = serving(self._app, (LOOPBACK, 0))
+            opening = serving(self._app, f"{LOOPBACK}:0")
             host, port = stack.enter_context(portal.wrap_async_context_manager(opening))
             self.url = f"http://{host}:{port}"
             self._stack = stack.pop_all()

@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 
-from kvtier.fleet.member.controller_client import Serving
+from kvtier.fleet.member import controller_client
 from kvtier.instance import Instance
 from kvtier.testing.transport_sides import serve_commands
 from tests.rigs.forks import python
@@ -59,7 +59,7 @@ class Commands:
 
     async def open(self, advertise: int | None, disk: str | None = None, **settings: Any) -> None:
         if advertise is not None:
-            Serving.address = lambda *_: f"127.0.0.1:{advertise}"  # type: ignore[method-assign]
+            controller_client.reached_from_elsewhere = lambda *_: f"127.0.0.1:{advertise}"
         chosen = settings_of(disk=None if disk is None else Path(disk), **settings)
         # It stays open until the process is killed.
         self._open = AsyncExitStack()

@@ -31,7 +31,7 @@ async def connected(serve: Callable[[WebSocket], Awaitable[None]]) -> AsyncItera
 
     app = Starlette(routes=[WebSocketRoute("/", accept)])
     async with (
-        serving(app, ("127.0.0.1", 0), ws_max_size=MAX_FRAME_BYTES) as (_, port),
+        serving(app, "127.0.0.1:0", ws_max_size=MAX_FRAME_BYTES) as (_, port),
         connect(f"ws://127.0.0.1:{port}", compression=None, proxy=None, close_timeout=1) as connection,
     ):
         yield connection

@@ -19,6 +19,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 
+from kvtier.fleet.member.protocol import TokenID
 from kvtier.units import Duration, parse_duration
 
 MAX_TOKENS = 4_000_000
@@ -42,7 +43,6 @@ MAX_MESSAGE_CHARACTERS = 200
 
 _TOKENS = [128000, 849, 21435, 279, 26431]
 
-TokenID = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 PositionBody = tuple[Name, Name]
 _Duration = float | str | None
@@ -313,11 +313,11 @@ def _append(ids: array[int], text: bytearray) -> None:
         raise HTTPException(422, f"tokens: Expected at most {MAX_TOKENS:,} token ids")
 
 
-def request_body_schema(kind: type[PromptBody], *, required: bool = True) -> dict[str, Any]:
+def request_body_schema(kind: type[PromptBody]) -> dict[str, Any]:
     """Return the OpenAPI description of an endpoint with such a body."""
     _, schemas = msgspec.json.schema_components([kind])
     content = {"application/json": {"schema": schemas[kind.__name__]}}
-    return {"requestBody": {"required": required, "content": content}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 async def _pieces(request: Request) -> AsyncIterator[bytes]:

@@ -13,7 +13,6 @@ from kvtier.fleet.controller.errors import RefusedInstance
 from kvtier.fleet.member.protocol import MAX_PEERS, Counters, Heartbeat, Hello, Model, TierDescription
 from kvtier.memory.keys import KEY_BYTES
 from kvtier.memory.layout import ChunkLayout
-from kvtier.observability.whatif.report import MAX_COUNT
 from kvtier.observability.whatif.report import Report as WhatIfReport
 from kvtier.settings.controller import INSTANCE_ID
 from kvtier.settings.peer import split_address
@@ -52,7 +51,6 @@ def check_hello(hello: Hello) -> None:
     _check_texts("the description of the instance", [hello.kvtier, hello.host, *optional])
     if hello.peer is not None:
         _check_address(hello.peer)
-    _check_counts("the process of the instance", [hello.process])
     _check_tiers(hello.tiers)
 
 
@@ -132,7 +130,6 @@ def _check_tiers(tiers: Sequence[TierDescription]) -> None:
     _check_texts("the instance's tiers", [*names, *(tier.type for tier in tiers)])
     if len(set(names)) < len(names):
         raise RefusedInstance("two of the instance's tiers have the same name")
-    _check_counts("the instance's tiers", [tier.capacity for tier in tiers if tier.capacity is not None])
 
 
 def _check_address(peer: str) -> None:
@@ -148,12 +145,6 @@ def _check_texts(where: str, texts: Iterable[str]) -> None:
             raise RefusedInstance(
                 f"{where}: {text[:40]!r} is empty, longer than {MAX_CHARACTERS} characters or not printable"
             )
-
-
-def _check_counts(where: str, counts: Iterable[int]) -> None:
-    for count in counts:
-        if not 0 <= count <= MAX_COUNT:
-            raise RefusedInstance(f"{where}: {count} is not between 0 and {MAX_COUNT}")
 
 
 def _is_valid(layout: ChunkLayout) -> bool:

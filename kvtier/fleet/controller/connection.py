@@ -18,7 +18,6 @@ from kvtier.errors import KVTierError, LayoutError, ProtocolError
 from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.registry import Registry
 from kvtier.fleet.member.protocol import (
-    MAX_ADDRESSES,
     MAX_KEYS,
     VERSION,
     Changed,
@@ -87,8 +86,6 @@ async def _handle(registry: Registry, member: Member, message: Report | WhoHolds
             _check_count(message.keys)
             member.endpoint.send(registry.held_by(member, message, split_keys(message.keys)))
         case WhoServes():
-            if len(message.addresses) > MAX_ADDRESSES:
-                raise ProtocolError(f"the instance asks for more than {MAX_ADDRESSES} addresses at once")
             member.endpoint.send(registry.served_at(message))
         case Hello():
             raise ProtocolError("unexpected Hello")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import anyio
 import msgspec
 
-from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
+from kvtier.errors import ChannelError, ProtocolError
 from kvtier.fleet.controller.errors import CommandFailed, MemberGone
 from kvtier.fleet.controller.events import Position
 from kvtier.fleet.controller.settings import WINDOW_SECONDS
@@ -171,10 +170,6 @@ class Member:
         """Why its connection has ended; ``None`` while it is open."""
         return None if self.endpoint.error is None else str(self.endpoint.error)
 
-    def disconnect(self, reason: str) -> None:
-        """End its connection, and fail every command. Idempotent."""
-        self.endpoint.end(ChannelClosed(reason))
-
     async def execute(self, command: Callable[[int], Command], on_progress: OnProgress | None = None) -> Done:
         """Send a command, made from its ticket, and wait until it is completed, without a timeout.
 
@@ -216,17 +211,12 @@ class Member:
             reason = None if answer.reason is None else answer.reason[:MAX_REASON_CHARACTERS]
             return msgspec.structs.replace(answer, reason=reason)
 
-        def on_interim(progress: Progress) -> None:
-            _check_counts(progress)
-            if on_progress is not None:
-                on_progress(progress)
-
         try:
             return self.endpoint.call(
                 lambda ticket: msgspec.structs.replace(command, ticket=ticket),
                 Outcome,
                 settle,
-                on_interim=on_interim,
+                on_interim=on_progress,
             )
         except ProtocolError as error:
             raise CommandFailed(f"{error}: request fewer chunks at once") from error
@@ -273,19 +263,9 @@ def _check(done: Done, command: Command) -> None:
 
     What the answer confirms may be deleted elsewhere, so it must be part of the command.
     """
-    _check_counts(done)
     keys = split_keys(done.keys)
-    try:
-        array("I", done.tokens)
-    except OverflowError as error:
-        raise ProtocolError(f"Done has malformed tokens: {error}") from error
     commanded = split_keys(command.keys) if isinstance(command, Fetch | Delete | Pin | Unpin) else ()
     if not set(commanded).issuperset(keys):
         raise ProtocolError("Done names chunks that the command did not")
     if done.tokens and not isinstance(command, Tokenize):
         raise ProtocolError("Done has tokens, but the command was not to tokenize")
-
-
-def _check_counts(answer: Done | Progress) -> None:
-    if answer.chunks < 0 or answer.bytes < 0:
-        raise ProtocolError(f"{type(answer).__name__} with a negative number of chunks or bytes")

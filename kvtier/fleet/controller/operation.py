@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import anyio
 import msgspec
 
-from kvtier.errors import ProtocolError
 from kvtier.fleet.controller.errors import CommandFailed
 from kvtier.fleet.controller.events import Kind, Position, Result
 from kvtier.fleet.controller.member import Member, TierRef
@@ -228,19 +227,14 @@ async def run_command(
     raise CommandFailed(f"instance {member.id!r} made no progress for {STALL_SECONDS:g} s")
 
 
-def confirmed_keys(done: Done, requested_keys: Collection[ChunkKey]) -> list[ChunkKey]:
-    """Return the requested keys that an answer confirms. Raises: CommandFailed: the answer is malformed."""
-    requested = frozenset(requested_keys)
-    try:
-        keys = split_keys(done.keys)
-    except ProtocolError as error:
-        raise CommandFailed(f"the instance's answer is invalid: {error}") from error
-    return [key for key in dict.fromkeys(keys) if key in requested]
+def confirmed_keys(done: Done) -> list[ChunkKey]:
+    """Return the keys that an answer confirms, which the member has checked to be some of its command."""
+    return list(dict.fromkeys(split_keys(done.keys)))
 
 
 def count_confirmed(done: Done, chunks: PromptChunks, result: Result) -> list[ChunkKey]:
-    """Add the chunks that an answer confirms to a result; return their keys. Raises: CommandFailed."""
-    confirmed = confirmed_keys(done, chunks.keys)
+    """Add the chunks that an answer confirms to a result; return their keys."""
+    confirmed = confirmed_keys(done)
     held = frozenset(confirmed)
     result.chunks += len(confirmed)
     result.tokens += chunks.selected([key in held for key in chunks.keys]).num_tokens

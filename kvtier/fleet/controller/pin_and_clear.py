@@ -190,7 +190,7 @@ def _parts(keys: Sequence[ChunkKey]) -> Iterator[Sequence[ChunkKey]]:
 async def _pin(member: Member, keys: Sequence[ChunkKey], seconds: float | None) -> list[ChunkKey]:
     """Pin chunks; return those that the instance holds. Raises: MemberGone, CommandFailed."""
     command = partial(Pin, keys=join_keys(keys), seconds=seconds)
-    return confirmed_keys(await run_command(member, command), keys)
+    return confirmed_keys(await run_command(member, command))
 
 
 async def restore_pins(registry: Registry, pins: Pins, locks: LockManager) -> None:
@@ -203,7 +203,7 @@ async def restore_pins(registry: Registry, pins: Pins, locks: LockManager) -> No
             for member in registry.members.values():
                 if member.up_to_date and member not in restored:
                     restored.add(member)
-                    if pins.has(member.id):
+                    if pins.count(member.id):
                         tasks.start_soon(_restore, member, pins, locks)
             seen = await registry.changes.after(seen)
             await anyio.sleep(PAUSE_SECONDS)

@@ -107,10 +107,6 @@ class Pins:
                 self._save(instance, Pin(left, pin.until, pin.given_at))
         return list(unpinned)
 
-    def has(self, instance: str) -> bool:
-        """Return whether an instance has any pins."""
-        return instance in self._pins
-
     def keys(self, instance: str) -> list[ChunkKey]:
         """Return all pinned keys of an instance."""
         return list({key for pin in self._pins.get(instance, {}).values() for key in pin.keys})

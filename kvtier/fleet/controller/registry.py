@@ -14,6 +14,7 @@ from types import MappingProxyType
 import anyio
 
 from kvtier.concurrency.tasks import Changes
+from kvtier.errors import ChannelClosed
 from kvtier.fleet.controller.answers import GoneAnswer
 from kvtier.fleet.controller.checks import (
     MAX_NAMES,
@@ -30,7 +31,7 @@ from kvtier.fleet.controller.errors import (
     WrongRequest,
 )
 from kvtier.fleet.controller.events import Position
-from kvtier.fleet.controller.holders import MAX_KEYS, Holders, Keys
+from kvtier.fleet.controller.holders import Holders, Keys
 from kvtier.fleet.controller.member import PEERS, Member, TierRef
 from kvtier.fleet.controller.settings import HEARTBEAT_SECONDS, IDLE_TIMEOUT_SECONDS
 from kvtier.fleet.member.protocol import (
@@ -124,23 +125,15 @@ class Registry:
     """Every connected instance. Belongs to one event loop, on which :meth:`run` must be running.
 
     ``heartbeat`` is the heartbeat interval of instances, and ``idle_timeout`` the time without messages after
-    which one is disconnected, both in seconds. At most ``max_keys`` chunks are indexed.
+    which one is disconnected, both in seconds.
     """
 
     def __init__(
-        self,
-        *,
-        heartbeat: float = HEARTBEAT_SECONDS,
-        idle_timeout: float = IDLE_TIMEOUT_SECONDS,
-        max_keys: int = MAX_KEYS,
+        self, *, heartbeat: float = HEARTBEAT_SECONDS, idle_timeout: float = IDLE_TIMEOUT_SECONDS
     ) -> None:
-        if not 0 < heartbeat < idle_timeout:
-            raise ValueError(
-                f"the heartbeat interval ({heartbeat:g} s) must be less than the timeout ({idle_timeout:g} s)"
-            )
         self.heartbeat = heartbeat
         self.idle_timeout = idle_timeout
-        self.holders = Holders(max_keys)
+        self.holders = Holders()
         self.models = Models()
         self.term: int | None = None
         """That of this controller's lease: ``None`` while it does not lead, 0 if there are no others."""
@@ -259,8 +252,8 @@ class Registry:
         return member
 
     def leave(self, member: Member, why: str) -> None:
-        """Unregister an instance and drop its chunks from the index. Idempotent."""
-        member.disconnect(why)
+        """End an instance's connection, unregister it, and drop its chunks from the index. Idempotent."""
+        member.endpoint.end(ChannelClosed(why))
         if self._members.get(member.id) is not member:
             return
         del self._members[member.id]

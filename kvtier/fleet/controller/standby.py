@@ -8,12 +8,12 @@ from __future__ import annotations
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 import httpx
-from starlette.requests import HTTPConnection, Request
-from starlette.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.concurrency.tasks import open_tasks
@@ -72,7 +72,7 @@ class Standby:
             await app(scope, receive, send)
             return
         if (refusal := self._authenticator.refusal(HTTPConnection(scope))) is not None:
-            await (await error_response(Request(scope), refusal))(scope, receive, send)
+            await (await error_response(HTTPConnection(scope), refusal))(scope, receive, send)
             return
         forwarded = Forwarded(scope, receive, send)
         deadline = anyio.current_time() + WAIT_SECONDS
@@ -178,5 +178,6 @@ class Forwarded:
             if self._sent
             else "no controller leads: is the server that --state names reachable?"
         )
-        answer: dict[str, Any] = {"detail": detail, "known": []}
-        await JSONResponse(answer, 503, {"Retry-After": "1"})(self._scope, self._receive, self._send)
+        error = HTTPException(503, detail, {"Retry-After": "1"})
+        response = await error_response(HTTPConnection(self._scope), error)
+        await response(self._scope, self._receive, self._send)

@@ -15,7 +15,6 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -34,7 +33,7 @@ from kvtier.logs import RateLimitedLog, printable
 from kvtier.memory.keys import ChunkKey
 from kvtier.rpc.frames import MAX_FRAME_BYTES
 from kvtier.settings import Settings
-from kvtier.settings.peer import join_address, reached_from_elsewhere, split_address
+from kvtier.settings.peer import reached_from_elsewhere
 from kvtier.version import __version__
 
 logger = logging.getLogger("kvtier")
@@ -48,21 +47,6 @@ STEADY_SECONDS = 5.0
 AnswerT = TypeVar("AnswerT")
 
 
-@dataclass(frozen=True)
-class Serving:
-    """Address on which this instance serves peers."""
-
-    listen: str
-    """The address in the settings."""
-    port: int
-    """The bound port."""
-
-    def address(self, local_host: str) -> str:
-        """Return ``HOST:PORT``; the host is ``local_host`` if the settings have a wildcard."""
-        host, _ = split_address(self.listen)
-        return reached_from_elsewhere(join_address(host, self.port), local_host)
-
-
 class ControllerClient:
     """Keeps an instance registered with one controller while :meth:`run` runs. One event loop only."""
 
@@ -73,10 +57,13 @@ class ControllerClient:
         url: str,
         open_session: Callable[[ClientConnection], Session],
         *,
-        serving: Serving | None,
+        serving: str | None,
         transport: str | None,
     ) -> None:
-        """``transport``: name of the transport for peers; ``None`` if fetching from peers is disabled."""
+        """``serving``: where this instance serves peers, with the bound port; the host may be a wildcard.
+
+        ``transport``: name of the transport for peers; ``None`` if fetching from peers is disabled.
+        """
         self._settings = settings.controller
         self._timeout = settings.peer.timeout
         self._cache = cache
@@ -152,7 +139,7 @@ class ControllerClient:
             "connected": session is not None,
             "up_to_date": self.can_answer,
             "resyncs": session.inventory.lost if session is not None else 0,
-            "commands": session.commands_running if session is not None else 0,
+            "commands": len(session.commands_running) if session is not None else 0,
             "refused": self._refused,
             "last_error": self._last_error,
             "lost": self._lost,
@@ -227,7 +214,7 @@ class ControllerClient:
             __version__,
             socket.gethostname(),
             os.getpid(),
-            None if self._serving is None else self._serving.address(local_host),
+            None if self._serving is None else reached_from_elsewhere(self._serving, local_host),
             self._transport,
             tiers,
         )

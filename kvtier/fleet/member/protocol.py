@@ -39,7 +39,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -59,6 +59,7 @@ MAX_ADDRESSES = 32
 CONNECT_PATH = "/connect"
 """HTTP path of the controller's WebSocket endpoint."""
 
+TokenID = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 JoinedKeys: TypeAlias = bytes
 """Alias for use in messages whose field ``bytes`` hides the type."""
 
@@ -68,7 +69,7 @@ class TierDescription(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     type: str
-    capacity: int | None
+    capacity: Count | None
     """``None`` for a shared pool, which manages its own capacity."""
     shared: bool
 
@@ -84,7 +85,7 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
     kvtier: str
     """Version of kvtier."""
     host: str
-    process: int
+    process: Count
     peer: str | None
     """Address for other instances, ``HOST:PORT``; ``None`` if it does not serve peers."""
     transport: str | None
@@ -234,9 +235,9 @@ class HeldBy(Reply, frozen=True, array_like=True, tag=16):
 
 
 class WhoServes(Request, frozen=True, array_like=True, tag=28):
-    """Request for those of these addresses at which an instance serves peers. At most MAX_ADDRESSES."""
+    """Request for those of these addresses at which an instance serves peers."""
 
-    addresses: list[str]
+    addresses: Annotated[list[str], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
 class ServedAt(Reply, frozen=True, array_like=True, tag=29):
@@ -347,8 +348,8 @@ class Cancel(Message, frozen=True, array_like=True, tag=23):
 class Progress(Interim, frozen=True, array_like=True, tag=24):
     """Number of chunks, and their bytes, that a command has completed so far."""
 
-    chunks: int
-    bytes: int
+    chunks: Count
+    bytes: Count
 
 
 class Outcome(Reply, frozen=True, array_like=True):
@@ -363,13 +364,13 @@ class Done(Outcome, frozen=True, array_like=True, tag=25):
 
     Empty after :class:`DeleteAll` and :class:`Tokenize`.
     """
-    chunks: int
+    chunks: Count
     """Their number; after :class:`DeleteAll`, the number of removed chunks."""
-    bytes: int
+    bytes: Count
     """Their size; for :class:`Fetch`, the number of transferred bytes."""
     reason: str | None = None
     """Why it did not succeed for all chunks."""
-    tokens: list[int] = msgspec.field(default_factory=list)
+    tokens: list[TokenID] = msgspec.field(default_factory=list)
     """The result of :class:`Tokenize`."""
     report: WhyReport | None = None
     """The result of :class:`Explain`."""

@@ -133,14 +133,9 @@ class Session:
         self._counters = counters
         self._term = term
         self.inventory = InventoryReport(cache)
-        self._running: dict[int, CancelScope] = {}
+        self.commands_running: dict[int, CancelScope] = {}
         self._questions = 0
         self._tasks: TaskGroup
-
-    @property
-    def commands_running(self) -> int:
-        """The number of running commands."""
-        return len(self._running)
 
     async def greet(self, hello: Hello) -> Welcome:
         """Register this instance. Raises :class:`kvtier.errors.Rejected` and other :class:`ChannelError`."""
@@ -269,22 +264,22 @@ class Session:
     async def _handle(self, message: Command | Cancel | Welcome) -> None:
         match message:
             case Cancel():
-                if message.ticket in self._running:
-                    self._running[message.ticket].cancel()
+                if message.ticket in self.commands_running:
+                    self.commands_running[message.ticket].cancel()
             case Welcome():
                 raise ProtocolError("unexpected Welcome")
             case _:
                 self._begin(message)
 
     def _begin(self, command: Command) -> None:
-        if command.ticket in self._running:
+        if command.ticket in self.commands_running:
             raise ProtocolError(f"the controller gives ticket {command.ticket} to two commands at once")
-        if len(self._running) >= MAX_COMMANDS:
+        if len(self.commands_running) >= MAX_COMMANDS:
             reason = f"this instance is busy with {MAX_COMMANDS} commands already"
             self._endpoint.send(Failed(command.ticket, reason))
             return
         # Not in the handler, so that a Cancel is read while the command runs.
-        scope = self._running[command.ticket] = CancelScope()
+        scope = self.commands_running[command.ticket] = CancelScope()
         self._tasks.start_soon(self._execute, command, scope)
 
     async def _execute(self, command: Command, scope: CancelScope) -> None:
@@ -297,7 +292,7 @@ class Session:
             logger.exception("a command of the controller failed")
             answer = Failed(command.ticket, f"an error of this instance, which has logged it: {error!r:.200}")
         finally:
-            del self._running[command.ticket]
+            del self.commands_running[command.ticket]
         await self._do(partial(self._send, answer))
 
     async def _answer(self, work: Work, scope: CancelScope) -> Done | Failed:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import anyio
 from anyio import CancelScope
 
+from kvtier.concurrency.tasks import Changes
 from kvtier.fleet.proxy.client import BUSY, CLOSE, ClientDisconnected, Refused
 from kvtier.units import format_size
 
 if TYPE_CHECKING:
-    from kvtier.http import Receive
+    from starlette.types import Receive
 
 BODY_SECONDS = 60.0
 """Timeout for receiving a request body."""
@@ -41,7 +42,7 @@ class Admission:
         self._max_body = max_body
         self._max_held = max_held
         self._in_flight: set[Ticket] = set()
-        self._ended = anyio.Event()
+        self._ended = Changes()
         self.draining = False
         self.held_bytes = 0
 
@@ -70,9 +71,7 @@ class Admission:
             self.held_bytes -= ticket.held_bytes
             self._in_flight.discard(ticket)
             if not self._in_flight:
-                # anyio's events cannot be cleared: each one is for the next time that nothing is in flight.
-                self._ended.set()
-                self._ended = anyio.Event()
+                self._ended.notify()
 
     async def read(self, ticket: Ticket, receive: Receive, length: str | None) -> bytes:
         """Receive a request's body; ``length`` is its ``Content-Length``.
@@ -110,7 +109,7 @@ class Admission:
 
     async def _wait_all_ended(self) -> None:
         while self._in_flight:
-            await self._ended.wait()
+            await self._ended.after(self._ended.count)
 
     def _account(self, ticket: Ticket, piece: bytes, content: bytearray) -> None:
         content += piece

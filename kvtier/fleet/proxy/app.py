@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from kvtier.fleet.proxy.body import CHAT_PATH
 from kvtier.fleet.proxy.client import Refused, error_body
@@ -20,7 +21,6 @@ from kvtier.fleet.proxy.proxy import Proxy
 from kvtier.fleet.proxy.settings import URL, engine_url, peer_address
 from kvtier.fleet.proxy.upstream import Role, State, Upstream
 from kvtier.fleet.service import BEARER, add_error_handlers, has_token
-from kvtier.http import Message, Receive, Send
 from kvtier.settings.peer import is_loopback
 from kvtier.version import __version__
 
@@ -60,7 +60,7 @@ class _Endpoint:
         self._proxy = proxy
         self._path = path
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Exchange(self._proxy, self._path)(scope, receive, send)
 
 

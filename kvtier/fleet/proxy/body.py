@@ -111,12 +111,8 @@ class Body:
 
     def text(self, name: str) -> str | None:
         """Return a string field; ``None`` if it is missing or not a string."""
-        value = self.value(name)
+        value = decoded(self.fields.get(name))
         return value if isinstance(value, str) else None
-
-    def value(self, name: str) -> object:
-        """Return a decoded field; ``None`` if it is missing or malformed."""
-        return decoded(self.fields.get(name))
 
     def for_prefill(self, to: str) -> bytes:
         """Return the prefill request: generate one token, and transfer the KV to the peer address ``to``."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from kvtier.http import Message, Receive, Send
+    from starlette.types import Receive, Scope, Send
 
 KINDS = {
     400: "invalid_request_error",
@@ -76,7 +76,7 @@ def error_event(status: int, message: str, *, within_event: bool) -> bytes:
 class Client:
     """One request's ASGI connection to the client. Sends one response or one error."""
 
-    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers: Headers = list(scope["headers"])
         self.receive = receive
         self._send = send

@@ -31,11 +31,12 @@ from kvtier.fleet.proxy.upstream import Role, Upstream, UpstreamLost, describe_t
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from starlette.types import Receive, Scope, Send
+
     from kvtier.fleet.proxy.admission import Ticket
     from kvtier.fleet.proxy.directory import Held
     from kvtier.fleet.proxy.proxy import Proxy
     from kvtier.fleet.proxy.upstream import Upstreams
-    from kvtier.http import Message, Receive, Send
 
 logger = logging.getLogger("kvtier.proxy")
 
@@ -64,7 +65,7 @@ class Exchange:
         self._held: Held | None = None
         self._outcome = "ok"
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send a response or an error; return early if the client disconnects."""
         client = Client(scope, receive, send)
         try:

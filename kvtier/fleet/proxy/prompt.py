@@ -24,8 +24,8 @@ class Prompt:
 
     __slots__ = ("_bytes", "digests", "tokens")
 
-    def __init__(self, written: bytes | memoryview, seed: bytes = b"") -> None:
-        text = bytes(written).rstrip(b'"] \t\r\n}')
+    def __init__(self, written: bytes, seed: bytes = b"") -> None:
+        text = written.rstrip(b'"] \t\r\n}')
         self.tokens = _count(text)
         self.digests = _digests(text, seed)
         self._bytes = len(text)

@@ -13,7 +13,7 @@ from kvtier.fleet.proxy.admission import Admission
 from kvtier.fleet.proxy.checks import Checks
 from kvtier.fleet.proxy.directory import Directory
 from kvtier.fleet.proxy.metrics import Statistics
-from kvtier.fleet.proxy.settings import EngineAddress, ProxySettings
+from kvtier.fleet.proxy.settings import ProxySettings, split_engine
 from kvtier.fleet.proxy.upstream import Role, Upstream, Upstreams
 
 
@@ -39,7 +39,7 @@ class Proxy:
             proxy = cls(settings, tasks)
             for role, engines in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
                 for text in engines:
-                    proxy.add(role, *EngineAddress.of(text))
+                    proxy.add(role, *split_engine(text))
             if proxy.directory is not None:
                 tasks.start_soon(proxy.directory.run)
             try:

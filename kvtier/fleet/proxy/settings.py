@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from pydantic import AfterValidator, SecretStr, field_validator, model_validator
 
@@ -16,17 +16,10 @@ MAX_BODY_BYTES = 64 * MIB
 """Upper limit of ``max_body``. Bodies are parsed on the event loop, which takes tens of ms at this size."""
 
 
-class EngineAddress(NamedTuple):
-    """An engine as written on the command line."""
-
-    url: str
-    peer: str | None = None
-
-    @classmethod
-    def of(cls, text: str) -> EngineAddress:
-        """Parse ``URL`` or ``URL=HOST:PORT``. Raises ``ValueError`` with the expected form."""
-        url, equals, peer = text.partition("=")
-        return cls(engine_url(url), peer_address(peer) if equals else None)
+def split_engine(text: str) -> tuple[str, str | None]:
+    """Return the parts of ``URL`` or ``URL=HOST:PORT``. Raises ``ValueError`` with the expected form."""
+    url, equals, peer = text.partition("=")
+    return engine_url(url), peer_address(peer) if equals else None
 
 
 def engine_url(text: str) -> str:
@@ -152,7 +145,7 @@ class ProxySettings(CommandSettings):
     def _check_engines(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         if len(values) > MAX_ENGINES:
             raise ValueError(f"more than {MAX_ENGINES} engines: start another proxy")
-        urls = [EngineAddress.of(value).url for value in values]
+        urls = [split_engine(value)[0] for value in values]
         if duplicate := next((url for url in urls if urls.count(url) > 1), None):
             raise ValueError(f"{duplicate} is listed twice: list it once")
         return values

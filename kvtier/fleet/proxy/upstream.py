@@ -12,6 +12,7 @@ import anyio
 import httpx
 from anyio import CancelScope
 
+from kvtier.concurrency.tasks import Changes
 from kvtier.fleet.proxy.connections import Connections
 from kvtier.fleet.proxy.prompt import PrefixMemory
 from kvtier.fleet.proxy.settings import MAX_ENGINES
@@ -90,7 +91,7 @@ class Upstream:
         self._urls: dict[str, httpx.URL] = {}
         self._waiting: set[CancelScope] = set()
         self._removed = anyio.Event()
-        self._idle = anyio.Event()
+        self._idle = Changes()
 
     @property
     def remembered_blocks(self) -> int:
@@ -114,7 +115,7 @@ class Upstream:
     async def wait_idle(self) -> None:
         """Wait until no request is in flight."""
         while self.load:
-            await self._idle.wait()
+            await self._idle.after(self._idle.count)
 
     def endpoint(self, path: str) -> httpx.URL:
         """Return the URL of an endpoint. Parsed URLs are cached."""
@@ -132,8 +133,7 @@ class Upstream:
         finally:
             self.load -= 1
             if not self.load:
-                self._idle.set()
-                self._idle = anyio.Event()
+                self._idle.notify()
 
     @contextmanager
     def awaiting_response(self) -> Iterator[None]:

@@ -125,16 +125,16 @@ class RawFiles(InThreads):
     title = "raw O_DIRECT"
 
     def __init__(self, folder: Path, threads: int) -> None:
-        super().__init__(range(threads))
+        super().__init__([None] * threads)
         self._folder = folder
 
-    def put_one(self, connection: int, key: ChunkKey, view: memoryview) -> None:
+    def put_one(self, connection: None, key: ChunkKey, view: memoryview) -> None:
         """See :meth:`InThreads.put_one`."""
         with _opened(self._path(key), os.O_WRONLY | os.O_CREAT) as descriptor:
             moved = os.pwrite(descriptor, view, 0)
         expect(0, moved == len(view), f"short write of {moved} bytes: is the disk full?")
 
-    def get_one(self, connection: int, key: ChunkKey, view: memoryview) -> None:
+    def get_one(self, connection: None, key: ChunkKey, view: memoryview) -> None:
         """See :meth:`InThreads.get_one`."""
         with _opened(self._path(key), os.O_RDONLY) as descriptor:
             moved = os.preadv(descriptor, [view], 0)
@@ -144,10 +144,6 @@ class RawFiles(InThreads):
         """See :meth:`Side.forget`."""
         for key in keys:
             self._path(key).unlink(missing_ok=True)
-
-    async def close(self) -> None:
-        """See :meth:`Side.close`."""
-        self._threads.shutdown()
 
     def _path(self, key: ChunkKey) -> Path:
         return self._folder / key.hex()
@@ -239,14 +235,14 @@ class ObstoreLibrary(InThreads):
     def __init__(self, tier: S3Settings) -> None:
         from kvtier.backends.s3.store import make_store
 
-        super().__init__(range(tier.requests))
+        super().__init__([None] * tier.requests)
         self._store = make_store(tier, timedelta(seconds=tier.deadline))
 
-    def put_one(self, connection: int, key: ChunkKey, view: memoryview) -> None:
+    def put_one(self, connection: None, key: ChunkKey, view: memoryview) -> None:
         """See :meth:`InThreads.put_one`."""
         self._store.put(name_of(key), view)
 
-    def get_one(self, connection: int, key: ChunkKey, view: memoryview) -> None:
+    def get_one(self, connection: None, key: ChunkKey, view: memoryview) -> None:
         """See :meth:`InThreads.get_one`."""
         found = self._store.get(name_of(key)).bytes()
         expect(0, len(found) == len(view), len(found))
@@ -255,10 +251,6 @@ class ObstoreLibrary(InThreads):
         """See :meth:`Side.forget`."""
         for key in keys:
             self._store.delete(name_of(key))
-
-    async def close(self) -> None:
-        """See :meth:`Side.close`."""
-        self._threads.shutdown()
 
 
 def _infinistore(address: tuple[str, int]) -> Any:  # noqa: ANN401

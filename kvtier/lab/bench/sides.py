@@ -119,7 +119,7 @@ class InThreads(Side):
     """A side with blocking calls: threads move chunks, each over a connection of its own."""
 
     def __init__(self, connections: Sequence[Any]) -> None:
-        """``connections``: one for each thread; numbers if the medium has none."""
+        """``connections``: one for each thread; ``None`` if the medium has none."""
         self._connections = connections
         self._threads = ThreadPoolExecutor(len(connections))
 
@@ -135,7 +135,8 @@ class InThreads(Side):
         """See :meth:`Side.close`."""
         self._threads.shutdown()
         for connection in self._connections:
-            connection.close()
+            if connection is not None:
+                connection.close()
 
     @abstractmethod
     def put_one(self, connection: Any, key: ChunkKey, view: memoryview) -> None:  # noqa: ANN401

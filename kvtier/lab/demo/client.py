@@ -25,7 +25,6 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     tokens: list[int]
-    text: str
     ttft: float
     """Seconds from sending the request to the first token."""
     sources: dict[str, int]
@@ -143,7 +142,6 @@ class _StreamReader:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._text = ""
         self._usage: dict[str, Any] = {}
         self._started = time.perf_counter()
         self._times: list[float] = []
@@ -160,7 +158,6 @@ class _StreamReader:
             tokens = choice.get("token_ids") or []
             self.tokens += tokens
             self._times += [now] * len(tokens)
-            self._text += choice["text"]
         self._usage = event.get("usage") or self._usage
 
     def completion(self, sources: dict[str, int]) -> Completion:
@@ -171,7 +168,6 @@ class _StreamReader:
             prompt_tokens=self._usage["prompt_tokens"],
             cached_tokens=(self._usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
             tokens=self.tokens,
-            text=self._text,
             ttft=self._times[0] - self._started,
             sources=sources,
             gaps=[later - earlier for earlier, later in zip(self._times, self._times[1:], strict=False)],

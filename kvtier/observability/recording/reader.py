@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import logging
 import lzma
 import os
@@ -45,13 +44,12 @@ ContentT = TypeVar("ContentT")
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\0"
 
 
-def is_recording(source: Path | bytes) -> bool:
-    """Return whether a file, or one that begins with these bytes, is a recording. Blocks.
+def is_recording(path: Path) -> bool:
+    """Return whether a file is a recording. Blocks.
 
-    It may be compressed with gzip or xz. Raises ``OSError`` if a file cannot be read.
+    It may be compressed with gzip or xz. Raises ``OSError`` if it cannot be read.
     """
-    with ExitStack() as stack:
-        raw = io.BytesIO(source) if isinstance(source, bytes) else stack.enter_context(source.open("rb"))
+    with path.open("rb") as raw:
         try:
             return expanded(raw).read(len(MAGIC)) == MAGIC
         except (EOFError, *CORRUPT):

@@ -50,7 +50,7 @@ def _curves_and_changes(estimate: Estimate, now: float) -> tuple[list[TierCurve]
     """Return the curve of each tier, and the changes, the most useful first."""
     curves: list[TierCurve] = []
     changes: list[Change] = []
-    hit_rates = estimate.hit_rates
+    hit_rates = estimate.curve.hit_rates()
     for at, tier in enumerate(estimate.tiers):
         let_others_run()
         if estimate.by_distance:

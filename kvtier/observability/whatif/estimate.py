@@ -15,7 +15,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.sampling import ESTIMATE_SAMPLE, SAMPLED
 from kvtier.events import AnswerEnd, PromptLookup
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
-from kvtier.observability.whatif.distances import HitCurve, HitRates, ReuseDistances
+from kvtier.observability.whatif.distances import HitCurve, ReuseDistances
 from kvtier.observability.whatif.miniature import Miniature, with_changes
 from kvtier.plugins import Plugins
 from kvtier.settings import LocalTierSettings, Settings
@@ -74,7 +74,8 @@ class Estimate:
         """Whether reuse distances are enough for capacities."""
         self._reach = int(MAX_FACTOR * max(tier.capacity for tier in tiers))
         self.distances = ReuseDistances(settings.whatif.sample_chunks, self._reach)
-        self._curve = HitCurve()
+        self.curve = HitCurve()
+        """The hits by capacity, with LRU."""
         self._chunk_bytes = 0
         """Of the miniature caches; 0 before the first lookup."""
         self._others = 0
@@ -95,11 +96,6 @@ class Estimate:
         self._decayed = 0.0
         self.chunks = self.sampled = 0
 
-    @property
-    def hit_rates(self) -> HitRates:
-        """By capacity, with LRU."""
-        return self._curve.hit_rates()
-
     def observe(self, seen: PromptLookup) -> None:
         """Take a lookup. Takes 5 µs, and 10 to 30 µs for each sampled chunk."""
         count = len(seen.keys)
@@ -119,7 +115,7 @@ class Estimate:
         if threshold < self._threshold:
             keys, positions = _of_smaller(keys, positions, threshold)
         distances = self.distances.access(keys, [seen.chunk_bytes] * len(keys))
-        self._curve.add(positions, distances, count, threshold / SAMPLED)
+        self.curve.add(positions, distances, count, threshold / SAMPLED)
 
     def stored(self, keys: Sequence[ChunkKey]) -> None:
         """Take chunks that were stored, which are often those of an answer that was never looked up."""
@@ -129,7 +125,7 @@ class Estimate:
         of_miniatures, _ = _of_smaller(chosen, positions, self._threshold)
         if of_miniatures:
             for miniature in self._miniatures():
-                miniature.store(of_miniatures)
+                miniature.cache.store(of_miniatures)
         of_distances, _ = _of_smaller(chosen, positions, self.distances.threshold)
         self.distances.add(of_distances, [self._chunk_bytes] * len(of_distances))
 
@@ -138,7 +134,7 @@ class Estimate:
         if end.key in self._answers:
             keys, hints = self._answers.pop(end.key)
             for miniature in self._miniatures():
-                miniature.answer_ended(end.time, keys, end.signature, hints)
+                miniature.cache.answer_ended(end.time, keys, end.signature, hints)
 
     def _sample(self, keys: Sequence[ChunkKey]) -> tuple[list[ChunkKey], Sequence[int]]:
         """Return the keys in the larger of the two samples, and their positions."""
@@ -189,7 +185,7 @@ class Estimate:
         self.totals.seconds += passed
         self._decayed = now
         self.totals.decay(factor)
-        self._curve.decay(factor)
+        self.curve.decay(factor)
         self.compared *= factor
         for miniature in self._miniatures():
             miniature.decay(factor)

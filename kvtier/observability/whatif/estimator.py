@@ -59,8 +59,8 @@ class Estimator(Observer):
     def __init__(self, estimate: Estimate) -> None:
         self._estimate = estimate
         self._began = self._paced = time.monotonic()
-        self._pending: deque[tuple[float, Observed]] = deque()
-        """In their order, with the time at which they came."""
+        self._pending: deque[tuple[float, int, Observed]] = deque()
+        """In their order, with the time at which they came, and their size in bytes."""
         self._looked_up = 0
         """Chunks of all lookups."""
         self._taken_bytes = self._processed_bytes = 0
@@ -96,12 +96,12 @@ class Estimator(Observer):
 
     def _take(self, item: Observed, keys: Sequence[ChunkKey]) -> bool:
         """Let an item wait for the thread, if there is room."""
-        size = _size(keys)
+        size = len(keys) * KEY_OBJECT_BYTES + LOOKUP_BYTES
         if self._stopped or self._taken_bytes - self._processed_bytes + size > MAX_PENDING_BYTES:
             return False
         # First, so that the thread never finds more processed than taken.
         self._taken_bytes += size
-        self._pending.append((time.monotonic(), item))
+        self._pending.append((time.monotonic(), size, item))
         return True
 
     async def run(self) -> None:
@@ -133,15 +133,13 @@ class Estimator(Observer):
                 if now - paused > PAUSE_AFTER_SECONDS:
                     let_others_run()
                     paused = now
-                _, item = pending.popleft()
+                _, size, item = pending.popleft()
+                self._processed_bytes += size
                 if isinstance(item, PromptLookup):
-                    self._processed_bytes += _size(item.keys)
                     estimate.observe(item)
                 elif isinstance(item, AnswerEnd):
-                    self._processed_bytes += _size((item.key,))
                     estimate.answer_ended(item)
                 else:
-                    self._processed_bytes += _size(item)
                     estimate.stored(item)
                 self._changed = True
             if self._report_is_due():
@@ -200,10 +198,6 @@ class Estimator(Observer):
             dropped=self._dropped,
             stopped=self._stopped,
         )
-
-
-def _size(keys: Sequence[ChunkKey]) -> int:
-    return len(keys) * KEY_OBJECT_BYTES + LOOKUP_BYTES
 
 
 @asynccontextmanager

@@ -64,7 +64,7 @@ class Miniature:
             )
             for tier in tiers
         ]
-        self._cache = SimulatedCache(
+        self.cache = SimulatedCache(
             plugins, SimulatedTiers(scaled, [GB_S] * len(scaled), settings, ""), chunk_bytes
         )
         self._counted = [0] * len(tiers)
@@ -87,29 +87,19 @@ class Miniature:
         ``counts``: whether the hits are added to those before.
         """
         between = 1 / rate - 1
-        self._cache.serve(time, keys, hints)
+        self.cache.serve(time, keys, hints)
         found = 0
-        for tier, hits in enumerate(self._cache.hits):
+        for tier, hits in enumerate(self.cache.hits):
             found += hits - self._counted[tier]
             self._counted[tier] = hits
             if counts:
                 # On average, the first miss of the prompt is `between` chunks before its first sampled one.
                 self.hits[tier] += positions[found] - between if found < len(keys) else count
 
-    def answer_ended(
-        self, time: float, keys: Sequence[ChunkKey], signature: Sequence[int], hints: ChunkHints | None
-    ) -> None:
-        """End the answer to a prompt with these chunks in the sample."""
-        self._cache.answer_ended(time, keys, signature, hints)
-
-    def store(self, keys: Sequence[ChunkKey]) -> None:
-        """Store those of the sampled chunks that are missing, without a lookup."""
-        self._cache.store(keys)
-
     @property
     def full(self) -> bool:
         """Whether it has evicted chunks. Before, it has hit what any other one has hit."""
-        return any(self._cache.evicted)
+        return any(self.cache.evicted)
 
     def skip(self, count: int) -> None:
         """Take a prompt without sampled chunks into account, for which there is no miss."""

@@ -150,12 +150,12 @@ async def test_commands_fail_when_the_connection_ends(running: RunningController
     [
         (Done(9, b"", 0, 0), "Done answers a request that was not sent"),
         (Progress(0, 1, 1), "Progress answers a request that was not sent"),
-        (Progress(1, -1, 0), "negative number of chunks or bytes"),
+        (Progress(1, -1, 0), "Expected `int` >= 0"),
         (Done(1, b"x" * 31, 0, 0), "malformed keys: 31 bytes"),
         (Done(1, join_keys(keys_of("other", 1)), 1, 0), "names chunks that the command did not"),
         (Done(1, b"", 0, 0, tokens=[1]), "has tokens, but the command was not to tokenize"),
-        (Done(1, b"", 0, 0, tokens=[-1]), "malformed tokens"),
-        (Done(1, b"", 0, -1), "negative number"),
+        (Done(1, b"", 0, 0, tokens=[-1]), "Expected `int` >= 0"),
+        (Done(1, b"", 0, -1), "Expected `int` >= 0"),
     ],
 )
 async def test_invalid_answer_ends_the_connection(

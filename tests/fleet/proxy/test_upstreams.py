@@ -17,7 +17,7 @@ from kvtier.fleet.proxy.app import make_app
 from kvtier.fleet.proxy.checks import PROBE, reachable_address
 from kvtier.fleet.proxy.connections import Connections
 from kvtier.fleet.proxy.prompt import BLOCK_BYTES, PrefixMemory, Prompt
-from kvtier.fleet.proxy.settings import EngineAddress, ProxySettings
+from kvtier.fleet.proxy.settings import ProxySettings, split_engine
 from kvtier.fleet.proxy.upstream import SLACK, Role, State, Upstream, Upstreams
 from kvtier.settings.peer import is_loopback
 from tests.rigs.waiting import until
@@ -347,8 +347,8 @@ def test_invalid_settings(values: dict[str, Any], message: str) -> None:
 
 
 def test_engine_addresses() -> None:
-    assert EngineAddress.of("http://a:1/v1/") == ("http://a:1", None)
-    assert EngineAddress.of("https://a/base=[::1]:5") == ("https://a/base", "[::1]:5")
+    assert split_engine("http://a:1/v1/") == ("http://a:1", None)
+    assert split_engine("https://a/base=[::1]:5") == ("https://a/base", "[::1]:5")
 
 
 async def test_many_connections_to_one_engine(cluster: Cluster) -> None:

@@ -15,12 +15,12 @@ from kvtier.lab.demo.disaggregated import Pushed, Result
 from kvtier.lab.demo.run import Run
 from kvtier.lab.demo.work import Steps
 
-COLD = Completion(1000, 0, [1, 2, 3], "abc", 2.0, {"host": 0, "disk": 0})
+COLD = Completion(1000, 0, [1, 2, 3], 2.0, {"host": 0, "disk": 0})
 FROM_MEMORY = replace(COLD, cached_tokens=768, ttft=0.1, sources={"host": 768, "disk": 0})
 FROM_DISK = replace(COLD, cached_tokens=768, ttft=0.2, sources={"host": 0, "disk": 768})
 RUNS = [Run("cold", COLD), Run("memory", FROM_MEMORY, "host"), Run("disk", FROM_DISK, "disk")]
 
-ALONE = Completion(1000, 0, [1, 2, 3], "abc", 2.0, {}, [0.02, 0.04])
+ALONE = Completion(1000, 0, [1, 2, 3], 2.0, {}, [0.02, 0.04])
 TOGETHER = replace(ALONE, cached_tokens=999, ttft=2.5, gaps=[0.01, 0.01])
 GOOD = Result([ALONE, ALONE], [TOGETHER, TOGETHER], 1, Pushed(2000, 4_000_000, 0.001))
 

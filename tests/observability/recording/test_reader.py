@@ -134,7 +134,6 @@ def test_compressed_file_is_read(path: Path, tmp_path: Path, compress: object) -
     packed.write_bytes(compress(path.read_bytes()))  # type: ignore[operator]
     assert list(read_recording(packed)) == wanted
     assert is_recording(packed)
-    assert is_recording(packed.read_bytes()[:64])
 
 
 def test_cut_off_compressed_file_is_read_up_to_there(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -309,7 +308,6 @@ def test_missing_file_is_an_error(path: Path) -> None:
 def test_recordings_are_distinguished_from_other_files_by_their_first_bytes(path: Path) -> None:
     write(path)
     assert is_recording(path)
-    assert is_recording(path.read_bytes()[:17])
     for other in (
         b"",
         MAGIC[:-1],
@@ -319,6 +317,5 @@ def test_recordings_are_distinguished_from_other_files_by_their_first_bytes(path
         b"\xfd7zXZ\0",
         lzma.compress(b"{}"),
     ):
-        assert not is_recording(other)
         path.write_bytes(other)
         assert not is_recording(path)
