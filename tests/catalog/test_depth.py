@@ -134,6 +134,6 @@ def test_samples_have_their_part_of_the_depth() -> None:
     )  # fmt: skip
     plugins = Plugins.load([])
     miniature = Miniature(plugins, settings, plugins.tier_settings(settings), LENGTH, 0.25)  # type: ignore[arg-type]
-    [policy] = miniature._cache.catalog.policies
+    [policy] = miniature.cache.catalog.policies
     assert isinstance(policy, ResumePolicy)
     assert policy._depth == 25
