@@ -81,7 +81,8 @@ class _Side:
         for worker, buffer in zip(self._workers, self._buffers, strict=True):
             worker.poll()
             buffer.refresh()
-        return [buffer.number for buffer in self._buffers]
+        opened = [buffer._opened for buffer in self._buffers]
+        return [0 if each is None else each.number for each in opened]
 
     def _pages(self, prompt: int, rank: int) -> list[list[Any]]:
         """Return the KV of a prompt as an engine has it. Block 0 is the null block."""
