@@ -22,6 +22,7 @@ from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.pipeline.query import Query
 from tests.rigs.bridges import wait_for_reply
 from tests.rigs.forks import forks
+from tests.rigs.waiting import wait_until
 
 CHUNK = 64
 BLOCK = 16
@@ -81,7 +82,8 @@ class _Side:
         for worker, buffer in zip(self._workers, self._buffers, strict=True):
             worker.poll()
             buffer.refresh()
-        return [buffer.number for buffer in self._buffers]
+        opened = [buffer._opened for buffer in self._buffers]
+        return [0 if each is None else each.number for each in opened]
 
     def _pages(self, prompt: int, rank: int) -> list[list[Any]]:
         """Return the KV of a prompt as an engine has it. Block 0 is the null block."""
@@ -105,7 +107,8 @@ class _Side:
         blocks = [1 + at * CHUNK // BLOCK + block for block in range(-(-tokens // BLOCK))]
         copies = page_copies(self._layout, rank, pages)
         copy = copies.save if save else copies.load
-        copies.wait(copy(memory, [ChunkCopy(0, offset, tokens, (blocks,), staging)]))
+        ticket = copy(memory, [ChunkCopy(0, offset, tokens, (blocks,), staging)])
+        wait_until(lambda: copies.done(ticket))
         return True
 
     def _wait_for_device(self) -> None:

@@ -290,6 +290,10 @@ class Lookups:
         if state.lookup.ticket is not None:
             self._bridge.cancel(self.take(state))
 
+    def note_failed_load(self, state: RequestState) -> None:
+        """Compute a request without further attempts to load."""
+        state.lookup.load_failed = True
+
     def note_loaded(self, state: RequestState) -> None:
         """Count what a request has loaded; of a canary, only for its answer."""
         for tier, tokens in state.lookup.hits.items():

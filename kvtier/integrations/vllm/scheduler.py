@@ -349,7 +349,7 @@ class SchedulerSide:
                 continue
             self._stats.add("failed_loads", 1)
             if state is not None:
-                state.lookup.load_failed = True
+                self._lookups.note_failed_load(state)
                 self._report(state, MissReason.LOAD_FAILED)
                 self._kv_transfers.give_up(state)
         for request_id in output.finished_recving or ():
