@@ -279,7 +279,7 @@ class ScriptedAPI:
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[str]:
         """Serve on loopback for the duration of the block, and yield the URL."""
-        async with serving(self.app, ("127.0.0.1", port)) as (host, bound):
+        async with serving(self.app, f"127.0.0.1:{port}") as (host, bound):
             try:
                 yield f"http://{host}:{bound}"
             finally:
