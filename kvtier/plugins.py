@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import typer
 
     from kvtier.backends.base import Backend
-    from kvtier.catalog.eviction import EvictionPolicy, MakePolicy
+    from kvtier.catalog.eviction import EvictionPolicy, MakePolicy, PolicySettings
     from kvtier.tiers.codec import Codec
     from kvtier.tiers.encoded_seal import Codecs
     from kvtier.transports.base import Transport, TransportSettings
@@ -186,8 +186,11 @@ class Plugins:
         """
         if not isinstance(tier, LocalTierSettings):
             return self.eviction("lru").factory()
-        policy = self.eviction(tier.eviction["type"])
-        return policy.factory(policy.settings_type.model_validate(tier.eviction), tier.capacity)
+        return self.eviction(tier.eviction["type"]).factory(self.policy_settings(tier), tier.capacity)
+
+    def policy_settings(self, tier: LocalTierSettings) -> PolicySettings:
+        """Return the settings of a tier's eviction policy. Raises like :meth:`policy`."""
+        return self.eviction(tier.eviction["type"]).settings_type.model_validate(tier.eviction)
 
     def _find(self, hook: str, name: str, what: str) -> type:
         provided = self._provided[hook]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from struct import Struct
-from typing import ClassVar, cast
+from typing import ClassVar, Self, cast
 
 from pydantic import Field
 
@@ -22,6 +22,7 @@ from kvtier import native
 from kvtier.catalog.hints import NO_HINTS, ChunkHints, HintColumns
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.settings.values import SettingsModel
+from kvtier.units import Number
 
 _KEY = Struct(f"{KEY_BYTES}s")
 NO_PARENT = -1
@@ -97,6 +98,30 @@ class PolicySettings(SettingsModel):
     """Settings of an eviction policy. Subclass it for more; they are written next to ``type``."""
 
     type: str = Field(description="Name of the policy.", examples=["lru"])
+
+    def of_sample(self, rate: float) -> Self:
+        """Return the settings for a cache that gets ``rate`` of the chunks. By default, the same."""
+        return self
+
+
+class DepthSettings(PolicySettings):
+    """Settings of a policy that values chunks by the time to compute them."""
+
+    depth: Number = Field(
+        default=0,
+        ge=0,
+        allow_inf_nan=False,
+        description=(
+            "Depth in chunks at which a chunk takes twice as long to compute as the first one, since "
+            "attention reads all before it: about 128 for a dense model of 8 billion parameters and chunks "
+            "of 256 tokens. Deep ones are then worth more, up to 8 times: fewer are found, but more time is "
+            "saved. 0: all are worth the same."
+        ),
+    )
+
+    def of_sample(self, rate: float) -> Self:
+        """See :meth:`PolicySettings.of_sample`."""
+        return self.model_copy(update={"depth": self.depth * rate})
 
 
 class EvictionPolicy(ABC):

@@ -87,15 +87,14 @@ def simulate(
         typer.Option("--prefill-tokens-per-second", min=1e-3, help="How fast the engine computes a prompt."),
     ] = 10_000,
     attention: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--attention-tokens",
             min=1,
-            show_default=False,
             help="Behind how many tokens the next one takes twice as long: about 32,768 for a dense model of "
             "8 billion parameters. By default, all take the same time.",
         ),
-    ] = math.inf,
+    ] = None,
     speed: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=GB/S", help="How fast a tier is read. Repeatable."),

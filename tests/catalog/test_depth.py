@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import inf, nan
 from typing import ClassVar
 
 import pytest
+from pydantic import ValidationError
 
 from kvtier.catalog.eviction import EvictionPolicy
 from kvtier.catalog.hints import ChunkHints
-from kvtier.catalog.policies.adaptive import AdaptivePolicy
-from kvtier.catalog.policies.resume import ResumePolicy
+from kvtier.catalog.policies.adaptive import AdaptivePolicy, AdaptiveSettings
+from kvtier.catalog.policies.gdsf import GdsfPolicy, GdsfSettings
+from kvtier.catalog.policies.resume import GHOST, KINDS, ResumePolicy, ResumeSettings
+from kvtier.catalog.policies.returns import AGES
+from kvtier.memory.keys import ChunkKey
 from kvtier.observability.whatif.miniature import Miniature
 from kvtier.plugins import Plugins
-from kvtier.settings import Settings
+from kvtier.settings import LocalTierSettings, Settings
 from kvtier.testing.eviction import LENGTH, EvictionConformance, prompt_of
 from tests.catalog.one_tier import OneTier, ResumeTier
 
@@ -99,41 +105,112 @@ def test_walk_to_the_beginning_is_bounded(policy: type[EvictionPolicy]) -> None:
     tier.catalog.columns.parents[row - 1] = row
     tail = tier.catalog.row(keys[-1])
     assert tail is not None
-    assert candidate._deeper(tail) == 3
+    assert candidate._deeper(candidate._depth_of(tail)) == 3
     tier.catalog.columns.parents[row - 1] = row - 2
 
 
-def test_adaptive_prefers_who_saves_more_time() -> None:
+def test_hits_of_adaptive_count_by_the_time_that_they_save() -> None:
     """A hit of a prompt of 40 chunks counts for as much as it takes: the first chunk is the unit."""
     tier = OneTier(AdaptivePolicy, 1000, sampling=1.0, depth=10)
     for number in (1, 1, 2):
         tier.ask(prompt_of(number, 40))
     while tier.policy._open:
         tier.policy._observe_oldest()
-    one = 40 + 40 * 40 / 20
+    one = 40 + 40 * 39 / 20
     assert tier.policy._asked == 3 * one
     assert tier.policy.hit_rates == pytest.approx({"lru": 1 / 3, "arc": 1 / 3, "resume": 1 / 3})
     tier.ask([*prompt_of(2, 40)[:10], *prompt_of(3, 40)])
     while tier.policy._open:
         tier.policy._observe_oldest()
-    found, asked = 10 + 10 * 10 / 20, 50 + 50 * 50 / 20
+    found, asked = 10 + 10 * 9 / 20, 50 + 50 * 49 / 20
     assert tier.policy.hit_rates["lru"] == pytest.approx((one + found) / (3 * one + asked))
 
 
 def test_samples_have_their_part_of_the_depth() -> None:
     tier = OneTier(AdaptivePolicy, 100_000, depth=100)
     tier.ask(prompt_of(1, 4))
-    for shadow in tier.policy._shadows:
-        [candidate] = shadow._catalog.policies
-        if isinstance(candidate, ResumePolicy):
-            assert candidate._depth == pytest.approx(2.048, rel=0.01), "2,048 of 100,000 chunks"
-    assert tier.policy._shadow_depth == pytest.approx(2.048, rel=0.01)
-    settings = Settings.model_validate(
-        {"tiers": [{"name": "ram", "type": "cpu", "capacity": 1 << 20, "eviction": {
-            "type": "resume", "depth": 100}}]}
-    )  # fmt: skip
-    plugins = Plugins.load([])
-    miniature = Miniature(plugins, settings, plugins.tier_settings(settings), LENGTH, 0.25)  # type: ignore[arg-type]
-    [policy] = miniature.cache.catalog.policies
-    assert isinstance(policy, ResumePolicy)
-    assert policy._depth == 25
+    policies = [policy for shadow in tier.policy._shadows for policy in shadow._catalog.policies]
+    [candidate] = [policy for policy in policies if isinstance(policy, ResumePolicy)]
+    assert candidate._depth == tier.policy._shadow_depth == pytest.approx(2.048, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("policy", "depth"), [("resume", 100.0), ("gdsf", 100.0), ("gdsf", None), ("lru", None)]
+)
+def test_estimates_scale_the_depth_of_a_policy_that_has_one(policy: str, depth: float | None) -> None:
+    eviction = {"type": policy} if depth is None else {"type": policy, "depth": depth}
+    tier = {"name": "ram", "type": "cpu", "capacity": 1 << 20, "eviction": eviction}
+    settings, plugins = Settings(tiers=[tier]), Plugins.load([])
+    [described] = plugins.tier_settings(settings)
+    assert isinstance(described, LocalTierSettings)
+    [made] = Miniature(plugins, settings, [described], LENGTH, 0.25).cache.catalog.policies
+    if policy != "lru":
+        assert isinstance(made, ResumePolicy | GdsfPolicy)
+        assert made._depth == (depth or GdsfSettings(type="gdsf").depth) / 4
+
+
+@pytest.mark.parametrize("depth", [inf, nan, -1.0])
+def test_useless_depths_are_refused(depth: float) -> None:
+    for settings in (ResumeSettings, AdaptiveSettings):
+        with pytest.raises(ValidationError, match="depth"):
+            settings.model_validate({"type": "", "depth": depth})
+
+
+def test_smallest_depth_is_one_at_which_all_are_deep() -> None:
+    tier = ResumeTier(100, depth=5e-324)
+    tier.ask(prompt_of(1, 3))
+    assert tier.policy._deeper(0) == 0
+    assert tier.policy._deeper(1) == 3
+
+
+def test_depth_of_a_prompt_that_is_declined_in_parts() -> None:
+    """As engines offer them: behind a declined part, the next one has no parent with a row."""
+    tier, keys = ResumeTier(8, declines=True, depth=DEEP), prompt_of(1, 12)
+    tier.ask(prompt_of(2, 8), ChunkHints(priority=100))
+    low = ChunkHints(priority=-100)
+    tier.catalog.report_missed(keys)
+    for at in (0, 5, 10):
+        part = keys[at : at + 5]
+        prompt = tier.catalog.incoming_prompt(part, [LENGTH] * len(part), keys[at - 1] if at else None, low)
+        assert tier.catalog.victims(0, len(part) * LENGTH, prompt=prompt) == []
+        tier.catalog.decline(0, prompt)
+        [visit] = set(tier.visits.ghosts.values())
+        assert tier.visits.rings[visit] % GHOST // (AGES * KINDS) == 2, (
+            "as for all 12, and priority -100 is level 0"
+        )
+
+
+class Finds:
+    """In place of a shadow cache: it finds so many chunks of short prompts, and of long ones."""
+
+    def __init__(self, short: int, long: int) -> None:
+        self.now, self._short, self._long = 0.0, short, long
+
+    def access(self, keys: Sequence[ChunkKey], lengths: Sequence[int], parent: ChunkKey | None) -> int:
+        return self._short if len(keys) == 10 else self._long
+
+
+@pytest.mark.parametrize(("depth", "policy"), [(0, "lru"), (10, "resume")])
+def test_adaptive_follows_who_saves_more_time(depth: float, policy: str) -> None:
+    """All of four short prompts are 40 hits, most of a long one 30; but those take longer to compute."""
+    tier = OneTier(AdaptivePolicy, 1000, sampling=1.0, window=1000, depth=depth)
+    tier.ask(prompt_of(1000, 1))
+    tier.policy._shadows[:] = [Finds(10, 0), Finds(0, 0), Finds(0, 30)]  # type: ignore[list-item]
+    for number in range(40):
+        tier.ask(prompt_of(number, 10 if number % 5 else 40))
+    while tier.policy._open:
+        tier.policy._observe_oldest()
+    assert tier.policy.follows == policy
+    assert tier.policy._seen == 1 + 8 * 80, "the window counts chunks, whatever they are worth"
+
+
+def test_one_long_prompt_does_not_decide() -> None:
+    """It is worth 4,000 of the 20,000 chunks of a window, but it has 99."""
+    tier = OneTier(AdaptivePolicy, 1000, sampling=1.0, depth=1.25)
+    tier.ask(prompt_of(1000, 1))
+    tier.policy._shadows[:] = [Finds(0, 0), Finds(0, 0), Finds(0, 12)]  # type: ignore[list-item]
+    tier.ask(prompt_of(0, 99))
+    while tier.policy._open:
+        tier.policy._observe_oldest()
+    assert tier.policy._asked > 20_000 / 8
+    assert tier.policy.follows == "lru"

@@ -12,6 +12,7 @@ from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import (
     NO_PARENT,
     ChunkColumns,
+    DepthSettings,
     EvictionPolicy,
     IncomingPrompt,
     MakePolicy,
@@ -20,11 +21,10 @@ from kvtier.catalog.eviction import (
 )
 from kvtier.catalog.policies.arc import ArcPolicy
 from kvtier.catalog.policies.lru import LruPolicy
-from kvtier.catalog.policies.resume import DEPTH, ResumePolicy, ResumeSettings
+from kvtier.catalog.policies.resume import ResumePolicy, ResumeSettings
 from kvtier.catalog.policies.rings import cover
 from kvtier.catalog.sampling import POLICY_SAMPLE, SAMPLED, sampled_rows
 from kvtier.memory.keys import ChunkKey
-from kvtier.units import Number
 
 CANDIDATES: dict[str, type[EvictionPolicy]] = {"lru": LruPolicy, "arc": ArcPolicy, "resume": ResumePolicy}
 """The first one is in use until another one has proved better."""
@@ -51,7 +51,7 @@ class _Request(msgspec.Struct, gc=False):
     """Those of another tier, which are likely to be added here soon, without a further access."""
 
 
-class AdaptiveSettings(PolicySettings):
+class AdaptiveSettings(DepthSettings):
     """Settings of the policy."""
 
     shadow_chunks: int = Field(
@@ -80,7 +80,6 @@ class AdaptiveSettings(PolicySettings):
         le=0.1,
         description="By how much of the hit rate another policy must be better before it takes over.",
     )
-    depth: Number = Field(default=0, ge=0, description=DEPTH)
 
 
 class AdaptivePolicy(EvictionPolicy):
@@ -107,7 +106,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._shadow_depth = 0.0
         self._window = float(settings.window)
         self._hits = [0.0] * len(CANDIDATES)
-        self._asked = 0.0
+        self._asked = self._seen = 0.0
+        """Sampled chunks, for which the hits are counted: by their worth, and by their number."""
         self._active = 0
         self._held = bytearray()
         """Whether the chunk in each row is in the tier."""
@@ -304,7 +304,9 @@ class AdaptivePolicy(EvictionPolicy):
         if len(self._answers) > MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
         self._asked += self._worth(len(keys))
-        if self._asked > 2 * self._window:
+        self._seen += len(keys)
+        if self._seen > 2 * self._window:
+            self._seen *= 0.5
             self._asked *= 0.5
             self._hits = [hits * 0.5 for hits in self._hits]
         self._choose()
@@ -312,7 +314,7 @@ class AdaptivePolicy(EvictionPolicy):
     def _worth(self, chunks: int) -> float:
         """Return the time to compute the first sampled chunks of a prompt, in that of the first one."""
         depth = self._shadow_depth
-        return chunks + chunks * chunks / (2 * depth) if depth else chunks
+        return chunks + chunks * (chunks - 1) / (2 * depth) if depth else chunks
 
     def _sampled_ancestor(self, row: int) -> ChunkKey | None:
         """Return the key of the nearest sampled chunk from a row upwards, among the next ones."""
@@ -330,8 +332,8 @@ class AdaptivePolicy(EvictionPolicy):
         best = max(range(len(self._hits)), key=self._hits.__getitem__)
         lead = self._hits[best] - self._hits[self._active]
         # A few prompts do not decide, unless the lead is already as large as a whole window must have.
-        seen = self._asked if self._asked >= self._window / 8 else self._window
-        if lead > self._settings.margin * seen:
+        asked = self._asked if self._seen >= self._window / 8 else self._asked * self._window / self._seen
+        if lead > self._settings.margin * asked:
             self._active = best
 
 

@@ -10,7 +10,7 @@ from math import log2
 
 from pydantic import Field
 
-from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, PolicySettings, RemovalReason
+from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, DepthSettings, PolicySettings, RemovalReason
 from kvtier.catalog.policies.rings import MAX_RINGS, NO_ROW, RingPolicy, cover
 from kvtier.units import Number
 
@@ -26,7 +26,7 @@ _STEPS = bytes(round(STEPS_A_DOUBLING * log2(max(uses, 1))) for uses in range(MA
 """How many rings higher a chunk is for its number of uses."""
 
 
-class GdsfSettings(PolicySettings):
+class GdsfSettings(DepthSettings):
     """Settings of the policy ``gdsf``."""
 
     chunk_seconds: Number = Field(

@@ -14,6 +14,7 @@ from kvtier.catalog.endings import Endings
 from kvtier.catalog.eviction import (
     NO_PARENT,
     ChunkColumns,
+    DepthSettings,
     EvictionPolicy,
     IncomingPrompt,
     PolicySettings,
@@ -35,7 +36,6 @@ from kvtier.catalog.policies.returns import (
 )
 from kvtier.catalog.policies.visits import NONE, Visits
 from kvtier.memory.keys import ChunkKey
-from kvtier.units import Number
 
 LEFT = CLASSES
 """Class of the ends of prompts that have come back with another end."""
@@ -60,22 +60,15 @@ EXPECTED_CHANCE = 0.5
 """Prompts that return more often than this are expected to."""
 MAX_PROMPTS = 1024
 """Those that were looked up longest ago are forgotten: most of them were not stored."""
-DEPTH = (
-    "Depth in chunks at which a chunk takes twice as long to compute as the first one, since attention reads "
-    "all before it: about 128 for a dense model of 8 billion parameters and chunks of 256 tokens. Deep "
-    "ones are then worth more, up to 8 times: fewer are found, but more time is saved. 0: all are worth the "
-    "same."
-)
 
 
-class ResumeSettings(PolicySettings):
+class ResumeSettings(DepthSettings):
     """Settings of the policy."""
 
     learn: float = Field(0.25, gt=0, le=1, description="Weight of the newest gap in a prompt's typical gap.")
     ghosts: float = Field(
         4.0, ge=0, le=64, description="Prompts to remember after their eviction, for each one that is held."
     )
-    depth: Number = Field(default=0, ge=0, description=DEPTH)
 
 
 class ResumePolicy(EvictionPolicy):
@@ -298,7 +291,8 @@ class ResumePolicy(EvictionPolicy):
             visits.remember(visit, prompt.keys[max(0, count - 2)])
         if not visits.counts[visit]:
             self._empty(visit)
-        self._incoming.passed(prompt.keys, prompt.parent_key, rest, visits.ghost_keys[visit])
+        above = self._depth_of(prompt.parent, rest.above + count)
+        self._incoming.passed(prompt.keys, prompt.parent_key, rest, visits.ghost_keys[visit], above)
 
     def _continued(self, parent: int) -> int:
         """Return the visit that ends with a row, or :data:`NONE`."""
@@ -342,7 +336,7 @@ class ResumePolicy(EvictionPolicy):
             kind = class_continued(class_of(self._typical(before, gap)), rest.chunks - rest.known)
         else:
             kind = self._continuing(visit, rest)
-        deeper = self._deeper(prompt.parent, rest.chunks)
+        deeper = self._deeper(self._depth_of(prompt.parent, rest.above + rest.chunks))
         return _ring_of(kind, hints.priority, hints.resume or 0.0, hints.retention or 0.0, deeper)
 
     def _worth_at_most(self, limit: float, spared: int = NONE) -> Iterator[int]:
@@ -408,20 +402,26 @@ class ResumePolicy(EvictionPolicy):
 
     def _ring(self, kind: int, row: int, now: float) -> int:
         """Return the first ring of a class, or of that which the hints of a row put it into."""
-        hints, deeper = self._chunks.hints, self._deeper(row)
+        hints, deeper = self._chunks.hints, self._deeper(self._depth_of(row))
         if not 0 <= row < len(hints):
             return _ring_of(kind, 0, 0.0, 0.0, deeper)
         resume, retention = hints.resume_at(row) - now, hints.retain_until(row) - now
         return _ring_of(kind, hints.priority(row), resume, retention, deeper)
 
-    def _deeper(self, row: int, chunks: int = 0) -> int:
-        """Return by how many levels a prompt is worth more that ends ``chunks`` chunks behind a row."""
+    def _depth_of(self, row: int, behind: int = 0) -> int:
+        """Return how many chunks a prompt has up to ``behind`` chunks after a row, as far as it matters."""
+        parents, most = self._chunks.parents, self._depth * 2**DEEPEST
+        depth = behind
+        while row != NO_PARENT and depth < most:
+            row, depth = parents[row], depth + 1
+        return depth
+
+    def _deeper(self, chunks: int) -> int:
+        """Return by how many levels a prompt of so many chunks is worth more."""
         if not self._depth:
             return 0
-        parents, most = self._chunks.parents, self._depth * 2**DEEPEST
-        while row != NO_PARENT and chunks < most:
-            row, chunks = parents[row], chunks + 1
-        return min(DEEPEST, round(log2(1 + chunks / self._depth)))
+        # A depth may be as small as a float can be.
+        return round(log2(1 + min(chunks / self._depth, 2**DEEPEST - 1)))
 
     def _resume(self, visit: int, before: int, row: int, now: float) -> None:
         """Continue the history of an earlier visit in a new one."""
@@ -516,6 +516,8 @@ class Rest(msgspec.Struct, frozen=True, gc=False):
     """The hash by which this visit is remembered if the part before was declined; otherwise 0."""
     looked_up: bool = False
     """Whether the prompt was looked up. Otherwise, the engine offers again what has left meanwhile."""
+    above: int = 0
+    """The chunks of the prompt before these, if the part before was declined: then they have no row."""
 
 
 class UnfinishedPrompts:
@@ -544,15 +546,18 @@ class UnfinishedPrompts:
         return _seen(keys, ghosts)
 
     def passed(
-        self, keys: Sequence[ChunkKey], parent: ChunkKey | None, rest: Rest, declined: int = 0
+        self, keys: Sequence[ChunkKey], parent: ChunkKey | None, rest: Rest, declined: int = 0, above: int = 0
     ) -> None:
-        """Note that a part with these chunks was stored, or declined and is remembered by ``declined``."""
+        """Note that a part with these chunks was stored, or declined and is remembered by ``declined``.
+
+        ``above``: the chunks of the prompt up to there, if it was declined.
+        """
         for key in (keys[0], parent):
             if key is not None:
                 self._rests.pop(hash(key), None)
         left = rest.chunks - len(keys)
         if left > 0:
-            self._put(hash(keys[-1]), Rest(left, declined=declined, looked_up=rest.looked_up))
+            self._put(hash(keys[-1]), Rest(left, declined=declined, looked_up=rest.looked_up, above=above))
 
     def _put(self, key: int, rest: Rest) -> None:
         self._rests.pop(key, None)

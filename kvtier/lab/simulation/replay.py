@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import pairwise
-from math import inf
 
 from kvtier.lab.simulation.belady import REPORT_REQUESTS
 from kvtier.lab.simulation.trace import Trace, chunk_keys
@@ -41,12 +40,14 @@ class Model:
     token_bytes: int = TOKEN_BYTES
     prefill_tokens_per_second: float = PREFILL_TOKENS_PER_SECOND
     """At the beginning of a prompt."""
-    attention_tokens: float = inf
-    """The depth at which a token takes twice as long as the first one: attention reads all before it."""
+    attention_tokens: float | None = None
+    """The depth at which a token takes twice as long as the first one. By default, all take the same time."""
 
     def prefill_seconds(self, tokens: int, held: int) -> float:
         """Return how long it takes to compute a prompt, of which the first ``held`` tokens are held."""
-        attention = (tokens * tokens - held * held) / (2 * self.attention_tokens)
+        attention = 0.0
+        if self.attention_tokens is not None:
+            attention = (tokens * tokens - held * held) / (2 * self.attention_tokens)
         return (tokens - held + attention) / self.prefill_tokens_per_second
 
     def chunk_bytes(self, trace: Trace) -> int:

@@ -8,7 +8,6 @@ most of its error is not in the difference between two of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from kvtier.catalog.hints import ChunkHints
 from kvtier.memory.keys import ChunkKey
@@ -37,11 +36,6 @@ def with_changes(
     ]
 
 
-def _scaled(eviction: dict[str, Any], rate: float) -> dict[str, Any]:
-    """Return the settings of a policy for a sample of the chunks."""
-    return {**eviction, "depth": float(eviction["depth"]) * rate} if eviction.get("depth") else eviction
-
-
 class Miniature:
     """One miniature cache, and what it has hit."""
 
@@ -59,7 +53,7 @@ class Miniature:
                 update={
                     "capacity": max(MIN_CHUNKS * chunk_bytes, int(tier.capacity * rate)),
                     "low_watermark": evicted_to(tier, tier.capacity),
-                    "eviction": _scaled(tier.eviction, rate),
+                    "eviction": plugins.policy_settings(tier).of_sample(rate).model_dump(),
                 }
             )
             for tier in tiers

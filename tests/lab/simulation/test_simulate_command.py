@@ -63,7 +63,8 @@ def test_ends_of_answers_are_reported_unless_left_out(kvtier: Kvtier, trace: Pat
 def test_attention_makes_long_prompts_slower(kvtier: Kvtier, trace: Path) -> None:
     def seconds(*arguments: str) -> float:
         result = kvtier("simulate", trace, "--capacity", "100%", "--policy", "lru", "--json", *arguments)
-        (row,) = json.loads(result.output)["traces"][0]["rows"]
+        # Neither NaN nor Infinity is JSON.
+        (row,) = json.loads(result.output, parse_constant=pytest.fail)["traces"][0]["rows"]
         return float(row["ttft_seconds"])
 
     assert seconds("--attention-tokens", "1e12") == pytest.approx(seconds())
