@@ -1,11 +1,16 @@
 #include "kvtier/checksum.hpp"
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "check.hpp"
+#include "kvtier/arriving.hpp"
+
+using kvtier::Vectors;
 
 namespace {
 
@@ -53,9 +58,95 @@ constexpr Known known[] = {
 
 TEST(digests_equal_the_reference) {
     for (const Known& expected : known) {
-        CHECK(hex(kvtier::xxh3_128(pattern(expected.length))) == expected.digest);
-        CHECK(hex(kvtier::xxh3_128(pattern(expected.length), false)) == expected.digest);
+        for (const Vectors limit : {Vectors::none, Vectors::avx2, Vectors::avx512}) {
+            CHECK(hex(kvtier::xxh3_128(pattern(expected.length), limit)) == expected.digest);
+        }
     }
+}
+
+TEST(parts_give_the_same_digest) {
+    const std::vector<std::byte> bytes = pattern(100003);
+    for (const std::size_t part : {1UL, 63UL, 1024UL, 1025UL, 65536UL}) {
+        kvtier::Xxh3 hash(bytes);
+        for (std::size_t arrived = 0; arrived < bytes.size(); arrived += part) hash.advance(arrived);
+        CHECK(hex(hash.digest()) == "7ff59a962ff165b9507db29bd764a682");
+    }
+}
+
+// What has not arrived is not read: it is other bytes until then.
+TEST(only_what_has_arrived_is_hashed) {
+    const std::vector<std::byte> bytes = pattern(5000);
+    std::vector<std::byte> arriving(bytes.size());
+    kvtier::Xxh3 hash(arriving);
+    for (std::size_t arrived = 0; arrived < bytes.size(); arrived += 1000) {
+        std::copy_n(bytes.begin(), arrived, arriving.begin());
+        hash.advance(arrived);
+    }
+    arriving = bytes;
+    CHECK(hash.digest() == kvtier::xxh3_128(bytes));
+}
+
+namespace {
+
+constexpr std::size_t header_bytes = 448;
+
+void put(std::vector<std::byte>& object, std::size_t at, const void* value, std::size_t length) {
+    std::memcpy(object.data() + at, value, length);
+}
+
+// A chunk object with the parts of a header that are read natively.
+std::vector<std::byte> sealed(std::uint64_t payload_bytes, std::size_t object_bytes) {
+    std::vector<std::byte> object = pattern(object_bytes);
+    const std::uint16_t version = 3, algorithm = 1;
+    put(object, 0, "KVTIER\r\n", 8);
+    put(object, 8, &version, sizeof version);
+    put(object, 10, &algorithm, sizeof algorithm);
+    put(object, 24, &payload_bytes, sizeof payload_bytes);
+    const auto digest = kvtier::xxh3_128({object.data() + header_bytes, static_cast<std::size_t>(payload_bytes)});
+    put(object, 128, digest.data(), digest.size());
+    return object;
+}
+
+bool verified(const std::vector<std::byte>& object, std::size_t part = 4096) {
+    kvtier::ArrivingObject arriving(object);
+    for (std::size_t arrived = part; arrived < object.size(); arrived += part) {
+        arriving.arrived(arrived);
+        CHECK(!arriving.verified());
+    }
+    arriving.arrived(object.size());
+    return arriving.verified();
+}
+
+}  // namespace
+
+TEST(arriving_objects_are_verified) {
+    const std::vector<std::byte> object = sealed(19'000, 20'480);
+    for (const std::size_t part : {1UL, 448UL, 4096UL, 20'480UL}) CHECK(verified(object, part));
+}
+
+TEST(each_changed_byte_of_the_payload_is_found) {
+    std::vector<std::byte> object = sealed(3'000, 4'096);
+    for (std::size_t at = header_bytes; at < header_bytes + 3'000; ++at) {
+        object[at] ^= std::byte{1};
+        CHECK(!verified(object));
+        object[at] ^= std::byte{1};
+    }
+    CHECK(verified(object));
+}
+
+TEST(objects_without_a_usable_header_are_not_verified) {
+    std::vector<std::byte> object = sealed(3'000, 4'096);
+    for (const std::size_t at : {0UL, 7UL, 8UL, 9UL, 10UL, 128UL, 143UL}) {
+        object[at] ^= std::byte{1};
+        CHECK(!verified(object));
+        object[at] ^= std::byte{1};
+    }
+    for (const std::uint64_t length : {std::uint64_t{0}, std::uint64_t{240}, std::uint64_t{3'649}, ~std::uint64_t{0}}) {
+        put(object, 24, &length, sizeof length);
+        CHECK(!verified(object));
+    }
+    CHECK(!verified(std::vector<std::byte>(447)));
+    CHECK(!verified({}));
 }
 
 TEST(unaligned_memory_gives_the_same_digest) {

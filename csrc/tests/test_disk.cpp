@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -19,6 +20,7 @@
 #include <system_error>
 
 #include "check.hpp"
+#include "kvtier/checksum.hpp"
 #include "kvtier/disk/engine.hpp"
 
 namespace fs = std::filesystem;
@@ -161,6 +163,42 @@ TEST(reads_return_what_was_written) {
             CHECK(run(engine, std::move(reads)) == Outcomes(kCount, kOk));
             CHECK(source.same(target));
         }
+    }
+}
+
+// More objects than the depth, of several parts each. One is damaged in its last part, one is no chunk object.
+TEST(chunk_objects_are_verified_as_they_arrive) {
+    const Folder folder;
+    constexpr std::size_t kObject = 2 * kvtier::disk::kReadBytes + kPageBytes;
+    constexpr std::size_t kHeader = 448;
+    constexpr int kCount = 6;
+    const Memory source(kObject * kCount);
+    source.fill(3);
+    for (int number = 0; number < kCount - 1; ++number) {
+        std::byte* object = source.at(kObject * number);
+        const std::uint16_t algorithm = 1;
+        const std::uint64_t payload = kObject - kHeader;
+        std::memcpy(object, "KVTIER\r\n\x03", 10);
+        std::memcpy(object + 10, &algorithm, sizeof algorithm);
+        std::memcpy(object + 24, &payload, sizeof payload);
+        const auto digest = kvtier::xxh3_128({object + kHeader, payload});
+        std::memcpy(object + 128, digest.data(), digest.size());
+    }
+    *source.at(kObject * 2 - 1) ^= std::byte{1};
+    Outcomes expected(kCount, kvtier::disk::kVerified);
+    expected[1] = expected[kCount - 1] = kOk;
+    for (const bool direct : {true, false}) {
+        const Memory target(kObject * kCount);
+        Engine engine(2);
+        std::vector<Transfer> writes;
+        std::vector<Transfer> reads;
+        for (int number = 0; number < kCount; ++number) {
+            writes.push_back(writing(folder, number, source.at(kObject * number), kObject, direct));
+            reads.push_back(reading(folder, number, target.at(kObject * number), kObject, direct));
+        }
+        CHECK(run(engine, std::move(writes)) == Outcomes(kCount, kOk));
+        CHECK(run(engine, std::move(reads)) == expected);
+        CHECK(source.same(target));
     }
 }
 

@@ -235,6 +235,17 @@ TEST(requests_do_not_exceed_the_kernel_limit) {
     CHECK(transfer.request().length == kvtier::disk::kMaxRequestBytes);
 }
 
+TEST(reads_are_in_parts) {
+    const std::size_t length = kvtier::disk::kReadBytes + kPageBytes;
+    std::vector<std::byte> bytes(length);
+    Transfer transfer = Transfer::reading("/a/one.kv", bytes.data(), length, false);
+    answer_all(transfer, {kDescriptor, static_cast<std::int64_t>(length)});
+    CHECK(transfer.request().length == kvtier::disk::kReadBytes && transfer.request().offset == 0);
+    transfer.answer(kvtier::disk::kReadBytes);
+    CHECK(transfer.request().length == kPageBytes && transfer.request().offset == kvtier::disk::kReadBytes);
+    CHECK(transfer.request().memory == bytes.data() + kvtier::disk::kReadBytes);
+}
+
 TEST(empty_files_are_written_and_read) {
     Transfer written = Transfer::writing("/a/one.kv", "/a/one.1.tmp", memory, 0, true);
     CHECK(answer_all(written, {kDescriptor, 0, 0}) == Kinds{Kind::open, Kind::close, Kind::rename});

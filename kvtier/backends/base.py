@@ -21,6 +21,11 @@ class Outcome(Enum):
 
     OK = "ok"
     """Stored, or read."""
+    VERIFIED = "verified"
+    """Read, and the payload has the checksum that is in the object's header: it was hashed as it arrived.
+
+    Only of ``get``, and no duty: a payload that was read without this is hashed by the tier.
+    """
     MISS = "miss"
     """Not held, or held with a different length."""
     FULL = "full"

@@ -131,9 +131,12 @@ class ChunkHeader(NamedTuple):
         return stored.chunk, stored.checksum
 
     @classmethod
-    def verify(cls, chunk: memoryview, key: ChunkKey) -> ChunkHeader:
-        """Verify header and payload of the chunk object of ``key``. Raises :class:`CorruptChunk`."""
-        return _plain(StoredHeader.verify(chunk, key)).chunk
+    def verify(cls, chunk: memoryview, key: ChunkKey, *, hashed: bool = False) -> ChunkHeader:
+        """Verify header and payload of the chunk object of ``key``. Raises :class:`CorruptChunk`.
+
+        ``hashed``: the payload is known to have the checksum that is in the header.
+        """
+        return _plain(StoredHeader.verify(chunk, key, hashed=hashed)).chunk
 
 
 class StoredHeader(NamedTuple):
@@ -202,11 +205,11 @@ class StoredHeader(NamedTuple):
         return stored
 
     @classmethod
-    def verify(cls, chunk: memoryview, key: ChunkKey) -> StoredHeader:
-        """Verify header and payload of the chunk object of ``key``. Raises :class:`CorruptChunk`."""
+    def verify(cls, chunk: memoryview, key: ChunkKey, *, hashed: bool = False) -> StoredHeader:
+        """Verify header and payload of the chunk object of ``key``; see :meth:`ChunkHeader.verify`."""
         stored = cls.read(chunk, key)
         payload = chunk[HEADER_BYTES : HEADER_BYTES + stored.stored_bytes]
-        if stored.checksum is not None and _checksum(payload) != stored.checksum:
+        if stored.checksum is not None and not hashed and _checksum(payload) != stored.checksum:
             raise CorruptChunk("has a payload that does not match its checksum")
         return stored
 

@@ -109,12 +109,13 @@ class FaultyBackend(WrapperBackend):
         """See :meth:`Backend.get`."""
         keys = [key for key, _ in items]
         self._on_call("get", keys)
-        outcomes = await self._replace(self._inner.get, items, {Fault.FAIL: Outcome.FAILED})
+        outcomes = list(await self._replace(self._inner.get, items, {Fault.FAIL: Outcome.FAILED}))
         if self.fault is Fault.FLIP:
             affected = self._affected(keys)
-            for (key, view), outcome in zip(items, outcomes, strict=True):
-                if key in affected and outcome is Outcome.OK:
+            for at, ((key, view), outcome) in enumerate(zip(items, outcomes, strict=True)):
+                if key in affected and outcome in (Outcome.OK, Outcome.VERIFIED):
                     view[len(view) // 2] ^= 1
+                    outcomes[at] = Outcome.OK
         return outcomes
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:

@@ -96,9 +96,12 @@ class Encoder:
         StoredHeader.seal(stored, header, self._codec.code, stored_bytes, checksum=self._checksum)
         return stored
 
-    def decode(self, key: ChunkKey, stored: memoryview, target: memoryview) -> None:
-        """Verify a stored chunk object and decode it into ``target``. Raises :class:`CorruptChunk`."""
-        found = StoredHeader.verify(stored, key)
+    def decode(self, key: ChunkKey, stored: memoryview, target: memoryview, *, hashed: bool) -> None:
+        """Verify a stored chunk object and decode it into ``target``. Raises :class:`CorruptChunk`.
+
+        ``hashed``: its payload has been.
+        """
+        found = StoredHeader.verify(stored, key, hashed=hashed)
         header, codec = found.chunk, self._known.get(found.codec)
         if object_bytes(header.payload_bytes) != len(target):
             raise CorruptChunk("has a payload of {} bytes", header.payload_bytes)
@@ -202,11 +205,11 @@ class EncodedSeal(Seal):
             )
             return await self._checked(reads, found, self._decode, parts=PARTS_AT_ONCE)
 
-    def _decode(self, read: _Read) -> None:
+    def _decode(self, read: _Read, hashed: bool) -> None:
         if read.encoded is None:
-            ChunkHeader.verify(read.chunk, read.key)
+            ChunkHeader.verify(read.chunk, read.key, hashed=hashed)
         else:
-            self._encoder.decode(read.key, read.encoded, read.chunk)
+            self._encoder.decode(read.key, read.encoded, read.chunk, hashed=hashed)
 
     def _can_read(self, codec: int) -> bool:
         return self._encoder.knows(codec)

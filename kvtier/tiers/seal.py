@@ -69,18 +69,21 @@ class Seal:
         self,
         items: Sequence[ItemT],
         found: Sequence[Outcome],
-        check: Callable[[ItemT], None],
+        check: Callable[[ItemT, bool], None],
         *,
         parts: int,
     ) -> Sequence[Outcome]:
         """Check the objects that were found, in ``parts`` threads. Corrupt ones are a ``MISS`` and deleted.
 
-        ``items`` begin with the key. ``check`` raises :class:`CorruptChunk`.
+        ``items`` begin with the key. ``check`` is told whether the backend has hashed the payload, and raises
+        :class:`CorruptChunk`.
         """
         outcomes = list(found)
-        fetched = [at for at, outcome in enumerate(outcomes) if outcome is Outcome.OK]
-        work = [items[at] for at in fetched]
-        faults = await spread(partial(_fault, check), work, parts=parts, executor=self._executor)
+        fetched = [at for at, outcome in enumerate(outcomes) if outcome in (Outcome.OK, Outcome.VERIFIED)]
+        checks = [partial(check, items[at], outcomes[at] is Outcome.VERIFIED) for at in fetched]
+        faults = await spread(_fault, checks, parts=parts, executor=self._executor)
+        for at in fetched:
+            outcomes[at] = Outcome.OK
         corrupt = [(at, fault) for at, fault in zip(fetched, faults, strict=True) if fault]
         for at, _ in corrupt:
             outcomes[at] = Outcome.MISS
@@ -93,7 +96,7 @@ class Seal:
         if medium is None:
             return
         async for batch in medium.scan():
-            faults = [(stored, _fault(self._check_head, stored)) for stored in batch]
+            faults = [(stored, _fault(partial(self._check_head, stored))) for stored in batch]
             await self._remove([(stored.key, fault) for stored, fault in faults if fault])
             yield [stored for stored, fault in faults if not fault]
 
@@ -123,14 +126,14 @@ class Seal:
             self._warn("delete", "cannot delete %d corrupt chunks: %r", len(corrupt), error)
 
 
-def _verify(item: GetItem) -> None:
+def _verify(item: GetItem, hashed: bool) -> None:
     key, chunk = item
-    ChunkHeader.verify(chunk, key)
+    ChunkHeader.verify(chunk, key, hashed=hashed)
 
 
-def _fault(check: Callable[[ItemT], None], item: ItemT) -> _Fault | None:
+def _fault(check: Callable[[], None]) -> _Fault | None:
     try:
-        check(item)
+        check()
     except CorruptChunk as error:  # It refers to memory that must not stay mapped.
         return _Fault(error.kind, str(error))
     return None

@@ -16,6 +16,7 @@ from kvtier.backends.disk.backend import object_path
 from kvtier.errors import TierError
 from kvtier.memory.arena import Arena
 from kvtier.testing.backend import blank, make_key, noise, same
+from kvtier.tiers.seal import Seal
 from tests.rigs.chunks import FAILED, MISS, OK, chunks, disk, disk_engines, filled, opened
 from tests.rigs.composed_backends import SealedBackend
 from tests.rigs.open_files import open_files
@@ -146,6 +147,24 @@ async def test_buffer_is_held_until_the_call_returns(tmp_path: Path) -> None:
             view.release()
         assert list(await call) == [OK]
         view.release()
+
+
+@needs_ring
+@pytest.mark.parametrize("direct", [True, False])
+async def test_payloads_are_hashed_as_they_arrive(tmp_path: Path, direct: bool) -> None:
+    items = chunks(range(4), 5 << 20)
+    async with opened(disk(tmp_path, io="uring", direct=direct)) as backend:
+        sealed = Seal(backend)
+        assert list(await sealed.put(items)) == [OK] * 4
+        with object_path(tmp_path, items[1][0]).open("r+b") as damaged:
+            damaged.seek(5_000_000)
+            damaged.write(bytes(8))
+        blanks = [(key, blank(len(view))) for key, view in items]
+        outcomes = [outcome.value for outcome in await backend.get(blanks)]
+        assert outcomes == ["verified", "ok", "verified", "verified"]
+        assert list(await sealed.get(blanks)) == [OK, MISS, OK, OK]
+        assert all(same(blanks[at][1], items[at][1]) for at in (0, 2, 3))
+        assert not object_path(tmp_path, items[1][0]).exists()
 
 
 @needs_ring

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvtier.backends.base import GetItem, Outcome
 from kvtier.lab.bench.sides import object_length
+from kvtier.memory import header
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import blank, make_key
 from kvtier.testing.faults import Fault, FaultyBackend, WrapperBackend
 from kvtier.tiers.batches import in_batches
+from kvtier.tiers.seal import Seal
 from tests.rigs.chunks import FAILED, MISS, OK, blanks, chunk, chunks, disk, memory, opened
 from tests.rigs.composed_backends import SealedBackend, TierBackend
 
@@ -34,17 +37,17 @@ async def test_put_seals_and_get_verifies() -> None:
 
 @pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize(
-    "header",
+    "head",
     [
         pytest.param(bytes(HEADER_BYTES), id="none"),
         pytest.param(bytes(chunk(make_key(9))[:HEADER_BYTES]), id="another key"),
         pytest.param(bytes(chunk(make_key(1), 50_000)[:HEADER_BYTES]), id="another length"),
     ],
 )
-async def test_put_with_a_wrong_header_fails_for_that_key_only(header: bytes, checksum: bool) -> None:
+async def test_put_with_a_wrong_header_fails_for_that_key_only(head: bytes, checksum: bool) -> None:
     async with opened(SealedBackend(memory(), checksum=checksum)) as sealed:
         items = chunks([0, 1, 2])
-        items[1][1][:HEADER_BYTES] = header
+        items[1][1][:HEADER_BYTES] = head
         assert list(await sealed.put(items)) == [OK, MISS, OK]
         assert list(await sealed.contains([key for key, _ in items])) == [True, False, True]
         assert list(await sealed.get(blanks([0, 2]))) == [OK, OK]
@@ -137,6 +140,45 @@ async def test_object_corrupted_during_a_read_is_a_miss() -> None:
         faulty.fault, faulty.only = Fault.FLIP, frozenset({make_key(2)})
         assert list(await sealed.get(blanks(range(4)))) == [OK, OK, MISS, OK]
         assert sealed.corrupt == 1
+
+
+class Hashing(WrapperBackend):
+    """Says that every payload was hashed as it arrived."""
+
+    async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        """See :meth:`Backend.get`."""
+        found = await super().get(items)
+        return [Outcome.VERIFIED if outcome is OK else outcome for outcome in found]
+
+
+async def test_payload_that_the_backend_has_hashed_is_not_hashed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashed: list[int] = []
+    checksum = header._checksum
+
+    def counted(payload: memoryview) -> bytes:
+        hashed.append(len(payload))
+        return checksum(payload)
+
+    async with opened(SealedBackend(memory())) as plain:
+        await plain.put(chunks([1, 2]))
+        monkeypatch.setattr(header, "_checksum", counted)
+        assert list(await plain.get(blanks([1, 2]))) == [OK, OK]
+        assert len(hashed) == 2
+        hashed.clear()
+        hashing = Seal(Hashing(plain.inner))
+        assert list(await hashing.get(blanks([1, 2, 3]))) == [OK, OK, MISS]
+        assert not hashed
+
+
+async def test_header_is_verified_if_the_backend_has_hashed_the_payload() -> None:
+    inner = memory()
+    async with opened(SealedBackend(inner)) as sealed:
+        ((_, other),) = items = chunks([1])
+        await sealed.put(items)
+        await inner.put([(make_key(2), other)])
+        assert list(await Seal(Hashing(inner)).get(blanks([1, 2]))) == [OK, MISS]
 
 
 async def test_other_outcomes_are_passed_through() -> None:

@@ -1,6 +1,7 @@
 // XXH3-128 of long inputs, as specified in
 // https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -10,7 +11,11 @@
 #include "kvtier/cpu.hpp"
 
 #if defined(__x86_64__)
+// GCC 12's own intrinsics for AVX-512 begin with a variable that they do not initialize.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 namespace kvtier {
@@ -46,10 +51,10 @@ alignas(64) constexpr unsigned char secret[secret_bytes] = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
-struct alignas(64) Accumulators {
-    std::uint64_t lane[lanes] = {prime32_3, prime64_1, prime64_2, prime64_3,
-                                 prime64_4, prime32_2, prime64_5, prime32_1};
-};
+using Sums = std::array<std::uint64_t, lanes>;
+
+constexpr Sums initial_sums = {prime32_3, prime64_1, prime64_2, prime64_3,
+                               prime64_4, prime32_2, prime64_5, prime32_1};
 
 std::uint64_t word(const void* at) {
     std::uint64_t value;
@@ -58,28 +63,31 @@ std::uint64_t word(const void* at) {
 }
 
 // Accumulate `stripes` stripes; the secret advances by 8 bytes per stripe.
-using Accumulate = void (*)(Accumulators&, const std::byte* input, const unsigned char* key,
-                            std::size_t stripes);
-using Scramble = void (*)(Accumulators&);
-
-void accumulate_words(Accumulators& sum, const std::byte* input, const unsigned char* key,
+void accumulate_words(Sums& sums, const std::byte* input, const unsigned char* key,
                       std::size_t stripes) {
     for (; stripes > 0; --stripes, input += stripe_bytes, key += 8) {
         for (std::size_t lane = 0; lane < lanes; ++lane) {
             const std::uint64_t value = word(input + 8 * lane);
             const std::uint64_t mixed = value ^ word(key + 8 * lane);
-            sum.lane[lane ^ 1] += value;
-            sum.lane[lane] += (mixed & 0xFFFFFFFF) * (mixed >> 32);
+            sums[lane ^ 1] += value;
+            sums[lane] += (mixed & 0xFFFFFFFF) * (mixed >> 32);
         }
     }
 }
 
-void scramble_words(Accumulators& sum) {
+void scramble_words(Sums& sums) {
     for (std::size_t lane = 0; lane < lanes; ++lane) {
-        std::uint64_t value = sum.lane[lane];
+        std::uint64_t value = sums[lane];
         value ^= value >> 47;
         value ^= word(secret + secret_bytes - stripe_bytes + 8 * lane);
-        sum.lane[lane] = value * prime32_1;
+        sums[lane] = value * prime32_1;
+    }
+}
+
+void add_blocks_words(Sums& sums, const std::byte* input, std::size_t blocks) {
+    for (; blocks > 0; --blocks, input += block_bytes) {
+        accumulate_words(sums, input, secret, stripes_per_block);
+        scramble_words(sums);
     }
 }
 
@@ -92,70 +100,86 @@ __attribute__((target("avx2"))) inline __m256i mixed_in(__m256i sum, __m256i val
     return _mm256_add_epi64(product, _mm256_add_epi64(sum, swapped));
 }
 
-__attribute__((target("avx2"))) void accumulate_vectors(Accumulators& sum, const std::byte* input,
-                                                         const unsigned char* key, std::size_t stripes) {
-    auto* lanes_of = reinterpret_cast<__m256i*>(sum.lane);
-    __m256i low = _mm256_load_si256(lanes_of);
-    __m256i high = _mm256_load_si256(lanes_of + 1);
-    for (; stripes > 0; --stripes, input += stripe_bytes, key += 8) {
-        const auto* in = reinterpret_cast<const __m256i*>(input);
-        const auto* with = reinterpret_cast<const __m256i*>(key);
-        low = mixed_in(low, _mm256_loadu_si256(in), _mm256_loadu_si256(with));
-        high = mixed_in(high, _mm256_loadu_si256(in + 1), _mm256_loadu_si256(with + 1));
-    }
-    _mm256_store_si256(lanes_of, low);
-    _mm256_store_si256(lanes_of + 1, high);
-}
-
-__attribute__((target("avx2"))) void scramble_vectors(Accumulators& sum) {
-    auto* lanes_of = reinterpret_cast<__m256i*>(sum.lane);
-    const auto* key = reinterpret_cast<const __m256i*>(secret + secret_bytes - stripe_bytes);
+__attribute__((target("avx2"))) inline __m256i scrambled(__m256i value, __m256i key) {
+    value = _mm256_xor_si256(value, _mm256_srli_epi64(value, 47));
+    value = _mm256_xor_si256(value, key);
+    // A 64 x 32 bit product from two 32 x 32 bit products.
     const __m256i prime = _mm256_set1_epi64x(static_cast<long long>(prime32_1));
-    for (int half = 0; half < 2; ++half) {
-        __m256i value = _mm256_load_si256(lanes_of + half);
-        value = _mm256_xor_si256(value, _mm256_srli_epi64(value, 47));
-        value = _mm256_xor_si256(value, _mm256_loadu_si256(key + half));
-        // A 64 x 32 bit product from two 32 x 32 bit products.
-        const __m256i low = _mm256_mul_epu32(value, prime);
-        const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(value, 32), prime);
-        _mm256_store_si256(lanes_of + half, _mm256_add_epi64(low, _mm256_slli_epi64(high, 32)));
+    const __m256i low = _mm256_mul_epu32(value, prime);
+    const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(value, 32), prime);
+    return _mm256_add_epi64(low, _mm256_slli_epi64(high, 32));
+}
+
+__attribute__((target("avx2"))) void add_blocks_avx2(Sums& sums, const std::byte* input, std::size_t blocks) {
+    auto* halves = reinterpret_cast<__m256i*>(sums.data());
+    const auto* last_key = reinterpret_cast<const __m256i*>(secret + secret_bytes - stripe_bytes);
+    __m256i low = _mm256_load_si256(halves);
+    __m256i high = _mm256_load_si256(halves + 1);
+    for (; blocks > 0; --blocks) {
+        for (std::size_t stripe = 0; stripe < stripes_per_block; ++stripe, input += stripe_bytes) {
+            const auto* in = reinterpret_cast<const __m256i*>(input);
+            const auto* key = reinterpret_cast<const __m256i*>(secret + 8 * stripe);
+            low = mixed_in(low, _mm256_loadu_si256(in), _mm256_loadu_si256(key));
+            high = mixed_in(high, _mm256_loadu_si256(in + 1), _mm256_loadu_si256(key + 1));
+        }
+        low = scrambled(low, _mm256_loadu_si256(last_key));
+        high = scrambled(high, _mm256_loadu_si256(last_key + 1));
     }
+    _mm256_store_si256(halves, low);
+    _mm256_store_si256(halves + 1, high);
+}
+
+// All keys of a block stay in registers.
+__attribute__((target("avx512f"))) void add_blocks_avx512(Sums& sums, const std::byte* input, std::size_t blocks) {
+    __m512i keys[stripes_per_block];
+#pragma GCC unroll 16
+    for (std::size_t stripe = 0; stripe < stripes_per_block; ++stripe) {
+        keys[stripe] = _mm512_loadu_si512(secret + 8 * stripe);
+    }
+    const __m512i last_key = _mm512_loadu_si512(secret + secret_bytes - stripe_bytes);
+    const __m512i prime = _mm512_set1_epi64(static_cast<long long>(prime32_1));
+    __m512i sum = _mm512_load_si512(sums.data());
+    for (; blocks > 0; --blocks, input += block_bytes) {
+#pragma GCC unroll 16
+        for (std::size_t stripe = 0; stripe < stripes_per_block; ++stripe) {
+            const __m512i value = _mm512_loadu_si512(input + stripe * stripe_bytes);
+            const __m512i mixed = _mm512_xor_si512(value, keys[stripe]);
+            const __m512i product = _mm512_mul_epu32(mixed, _mm512_srli_epi64(mixed, 32));
+            const __m512i swapped = _mm512_shuffle_epi32(value, _MM_PERM_BADC);
+            sum = _mm512_add_epi64(sum, _mm512_add_epi64(product, swapped));
+        }
+        sum = _mm512_xor_si512(_mm512_xor_si512(sum, _mm512_srli_epi64(sum, 47)), last_key);
+        const __m512i low = _mm512_mul_epu32(sum, prime);
+        const __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(sum, 32), prime);
+        sum = _mm512_add_epi64(low, _mm512_slli_epi64(high, 32));
+    }
+    _mm512_store_si512(sums.data(), sum);
 }
 
 #endif
 
-struct Steps {
-    Accumulate accumulate;
-    Scramble scramble;
-};
-
-Steps fastest([[maybe_unused]] bool vectors) {
+void add_blocks(Sums& sums, const std::byte* input, std::size_t blocks, [[maybe_unused]] Vectors vectors) {
 #if defined(__x86_64__)
-    if (vectors && cpu::features().avx2) return {accumulate_vectors, scramble_vectors};
+    if (vectors == Vectors::avx512) return add_blocks_avx512(sums, input, blocks);
+    if (vectors == Vectors::avx2) return add_blocks_avx2(sums, input, blocks);
 #endif
-    return {accumulate_words, scramble_words};
+    add_blocks_words(sums, input, blocks);
 }
 
-void take_all(Accumulators& sum, std::span<const std::byte> bytes, const Steps& steps) {
-    const std::byte* input = bytes.data();
-    const std::size_t blocks = (bytes.size() - 1) / block_bytes;
-    for (std::size_t block = 0; block < blocks; ++block, input += block_bytes) {
-        steps.accumulate(sum, input, secret, stripes_per_block);
-        steps.scramble(sum);
-    }
-    steps.accumulate(sum, input, secret, ((bytes.size() - 1) - blocks * block_bytes) / stripe_bytes);
-    // The last stripe ends at the end of the input, and may overlap the previous one.
-    const std::byte* last = bytes.data() + bytes.size() - stripe_bytes;
-    steps.accumulate(sum, last, secret + secret_bytes - stripe_bytes - 7, 1);
+Vectors fastest(Vectors limit) {
+    const Vectors here = cpu::features().avx512 ? Vectors::avx512
+                         : cpu::features().avx2 ? Vectors::avx2
+                                                : Vectors::none;
+    return std::min(here, limit);
 }
 
 __extension__ using Wide = unsigned __int128;
 
-std::uint64_t merged(const Accumulators& sum, const unsigned char* key, std::uint64_t start) {
+std::uint64_t merged(const Sums& sums, const unsigned char* key, std::uint64_t start) {
     std::uint64_t result = start;
     for (std::size_t lane = 0; lane < lanes; lane += 2) {
-        const Wide product = static_cast<Wide>(sum.lane[lane] ^ word(key + 8 * lane)) *
-                             (sum.lane[lane + 1] ^ word(key + 8 * lane + 8));
+        const Wide product = static_cast<Wide>(sums[lane] ^ word(key + 8 * lane)) *
+                             (sums[lane + 1] ^ word(key + 8 * lane + 8));
         result += static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
     }
     result ^= result >> 37;
@@ -165,19 +189,41 @@ std::uint64_t merged(const Accumulators& sum, const unsigned char* key, std::uin
 
 }  // namespace
 
-std::array<std::byte, 16> xxh3_128(std::span<const std::byte> bytes, bool vectors) {
+Xxh3::Xxh3(std::span<const std::byte> bytes, Vectors limit)
+    : bytes_(bytes), vectors_(fastest(limit)), sums_(initial_sums) {
     if (bytes.size() < min_checksummed) throw std::invalid_argument("input too short: XXH3-128 needs 241 bytes");
-    Accumulators sum;
-    take_all(sum, bytes, fastest(vectors));
-    const std::uint64_t length = bytes.size();
-    const std::uint64_t low = merged(sum, secret + 11, length * prime64_1);
-    const std::uint64_t high = merged(sum, secret + secret_bytes - stripe_bytes - 11, ~(length * prime64_2));
-    std::array<std::byte, 16> digest;
+}
+
+// Only blocks that are followed by something: the last one is different.
+void Xxh3::advance(std::size_t available) {
+    available = std::min(available, bytes_.size());
+    const std::size_t blocks = available > 0 ? (available - 1) / block_bytes : 0;
+    if (blocks <= blocks_) return;
+    add_blocks(sums_, bytes_.data() + blocks_ * block_bytes, blocks - blocks_, vectors_);
+    blocks_ = blocks;
+}
+
+Digest Xxh3::digest() {
+    advance(bytes_.size());
+    Sums sums = sums_;
+    const std::size_t hashed = blocks_ * block_bytes;
+    accumulate_words(sums, bytes_.data() + hashed, secret, ((bytes_.size() - 1) - hashed) / stripe_bytes);
+    // The last stripe ends at the end of the input, and may overlap the previous one.
+    const std::byte* last = bytes_.data() + bytes_.size() - stripe_bytes;
+    accumulate_words(sums, last, secret + secret_bytes - stripe_bytes - 7, 1);
+    const std::uint64_t length = bytes_.size();
+    const std::uint64_t low = merged(sums, secret + 11, length * prime64_1);
+    const std::uint64_t high = merged(sums, secret + secret_bytes - stripe_bytes - 11, ~(length * prime64_2));
+    Digest digest;
     for (std::size_t at = 0; at < 8; ++at) {
         digest[at] = static_cast<std::byte>(high >> (56 - 8 * at));
         digest[8 + at] = static_cast<std::byte>(low >> (56 - 8 * at));
     }
     return digest;
+}
+
+Digest xxh3_128(std::span<const std::byte> bytes, Vectors limit) {
+    return Xxh3(bytes, limit).digest();
 }
 
 }  // namespace kvtier

@@ -152,13 +152,11 @@ void Engine::run(std::promise<void>& ready) {
                 closing = accept(*ring);
                 ring->push_wake_up(submitted_event_.descriptor(), &woken_, kWakeUp);
             } else {
-                auto& transfer = *reinterpret_cast<Transfer*>(answer.tag);
-                if (moves(transfer.request())) moved(*ring);
-                transfer.answer(answer.result);
-                proceed(*ring, transfer);
+                proceed_after(*ring, *reinterpret_cast<Transfer*>(answer.tag), answer.result);
             }
         }
         begin(*ring);
+        verify(*ring);
         publish();
     }
 }
@@ -194,6 +192,23 @@ void Engine::begin(Ring& ring) {
     }
 }
 
+// A transfer between two parts keeps its turn.
+void Engine::proceed_after(Ring& ring, Transfer& transfer, std::int64_t result) {
+    if (transfer.request().kind == Request::Kind::read) arrived_.push_back(&transfer);
+    transfer.answer(result);
+    if (transfer.moving && !moves(transfer.request())) moved(ring, transfer);
+    proceed(ring, transfer);
+}
+
+// Verify the parts that have arrived, with the next ones under way. Their transfers are not finished: each file is yet
+// to be closed.
+void Engine::verify(Ring& ring) {
+    if (arrived_.empty()) return;
+    ring.submit();
+    for (Transfer* transfer : arrived_) transfer->verify();
+    arrived_.clear();
+}
+
 // Advance a transfer as far as possible without waiting.
 void Engine::proceed(Ring& ring, Transfer& transfer) {
     while (!transfer.finished()) {
@@ -212,17 +227,20 @@ void Engine::proceed(Ring& ring, Transfer& transfer) {
 
 // Whether the transfer may read or write now; if not, it is queued until another one has finished that.
 bool Engine::may_move(Transfer& transfer) {
+    if (transfer.moving) return true;
     if (moving_ == depth_) {
         opened_.push(&transfer);
         return false;
     }
     ++moving_;
+    transfer.moving = true;
     return true;
 }
 
 // A transfer has read or written: start the next one first, to keep the disk busy.
-void Engine::moved(Ring& ring) {
+void Engine::moved(Ring& ring, Transfer& transfer) {
     --moving_;
+    transfer.moving = false;
     if (!opened_.empty()) proceed(ring, *opened_.pop());
 }
 

@@ -294,11 +294,11 @@ void Ring::push_wake_up(int event_fd, std::uint64_t* count, std::uint64_t tag) {
     entry->user_data = tag;
 }
 
-void Ring::wait() {
+void Ring::enter(unsigned awaited) {
     Rings& rings = *rings_;
     while (true) {
-        const long taken = ::syscall(__NR_io_uring_enter, rings.descriptor.get(), rings.pushed, 1,
-                                     IORING_ENTER_GETEVENTS, nullptr, 0);
+        const long taken = ::syscall(__NR_io_uring_enter, rings.descriptor.get(), rings.pushed,
+                                     awaited, IORING_ENTER_GETEVENTS, nullptr, 0);
         if (taken >= 0) {
             rings.pushed -= static_cast<unsigned>(taken);
             if (rings.pushed == 0) return;
@@ -338,7 +338,7 @@ Ring::~Ring() = default;
 void Ring::keep(std::byte*, std::size_t) {}
 void Ring::push(const Request&, std::uint64_t) {}
 void Ring::push_wake_up(int, std::uint64_t*, std::uint64_t) {}
-void Ring::wait() {}
+void Ring::enter(unsigned) {}
 bool Ring::pop(Answer*) { return false; }
 
 }  // namespace kvtier::disk

@@ -4,12 +4,15 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <span>
 #include <utility>
 
 namespace kvtier::disk {
 
 Transfer Transfer::reading(std::string path, std::byte* memory, std::size_t length, bool direct) {
-    return Transfer(std::move(path), {}, memory, length, direct);
+    Transfer transfer(std::move(path), {}, memory, length, direct);
+    transfer.arriving_.emplace(std::span(memory, length));
+    return transfer;
 }
 
 Transfer Transfer::writing(std::string path, std::string temporary, std::byte* memory, std::size_t length,
@@ -43,7 +46,7 @@ Request Transfer::request() const {
         case Kind::read:
         case Kind::write:
             next.memory = memory_ + moved_;
-            next.length = std::min(length_ - moved_, kMaxRequestBytes);
+            next.length = std::min(length_ - moved_, writes() ? kMaxRequestBytes : kReadBytes);
             next.offset = moved_;
             // Buffered I/O copies in the submitting thread: leave large copies to a kernel worker.
             next.offload = offload_ || (!direct_ && next.length >= kOffloadBytes);

@@ -13,8 +13,8 @@ from kvtier.concurrency.threads import wait_all
 from kvtier.memory.arena import Arena
 from kvtier.memory.slices import PAGE_BYTES
 
-MISS = -1
-"""Engine result for a file that is missing or has a different length. 0: success; otherwise an ``errno``."""
+OUTCOMES = {0: Outcome.OK, -1: Outcome.MISS, -2: Outcome.VERIFIED}
+"""Outcomes by engine result. Otherwise it is an ``errno``."""
 
 PART_OBJECTS = 512
 """Maximum objects per submission: each takes the event loop some microseconds."""
@@ -63,7 +63,7 @@ class UringTransfers:
     async def read(self, items: Sequence[GetItem]) -> list[Outcome]:
         """Fill each view with an object of exactly its length, and update its time of last use."""
         codes = await self._in_parts(self._submit_reads, items)
-        return [self._read_outcome(code) if code else Outcome.OK for code in codes]
+        return [OUTCOMES.get(code) or self.folder.read_failed(_error(code)) for code in codes]
 
     def _submit_writes(self, items: Sequence[PutItem]) -> int:
         files = []
@@ -75,9 +75,6 @@ class UringTransfers:
     def _submit_reads(self, items: Sequence[GetItem]) -> int:
         files = [(os.fsencode(self.folder.path_of(key)), view) for key, view in items]
         return self._engine.read(files, self.folder.direct)
-
-    def _read_outcome(self, code: int) -> Outcome:
-        return Outcome.MISS if code == MISS else self.folder.read_failed(_error(code))
 
     async def _in_parts(
         self, submit: Callable[[Sequence[GetItem]], int], items: Sequence[GetItem]

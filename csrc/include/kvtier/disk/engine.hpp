@@ -80,7 +80,9 @@ private:
     void begin(Ring& ring);
     void proceed(Ring& ring, Transfer& transfer);
     bool may_move(Transfer& transfer);
-    void moved(Ring& ring);
+    void moved(Ring& ring, Transfer& transfer);
+    void proceed_after(Ring& ring, Transfer& transfer, std::int64_t result);
+    void verify(Ring& ring);
     void drop(std::uint64_t batch);
     void finish(const Transfer& transfer);
     void end(std::uint64_t batch);
@@ -99,6 +101,7 @@ private:
     std::unordered_map<std::uint64_t, Batch> batches_;
     Waiting waiting_;  // not started
     Waiting opened_;   // in flight, waiting to read or write
+    std::vector<Transfer*> arrived_;  // parts of which are to be verified
     std::vector<Finished> newly_finished_;
     unsigned in_flight_ = 0;   // transfers started and not finished
     unsigned moving_ = 0;      // of these, the ones that read or write

@@ -31,19 +31,24 @@ public:
     void keep(std::byte* memory, std::size_t length);
 
     // Queue a request to open, read, write, close, rename or unlink. Whatever it points at must stay valid until its
-    // answer. The next wait() submits it.
+    // answer. The next submit() or wait() submits it.
     void push(const Request& request, std::uint64_t tag);
 
     // Queue a read of an eventfd into `count`, so that writing to the eventfd ends wait().
     void push_wake_up(int event_fd, std::uint64_t* count, std::uint64_t tag);
 
+    // Submit the queued requests.
+    void submit() { enter(0); }
+
     // Submit the queued requests and wait for at least one answer.
-    void wait();
+    void wait() { enter(1); }
 
     // Take the next answer; false if there is no answer yet.
     bool pop(Answer* answer);
 
 private:
+    void enter(unsigned awaited);
+
     struct Rings;
     std::unique_ptr<Rings> rings_;
 };
