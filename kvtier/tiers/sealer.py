@@ -27,7 +27,7 @@ from kvtier.memory.keys import ChunkKey
 logger = logging.getLogger("kvtier")
 
 SEALED_AT_ONCE = 4
-"""Threads that compute checksums. One thread reaches about 20 GB/s, more than any medium."""
+"""Threads that compute checksums. One thread reaches 20 to 30 GB/s, more than any medium."""
 
 _Place = tuple[ChunkKey, int]
 """Key and address of a chunk object."""
