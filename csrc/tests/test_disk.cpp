@@ -169,7 +169,7 @@ TEST(reads_return_what_was_written) {
 // More objects than the depth, of several parts each. One is damaged in its last part, one is no chunk object.
 TEST(chunk_objects_are_verified_as_they_arrive) {
     const Folder folder;
-    constexpr std::size_t kObject = 2 * kvtier::disk::kReadBytes + kPageBytes;
+    constexpr std::size_t kObject = kvtier::disk::kDirectReadBytes + kPageBytes;
     constexpr std::size_t kHeader = 448;
     constexpr int kCount = 6;
     const Memory source(kObject * kCount);

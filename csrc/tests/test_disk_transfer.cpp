@@ -2,6 +2,9 @@
 #include <fcntl.h>
 
 #include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -236,14 +239,19 @@ TEST(requests_do_not_exceed_the_kernel_limit) {
 }
 
 TEST(reads_are_in_parts) {
-    const std::size_t length = kvtier::disk::kReadBytes + kPageBytes;
-    std::vector<std::byte> bytes(length);
-    Transfer transfer = Transfer::reading("/a/one.kv", bytes.data(), length, false);
-    answer_all(transfer, {kDescriptor, static_cast<std::int64_t>(length)});
-    CHECK(transfer.request().length == kvtier::disk::kReadBytes && transfer.request().offset == 0);
-    transfer.answer(kvtier::disk::kReadBytes);
-    CHECK(transfer.request().length == kPageBytes && transfer.request().offset == kvtier::disk::kReadBytes);
-    CHECK(transfer.request().memory == bytes.data() + kvtier::disk::kReadBytes);
+    for (const bool direct : {true, false}) {
+        const std::size_t part = direct ? kvtier::disk::kDirectReadBytes : kvtier::disk::kReadBytes;
+        const std::size_t length = part + kPageBytes;
+        const std::unique_ptr<std::byte, decltype(&std::free)> bytes(
+            static_cast<std::byte*>(std::aligned_alloc(kPageBytes, length)), &std::free);
+        std::memset(bytes.get(), 0, length);
+        Transfer transfer = Transfer::reading("/a/one.kv", bytes.get(), length, direct);
+        answer_all(transfer, {kDescriptor, static_cast<std::int64_t>(length)});
+        CHECK(transfer.request().length == part && transfer.request().offset == 0);
+        transfer.answer(static_cast<std::int64_t>(part));
+        CHECK(transfer.request().length == kPageBytes && transfer.request().offset == part);
+        CHECK(transfer.request().memory == bytes.get() + part);
+    }
 }
 
 TEST(empty_files_are_written_and_read) {

@@ -46,7 +46,9 @@ Request Transfer::request() const {
         case Kind::read:
         case Kind::write:
             next.memory = memory_ + moved_;
-            next.length = std::min(length_ - moved_, writes() ? kMaxRequestBytes : kReadBytes);
+            next.length = std::min(length_ - moved_, writes()    ? kMaxRequestBytes
+                                                       : direct_ ? kDirectReadBytes
+                                                                 : kReadBytes);
             next.offset = moved_;
             // Buffered I/O copies in the submitting thread: leave large copies to a kernel worker.
             next.offload = offload_ || (!direct_ && next.length >= kOffloadBytes);
