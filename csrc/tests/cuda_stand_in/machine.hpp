@@ -74,7 +74,7 @@ public:
     // Check that the host may access, reuse or free these bytes now.
     void check_host(const Access& access, const std::string& what, std::unique_lock<std::mutex>& lock);
     // Block until an operation is done.
-    cudaError_t wait_for(const std::shared_ptr<Work>& work, std::unique_lock<std::mutex>& lock);
+    cudaError_t wait_for(std::shared_ptr<Work> work, std::unique_lock<std::mutex>& lock);
     // Block until all that is in a stream now is done.
     cudaError_t synchronize(Stream& stream, std::unique_lock<std::mutex>& lock);
     // Whether an operation is done, as far as the host can tell. Makes it run if the host keeps asking.

@@ -245,7 +245,9 @@ def expect(seconds: float, ok: bool, error: object) -> float:
 def expect_ok(action: str, seconds: float, outcomes: Sequence[Outcome], count: int) -> float:
     """Return ``seconds`` if all chunks were moved. Raises :class:`BenchFailed`."""
     expect(0, len(outcomes) == count, f"the medium returned {len(outcomes)} outcomes for {count} chunks")
-    failures = ", ".join(sorted({outcome.value for outcome in outcomes} - {Outcome.OK.value, Outcome.VERIFIED.value}))
+    failures = ", ".join(
+        sorted({outcome.value for outcome in outcomes} - {Outcome.OK.value, Outcome.VERIFIED.value})
+    )
     return expect(seconds, not failures, f"the medium did not {action} all chunks: {failures}")
 
 
