@@ -316,7 +316,7 @@ def test_step_may_write_what_is_new_to_its_requests() -> None:
 def test_step_waits_once_for_room_in_advance_that_is_late(bridge: Bridge, state: RequestState) -> None:
     """In the step that computes the chunk: before it, the answer is no use yet, and after it too late."""
     saves = saves_of(bridge, WINDOW)
-    saves.expect_chunk(state, 0)
+    saves.expect_chunks(state, 0, 0 + 1)
     saves.step(lambda _: None, 0.5)
     assert bridge.waits == []
     assert saves.plan(state, 16, 1) == 1
@@ -331,8 +331,8 @@ def test_chunks_with_late_room_are_saved_once_it_is_granted_in_their_step(
 ) -> None:
     """While that request is pending, no other can be sent."""
     saves = saves_of(bridge, WINDOW)
-    saves.expect_chunk(state, 0)
-    saves.expect_chunk(state, 1)
+    saves.expect_chunks(state, 0, 0 + 1)
+    saves.expect_chunks(state, 1, 1 + 1)
     saves.step(lambda _: None, 0.5)
     bridge.reserves, bridge.answers = False, True
     state.request.num_computed_tokens = 0

@@ -211,7 +211,8 @@ class SchedulerSide:
             self._lookups.note_local(state, local_tokens)
         if self._shadow.hides_local(state) and local_tokens:
             return ASK_AGAIN
-        awaits_room = self._early.awaits_room(state, self._wait_left(LOOKUP_WAIT_SECONDS))
+        computed = local_tokens + (found[0] or 0)
+        awaits_room = self._early.awaits_room(state, computed, self._wait_left(LOOKUP_WAIT_SECONDS))
         return ASK_AGAIN if awaits_room else found
 
     def _wait_left(self, limit: float) -> float:
