@@ -47,6 +47,8 @@ STEP_WAIT_SECONDS = 0.002
 LOOKUP_WAIT_SECONDS = 0.001
 """The part of it that lookups may use: without an answer, the request is delayed by a whole step."""
 CLEAR_SECONDS = 1.0
+OUTCOMES_SECONDS = 0.5
+"""Interval at which a busy engine reports what became of requests. Each report costs as much as a lookup."""
 
 
 class SchedulerSide:
@@ -299,7 +301,7 @@ class SchedulerSide:
         saves = self._saves.step(copyable, self._wait_left(STEP_WAIT_SECONDS))
         if not self._saves.unreserved:  # No chunk can be added to a transfer that has ended.
             self._kv_transfers.end_finished()
-        self._bridge.send_outcomes()
+        self._bridge.send_outcomes(after=OUTCOMES_SECONDS)
         self._bridge.probe()
         self._traces.send(after=SEND_SECONDS)
         self._shadow.end_step()
