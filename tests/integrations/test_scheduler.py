@@ -740,11 +740,20 @@ def with_states(engine: Engine) -> Engine:
     return engine
 
 
+def needed(look_up: Lookup) -> set[bytes]:
+    """Return the keys of what is stored of a prompt: its chunks, and the states at its last two boundaries."""
+    keys = split_keys(look_up.keys)
+    return {*keys, *map(state_key, keys[-2:])}
+
+
+def keys_of(reserve: Reserve) -> set[bytes]:
+    return {key for run in reserve.runs for key in split_keys(run.keys)}
+
+
 def test_room_for_states_is_requested_with_the_lookup(with_states: Engine, cache: ScriptedCache) -> None:
     """The first step may be the only one that leaves them."""
     look_up = with_states.ask(make_request(4 * CHUNK_TOKENS + 1))
-    ends = split_keys(look_up.keys)[2:]
-    assert {run.keys for run in cache.receive(Reserve).runs} == {state_key(key) for key in ends}
+    assert keys_of(cache.receive(Reserve)) == needed(look_up)
 
 
 def test_no_room_for_states_is_requested_while_pools_are_asked(
@@ -759,8 +768,7 @@ def test_no_room_for_states_is_requested_while_pools_are_asked(
     with_states.wait_for_hit(request, 0)
     with_states.admit(request)
     with_states.step(0)
-    ends = split_keys(look_up.keys)[2:]
-    assert {run.keys for run in cache.receive(Reserve).runs} == {state_key(key) for key in ends}
+    assert keys_of(cache.receive(Reserve)) == needed(look_up)
 
 
 def test_prompt_that_is_not_looked_up_does_not_wait_for_pools(
@@ -769,13 +777,14 @@ def test_prompt_that_is_not_looked_up_does_not_wait_for_pools(
     with_states.change_welcome(pools=True)
     request = make_request(4 * CHUNK_TOKENS + 1, kv_transfer_params={"kvtier": {"cache": "write"}})
     with_states.scheduler.on_new_request(request)
-    assert len(cache.receive(Reserve).runs) == 2
+    assert chunk_counts(cache.receive(Reserve)) == [1, 1, 4]
 
 
 def test_long_queue_reserves_room_for_few_states(with_states: Engine) -> None:
     """One of 40 MB per request would evict the whole cache."""
     reserved = room_of_a_queue(with_states, 4 * CHUNK_TOKENS + 1)
-    assert MAX_EARLY_STATES <= reserved <= MAX_EARLY_STATES + 1
+    chunks = 2 * MAX_EARLY_STATES  # Four for each two states.
+    assert MAX_EARLY_STATES + chunks <= reserved <= MAX_EARLY_STATES + chunks + 1
 
 
 def room_of_a_queue(engine: Engine, tokens: int) -> int:
@@ -938,8 +947,9 @@ def test_after_a_hit_room_is_requested_for_states_that_continue_it(
     with_states.admit(request)
     with_states.step(0)
     assert sorted(cache.receive(Abandon).leases) == early
-    runs = cache.receive(Reserve).runs
-    assert {run.extends for run in runs} == {split_keys(look_up.keys)[1]}
+    *states, chunks = cache.receive(Reserve).runs
+    assert {run.extends for run in states} == {split_keys(look_up.keys)[1]}
+    assert split_keys(chunks.keys) == split_keys(look_up.keys)[2:]
 
 
 def test_lookup_reports_how_long_the_prompt_takes_to_compute(

@@ -536,6 +536,8 @@ class Saves:
 
         Blocks up to ``wait`` seconds for the answer, if that cannot be used in the next step as well.
         """
+        if not (self._planned or self._requested or self._granted or self._held):
+            return []
         self._again_left = self.backlog
         # Answers to the last step first: room that is abandoned here can be reserved for others at once.
         jobs = self._use_answers(blocks_of)
