@@ -98,6 +98,22 @@ def test_what_became_of_requests_is_reported_after_room_is_requested_in_one_mess
     assert [outcome.request for outcome in outcomes.requests] == [request.request_id for request in requests]
 
 
+def test_busy_engine_reports_what_became_of_requests_in_few_messages(
+    engine: Engine, cache: ScriptedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "OUTCOMES_SECONDS", float("inf"))
+    requests = [make_request(4 * CHUNK_TOKENS) for _ in range(3)]
+    for request in requests:
+        engine.start(request)
+        engine.step(0)
+    assert cache.nothing_received()
+    assert cache.outcomes == []
+    monkeypatch.setattr(scheduler_module, "OUTCOMES_SECONDS", 0)
+    engine.step(0)
+    assert cache.nothing_received()
+    assert [outcome.request for outcome in cache.outcomes] == [request.request_id for request in requests]
+
+
 def test_name_that_cannot_be_encoded_does_not_end_the_step(engine: Engine, cache: ScriptedCache) -> None:
     """A client may have chosen it. What is reported of it is sent by a hook of all requests."""
     request = make_request(4 * CHUNK_TOKENS, request_id="\ud800")
@@ -741,7 +757,7 @@ def with_states(engine: Engine) -> Engine:
 
 
 def needed(look_up: Lookup) -> set[bytes]:
-    """Return the keys of what is stored of a prompt: its chunks, and the states at its last two boundaries."""
+    """Return the keys of what is stored of a prompt: chunks, and the states at its last two boundaries."""
     keys = split_keys(look_up.keys)
     return {*keys, *map(state_key, keys[-2:])}
 
@@ -778,6 +794,35 @@ def test_prompt_that_is_not_looked_up_does_not_wait_for_pools(
     request = make_request(4 * CHUNK_TOKENS + 1, kv_transfer_params={"kvtier": {"cache": "write"}})
     with_states.scheduler.on_new_request(request)
     assert chunk_counts(cache.receive(Reserve)) == [1, 1, 4]
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_prompt_waits_for_room_only_if_its_first_step_may_need_it(engine: Engine, chunks: int) -> None:
+    groups = GroupLayout(BLOCK_TOKENS, (1024,)), GroupLayout(CHUNK_TOKENS, (1024,), state=True)
+    engine.replace_scheduler(ChunkLayout(CHUNK_TOKENS, groups), step_tokens=CHUNK_TOKENS)
+    request = make_request(chunks * CHUNK_TOKENS + 1)
+    engine.answer(engine.ask(request))
+    wait_until(lambda: (engine.bridge.poll(), len(engine.bridge.calls) == 1)[1])
+    awaits = engine.scheduler.matched_tokens(request, 0) == lookups.ASK_AGAIN
+    assert awaits == (chunks == 1)
+    engine.grant()
+    assert engine.scheduler.matched_tokens(request, 0) == lookups.NOTHING
+
+
+def test_one_message_requests_the_room_of_a_whole_prompt(
+    with_states: Engine, cache: ScriptedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks are of no use before the state at their end is stored."""
+    monkeypatch.setattr(with_states, "table", lambda _: (list(range(1, 9)), list(range(9, 17))))
+    with_states.start(make_request(4 * CHUNK_TOKENS + 1))
+    with_states.grant()
+    for _ in range(3):
+        with_states.step()
+    assert with_states.saved() == []
+    with_states.step()
+    assert with_states.saved() == [3, 4, 5, 6], "the first two are states"
+    with_states.step(1)
+    assert cache.nothing_received()
 
 
 def test_long_queue_reserves_room_for_few_states(with_states: Engine) -> None:

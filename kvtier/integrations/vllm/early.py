@@ -1,7 +1,8 @@
 """Reserve room before the step that needs it, for what vLLM may have for that step only.
 
 That is a state, and with attention windows a chunk of the prompt, unless it is the last one. The cache
-process may answer later than the step waits.
+process may answer later than the step waits. With the state, room is reserved for the chunks before it, which
+are of no use without it: they are stored at once, as a message in each step would take 1 to 3 % of it.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class Early:
         state.early.room_until = time.monotonic() + ROOM_SECONDS
 
     def awaits_room(self, state: RequestState, computed: int, wait: float) -> bool:
-        """Return whether a queued request must be asked about again: its first step leaves what has no room yet.
+        """Return whether a queued request must be asked about again: its first step may need more room.
 
         ``computed``: its tokens before that step. Blocks up to ``wait`` seconds.
         """
@@ -159,7 +160,7 @@ class Early:
             self._expect_chunks(state, 2 * self._step_chunks)
 
     def _gather(self, state: RequestState) -> None:
-        """Have the next chunks of a prompt stored at once. Not if a decode instance waits for each of them."""
+        """Have the next chunks of a prompt stored at once, unless a decode instance waits for each."""
         if self._states is None or self._step_chunks:
             return
         first = state.saving.next_chunk

@@ -125,7 +125,7 @@ class WorkerSide:
         self._saved: set[str] = set()
         self._waited_before = 0.0
         """Value of ``bridge.waited`` when this step began."""
-        self._updated_at = 0.0
+        self._updated_at = float("-inf")
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the engine's KV memory. Raises :class:`LayoutError` if it does not match the layout.
