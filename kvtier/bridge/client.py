@@ -139,6 +139,7 @@ class SchedulerBridge(Bridge):
         self._explanations: list[protocol.Explanation] = []
         self._outcomes: list[protocol.Outcome] = []
         """What :meth:`send_outcomes` sends."""
+        self._outcomes_sent_at = 0.0
         self._ended: list[tuple[float, protocol.AnswerEnded]] = []
         """When answers have ended (:func:`time.monotonic`), and which: that is sent as well."""
         self._kv_transfers: dict[int, protocol.KVTransferResult | None] = {}
@@ -378,10 +379,14 @@ class SchedulerBridge(Bridge):
             ended = protocol.AnswerEnded(join_keys(prompt), signed, 0.0, join_keys(answer))
             self._ended.append((time.monotonic(), ended))
 
-    def send_outcomes(self) -> None:
-        """Report what became of requests. After what the engine waits for: it delays later messages."""
-        if self._outcomes or self._ended:
-            now = time.monotonic()
+    def send_outcomes(self, after: float = 0.0) -> None:
+        """Report what became of requests. After what the engine waits for: it delays later messages.
+
+        Unless that was done less than ``after`` seconds ago.
+        """
+        now = time.monotonic()
+        if (self._outcomes or self._ended) and now >= self._outcomes_sent_at + after:
+            self._outcomes_sent_at = now
             ended = [msgspec.structs.replace(end, seconds=now - at) for at, end in self._ended]
             outcomes, self._outcomes, self._ended = self._outcomes, [], []
             self.send(protocol.Outcomes(outcomes, ended))

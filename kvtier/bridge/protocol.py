@@ -18,8 +18,9 @@ Sequence::
       ◄──────────────────── Reserved(leases)
       ◄──────────────── Explained(lookups)      after the final answers
       Cancel(ticket) ─────────────────────►     after the workers have loaded, or if nothing is loaded
-      Outcomes(requests) ─────────────────►     at most once per step, of requests that begin to compute
-                                                or whose answer has ended, and when an engine gets idle
+      Outcomes(requests) ─────────────────►     of requests that begin to compute or whose answer has ended:
+                                                twice a second, before chunks that it concerns are offered,
+                                                and when an engine gets idle
       UseWeights(namespace) ──────────────►     when the weights have changed, or may have changed
       KVTransfer(to, keys) ───────────────►     before the first of its chunks is reserved
       ◄──────────── KVTransferResult(tokens)    when the peer has made room, or on failure; informational

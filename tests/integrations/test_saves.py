@@ -316,7 +316,7 @@ def test_step_may_write_what_is_new_to_its_requests() -> None:
 def test_step_waits_once_for_room_in_advance_that_is_late(bridge: Bridge, state: RequestState) -> None:
     """In the step that computes the chunk: before it, the answer is no use yet, and after it too late."""
     saves = saves_of(bridge, WINDOW)
-    saves.expect_chunk(state, 0)
+    saves.expect_chunks(state, 0, 1)
     saves.step(lambda _: None, 0.5)
     assert bridge.waits == []
     assert saves.plan(state, 16, 1) == 1
@@ -331,8 +331,8 @@ def test_chunks_with_late_room_are_saved_once_it_is_granted_in_their_step(
 ) -> None:
     """While that request is pending, no other can be sent."""
     saves = saves_of(bridge, WINDOW)
-    saves.expect_chunk(state, 0)
-    saves.expect_chunk(state, 1)
+    saves.expect_chunks(state, 0, 1)
+    saves.expect_chunks(state, 1, 2)
     saves.step(lambda _: None, 0.5)
     bridge.reserves, bridge.answers = False, True
     state.request.num_computed_tokens = 0
@@ -340,3 +340,76 @@ def test_chunks_with_late_room_are_saved_once_it_is_granted_in_their_step(
     assert state.saving.next_chunk == 2, "the third is planned later"
     [job] = saves.step(lambda _: ([1, 2, 3],), 0.5)
     assert job.leases == [1, 1]
+
+
+def compute(saves: Saves, state: RequestState, before: int) -> list[list[int]]:
+    """Take a step that computes a chunk after ``before`` tokens. Return the leases of its copies, by job."""
+    state.request.num_computed_tokens = before
+    saves.plan_step([(state, 16)])
+    return [job.leases for job in saves.step(lambda _: ([0], [1, 2, 3, 4]), 0.0)]
+
+
+@pytest.mark.parametrize("answered", ["before", "after"])
+def test_chunks_before_a_state_are_saved_at_once(
+    saves: Saves, bridge: Bridge, state: RequestState, answered: str
+) -> None:
+    """With one message for all of them, and in the step that completes the last if there is room by then."""
+    saves.expect_chunks(state, 0, 3)
+    assert step(saves) == []
+    if answered == "before":
+        bridge.answer()
+    assert [compute(saves, state, before) for before in (0, 16)] == [[], []]
+    assert compute(saves, state, 32) == ([[1, 1, 1]] if answered == "before" else [])
+    bridge.answer()
+    assert compute(saves, state, 48) == ([] if answered == "before" else [[1, 1, 1]])
+    assert [len(run.keys) // KEY_BYTES for call in bridge.calls for run in call.runs] == [3]
+    assert bridge.abandoned == []
+    assert bridge.waits == [], "their blocks are kept"
+
+
+def test_chunks_before_a_state_are_planned_again_after_a_preemption(
+    saves: Saves, bridge: Bridge, state: RequestState
+) -> None:
+    saves.expect_chunks(state, 0, 3)
+    assert step(saves) == []
+    bridge.answer()
+    assert [compute(saves, state, before) for before in (0, 16)] == [[], []]
+    state.request.num_preemptions += 1
+    assert compute(saves, state, 0) == []
+    assert bridge.abandoned == [1, 1, 1]
+    bridge.answer()
+    assert compute(saves, state, 16) == [[2]]
+    assert state.saving.next_chunk == 2
+
+
+def test_limit_of_a_step_does_not_divide_chunks_with_room(bridge: Bridge) -> None:
+    """Or what is left of them would be reserved again."""
+    saves = saves_of(bridge, LAYOUT)
+    first, second = requests(2)
+    saves.backlog = 2
+    for state in (first, second):
+        saves.expect_chunks(state, 0, 3)
+    assert step(saves) == []
+    bridge.answer()
+    for state in (first, second):
+        state.request.num_computed_tokens = 32
+    saves.plan_step([(first, 16), (second, 16)])
+    assert [state.saving.next_chunk for state in (first, second)] == [3, 3]
+    jobs = saves.step(lambda _: ([0], [1, 2, 3]), 0.0)
+    assert [len(job.leases) for job in jobs] == [3, 3]
+    assert len(bridge.calls) == 1
+
+
+def test_only_room_for_what_is_there_soon_is_awaited(
+    saves: Saves, bridge: Bridge, state: RequestState
+) -> None:
+    """A queued prompt of many steps begins without the answer."""
+    saves.expect_state(state, 2)
+    saves.expect_chunks(state, 0, 3)
+    assert step(saves) == []
+    assert not saves.awaits_room(state, 31, 0.5)
+    assert bridge.waits == []
+    assert saves.awaits_room(state, 32, 0.5)
+    bridge.answers = True
+    assert not saves.awaits_room(state, 32, 0.5)
+    assert bridge.waits == [0.5, 0.5]

@@ -98,6 +98,22 @@ def test_what_became_of_requests_is_reported_after_room_is_requested_in_one_mess
     assert [outcome.request for outcome in outcomes.requests] == [request.request_id for request in requests]
 
 
+def test_busy_engine_reports_what_became_of_requests_in_few_messages(
+    engine: Engine, cache: ScriptedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "OUTCOMES_SECONDS", float("inf"))
+    requests = [make_request(4 * CHUNK_TOKENS) for _ in range(3)]
+    for request in requests:
+        engine.start(request)
+        engine.step(0)
+    assert cache.nothing_received()
+    assert cache.outcomes == []
+    monkeypatch.setattr(scheduler_module, "OUTCOMES_SECONDS", 0)
+    engine.step(0)
+    assert cache.nothing_received()
+    assert [outcome.request for outcome in cache.outcomes] == [request.request_id for request in requests]
+
+
 def test_name_that_cannot_be_encoded_does_not_end_the_step(engine: Engine, cache: ScriptedCache) -> None:
     """A client may have chosen it. What is reported of it is sent by a hook of all requests."""
     request = make_request(4 * CHUNK_TOKENS, request_id="\ud800")
@@ -740,11 +756,20 @@ def with_states(engine: Engine) -> Engine:
     return engine
 
 
+def needed(look_up: Lookup) -> set[bytes]:
+    """Return the keys of what is stored of a prompt: chunks, and the states at its last two boundaries."""
+    keys = split_keys(look_up.keys)
+    return {*keys, *map(state_key, keys[-2:])}
+
+
+def keys_of(reserve: Reserve) -> set[bytes]:
+    return {key for run in reserve.runs for key in split_keys(run.keys)}
+
+
 def test_room_for_states_is_requested_with_the_lookup(with_states: Engine, cache: ScriptedCache) -> None:
     """The first step may be the only one that leaves them."""
     look_up = with_states.ask(make_request(4 * CHUNK_TOKENS + 1))
-    ends = split_keys(look_up.keys)[2:]
-    assert {run.keys for run in cache.receive(Reserve).runs} == {state_key(key) for key in ends}
+    assert keys_of(cache.receive(Reserve)) == needed(look_up)
 
 
 def test_no_room_for_states_is_requested_while_pools_are_asked(
@@ -759,8 +784,7 @@ def test_no_room_for_states_is_requested_while_pools_are_asked(
     with_states.wait_for_hit(request, 0)
     with_states.admit(request)
     with_states.step(0)
-    ends = split_keys(look_up.keys)[2:]
-    assert {run.keys for run in cache.receive(Reserve).runs} == {state_key(key) for key in ends}
+    assert keys_of(cache.receive(Reserve)) == needed(look_up)
 
 
 def test_prompt_that_is_not_looked_up_does_not_wait_for_pools(
@@ -769,13 +793,43 @@ def test_prompt_that_is_not_looked_up_does_not_wait_for_pools(
     with_states.change_welcome(pools=True)
     request = make_request(4 * CHUNK_TOKENS + 1, kv_transfer_params={"kvtier": {"cache": "write"}})
     with_states.scheduler.on_new_request(request)
-    assert len(cache.receive(Reserve).runs) == 2
+    assert chunk_counts(cache.receive(Reserve)) == [1, 1, 4]
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_prompt_waits_for_room_only_if_its_first_step_may_need_it(engine: Engine, chunks: int) -> None:
+    groups = GroupLayout(BLOCK_TOKENS, (1024,)), GroupLayout(CHUNK_TOKENS, (1024,), state=True)
+    engine.replace_scheduler(ChunkLayout(CHUNK_TOKENS, groups), step_tokens=CHUNK_TOKENS)
+    request = make_request(chunks * CHUNK_TOKENS + 1)
+    engine.answer(engine.ask(request))
+    wait_until(lambda: (engine.bridge.poll(), len(engine.bridge.calls) == 1)[1])
+    awaits = engine.scheduler.matched_tokens(request, 0) == lookups.ASK_AGAIN
+    assert awaits == (chunks == 1)
+    engine.grant()
+    assert engine.scheduler.matched_tokens(request, 0) == lookups.NOTHING
+
+
+def test_one_message_requests_the_room_of_a_whole_prompt(
+    with_states: Engine, cache: ScriptedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks are of no use before the state at their end is stored."""
+    monkeypatch.setattr(with_states, "table", lambda _: (list(range(1, 9)), list(range(9, 17))))
+    with_states.start(make_request(4 * CHUNK_TOKENS + 1))
+    with_states.grant()
+    for _ in range(3):
+        with_states.step()
+    assert with_states.saved() == []
+    with_states.step()
+    assert with_states.saved() == [3, 4, 5, 6], "the first two are states"
+    with_states.step(1)
+    assert cache.nothing_received()
 
 
 def test_long_queue_reserves_room_for_few_states(with_states: Engine) -> None:
     """One of 40 MB per request would evict the whole cache."""
     reserved = room_of_a_queue(with_states, 4 * CHUNK_TOKENS + 1)
-    assert MAX_EARLY_STATES <= reserved <= MAX_EARLY_STATES + 1
+    chunks = 2 * MAX_EARLY_STATES  # Four for each two states.
+    assert MAX_EARLY_STATES + chunks <= reserved <= MAX_EARLY_STATES + chunks + 1
 
 
 def room_of_a_queue(engine: Engine, tokens: int) -> int:
@@ -938,8 +992,9 @@ def test_after_a_hit_room_is_requested_for_states_that_continue_it(
     with_states.admit(request)
     with_states.step(0)
     assert sorted(cache.receive(Abandon).leases) == early
-    runs = cache.receive(Reserve).runs
-    assert {run.extends for run in runs} == {split_keys(look_up.keys)[1]}
+    *states, chunks = cache.receive(Reserve).runs
+    assert {run.extends for run in states} == {split_keys(look_up.keys)[1]}
+    assert split_keys(chunks.keys) == split_keys(look_up.keys)[2:]
 
 
 def test_lookup_reports_how_long_the_prompt_takes_to_compute(

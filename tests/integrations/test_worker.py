@@ -484,3 +484,25 @@ def test_device_error_abandons_all_reservations(
     assert side.take_results() == ({"a"}, set(), set())
     assert bridge.committed == [[]]
     assert sorted(bridge.abandoned[0]) == [1, 2, 3, 4]
+
+
+def test_worker_without_loads_and_saves_looks_at_its_connection_now_and_then(
+    side: WorkerSide, bridge: Bridge, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look costs a system call, in every step of an engine that decodes."""
+    updates: list[None] = []
+    monkeypatch.setattr(bridge, "update", lambda: updates.append(None))
+    monkeypatch.setattr(worker, "UPDATE_SECONDS", float("inf"))
+    copies.finished.update((1, 2))
+    side.load([job("load", 1)])
+    side.take_results()
+    looked = len(updates)
+    for _ in range(3):
+        side.load([])
+    assert len(updates) == looked
+    side.load([job("load", 2)])
+    assert len(updates) == looked + 1
+    side.take_results()
+    monkeypatch.setattr(worker, "UPDATE_SECONDS", 0.0)
+    side.load([])
+    assert len(updates) == looked + 2

@@ -1,7 +1,8 @@
 """Reserve room before the step that needs it, for what vLLM may have for that step only.
 
 That is a state, and with attention windows a chunk of the prompt, unless it is the last one. The cache
-process may answer later than the step waits.
+process may answer later than the step waits. With the state, room is reserved for the chunks before it, which
+are of no use without it: they are stored at once, as a message in each step would take 1 to 3 % of it.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class Early:
         self._bridge = bridge
         self._saves = saves
         self._states = states
+        self._step_tokens = step_tokens
         self._step_chunks = -(-step_tokens // layout.chunk_tokens) if layout.has_windows else 0
 
     def queued(self, state: RequestState) -> None:
@@ -130,13 +132,18 @@ class Early:
             return
         if self._states is not None and self._saves.expected_states < MAX_EARLY_STATES:
             self._states.expect(state)
+            self._gather(state)
         self._expect_chunks(state, self._step_chunks)
         self._saves.request()
         state.early.room_until = time.monotonic() + ROOM_SECONDS
 
-    def awaits_room(self, state: RequestState, wait: float) -> bool:
-        """Return whether a queued request must be asked about again. Blocks up to ``wait`` seconds."""
-        if time.monotonic() < state.early.room_until and self._saves.awaits_room(state, wait):
+    def awaits_room(self, state: RequestState, computed: int, wait: float) -> bool:
+        """Return whether a queued request must be asked about again: its first step may need more room.
+
+        ``computed``: its tokens before that step. Blocks up to ``wait`` seconds.
+        """
+        tokens = computed + self._step_tokens
+        if time.monotonic() < state.early.room_until and self._saves.awaits_room(state, tokens, wait):
             return True
         state.early.room_until = 0.0
         return False
@@ -149,7 +156,19 @@ class Early:
         for state, first in running:
             if first and self._states is not None:
                 self._states.expect(state)
+            self._gather(state)
             self._expect_chunks(state, 2 * self._step_chunks)
+
+    def _gather(self, state: RequestState) -> None:
+        """Have the next chunks of a prompt stored at once, unless a decode instance waits for each."""
+        if self._states is None or self._step_chunks:
+            return
+        first = state.saving.next_chunk
+        whole = int(state.request.num_prompt_tokens) // self._chunk_tokens
+        stop = min(whole, first + min(self._saves.gathered, self._saves.room))
+        if first + 1 < stop and state.transfer.ticket is None:
+            state.extend(stop * self._chunk_tokens)
+            self._saves.expect_chunks(state, first, stop)
 
     def _expect_chunks(self, state: RequestState, limit: int) -> None:
         if not self._step_chunks:
@@ -160,4 +179,4 @@ class Early:
         first = state.saving.next_chunk
         stop = min(int(state.request.num_prompt_tokens), (first + count) * self._chunk_tokens)
         for chunk in range(first, first + len(state.extend(stop, first))):
-            self._saves.expect_chunk(state, chunk)
+            self._saves.expect_chunks(state, chunk, chunk + 1)

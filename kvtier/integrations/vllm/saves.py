@@ -36,6 +36,8 @@ MAX_KEPT_SHARE = 2
 """Finished requests keep at most one in :data:`MAX_KEPT_SHARE` of the blocks, unless one alone has more."""
 MAX_BACKLOG_BYTES, MAX_BACKLOG_CHUNKS = 64 * MIB, 128
 """Limits of what one step stores of earlier steps: the backlog of an outage would block it for 1 s."""
+GATHERED_BYTES = 4 * MIB
+"""Limit of what one step stores of chunks that are of no use before a later one leaves their state."""
 
 Blocks = tuple[Sequence[int], ...]
 """A request's block table: the block ids of each KV-cache group."""
@@ -105,6 +107,11 @@ class Save:
     """The staging buffer of the first half of :attr:`leases`, with a :attr:`kv_transfer`."""
 
     @property
+    def stop(self) -> int:
+        """The number of chunks after which it exists."""
+        return self.first if self.is_state else self.first + len(self.keys)
+
+    @property
     def runs(self) -> list[Run]:
         """The room to reserve: in the staging buffer, if any, then in the arena."""
         state, start = self.state, self.first * self.state.chunk_tokens
@@ -162,6 +169,8 @@ class Saves:
             MAX_BACKLOG_CHUNKS, max(1, MAX_BACKLOG_BYTES // layout.payload_bytes(layout.chunk_tokens))
         )
         """Maximum number of chunks of earlier steps that one step stores."""
+        self.gathered = min(self.backlog, GATHERED_BYTES // layout.payload_bytes(layout.chunk_tokens))
+        """Number of chunks before a state that are stored at once, though several steps compute them."""
         self._bridge = bridge
         self._stats = stats
         self.events: KVEvents | None = None
@@ -202,7 +211,7 @@ class Saves:
     @property
     def expected_chunks(self) -> int:
         """Number of chunks to come for which room has been planned or reserved."""
-        return len(self._expected) - self.expected_states
+        return sum(len(save.keys) for save in self._expected.values() if not save.is_state)
 
     @property
     def unreserved(self) -> bool:
@@ -247,7 +256,7 @@ class Saves:
             before, progress.settled = progress.settled, state.request.num_computed_tokens
             computed = state.final_tokens(progress.settled + scheduled, answer=self._save_decode)
             progress.computed = computed
-            if not self.due(state, computed):
+            if not self.due(state, computed) or self._gathers(state, computed):
                 continue
             # With a lookahead, a chunk at the end of a step becomes due one step later.
             since = before if state.lookahead and before is not None else progress.settled
@@ -257,11 +266,16 @@ class Saves:
             room -= planned
             backlog -= max(0, planned - fresh)
 
+    def _gathers(self, state: RequestState, computed: int) -> bool:
+        """Return whether the next chunks are to be stored at once, and the last of them is not complete."""
+        save = self._find_expected(state, state.saving.next_chunk)
+        return save is not None and computed // self._layout.chunk_tokens < save.stop
+
     def _expected_next(self, state: RequestState) -> int:
         """Return for how many consecutive unplanned chunks room was requested in advance."""
         stop = state.saving.next_chunk
-        while self._find_expected(state, stop) is not None:
-            stop += 1
+        while (save := self._find_expected(state, stop)) is not None:
+            stop = save.stop
         return stop - state.saving.next_chunk
 
     def _fresh(self, state: RequestState, computed: int, since: int) -> int:
@@ -292,14 +306,18 @@ class Saves:
                 keys.append(tail)
                 sizes.append(end % self._layout.chunk_tokens)
         last: Save | None = None
+        gathered = first
         for chunk, (key, size) in enumerate(zip(keys, sizes, strict=True), first):
-            if size == self._layout.chunk_tokens and self._take_expected(state, chunk) is not None:
-                last = None
+            if chunk < gathered:
+                continue
+            if size == self._layout.chunk_tokens and (save := self._take_expected(state, chunk)) is not None:
+                last, gathered = None, save.stop
             elif last is None:
                 last = self._new_save(state, chunk, key, size)
             else:
                 last.keys.append(key)
                 last.sizes.append(size)
+        state.saving.next_chunk = max(state.saving.next_chunk, gathered)  # Beyond the limit, all or none.
         return len(keys)
 
     def _new_save(self, state: RequestState, first: int, key: ChunkKey, tokens: int) -> Save:
@@ -316,21 +334,33 @@ class Saves:
             save.extends = state.parent(state.lookup.hit_chunks) if state.lookup.hit_chunks else b""
             self._expected[state.request.request_id, chunks, True] = save
 
-    def expect_chunk(self, state: RequestState, chunk: int) -> None:
-        """Reserve room for a whole chunk of a prompt before it is computed."""
-        if self._find_expected(state, chunk) is None:
-            save = self._new_save(state, chunk, state.keys[chunk], self._layout.chunk_tokens)
+    def expect_chunks(self, state: RequestState, first: int, stop: int) -> None:
+        """Reserve room for whole chunks of a prompt before they are computed, to store them at once."""
+        if self._find_expected(state, first) is None:
+            save = self._new_save(state, first, state.keys[first], self._layout.chunk_tokens)
+            save.keys = state.keys[first:stop]
+            save.sizes *= len(save.keys)
             save.in_advance = True
-            self._expected[state.request.request_id, chunk, False] = save
+            self._expected[state.request.request_id, first, False] = save
 
-    def awaits_room(self, state: RequestState, wait: float) -> bool:
-        """Return whether room in advance is not granted yet. Blocks up to ``wait`` seconds for the answer."""
-        if self._requested:
+    def awaits_room(self, state: RequestState, tokens: int, wait: float) -> bool:
+        """Return whether room in advance is not granted yet for what is there after ``tokens`` tokens.
+
+        Blocks up to ``wait`` seconds for the answer.
+        """
+        if self._lacks_room(state, tokens) and self._requested:
             # The last one: the cache process answers in the order of the requests.
             self._bridge.await_reply(self._requested[-1][0], wait)
+        return self._lacks_room(state, tokens)
+
+    def _lacks_room(self, state: RequestState, tokens: int) -> bool:
         asked = [save for call, saves in self._requested if not call.settled for save in saves]
         return any(
-            save.in_advance and save.state is state and not save.cancelled for save in self._planned + asked
+            save.in_advance
+            and save.state is state
+            and not save.cancelled
+            and save.stop * self._layout.chunk_tokens <= tokens
+            for save in self._planned + asked
         )
 
     def plan_state(self, state: RequestState, chunks: int, blocks: tuple[list[int], ...]) -> None:
@@ -506,6 +536,8 @@ class Saves:
 
         Blocks up to ``wait`` seconds for the answer, if that cannot be used in the next step as well.
         """
+        if not (self._planned or self._requested or self._granted or self._held):
+            return []
         self._again_left = self.backlog
         # Answers to the last step first: room that is abandoned here can be reserved for others at once.
         jobs = self._use_answers(blocks_of)

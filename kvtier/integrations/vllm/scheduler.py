@@ -47,6 +47,8 @@ STEP_WAIT_SECONDS = 0.002
 LOOKUP_WAIT_SECONDS = 0.001
 """The part of it that lookups may use: without an answer, the request is delayed by a whole step."""
 CLEAR_SECONDS = 1.0
+OUTCOMES_SECONDS = 0.5
+"""Interval at which a busy engine reports what became of requests. Each report costs as much as a lookup."""
 
 
 class SchedulerSide:
@@ -211,7 +213,8 @@ class SchedulerSide:
             self._lookups.note_local(state, local_tokens)
         if self._shadow.hides_local(state) and local_tokens:
             return ASK_AGAIN
-        awaits_room = self._early.awaits_room(state, self._wait_left(LOOKUP_WAIT_SECONDS))
+        computed = local_tokens + (found[0] or 0)
+        awaits_room = self._early.awaits_room(state, computed, self._wait_left(LOOKUP_WAIT_SECONDS))
         return ASK_AGAIN if awaits_room else found
 
     def _wait_left(self, limit: float) -> float:
@@ -298,7 +301,7 @@ class SchedulerSide:
         saves = self._saves.step(copyable, self._wait_left(STEP_WAIT_SECONDS))
         if not self._saves.unreserved:  # No chunk can be added to a transfer that has ended.
             self._kv_transfers.end_finished()
-        self._bridge.send_outcomes()
+        self._bridge.send_outcomes(after=OUTCOMES_SECONDS)
         self._bridge.probe()
         self._traces.send(after=SEND_SECONDS)
         self._shadow.end_step()
