@@ -151,7 +151,8 @@ def engine(layers: int, tokens: int) -> Iterator[Engine]:
     with tempfile.TemporaryDirectory() as folder:
         socket, settings = Path(folder, "socket"), Path(folder, "kvtier.yaml")
         settings.write_text(
-            f"socket: {socket}\ntiers: [{{name: ram, type: cpu, capacity: {capacity}}}]\nlog_level: WARNING\n"
+            f"socket: {socket}\nlog_level: WARNING\nreserve_share: 1\n"
+            f"tiers: [{{name: ram, type: cpu, capacity: {capacity}}}]\n"
         )
         server = start_cache(settings, Path(folder, "log"))
         try:
