@@ -3,6 +3,8 @@
 kvtier: the work of both sides of its connector for a request. The prompt is hashed, the scheduler's bridge
 reserves or looks up, the worker copies between the blocks and the arena of a real cache process, and commits
 or confirms. A store ends when a lookup finds the prompt. LMCache: its cache engine, in the engine's process.
+A lookup begins with a list of token ids, as vLLM has them, and ends when its leases, or LMCache's pins, are
+released.
 """
 
 from __future__ import annotations

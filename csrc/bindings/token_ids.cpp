@@ -46,8 +46,6 @@ inline bool read_small(PyObject* object, std::uint32_t& word) {
 #endif
 }
 
-constexpr std::size_t integers_ahead = 64;
-
 std::uint32_t read_any(PyObject* object) {
     const nb::object number = nb::steal(PyNumber_Index(object));
     if (!number.is_valid()) throw nb::python_error();
@@ -65,11 +63,7 @@ Py_ssize_t to_index(std::size_t size) {
 void read_items(const nb::object& sequence, std::size_t start, std::span<std::uint32_t> words) {
     for (std::size_t at = 0;; ++at) {
         const Items items(sequence.ptr(), start);
-        while (at < words.size() && read_small(items[at], words[at])) {
-            // The integers of a prompt are not in the fast caches after a step of the engine.
-            __builtin_prefetch(items[std::min(at + integers_ahead, words.size() - 1)]);
-            ++at;
-        }
+        while (at < words.size() && read_small(items[at], words[at])) ++at;
         if (at == words.size()) return;
         words[at] = read_any(nb::borrow(items[at]).ptr());
         // __index__ can run any code, and may have changed the list.

@@ -17,7 +17,14 @@ from enum import IntEnum
 from itertools import compress, pairwise
 from struct import Struct
 
-from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, IncomingPrompt, MakePolicy, RemovalReason
+from kvtier.catalog.eviction import (
+    NO_PARENT,
+    ChunkColumns,
+    EvictionPolicy,
+    IncomingPrompt,
+    MakePolicy,
+    RemovalReason,
+)
 from kvtier.catalog.gone import REMOVED, GoneChunks
 from kvtier.catalog.hints import NO_HINTS, ChunkHints
 from kvtier.catalog.partial_matches import PartialMatchIndex

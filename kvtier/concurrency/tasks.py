@@ -36,7 +36,7 @@ async def open_tasks() -> AsyncIterator[TaskGroup]:
 
 
 def call_later(seconds: float, function: Callable[[], None]) -> None:
-    """Have the running event loop call a function. Takes a microsecond; a task takes 20. Errors are logged."""
+    """Have the running event loop call a function. Takes a microsecond, a task 20. Errors are logged."""
     asyncio.get_running_loop().call_later(seconds, function)
 
 
