@@ -76,7 +76,7 @@ DRAIN_POLL_SECONDS = 0.02
 CANARY_SECONDS, MAX_CANARIES = 120.0, 64
 """How long the chunks of a canary are kept, and of how many at most. What exceeds that is only evicted."""
 OBSERVE_SECONDS = 0.001
-"""How long after a lookup policies learn of it, at the latest: first the engine gets its answer, and the CPU."""
+"""How long after a lookup policies learn of it, at the latest. Its answer, and the engine, come first."""
 CLOSED = "the cache is closed: use it within the `with` block that opens it"
 
 ObserveLookup = Callable[[PromptLookup], None]

@@ -744,6 +744,7 @@ def test_policies_evict_the_same_whether_they_learn_at_once_or_later() -> None:
             for catalog in (tier.catalog, tier.at_once):
                 catalog.remove_all(wanted, RAM)
                 catalog.add(wanted[0], RAM, LENGTH, READY, PROMPT[PROMPT.index(wanted[0]) - 1])
+    assert tier.catalog.policies == [tier.policy]
     assert tier.told == tier.at_once.policies[0].told[1:]  # type: ignore[attr-defined]
 
 

@@ -16,7 +16,7 @@ from kvtier.memory.slices import PAGE_BYTES, Lease, Leases
 
 from .conftest import allocate
 
-pytestmark = pytest.mark.usefixtures("either_core")
+either_core = pytest.mark.usefixtures("implementation")
 
 
 def sharing(arena: Arena, leases: list[Lease]) -> Leases:
@@ -42,6 +42,7 @@ def test_released_lease_has_no_view_and_cannot_be_shared(arena: Arena) -> None:
     assert arena.leases == 0
 
 
+@either_core
 def test_batch_counts_as_separate_leases(arena: Arena) -> None:
     own = [allocate(arena, pages) for pages in (1, 2, 3)]
     used = arena.used
@@ -58,6 +59,7 @@ def test_batch_counts_as_separate_leases(arena: Arena) -> None:
     assert (arena.leases, arena.used) == (3, used)
 
 
+@either_core
 def test_memory_is_freed_with_the_last_lease_of_a_batch(arena: Arena) -> None:
     own = [allocate(arena, 1) for _ in range(16)]
     together = sharing(arena, own)
@@ -71,6 +73,7 @@ def test_memory_is_freed_with_the_last_lease_of_a_batch(arena: Arena) -> None:
     assert (len(arena._free_by_start), arena.used, arena.leases) == (1, 0, 0)
 
 
+@either_core
 def test_batch_is_split_into_leases(arena: Arena) -> None:
     together = Leases.of([allocate(arena, 1), allocate(arena, 2), allocate(arena, 3)])
     together.release(0)
@@ -83,6 +86,7 @@ def test_batch_is_split_into_leases(arena: Arena) -> None:
     assert (arena.used, arena.leases) == (0, 0)
 
 
+@either_core
 def test_leases_moved_into_a_batch_are_released(arena: Arena) -> None:
     own = [allocate(arena, 1), allocate(arena, 1)]
     together = Leases.of(own)
@@ -95,6 +99,7 @@ def test_leases_moved_into_a_batch_are_released(arena: Arena) -> None:
     assert arena.leases == 0
 
 
+@either_core
 def test_batch_ends_before_a_row_without_a_slice(arena: Arena) -> None:
     own = allocate(arena, 1)
     for missing in (1, 2):
@@ -104,6 +109,7 @@ def test_batch_ends_before_a_row_without_a_slice(arena: Arena) -> None:
     own.release()
 
 
+@either_core
 def test_slice_without_a_lease_is_not_shared(arena: Arena) -> None:
     own, freed = allocate(arena, 1), allocate(arena, 1)
     freed.release()
@@ -114,6 +120,7 @@ def test_slice_without_a_lease_is_not_shared(arena: Arena) -> None:
     assert (arena.leases, arena.used) == (0, 0)
 
 
+@either_core
 def test_number_of_a_freed_slice_is_used_again(arena: Arena) -> None:
     first = allocate(arena, 1)
     first.release()
@@ -125,6 +132,7 @@ def test_number_of_a_freed_slice_is_used_again(arena: Arena) -> None:
     assert arena.used == 0
 
 
+@either_core
 def test_empty_batch_holds_nothing(arena: Arena) -> None:
     for together in (Leases.of([]), sharing(arena, [])):
         together.release_all()
