@@ -43,3 +43,7 @@ TEST(a_slice_that_cannot_be_released_changes_nothing) {
     CHECK_THROWS(std::out_of_range, release(handles, Rows{0, 2}));
     CHECK(handles == (Numbers{2, 0}));
 }
+
+int main() {
+    return kvtier::test::run();
+}

@@ -8,6 +8,7 @@ See ``benchmarks/catalog.py`` for measurements.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
@@ -31,6 +32,7 @@ from kvtier.catalog.partial_matches import PartialMatchIndex
 from kvtier.catalog.selection import select_victims
 from kvtier.catalog.table import FASTEST, MAX_TIERS, NO_ROW, Rows, TableColumns
 from kvtier.catalog.tenants import EvictionScope, TenantPolicies
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 ALL_TIERS = (1 << MAX_TIERS) - 1
@@ -79,6 +81,7 @@ class Catalog:
         self._later = later
         self._untold: deque[Callable[[EvictionPolicy], None]] = deque()
         """What policies are to learn of lookups, in order."""
+        self._warn = RateLimitedLog(logging.getLogger("kvtier"))
         table = TableColumns(self.columns, [columns.lengths for columns in self._of_tier])
         self.gone = GoneChunks(remembered, clock)
         """Why chunks are in no tier."""
@@ -410,8 +413,14 @@ class Catalog:
         """Let policies learn of all lookups. Before each change of what they or their columns know."""
         while self._untold:
             tell = self._untold.popleft()
-            for policy in self._policies:
-                tell(policy)
+            try:
+                for policy in self._policies:
+                    tell(policy)
+            except Exception as error:
+                # A plugin's may raise anything. Whoever runs now has not caused it, and may be no request.
+                if self._later is None:
+                    raise
+                self._warn("an eviction policy has failed at a lookup: %r", error)
 
     def report_answer_ended(
         self, keys: Sequence[ChunkKey], signature: Sequence[int], seconds: float = 0.0

@@ -748,14 +748,14 @@ def test_policies_evict_the_same_whether_they_learn_at_once_or_later() -> None:
     assert tier.told == tier.at_once.policies[0].told[1:]  # type: ignore[attr-defined]
 
 
-def test_lookup_of_which_a_policy_learns_with_an_error_is_not_told_again() -> None:
+def test_policy_that_fails_at_a_lookup_fails_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     tier = LateTier()
     tier.policy.fails = True  # type: ignore[attr-defined]
     tier.look_up(3)
-    with pytest.raises(RuntimeError):
-        tier.due.pop()()
-    assert tier.catalog.policies
+    assert tier.catalog.victims(RAM, LENGTH) == [D]
+    assert "an eviction policy has failed at a lookup: RuntimeError" in caplog.text
     assert tier.told == [("missed", 5, 1.0)]
+    tier.due.pop()()
     tier.look_up(1)
     tier.due.pop()()
     assert len(tier.told) == 3
