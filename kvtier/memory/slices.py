@@ -24,15 +24,15 @@ class Lease:
 
     __slots__ = ("_arena", "_released", "length", "number", "offset")
 
-    def __init__(self, arena: Slices, number: int) -> None:
+    def __init__(self, arena: Slices, number: int, offset: int, length: int) -> None:
         """Takes over a handle on the slice."""
         self._arena = arena
         self._released = False
         self.number = number
         """Identifies the slice in its arena, until it is freed."""
-        self.offset = arena.offsets[number]
+        self.offset = offset
         """Where the slice begins in the arena, in bytes."""
-        self.length = arena.lengths[number]
+        self.length = length
         """Bytes as requested, without padding."""
 
     @property
@@ -53,14 +53,19 @@ class Lease:
             raise ArenaError("a released lease cannot be shared")
         self._arena.handles[self.number] += 1
         self._arena.leases += 1
-        return Lease(self._arena, self.number)
+        return Lease(self._arena, self.number, self.offset, self.length)
 
     def release(self) -> None:
         """Release the lease. Idempotent."""
         if self._released:
             return
         self._released = True
-        self._arena.release((self.number,))
+        arena, number = self._arena, self.number
+        arena.leases -= 1
+        arena.handles[number] -= 1
+        if not arena.handles[number]:
+            arena.free(self.offset, _padded(self.length))
+            arena._vacant.append(number)
 
 
 class Leases:
@@ -127,7 +132,10 @@ class Leases:
     def split(self) -> list[Lease]:
         """Return the remaining leases as single ones. Afterwards this object holds none."""
         arena = self._arena
-        return [] if arena is None else [Lease(arena, number) for number in self._take_all()]
+        if arena is None:
+            return []
+        offsets, lengths = arena.offsets, arena.lengths
+        return [Lease(arena, number, offsets[number], lengths[number]) for number in self._take_all()]
 
     def _take_all(self) -> list[int]:
         numbers, self._numbers = self._numbers, [_RELEASED] * len(self._numbers)
@@ -159,7 +167,7 @@ class Slices:
 
     def allocate(self, length: int) -> Lease | None:
         """Lease ``length`` bytes, best fit. Return ``None`` if no free run is large enough."""
-        rounded = round_up(max(length, 1), PAGE_BYTES)
+        rounded = _padded(length)
         at = self._free_by_size.bisect_left((rounded, 0))
         if at == len(self._free_by_size):
             return None
@@ -169,11 +177,11 @@ class Slices:
             self._add_run(offset + rounded, size - rounded)
         self.used += rounded
         self.leases += 1
-        return Lease(self, self._new(offset, length))
+        return Lease(self, *self._new((offset,), length), offset, length)
 
     def allocate_all(self, length: int, count: int) -> list[Lease]:
         """Return up to ``count`` leases of ``length`` bytes, the same as repeated :meth:`allocate`."""
-        rounded = round_up(max(length, 1), PAGE_BYTES)
+        rounded = _padded(length)
         leases: list[Lease] = []
         while len(leases) < count:
             at = self._free_by_size.bisect_left((rounded, 0))
@@ -186,7 +194,8 @@ class Slices:
             if size > taken:
                 self._add_run(offset + taken, size - taken)
             starts = range(offset, offset + taken, rounded)
-            leases += [Lease(self, self._new(start, length)) for start in starts]
+            numbers = self._new(starts, length)
+            leases += [Lease(self, *new, length) for new in zip(numbers, starts, strict=True)]
         self.used += len(leases) * rounded
         self.leases += len(leases)
         return leases
@@ -218,26 +227,30 @@ class Slices:
                 if not handles[number]:
                     free.append(number)
         start = stop = 0
-        for number in sorted(free, key=self.offsets.__getitem__):
-            if self.offsets[number] != stop:
+        offsets, lengths = self.offsets, self.lengths
+        for offset, length in sorted([(offsets[number], lengths[number]) for number in free]):
+            if offset != stop:
                 if stop > start:
                     self.free(start, stop - start)
-                start = self.offsets[number]
-            stop = self.offsets[number] + round_up(max(self.lengths[number], 1), PAGE_BYTES)
+                start = offset
+            stop = offset + _padded(length)
         if stop > start:
             self.free(start, stop - start)
         self._vacant += free
 
-    def _new(self, offset: int, length: int) -> int:
-        """Return the number of a new slice, with one handle."""
-        if self._vacant:
-            number = self._vacant.pop()
-            self.handles[number], self.offsets[number], self.lengths[number] = 1, offset, length
-            return number
-        self.handles.append(1)
-        self.offsets.append(offset)
-        self.lengths.append(length)
-        return len(self.handles) - 1
+    def _new(self, starts: Sequence[int], length: int) -> list[int]:
+        """Return the numbers of new slices of one length, each with one handle."""
+        numbers = self._vacant[-len(starts) :]
+        del self._vacant[-len(starts) :]
+        for number, start in zip(numbers, starts, strict=False):
+            self.handles[number], self.offsets[number], self.lengths[number] = 1, start, length
+        if more := starts[len(numbers) :]:
+            known = len(self.handles)
+            numbers += range(known, known + len(more))
+            self.handles.extend([1] * len(more))
+            self.offsets.extend(more)
+            self.lengths.extend([length] * len(more))
+        return numbers
 
     def _add_run(self, offset: int, length: int) -> None:
         self._free_by_size.add((length, offset))
@@ -247,6 +260,10 @@ class Slices:
     def _take_run(self, offset: int, length: int) -> None:
         self._free_by_size.remove((length, offset))
         del self._free_by_start[offset], self._free_by_stop[offset + length]
+
+
+def _padded(length: int) -> int:
+    return -(-(length or 1) // PAGE_BYTES) * PAGE_BYTES
 
 
 def round_up(length: int, unit: int) -> int:
