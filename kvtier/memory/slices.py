@@ -177,7 +177,8 @@ class Slices:
             self._add_run(offset + rounded, size - rounded)
         self.used += rounded
         self.leases += 1
-        return Lease(self, *self._new((offset,), length), offset, length)
+        [number] = self._new((offset,), length)
+        return Lease(self, number, offset, length)
 
     def allocate_all(self, length: int, count: int) -> list[Lease]:
         """Return up to ``count`` leases of ``length`` bytes, the same as repeated :meth:`allocate`."""
@@ -195,7 +196,8 @@ class Slices:
                 self._add_run(offset + taken, size - taken)
             starts = range(offset, offset + taken, rounded)
             numbers = self._new(starts, length)
-            leases += [Lease(self, *new, length) for new in zip(numbers, starts, strict=True)]
+            new = zip(numbers, starts, strict=True)
+            leases += [Lease(self, number, start, length) for number, start in new]
         self.used += len(leases) * rounded
         self.leases += len(leases)
         return leases
