@@ -265,6 +265,21 @@ def visits_move_on(
     bounds.
     """
 
+def share_slices(
+    places: array[int], handles: array[int], offsets: array[int], rows: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Add a handle to the slice of each leading row. Return the slices' numbers and offsets.
+
+    See :meth:`kvtier.memory.slices.Leases.sharing`. Raises ``IndexError``, and changes nothing, if a slice
+    has no handle or does not exist.
+    """
+
+def release_slices(handles: array[int], numbers: Sequence[int]) -> list[int]:
+    """Take a handle from each slice. Return those without any other.
+
+    Raises ``IndexError``, and changes nothing, if one has no handle or does not exist.
+    """
+
 def sampled_rows(keys: bytearray, rows: Sequence[int], threshold: int) -> list[int]:
     """Return the rows whose keys are in a sample: see :func:`kvtier.catalog.sampling.sampled_rows`.
 

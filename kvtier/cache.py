@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import SupportsIndex
 
 import anyio
@@ -25,7 +26,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.misses import Miss
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.catalog.tenants import tenant_of_salt
-from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.tasks import call_later, open_tasks
 from kvtier.errors import CorruptChunk, KVTierError, LayoutError, SettingsError
 from kvtier.events import AnswerEnd, Move, Observer, PromptLookup
 from kvtier.memory.arena import Arena
@@ -74,6 +75,8 @@ logger = logging.getLogger("kvtier")
 DRAIN_POLL_SECONDS = 0.02
 CANARY_SECONDS, MAX_CANARIES = 120.0, 64
 """How long the chunks of a canary are kept, and of how many at most. What exceeds that is only evicted."""
+OBSERVE_SECONDS = 0.001
+"""How long after a lookup policies learn of it, at the latest. Its answer, and the engine, come first."""
 CLOSED = "the cache is closed: use it within the `with` block that opens it"
 
 ObserveLookup = Callable[[PromptLookup], None]
@@ -191,7 +194,8 @@ class TieredCache:
         encoded = [index for index, found in enumerate(codecs) if found is not None]
         tenants = configured_tenants(settings)
         policies = [shared_policy(plugins.policy, tier, settings, tenants) for tier, _ in media]
-        catalog = Catalog(policies, encoded, remembered=settings.why.remembered_chunks)
+        later = partial(call_later, OBSERVE_SECONDS)
+        catalog = Catalog(policies, encoded, remembered=settings.why.remembered_chunks, later=later)
         layouts = Layouts()
         async with AsyncExitStack() as stack:
             first, medium = media[0][0], media[0][1].capabilities().arena

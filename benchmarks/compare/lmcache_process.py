@@ -309,7 +309,9 @@ class Engine:
 
     def look_up(self) -> float:
         started = time.perf_counter()
-        held = self.engine.lookup(tokens=self.tokens)
+        # As its server for vLLM's scheduler: the chunks stay until the request has loaded them.
+        held = self.engine.lookup(tokens=self.tokens, lookup_id="request", pin=True)
+        self.engine.lookup_unpin("request")
         seconds = time.perf_counter() - started
         if held != len(self.tokens):
             raise SystemExit(f"LMCache found {held} of {len(self.tokens)} tokens")

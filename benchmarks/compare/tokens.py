@@ -3,6 +3,8 @@
 kvtier: the work of both sides of its connector for a request. The prompt is hashed, the scheduler's bridge
 reserves or looks up, the worker copies between the blocks and the arena of a real cache process, and commits
 or confirms. A store ends when a lookup finds the prompt. LMCache: its cache engine, in the engine's process.
+A lookup begins with a list of token ids, as vLLM has them, and ends when its leases, or LMCache's pins, are
+released.
 """
 
 from __future__ import annotations
@@ -151,7 +153,8 @@ def engine(layers: int, tokens: int) -> Iterator[Engine]:
     with tempfile.TemporaryDirectory() as folder:
         socket, settings = Path(folder, "socket"), Path(folder, "kvtier.yaml")
         settings.write_text(
-            f"socket: {socket}\ntiers: [{{name: ram, type: cpu, capacity: {capacity}}}]\nlog_level: WARNING\n"
+            f"socket: {socket}\nlog_level: WARNING\nreserve_share: 1\n"
+            f"tiers: [{{name: ram, type: cpu, capacity: {capacity}}}]\n"
         )
         server = start_cache(settings, Path(folder, "log"))
         try:

@@ -1,12 +1,15 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <utility>
 #include <vector>
 
 #include "columns.hpp"
 #include "kvtier/key_rows.hpp"
 #include "kvtier/lru_ring.hpp"
 #include "kvtier/rings.hpp"
+#include "kvtier/slices.hpp"
 #include "kvtier/visits.hpp"
 #include "subjects.hpp"
 #include "token_ids.hpp"
@@ -85,6 +88,26 @@ std::vector<std::uint32_t> sampled_rows(nb::handle column, nb::handle rows, std:
     return sampled;
 }
 
+// The numbers of the slices, and their offsets.
+std::pair<std::vector<Number>, std::vector<std::uint64_t>> share_slices(nb::handle places, nb::handle handles,
+                                                                        nb::handle offsets, nb::handle rows) {
+    const TokenIds ids(rows.ptr());
+    const Column<Number> of_row(places), counts(handles);
+    const Column<std::uint64_t> starts(offsets);
+    if (starts.span().size() != counts.span().size()) throw nb::value_error("the columns must have the same length");
+    std::vector<Number> numbers = memory::share(of_row.span(), counts.span(), ids.all());
+    std::vector<std::uint64_t> found;
+    found.reserve(numbers.size());
+    for (const Number number : numbers) found.push_back(starts.span()[static_cast<std::size_t>(number)]);
+    return {std::move(numbers), std::move(found)};
+}
+
+std::vector<Number> release_slices(nb::handle handles, nb::handle numbers) {
+    const TokenIds ids(numbers.ptr());
+    const Column<Number> counts(handles);
+    return memory::release(counts.span(), ids.all());
+}
+
 }  // namespace
 
 void bind_eviction(nb::module_& module) {
@@ -99,6 +122,9 @@ void bind_eviction(nb::module_& module) {
     module.def("visits_move_on", &visits_move_on, nb::arg("newer"), nb::arg("older"), nb::arg("rings"),
                nb::arg("sizes"), nb::arg("since"), nb::arg("ring"), nb::arg("at"), nb::arg("starts"), nb::arg("now"),
                nb::arg("most"));
+    module.def("share_slices", &share_slices, nb::arg("places"), nb::arg("handles"), nb::arg("offsets"),
+               nb::arg("rows"));
+    module.def("release_slices", &release_slices, nb::arg("handles"), nb::arg("numbers"));
     module.def("sampled_rows", &sampled_rows, nb::arg("keys"), nb::arg("rows"), nb::arg("threshold"));
 }
 

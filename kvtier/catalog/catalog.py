@@ -8,21 +8,31 @@ See ``benchmarks/catalog.py`` for measurements.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import compress, pairwise
 from struct import Struct
 
-from kvtier.catalog.eviction import NO_PARENT, ChunkColumns, IncomingPrompt, MakePolicy, RemovalReason
+from kvtier.catalog.eviction import (
+    NO_PARENT,
+    ChunkColumns,
+    EvictionPolicy,
+    IncomingPrompt,
+    MakePolicy,
+    RemovalReason,
+)
 from kvtier.catalog.gone import REMOVED, GoneChunks
 from kvtier.catalog.hints import NO_HINTS, ChunkHints
 from kvtier.catalog.partial_matches import PartialMatchIndex
 from kvtier.catalog.selection import select_victims
 from kvtier.catalog.table import FASTEST, MAX_TIERS, NO_ROW, Rows, TableColumns
 from kvtier.catalog.tenants import EvictionScope, TenantPolicies
+from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 ALL_TIERS = (1 << MAX_TIERS) - 1
@@ -52,10 +62,13 @@ class Catalog:
         encoded: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
         remembered: int = 0,
+        later: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         """``encoded``: the tiers whose chunks may be shorter than in the others. ``clock``: in seconds.
 
-        ``remembered``: of how many chunks to know why they are gone.
+        ``remembered``: of how many chunks to know why they are gone. ``later`` calls a function soon, in the
+        same thread: policies learn of lookups only then, when these have been answered, or before anything
+        else happens to them. Without it, they learn of them at once.
         """
         if not 0 < len(policies) <= MAX_TIERS:
             raise ValueError(f"{len(policies)} tiers, must be 1 to {MAX_TIERS}")
@@ -64,8 +77,11 @@ class Catalog:
         self._of_tier = [self.columns] * len(policies)
         for tier in encoded:
             self._of_tier[tier] = self.columns.with_own_lengths()
-        self.policies = [make(columns) for make, columns in zip(policies, self._of_tier, strict=True)]
-        """The eviction policy of each tier. Only the catalog changes their state."""
+        self._policies = [make(columns) for make, columns in zip(policies, self._of_tier, strict=True)]
+        self._later = later
+        self._untold: deque[Callable[[EvictionPolicy], None]] = deque()
+        """What policies are to learn of lookups, in order."""
+        self._warn = RateLimitedLog(logging.getLogger("kvtier"))
         table = TableColumns(self.columns, [columns.lengths for columns in self._of_tier])
         self.gone = GoneChunks(remembered, clock)
         """Why chunks are in no tier."""
@@ -87,6 +103,12 @@ class Catalog:
     def __len__(self) -> int:
         return len(self._index) - self._table.parents_only
 
+    @property
+    def policies(self) -> Sequence[EvictionPolicy]:
+        """The eviction policy of each tier. Only the catalog changes their state."""
+        self._catch_up()
+        return self._policies
+
     def __contains__(self, key: ChunkKey) -> bool:
         row = self._find(key)
         return row != NO_ROW and bool(self._ready[row] | self._pending[row])
@@ -107,6 +129,7 @@ class Catalog:
         omitted. ``parent`` is the preceding chunk of the prefix; it need not be in the catalog. ``length`` is
         the size in bytes before encoding; see :meth:`resize`.
         """
+        self._catch_up()
         row = self._find(key)
         parent_row = NO_PARENT if parent is None else self._find(parent)
         left = NO_PARENT
@@ -140,6 +163,7 @@ class Catalog:
         Return their rows. ``parent`` is the chunk before the first. Raises ``ValueError``, and adds nothing,
         if one of them is already in the tier or occurs twice in ``keys``.
         """
+        self._catch_up()
         known = self._table.find_all(keys)
         before = NO_PARENT if parent is None else self._find(parent)
         left: list[int] = []
@@ -171,6 +195,7 @@ class Catalog:
 
         Raises ``ValueError``, and adds nothing, if one of them is in no tier or already in this one.
         """
+        self._catch_up()
         rows, bit = self._table.find_all(keys), 1 << tier
         for key, row in zip(keys, rows, strict=True):
             held = 0 if row < 0 else self._ready[row] | self._pending[row]
@@ -205,7 +230,7 @@ class Catalog:
             return NO_PARENT
         self.partial_matches.remove(row)
         self._parents[row] = parent
-        for tier in range(len(self.policies)):
+        for tier in range(len(self._policies)):
             if held >> tier & 1 and parent >= 0:
                 self._children[tier][parent] += 1
             if held >> tier & 1 and before >= 0:
@@ -232,6 +257,7 @@ class Catalog:
 
         Raises ``KeyError``, and removes nothing, if one is not there or occurs twice.
         """
+        self._catch_up()
         try:
             rows, length = self._table.leave(keys, tier)
         except KeyError as error:
@@ -316,6 +342,7 @@ class Catalog:
         """Record how long an encoded chunk object is in a tier. Ignored if it is not there."""
         before = self.stored_length(key, tier, length)
         if length != before:
+            self._catch_up()
             row = self._find(key)
             self._of_tier[tier].lengths[row] = length
             self._used[tier] += length - before
@@ -325,7 +352,7 @@ class Catalog:
         """Return the tiers in which a chunk is READY, fastest first."""
         row = self._find(key)
         ready = 0 if row == NO_ROW else self._ready[row]
-        return [tier for tier in range(len(self.policies)) if ready >> tier & 1]
+        return [tier for tier in range(len(self._policies)) if ready >> tier & 1]
 
     def places(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[int, int]]:
         """Yield for each chunk the bit masks of tiers in which it is READY and PENDING. Evaluated lazily."""
@@ -360,16 +387,40 @@ class Catalog:
 
     def touch_rows(self, rows: Sequence[int]) -> None:
         """Record the use of a prefix, given its rows."""
-        for policy in self.policies:
-            policy.used(rows, self._clock())
+        now = self._clock()
+        self._tell(lambda policy: policy.used(rows, now))
 
     def report_missed(self, keys: Sequence[ChunkKey], hints: ChunkHints | None = None) -> None:
         """Report the chunks of a prompt behind those just used, which were not found. ``hints``: its own."""
         if keys:
-            tenant = 0 if hints is None else self._hints.number(hints.tenant)
-            for policy in self.policies:
+            tenant, now = 0 if hints is None else self._hints.number(hints.tenant), self._clock()
+
+            def tell(policy: EvictionPolicy) -> None:
                 of = policy.of_tenant(tenant) if isinstance(policy, TenantPolicies) else policy
-                of.missed(keys, self._clock())
+                of.missed(keys, now)
+
+            self._tell(tell)
+
+    def _tell(self, tell: Callable[[EvictionPolicy], None]) -> None:
+        """Let policies learn of a lookup, later if they can."""
+        self._untold.append(tell)
+        if self._later is None:
+            self._catch_up()
+        elif len(self._untold) == 1:
+            self._later(self._catch_up)
+
+    def _catch_up(self) -> None:
+        """Let policies learn of all lookups. Before each change of what they or their columns know."""
+        while self._untold:
+            tell = self._untold.popleft()
+            try:
+                for policy in self._policies:
+                    tell(policy)
+            except Exception as error:
+                # A plugin's may raise anything. Whoever runs now has not caused it, and may be no request.
+                if self._later is None:
+                    raise
+                self._warn("an eviction policy has failed at a lookup: %r", error)
 
     def report_answer_ended(
         self, keys: Sequence[ChunkKey], signature: Sequence[int], seconds: float = 0.0
@@ -408,6 +459,7 @@ class Catalog:
 
     def set_hints(self, rows: Sequence[int], hints: ChunkHints) -> None:
         """Replace the hints of chunks, given their rows."""
+        self._catch_up()
         self._hints.set(rows, hints, self._clock())
 
     def pin(self, keys: Sequence[ChunkKey], until: float | None) -> None:

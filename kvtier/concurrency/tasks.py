@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from logging import Logger
 from typing import Any, Generic, TypeVar
@@ -33,6 +33,11 @@ async def open_tasks() -> AsyncIterator[TaskGroup]:
         if len(group.exceptions) > 1:
             raise
         raise group.exceptions[0] from group.exceptions[0].__cause__
+
+
+def call_later(seconds: float, function: Callable[[], None]) -> None:
+    """Have the running event loop call a function. Takes a microsecond, a task 20. Errors are logged."""
+    asyncio.get_running_loop().call_later(seconds, function)
 
 
 async def wait_for_event(event: anyio.Event, seconds: float | None) -> bool:

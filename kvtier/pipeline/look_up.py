@@ -7,7 +7,6 @@ chunk that only begins like the next one of the prompt.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -242,7 +241,7 @@ class LookUpStage:
         """Lease a prefix that is entirely in memory, in one batch."""
         leases = self._hierarchy.memory.lease_rows(rows)
         found.set_head(held, leases)
-        self._count(found, found.taken, [self._hierarchy.memory.index] * len(leases))
+        self._count(found, found.taken, bytes([self._hierarchy.memory.index]) * len(leases))
         return len(leases) == len(held)
 
     def _count(self, found: FoundPrefix, first: int, sources: Sequence[int]) -> None:
@@ -250,7 +249,8 @@ class LookUpStage:
         if found.query.local or found.query.canary:
             return
         counts, tiers, tokens = self._hierarchy.counts, self._hierarchy.tiers, found.chunk_tokens
-        for source, count in Counter(sources).items():
+        for source in set(sources):
+            count = sources.count(source)
             counts[f"found_{tiers[source].name}"] += count
             counts[f"hit_tokens_{tiers[source].name}"] += count * tokens
         if not sources or not found.tokens:

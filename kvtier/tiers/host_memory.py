@@ -7,14 +7,16 @@ engine, a peer or a read fills its slice, whose lease the filling code holds, an
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import IncomingPrompt, RemovalReason
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.policies.rings import cover
 from kvtier.catalog.tenants import EvictionScope
 from kvtier.memory.arena import Arena, address_of
 from kvtier.memory.header import ChunkHeader, parent_and_block_tags, write_headers
@@ -73,6 +75,8 @@ class HostMemory(Level):
         self.sealer = sealer
         self._leases: dict[int, Lease] = {}
         """The lease of each READY chunk, by its row in the catalog."""
+        self._places = array("i")
+        """The number of its slice plus 1, or 0: see :meth:`Leases.sharing`."""
 
     @property
     def corrupt(self) -> int:
@@ -83,6 +87,7 @@ class HostMemory(Level):
         """Release every chunk and the arena."""
         Leases.of(list(self._leases.values())).release_all()
         self._leases.clear()
+        self._places = array("i")
         self.arena.close()
 
     # Chunks on their way in.
@@ -141,7 +146,9 @@ class HostMemory(Level):
                 continue
             if not catalog.partial_matches.knows(key):
                 catalog.partial_matches.set(key, *parent_and_block_tags(lease.view))
-            self._leases[catalog.set_ready(key, self.index)] = lease
+            row = catalog.set_ready(key, self.index)
+            cover(row, self._places)
+            self._leases[row], self._places[row] = lease, lease.number + 1
             stored.append(key)
         return stored
 
@@ -158,7 +165,7 @@ class HostMemory(Level):
 
     def lease_rows(self, rows: Sequence[int]) -> Leases:
         """Return further leases on the chunks in these catalog rows, up to the first not READY."""
-        return Leases.sharing(_leading(map(self._leases.get, rows)))
+        return Leases.sharing(self.arena, self._places, rows)
 
     def lease_ready(self, keys: Sequence[ChunkKey]) -> list[ChunkBytes]:
         """Return leases on those of ``keys`` that are READY."""
@@ -199,21 +206,15 @@ class HostMemory(Level):
 
     def drop(self, keys: Sequence[ChunkKey], reason: RemovalReason = RemovalReason.EVICTED) -> None:
         """Remove READY chunks. Their memory is freed with the last lease."""
-        rows = [self._catalog.row(key) for key in keys]
+        rows = [row for key in keys if (row := self._catalog.row(key)) is not None]
         self._catalog.remove_all(keys, self.index, reason)
-        Leases.of([self._leases.pop(row) for row in rows if row is not None]).release_all()
+        for row in rows:
+            self._places[row] = 0
+        Leases.of([self._leases.pop(row) for row in rows]).release_all()
 
     def _held(self, key: ChunkKey) -> Lease | None:
         row = self._catalog.row(key)
         return None if row is None else self._leases.get(row)
-
-
-def _leading(leases: Iterable[Lease | None]) -> list[Lease]:
-    """Return the leases up to the first that is missing."""
-    found = list(leases)
-    if None in found:
-        del found[found.index(None) :]
-    return cast("list[Lease]", found)
 
 
 def chains_of(

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvtier.bridge.protocol import AnswerEnded, Lookup, Outcomes, Reserve, Run
+from kvtier.bridge.protocol import AnswerEnded, Found, Lookup, Outcomes, Reserve, Run
 from kvtier.bridge.session import EngineSession
 from kvtier.catalog.endings import MAX_SIGNATURE
 from kvtier.catalog.eviction import EvictionPolicy
@@ -120,22 +120,33 @@ async def test_ended_answers_reach_the_engine_session(
     assert ends == [AnswerEnded(KEYS[0], (5, 7), 0.25)]
 
 
-@pytest.mark.parametrize("method", ["answer_ended", "missed"])
+def fail(*_: object) -> None:
+    raise ZeroDivisionError("as a plugin's may")
+
+
+async def test_policy_that_fails_at_a_lookup_fails_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It learns of it when that has been answered."""
+    async with open_host(tmp_path) as host:
+        monkeypatch.setattr(host.server.cache.catalog.policies[0], "missed", fail)
+        async with host.peer("scheduler") as scheduler:
+            for ticket in (1, 2):
+                await scheduler.send(Lookup(ticket, join_keys(KEYS[:2]), 2 * CHUNK_TOKENS))
+                assert (await scheduler.receive(Found)).ticket == ticket
+                assert host.server.cache.catalog.policies
+            await scheduler.status()
+
+
 async def test_policy_that_fails_ends_only_the_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it does if it fails at anything else that an engine asks for."""
-
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError("as a plugin's may")
-
     async with open_host(tmp_path) as host:
         with monkeypatch.context() as failing:
-            failing.setattr(host.server.cache.catalog.policies[0], method, fail)
+            failing.setattr(host.server.cache.catalog.policies[0], "answer_ended", fail)
             async with host.peer("scheduler") as scheduler:
-                end = Outcomes([], [AnswerEnded(KEYS[0], (5, 7), 0.25)])
-                lookup = Lookup(1, join_keys(KEYS[:2]), 2 * CHUNK_TOKENS)
-                await scheduler.send(end if method == "answer_ended" else lookup)
+                await scheduler.send(Outcomes([], [AnswerEnded(KEYS[0], (5, 7), 0.25)]))
                 with pytest.raises(anyio.EndOfStream):
                     await scheduler.receive(Refused)
         async with host.peer("scheduler") as scheduler:

@@ -138,9 +138,13 @@ async def test_policy_knows_what_a_prompt_misses(cache: TieredCache, monkeypatch
     new = prompt_of(2, 3)
     for keys in (prompt_of(1, CHUNKS), prompt_of(1, CHUNKS) + new, new):
         cache.look_up(Query(keys)).release()
+    assert missed == []
+    while len(missed) < 2:  # Later, when the lookups have been answered.
+        await anyio.sleep(0.01)
     assert missed == [new, new]
     cache.look_up(Query(new, local=True)).release()
     cache.look_up(Query(new, repeated=True)).release()
+    assert cache.catalog.policies
     assert len(missed) == 2
 
 

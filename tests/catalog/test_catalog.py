@@ -7,6 +7,7 @@ import itertools
 import random
 import sys
 import time
+from collections.abc import Callable, Sequence
 
 import pytest
 from blake3 import blake3
@@ -21,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from kvtier.catalog.catalog import ALL_TIERS, Catalog, State
+from kvtier.catalog.eviction import ChunkColumns, PolicySettings, RemovalReason
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.catalog.table import MAX_TIERS
@@ -638,3 +640,122 @@ def test_collector_does_not_visit_chunks(catalog: Catalog) -> None:
     for number in range(20_000):
         catalog.add(ChunkKey(blake3(number.to_bytes(4, "little")).digest()), SSD, LENGTH, READY)
     assert visited() - before < 2_000
+
+
+# When policies learn of lookups.
+
+
+class Told(LruPolicy):
+    """Notes what it is told, and fails once after :attr:`fails` was set."""
+
+    def __init__(self, settings: PolicySettings, capacity_bytes: int, chunks: ChunkColumns) -> None:
+        super().__init__(settings, capacity_bytes, chunks)
+        self.told: list[tuple[str, int, float]] = []
+        self.fails = False
+
+    def used(self, rows: Sequence[int], now: float) -> None:
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("a policy has failed")
+        self.told.append(("used", len(rows), now))
+        super().used(rows, now)
+
+    def missed(self, keys: Sequence[ChunkKey], now: float) -> None:
+        self.told.append(("missed", len(keys), now))
+
+    def added(self, rows: Sequence[int], now: float) -> None:
+        self.told.append(("added", len(rows), now))
+        super().added(rows, now)
+
+    def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
+        self.told.append(("removed", len(rows), 0.0))
+        super().removed(rows, reason)
+
+
+class LateTier:
+    """A catalog whose policy learns of lookups later, and one that learns of them at once."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.due: list[Callable[[], None]] = []
+        factory, clock = Told.factory(), lambda: self.now
+        self.catalog = Catalog([factory], clock=clock, later=self.due.append)
+        self.at_once = Catalog([factory], clock=clock)
+        for catalog in (self.catalog, self.at_once):
+            catalog.add_chain(PROMPT[:4], RAM, [LENGTH] * 4, READY)
+        (self.policy,) = self.catalog.policies
+        assert isinstance(self.policy, Told)
+        self.told = self.policy.told
+        self.told.clear()
+
+    def look_up(self, held: int, hints: ChunkHints | None = None) -> None:
+        self.now += 1
+        for catalog in (self.catalog, self.at_once):
+            rows, _ = catalog.prefix_rows(PROMPT[:held])
+            if hints is not None:
+                catalog.set_hints(rows, hints)
+            catalog.touch_rows(rows)
+            catalog.report_missed(PROMPT[held:])
+
+
+def test_policies_learn_of_lookups_later_in_order() -> None:
+    tier = LateTier()
+    tier.look_up(2)
+    tier.look_up(4)
+    assert (tier.told, len(tier.due)) == ([], 1)
+    tier.now = 99.0
+    tier.due.pop()()
+    assert tier.told == [("used", 2, 1.0), ("missed", 6, 1.0), ("used", 4, 2.0), ("missed", 4, 2.0)]
+    tier.look_up(1)
+    assert len(tier.due) == 1
+    assert tier.catalog.policies == [tier.policy]
+    assert tier.told[4:] == [("used", 1, 100.0), ("missed", 7, 100.0)]
+    tier.due.pop()()
+    assert len(tier.told) == 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda catalog: catalog.add(PROMPT[4], RAM, LENGTH, READY, D),
+        lambda catalog: catalog.add_chain(PROMPT[4:], RAM, [LENGTH] * 4, READY, D),
+        lambda catalog: catalog.remove(D, RAM),
+        lambda catalog: catalog.victims(RAM, LENGTH),
+        lambda catalog: catalog.report_answer_ended([C, D], ()),
+        lambda catalog: catalog.set_hints([0], ChunkHints("tenant")),
+        lambda catalog: catalog.resize(A, RAM, LENGTH - 1),
+    ],
+)
+def test_policies_know_all_lookups_before_anything_changes(change: Callable[[Catalog], object]) -> None:
+    tier = LateTier()
+    tier.look_up(2)
+    assert tier.told == []
+    change(tier.catalog)
+    assert tier.told[:2] == [("used", 2, 1.0), ("missed", 6, 1.0)]
+
+
+def test_policies_evict_the_same_whether_they_learn_at_once_or_later() -> None:
+    tier, chance = LateTier(), random.Random(3)
+    for _ in range(60):
+        tier.look_up(chance.randint(0, 4), ChunkHints("x") if chance.random() < 0.3 else None)
+        if chance.random() < 0.2:
+            wanted = tier.catalog.victims(RAM, LENGTH)
+            assert wanted == tier.at_once.victims(RAM, LENGTH)
+            for catalog in (tier.catalog, tier.at_once):
+                catalog.remove_all(wanted, RAM)
+                catalog.add(wanted[0], RAM, LENGTH, READY, PROMPT[PROMPT.index(wanted[0]) - 1])
+    assert tier.catalog.policies == [tier.policy]
+    assert tier.told == tier.at_once.policies[0].told[1:]  # type: ignore[attr-defined]
+
+
+def test_policy_that_fails_at_a_lookup_fails_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    tier = LateTier()
+    tier.policy.fails = True  # type: ignore[attr-defined]
+    tier.look_up(3)
+    assert tier.catalog.victims(RAM, LENGTH) == [D]
+    assert "an eviction policy has failed at a lookup: RuntimeError" in caplog.text
+    assert tier.told == [("missed", 5, 1.0)]
+    tier.due.pop()()
+    tier.look_up(1)
+    tier.due.pop()()
+    assert len(tier.told) == 3

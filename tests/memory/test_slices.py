@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -14,6 +15,14 @@ from kvtier.memory.arena import Arena
 from kvtier.memory.slices import PAGE_BYTES, Lease, Leases
 
 from .conftest import allocate
+
+either_core = pytest.mark.usefixtures("implementation")
+
+
+def sharing(arena: Arena, leases: list[Lease]) -> Leases:
+    """Return further leases on slices, as of rows in the opposite order."""
+    places = array("i", [0, *(lease.number + 1 for lease in reversed(leases))])
+    return Leases.sharing(arena, places, range(len(leases), 0, -1))
 
 
 def test_new_arena_is_one_free_run() -> None:
@@ -33,10 +42,11 @@ def test_released_lease_has_no_view_and_cannot_be_shared(arena: Arena) -> None:
     assert arena.leases == 0
 
 
+@either_core
 def test_batch_counts_as_separate_leases(arena: Arena) -> None:
     own = [allocate(arena, pages) for pages in (1, 2, 3)]
     used = arena.used
-    together = Leases.sharing(own)
+    together = sharing(arena, own)
     assert (len(together), together.offsets) == (3, [lease.offset for lease in own])
     assert arena.leases == 6
     assert not any(lease.is_exclusive for lease in own)
@@ -49,9 +59,10 @@ def test_batch_counts_as_separate_leases(arena: Arena) -> None:
     assert (arena.leases, arena.used) == (3, used)
 
 
+@either_core
 def test_memory_is_freed_with_the_last_lease_of_a_batch(arena: Arena) -> None:
     own = [allocate(arena, 1) for _ in range(16)]
-    together = Leases.sharing(own)
+    together = sharing(arena, own)
     for lease in own:
         lease.release()
     assert arena.used == 16 * PAGE_BYTES
@@ -62,6 +73,7 @@ def test_memory_is_freed_with_the_last_lease_of_a_batch(arena: Arena) -> None:
     assert (len(arena._free_by_start), arena.used, arena.leases) == (1, 0, 0)
 
 
+@either_core
 def test_batch_is_split_into_leases(arena: Arena) -> None:
     together = Leases.of([allocate(arena, 1), allocate(arena, 2), allocate(arena, 3)])
     together.release(0)
@@ -74,22 +86,55 @@ def test_batch_is_split_into_leases(arena: Arena) -> None:
     assert (arena.used, arena.leases) == (0, 0)
 
 
+@either_core
 def test_leases_moved_into_a_batch_are_released(arena: Arena) -> None:
     own = [allocate(arena, 1), allocate(arena, 1)]
     together = Leases.of(own)
     for lease in own:
         lease.release()
     assert arena.leases == 2
-    for make in (Leases.of, Leases.sharing):
-        with pytest.raises(ArenaError, match="released"):
-            make(own)
+    with pytest.raises(ArenaError, match="released"):
+        Leases.of(own)
     together.release_all()
     assert arena.leases == 0
 
 
-def test_empty_batch_holds_nothing() -> None:
-    for make in (Leases.of, Leases.sharing):
-        together = make([])
+@either_core
+def test_batch_ends_before_a_row_without_a_slice(arena: Arena) -> None:
+    own = allocate(arena, 1)
+    for missing in (1, 2):
+        together = Leases.sharing(arena, array("i", [own.number + 1, 0]), [0, missing, 0])
+        assert (len(together), together.offsets, arena.leases) == (1, [own.offset], 2)
+        together.release_all()
+    own.release()
+
+
+@either_core
+def test_slice_without_a_lease_is_not_shared(arena: Arena) -> None:
+    own, freed = allocate(arena, 1), allocate(arena, 1)
+    freed.release()
+    with pytest.raises(IndexError):
+        sharing(arena, [own, freed])
+    assert (arena.leases, own.is_exclusive) == (1, True)
+    own.release()
+    assert (arena.leases, arena.used) == (0, 0)
+
+
+@either_core
+def test_number_of_a_freed_slice_is_used_again(arena: Arena) -> None:
+    first = allocate(arena, 1)
+    first.release()
+    second = allocate(arena, 2)
+    assert (second.number, second.length) == (first.number, 2 * PAGE_BYTES)
+    first.release()
+    assert second.is_exclusive
+    second.release()
+    assert arena.used == 0
+
+
+@either_core
+def test_empty_batch_holds_nothing(arena: Arena) -> None:
+    for together in (Leases.of([]), sharing(arena, [])):
         together.release_all()
         assert (len(together), together.offsets, together.split()) == (0, [], [])
 
