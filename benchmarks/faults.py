@@ -488,7 +488,7 @@ def start(name: str, folder: Path, disk: FaultyFolder | None) -> tuple[System, P
         where = str(disk.path) if disk else ""
         parts = systems.lmcache(folder, memory=MEMORY_BYTES, disk=where, quiet=False)
     else:
-        parts = systems.offload(folder, memory=MEMORY_BYTES, disk=None if disk is None else disk.path)
+        parts = systems.offload(folder, memory=MEMORY_BYTES, disk="" if disk is None else str(disk.path))
     parts.arguments += arguments
     parts.variables = {**parts.variables, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     return System(name, folder, parts), folder / "socket" if name == "kvtier" else None

@@ -81,16 +81,16 @@ class Client:
 
         Requests with different ``salt`` do not share cached prefixes.
         """
-        before = self._sources()
-        reader = _StreamReader()
-        request = self._request(prompt, new_tokens, salt)
+        before = self.sources()
+        reader = StreamReader()
+        request = self.request(prompt, new_tokens, salt)
         with self._http.stream("POST", "/v1/completions", json=request) as response:
             if response.is_error:
                 response.read()
             response.raise_for_status()
             for line in response.iter_lines():
                 reader.add(line)
-        after = self._sources()
+        after = self.sources()
         return reader.completion({name: count - before.get(name, 0) for name, count in after.items()})
 
     async def stream(
@@ -105,8 +105,8 @@ class Client:
 
         ``on_token`` is called after each event with the number of tokens so far.
         """
-        reader = _StreamReader()
-        request = self._request(prompt, new_tokens, salt)
+        reader = StreamReader()
+        request = self.request(prompt, new_tokens, salt)
         async with (
             httpx.AsyncClient(base_url=self.url, timeout=ANSWER_SECONDS, trust_env=False) as http,
             http.stream("POST", "/v1/completions", json=request) as response,
@@ -119,7 +119,7 @@ class Client:
                 on_token(len(reader.tokens))
         return reader.completion({})
 
-    def _request(self, prompt: Sequence[int], new_tokens: int, salt: str | None) -> dict[str, Any]:
+    def request(self, prompt: Sequence[int], new_tokens: int, salt: str | None = None) -> dict[str, Any]:
         return {
             "model": self._model,
             "prompt": list(prompt),
@@ -132,12 +132,12 @@ class Client:
             **({} if salt is None else {"cache_salt": salt}),
         }
 
-    def _sources(self) -> dict[str, int]:
+    def sources(self) -> dict[str, int]:
         metrics = self._http.get("/metrics").raise_for_status().text
         return {source: int(float(count)) for source, count in _SOURCE.findall(metrics)}
 
 
-class _StreamReader:
+class StreamReader:
     """Parses one streaming response. Create it when the request is sent: it measures TTFT."""
 
     def __init__(self) -> None:
