@@ -417,7 +417,7 @@ def report(name: str, windows: Windows, capacity: float, options: argparse.Names
     ]
     if compared:
         columns = ["TTFT p50, times plain", "TTFT p99, times plain", "goodput/s, more than plain"]
-        show(f"{name}: compared, median (95 %)", ("", "load", *columns), compared)
+        show(f"{name}: compared (95 %); above 1: faster than plain", ("", "load", *columns), compared)
     plots: dict[str, Callable[[Sequence[Window]], float]] = {
         "TTFT p99, s": lambda found: percentile([sample.ttft for sample in samples_of(found)], 0.99),
         "goodput/s": lambda found: goodput(found, options),

@@ -87,6 +87,7 @@ class System:
                 max_tokens=self._max_tokens,
                 arguments=[*GENERATED_MODEL_ARGUMENTS, "--dtype", "float32", *self.parts.arguments],
                 connector=False,
+                scratch=self._folder,
                 name=f"vLLM with {self.name}",
                 variables=self.parts.variables,
             )
@@ -110,6 +111,8 @@ class System:
     def close(self) -> None:
         for process in (*self._engines, self._cache):
             if process is not None:
+                # A killed vLLM or LMCache leaves shared memory behind.
+                process.stop()
                 process.kill()
 
 
