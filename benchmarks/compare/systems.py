@@ -47,6 +47,8 @@ class Parts:
     """Of its process."""
     metrics: str = ""
     """The URL of the metrics of its process."""
+    left: Path | None = None
+    """A file that vLLM leaves behind."""
 
 
 class System:
@@ -114,6 +116,8 @@ class System:
                 # A killed vLLM or LMCache leaves shared memory behind.
                 process.stop()
                 process.kill()
+        if self.parts.left is not None:
+            self.parts.left.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -234,8 +238,9 @@ def offload(folder: Path, *, memory: int = HOST_BYTES, disk: str = "") -> Parts:
         extra["spec_name"] = "CopyingTieringSpec"
         extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(folder / disk)}]
     root = str(Path(__file__).parents[2])
-    connector = connector_arguments("OffloadingConnector", kv_connector_extra_config=extra)
-    return Parts(connector, {"PYTHONPATH": root})
+    name = f"kvtier-bench-{os.getpid()}-{folder.name}"
+    connector = connector_arguments("OffloadingConnector", engine_id=name, kv_connector_extra_config=extra)
+    return Parts(connector, {"PYTHONPATH": root}, left=Path(f"/dev/shm/vllm_offload_{name}.mmap"))
 
 
 SYSTEMS: dict[str, Callable[..., Parts]] = {
