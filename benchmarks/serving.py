@@ -50,7 +50,6 @@ from benchmarks.serving_workloads import (
     Request,
     plan,
     plan_of_trace,
-    prompt_tokens,
     timed_trace,
 )
 from benchmarks.timed_requests import http_client, send_at
@@ -105,6 +104,7 @@ class Window(NamedTuple):
     samples: Sequence[Sample]
     seconds: float
     prompt_tokens: int
+    """As many as were looked up: with vLLM's client, also those before the window."""
     hits: Mapping[str, int]
     """Tokens of prompts by vLLM's name for where they were found: ``device`` is its own cache."""
     cpu: float
@@ -251,12 +251,12 @@ def measure(
     system: System, arrivals: Plan, turn: int, options: argparse.Namespace, *, own: bool = False
 ) -> Window:
     """Send the requests of a plan to a system. ``own``: with the own client."""
-    if options.client == "vllm" and not own:
-        samples, hits, cpu = by_vllm(system, arrivals, options)
-    else:
-        samples, hits, cpu = by_own_client(system, arrivals, options)
+    sent = own or options.client == "own"
+    samples, hits, cpu = (by_own_client if sent else by_vllm)(system, arrivals, options)
     time.sleep(SETTLE_SECONDS)
-    return Window(turn, samples, options.seconds, prompt_tokens(arrivals), hits, cpu)
+    counted = arrivals.requests if sent else [*arrivals.before, *arrivals.requests]
+    tokens = sum(len(request.blocks) for request in counted) * arrivals.block_tokens
+    return Window(turn, samples, options.seconds, tokens, hits, cpu)
 
 
 Measured = tuple[list[Sample], dict[str, int], float]
@@ -331,7 +331,10 @@ def by_vllm(system: System, arrivals: Plan, options: argparse.Namespace) -> Meas
         # Its prompts follow from hashes of text, which would differ in each process.
         variables = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": named_vllm(folder)}
         before = sources(system)
-        subprocess.run(command, env=variables, stdout=sys.stderr, check=True)
+        ran = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            raise SystemExit(f"vllm bench serve failed: {ran.stderr}")
+        print("=" + ran.stdout.partition("=")[2], file=sys.stderr, flush=True)
         found = json.loads(result.read_text())
     times = [start - found["start_times"][0] for start in found["start_times"]]
     samples = []
@@ -395,7 +398,7 @@ def report(name: str, windows: Windows, capacity: float, options: argparse.Names
     alone = f"; vLLM alone: {capacity:.2f} requests/s" if capacity else ""
     columns = [
         "offered/s",
-        "answered/s",
+        "done/s",
         *(f"{what} {share}" for what in ("TTFT", "TPOT") for share in NAMES),
     ]
     show(

@@ -83,8 +83,8 @@ TRACE = "trace"
 def plan(workload: Workload, count: int, seconds: float, sessions: int, seed: str) -> Plan:
     """Return ``count`` arrivals of a Poisson process in a window, of ``sessions`` sessions that are open.
 
-    The number of arrivals is given, so the offered rate is exact. Each arrival is the next request of one of
-    the sessions that have waited longest, half of them; a session that has ended is replaced by a new one.
+    The number of arrivals is given, so the offered rate is exact. Each arrival is the next request of any
+    session but the quarter that came last; a session that has ended is replaced by a new one.
     """
     generator = random.Random(seed)
     times = sorted(generator.uniform(0, seconds) for _ in range(count))
@@ -95,7 +95,7 @@ def plan(workload: Workload, count: int, seconds: float, sessions: int, seed: st
         before = [request_of(workload, 0.0, -1 - engine, 1, seed) for engine in range(MAX_ENGINES)]
     requests = []
     for number, time in enumerate(times, sessions):
-        session, done = waiting.pop(generator.randrange((len(waiting) + 1) // 2))
+        session, done = waiting.pop(generator.randrange(len(waiting) - len(waiting) // 4))
         requests.append(request_of(workload, time, session, done + 1, seed))
         waiting.append((session, done + 1) if done + 1 < workload.requests else (number, 0))
     return Plan(before, requests)
@@ -141,11 +141,6 @@ def plan_of_trace(trace: Path, count: int, seconds: float, sessions: int, seed: 
         [request._replace(time=(request.time - began) * scale) for request in rest],
         CHUNK_TOKENS,
     )
-
-
-def prompt_tokens(plan: Plan) -> int:
-    """Return the tokens of all prompts in the window."""
-    return sum(len(request.blocks) for request in plan.requests) * plan.block_tokens
 
 
 def timed_trace(plan: Plan, gap: float) -> tuple[list[dict[str, object]], float]:
