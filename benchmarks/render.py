@@ -182,7 +182,10 @@ def plot(measured: Results, name: str) -> str | None:
         ]
         for row in spec["rows"]
     }
-    return plots.lines(spec["title"], spec["columns"], series) if any(map(any, series.values())) else None
+    measured_rows = {row: values for row, values in series.items() if any(values)}
+    if not measured_rows:
+        return None
+    return plots.lines(spec["title"], spec["columns"], measured_rows, log=spec.get("log", False))
 
 
 def plot_link(measured: Results, options: Sequence[str], page: Path) -> str:
