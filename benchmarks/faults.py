@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import re
 import shutil
 import sys
@@ -36,6 +35,7 @@ import numpy as np
 
 from benchmarks.common import parse, show
 from benchmarks.compare import systems
+from benchmarks.compare.engines import tokens
 from benchmarks.compare.systems import System
 from benchmarks.faulty_folder import FaultyFolder
 from kvtier.bridge import client as bridge
@@ -226,10 +226,6 @@ def series(name: str) -> str:
     labels = re.findall(r'(\w+)="([^"]*)"', name)
     kept = ",".join(f"{label}={value}" for label, value in labels if label in LABELS)
     return name.partition("{")[0] + (f"{{{kept}}}" if kept else "")
-
-
-def tokens(seed: str, count: int) -> list[int]:
-    return random.Random(seed).choices(range(100, 4000), k=count)
 
 
 def make_adapter(folder: Path, seed: int) -> Path:

@@ -69,7 +69,7 @@ def lines(
     for tick in ticks:
         y = y_of(tick)
         parts.append(f'<line x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" class="grid"/>')
-        parts.append(_text(left - 8, y + 4, f"{tick:.2f}", anchor="end"))
+        parts.append(_text(left - 8, y + 4, _figure(tick), anchor="end"))
     parts += [_text(x_of(at), TOP + HEIGHT + 20, name, anchor="middle") for at, name in enumerate(columns)]
     labels = _spread([y_of(values[-1]) for values in series.values()])
     for number, (name, values) in enumerate(series.items()):

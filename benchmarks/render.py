@@ -178,7 +178,9 @@ def plot(measured: Results, name: str) -> str | None:
         return plots.bars(spec["title"], bars, spec.get("mark")) if bars else None
     series = {
         row: [
-            figure(measured, spec["command"], spec["table"], row, column) or 0.0 for column in spec["columns"]
+            figure(measured, spec["command"], spec["table"], *cell) or 0.0
+            for column in spec["columns"]
+            for cell in [(f"{row}, {column}", spec["column"]) if "column" in spec else (row, column)]
         ]
         for row in spec["rows"]
     }

@@ -29,7 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -68,19 +69,20 @@ LEAD_SECONDS = 0.1
 SHARES = (0.5, 0.9, 0.99)
 
 
-class Storage(NamedTuple):
-    """Where a cache keeps KV, and for how many engines."""
-
-    text: str
-    disk: bool = False
-    engines: int = 1
-
-
-STORAGE = {
-    "memory": Storage("memory"),
-    "disk": Storage("memory and disk", disk=True),
-    "replicas": Storage("two engines", engines=MAX_ENGINES),
+STORAGE = {"memory": "memory", "disk": "memory and disk", "replicas": "two engines"}
+NUMBERS: dict[str, tuple[float, str]] = {
+    "seconds": (25.0, "of a window"),
+    "turns": (1, "windows of each rate and system"),
+    "sessions": (24, "open at once"),
+    "ttft": (1.0, "objective, in s"),
+    "tpot": (0.1, "objective, in s"),
+    "timeout": (120.0, "of a request, in s"),
+    "layers": (2, "of the model, each with 2 KiB of KV for a token"),
+    "engine-memory": (32, "for KV in vLLM, in MiB"),
+    "memory": (64, "of each cache, in MiB"),
+    "seed": (0, "of prompts and arrivals"),
 }
+"""Options with their defaults."""
 
 
 class Sample(NamedTuple):
@@ -110,15 +112,14 @@ class Window(NamedTuple):
     cpu: float
     """Seconds of the client."""
 
-
-class Case(NamedTuple):
-    """A row of the tables."""
-
-    system: str
-    load: str
+    @property
+    def end(self) -> float:
+        """When the last request was answered."""
+        return max(sample.end for sample in self.samples)
 
 
-Windows = dict[Case, list[Window]]
+Windows = dict[tuple[str, str], list[Window]]
+"""By system and load."""
 Pairs = Sequence[Sequence[tuple[Sample, Sample]]]
 
 
@@ -126,7 +127,7 @@ def main() -> None:
     options = parsed()
     with exit_on_signals():
         for storage in options.storage:
-            measure_all(options, STORAGE[storage])
+            measure_all(options, storage)
 
 
 def parsed() -> argparse.Namespace:
@@ -153,26 +154,11 @@ def parsed() -> argparse.Namespace:
         help="rates, relative to the capacity of vLLM alone; default: %(default)s",
     )
     parser.add_argument("--rates", nargs="+", type=float, help="instead: requests per second")
-    parser.add_argument("--seconds", type=float, default=25, help="of a window; default: %(default)s")
-    parser.add_argument("--turns", type=int, default=1, help="windows of each; default: %(default)s")
-    parser.add_argument("--sessions", type=int, default=24, help="open at once; default: %(default)s")
-    parser.add_argument("--ttft", type=float, default=1.0, help="objective, in s; default: %(default)s")
-    parser.add_argument("--tpot", type=float, default=0.1, help="objective, in s; default: %(default)s")
-    parser.add_argument("--timeout", type=float, default=120, help="of a request, in s; default: %(default)s")
-    parser.add_argument("--layers", type=int, default=2, help="of the model; default: %(default)s")
-    parser.add_argument(
-        "--engine-memory",
-        type=int,
-        default=32,
-        metavar="MIB",
-        help="for KV in vLLM, 4 KiB a token and two layers; default: %(default)s",
-    )
-    parser.add_argument(
-        "--memory", type=int, default=64, metavar="MIB", help="of each cache; default: %(default)s"
-    )
+    for name, (default, text) in NUMBERS.items():
+        text = f"{text}; default: %(default)s"
+        parser.add_argument(f"--{name}", type=type(default), default=default, metavar="N", help=text)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="in the format of Mooncake")
     parser.add_argument("--client", choices=("own", "vllm"), default="own", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals; default: %(default)s")
     options = parse(
         parser,
         workloads=["chat"],
@@ -191,27 +177,27 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def measure_all(options: argparse.Namespace, storage: Storage) -> None:
+def measure_all(options: argparse.Namespace, storage: str) -> None:
     """Start all systems, measure all workloads, and print their tables."""
-    parts = partial(parts_of, disk=storage.disk, options=options)
-    max_tokens = MAX_TRACE_TOKENS if TRACE in options.workloads else MAX_TOKENS
+    parts = partial(parts_of, disk=storage == "disk", options=options)
+    engines = MAX_ENGINES if storage == "replicas" else 1
+    longest = MAX_TRACE_TOKENS if TRACE in options.workloads else MAX_TOKENS
     order = random.Random(options.seed)
     with running(
-        options.systems, parts, layers=options.layers, engines=storage.engines, max_tokens=max_tokens
+        options.systems, parts, layers=options.layers, engines=engines, max_tokens=longest
     ) as systems:
         for workload in options.workloads:
+            name = f"{workload}, {STORAGE[storage]}"
             rates, capacity = rates_for(options, workload, systems)
-            windows: Windows = {Case(system.name, load): [] for system in systems for load in rates}
+            windows: Windows = {(system.name, load): [] for system in systems for load in rates}
             for turn in range(options.turns):
                 for load, rate in rates.items():
                     arrivals = plan_for(options, workload, rate, f"{options.seed} {turn} {load}")
                     for system in order.sample(systems, len(systems)):
                         window = measure(system, arrivals, turn, options)
-                        windows[Case(system.name, load)].append(window)
-                        progress(
-                            f"{workload}, {storage.text}, turn {turn + 1}: {system.name} at {load}", window
-                        )
-            report(f"{workload}, {storage.text}", windows, capacity, options)
+                        windows[system.name, load].append(window)
+                        progress(f"{name}, turn {turn + 1}: {system.name} at {load}", window)
+            report(name, windows, capacity, options)
 
 
 def parts_of(name: str, folder: Path, *, disk: bool, options: argparse.Namespace) -> Parts:
@@ -242,7 +228,7 @@ def rates_for(
     arrivals = plan_for(options, workload, count / options.seconds, f"{options.seed} capacity")
     at_once = [request._replace(time=0.0) for request in arrivals.requests]
     window = measure(system, arrivals._replace(requests=at_once), 0, options, own=True)
-    capacity = len(at_once) / max(sample.end for sample in window.samples)
+    capacity = len(at_once) / window.end
     print(f"{workload}: vLLM alone answers {capacity:.2f} requests/s", file=sys.stderr, flush=True)
     return {f"{load:g}": load * capacity for load in options.loads}, capacity
 
@@ -259,7 +245,7 @@ def measure(
     return Window(turn, samples, options.seconds, tokens, hits, cpu)
 
 
-Measured = tuple[list[Sample], dict[str, int], float]
+Measured = tuple[list[Sample], Mapping[str, int], float]
 
 
 def by_own_client(system: System, arrivals: Plan, options: argparse.Namespace) -> Measured:
@@ -269,7 +255,7 @@ def by_own_client(system: System, arrivals: Plan, options: argparse.Namespace) -
     cpu = time.process_time()
     samples = anyio.run(offer, system.clients, arrivals, options.timeout, False)
     cpu = time.process_time() - cpu
-    return samples, difference(sources(system), before), cpu
+    return samples, sources(system) - before, cpu
 
 
 async def offer(clients: Sequence[Client], arrivals: Plan, limit: float, in_turn: bool) -> list[Sample]:
@@ -343,7 +329,7 @@ def by_vllm(system: System, arrivals: Plan, options: argparse.Namespace) -> Meas
         late = times[at] - began - request.time
         tpot = None if failed else sum(gaps) / max(1, found["output_lens"][at] - 1)
         samples.append(Sample(request.session, late, ttft, tpot, times[at] - began + ttft + sum(gaps)))
-    return samples, difference(sources(system), before), 0.0
+    return samples, sources(system) - before, 0.0
 
 
 def named_vllm(folder: Path) -> str:
@@ -358,17 +344,12 @@ def named_vllm(folder: Path) -> str:
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def sources(system: System) -> dict[str, int]:
+def sources(system: System) -> Counter[str]:
     """Return the tokens of prompts that were found, by where, in all engines of a system."""
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for client in system.clients:
-        for source, count in client.sources().items():
-            found[source] = found.get(source, 0) + count
+        found.update(client.sources())
     return found
-
-
-def difference(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    return {source: count - before.get(source, 0) for source, count in after.items()}
 
 
 def meets(sample: Sample, options: argparse.Namespace) -> bool:
@@ -393,17 +374,13 @@ def progress(what: str, window: Window) -> None:
 
 
 def report(name: str, windows: Windows, capacity: float, options: argparse.Namespace) -> None:
-    """Print the tables of a workload. The last two are those of the plots."""
+    """Print the tables of a workload."""
     objective = f"objective: TTFT {options.ttft:g} s, TPOT {options.tpot * 1e3:g} ms"
     alone = f"; vLLM alone: {capacity:.2f} requests/s" if capacity else ""
-    columns = [
-        "offered/s",
-        "done/s",
-        *(f"{what} {share}" for what in ("TTFT", "TPOT") for share in NAMES),
-    ]
+    latencies = [f"{what} p{share * 100:g}" for what in ("TTFT", "TPOT") for share in SHARES]
     show(
         f"{name}: latency, ms; {objective}{alone}",
-        ("", "load", *columns, "goodput/s"),
+        ("", "load", "offered/s", "done/s", *latencies, "goodput/s"),
         [[*case, *latency_row(found, options)] for case, found in windows.items()],
     )
     show(
@@ -411,56 +388,36 @@ def report(name: str, windows: Windows, capacity: float, options: argparse.Names
         ("", "load", "requests", "failed", "all hits", "of the cache", "late p99 ms", "latest ms", "CPU %"),
         [[*case, *hits_row(found)] for case, found in windows.items()],
     )
-    loads = list(dict.fromkeys(case.load for case in windows))
-    names = list(dict.fromkeys(case.system for case in windows))
     compared = [
-        [*case, *compared_row(windows[Case(PLAIN, case.load)], found, options)]
-        for case, found in windows.items()
-        if case.system != PLAIN and PLAIN in names
+        [system, load, *compared_row(windows[PLAIN, load], found, options)]
+        for (system, load), found in windows.items()
+        if system != PLAIN and (PLAIN, load) in windows
     ]
     if compared:
-        columns = ["TTFT p50, times plain", "TTFT p99, times plain", "goodput/s, more than plain"]
+        columns = ("TTFT p50, times plain", "TTFT p99, times plain", "goodput/s, more than plain")
         show(f"{name}: compared (95 %); above 1: faster than plain", ("", "load", *columns), compared)
-    plots: dict[str, Callable[[Sequence[Window]], float]] = {
-        "TTFT p99, s": lambda found: percentile([sample.ttft for sample in samples_of(found)], 0.99),
-        "goodput/s": lambda found: goodput(found, options),
-    }
-    for title, figure in plots.items():
-        rows = [[system, *(figure(windows[Case(system, load)]) for load in loads)] for system in names]
-        show(f"{name}: {title}, by load", ("", *loads), rows)
-
-
-NAMES = [f"p{share * 100:g}" for share in SHARES]
 
 
 def latency_row(windows: Sequence[Window], options: argparse.Namespace) -> list[float]:
     samples = samples_of(windows)
-    offered = sum(window.seconds for window in windows)
-    until_answered = sum(
-        max(window.seconds, *(sample.end for sample in window.samples)) for window in windows
-    )
     ttft = [sample.ttft for sample in samples]
     tpot = [sample.tpot for sample in samples if sample.tpot is not None] or [0.0]
     latencies = [percentile(values, share) * 1e3 for values in (ttft, tpot) for share in SHARES]
-    return [len(samples) / offered, len(tpot) / until_answered, *latencies, goodput(windows, options)]
+    offered = len(samples) / sum(window.seconds for window in windows)
+    done = len(tpot) / sum(max(window.seconds, window.end) for window in windows)
+    return [offered, done, *latencies, goodput(windows, options)]
 
 
 def hits_row(windows: Sequence[Window]) -> list[float]:
     samples = samples_of(windows)
-    total = sum(window.prompt_tokens for window in windows)
+    total = sum(window.prompt_tokens for window in windows) / 100
     found = sum(sum(window.hits.values()) for window in windows)
     own = sum(window.hits.get("device", 0) for window in windows)
     late = [sample.late * 1e3 for sample in samples]
-    seconds = sum(max(sample.end for sample in window.samples) for window in windows)
-    return [
-        len(samples),
-        sum(sample.tpot is None for sample in samples),
-        found / total * 100,
-        (found - own) / total * 100,
-        percentile(late, 0.99),
-        max(late),
-        sum(window.cpu for window in windows) / seconds * 100,
-    ]
+    cpu = sum(window.cpu for window in windows) / sum(window.end for window in windows) * 100
+    failed = sum(sample.tpot is None for sample in samples)
+    hits = found / total, (found - own) / total
+    return [len(samples), failed, *hits, percentile(late, 0.99), max(late), cpu]
 
 
 def compared_row(plain: Sequence[Window], other: Sequence[Window], options: argparse.Namespace) -> list[str]:
