@@ -300,7 +300,10 @@ async def offer(clients: Sequence[Client], arrivals: Plan, limit: float, in_turn
 
 
 def by_vllm(system: System, arrivals: Plan, options: argparse.Namespace) -> Measured:
-    """Have ``vllm bench serve`` send them. Its latencies count from when it has sent a request."""
+    """Have ``vllm bench serve`` send them. Its latencies count from when it has sent a request.
+
+    What it prints itself includes the requests before the window.
+    """
     rows, began = timed_trace(arrivals, TRACE_GAP_SECONDS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -320,7 +323,7 @@ def by_vllm(system: System, arrivals: Plan, options: argparse.Namespace) -> Meas
         ran = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise SystemExit(f"vllm bench serve failed: {ran.stderr}")
-        print("=" + ran.stdout.partition("=")[2], file=sys.stderr, flush=True)
+        print("====" + ran.stdout.partition("====")[2], file=sys.stderr, flush=True)
         found = json.loads(result.read_text())
     times = [start - found["start_times"][0] for start in found["start_times"]]
     samples = []
