@@ -81,8 +81,7 @@ class Client:
 
         Requests with different ``salt`` do not share cached prefixes.
         """
-        before = self.sources()
-        reader = StreamReader()
+        before, reader = self.sources(), StreamReader()
         request = self.request(prompt, new_tokens, salt)
         with self._http.stream("POST", "/v1/completions", json=request) as response:
             if response.is_error:
@@ -106,10 +105,9 @@ class Client:
         ``on_token`` is called after each event with the number of tokens so far.
         """
         reader = StreamReader()
-        request = self.request(prompt, new_tokens, salt)
         async with (
             httpx.AsyncClient(base_url=self.url, timeout=ANSWER_SECONDS, trust_env=False) as http,
-            http.stream("POST", "/v1/completions", json=request) as response,
+            http.stream("POST", "/v1/completions", json=self.request(prompt, new_tokens, salt)) as response,
         ):
             if response.is_error:
                 await response.aread()
@@ -120,6 +118,7 @@ class Client:
         return reader.completion({})
 
     def request(self, prompt: Sequence[int], new_tokens: int, salt: str | None = None) -> dict[str, Any]:
+        """Return the body of the request that :meth:`complete` sends. ``salt``: as there. Does not block."""
         return {
             "model": self._model,
             "prompt": list(prompt),
@@ -133,8 +132,9 @@ class Client:
         }
 
     def sources(self) -> dict[str, int]:
-        metrics = self._http.get("/metrics").raise_for_status().text
-        return {source: int(float(count)) for source, count in _SOURCE.findall(metrics)}
+        """Return the tokens of prompts that were found, since vLLM started, by its name for where."""
+        found = _SOURCE.findall(self._http.get("/metrics").raise_for_status().text)
+        return {source: int(float(count)) for source, count in found}
 
 
 class StreamReader:
