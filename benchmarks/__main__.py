@@ -68,6 +68,7 @@ SEPARATE = {
     "proxy_streams": "needs 20,000 open files",
     "replay_vllm": "needs a trace",
     "retention": "needs traces",
+    "serving": "installs LMCache, and takes a quarter of an hour for each workload",
     "simulate": "takes minutes, and 3 GB in the temporary folder",
     "states": "starts three engines",
     "traces": "takes ten minutes",

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import re
 import shutil
 import sys
@@ -36,6 +35,7 @@ import numpy as np
 
 from benchmarks.common import parse, show
 from benchmarks.compare import systems
+from benchmarks.compare.engines import tokens
 from benchmarks.compare.systems import System
 from benchmarks.faulty_folder import FaultyFolder
 from kvtier.bridge import client as bridge
@@ -226,10 +226,6 @@ def series(name: str) -> str:
     labels = re.findall(r'(\w+)="([^"]*)"', name)
     kept = ",".join(f"{label}={value}" for label, value in labels if label in LABELS)
     return name.partition("{")[0] + (f"{{{kept}}}" if kept else "")
-
-
-def tokens(seed: str, count: int) -> list[int]:
-    return random.Random(seed).choices(range(100, 4000), k=count)
 
 
 def make_adapter(folder: Path, seed: int) -> Path:
@@ -488,7 +484,7 @@ def start(name: str, folder: Path, disk: FaultyFolder | None) -> tuple[System, P
         where = str(disk.path) if disk else ""
         parts = systems.lmcache(folder, memory=MEMORY_BYTES, disk=where, quiet=False)
     else:
-        parts = systems.offload(folder, memory=MEMORY_BYTES, disk=None if disk is None else disk.path)
+        parts = systems.offload(folder, memory=MEMORY_BYTES, disk="" if disk is None else str(disk.path))
     parts.arguments += arguments
     parts.variables = {**parts.variables, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     return System(name, folder, parts), folder / "socket" if name == "kvtier" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
@@ -41,23 +42,34 @@ def bars(title: str, values: Mapping[str, float], mark: float | None = None) -> 
     return _svg(title, height + 6, parts)
 
 
-def lines(title: str, columns: Sequence[str], series: Mapping[str, Sequence[float]]) -> str:
-    """Return a line for each series, over equally spaced columns, from 0 to the next tenth."""
+def lines(
+    title: str, columns: Sequence[str], series: Mapping[str, Sequence[float]], *, log: bool = False
+) -> str:
+    """Return a line for each series, over equally spaced columns, from 0 to the next tenth.
+
+    ``log``: between powers of ten.
+    """
     left, right = 50, WIDTH - 150
-    top = max(value for values in series.values() for value in values)
-    limit = -(-top * 10 // 1) / 10
+    positive = [value for values in series.values() for value in values if value > 0]
+    limit = -(-max(positive) * 10 // 1) / 10
+    ticks = [limit * step / STEPS for step in range(STEPS + 1)]
+    first, last = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+    if log:
+        ticks = [10.0**power for power in range(first, max(last, first + 1) + 1)]
 
     def x_of(column: int) -> float:
         return left + column * (right - left) / (len(columns) - 1)
 
     def y_of(value: float) -> float:
-        return TOP + HEIGHT * (1 - value / limit)
+        value = max(value, ticks[0])
+        share = math.log(value / ticks[0], ticks[-1] / ticks[0]) if log else value / limit
+        return TOP + HEIGHT * (1 - share)
 
     parts = []
-    for step in range(STEPS + 1):
-        y = y_of(limit * step / STEPS)
+    for tick in ticks:
+        y = y_of(tick)
         parts.append(f'<line x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" class="grid"/>')
-        parts.append(_text(left - 8, y + 4, f"{limit * step / STEPS:.2f}", anchor="end"))
+        parts.append(_text(left - 8, y + 4, _figure(tick), anchor="end"))
     parts += [_text(x_of(at), TOP + HEIGHT + 20, name, anchor="middle") for at, name in enumerate(columns)]
     labels = _spread([y_of(values[-1]) for values in series.values()])
     for number, (name, values) in enumerate(series.items()):

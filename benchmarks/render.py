@@ -178,11 +178,16 @@ def plot(measured: Results, name: str) -> str | None:
         return plots.bars(spec["title"], bars, spec.get("mark")) if bars else None
     series = {
         row: [
-            figure(measured, spec["command"], spec["table"], row, column) or 0.0 for column in spec["columns"]
+            figure(measured, spec["command"], spec["table"], *cell) or 0.0
+            for column in spec["columns"]
+            for cell in [(f"{row}, {column}", spec["column"]) if "column" in spec else (row, column)]
         ]
         for row in spec["rows"]
     }
-    return plots.lines(spec["title"], spec["columns"], series) if any(map(any, series.values())) else None
+    measured_rows = {row: values for row, values in series.items() if any(values)}
+    if not measured_rows:
+        return None
+    return plots.lines(spec["title"], spec["columns"], measured_rows, log=spec.get("log", False))
 
 
 def plot_link(measured: Results, options: Sequence[str], page: Path) -> str:

@@ -52,6 +52,7 @@ import msgspec
 
 from benchmarks.cache_process import CacheProcess
 from benchmarks.common import parse, show
+from benchmarks.timed_requests import Answer, http_client, send_at
 from kvtier.bridge import client as bridge
 from kvtier.catalog.endings import signature
 from kvtier.concurrency.processes import exit_on_signals
@@ -110,20 +111,6 @@ class Planned(NamedTuple):
         return [token for chunk in self.chunks for token in tokens_of(str(chunk), CHUNK_TOKENS)] + own
 
 
-class Answer(NamedTuple):
-    """What vLLM answered."""
-
-    seconds: float
-    """Until its end, from when it was sent."""
-
-    ttft: float
-    cached: int
-    """Tokens of the prompt that were not computed."""
-    tokens: Sequence[int]
-    late: float
-    """Seconds after its time when the request was sent."""
-
-
 class Result(NamedTuple):
     """A policy's replay."""
 
@@ -137,7 +124,15 @@ class Result(NamedTuple):
 
 def main() -> None:
     options = parsed()
-    plan = read_plan(options)
+    plan = read_plan(
+        options.trace,
+        blocks=options.blocks,
+        start=options.start,
+        span=options.span,
+        speed=options.speed,
+        sessions=options.sessions,
+        tokens_per_second=options.tokens_per_second,
+    )
     if options.plan:
         print(
             json.dumps(
@@ -191,24 +186,33 @@ def parsed() -> argparse.Namespace:
     return parse(parser, policy="lru", sessions=2, start=0.0, capacity=100.0)
 
 
-def read_plan(options: argparse.Namespace) -> list[Planned]:
-    """Return the requests to replay, in the order of their time."""
-    requests, _ = read_trace(options.trace, options.blocks * MOONCAKE.block_tokens)
-    rows = (msgspec.json.decode(line, type=Session) for _, line in read_lines(options.trace))
+def read_plan(
+    trace: Path,
+    *,
+    blocks: int,
+    start: float,
+    span: float,
+    speed: float,
+    sessions: int,
+    tokens_per_second: float = 0.0,
+) -> list[Planned]:
+    """Return the requests to replay, in the order of their time. For the rest, see the command line."""
+    requests, _ = read_trace(trace, blocks * MOONCAKE.block_tokens)
+    rows = (msgspec.json.decode(line, type=Session) for _, line in read_lines(trace))
     inside = [
         Planned(
-            (request.time - options.start) / options.speed,
+            (request.time - start) / speed,
             session_of(row),
             request.chunks,
-            request.seconds / options.speed,
-            max(MIN_NEW_TOKENS, round(request.seconds / options.speed * options.tokens_per_second)),
+            request.seconds / speed,
+            max(MIN_NEW_TOKENS, round(request.seconds / speed * tokens_per_second)),
             row.stop,
         )
         for request, row in zip(requests, rows, strict=True)
-        if isinstance(request, TraceRequest) and 0 <= request.time - options.start < options.span
+        if isinstance(request, TraceRequest) and 0 <= request.time - start < span
     ]
     inside.sort(key=lambda planned: planned.time)
-    chosen = set(itertools.islice(dict.fromkeys(planned.session for planned in inside), options.sessions))
+    chosen = set(itertools.islice(dict.fromkeys(planned.session for planned in inside), sessions))
     return [planned for planned in inside if planned.session in chosen]
 
 
@@ -241,7 +245,7 @@ def compare(plan: Sequence[Planned], options: argparse.Namespace, folder: Path) 
     for number, (policy, each) in enumerate(settings.items()):
         (own := folder / str(number)).mkdir()
         results[policy] = replay(plan, prompts, each, folder / "model", own, chunk_bytes, serve=options.serve)
-        hits = sum(answer.cached for answer in results[policy].answers)
+        hits = sum(answer.completion.cached_tokens for answer in results[policy].answers)
         print(f"{policy}: {hits} hit tokens, {results[policy].seconds:.0f} s", file=sys.stderr, flush=True)
     sent = {
         policy: trace_of(
@@ -310,7 +314,7 @@ def replay(
         client.complete(tokens_of("warm-up", WARM_UP_TOKENS), 2)
         started = time.perf_counter()
         try:
-            answers = anyio.run(send_all, client.url, str(model), plan, prompts)
+            answers = anyio.run(send_all, client, plan, prompts)
         except ExceptionGroup as errors:
             raise engine.failure(f"failed to respond ({errors.exceptions[0]!r})") from errors
         seconds = time.perf_counter() - started
@@ -348,9 +352,7 @@ def serving(
         yield client, engine
 
 
-async def send_all(
-    url: str, model: str, plan: Sequence[Planned], prompts: Sequence[Sequence[int]]
-) -> list[Answer]:
+async def send_all(client: Client, plan: Sequence[Planned], prompts: Sequence[Sequence[int]]) -> list[Answer]:
     """Send every request at its time, those of a session one after the other. Return the answers."""
     answers: dict[int, Answer] = {}
     sessions: dict[object, list[int]] = defaultdict(list)
@@ -360,54 +362,15 @@ async def send_all(
 
     async def run(http: httpx.AsyncClient, numbers: Sequence[int]) -> None:
         for number in numbers:
-            due = started + plan[number].time
-            await anyio.sleep(max(0.0, due - time.perf_counter()))
-            answers[number] = await send(http, model, plan[number], prompts[number], due)
+            body = client.request(prompts[number], plan[number].new_tokens)
+            if plan[number].stop in ENDS:
+                body["allowed_token_ids"] = ENDS[plan[number].stop]
+            answers[number] = await send_at(http, body, started + plan[number].time)
 
-    # The server closes connections that were idle for some seconds, perhaps while a request is being sent.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with (
-        httpx.AsyncClient(base_url=url, timeout=VLLM_READY_SECONDS, trust_env=False, limits=limits) as http,
-        anyio.create_task_group() as tasks,
-    ):
+    async with http_client(client.url) as http, anyio.create_task_group() as tasks:
         for numbers in sessions.values():
             tasks.start_soon(run, http, numbers)
     return [answers[number] for number in range(len(plan))]
-
-
-async def send(
-    http: httpx.AsyncClient, model: str, planned: Planned, prompt: Sequence[int], due: float
-) -> Answer:
-    """Complete a prompt greedily. ``due``: when it should be sent."""
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": planned.new_tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-    }
-    if planned.stop in ENDS:
-        body["allowed_token_ids"] = ENDS[planned.stop]
-    tokens: list[int] = []
-    usage: dict[str, Any] = {}
-    first = 0.0
-    sent = time.perf_counter()
-    async with http.stream("POST", "/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            for choice in event["choices"]:
-                tokens += choice.get("token_ids") or []
-            if tokens and not first:
-                first = time.perf_counter()
-            usage = event.get("usage") or usage
-    cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-    return Answer(time.perf_counter() - sent, first - sent, cached, tokens, sent - due)
 
 
 def report(
@@ -431,8 +394,8 @@ def report(
 
 
 def row_of(policy: str, result: Result, planned: Study, sent: Study) -> Sequence[object]:
-    ttft = sorted(answer.ttft * 1e3 for answer in result.answers)
-    hits = sum(answer.cached for answer in result.answers)
+    ttft = sorted(answer.completion.ttft * 1e3 for answer in result.answers)
+    hits = sum(answer.completion.cached_tokens for answer in result.answers)
     return (
         policy,
         f"{hits:,}",
@@ -453,12 +416,13 @@ def check(plan: Sequence[Planned], results: dict[str, Result]) -> None:
     """Fail if a policy has produced other tokens than the first one."""
     (first, reference), *others = results.items()
     pairs = zip(reference.answers, plan, strict=True)
-    incomplete = sum(len(answer.tokens) != planned.new_tokens for answer, planned in pairs)
+    incomplete = sum(len(answer.completion.tokens) != planned.new_tokens for answer, planned in pairs)
     if incomplete:
         raise SystemExit(f"{first}: {incomplete} answers do not have as many tokens as asked for")
     for policy, result in others:
         both = zip(reference.answers, result.answers, strict=True)
-        different = [number for number, (one, other) in enumerate(both) if one.tokens != other.tokens]
+        tokens = [(one.completion.tokens, other.completion.tokens) for one, other in both]
+        different = [number for number, (one, other) in enumerate(tokens) if one != other]
         if different:
             raise SystemExit(f"{first} and {policy} produced different tokens for requests {different[:10]}")
 

@@ -1,4 +1,4 @@
-"""The systems that ``engines.py`` compares: a vLLM server each, and the process that keeps its KV cache.
+"""The systems of ``engines.py`` and ``benchmarks.serving``: vLLM, and the process that keeps its KV cache.
 
 All with their default settings, but for the capacity of memory and a folder on disk. LMCache runs as its
 server process and its connector, the only way in a vLLM for CPUs. vLLM's own offloading
@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.cache_process import CacheProcess
 from benchmarks.peer import VERSION, python
 from kvtier.lab.demo.client import Client
-from kvtier.lab.demo.model import make_model
+from kvtier.lab.demo.model import LAYERS, make_model
 from kvtier.lab.demo.server import DemoFailed, Server, start_vllm
 from kvtier.lab.demo.work import GENERATED_MODEL_ARGUMENTS
 from kvtier.testing.servers import free_port
@@ -47,44 +47,59 @@ class Parts:
     """Of its process."""
     metrics: str = ""
     """The URL of the metrics of its process."""
+    left: Path | None = None
+    """A file that vLLM leaves behind."""
 
 
 class System:
     """A vLLM server with a connector."""
 
-    def __init__(self, name: str, folder: Path, parts: Parts | None = None) -> None:
-        """``parts``: by default those of :data:`SYSTEMS`."""
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        parts: Parts | None = None,
+        *,
+        engines: int = 1,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
+        """``parts``: by default those of :data:`SYSTEMS`. ``engines``: replicas, with one cache process."""
         self.name = name
         self.parts = parts or SYSTEMS[name](folder)
         self.log = folder / "vllm.log"
-        """Of vLLM."""
-        self._folder = folder
-        self._port = free_port()
-        self.client = Client(self._port, str(folder.parent / "model"))
-        self._engine: Server | None = None
+        """Of the first vLLM."""
+        self._folder, self._max_tokens = folder, max_tokens
+        self._ports = [free_port() for _ in range(engines)]
+        self.clients = [Client(port, str(folder.parent / "model")) for port in self._ports]
+        """One for each replica."""
+        self.client = self.clients[0]
+        self._engines: list[Server] = []
         self._cache: Server | CacheProcess | None = None
 
     def start(self) -> None:
         """Start what does not run. Raises :class:`DemoFailed`."""
         if self._cache is None and self.parts.start is not None:
             self._cache = self.parts.start()
-        self._engine = start_vllm(
-            str(self._folder.parent / "model"),
-            port=self._port,
-            config=None,
-            log=self.log,
-            max_tokens=MAX_TOKENS,
-            arguments=[*GENERATED_MODEL_ARGUMENTS, "--dtype", "float32", *self.parts.arguments],
-            connector=False,
-            name=f"vLLM with {self.name}",
-            variables=self.parts.variables,
-        )
-        self._engine.wait_until(self.client.healthy, READY_SECONDS)
+        for number, (port, client) in enumerate(zip(self._ports, self.clients, strict=True)):
+            engine = start_vllm(
+                str(self._folder.parent / "model"),
+                port=port,
+                config=None,
+                log=self._folder / f"vllm-{number}.log" if number else self.log,
+                max_tokens=self._max_tokens,
+                arguments=[*GENERATED_MODEL_ARGUMENTS, "--dtype", "float32", *self.parts.arguments],
+                connector=False,
+                scratch=self._folder,
+                name=f"vLLM with {self.name}",
+                variables=self.parts.variables,
+            )
+            self._engines.append(engine)
+            engine.wait_until(client.healthy, READY_SECONDS)
 
     def restart(self, *, cache: bool) -> None:
         """Restart vLLM, and the cache process as well if ``cache``, as after an upgrade."""
-        if self._engine is not None:
-            self._engine.stop()
+        while self._engines:
+            self._engines.pop().stop()
         if cache and self._cache is not None:
             self._cache.stop()
             self._cache = None
@@ -96,23 +111,40 @@ class System:
             self._cache.kill()
 
     def close(self) -> None:
-        for process in (self._engine, self._cache):
+        for process in (*self._engines, self._cache):
             if process is not None:
+                # A killed vLLM or LMCache leaves shared memory behind.
+                process.stop()
                 process.kill()
+        if self.parts.left is not None:
+            self.parts.left.unlink(missing_ok=True)
 
 
 @contextmanager
-def running(names: Sequence[str]) -> Iterator[list[System]]:
-    """Start systems one after another, without those that cannot start. They idle in between."""
+def running(
+    names: Sequence[str],
+    parts: Callable[[str, Path], Parts] = lambda name, folder: SYSTEMS[name](folder),
+    *,
+    layers: int = LAYERS,
+    engines: int = 1,
+    max_tokens: int = MAX_TOKENS,
+) -> Iterator[list[System]]:
+    """Start systems one after another, without those that cannot start. They idle in between.
+
+    ``parts``: of a system, with a folder for its files. ``engines``: replicas of each, which share the cores.
+    """
     # By default, the second of two servers is bound to other cores than the first.
-    os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(os.cpu_count()))
+    threads = max(1, (os.cpu_count() or 1) // engines)
+    os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(threads))
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        make_model(folder / "model")
+        make_model(folder / "model", layers)
         systems = []
         for name in names:
             (folder / name).mkdir()
-            system = System(name, folder / name)
+            system = System(
+                name, folder / name, parts(name, folder / name), engines=engines, max_tokens=max_tokens
+            )
             stack.callback(system.close)
             try:
                 system.start()
@@ -124,14 +156,26 @@ def running(names: Sequence[str]) -> Iterator[list[System]]:
         yield systems
 
 
-def plain(_folder: Path) -> Parts:
+def plain(_folder: Path, **_storage: object) -> Parts:
     return Parts()
 
 
-def kvtier(folder: Path, *, serve: bool = False, settings: dict[str, Any] | None = None) -> Parts:
-    """Use the cache process that vLLM starts, or with ``serve`` one that runs ``kvtier serve``."""
-    disk = {"name": "ssd", "type": "disk", "path": str(folder / "ssd"), "capacity": DISK_BYTES}
-    settings = settings or {"tiers": [{"name": "ram", "type": "cpu", "capacity": HOST_BYTES}, disk]}
+def kvtier(
+    folder: Path,
+    *,
+    memory: int = HOST_BYTES,
+    disk: str = "ssd",
+    serve: bool = False,
+    settings: dict[str, Any] | None = None,
+) -> Parts:
+    """Use the cache process that vLLM starts, or with ``serve`` one that runs ``kvtier serve``.
+
+    ``disk``: as for :func:`lmcache`.
+    """
+    tiers: list[dict[str, Any]] = [{"name": "ram", "type": "cpu", "capacity": memory}]
+    if disk:
+        tiers.append({"name": "ssd", "type": "disk", "path": str(folder / disk), "capacity": DISK_BYTES})
+    settings = settings or {"tiers": tiers}
     cache = CacheProcess(folder, settings, serve=serve)
 
     def start() -> CacheProcess:
@@ -183,22 +227,23 @@ def is_listening(port: int) -> bool:
     return False
 
 
-def offload(_folder: Path, *, memory: int = HOST_BYTES, disk: Path | None = None) -> Parts:
-    """Use vLLM's own connector with an offloading spec for CPUs."""
+def offload(folder: Path, *, memory: int = HOST_BYTES, disk: str = "") -> Parts:
+    """Use vLLM's own connector with an offloading spec for CPUs. ``disk``: as for :func:`lmcache`."""
     extra: dict[str, Any] = {
         "spec_name": "CopyingOffloadingSpec",
         "spec_module_path": "benchmarks.compare.offload_spec",
         "cpu_bytes_to_use": memory,
     }
-    if disk is not None:
+    if disk:
         extra["spec_name"] = "CopyingTieringSpec"
-        extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(disk)}]
+        extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(folder / disk)}]
     root = str(Path(__file__).parents[2])
-    connector = connector_arguments("OffloadingConnector", kv_connector_extra_config=extra)
-    return Parts(connector, {"PYTHONPATH": root})
+    name = f"kvtier-bench-{os.getpid()}-{folder.name}"
+    connector = connector_arguments("OffloadingConnector", engine_id=name, kv_connector_extra_config=extra)
+    return Parts(connector, {"PYTHONPATH": root}, left=Path(f"/dev/shm/vllm_offload_{name}.mmap"))
 
 
-SYSTEMS: dict[str, Callable[[Path], Parts]] = {
+SYSTEMS: dict[str, Callable[..., Parts]] = {
     "plain": plain,
     "kvtier": kvtier,
     "kvtier-serve": partial(kvtier, serve=True),

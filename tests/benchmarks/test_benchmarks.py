@@ -59,7 +59,10 @@ NEEDS = {
         for name in ("cold_loads", "kv_events", "load_or_compute", "steps")
     },
 }
-ENGINES = ("disaggregated", "engine", "faults", "gpu_engine", "no_hits", "replay_vllm", "states", "verify")
+ENGINES = (
+    *("disaggregated", "engine", "faults", "gpu_engine", "no_hits", "replay_vllm", "serving", "states"),
+    "verify",
+)
 SLOW = (
     *ENGINES,
     "busy",
@@ -96,6 +99,7 @@ ROWS = {
     "proxy": ["prefilled by another engine"],
     "push": ["4 x 2 MiB"],
     "recording": ["in the event loop", "in the thread", "% of a core", "MB an hour"],
+    "serving": ["plain", "kvtier"],
     "steps": ["stopped: first step", "killed: first step", "until it stores again", "nice 5, spinning"],
     "transports": ["read 4 in flight", "write 1 in flight", "p99"],
 }

@@ -81,16 +81,15 @@ class Client:
 
         Requests with different ``salt`` do not share cached prefixes.
         """
-        before = self._sources()
-        reader = _StreamReader()
-        request = self._request(prompt, new_tokens, salt)
+        before, reader = self.sources(), StreamReader()
+        request = self.request(prompt, new_tokens, salt)
         with self._http.stream("POST", "/v1/completions", json=request) as response:
             if response.is_error:
                 response.read()
             response.raise_for_status()
             for line in response.iter_lines():
                 reader.add(line)
-        after = self._sources()
+        after = self.sources()
         return reader.completion({name: count - before.get(name, 0) for name, count in after.items()})
 
     async def stream(
@@ -105,11 +104,10 @@ class Client:
 
         ``on_token`` is called after each event with the number of tokens so far.
         """
-        reader = _StreamReader()
-        request = self._request(prompt, new_tokens, salt)
+        reader = StreamReader()
         async with (
             httpx.AsyncClient(base_url=self.url, timeout=ANSWER_SECONDS, trust_env=False) as http,
-            http.stream("POST", "/v1/completions", json=request) as response,
+            http.stream("POST", "/v1/completions", json=self.request(prompt, new_tokens, salt)) as response,
         ):
             if response.is_error:
                 await response.aread()
@@ -119,7 +117,8 @@ class Client:
                 on_token(len(reader.tokens))
         return reader.completion({})
 
-    def _request(self, prompt: Sequence[int], new_tokens: int, salt: str | None) -> dict[str, Any]:
+    def request(self, prompt: Sequence[int], new_tokens: int, salt: str | None = None) -> dict[str, Any]:
+        """Return the body of the request that :meth:`complete` sends. ``salt``: as there. Does not block."""
         return {
             "model": self._model,
             "prompt": list(prompt),
@@ -132,12 +131,13 @@ class Client:
             **({} if salt is None else {"cache_salt": salt}),
         }
 
-    def _sources(self) -> dict[str, int]:
-        metrics = self._http.get("/metrics").raise_for_status().text
-        return {source: int(float(count)) for source, count in _SOURCE.findall(metrics)}
+    def sources(self) -> dict[str, int]:
+        """Return the tokens of prompts that were found, since vLLM started, by its name for where."""
+        found = _SOURCE.findall(self._http.get("/metrics").raise_for_status().text)
+        return {source: int(float(count)) for source, count in found}
 
 
-class _StreamReader:
+class StreamReader:
     """Parses one streaming response. Create it when the request is sent: it measures TTFT."""
 
     def __init__(self) -> None:
