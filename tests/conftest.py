@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator
 
 import pytest
 
 from kvtier import native
+from kvtier.catalog.catalog import POLICY_FAILED
 from kvtier.testing.plugin import enable_checks
 
 
@@ -21,6 +23,26 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def failed_policies() -> Iterator[list[str]]:
+    """Fail a test in which an eviction policy fails at a lookup, unless it expects that and clears the list.
+
+    A cache only logs it.
+    """
+    failed: list[str] = []
+
+    class Failures(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if str(record.msg).startswith(POLICY_FAILED):
+                failed.append(record.getMessage())
+
+    handler = Failures()
+    logging.getLogger("kvtier").addHandler(handler)
+    yield failed
+    logging.getLogger("kvtier").removeHandler(handler)
+    assert not failed
 
 
 @pytest.fixture(params=["native", "python"])

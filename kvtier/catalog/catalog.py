@@ -36,6 +36,7 @@ from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 ALL_TIERS = (1 << MAX_TIERS) - 1
+POLICY_FAILED = "the eviction policy of tier %d has failed at a lookup: %r"
 
 _KEY = Struct(f"{KEY_BYTES}s")
 
@@ -403,24 +404,24 @@ class Catalog:
 
     def _tell(self, tell: Callable[[EvictionPolicy], None]) -> None:
         """Let policies learn of a lookup, later if they can."""
+        if self._later is not None and not self._untold:
+            self._later(self._catch_up)
         self._untold.append(tell)
         if self._later is None:
             self._catch_up()
-        elif len(self._untold) == 1:
-            self._later(self._catch_up)
 
     def _catch_up(self) -> None:
         """Let policies learn of all lookups. Before each change of what they or their columns know."""
         while self._untold:
             tell = self._untold.popleft()
-            try:
-                for policy in self._policies:
+            for tier, policy in enumerate(self._policies):
+                try:
                     tell(policy)
-            except Exception as error:
-                # A plugin's may raise anything. Whoever runs now has not caused it, and may be no request.
-                if self._later is None:
-                    raise
-                self._warn("an eviction policy has failed at a lookup: %r", error)
+                except Exception as error:
+                    # A plugin's may raise anything, and whoever runs now has not caused it.
+                    if self._later is None:
+                        raise
+                    self._warn(POLICY_FAILED, tier, error)
 
     def report_answer_ended(
         self, keys: Sequence[ChunkKey], signature: Sequence[int], seconds: float = 0.0

@@ -45,7 +45,7 @@ class Lease:
     @property
     def is_exclusive(self) -> bool:
         """Whether this is the only handle on the slice."""
-        return self._arena.handles[self.number] == 1
+        return not self._released and self._arena.handles[self.number] == 1
 
     def share(self) -> Lease:
         """Return another lease on the same bytes."""
@@ -219,7 +219,6 @@ class Slices:
     def release(self, numbers: Sequence[int]) -> None:
         """Take a handle from each slice, and free those without any other, merging adjacent ones first."""
         handles = self.handles
-        self.leases -= len(numbers)
         if native.available() and len(numbers) > 1:
             free = native.core.release_slices(handles, numbers)
         else:
@@ -228,6 +227,7 @@ class Slices:
                 handles[number] -= 1
                 if not handles[number]:
                     free.append(number)
+        self.leases -= len(numbers)
         start = stop = 0
         offsets, lengths = self.offsets, self.lengths
         for offset, length in sorted([(offsets[number], lengths[number]) for number in free]):
@@ -265,7 +265,7 @@ class Slices:
 
 
 def _padded(length: int) -> int:
-    return -(-(length or 1) // PAGE_BYTES) * PAGE_BYTES
+    return round_up(max(length, 1), PAGE_BYTES)
 
 
 def round_up(length: int, unit: int) -> int:

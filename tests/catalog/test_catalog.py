@@ -748,12 +748,47 @@ def test_policies_evict_the_same_whether_they_learn_at_once_or_later() -> None:
     assert tier.told == tier.at_once.policies[0].told[1:]  # type: ignore[attr-defined]
 
 
-def test_policy_that_fails_at_a_lookup_fails_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_policy_that_fails_keeps_no_other_tier_from_learning(failed_policies: list[str]) -> None:
+    due: list[Callable[[], None]] = []
+    catalog = Catalog([Told.factory(), Told.factory()], later=due.append)
+    catalog.add(A, RAM, LENGTH, READY)
+    fast, slow = catalog.policies
+    assert isinstance(fast, Told)
+    assert isinstance(slow, Told)
+    fast.fails = True
+    catalog.touch([A])
+    due.pop()()
+    assert [name for name, *_ in slow.told] == ["used"]
+    assert failed_policies.pop()
+
+
+def test_lookup_without_a_timer_does_not_keep_later_ones_from_having_one() -> None:
+    due: list[Callable[[], None]] = []
+    running = False
+
+    def later(function: Callable[[], None]) -> None:
+        if not running:
+            raise RuntimeError("no running event loop")
+        due.append(function)
+
+    catalog = Catalog([Told.factory()], later=later)
+    catalog.add(A, RAM, LENGTH, READY)
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        catalog.touch([A])
+    running = True
+    catalog.touch([A])
+    assert len(due) == 1
+
+
+def test_policy_that_fails_at_a_lookup_fails_nothing_else(
+    caplog: pytest.LogCaptureFixture, failed_policies: list[str]
+) -> None:
     tier = LateTier()
     tier.policy.fails = True  # type: ignore[attr-defined]
     tier.look_up(3)
     assert tier.catalog.victims(RAM, LENGTH) == [D]
-    assert "an eviction policy has failed at a lookup: RuntimeError" in caplog.text
+    assert "the eviction policy of tier 0 has failed at a lookup: RuntimeError" in caplog.text
+    failed_policies.clear()
     assert tier.told == [("missed", 5, 1.0)]
     tier.due.pop()()
     tier.look_up(1)
