@@ -24,7 +24,8 @@ class Outcome(Enum):
     VERIFIED = "verified"
     """Read, and the payload has the checksum that is in the object's header: it was hashed as it arrived.
 
-    Only of ``get``, and no duty: a payload that was read without this is hashed by the tier.
+    Only of ``get``, and no duty: a payload that was read without this is hashed by the tier. A wrapper that
+    changes bytes after ``get`` must return ``OK``.
     """
     MISS = "miss"
     """Not held, or held with a different length."""

@@ -237,6 +237,8 @@ class SchedulerBridge(Bridge):
         """
         if not (query.keys or query.block_tags) or not self.accepts_requests:
             return None
+        if self._ended:  # It may be the prompt that follows one of these answers.
+            self.send_outcomes()
         root, block_tags = (b"", b"") if query.block_tags is None else query.block_tags[:2]
         chunks = join_keys(query.keys), query.tokens, query.expect_chunks, query.expect_seconds
         prompt = *chunks, query.hints, root, block_tags, query.compute_seconds, query.repeated, described

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvtier.bridge.protocol import Abandon, AnswerEnded, Outcomes, Reserve, Reserved
+from kvtier.bridge.protocol import Abandon, AnswerEnded, Lookup, Outcomes, Reserve, Reserved
 from kvtier.catalog.endings import signature
 from kvtier.integrations.vllm import saves
 from kvtier.memory.keys import KEY_BYTES, join_keys, split_keys
@@ -84,6 +84,19 @@ def test_end_is_reported_before_chunks_are_offered(engine: Engine, monkeypatch: 
     assert isinstance(outcomes, Outcomes)
     assert [last.prompt for last in outcomes.ended] == [join_keys(keys[-2:])]
     assert reserve.runs[0].keys == join_keys(keys)
+
+
+@pytest.mark.usefixtures("other")
+def test_end_is_reported_before_the_next_lookup(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be that of the prompt that follows: the policy learns from the time between the two."""
+    request, _ = compute(engine, again=False)
+    sent: list[Any] = []
+    monkeypatch.setattr(UnixConnection, "send", lambda _, message: sent.append(message))
+    end(engine, request)
+    assert not sent
+    engine.scheduler.on_new_request(make_request(PROMPT, request_id="next"))
+    assert [type(message) for message in sent[:2]] == [Outcomes, Lookup]
+    assert sent[0].ended
 
 
 @pytest.mark.parametrize(

@@ -382,6 +382,22 @@ def test_chunks_before_a_state_are_planned_again_after_a_preemption(
     assert state.saving.next_chunk == 2
 
 
+def test_chunks_before_a_state_are_planned_again_after_a_reconnect(
+    saves: Saves, bridge: Bridge, state: RequestState
+) -> None:
+    """Their room is lost in the step that completes the last of them. Their blocks are not."""
+    saves.expect_chunks(state, 0, 3)
+    assert step(saves) == []
+    bridge.answer()
+    assert [compute(saves, state, before) for before in (0, 16)] == [[], []]
+    bridge.connections += 1
+    assert compute(saves, state, 32) == []
+    assert bridge.abandoned == [1, 1, 1]
+    compute(saves, state, 48)
+    bridge.answer()
+    assert step(saves) == [[2, 2, 2]] or compute(saves, state, 48) == [[2, 2, 2]]
+
+
 def test_limit_of_a_step_does_not_divide_chunks_with_room(bridge: Bridge) -> None:
     """Or what is left of them would be reserved again."""
     saves = saves_of(bridge, LAYOUT)

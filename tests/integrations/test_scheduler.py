@@ -766,10 +766,18 @@ def keys_of(reserve: Reserve) -> set[bytes]:
     return {key for run in reserve.runs for key in split_keys(run.keys)}
 
 
-def test_room_for_states_is_requested_with_the_lookup(with_states: Engine, cache: ScriptedCache) -> None:
-    """The first step may be the only one that leaves them."""
+@pytest.mark.parametrize("step_chunks", [1, 5])
+def test_room_for_states_is_requested_with_the_lookup(
+    with_states: Engine, cache: ScriptedCache, step_chunks: int
+) -> None:
+    """The first step may be the only one that leaves them.
+
+    Room for chunks as well, but only if that step computes all: who waits must not keep others from storing.
+    """
+    with_states.replace_scheduler(with_states.layout, step_tokens=step_chunks * CHUNK_TOKENS)
     look_up = with_states.ask(make_request(4 * CHUNK_TOKENS + 1))
-    assert keys_of(cache.receive(Reserve)) == needed(look_up)
+    chunks = set(split_keys(look_up.keys)) if step_chunks == 1 else set()
+    assert keys_of(cache.receive(Reserve)) == needed(look_up) - chunks
 
 
 def test_no_room_for_states_is_requested_while_pools_are_asked(
@@ -793,7 +801,7 @@ def test_prompt_that_is_not_looked_up_does_not_wait_for_pools(
     with_states.change_welcome(pools=True)
     request = make_request(4 * CHUNK_TOKENS + 1, kv_transfer_params={"kvtier": {"cache": "write"}})
     with_states.scheduler.on_new_request(request)
-    assert chunk_counts(cache.receive(Reserve)) == [1, 1, 4]
+    assert chunk_counts(cache.receive(Reserve)) == [1, 1]
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -809,18 +817,20 @@ def test_prompt_waits_for_room_only_if_its_first_step_may_need_it(engine: Engine
     assert engine.scheduler.matched_tokens(request, 0) == lookups.NOTHING
 
 
-def test_one_message_requests_the_room_of_a_whole_prompt(
+def test_one_message_requests_the_room_of_all_chunks(
     with_states: Engine, cache: ScriptedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks are of no use before the state at their end is stored."""
     monkeypatch.setattr(with_states, "table", lambda _: (list(range(1, 9)), list(range(9, 17))))
     with_states.start(make_request(4 * CHUNK_TOKENS + 1))
     with_states.grant()
-    for _ in range(3):
-        with_states.step()
-    assert with_states.saved() == []
     with_states.step()
-    assert with_states.saved() == [3, 4, 5, 6], "the first two are states"
+    with_states.grant(first=3)
+    for _ in range(2):
+        with_states.step()
+    assert with_states.saved() == [3], "the first two are states, and the first chunk is of the first step"
+    with_states.step()
+    assert with_states.saved() == [3, 4, 5, 6]
     with_states.step(1)
     assert cache.nothing_received()
 
@@ -828,8 +838,7 @@ def test_one_message_requests_the_room_of_a_whole_prompt(
 def test_long_queue_reserves_room_for_few_states(with_states: Engine) -> None:
     """One of 40 MB per request would evict the whole cache."""
     reserved = room_of_a_queue(with_states, 4 * CHUNK_TOKENS + 1)
-    chunks = 2 * MAX_EARLY_STATES  # Four for each two states.
-    assert MAX_EARLY_STATES + chunks <= reserved <= MAX_EARLY_STATES + chunks + 1
+    assert MAX_EARLY_STATES <= reserved <= MAX_EARLY_STATES + 1
 
 
 def room_of_a_queue(engine: Engine, tokens: int) -> int:

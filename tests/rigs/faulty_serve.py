@@ -57,6 +57,7 @@ def inject_fault(name: str, how: str, hold: Path) -> None:
             for _, view in items:
                 payload = view[HEADER_BYTES : len(view) - len(view) % 4]
                 payload[:] = bytes(payload[len(payload) // 8 * 4 :]) + bytes(payload[: len(payload) // 8 * 4])
+            return [Outcome.OK if outcome is Outcome.VERIFIED else outcome for outcome in outcomes]
         return outcomes
 
     setattr(DiskBackend, name, faulty)

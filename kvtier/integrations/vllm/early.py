@@ -132,7 +132,9 @@ class Early:
             return
         if self._states is not None and self._saves.expected_states < MAX_EARLY_STATES:
             self._states.expect(state)
-            self._gather(state)
+            # Others may store the chunks of a longer prompt before they are computed.
+            if int(state.request.num_prompt_tokens) <= self._step_tokens:
+                self._gather(state)
         self._expect_chunks(state, self._step_chunks)
         self._saves.request()
         state.early.room_until = time.monotonic() + ROOM_SECONDS
@@ -166,6 +168,8 @@ class Early:
         first = state.saving.next_chunk
         whole = int(state.request.num_prompt_tokens) // self._chunk_tokens
         stop = min(whole, first + min(self._saves.gathered, self._saves.room))
+        if first < state.lookup.branch < stop:  # A state is stored there.
+            stop = state.lookup.branch
         if first + 1 < stop and state.transfer.ticket is None:
             state.extend(stop * self._chunk_tokens)
             self._saves.expect_chunks(state, first, stop)

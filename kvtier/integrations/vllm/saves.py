@@ -618,9 +618,11 @@ class Saves:
         if not save.cancelled and state.request.num_preemptions != save.preemptions:
             self._plan_again(save)
             return None
-        if save.cancelled or (save.epoch, save.connection) != (self._bridge.epoch, self._bridge.connections):
-            save.cancelled = True
+        if save.cancelled:
             self._abandon(save, save.leases)
+            return None
+        if (save.epoch, save.connection) != (self._bridge.epoch, self._bridge.connections):
+            self._plan_again(save)
             return None
         blocks: Blocks | None
         if save.in_advance:
@@ -679,7 +681,7 @@ class Saves:
         return save.part(0, room[left])
 
     def _plan_again(self, save: Save) -> None:
-        """Have chunks stored once they have been computed again: vLLM counts fewer tokens as computed."""
+        """Have chunks stored later, by another cache process or once they have been computed again."""
         save.cancelled = True
         self._abandon(save, save.leases)
         if not save.is_state:

@@ -381,6 +381,8 @@ class SchedulerSide:
         self._bridge.poll_if_due()
         self._lookups.take_explanations()
         if state is None:
+            if not self._shadow.present:
+                self._bridge.send_outcomes()
             return False, self._kv_transfers.answer(request, 0)
         self._shadow.end(state)
         canary = None if state.hints.canary is None else self._canary_report(state)

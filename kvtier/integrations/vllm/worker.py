@@ -164,7 +164,8 @@ class WorkerSide:
     def load(self, jobs: Sequence[Job]) -> None:
         """Copy chunks into the engine's blocks. :meth:`take_results` reports the outcome."""
         busy = jobs or self._deferred or self._loading or self._saving or self._finished or self._stages
-        if not busy and time.monotonic() < self._updated_at + UPDATE_SECONDS:
+        connected = bool(self._bridge.epoch)
+        if connected and not busy and time.monotonic() < self._updated_at + UPDATE_SECONDS:
             return
         self._updated_at = time.monotonic()
         self._bridge.update()
