@@ -125,7 +125,7 @@ def fail(*_: object) -> None:
 
 
 async def test_policy_that_fails_at_a_lookup_fails_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed_policies: list[str]
 ) -> None:
     """It learns of it when that has been answered."""
     async with open_host(tmp_path) as host:
@@ -136,6 +136,8 @@ async def test_policy_that_fails_at_a_lookup_fails_nothing_else(
                 assert (await scheduler.receive(Found)).ticket == ticket
                 assert host.server.cache.catalog.policies
             await scheduler.status()
+    assert failed_policies.pop()
+    failed_policies.clear()
 
 
 async def test_policy_that_fails_ends_only_the_connection(

@@ -54,7 +54,10 @@ class Bridge:
     def update(self) -> None:
         pass
 
-    probe = poll_if_due = send_outcomes = update
+    probe = poll_if_due = update
+
+    def send_outcomes(self, after: float = 0.0) -> None:
+        pass
 
     def end(self, outcome: protocol.Outcome) -> None:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(outcome), type=protocol.Outcome) == outcome
