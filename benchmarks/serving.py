@@ -16,7 +16,8 @@ the window begins as in the middle of a long run; the prompts of each window are
 vLLM's own prefix cache is on, with room for some prompts only (``--engine-memory``): as in a fleet, more
 sessions are open than it holds. Goodput is the requests per second, of those that arrive in the window, whose
 TTFT and time per output token (TPOT) are within the objective. Hits are as vLLM counts them. With
-``--storage replicas``, two engines take turns, and share one cache process; vLLM's own offloading has none.
+``--storage replicas``, requests alternate between two engines that share one cache process; vLLM's own
+offloading has none.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class Catalog:
             self._of_tier[tier] = self.columns.with_own_lengths()
         self._policies = [make(columns) for make, columns in zip(policies, self._of_tier, strict=True)]
         self._later = later
-        self._untold: deque[Callable[[EvictionPolicy], None]] = deque()
-        """What policies are to learn of lookups, in order."""
+        self._unreported: deque[Callable[[EvictionPolicy], None]] = deque()
+        """What policies have not been notified of, in order."""
         self._warn = RateLimitedLog(logging.getLogger("kvtier"))
         table = TableColumns(self.columns, [columns.lengths for columns in self._of_tier])
         self.gone = GoneChunks(remembered, clock)
@@ -389,36 +389,36 @@ class Catalog:
     def touch_rows(self, rows: Sequence[int]) -> None:
         """Record the use of a prefix, given its rows."""
         now = self._clock()
-        self._tell(lambda policy: policy.used(rows, now))
+        self._notify(lambda policy: policy.used(rows, now))
 
     def report_missed(self, keys: Sequence[ChunkKey], hints: ChunkHints | None = None) -> None:
         """Report the chunks of a prompt behind those just used, which were not found. ``hints``: its own."""
         if keys:
             tenant, now = 0 if hints is None else self._hints.number(hints.tenant), self._clock()
 
-            def tell(policy: EvictionPolicy) -> None:
+            def notify(policy: EvictionPolicy) -> None:
                 of = policy.of_tenant(tenant) if isinstance(policy, TenantPolicies) else policy
                 of.missed(keys, now)
 
-            self._tell(tell)
+            self._notify(notify)
 
-    def _tell(self, tell: Callable[[EvictionPolicy], None]) -> None:
+    def _notify(self, notify: Callable[[EvictionPolicy], None]) -> None:
         """Let policies learn of a lookup, later if they can."""
-        if self._later is not None and not self._untold:
+        if self._later is not None and not self._unreported:
             self._later(self._catch_up)
-        self._untold.append(tell)
+        self._unreported.append(notify)
         if self._later is None:
             self._catch_up()
 
     def _catch_up(self) -> None:
         """Let policies learn of all lookups. Before each change of what they or their columns know."""
-        while self._untold:
-            tell = self._untold.popleft()
+        while self._unreported:
+            notify = self._unreported.popleft()
             for tier, policy in enumerate(self._policies):
                 try:
-                    tell(policy)
+                    notify(policy)
                 except Exception as error:
-                    # A plugin's may raise anything, and whoever runs now has not caused it.
+                    # A plugin's may raise anything, and the caller has not caused it.
                     if self._later is None:
                         raise
                     self._warn(POLICY_FAILED, tier, error)

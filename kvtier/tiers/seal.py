@@ -77,7 +77,7 @@ class Seal:
     ) -> Sequence[Outcome]:
         """Check the objects that were found, in ``parts`` threads. Corrupt ones are a ``MISS`` and deleted.
 
-        ``items`` begin with the key. ``check`` is told whether the backend has hashed the payload, and raises
+        ``items`` begin with the key. ``check`` gets whether the backend has hashed the payload, and raises
         :class:`CorruptChunk`.
         """
         outcomes = list(found)

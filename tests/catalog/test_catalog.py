@@ -645,30 +645,30 @@ def test_collector_does_not_visit_chunks(catalog: Catalog) -> None:
 # When policies learn of lookups.
 
 
-class Told(LruPolicy):
-    """Notes what it is told, and fails once after :attr:`fails` was set."""
+class Notified(LruPolicy):
+    """Notes what is reported to it, and fails once after :attr:`fails` was set."""
 
     def __init__(self, settings: PolicySettings, capacity_bytes: int, chunks: ChunkColumns) -> None:
         super().__init__(settings, capacity_bytes, chunks)
-        self.told: list[tuple[str, int, float]] = []
+        self.reports: list[tuple[str, int, float]] = []
         self.fails = False
 
     def used(self, rows: Sequence[int], now: float) -> None:
         if self.fails:
             self.fails = False
             raise RuntimeError("a policy has failed")
-        self.told.append(("used", len(rows), now))
+        self.reports.append(("used", len(rows), now))
         super().used(rows, now)
 
     def missed(self, keys: Sequence[ChunkKey], now: float) -> None:
-        self.told.append(("missed", len(keys), now))
+        self.reports.append(("missed", len(keys), now))
 
     def added(self, rows: Sequence[int], now: float) -> None:
-        self.told.append(("added", len(rows), now))
+        self.reports.append(("added", len(rows), now))
         super().added(rows, now)
 
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
-        self.told.append(("removed", len(rows), 0.0))
+        self.reports.append(("removed", len(rows), 0.0))
         super().removed(rows, reason)
 
 
@@ -678,15 +678,15 @@ class LateTier:
     def __init__(self) -> None:
         self.now = 0.0
         self.due: list[Callable[[], None]] = []
-        factory, clock = Told.factory(), lambda: self.now
+        factory, clock = Notified.factory(), lambda: self.now
         self.catalog = Catalog([factory], clock=clock, later=self.due.append)
         self.at_once = Catalog([factory], clock=clock)
         for catalog in (self.catalog, self.at_once):
             catalog.add_chain(PROMPT[:4], RAM, [LENGTH] * 4, READY)
         (self.policy,) = self.catalog.policies
-        assert isinstance(self.policy, Told)
-        self.told = self.policy.told
-        self.told.clear()
+        assert isinstance(self.policy, Notified)
+        self.reports = self.policy.reports
+        self.reports.clear()
 
     def look_up(self, held: int, hints: ChunkHints | None = None) -> None:
         self.now += 1
@@ -702,16 +702,16 @@ def test_policies_learn_of_lookups_later_in_order() -> None:
     tier = LateTier()
     tier.look_up(2)
     tier.look_up(4)
-    assert (tier.told, len(tier.due)) == ([], 1)
+    assert (tier.reports, len(tier.due)) == ([], 1)
     tier.now = 99.0
     tier.due.pop()()
-    assert tier.told == [("used", 2, 1.0), ("missed", 6, 1.0), ("used", 4, 2.0), ("missed", 4, 2.0)]
+    assert tier.reports == [("used", 2, 1.0), ("missed", 6, 1.0), ("used", 4, 2.0), ("missed", 4, 2.0)]
     tier.look_up(1)
     assert len(tier.due) == 1
     assert tier.catalog.policies == [tier.policy]
-    assert tier.told[4:] == [("used", 1, 100.0), ("missed", 7, 100.0)]
+    assert tier.reports[4:] == [("used", 1, 100.0), ("missed", 7, 100.0)]
     tier.due.pop()()
-    assert len(tier.told) == 6
+    assert len(tier.reports) == 6
 
 
 @pytest.mark.parametrize(
@@ -729,9 +729,9 @@ def test_policies_learn_of_lookups_later_in_order() -> None:
 def test_policies_know_all_lookups_before_anything_changes(change: Callable[[Catalog], object]) -> None:
     tier = LateTier()
     tier.look_up(2)
-    assert tier.told == []
+    assert tier.reports == []
     change(tier.catalog)
-    assert tier.told[:2] == [("used", 2, 1.0), ("missed", 6, 1.0)]
+    assert tier.reports[:2] == [("used", 2, 1.0), ("missed", 6, 1.0)]
 
 
 def test_policies_evict_the_same_whether_they_learn_at_once_or_later() -> None:
@@ -745,20 +745,20 @@ def test_policies_evict_the_same_whether_they_learn_at_once_or_later() -> None:
                 catalog.remove_all(wanted, RAM)
                 catalog.add(wanted[0], RAM, LENGTH, READY, PROMPT[PROMPT.index(wanted[0]) - 1])
     assert tier.catalog.policies == [tier.policy]
-    assert tier.told == tier.at_once.policies[0].told[1:]  # type: ignore[attr-defined]
+    assert tier.reports == tier.at_once.policies[0].reports[1:]  # type: ignore[attr-defined]
 
 
 def test_policy_that_fails_keeps_no_other_tier_from_learning(failed_policies: list[str]) -> None:
     due: list[Callable[[], None]] = []
-    catalog = Catalog([Told.factory(), Told.factory()], later=due.append)
+    catalog = Catalog([Notified.factory(), Notified.factory()], later=due.append)
     catalog.add(A, RAM, LENGTH, READY)
     fast, slow = catalog.policies
-    assert isinstance(fast, Told)
-    assert isinstance(slow, Told)
+    assert isinstance(fast, Notified)
+    assert isinstance(slow, Notified)
     fast.fails = True
     catalog.touch([A])
     due.pop()()
-    assert [name for name, *_ in slow.told] == ["used"]
+    assert [name for name, *_ in slow.reports] == ["used"]
     assert failed_policies.pop()
 
 
@@ -771,7 +771,7 @@ def test_lookup_without_a_timer_does_not_keep_later_ones_from_having_one() -> No
             raise RuntimeError("no running event loop")
         due.append(function)
 
-    catalog = Catalog([Told.factory()], later=later)
+    catalog = Catalog([Notified.factory()], later=later)
     catalog.add(A, RAM, LENGTH, READY)
     with pytest.raises(RuntimeError, match="no running event loop"):
         catalog.touch([A])
@@ -789,8 +789,8 @@ def test_policy_that_fails_at_a_lookup_fails_nothing_else(
     assert tier.catalog.victims(RAM, LENGTH) == [D]
     assert "the eviction policy of tier 0 has failed at a lookup: RuntimeError" in caplog.text
     failed_policies.clear()
-    assert tier.told == [("missed", 5, 1.0)]
+    assert tier.reports == [("missed", 5, 1.0)]
     tier.due.pop()()
     tier.look_up(1)
     tier.due.pop()()
-    assert len(tier.told) == 3
+    assert len(tier.reports) == 3

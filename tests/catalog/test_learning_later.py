@@ -107,7 +107,7 @@ def test_all_decisions_are_the_same(policy: str, tenants: bool) -> None:
     for _ in range(400):
         seed = chance.random()
         assert at_once.step(seed) == late.step(seed)
-        learned_late += bool(late.catalog._untold)
+        learned_late += bool(late.catalog._unreported)
         if chance.random() < 0.3:
             while due:
                 due.pop()()

@@ -143,7 +143,7 @@ async def test_object_corrupted_during_a_read_is_a_miss() -> None:
 
 
 class Hashing(WrapperBackend):
-    """Says that every payload was hashed as it arrived."""
+    """Reports that every payload was hashed as it arrived."""
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """See :meth:`Backend.get`."""

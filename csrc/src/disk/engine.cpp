@@ -200,7 +200,7 @@ void Engine::proceed_after(Ring& ring, Transfer& transfer, std::int64_t result) 
     proceed(ring, transfer);
 }
 
-// Verify the parts that have arrived, with the next ones under way. Their transfers are not finished: each file is yet
+// Verify the parts that have arrived, with the next ones in flight. Their transfers are not finished: each file is yet
 // to be closed.
 void Engine::verify(Ring& ring) {
     if (arrived_.empty()) return;

@@ -130,7 +130,7 @@ void Machine::demand(const Work& work) {
     changed_.notify_all();
 }
 
-// By value: the stream lets go of work that is done, during the wait.
+// By value: the stream releases work that is done, during the wait.
 cudaError_t Machine::wait_for(std::shared_ptr<Work> work, std::unique_lock<std::mutex>& lock) {
     demand(*work);
     changed_.wait(lock, [&] { return work->done; });
