@@ -299,11 +299,9 @@ class TieredCache:
         """
         self._check_open()
         found = FoundPrefix(query, staged)
-        counts = not query.local and not query.repeated
-        if counts:
-            self._looking_up.count_tokens(found, expected)
+        self._looking_up.count_tokens(found, expected)
         self._looking_up.prefix(found, expected)
-        if counts:
+        if not query.local and not query.repeated:
             whole = found.count - (found.partial is not None)
             self.catalog.report_missed(query.keys[whole:], query.hints)
             self._report_lookup(query, expected, whole)
@@ -318,8 +316,7 @@ class TieredCache:
         """
         self._check_open()
         found = FoundPrefix(query)
-        if not query.repeated:
-            self._looking_up.count_tokens(found, expected)
+        self._looking_up.count_tokens(found, expected)
         self._looking_up.boundary(found, expected, state_bytes)
         if not query.repeated:
             self.catalog.report_missed(query.keys[found.held :], query.hints)

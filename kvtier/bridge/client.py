@@ -228,12 +228,17 @@ class SchedulerBridge(Bridge):
         self._held.update(zip(keys, held.tiers, strict=True))
 
     def look_up(
-        self, query: Query, described: protocol.RequestInfo | None = None, trace: bytes = b""
+        self,
+        query: Query,
+        described: protocol.RequestInfo | None = None,
+        trace: bytes = b"",
+        renews: int = 0,
     ) -> int | None:
         """Send a lookup; return its ticket, or ``None`` without a responsive cache process.
 
         The final answer may take up to ``query.expect_seconds`` longer. ``described``: the request;
         then :meth:`take_explanations` returns why chunks are missing. ``trace``: what it belongs to, if any.
+        ``renews``: the ticket of an earlier lookup, which this one ends unless it returns ``None``.
         """
         if not (query.keys or query.block_tags) or not self.accepts_requests:
             return None
@@ -244,12 +249,13 @@ class SchedulerBridge(Bridge):
         prompt = *chunks, query.hints, root, block_tags, query.compute_seconds, query.repeated, described
         call = self.call(
             "lookups",
-            lambda ticket: protocol.Lookup(ticket, *prompt, canary=query.canary, trace=trace),
+            lambda ticket: protocol.Lookup(ticket, *prompt, canary=query.canary, trace=trace, renews=renews),
             protocol.Found,
             lambda found, _wanted: found,
         )
         if call is None:
             return None
+        self._lookups.pop(renews, None)
         self._lookups[call.ticket] = LookupState(call)
         return call.ticket
 

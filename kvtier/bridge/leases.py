@@ -41,6 +41,8 @@ class Ticket:
     pending: FoundPrefix | None = None
     """The part that has not been reported to the engine yet."""
     cancelled: bool = False
+    tokens: int = 0
+    """How many of its tokens count as hits."""
 
     def cancel(self) -> None:
         """Stop waiting for the pending part."""

@@ -72,7 +72,7 @@ from kvtier.observability.whatif.report import Report
 from kvtier.pipeline.verify import Recomputation
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 17
+VERSION = 18
 
 MAX_RESERVED_CHUNKS = 32_768
 """Maximum number of chunks in one :class:`Reserve`; a scheduler reserves the rest in its next step."""
@@ -192,6 +192,8 @@ class Lookup(Request, frozen=True, array_like=True, tag=10):
     """For a canary: the tier that its chunks are read from, if that holds them. See :class:`Query`."""
     trace: bytes = b""
     """The trace of the request, as in ``observability/traces``; empty if it is not traced."""
+    renews: int = 0
+    """The ticket of the lookup that this one replaces and ends, if any: more may be held by now."""
 
 
 class Explanation(msgspec.Struct, frozen=True, array_like=True):

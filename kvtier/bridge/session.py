@@ -108,6 +108,7 @@ class EngineSession:
         """Return the immediate answer, and the lookup itself, of which parts may still be in flight."""
         keys = split_keys(request.keys)
         expected = self._expected(len(keys), request.tokens)
+        renewed = self.reads.find(request.renews)
         if self._recorder is not None and not request.repeated:
             self._recorder.record(
                 request.keys, request.tokens, self.layout.chunk_tokens, self._whole_bytes, request.hints
@@ -123,6 +124,7 @@ class EngineSession:
             expect_seconds=request.expect_seconds,
             expect_chunks=request.expect_chunks,
             repeated=request.repeated,
+            counted=(0 if renewed is None else renewed.tokens) if request.renews else None,
             canary=request.canary,
         )
         if request.canary:
@@ -131,9 +133,12 @@ class EngineSession:
             found = self._cache.look_up_state(query, expected, self._state_bytes)
         else:
             found = self._cache.look_up(query, expected, staged=self._buffers)
+        # After the lookup: what the earlier one has leased is found again.
+        self.reads.cancel(request.renews)
         ticket = self.reads.begin(request.ticket)
-        if request.described is not None and not request.repeated:
-            self._asked[request.ticket] = (found.began_at, None)
+        if request.described is not None and (request.renews or not request.repeated):
+            began_at, _ = self._asked.pop(request.renews, (found.began_at, None))
+            self._asked[request.ticket] = (began_at, None)
             if len(self._asked) > MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
         answer = self._grant(ticket, found, fetching=found.in_flight)
@@ -223,6 +228,7 @@ class EngineSession:
         buffer = 0 if staging is None else staging.number
         found = Found(ticket.number, [], [], [], fetching, buffer, lookup.held, needed=lookup.needed)
         ready = lookup.take_ready()
+        ticket.tokens = lookup.hit_tokens
         if fetching:
             found = self._with_pending_sources(found, lookup)
         elif lookup.partial:
@@ -243,13 +249,13 @@ class EngineSession:
             return None
         misses = self._cache.explain(found, self.namespace, described.adapter, described.beginning)
         misses = [self._or_image(miss, described.images) for miss in misses]
-        if (tags := found.query.block_tags) is not None:
+        if (tags := found.query.block_tags) is not None and not request.repeated:
             log.breakers.passed(tags.root, found.query.keys)
             parted = next((miss for miss in misses if miss.reason is MissReason.DIVERGES), None)
             if parted is not None:
                 self._note_parted(parted, tags.root, found.query, described.prompt, log.breakers)
         explanation = Explanation(request.ticket, found.whole * self.layout.chunk_tokens, misses)
-        self._asked[request.ticket] = found.began_at, explanation
+        self._asked[request.ticket] = self._asked[request.ticket][0], explanation
         return explanation
 
     def _note_parted(

@@ -186,6 +186,11 @@ class FoundPrefix:
         return max(0, self.total - (self.partial is not None or self.needed > 0))
 
     @property
+    def hit_tokens(self) -> int:
+        """Tokens that count as hits, of this lookup and of those that it repeats."""
+        return max(self.query.counted or 0, min(self.tokens, self.total * self.chunk_tokens))
+
+    @property
     def answered(self) -> anyio.Event:
         """Set when the query for unknown chunks has ended and its results were added. Not set without one."""
         if self._answered is None:

@@ -115,7 +115,7 @@ class LookUpStage:
     def prefix(self, found: FoundPrefix, expected: Expected | None) -> None:
         """Add the longest held prefix. See :meth:`kvtier.TieredCache.look_up`."""
         query, keys = found.query, found.query.keys
-        if not (query.local or query.canary):  # The hit rate is that of this host's engines.
+        if not (query.local or query.canary or query.counted is not None):  # The hit rate is that of this host's engines.
             self._hierarchy.counts["looked_up"] += len(keys)
         found.compute *= self._adaptive
         reached = self._extend(found, keys, self._local if query.local else ALL_TIERS)
@@ -138,7 +138,7 @@ class LookUpStage:
     def boundary(self, found: FoundPrefix, expected: Expected, state_bytes: int) -> None:
         """Add the longest prefix that ends with a state. See :meth:`kvtier.TieredCache.look_up_state`."""
         keys = found.query.keys
-        if not found.query.canary:
+        if not found.query.canary and found.query.counted is None:
             self._hierarchy.counts["looked_up"] += len(keys)
         found.compute *= self._adaptive
         boundary = self._boundaries.last(keys)
@@ -149,14 +149,17 @@ class LookUpStage:
             self._extend_to(found, boundary)
 
     def count_tokens(self, found: FoundPrefix, expected: Expected | None) -> None:
-        """Let the tokens of a lookup, if they are known, count for the hit rate."""
+        """Let the tokens of a lookup, if they are known, count for the hit rate: once for each request."""
+        query = found.query
+        if query.local or (query.repeated and query.counted is None):
+            return
         layout = None if expected is None else self._hierarchy.layouts.get(expected.namespace)
         if expected is not None and layout is not None:
             found.chunk_tokens = layout.chunk_tokens
-            found.tokens = min(found.query.tokens, len(found.query.keys) * layout.chunk_tokens)
-            self._hierarchy.counts["lookup_tokens"] += found.tokens
-            usage, hints = self._hierarchy.usage, found.query.hints
-            found.counts = usage.look_up(expected.namespace, hints, found.tokens)
+            found.tokens = min(query.tokens, len(query.keys) * layout.chunk_tokens)
+            new = 0 if query.repeated else found.tokens
+            self._hierarchy.counts["lookup_tokens"] += new
+            found.counts = self._hierarchy.usage.look_up(expected.namespace, query.hints, new)
 
     async def settle(self, found: FoundPrefix, progress: ReportProgress | None) -> None:
         """Wait for what is in flight, according to ``prefetch.policy``; drop the rest."""
@@ -219,8 +222,11 @@ class LookUpStage:
         held = keys[: len(rows)]
         if found.query.hints is not None:
             hierarchy.catalog.set_hints(rows, found.query.hints)
-        hierarchy.catalog.touch_rows(rows)
-        self._storing.used(rows)
+        counted = found.query.counted or 0
+        # One request uses a chunk once.
+        used = rows[max(0, counted // found.chunk_tokens - found.total) :] if counted else rows
+        hierarchy.catalog.touch_rows(used)
+        self._storing.used(used)
         in_memory = sources.count(memory.index) == len(sources)
         if in_memory and not found.count:
             return self._extend_from_memory(found, held, rows) and len(held) == known
@@ -249,6 +255,9 @@ class LookUpStage:
         if found.query.local or found.query.canary:
             return
         counts, tiers, tokens = self._hierarchy.counts, self._hierarchy.tiers, found.chunk_tokens
+        counted = max(0, (found.query.counted or 0) - first * tokens)
+        if counted:
+            first, sources, counted = first + counted // tokens, sources[counted // tokens :], counted % tokens
         for source in set(sources):
             count = sources.count(source)
             counts[f"found_{tiers[source].name}"] += count
@@ -258,7 +267,8 @@ class LookUpStage:
         # The last chunk may be shorter, or hit in part.
         excess = max(0, (first + len(sources)) * tokens - found.tokens)
         counts[f"hit_tokens_{tiers[sources[-1]].name}"] -= excess
-        hit = len(sources) * tokens - excess
+        counts[f"hit_tokens_{tiers[sources[0]].name}"] -= counted
+        hit = len(sources) * tokens - excess - counted
         for usage in found.counts:
             usage.hit += hit
             usage.saved_seconds += found.query.compute_seconds * hit / found.query.tokens

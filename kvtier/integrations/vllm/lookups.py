@@ -39,6 +39,9 @@ TIMEOUT_SECONDS = 1.0
 """Time after the prefetch deadline until a request is computed instead of waiting for an answer."""
 MAX_WAIT_SECONDS = 120.0
 """Timeout of a lookup without progress with ``prefetch.policy: wait``, because a fetch may stall."""
+RENEW_SECONDS = 0.25
+"""Age of an answer from which a request that was queued asks once more: what others have left meanwhile, such
+as the turn before it, may be stored by now."""
 CONNECT_SECONDS = 0.1
 """How long a request waits for a cache process that has been reached and has yet to welcome the engine."""
 MAX_IMAGES = 64
@@ -165,8 +168,11 @@ class Lookups:
                 self._throughput.record(tokens, time.monotonic() - progress.computing_since)
             progress.computing_since = 0.0
 
-    def look_up(self, state: RequestState) -> None:
-        """Look up the whole prompt of a request, if it may load."""
+    def look_up(self, state: RequestState, renews: int = 0) -> None:
+        """Look up the whole prompt of a request, if it may load.
+
+        ``renews``: its open lookup, which stays if the cache process does not answer.
+        """
         request, progress = state.request, state.lookup
         if reads_nothing(state) or progress.load_failed or not self._bridge.accepts_requests:
             return
@@ -199,15 +205,16 @@ class Lookups:
             info = described(state, show_text=welcome is not None and welcome.show_text)
         else:  # It loads even what is computed sooner, and is not reported.
             query = msgspec.structs.replace(query, compute_seconds=0.0, repeated=True, canary=canary.tier)
-        progress.ticket = self._bridge.look_up(query, info, state.trace.begin(LOOKUP))
+        ticket = self._bridge.look_up(query, info, state.trace.begin(LOOKUP), renews)
         progress.timeout = self._timeout + expected.seconds
         progress.waited = False
-        if progress.ticket is None:
+        if ticket is None:
             state.trace.end(LOOKUP, "the cache process does not answer")
             return
-        progress.asked = progress.asked or progress.ticket
+        progress.ticket = ticket
+        progress.asked = (not renews and progress.asked) or ticket
         progress.asked_at = time.monotonic()
-        if canary is None:
+        if canary is None and not renews:
             self._stats.add("looked_up_tokens", covered)
 
     def awaits_connection(self, state: RequestState) -> bool:
@@ -243,6 +250,8 @@ class Lookups:
         if not self._bridge.responsive:
             self.cancel(state)
             return NOTHING
+        if self._renew(state, lookup):
+            return self.matched(state, local_tokens, wait)
         progress.unanswered = None
         progress.located = max(progress.located, lookup.known)
         # Chunks in flight are loaded as they arrive, once there is something to load.
@@ -263,6 +272,24 @@ class Lookups:
         progress.hit = hit_of(lookup, state, self._layout)
         tokens = reported_tokens(progress.hit, state, self._layout, whole_blocks=self._whole_blocks)
         return (tokens - local_tokens, True) if tokens > local_tokens else NOTHING
+
+    def _renew(self, state: RequestState, lookup: LookupState) -> bool:
+        """Look up a prompt once more if the answer is old and more of it may be stored by now.
+
+        Not twice in a row, as the request would wait forever if steps are slow. Not where chunks are pushed.
+        """
+        progress = state.lookup
+        if not lookup.final or state.hints.expect is not None or state.hints.canary is not None:
+            return False
+        if progress.renewed:
+            progress.renewed = False
+            return False
+        old = time.monotonic() >= lookup.updated_at + RENEW_SECONDS
+        if old and hit_of(lookup, state, self._layout).tokens < state.request.num_tokens - 1:
+            asked_at = progress.asked_at
+            self.look_up(state, progress.ticket or 0)
+            progress.renewed = progress.asked_at > asked_at
+        return progress.renewed
 
     def accept(self, state: RequestState, external_tokens: int) -> Hit:
         """Return the hit that vLLM has allocated blocks for: as many tokens as were reported, or fewer.
