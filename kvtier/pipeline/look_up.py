@@ -115,7 +115,9 @@ class LookUpStage:
     def prefix(self, found: FoundPrefix, expected: Expected | None) -> None:
         """Add the longest held prefix. See :meth:`kvtier.TieredCache.look_up`."""
         query, keys = found.query, found.query.keys
-        if not (query.local or query.canary or query.counted is not None):  # The hit rate is that of this host's engines.
+        if not (
+            query.local or query.canary or query.counted is not None
+        ):  # The hit rate is that of this host's engines.
             self._hierarchy.counts["looked_up"] += len(keys)
         found.compute *= self._adaptive
         reached = self._extend(found, keys, self._local if query.local else ALL_TIERS)
@@ -257,7 +259,10 @@ class LookUpStage:
         counts, tiers, tokens = self._hierarchy.counts, self._hierarchy.tiers, found.chunk_tokens
         counted = max(0, (found.query.counted or 0) - first * tokens)
         if counted:
-            first, sources, counted = first + counted // tokens, sources[counted // tokens :], counted % tokens
+            if first * tokens + counted >= found.tokens:
+                return
+            known, counted = divmod(counted, tokens)
+            first, sources = first + known, sources[known:]
         for source in set(sources):
             count = sources.count(source)
             counts[f"found_{tiers[source].name}"] += count

@@ -15,7 +15,7 @@ import yaml
 
 from kvtier.bridge import client
 from kvtier.bridge.client import SchedulerBridge
-from kvtier.bridge.protocol import Explained, Explanation, Found, Lookup, Outcome, RequestInfo, Run
+from kvtier.bridge.protocol import Explained, Explanation, Found, Lookup, Outcome, RequestInfo, Reserve, Run
 from kvtier.bridge.session import MAX_ASKED
 from kvtier.catalog.misses import Miss, MissReason
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
@@ -78,6 +78,32 @@ async def test_requests_without_an_outcome_are_forgotten() -> None:
             engine.end(Outcome(ticket, f"r{ticket}", CHUNK_TOKENS, 0), log)
         [kept, forgotten] = [report.misses[0].reason for report in log.report("", 10).requests]
         assert (kept, forgotten) == (MissReason.NEVER_STORED, MissReason.NOT_LOOKED_UP)
+
+
+@pytest.mark.anyio
+async def test_request_that_asks_again_is_explained_by_what_it_found_then() -> None:
+    """Its first lookup ends: the second one holds all leases."""
+    async with engine_of(LAYOUT) as (engine, cache):
+        log = RequestLog(10, cache.counts)
+        keys, tokens = join_keys(KEYS[:2]), 2 * CHUNK_TOKENS
+        requests = [
+            Lookup(1, keys, tokens, described=RequestInfo()),
+            Lookup(2, keys, tokens, described=RequestInfo(), repeated=True, renews=1),
+        ]
+        for request in requests:
+            answer, found = engine.look_up(request)
+            engine.explain(request, found, log)
+            reserved = engine.reserve(Reserve(9, [Run(ROOT, join_keys(KEYS[:1]), CHUNK_TOKENS)]))
+            engine.commit(reserved.leases, 0)
+        assert (len(answer.leases), engine.reads.tickets) == (1, 1)
+        engine.end(Outcome(2, "r", tokens, 0, {"ram": CHUNK_TOKENS}), log)
+        [report] = log.report("", 10).requests
+        [miss] = report.misses
+        assert (miss.reason, miss.tokens) == (MissReason.NEVER_STORED, CHUNK_TOKENS)
+        assert cache.counts["lookup_tokens"] == tokens
+        assert sum(cache.counts[f"hit_tokens_{tier.name}"] for tier in cache.tiers) == CHUNK_TOKENS
+        engine.reads.cancel(2)
+        assert not len(engine.reads)
 
 
 @pytest.mark.parametrize("stores", [False, True])

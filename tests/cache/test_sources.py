@@ -166,6 +166,26 @@ def hit_tokens(harness: CacheHarness) -> tuple[int, int]:
     return counts["lookup_tokens"], sum(counts[f"hit_tokens_{name}"] for name in tiers)
 
 
+async def test_what_a_request_finds_when_it_asks_again_counts_once(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    tokens = prompt(1000)
+    async with opened(settings) as harness:
+        keys, expected = harness.model.keys(tokens), harness.expected(tokens)
+        await harness.model.store(tokens[:400], rows(tokens[:400]))
+        first = harness.cache.look_up(Query(keys, len(tokens)), expected)
+        assert (first.hit_tokens, *hit_tokens(harness)) == (256, 1000, 256)
+        await harness.model.store(tokens, rows(tokens))
+        for _ in range(2):
+            query = Query(keys, len(tokens), repeated=True, counted=first.hit_tokens)
+            again = harness.cache.look_up(query, expected)
+            first.release()
+            assert (again.total, again.hit_tokens, *hit_tokens(harness)) == (4, 1000, 1000, 1000)
+            first = again
+        first.release()
+        assert (harness.cache.counts["looked_up"], harness.cache.counts["found_ram"]) == (4, 4)
+
+
 async def test_hit_rate_is_of_tokens(settings: MakeSettings, prompt: Prompt) -> None:
     tokens = prompt(1000)
     async with opened(settings, "peers") as harness:

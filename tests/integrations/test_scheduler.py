@@ -520,6 +520,40 @@ def test_later_lookups_of_a_request_are_marked(engine: Engine, cache: ScriptedCa
     assert (first.keys, first.repeated, again.repeated) == (again.keys, False, True)
 
 
+def test_queued_request_asks_once_more(
+    engine: Engine, cache: ScriptedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it was queued, the turn before it was computed and stored."""
+    request = make_request(4 * CHUNK_TOKENS + 1)
+    first = engine.find(request, 1)
+    clock = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    clock[0] += 1.1 * lookups.RENEW_SECONDS
+    assert engine.scheduler.matched_tokens(request, 0) == (None, False)
+    again = cache.receive(Lookup)
+    assert (again.keys, again.repeated, again.renews) == (first.keys, True, first.ticket)
+    engine.answer(again, 1, 2, 3)
+    wait_until(lambda: engine.known(again.ticket).final)
+    clock[0] += 1.1 * lookups.RENEW_SECONDS
+    found = engine.scheduler.matched_tokens(request, 0)
+    assert found == (3 * CHUNK_TOKENS, True), "the second answer is used, however late"
+    engine.scheduler.allocated(request, engine.blocks(list(range(1, 65))), 3 * CHUNK_TOKENS)
+    engine.step()
+    [load] = engine.loads
+    assert load.leases == [1, 2, 3]
+
+
+def test_request_whose_prompt_is_hit_does_not_ask_again(
+    engine: Engine, cache: ScriptedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request(2 * CHUNK_TOKENS + 1)
+    engine.find(request, 1, 2)
+    late = time.monotonic() + 1.1 * lookups.RENEW_SECONDS
+    monkeypatch.setattr(time, "monotonic", lambda: late)
+    assert engine.scheduler.matched_tokens(request, 0) == (2 * CHUNK_TOKENS, True)
+    assert cache.nothing_received()
+
+
 def test_load_that_lost_its_cache_process_fails(engine: Engine) -> None:
     """The engine waits for a load that it was promised: the workers report it, as failed."""
     request = make_request(2 * CHUNK_TOKENS)
