@@ -44,6 +44,7 @@ MAX_CODE = 65_535
 """Maximum code of a codec: it has two bytes in a header."""
 IDENTITY = "identity"
 """The codec that stores chunks as they are."""
+WATERMARKS = "high_watermark", "low_watermark"
 BUILT_IN_MODULES = ("kvtier.backends", "kvtier.catalog", "kvtier.tiers", "kvtier.transports")
 
 _PROVIDING_HOOKS = ("kvtier_backends", "kvtier_transports", "kvtier_eviction_policies", "kvtier_codecs")
@@ -234,7 +235,7 @@ class Plugins:
         return found
 
     def tier_settings(self, settings: Settings) -> list[TierSettings]:
-        """Return the tiers, each validated by its backend's ``settings_type``, with ``queue`` filled in.
+        """Return the tiers, each validated by its backend's ``settings_type``, with all defaults filled in.
 
         Raises :class:`SettingsError` with one line per invalid key, also for conflicts between tiers.
         """
@@ -248,6 +249,9 @@ class Plugins:
             raise SettingsError("\n".join(problems))
         first = tiers[0]
         assert isinstance(first, LocalTierSettings)
+        if len(tiers) == 1 and first.model_fields_set.isdisjoint(WATERMARKS):
+            # Nothing is written below before it is evicted, so each chunk can make room for the next.
+            tiers[0] = first.model_copy(update=dict.fromkeys(WATERMARKS, 1.0))
         quarter = first.capacity // 4
         return [tier if tier.queue else tier.model_copy(update={"queue": quarter}) for tier in tiers.values()]
 
