@@ -60,7 +60,8 @@ Write = Callable[[TieredCache, int, int], Awaitable[list[ChunkKey]]]
 
 @pytest.fixture
 def open_cache(settings: Callable[..., Settings]) -> Open:
-    configured = settings(ram=256, ssd=CAPACITY)  # Whatever the disk takes, memory has room.
+    # Whatever the disk takes, memory has room. What a scan has found is not evicted at once.
+    configured = settings(ram=256, ssd=CAPACITY, disk={"high_watermark": 1.0})
     return lambda: TieredCache.open(configured, plugins=BUILT_IN)
 
 
