@@ -41,6 +41,20 @@ def test_eight_cold_requests_at_once(llama: Path, running: Running, oracle: Orac
         engine.reset_prefix_cache()
 
 
+def test_queued_request_loads_what_the_one_before_it_has_stored(
+    llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
+) -> None:
+    """It was looked up when it arrived, and nothing was stored then."""
+    tokens = prompt(LENGTH)
+    with start(llama, cache, max_num_seqs=1, enable_prefix_caching=False) as engine:
+        engine.hold()
+        running, queued = engine.submit(prompt(SHARED), 400), engine.submit(tokens)
+        engine.resume()
+        answer = engine.answer(queued)
+        engine.answer(running)
+    assert (answer.tokens, answer.cached) == (oracle(llama, tokens), SHARED)
+
+
 def test_chunked_prefill_in_small_batches(
     llama: Path, cache: CacheProcess, start: StartEngine, oracle: Oracle
 ) -> None:
