@@ -520,27 +520,31 @@ def test_later_lookups_of_a_request_are_marked(engine: Engine, cache: ScriptedCa
     assert (first.keys, first.repeated, again.repeated) == (again.keys, False, True)
 
 
-def test_queued_request_asks_once_more(
+def test_queued_requests_ask_again(
     engine: Engine, cache: ScriptedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it was queued, the turn before it was computed and stored."""
-    request = make_request(4 * CHUNK_TOKENS + 1)
-    first = engine.find(request, 1)
-    clock = [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    clock[0] += 1.1 * lookups.RENEW_SECONDS
-    assert engine.scheduler.matched_tokens(request, 0) == (None, False)
-    again = cache.receive(Lookup)
-    assert (again.keys, again.repeated, again.renews) == (first.keys, True, first.ticket)
-    engine.answer(again, 1, 2, 3)
-    wait_until(lambda: engine.known(again.ticket).final)
-    clock[0] += 1.1 * lookups.RENEW_SECONDS
-    found = engine.scheduler.matched_tokens(request, 0)
-    assert found == (3 * CHUNK_TOKENS, True), "the second answer is used, however late"
-    engine.scheduler.allocated(request, engine.blocks(list(range(1, 65))), 3 * CHUNK_TOKENS)
+    """While they were queued, the turns before them were computed and stored."""
+    requests = [make_request(4 * CHUNK_TOKENS + 1) for _ in range(lookups.RENEWED + 1)]
+    first = [engine.find(request, 1) for request in requests]
+    monkeypatch.setattr(lookups, "RENEW_SECONDS", 1000.0)
+    engine.step()
+    assert cache.nothing_received(), "the answers are new"
+    monkeypatch.setattr(lookups, "RENEW_SECONDS", 0.0)
+    engine.step()
+    again = [cache.receive(Lookup) for _ in range(lookups.RENEWED)]
+    assert [(each.keys, each.renews) for each in again] == [(each.keys, each.ticket) for each in first[:-1]]
+    assert all(each.repeated for each in again)
+    engine.step()
+    assert cache.nothing_received(), "the head of the queue waits for its answers"
+    assert engine.scheduler.matched_tokens(requests[0], 0) == (None, False)
+    engine.answer(again[0], 1, 2, 3)
+    engine.wait_for_hit(requests[0], 3 * CHUNK_TOKENS)
+    engine.scheduler.allocated(requests[0], engine.blocks(list(range(1, 65))), 3 * CHUNK_TOKENS)
     engine.step()
     [load] = engine.loads
     assert load.leases == [1, 2, 3]
+    next_one = cache.receive(Lookup)
+    assert next_one.renews == first[-1].ticket, "it has moved up"
 
 
 def test_request_whose_prompt_is_hit_does_not_ask_again(
@@ -548,9 +552,8 @@ def test_request_whose_prompt_is_hit_does_not_ask_again(
 ) -> None:
     request = make_request(2 * CHUNK_TOKENS + 1)
     engine.find(request, 1, 2)
-    late = time.monotonic() + 1.1 * lookups.RENEW_SECONDS
-    monkeypatch.setattr(time, "monotonic", lambda: late)
-    assert engine.scheduler.matched_tokens(request, 0) == (2 * CHUNK_TOKENS, True)
+    monkeypatch.setattr(lookups, "RENEW_SECONDS", 0.0)
+    engine.step()
     assert cache.nothing_received()
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from array import array
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,8 +41,10 @@ TIMEOUT_SECONDS = 1.0
 MAX_WAIT_SECONDS = 120.0
 """Timeout of a lookup without progress with ``prefetch.policy: wait``, because a fetch may stall."""
 RENEW_SECONDS = 0.25
-"""Age of an answer from which a request that was queued asks once more: what others have left meanwhile, such
-as the turn before it, may be stored by now."""
+"""Age of an answer from which a queued request asks once more: what others have left meanwhile, such as the
+turn before it, may be stored by now."""
+RENEWED = 8
+"""So many requests at the head of the queue at most: more are rarely scheduled in one step."""
 CONNECT_SECONDS = 0.1
 """How long a request waits for a cache process that has been reached and has yet to welcome the engine."""
 MAX_IMAGES = 64
@@ -147,6 +150,8 @@ class Lookups:
         self._partial_chunks = settings.partial_chunks
         waits = settings.prefetch.policy == "wait"
         self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
+        self._open: dict[str, RequestState] = {}
+        """The requests with a lookup, in the order of arrival: vLLM's queue, unless it has priorities."""
         self._reports = RequestReports(stats)
         self._explains = 0
         """The cache process that explanations are awaited from."""
@@ -212,6 +217,7 @@ class Lookups:
             state.trace.end(LOOKUP, "the cache process does not answer")
             return
         progress.ticket = ticket
+        self._open[request.request_id] = state
         progress.asked = (not renews and progress.asked) or ticket
         progress.asked_at = time.monotonic()
         if canary is None and not renews:
@@ -245,13 +251,11 @@ class Lookups:
         lookup = self._bridge.found(progress.ticket, wait)
         progress.local_tokens, progress.unanswered = local_tokens, MissReason.NOT_LOOKED_UP
         if lookup is None:
-            progress.ticket = None
+            self.take(state)
             return NOTHING
         if not self._bridge.responsive:
             self.cancel(state)
             return NOTHING
-        if self._renew(state, lookup):
-            return self.matched(state, local_tokens, wait)
         progress.unanswered = None
         progress.located = max(progress.located, lookup.known)
         # Chunks in flight are loaded as they arrive, once there is something to load.
@@ -273,23 +277,20 @@ class Lookups:
         tokens = reported_tokens(progress.hit, state, self._layout, whole_blocks=self._whole_blocks)
         return (tokens - local_tokens, True) if tokens > local_tokens else NOTHING
 
-    def _renew(self, state: RequestState, lookup: LookupState) -> bool:
-        """Look up a prompt once more if the answer is old and more of it may be stored by now.
+    def renew(self) -> None:
+        """Have the requests that are next in the queue ask once more if their answers are old.
 
-        Not twice in a row, as the request would wait forever if steps are slow. Not where chunks are pushed.
+        At the end of a step, so that the new answers are there in the next one. Not where chunks are pushed.
         """
-        progress = state.lookup
-        if not lookup.final or state.hints.expect is not None or state.hints.canary is not None:
-            return False
-        if progress.renewed:
-            progress.renewed = False
-            return False
-        old = time.monotonic() >= lookup.updated_at + RENEW_SECONDS
-        if old and hit_of(lookup, state, self._layout).tokens < state.request.num_tokens - 1:
-            asked_at = progress.asked_at
-            self.look_up(state, progress.ticket or 0)
-            progress.renewed = progress.asked_at > asked_at
-        return progress.renewed
+        now = time.monotonic()
+        for state in list(islice(self._open.values(), RENEWED)):
+            ticket, hints = state.lookup.ticket, state.hints
+            lookup = None if ticket is None else self._bridge.found(ticket)
+            if lookup is None or not lookup.final or now < lookup.updated_at + RENEW_SECONDS:
+                continue
+            expects = hints.expect is not None or hints.canary is not None
+            if not expects and hit_of(lookup, state, self._layout).tokens < state.request.num_tokens - 1:
+                self.look_up(state, ticket or 0)
 
     def accept(self, state: RequestState, external_tokens: int) -> Hit:
         """Return the hit that vLLM has allocated blocks for: as many tokens as were reported, or fewer.
@@ -305,12 +306,14 @@ class Lookups:
     def take(self, state: RequestState) -> int:
         """Return the ticket of a lookup, whose leases the caller releases from now on."""
         ticket, state.lookup.ticket = state.lookup.ticket, None
+        self._open.pop(state.request.request_id, None)
         assert ticket is not None
         return ticket
 
     def give_back(self, state: RequestState, ticket: int) -> None:
         """Use a lookup again whose load has failed."""
         state.lookup.ticket = ticket
+        self._open[state.request.request_id] = state
 
     def cancel(self, state: RequestState) -> None:
         """Cancel a request's lookup, if any, and release its leases."""

@@ -65,8 +65,6 @@ class LookupProgress:
     """When it was last looked up (:func:`time.monotonic`); 0 before that."""
     waited: bool = False
     """Whether the scheduler has already waited for the lookup's answer once."""
-    renewed: bool = False
-    """Whether the open lookup repeats one whose answer was old."""
     timeout: float = 0.0
     """Seconds that the lookup may take without progress."""
     local_tokens: int = 0

@@ -302,6 +302,7 @@ class SchedulerSide:
         if not self._saves.unreserved:  # No chunk can be added to a transfer that has ended.
             self._kv_transfers.end_finished()
         self._bridge.send_outcomes(after=OUTCOMES_SECONDS)
+        self._lookups.renew()
         self._bridge.probe()
         self._traces.send(after=SEND_SECONDS)
         self._shadow.end_step()
