@@ -14,10 +14,10 @@ bytes over a Unix socket to a process that does nothing else; the same after as 
 processes that also compute for as long as engine and cache process do for a lookup: on a busy machine, that
 is up to the kernel's scheduler. The CPU time of both processes includes that of releasing the leases.
 
-Reserving, confirming and committing as many chunks is measured as well: besides the
-copy, that is the cost of a store and a load for the engine. With a pool, a prompt unknown to this host is
-looked up there before the answer is final. The last line is the lookup of an engine that spans hosts, over
-TCP on loopback through a second cache process.
+Reserving, confirming and committing as many chunks is measured as well: besides the copy, that is the cost of
+a store and a load for the engine. With a pool, a prompt unknown to this host is looked up there before the
+answer is final. The last line is the lookup of an engine that spans hosts, over TCP on loopback through a
+second cache process.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def measure(
             timed("  the same, explained and reported", explained, runs, report, cache),
             timed("limit: plain round trip of as many bytes", lambda: round_trip(question), runs),
             timed(
-                f"  {PAUSE_SECONDS * 1000:g} ms after the last one",
+                "  after as long a pause",
                 lambda: round_trip(question),
                 runs,
                 lambda _: time.sleep(PAUSE_SECONDS),
