@@ -10,9 +10,10 @@
     python -m benchmarks.look_up --pool redis   # an unknown prompt is also looked up in a real Redis
 
 All chunks are READY in the first tier of a real cache process. The limits are a plain round trip of as many
-bytes over a Unix socket to a process that does nothing else; the same after as long a pause; and one of two
-processes that also compute for as long as engine and cache process do for a lookup: on a busy machine, that
-is up to the kernel's scheduler. The CPU time of both processes includes that of releasing the leases.
+bytes over a Unix socket to a process that does nothing else, and the same after as long a pause. The next
+line is for comparison on a busy machine: a round trip of two processes that compute, one after the other, for
+as long as engine and cache process do for a lookup, what these do after the answer included. The CPU time of
+both processes includes that of releasing the leases.
 
 Reserving, confirming and committing as many chunks is measured as well: besides the copy, that is the cost of
 a store and a load for the engine. With a pool, a prompt unknown to this host is looked up there before the
@@ -182,7 +183,7 @@ def measure(
                 runs,
                 lambda _: time.sleep(PAUSE_SECONDS),
             ),
-            timed("  with as much computing on both sides", compute_as_long, runs),
+            timed("  with the computing of a lookup, in turns", compute_as_long, runs),
             timed("lookup of an unknown prompt", look_up_unknown, runs),
             timed("reserve and abandon all chunks", reserve_and_abandon, runs),
             timed("confirm all chunks", confirm_all, runs),
