@@ -5,15 +5,20 @@
     python -m benchmarks.look_up                # a prompt of 32,768 tokens
     python -m benchmarks.look_up --runs 20
     python -m benchmarks.look_up --busy         # beside three spinning processes per core
+    python -m benchmarks.look_up --busy 1       # beside one per core
     python -m benchmarks.look_up --policy lru   # with another eviction policy than kvtier's default
     python -m benchmarks.look_up --pool redis   # an unknown prompt is also looked up in a real Redis
 
-All chunks are READY in the first tier of a real cache process. The limit is a plain round trip of as many
-bytes over a Unix socket to a process that does nothing else. The CPU time of both processes includes that of
-releasing the leases. Reserving, confirming and committing as many chunks is measured as well: besides the
-copy, that is the cost of a store and a load for the engine. With a pool, a prompt unknown to this host is
-looked up there before the answer is final. The last line is the lookup of an engine that spans hosts, over
-TCP on loopback through a second cache process.
+All chunks are READY in the first tier of a real cache process. The limits are a plain round trip of as many
+bytes over a Unix socket to a process that does nothing else, and the same after as long a pause. The next
+line is for comparison on a busy machine: a round trip of two processes that compute, one after the other, for
+as long as engine and cache process do for a lookup, what these do after the answer included. The CPU time of
+both processes includes that of releasing the leases.
+
+Reserving, confirming and committing as many chunks is measured as well: besides the copy, that is the cost of
+a store and a load for the engine. With a pool, a prompt unknown to this host is looked up there before the
+answer is final. The last line is the lookup of an engine that spans hosts, over TCP on loopback through a
+second cache process.
 """
 
 from __future__ import annotations
@@ -53,6 +58,8 @@ CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
 PAUSE_SECONDS = 0.01
 PAYLOAD_BYTES = 16 << 10
 ANSWER_BYTES_PER_CHUNK = 10
+COMPUTE_BYTES = 4
+"""At the beginning of a question: for how many microseconds to compute the answer."""
 NAMESPACE = bytes(32)
 LAYOUT = ChunkLayout(CHUNK_TOKENS, (GroupLayout(BLOCK_TOKENS, (PAYLOAD_BYTES // 16,)),))
 ROOT = root_key(NAMESPACE)
@@ -63,7 +70,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure a lookup, including hashing and the socket.")
     parser.add_argument("--tokens", type=int, default=32_768, help="default: %(default)s")
     parser.add_argument("--runs", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--busy", action="store_true", help="beside three spinning processes per core")
+    parser.add_argument(
+        "--busy", type=int, nargs="?", const=3, help="beside so many spinning processes per core; default: 3"
+    )
     parser.add_argument("--policy", help="eviction policy of the tier; default: that of kvtier")
     parser.add_argument("--pool", choices=SERVERS, help="add a tier on a real server of this kind")
     options = parse(parser, runs=2, tokens=2048)
@@ -73,7 +82,7 @@ def main() -> None:
         pool_tiers(options.pool) as pools,
         cache_process(pools, address, options.policy) as path,
         cache_process([], f"127.0.0.1:{free_port()}", options.policy) as elsewhere,
-        saturated() if options.busy else nullcontext(),
+        saturated(options.busy) if options.busy else nullcontext(),
     ):
         worker, scheduler = WorkerBridge(hello("worker"), path), SchedulerBridge(hello("scheduler"), path)
         worker.connect()
@@ -151,8 +160,16 @@ def measure(
 
     with echo_process(len(keys) * ANSWER_BYTES_PER_CHUNK) as round_trip:
         question = bytes(len(keys) * KEY_BYTES)
+        complete = timed("lookup: hashing and the socket", hash_and_look_up, runs, release, cache)
+        ours, theirs = complete[3], int(complete[4] or 0)
+        demanding = theirs.to_bytes(COMPUTE_BYTES) + question[COMPUTE_BYTES:]
+
+        def compute_as_long() -> None:
+            compute(ours / 1e6)
+            round_trip(demanding)
+
         return [
-            timed("lookup: hashing and the socket", hash_and_look_up, runs, release, cache),
+            complete,
             timed(f"  {PAUSE_SECONDS * 1000:g} ms after the last one", hash_and_look_up, runs, pause, cache),
             timed("  conversion of the tokens only", lambda: encode_tokens(tokens), runs),
             timed("  hashing of chunks only", lambda: chunk_keys(ROOT, encoded, CHUNK_TOKENS), runs),
@@ -160,6 +177,13 @@ def measure(
             timed("  socket only", socket_only, runs, release, cache),
             timed("  the same, explained and reported", explained, runs, report, cache),
             timed("limit: plain round trip of as many bytes", lambda: round_trip(question), runs),
+            timed(
+                "  after as long a pause",
+                lambda: round_trip(question),
+                runs,
+                lambda _: time.sleep(PAUSE_SECONDS),
+            ),
+            timed("  with the computing of a lookup, in turns", compute_as_long, runs),
             timed("lookup of an unknown prompt", look_up_unknown, runs),
             timed("reserve and abandon all chunks", reserve_and_abandon, runs),
             timed("confirm all chunks", confirm_all, runs),
@@ -271,15 +295,18 @@ def cache_process(
 
 @contextmanager
 def echo_process(answer_bytes: int) -> Iterator[Callable[[bytes], None]]:
-    """Run a process that answers each request at once; yield a function for one round trip."""
+    """Run a process that answers each request; yield a function for one round trip.
+
+    It computes for as many microseconds as the first :data:`COMPUTE_BYTES` say.
+    """
     ours, theirs = socket.socketpair()
     process = os.fork()
     if process == 0:
         ours.close()
         answer = bytes(answer_bytes)
         while question := theirs.recv(1 << 18):
-            if len(question):
-                theirs.sendall(answer)
+            compute(int.from_bytes(question[:COMPUTE_BYTES]) / 1e6)
+            theirs.sendall(answer)
         os._exit(0)
     theirs.close()
 
@@ -294,6 +321,13 @@ def echo_process(answer_bytes: int) -> Iterator[Callable[[bytes], None]]:
     finally:
         ours.close()
         os.waitpid(process, 0)
+
+
+def compute(seconds: float) -> None:
+    """Use that much CPU time."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
 
 
 if __name__ == "__main__":

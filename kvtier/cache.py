@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import partial
 from typing import SupportsIndex
 
 import anyio
@@ -75,8 +74,6 @@ logger = logging.getLogger("kvtier")
 DRAIN_POLL_SECONDS = 0.02
 CANARY_SECONDS, MAX_CANARIES = 120.0, 64
 """How long the chunks of a canary are kept, and of how many at most. What exceeds that is only evicted."""
-OBSERVE_SECONDS = 0.001
-"""How long after a lookup policies learn of it, at the latest. Its answer, and the engine, come first."""
 CLOSED = "the cache is closed: use it within the `with` block that opens it"
 
 ObserveLookup = Callable[[PromptLookup], None]
@@ -194,8 +191,7 @@ class TieredCache:
         encoded = [index for index, found in enumerate(codecs) if found is not None]
         tenants = configured_tenants(settings)
         policies = [shared_policy(plugins.policy, tier, settings, tenants) for tier, _ in media]
-        later = partial(call_later, OBSERVE_SECONDS)
-        catalog = Catalog(policies, encoded, remembered=settings.why.remembered_chunks, later=later)
+        catalog = Catalog(policies, encoded, remembered=settings.why.remembered_chunks, later=call_later)
         layouts = Layouts()
         async with AsyncExitStack() as stack:
             first, medium = media[0][0], media[0][1].capabilities().arena

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -28,6 +29,10 @@ class ReadGrant:
     ticket: Ticket
     numbers: list[int]
     chunks: Ready
+    left: int
+    """Number of its leases that the engine still holds."""
+    ended: set[int] = field(default_factory=set)
+    """The positions of those that it has released, if it holds others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,12 +61,15 @@ class ReadLeases:
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self._numbers = numbers
-        self._granted: dict[int, ReadGrant] = {}
-        """By the number of each lease that the engine holds."""
+        # Not by lease: a lookup has hundreds, and usually all of them are confirmed and released at once.
+        self._grants: list[ReadGrant] = []
+        """In the order of their numbers."""
+        self._firsts: list[int] = []
+        """The first number of each."""
         self._tickets: dict[int, Ticket] = {}
 
     def __len__(self) -> int:
-        return len(self._granted)
+        return sum(grant.left for grant in self._grants)
 
     @property
     def tickets(self) -> int:
@@ -81,8 +89,9 @@ class ReadLeases:
     def grant(self, ticket: Ticket, chunks: Ready) -> list[int]:
         """Take over leases, and return the number of each."""
         numbers = list(islice(self._numbers, len(chunks.leases)))
-        grant = ReadGrant(ticket, numbers, chunks)
-        self._granted.update(dict.fromkeys(numbers, grant))
+        grant = ReadGrant(ticket, numbers, chunks, len(numbers))
+        self._grants.append(grant)
+        self._firsts.append(numbers[0])
         ticket.grants.append(grant)
         ticket.held += len(numbers)
         return numbers
@@ -108,21 +117,40 @@ class ReadLeases:
 
     def release(self, leases: Sequence[int]) -> None:
         """Release leases; numbers that the engine does not hold are ignored."""
-        grants = [self._granted.pop(number, None) for number in leases]
-        first = next(iter(grants), None)
-        if first is not None and leases == first.numbers and grants.count(first) == len(grants):
-            # The common case: a whole grant at once.
-            first.chunks.release_all()
-            self._returned(first, len(grants))
-            return
-        for number, grant in zip(leases, grants, strict=True):
-            if grant is not None:
-                grant.chunks.release(number - grant.numbers[0])
-                self._returned(grant, 1)
+        for grant, start, count in self._runs(leases):
+            if grant is None:
+                continue
+            if count == len(grant.numbers):
+                grant.chunks.release_all()
+            else:
+                grant.ended.update(range(start, start + count))
+                for index in range(start, start + count):
+                    grant.chunks.release(index)
+            grant.left -= count
+            if not grant.left:
+                at = bisect_left(self._firsts, grant.numbers[0])
+                del self._grants[at], self._firsts[at]
+            grant.ticket.held -= count
+            self.forget_if_empty(grant.ticket)
 
-    def _returned(self, grant: ReadGrant, count: int) -> None:
-        grant.ticket.held -= count
-        self.forget_if_empty(grant.ticket)
+    def _runs(self, leases: Sequence[int]) -> Iterator[tuple[ReadGrant | None, int, int]]:
+        """Yield the grant of each lease, and its position there; the rest of a grant at once, as a count.
+
+        The grant is ``None`` for a number that the engine does not hold.
+        """
+        at = 0
+        while at < len(leases):
+            index = bisect_right(self._firsts, leases[at]) - 1
+            grant = self._grants[index] if index >= 0 else None
+            start, count = 0 if grant is None else leases[at] - grant.numbers[0], 1
+            if grant is not None and (start >= len(grant.numbers) or start in grant.ended):
+                grant = None
+            elif grant is not None and not grant.ended:
+                rest = grant.numbers[start:] if start else grant.numbers
+                if leases[at : at + len(rest)] == rest:
+                    count = len(rest)
+            yield grant, start, count
+            at += count
 
     def forget_if_empty(self, ticket: Ticket) -> None:
         """Forget a lookup without leases and without a pending part."""
@@ -134,14 +162,14 @@ class ReadLeases:
 
     def holds(self, leases: Sequence[int]) -> bool:
         """Return whether all of these leases are still held and their memory is still valid."""
-        grants = set(map(self._granted.get, leases))
-        return all(grant is not None and grant.chunks.valid for grant in grants)
+        return all(grant is not None and grant.chunks.valid for grant, _, _ in self._runs(leases))
 
     def release_all(self, but: Sequence[int] = ()) -> None:
         """End every lookup, and release every lease ``but`` these, which a returning scheduler still uses."""
         for ticket in self._tickets.values():
             ticket.cancel()
-        self.release(tuple(self._granted.keys() - set(but)))
+        kept = set(but)
+        self.release([number for grant in self._grants for number in grant.numbers if number not in kept])
 
     def clear(self) -> None:
         """Forget all lookups, whose leases have ended."""

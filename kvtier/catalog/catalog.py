@@ -36,6 +36,10 @@ from kvtier.logs import RateLimitedLog
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
 
 ALL_TIERS = (1 << MAX_TIERS) - 1
+REPORT_SECONDS, MAX_REPORT_SECONDS = 0.001, 0.01
+"""How long after a lookup policies learn of it, and how long that waits for lookups that keep coming."""
+REPORTS_PER_STEP = 3
+"""How many reports the next lookup may have to wait for. One takes adaptive up to 0.1 ms."""
 POLICY_FAILED = "the eviction policy of tier %d has failed at a lookup: %r"
 
 _KEY = Struct(f"{KEY_BYTES}s")
@@ -63,13 +67,13 @@ class Catalog:
         encoded: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
         remembered: int = 0,
-        later: Callable[[Callable[[], None]], object] | None = None,
+        later: Callable[[float, Callable[[], None]], object] | None = None,
     ) -> None:
         """``encoded``: the tiers whose chunks may be shorter than in the others. ``clock``: in seconds.
 
-        ``remembered``: of how many chunks to know why they are gone. ``later`` calls a function soon, in the
-        same thread: policies learn of lookups only then, when these have been answered, or before anything
-        else happens to them. Without it, they learn of them at once.
+        ``remembered``: of how many chunks to know why they are gone. ``later`` calls a function after so many
+        seconds, in the same thread: policies learn of lookups only then, when these have been answered, or
+        before anything else happens to them. Without it, they learn of them at once.
         """
         if not 0 < len(policies) <= MAX_TIERS:
             raise ValueError(f"{len(policies)} tiers, must be 1 to {MAX_TIERS}")
@@ -82,6 +86,8 @@ class Catalog:
         self._later = later
         self._unreported: deque[Callable[[EvictionPolicy], None]] = deque()
         """What policies have not been notified of, in order."""
+        self._noted_at = self._report_by = 0.0
+        """When the last of it happened, and until when the first may wait."""
         self._warn = RateLimitedLog(logging.getLogger("kvtier"))
         table = TableColumns(self.columns, [columns.lengths for columns in self._of_tier])
         self.gone = GoneChunks(remembered, clock)
@@ -404,8 +410,10 @@ class Catalog:
 
     def _notify(self, notify: Callable[[EvictionPolicy], None]) -> None:
         """Let policies learn of a lookup, later if they can."""
+        self._noted_at = self._clock()
         if self._later is not None and not self._unreported:
-            self._later(self._catch_up)
+            self._later(REPORT_SECONDS, self._catch_up_between)
+            self._report_by = self._noted_at + MAX_REPORT_SECONDS
         self._unreported.append(notify)
         if self._later is None:
             self._catch_up()
@@ -413,15 +421,31 @@ class Catalog:
     def _catch_up(self) -> None:
         """Let policies learn of all lookups. Before each change of what they or their columns know."""
         while self._unreported:
-            notify = self._unreported.popleft()
-            for tier, policy in enumerate(self._policies):
-                try:
-                    notify(policy)
-                except Exception as error:
-                    # A plugin's may raise anything, and the caller has not caused it.
-                    if self._later is None:
-                        raise
-                    self._warn(POLICY_FAILED, tier, error)
+            self._report_next()
+
+    def _catch_up_between(self) -> None:
+        """Let policies learn of some lookups, if none has come just now or they have waited for long."""
+        waiting, now = len(self._unreported), self._clock()
+        seconds = 0.0  # Before the next step, the event loop handles what has arrived.
+        if now < min(self._noted_at + REPORT_SECONDS / 2, self._report_by):
+            seconds = REPORT_SECONDS
+        else:
+            # More of them if many wait: they must not pile up.
+            for _ in range(min(waiting, max(REPORTS_PER_STEP, waiting // 16))):
+                self._report_next()
+        if self._later is not None and self._unreported:
+            self._later(seconds, self._catch_up_between)
+
+    def _report_next(self) -> None:
+        notify = self._unreported.popleft()
+        for tier, policy in enumerate(self._policies):
+            try:
+                notify(policy)
+            except Exception as error:
+                # A plugin's may raise anything, and the caller has not caused it.
+                if self._later is None:
+                    raise
+                self._warn(POLICY_FAILED, tier, error)
 
     def report_answer_ended(
         self, keys: Sequence[ChunkKey], signature: Sequence[int], seconds: float = 0.0

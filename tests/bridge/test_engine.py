@@ -78,6 +78,25 @@ async def test_leases_are_released_singly_and_in_bulk() -> None:
         assert cache.arena.leases == 12
 
 
+async def test_leases_of_several_lookups_are_held_in_any_order_and_part() -> None:
+    async with engine_of(LAYOUT) as (engine, cache):
+        store(engine, KEYS)
+        first, second = look_up(engine, 1, KEYS), look_up(engine, 2, KEYS)
+        every = first.leases + second.leases
+        for leases in (every, every[::-1], every[3:15], every[12:] + every[:5], every[4:7], []):
+            assert engine.reads.holds(leases)
+        assert not engine.reads.holds([*every, max(every) + 1])
+        assert not engine.reads.holds([min(every) - 1, *every])
+        engine.reads.release(every[10:14])
+        assert cache.arena.leases == 12 + 20
+        assert [engine.reads.holds([lease]) for lease in every] == [True] * 10 + [False] * 4 + [True] * 10
+        assert not engine.reads.holds(every)
+        engine.reads.cancel(1)
+        assert engine.reads.holds(every[14:])
+        assert not engine.reads.holds(every[9:10])
+        assert len(engine.reads) == 10
+
+
 async def test_unknown_lease_numbers_are_ignored() -> None:
     async with engine_of(LAYOUT) as (engine, cache):
         store(engine, KEYS)

@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 from blake3 import blake3
@@ -21,7 +22,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.catalog.catalog import ALL_TIERS, Catalog, State
+from kvtier.catalog.catalog import (
+    ALL_TIERS,
+    MAX_REPORT_SECONDS,
+    REPORT_SECONDS,
+    REPORTS_PER_STEP,
+    Catalog,
+    State,
+)
 from kvtier.catalog.eviction import ChunkColumns, PolicySettings, RemovalReason
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.policies.lru import LruPolicy
@@ -678,8 +686,9 @@ class LateTier:
     def __init__(self) -> None:
         self.now = 0.0
         self.due: list[Callable[[], None]] = []
+        self.delays: list[float] = []
         factory, clock = Notified.factory(), lambda: self.now
-        self.catalog = Catalog([factory], clock=clock, later=self.due.append)
+        self.catalog = Catalog([factory], clock=clock, later=self.later)
         self.at_once = Catalog([factory], clock=clock)
         for catalog in (self.catalog, self.at_once):
             catalog.add_chain(PROMPT[:4], RAM, [LENGTH] * 4, READY)
@@ -688,8 +697,12 @@ class LateTier:
         self.reports = self.policy.reports
         self.reports.clear()
 
-    def look_up(self, held: int, hints: ChunkHints | None = None) -> None:
-        self.now += 1
+    def later(self, seconds: float, function: Callable[[], None]) -> None:
+        self.delays.append(seconds)
+        self.due.append(function)
+
+    def look_up(self, held: int, hints: ChunkHints | None = None, after: float = 1.0) -> None:
+        self.now += after
         for catalog in (self.catalog, self.at_once):
             rows, _ = catalog.prefix_rows(PROMPT[:held])
             if hints is not None:
@@ -704,7 +717,8 @@ def test_policies_learn_of_lookups_later_in_order() -> None:
     tier.look_up(4)
     assert (tier.reports, len(tier.due)) == ([], 1)
     tier.now = 99.0
-    tier.due.pop()()
+    while tier.due:
+        tier.due.pop()()
     assert tier.reports == [("used", 2, 1.0), ("missed", 6, 1.0), ("used", 4, 2.0), ("missed", 4, 2.0)]
     tier.look_up(1)
     assert len(tier.due) == 1
@@ -712,6 +726,47 @@ def test_policies_learn_of_lookups_later_in_order() -> None:
     assert tier.reports[4:] == [("used", 1, 100.0), ("missed", 7, 100.0)]
     tier.due.pop()()
     assert len(tier.reports) == 6
+
+
+def test_policies_learn_in_steps_between_which_lookups_are_answered() -> None:
+    tier = LateTier()
+    for _ in range(5):
+        tier.look_up(4, after=0.0)
+    tier.now += REPORT_SECONDS
+    learned = []
+    while tier.due:
+        tier.due.pop()()
+        learned.append(len(tier.reports))
+    assert learned[0] == REPORTS_PER_STEP
+    assert max(after - before for before, after in pairwise([0, *learned])) == REPORTS_PER_STEP
+    assert learned[-1] == 10
+    assert tier.delays == [REPORT_SECONDS] + [0.0] * (len(learned) - 1)
+
+
+def test_policies_learn_while_lookups_keep_coming_but_not_at_once() -> None:
+    tier, learned_at = LateTier(), 0.0
+    while tier.now < 3 * MAX_REPORT_SECONDS:
+        tier.look_up(4, after=REPORT_SECONDS / 4)
+        if tier.delays[-1] == 0.0 or round(tier.now / REPORT_SECONDS, 6).is_integer():
+            for function in tier.due[:]:
+                tier.due.remove(function)
+                function()
+        learned_at = learned_at or (tier.now if tier.reports else 0.0)
+    assert MAX_REPORT_SECONDS <= learned_at < MAX_REPORT_SECONDS + 3 * REPORT_SECONDS
+
+
+def test_lookups_do_not_pile_up_if_many_come_between_two_steps() -> None:
+    tier = LateTier()
+    looked_up, known = 0, []
+    for _ in range(400):
+        for _ in range(10):
+            tier.look_up(4, after=REPORT_SECONDS / 100)
+        looked_up += 20
+        for function in tier.due[:]:
+            tier.due.remove(function)
+            function()
+        known.append(looked_up - len(tier.reports))
+    assert max(known[200:]) <= max(known[:200])
 
 
 @pytest.mark.parametrize(
@@ -750,7 +805,8 @@ def test_policies_evict_the_same_whether_they_learn_at_once_or_later() -> None:
 
 def test_policy_that_fails_keeps_no_other_tier_from_learning(failed_policies: list[str]) -> None:
     due: list[Callable[[], None]] = []
-    catalog = Catalog([Notified.factory(), Notified.factory()], later=due.append)
+    policies, now = [Notified.factory(), Notified.factory()], iter(range(100))
+    catalog = Catalog(policies, clock=lambda: next(now), later=lambda _, function: due.append(function))
     catalog.add(A, RAM, LENGTH, READY)
     fast, slow = catalog.policies
     assert isinstance(fast, Notified)
@@ -766,7 +822,7 @@ def test_lookup_without_a_timer_does_not_keep_later_ones_from_having_one() -> No
     due: list[Callable[[], None]] = []
     running = False
 
-    def later(function: Callable[[], None]) -> None:
+    def later(_seconds: float, function: Callable[[], None]) -> None:
         if not running:
             raise RuntimeError("no running event loop")
         due.append(function)
@@ -792,5 +848,6 @@ def test_policy_that_fails_at_a_lookup_fails_nothing_else(
     assert tier.reports == [("missed", 5, 1.0)]
     tier.due.pop()()
     tier.look_up(1)
+    tier.now += 1
     tier.due.pop()()
     assert len(tier.reports) == 3
