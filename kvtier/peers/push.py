@@ -32,7 +32,7 @@ from kvtier.peers.protocol import (
 from kvtier.peers.remote_leases import RemoteLease, leases_of, usable_seconds
 from kvtier.peers.source import Source, expect_length
 from kvtier.tiers.level import ChunkBytes
-from kvtier.tiers.sealer import Sealer
+from kvtier.tiers.sealer import SealedHeader, Sealer
 
 ATTEMPTS = 2
 """Maximum writes per chunk."""
@@ -41,8 +41,8 @@ FULL_SECONDS = 2.0
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.005, 0.25
 """Back-off between these retries."""
 
-Sealed = tuple[ChunkHeader, bytes]
-"""A chunk's header, and the checksum of its payload."""
+Sealed = tuple[ChunkHeader, bytes | None]
+"""A chunk's header, and the checksum of its payload if it is known."""
 
 
 class PushOutcome(Enum):
@@ -109,19 +109,35 @@ class Pusher:
         """
         return await _Push(self, chunks).run(seconds)
 
-    async def seal(self, chunks: Sequence[ChunkBytes]) -> list[Sealed | None]:
-        """Return the headers and checksums; ``None`` for corrupt or empty chunks."""
-        items = [(chunk.key, chunk.lease.view) for chunk in chunks]
+    def headers(self, chunks: Sequence[ChunkBytes]) -> list[Sealed | None]:
+        """Return the headers, and known checksums; ``None`` for corrupt or empty chunks."""
+        seals = self._sealer.known([(chunk.key, chunk.lease.view) for chunk in chunks])
+        return [seal if seal is not None and seal.header.payload_bytes else None for seal in seals]
+
+    async def checksums(
+        self, chunks: Sequence[ChunkBytes], hashed: Sequence[bytes | None]
+    ) -> list[bytes | None]:
+        """Return the checksums of payloads, and write them into the headers; ``None`` for corrupt chunks.
+
+        ``hashed``: those that are known, because their payload was hashed while it was sent.
+        """
+        for chunk, checksum in zip(chunks, hashed, strict=True):
+            if checksum is not None:
+                view = chunk.lease.view
+                self._sealer.adopt(view, ChunkHeader.parse(view), checksum)
+        rest = [
+            (chunk.key, chunk.lease.view)
+            for chunk, checksum in zip(chunks, hashed, strict=True)
+            if checksum is None
+        ]
+        if not rest:
+            return list(hashed)
         try:
-            seals = await self._sealer.checksums(items)
-            return [
-                (seal.header, seal.checksum)
-                if seal is not None and seal.checksum is not None and seal.header.payload_bytes
-                else None
-                for seal in seals
-            ]
+            seals = iter(await self._sealer.checksums(rest))
         finally:
-            items.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
+            rest.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
+        found = [next(seals) if checksum is None else checksum for checksum in hashed]
+        return [seal.checksum if isinstance(seal, SealedHeader) else seal for seal in found]
 
     async def reserve(
         self, headers: Sequence[ChunkHeader], *, staging: int = 0, shares: int = 1
@@ -210,7 +226,7 @@ class _Push:
     async def run(self, seconds: float) -> list[PushOutcome]:
         """See :meth:`Pusher.push`."""
         with anyio.move_on_after(seconds):
-            sealed = await self._target.seal(self._chunks)
+            sealed = self._target.headers(self._chunks)
             namespace = next((chunk[0].namespace for chunk in sealed if chunk is not None), b"")
             self._sealed = {
                 index: chunk
@@ -254,18 +270,33 @@ class _Push:
         try:
             views = [self._payload(index) for index in leases]
             try:
-                outcomes = await source.write(list(zip(leases.values(), views, strict=True)))
+                writes = list(zip(leases.values(), views, strict=True))
+                if any(self._sealed[index][1] is None for index in leases):
+                    outcomes, hashed = await source.write_hashed(writes)
+                else:
+                    outcomes, hashed = await source.write(writes), [None] * len(writes)
             except OSError as error:
                 raise PeerError(f"cannot open a data link: {error}") from error
             finally:
                 views.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
+                writes = []
+            await self._note_checksums(
+                {
+                    index: checksum
+                    for index, checksum, outcome in zip(leases, hashed, outcomes, strict=True)
+                    if outcome is Outcome.OK and self._sealed[index][1] is None
+                }
+            )
             written = [
-                index for index, outcome in zip(leases, outcomes, strict=True) if outcome is Outcome.OK
+                index
+                for index, outcome in zip(leases, outcomes, strict=True)
+                if outcome is Outcome.OK and self._sealed[index][1] is not None
             ]
             valid: list[bool] = []
             if written:
                 ready = [unused.pop(index) for index in written]
-                valid = await self._target.commit(ready, [self._sealed[index][1] for index in written])
+                checksums = [self._sealed[index][1] or b"" for index in written]
+                valid = await self._target.commit(ready, checksums)
         finally:
             source.release(unused.values())
         self._settle([index for index, ok in zip(written, valid, strict=True) if ok], PushOutcome.OK)
@@ -275,6 +306,13 @@ class _Push:
         for index in tried:
             self._attempts[index] += 1
         self._settle([index for index in tried if self._attempts[index] == ATTEMPTS], PushOutcome.FAILED)
+
+    async def _note_checksums(self, hashed: Mapping[int, bytes | None]) -> None:
+        """Store the checksums of written chunks, and compute those that are missing."""
+        chunks = [self._chunks[index] for index in hashed]
+        checksums = await self._target.checksums(chunks, list(hashed.values()))
+        for index, checksum in zip(hashed, checksums, strict=True):
+            self._sealed[index] = self._sealed[index][0], checksum
 
     def _payload(self, index: int) -> memoryview:
         view = self._chunks[index].lease.view

@@ -45,6 +45,9 @@ class NoGrants:
     def hold(self, span: RemoteSpan, access: Access) -> Lease | None:
         return None
 
+    def arrived(self, span: RemoteSpan, checksum: bytes) -> None:
+        pass
+
 
 @asynccontextmanager
 async def reading_from(

@@ -314,13 +314,13 @@ async def test_chunk_cleared_during_push_is_not_kept() -> None:
     async with hosts("tcp", 16, 16) as (sender, receiver):
         sender.compute([1])
         async with sender.peers.checkout(receiver.address) as source:
-            write = source.write
+            write = source.write_hashed
 
             async def clear_first(writes: list[Read]) -> Any:
                 await receiver.cache.clear(keys_of([1]))
                 return await write(writes)
 
-            source.write = clear_first  # type: ignore[assignment, method-assign]
+            source.write_hashed = clear_first  # type: ignore[assignment, method-assign]
             await sender.transfer_kv(receiver, [1]).finish()
         assert receiver.held([1]) == []
 

@@ -24,7 +24,7 @@ from kvtier.concurrency.sockets.connection import (
 from kvtier.concurrency.sockets.executor import IoExecutor
 from kvtier.concurrency.sockets.pool import ConnectionPool
 from kvtier.concurrency.tasks import wait_shielded
-from kvtier.transports.base import Access, Dial, Link, ReadItem, RemoteSpan, WriteItem
+from kvtier.transports.base import Access, Dial, Link, ReadItem, WriteItem
 from kvtier.transports.tcp.queue import Batch, Part, PartQueue
 from kvtier.transports.tcp.wire import (
     CONFIRMED_BYTES,
@@ -69,11 +69,24 @@ class TcpLink(Link):
 
     async def read(self, items: Sequence[ReadItem]) -> Sequence[Outcome]:
         """See :meth:`Link.read`. After a connection loss, bytes that have arrived are not requested again."""
-        return await self._transfer(Access.READ, items)
+        return (await self._transfer(Access.READ, items, hashes=False)).outcomes
+
+    async def read_hashed(self, items: Sequence[ReadItem]) -> Sequence[Outcome]:
+        """See :meth:`Link.read_hashed`. Not with TLS, and not items that several connections share."""
+        batch = await self._transfer(Access.READ, items)
+        return [
+            Outcome.VERIFIED if outcome is Outcome.OK and checksum is not None else outcome
+            for outcome, checksum in zip(batch.outcomes, batch.checksums, strict=True)
+        ]
 
     async def write(self, items: Sequence[WriteItem]) -> Sequence[Outcome]:
         """See :meth:`Link.write`. After a connection loss, all unconfirmed bytes are sent again."""
-        return await self._transfer(Access.WRITE, [(span, view) for view, span in items])
+        return (await self._transfer(Access.WRITE, _turned(items), hashes=False)).outcomes
+
+    async def write_hashed(self, items: Sequence[WriteItem]) -> tuple[Sequence[Outcome], list[bytes | None]]:
+        """See :meth:`Link.write_hashed`. Not with TLS, and not for items that several connections share."""
+        batch = await self._transfer(Access.WRITE, _turned(items))
+        return batch.outcomes, batch.checksums
 
     async def close(self) -> None:
         """Interrupt every connection, and wait for the drivers to exit."""
@@ -86,12 +99,12 @@ class TcpLink(Link):
                 await asyncio.wait(self._drivers)
         self._pool.close()
 
-    async def _transfer(
-        self, access: Access, items: Sequence[tuple[RemoteSpan, memoryview]]
-    ) -> Sequence[Outcome]:
-        batch = Batch(access, items, self._pool.size)
+    async def _transfer(self, access: Access, items: Sequence[ReadItem], *, hashes: bool = True) -> Batch:
+        # The connections of other batches will not be free before those of this one.
+        spread = max(self._pool.size - len(self._drivers), 1)
+        batch = Batch(access, items, spread, hashes=hashes)
         if not batch.parts:
-            return batch.outcomes
+            return batch
         self._queue.add(batch.parts)
         for _ in range(min(self._pool.size - len(self._drivers), len(self._queue))):
             driver = asyncio.ensure_future(self._drive())
@@ -108,7 +121,7 @@ class TcpLink(Link):
         finally:
             timer.cancel()
             batch.forget()  # A driver's frame may refer to its parts for longer.
-        return batch.outcomes
+        return batch
 
     def _driver_done(self, driver: asyncio.Task[None]) -> None:
         self._drivers.discard(driver)
@@ -253,7 +266,7 @@ class Requester:
         try:
             conversation = self._conversation(new, wanted)
             kinds = [kind for kind, _ in conversation]
-            conversing = self._executor.converse(self._connection, conversation)
+            conversing = self._executor.converse(self._connection, conversation, part.hashes())
             del conversation  # See :meth:`IoExecutor.converse`: a cancelled task may keep this frame.
             progress = await conversing
             confirmed = kinds[: progress.operations].count(EXPECT)
@@ -321,6 +334,10 @@ def _writing(part: Part) -> list[Operation]:
         operations += [(EXPECT, [confirmation]), *sent[index + AHEAD :][:1]]
         confirmation = MARK
     return operations
+
+
+def _turned(items: Sequence[WriteItem]) -> list[ReadItem]:
+    return [(span, view) for view, span in items]
 
 
 def _request(part: Part) -> bytes:

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from kvtier import native
 from kvtier.concurrency.sockets.connection import (
@@ -44,6 +45,9 @@ from kvtier.logs import RateLimitedLog
 from kvtier.memory.slices import Lease
 from kvtier.transports.base import Access, Grants, RemoteSpan
 from kvtier.transports.tcp.wire import CONFIRMED_BYTES, MARK, Request, RequestReader, encode_answer
+
+if TYPE_CHECKING:
+    import kvtier._native as _native
 
 Step = tuple[int, Buffers]
 """An operation of :mod:`kvtier.concurrency.sockets.connection`, and its remaining buffers."""
@@ -149,26 +153,35 @@ class Session:
     async def _receive(self, spans: Sequence[RemoteSpan]) -> None:
         leases: list[Lease] = []
         steps: list[Step] = []
+        hashes = native.core.Hashes() if native.available() else None
         try:
             views = [self._lease(span, Access.WRITE, leases) for span in spans]
             confirmation = encode_answer(Access.WRITE, [view is not None for view in views])
             for run in split_runs(_targets(spans, views), CONFIRMED_BYTES):
                 steps += [(RECEIVE, run), (SEND, deque([memoryview(confirmation)]))]
                 confirmation = MARK
+            granted = [span for span, view in zip(spans, views, strict=True) if view]
+            if hashes is not None:
+                for granted_view in filter(None, views):
+                    hashes.add(granted_view, False)
+                    del granted_view
             views = []
-            self._copy_buffered(steps[0][1])
-            await self._run_steps(*steps)
+            self._copy_buffered(steps[0][1], hashes)
+            await self._run_steps(*steps, hashes=hashes)
+            for span, checksum in zip(granted, hashes.digests(), strict=True) if hashes else ():
+                if checksum is not None:
+                    self._grants.arrived(span, checksum)
         finally:
             for _, buffers in steps:
                 buffers.clear()
             for lease in leases:
                 lease.release()
 
-    def _copy_buffered(self, targets: Buffers) -> None:
+    def _copy_buffered(self, targets: Buffers, hashes: _native.Hashes | None) -> None:
         """Copy payload that arrived with the request to the first targets."""
         while targets and (data := self._reader.take(len(targets[0]))):
             targets[0][: len(data)] = data
-            advance(targets, len(data))
+            _advance(targets, len(data), hashes)
 
     def _lease(self, span: RemoteSpan, access: Access, leases: list[Lease]) -> memoryview | None:
         """Lease the memory of a span, append the lease to ``leases``, and return the memory if granted."""
@@ -180,14 +193,14 @@ class Session:
         view = lease.view[start : start + span.length]
         return view if start >= 0 and len(view) == span.length else None
 
-    async def _run_steps(self, *given: Step) -> None:
+    async def _run_steps(self, *given: Step, hashes: _native.Hashes | None = None) -> None:
         """Run steps: small ones in the event loop, others in a thread while the socket is ready."""
         steps = deque(given)
         while steps:
             buffers = steps[0][1]
             is_small = sum(map(len, buffers)) <= SMALL_BYTES
-            if not (is_small and self._stream.move_now(steps[0])):
-                error = await self._stream.move(steps, self._executor)
+            if not (is_small and self._stream.move_now(steps[0], hashes)):
+                error = await self._stream.move(steps, self._executor, hashes)
                 if error is not None:
                     raise error
             elif not buffers:
@@ -219,7 +232,7 @@ class Stream:
             except BlockingIOError:
                 await until_readable(self._socket.fileno())
 
-    def move_now(self, step: Step) -> bool:
+    def move_now(self, step: Step, hashes: _native.Hashes | None = None) -> bool:
         """Transfer as much of a step as possible without blocking. Raises ``OSError``.
 
         ``False`` if this stream can be used from a thread only.
@@ -232,7 +245,7 @@ class Stream:
                     moved = self._socket.sendmsg(next_buffers, [], socket.MSG_DONTWAIT)
                 else:
                     moved = unless_closed(self._socket.recvmsg_into(next_buffers, 0, socket.MSG_DONTWAIT)[0])
-                advance(buffers, moved)
+                _advance(buffers, moved, hashes)
         return True
 
     async def until_possible(self, step: Step) -> None:
@@ -242,7 +255,9 @@ class Stream:
         else:
             await until_readable(self._socket.fileno())
 
-    async def move(self, steps: deque[Step], executor: IoExecutor) -> OSError | None:
+    async def move(
+        self, steps: deque[Step], executor: IoExecutor, hashes: _native.Hashes | None = None
+    ) -> OSError | None:
         """Run steps in a thread for at most ``POLL_SECONDS``. Completed ones are removed from ``steps``.
 
         Return the error that broke the connection, if any. If cancelled, interrupt the socket, and release
@@ -251,7 +266,7 @@ class Stream:
         if not native.available():
             return await self._move_in_thread(steps, executor)
         operations = [(kind, list(buffers)) for kind, buffers in steps]
-        ended = executor.start(self._socket.fileno(), operations, _NOTHING, POLL_SECONDS)
+        ended = executor.start(self._socket.fileno(), operations, _NOTHING, POLL_SECONDS, hashes)
         # A cancelled task may keep this frame, and with it the views, longer than the leases.
         del operations
         done, moved, number = await finished(ended, self.interrupt)
@@ -319,7 +334,7 @@ class TLSStream(Stream):
             except ssl.SSLWantWriteError:
                 await until_writable(self._secured.fileno())
 
-    def move_now(self, step: Step) -> bool:
+    def move_now(self, step: Step, hashes: _native.Hashes | None = None) -> bool:
         """Return ``False``: encryption is too slow for the event loop."""
         return False
 
@@ -328,7 +343,9 @@ class TLSStream(Stream):
         if step[0] == SEND or not self._secured.pending():
             await super().until_possible(step)
 
-    async def move(self, steps: deque[Step], executor: IoExecutor) -> OSError | None:
+    async def move(
+        self, steps: deque[Step], executor: IoExecutor, hashes: _native.Hashes | None = None
+    ) -> OSError | None:
         """See :meth:`Stream.move`."""
         return await self._move_in_thread(steps, executor)
 
@@ -350,6 +367,16 @@ class TLSStream(Stream):
 def stream_over(connected: socket.socket) -> Stream:
     """Return the stream for a connected socket, plain or TLS."""
     return TLSStream(connected) if isinstance(connected, ssl.SSLSocket) else Stream(connected)
+
+
+def _advance(buffers: Buffers, moved: int, hashes: _native.Hashes | None) -> None:
+    """Drop the bytes that have been moved, and hash them."""
+    while moved:
+        view = buffers[0][:moved]
+        if hashes is not None:
+            hashes.move(view)
+        moved -= len(view)
+        advance(buffers, len(view))
 
 
 def _targets(spans: Sequence[RemoteSpan], views: Sequence[memoryview | None]) -> Iterator[memoryview]:
