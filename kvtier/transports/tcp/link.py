@@ -64,6 +64,8 @@ class TcpLink(Link):
         self._pool = ConnectionPool(connections, self._connect)
         self._queue = PartQueue()
         self._drivers: set[asyncio.Task[None]] = set()
+        self._direct = 0
+        """Connections that callers use in their own tasks."""
         self._deadlines: set[Deadline] = set()
         self._closing = asyncio.Event()
 
@@ -101,27 +103,60 @@ class TcpLink(Link):
 
     async def _transfer(self, access: Access, items: Sequence[ReadItem], *, hashes: bool = True) -> Batch:
         # The connections of other batches will not be free before those of this one.
-        spread = max(self._pool.size - len(self._drivers), 1)
+        spread = max(self._free, 1)
         batch = Batch(access, items, spread, hashes=hashes)
         if not batch.parts:
             return batch
-        self._queue.add(batch.parts)
-        for _ in range(min(self._pool.size - len(self._drivers), len(self._queue))):
-            driver = asyncio.ensure_future(self._drive())
-            self._drivers.add(driver)
-            driver.add_done_callback(self._driver_done)
+        own = PartQueue()
         # Not a cancel scope: only this batch ends, and the drivers go on with the others.
-        timer = asyncio.get_running_loop().call_later(self._deadline, self._queue.abandon, batch)
+        timer = asyncio.get_running_loop().call_later(self._deadline, self._abandon, batch, own)
         try:
-            await batch.released.wait()
+            if len(batch.parts) == 1 and self._free > 0 and not self._queue:
+                await self._transfer_directly(batch, own)
+            if not batch.released.is_set():
+                self._queue.add([part for part in batch.parts if part.pieces])
+                self._start_drivers()
+                await batch.released.wait()
         except asyncio.CancelledError:
-            self._queue.abandon(batch)
+            self._abandon(batch, own)
             await wait_shielded([batch.released])
             raise
         finally:
             timer.cancel()
             batch.forget()  # A driver's frame may refer to its parts for longer.
         return batch
+
+    @property
+    def _free(self) -> int:
+        """How many further connections may be used."""
+        return self._pool.size - len(self._drivers) - self._direct
+
+    def _abandon(self, batch: Batch, own: PartQueue) -> None:
+        own.abandon(batch)
+        self._queue.abandon(batch)
+
+    async def _transfer_directly(self, batch: Batch, own: PartQueue) -> None:
+        """Transfer a batch of one part in the caller's task: a driver would cost a task and its switches.
+
+        Only over an open connection. What is left after an error is for the drivers.
+        """
+        connection = self._pool.idle()
+        if connection is None:
+            return
+        own.add(batch.parts)
+        self._direct += 1
+        try:
+            await self._use_connection(_Attempts(), own, connection)
+        finally:
+            self._direct -= 1
+            own.clear()
+            self._start_drivers()  # For what was queued meanwhile.
+
+    def _start_drivers(self) -> None:
+        for _ in range(min(self._free, len(self._queue))):
+            driver = asyncio.ensure_future(self._drive())
+            self._drivers.add(driver)
+            driver.add_done_callback(self._driver_done)
 
     def _driver_done(self, driver: asyncio.Task[None]) -> None:
         self._drivers.discard(driver)
@@ -134,7 +169,7 @@ class TcpLink(Link):
         assert driver is not None
         try:
             while self._queue:
-                await self._use_connection(attempts)
+                await self._use_connection(attempts, self._queue)
                 if attempts.is_peer_lost:
                     self._queue.fail()
                 if attempts.pause:
@@ -144,15 +179,17 @@ class TcpLink(Link):
             # Not only in its callback, which runs later: what is queued until then needs another driver.
             self._drivers.discard(driver)
 
-    async def _use_connection(self, attempts: _Attempts) -> None:
+    async def _use_connection(
+        self, attempts: _Attempts, queue: PartQueue, connection: Connection | None = None
+    ) -> None:
         """Transfer queued parts over one connection until the queue is empty or the connection breaks."""
         requester: Requester | None = None
         deadline = Deadline(self._deadline)
         self._deadlines.add(deadline)
         try:
-            connection = await self._pool.connected(deadline)
+            connection = connection or await self._pool.connected(deadline)
             with self._pool.bound(connection, deadline):
-                requester = Requester(connection, self._queue, self._pool.executor, self._deadline)
+                requester = Requester(connection, queue, self._pool.executor, self._deadline)
                 await requester.run()
         except OSError as error:
             attempts.failed(error)
